@@ -1,0 +1,41 @@
+# make demo · make test · make lint · make bench · make chaos · make simulate
+PYTHON ?= python3
+BIN := .venv/bin
+SEED ?= 1
+MINUTES ?= 2
+
+.PHONY: demo test lint bench chaos simulate venv test-gpu clean
+
+venv: .venv/.ready
+
+.venv/.ready: pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -q -e '.[embedded,remote,data,test,lint]'
+	@touch $@
+
+demo: venv
+	@$(BIN)/python examples/demo.py
+
+lint: venv
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/pytest -q tests/house
+
+test: lint
+	@$(BIN)/pytest -q --ignore=tests/house
+
+bench: venv
+	@for b in benchmarks/[a-z]*.py; do echo "== $$b"; $(BIN)/python $$b $(ARGS) || exit 1; done
+
+chaos: venv
+	@$(BIN)/python -m tests.chaos.random_faults --seed $(SEED) --minutes $(MINUTES)
+
+simulate: venv
+	@$(BIN)/python -m tests.simulation.run --minutes $(MINUTES)
+
+test-gpu:
+	@python3 -m pytest -q -m gpu tests/gpu
+
+clean:
+	@rm -rf .venv build dist *.egg-info

@@ -1,0 +1,35 @@
+"""Train on and never lose a step: the library that a training script imports.
+
+    import elastic
+
+    def setup(job): ...                 # once per process: build model and optimizer
+    def train(job, state): ...          # entered again after each re-formation, at state.step
+
+    elastic.run(setup, train)
+
+Importing it is cheap and does not import torch; the names below do, when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .worker.batches import Batch
+    from .worker.job import Job
+    from .worker.run import run
+    from .worker.state import State
+
+__all__ = ["Batch", "Job", "State", "__version__", "run"]
+
+__version__ = "0.1.0"
+
+_HOMES = {"Batch": "batches", "Job": "job", "State": "state", "run": "run"}
+
+
+def __getattr__(name: str) -> Any:
+    if home := _HOMES.get(name):
+        import importlib
+
+        return getattr(importlib.import_module(f".worker.{home}", __name__), name)
+    raise AttributeError(f"module 'elastic' has no attribute {name!r}")

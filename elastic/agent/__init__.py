@@ -1,0 +1,1 @@
+"""The agent: one job on one node. It owns the job's workers there."""

@@ -1,0 +1,1 @@
+"""State at rest: snapshots in shared memory, checkpoints on disk."""

@@ -1,0 +1,78 @@
+"""How a daemon and an agent on the same host meet: files in the agent's own folder, nothing else.
+
+    <state_dir>/jobs/<job>/agent/config.json    AgentConfig, written by the daemon before it starts the agent
+    <state_dir>/jobs/<job>/agent/lock           flock held by the living agent (the kernel drops it at its death)
+    <state_dir>/jobs/<job>/agent/status.json    AgentStatus, replaced by the agent at least once a second
+    <state_dir>/jobs/<job>/agent/orders.json    AgentOrders, replaced by the daemon; the agent looks on SIGHUP
+                                                and once a second
+    <state_dir>/jobs/<job>/agent/agent.log      the agent's own log, JSON lines
+    <state_dir>/jobs/<job>/logs/                the workers' logs and error files, kept across restarts
+
+So neither needs the other to be alive, and a new daemon finds the agents of the one before.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .records import PROTOCOL, ProgressRecord, RankRow
+from .timeouts import Timeouts
+
+
+class EtcdAccess(msgspec.Struct, frozen=True, kw_only=True):
+    endpoints: tuple[str, ...]
+    """host:port each."""
+    user: str = ""
+    password: str = ""
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+
+
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
+    cluster: str
+    node: str
+    job: str
+    address: str
+    """Host name or IP address that other nodes reach this one by."""
+    slots: int
+    """Workers to run here: already decided from the spec and the node's slots."""
+    gpus: tuple[int, ...] = ()
+    """CUDA device index of each slot; empty on CPU nodes."""
+    interface: str = ""
+    """Network interface for GLOO_/NCCL_SOCKET_IFNAME; empty: theirs to choose."""
+    etcd: EtcdAccess
+    timeouts: Timeouts = Timeouts()
+    agent_dir: str
+    logs_dir: str
+    protocol: int = PROTOCOL
+
+
+class AgentOrders(msgspec.Struct, frozen=True, kw_only=True):
+    draining: str | None = None
+    """Move the workers off this node at a step boundary, for this reason."""
+    drain_deadline_s: float = 0.0
+    """Seconds from the order until the node goes away whatever happens; 0: no deadline."""
+    checkpoint: int = 0
+    """Counts requests for a checkpoint; an increase is a request."""
+
+
+class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
+    pid: int
+    incarnation: str
+    job: str
+    node: str
+    phase: str
+    """joining, forming, running, repairing, waiting, draining, finishing."""
+    reason: str
+    leader: bool
+    generation: int
+    etcd_ok: bool
+    written_wall_s: float
+    ranks: tuple[RankRow, ...] = ()
+    """Workers on this node."""
+    progress: ProgressRecord | None = None
+    """As this node knows it, fresher than what stands in etcd."""
+    standbys: int = 0
+    last_etcd_contact_wall_s: float = 0.0
+    protocol: int = PROTOCOL

@@ -1,0 +1,70 @@
+"""Where each record stands in etcd. The only place that spells a key.
+
+    /elastic/<cluster>/nodes/<node>                    leased   NodeRecord
+    /elastic/<cluster>/cordons/<node>                           CordonRecord
+    /elastic/<cluster>/jobs/<job>/spec                          SpecRecord
+    /elastic/<cluster>/jobs/<job>/state                         JobState
+    /elastic/<cluster>/jobs/<job>/members/<node>       leased   MemberRecord
+    /elastic/<cluster>/jobs/<job>/generation                    GenerationRecord (compare-and-swap)
+    /elastic/<cluster>/jobs/<job>/broken/<generation>           BrokenRecord (first failure wins)
+    /elastic/<cluster>/jobs/<job>/incidents/<generation>        IncidentRecord
+    /elastic/<cluster>/jobs/<job>/progress                      ProgressRecord (leader, every few seconds)
+"""
+
+from __future__ import annotations
+
+import re
+
+NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
+"""What a cluster, node or job may be called: lower-case letters, digits, ``.``, ``_``, ``-``; at most 63."""
+
+
+def check_name(field: str, value: str) -> str:
+    """Return `value`, or raise ValueError naming `field`, the value and the rule."""
+    if not NAME.fullmatch(value):
+        raise ValueError(
+            f"{field} = {value!r}: use 1 to 63 of a-z 0-9 . _ -, beginning and ending with a letter or digit"
+        )
+    return value
+
+
+class ClusterKeys:
+    """Keys that belong to a whole cluster."""
+
+    def __init__(self, cluster: str) -> None:
+        self.root = f"/elastic/{check_name('cluster', cluster)}/"
+        self.nodes = f"{self.root}nodes/"
+        self.cordons = f"{self.root}cordons/"
+        self.jobs = f"{self.root}jobs/"
+
+    def node(self, node: str) -> str:
+        return f"{self.nodes}{node}"
+
+    def cordon(self, node: str) -> str:
+        return f"{self.cordons}{node}"
+
+    def job(self, job: str) -> JobKeys:
+        return JobKeys(self, job)
+
+
+class JobKeys:
+    """Keys that belong to one job."""
+
+    def __init__(self, cluster: ClusterKeys, job: str) -> None:
+        self.root = f"{cluster.jobs}{check_name('job', job)}/"
+        self.spec = f"{self.root}spec"
+        self.state = f"{self.root}state"
+        self.generation = f"{self.root}generation"
+        self.progress = f"{self.root}progress"
+        self.members = f"{self.root}members/"
+        self.broken_all = f"{self.root}broken/"
+        self.incidents = f"{self.root}incidents/"
+
+    def member(self, node: str) -> str:
+        return f"{self.members}{node}"
+
+    def broken(self, generation: int) -> str:
+        return f"{self.broken_all}{generation:010d}"
+
+    def incident(self, generation: int) -> str:
+        return f"{self.incidents}{generation:010d}"

@@ -1,0 +1,238 @@
+"""What an agent and its workers say to each other over a socket pair (SOCK_SEQPACKET, one JSON message a packet).
+
+Descriptors ride along by SCM_RIGHTS where a message says so. Every message about a group names its generation:
+one that names an older generation than the receiver knows is stale and is ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+MAX_MESSAGE_BYTES = 192 * 1024
+"""Below the default socket buffer (212,992), so that a packet never fails with EMSGSIZE."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
+    pass
+
+
+# ── agent → worker ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Form(Message, frozen=True, kw_only=True):
+    """Join generation `generation` as `rank`. Sent to a worker without a group."""
+
+    generation: int
+    rank: int
+    world: int
+    group_rank: int
+    group_world: int
+    local_world: int
+    store_host: str
+    store_port: int
+    restore: str = "newest"
+    timeout_s: float = 600.0
+    """Time-out of the process group's collectives."""
+
+
+class LetGo(Message, frozen=True, kw_only=True):
+    """The generation is broken: abort its group now, whatever is in flight, and say Released."""
+
+    generation: int
+    why: str
+
+
+class Yield(Message, frozen=True, kw_only=True):
+    """A planned change: leave generation `generation` once `at_step` steps are committed, and say Released."""
+
+    generation: int
+    at_step: int
+    why: str
+
+
+class Assign(Message, frozen=True, kw_only=True):
+    """To a standby: take this slot (and so its device)."""
+
+    slot: int
+
+
+class SaveSoon(Message, frozen=True, kw_only=True):
+    """Take a checkpoint at the next step that all ranks agree on (rank 0 decides; the others ignore it)."""
+
+    reason: str = "asked"
+
+
+class Arena(Message, frozen=True, kw_only=True):
+    """Two shared-memory buffers (descriptors ride along) in answer to NeedArena."""
+
+    nbytes: int
+
+
+class Saved(Message, frozen=True, kw_only=True):
+    """A checkpoint is durable, or failed; frees the buffer it was written from."""
+
+    step: int
+    buffer: int
+    error: str = ""
+    seconds: float = 0.0
+
+
+class Finish(Message, frozen=True, kw_only=True):
+    """The job is over for everybody: end with exit code 0."""
+
+
+ToWorker = Form | LetGo | Yield | Assign | SaveSoon | Arena | Saved | Finish
+
+
+# ── worker → agent ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Ready(Message, frozen=True, kw_only=True):
+    """Imports and `setup` are done; waiting for Form."""
+
+    state_bytes: int
+
+
+class NeedArena(Message, frozen=True, kw_only=True):
+    """This worker's share of the state takes `nbytes`: make two buffers of that size."""
+
+    nbytes: int
+
+
+class Formed(Message, frozen=True, kw_only=True):
+    """The process group stands."""
+
+    generation: int
+
+
+class Synced(Message, frozen=True, kw_only=True):
+    """The state is here; `train` is entered at `step`."""
+
+    generation: int
+    step: int
+    source: str
+    """'live', 'snapshot', 'checkpoint step 40 at PATH', 'setup'."""
+    seconds: float = 0.0
+    nbytes: int = 0
+
+
+class Stepping(Message, frozen=True, kw_only=True):
+    """The first commit of this generation on this rank."""
+
+    generation: int
+    step: int
+
+
+class Released(Message, frozen=True, kw_only=True):
+    """The group is gone; process and state are kept. Waiting for Form."""
+
+    generation: int
+    step: int
+    clean: bool
+    """False: the state was being changed when the group went; it must not be a source."""
+
+
+class CommFailed(Message, frozen=True, kw_only=True):
+    """A collective failed here though nobody told this worker to let go. Also a Released."""
+
+    generation: int
+    step: int
+    clean: bool
+    error: str
+
+
+class Filled(Message, frozen=True, kw_only=True):
+    """This rank's share of the snapshot of `step` is whole in buffer `buffer`."""
+
+    generation: int
+    step: int
+    buffer: int
+    nbytes: int
+    share: int
+    shares: int
+    stall_s: float
+    extra: dict[str, Any] = {}
+    """JSON part of the state (share 0 only): goes into the manifest."""
+    save: bool = True
+    """Also write it to disk; False: a snapshot only."""
+
+
+class BadNumbers(Message, frozen=True, kw_only=True):
+    """NaN or infinite loss on this rank, or replicas that drifted apart."""
+
+    generation: int
+    step: int
+    kind: str
+    detail: str
+    ranks: tuple[int, ...] = ()
+
+
+class Done(Message, frozen=True, kw_only=True):
+    """`train` has returned on all ranks at `step`; kept alive as a source until Finish."""
+
+    generation: int
+    step: int
+
+
+FromWorker = Ready | NeedArena | Formed | Synced | Stepping | Released | CommFailed | Filled | BadNumbers | Done
+
+
+# ── agent ⇄ zygote ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Fork(Message, frozen=True, kw_only=True):
+    """Make a worker. Descriptors: channel, beat page, log (stdout and stderr)."""
+
+    ticket: int
+    env: dict[str, str]
+    argv: tuple[str, ...]
+    """Script path or ``-m module``, then its arguments."""
+    workdir: str
+
+
+class Forked(Message, frozen=True, kw_only=True):
+    ticket: int
+    pid: int
+
+
+class ZygoteReady(Message, frozen=True, kw_only=True):
+    seconds: float
+    preloaded: tuple[str, ...]
+    problems: tuple[str, ...] = ()
+    """Modules that could not be preloaded, with the reason; workers will import (and fail on) them themselves."""
+
+
+ToZygote = Fork
+FromZygote = Forked | ZygoteReady
+
+_encoder = msgspec.json.Encoder()
+_to_worker: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)
+_from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
+_from_zygote: msgspec.json.Decoder[FromZygote] = msgspec.json.Decoder(FromZygote)
+_to_zygote: msgspec.json.Decoder[ToZygote] = msgspec.json.Decoder(ToZygote)
+
+
+def encode(message: Message) -> bytes:
+    """Raises ValueError for a message that would not fit in one packet."""
+    raw = _encoder.encode(message)
+    if len(raw) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"{type(message).__name__} takes {len(raw)} bytes, the limit is {MAX_MESSAGE_BYTES}")
+    return raw
+
+
+def to_worker(raw: bytes) -> ToWorker:
+    return _to_worker.decode(raw)
+
+
+def from_worker(raw: bytes) -> FromWorker:
+    return _from_worker.decode(raw)
+
+
+def to_zygote(raw: bytes) -> ToZygote:
+    return _to_zygote.decode(raw)
+
+
+def from_zygote(raw: bytes) -> FromZygote:
+    return _from_zygote.decode(raw)

@@ -1,0 +1,264 @@
+"""What stands in etcd: one frozen struct per key, JSON on the wire, each with the protocol it speaks.
+
+Times called ``*_wall_s`` are seconds since 1970 for people to read; nothing is decided by them.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeVar
+
+import msgspec
+
+from .spec import JobSpec
+
+PROTOCOL = 1
+"""Version of every record and message. A reader that finds another one stays out and says so."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    protocol: int = PROTOCOL
+
+
+class SpeaksAnotherProtocol(Exception):
+    """A record was written by a version that this one does not understand."""
+
+    def __init__(self, kind: str, theirs: int) -> None:
+        super().__init__(
+            f"{kind} speaks protocol {theirs}, this elasticd speaks {PROTOCOL}: "
+            f"run the same elasticd version on every node of the cluster"
+        )
+        self.theirs = theirs
+
+
+class NodeRecord(Record, frozen=True, kw_only=True):
+    node: str
+    hostname: str
+    address: str
+    """Where other nodes reach this one."""
+    slots: int
+    """Workers this node can hold: its GPUs, or its CPU slots."""
+    gpus: int
+    version: str
+    pid: int
+    started_wall_s: float
+    draining: str | None = None
+    """Why the node is being emptied, or None."""
+    healthy: bool = True
+    reason: str | None = None
+    """Why the node takes no work, when it is not healthy."""
+
+
+class CordonRecord(Record, frozen=True, kw_only=True):
+    reason: str
+    since_wall_s: float
+
+
+class SpecRecord(Record, frozen=True, kw_only=True):
+    spec: JobSpec
+    submitted_wall_s: float
+    submitted_by: str
+
+
+class Phase(enum.StrEnum):
+    PENDING = "pending"  # not enough nodes yet, never formed
+    RUNNING = "running"
+    WAITING = "waiting"  # formed before; now below min nodes, state kept
+    STOPPING = "stopping"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+    @property
+    def over(self) -> bool:
+        return self in (Phase.SUCCEEDED, Phase.FAILED, Phase.STOPPED)
+
+
+class WorkerError(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a worker ended, as far as it could say: from torch's error file, else from its exit status."""
+
+    node: str
+    slot: int
+    rank: int
+    message: str
+    traceback: str = ""
+    exit_code: int | None = None
+    signal: str | None = None
+    step: int | None = None
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """One failure charged to the job's budget."""
+
+    wall_s: float
+    generation: int
+    node: str
+    fingerprint: str
+    """What makes two failures the same: exception type and place, or the signal; see `restarts`."""
+    step: int | None = None
+
+
+class JobState(Record, frozen=True, kw_only=True):
+    phase: Phase = Phase.PENDING
+    reason: str = ""
+    since_wall_s: float = 0.0
+    restarts: int = 0
+    """Failures charged over the job's whole life."""
+    failures: tuple[Failure, ...] = ()
+    """Those still inside the sliding window, oldest first."""
+    error: WorkerError | None = None
+    """The first failing rank of the newest failure."""
+    avoid: tuple[str, ...] = ()
+    """Nodes set aside for this job because its workers die there more often than elsewhere."""
+
+
+class MemberRecord(Record, frozen=True, kw_only=True):
+    """An agent that takes part, or would. Leased: gone when the agent is."""
+
+    node: str
+    incarnation: str
+    """Unique per agent process, so that a fast restart is never taken for its predecessor."""
+    host: str
+    port: int
+    """Where the agent listens; a refused connection here proves that it is dead."""
+    slots: int
+    ready: tuple[int, ...] = ()
+    """Slots that may be given a rank: a worker stands there, or (`on_loss = wait`) will shortly."""
+    draining: str | None = None
+    done: int = 0
+    """The newest generation all of whose local workers have finished `train`; 0 = none."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """One member node of a generation. `slots` in rank order: a survivor before a newcomer."""
+
+    node: str
+    incarnation: str
+    host: str
+    slots: tuple[int, ...]
+
+
+class GenerationRecord(Record, frozen=True, kw_only=True):
+    """One formed world. Immutable; re-forming makes the next number."""
+
+    number: int
+    places: tuple[Place, ...]
+    """Node rank = index here. Ranks count through `slots`, place by place."""
+    store_host: str
+    store_port: int
+    """The TCPStore of this generation, hosted by the leader's agent."""
+    leader: str
+    why: str
+    at_step: int | None = None
+    """Planned change: the generation before runs until it has committed this step. None: let go now."""
+    restore: str = "newest"
+    """'newest': live state, then snapshot, then checkpoint. 'snapshot': live state is not trusted (roll back)."""
+
+    @property
+    def world(self) -> int:
+        return sum(len(place.slots) for place in self.places)
+
+    def place(self, node: str, incarnation: str) -> Place | None:
+        return next((p for p in self.places if p.node == node and p.incarnation == incarnation), None)
+
+    def ranks(self, node: str) -> dict[int, int]:
+        """slot -> rank on `node`; empty when the node is not a member."""
+        rank = 0
+        for place in self.places:
+            if place.node == node:
+                return {slot: rank + i for i, slot in enumerate(place.slots)}
+            rank += len(place.slots)
+        return {}
+
+
+class BrokenRecord(Record, frozen=True, kw_only=True):
+    """The first failure of a generation."""
+
+    generation: int
+    node: str
+    kind: str
+    """One of `recovery.FAILURES`: exit, hang, comm, form, nan, drift, …"""
+    detail: str
+    slots: tuple[int, ...] = ()
+    """Slots of `node` whose workers are lost: their state is gone, they go behind survivors."""
+    ranks: tuple[int, ...] = ()
+    error: WorkerError | None = None
+    fingerprint: str = ""
+    step: int | None = None
+    charged: bool = True
+    """Whether this counts against the restart budget."""
+    rollback: bool = False
+    """The state itself is not to be trusted: restore the newest snapshot or checkpoint, not live state."""
+
+
+class IncidentRecord(Record, frozen=True, kw_only=True):
+    """One failure or planned change and its recovery."""
+
+    generation: int
+    """The generation formed by the recovery."""
+    kind: str
+    node: str
+    ranks: tuple[int, ...]
+    detail: str
+    wall_s: float
+    timeline_s: dict[str, float] = {}
+    """Phase -> seconds since detection, on the clock of the node that reports."""
+    step: int | None = None
+    steps_lost: int | None = None
+    world_before: int = 0
+    world_after: int = 0
+    restored_from: str = ""
+    """'live', 'snapshot', 'checkpoint' or 'nothing'."""
+    stacks: dict[str, str] = {}
+    """Hang: who -> stack, saved before the kill."""
+    error: WorkerError | None = None
+
+
+class RankRow(msgspec.Struct, frozen=True, kw_only=True):
+    rank: int
+    node: str
+    slot: int
+    pid: int
+    phase: str
+    step: int
+    incarnation: int
+    """How many workers this slot has had before, in this agent's life."""
+    rss_mb: float | None = None
+
+
+class ProgressRecord(Record, frozen=True, kw_only=True):
+    """What `status` shows of a running job. Written by the leader every few seconds, never per step."""
+
+    generation: int
+    world: int
+    step: int
+    steps_per_s: float
+    loss: float | None
+    wall_s: float
+    checkpoint_step: int | None = None
+    checkpoint_wall_s: float | None = None
+    checkpoint_error: str | None = None
+    checkpoint_interval: str = ""
+    waiting_for: str = ""
+    ranks: tuple[RankRow, ...] = ()
+
+
+R = TypeVar("R", bound=Record)
+
+_encoder = msgspec.json.Encoder()
+
+
+def encode(record: Record) -> bytes:
+    return _encoder.encode(record)
+
+
+class _Version(msgspec.Struct):
+    protocol: int = 0
+
+
+def decode(kind: type[R], raw: bytes) -> R:
+    """Read one record. Raises SpeaksAnotherProtocol, or msgspec.ValidationError for what is not such a record."""
+    theirs = msgspec.json.decode(raw, type=_Version).protocol
+    if theirs != PROTOCOL:
+        raise SpeaksAnotherProtocol(kind.__name__, theirs)
+    return msgspec.json.decode(raw, type=kind)

@@ -1,0 +1,55 @@
+"""Every time-out of the system, in one place, with the relations that must hold between them."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    beat_s: float = 0.1
+    """How often an agent looks at its workers' beat pages."""
+
+    let_go_s: float = 2.0
+    """From 'let go' until a worker must have released its group; a miss costs it its process (rung 2)."""
+
+    respawn_s: float = 10.0
+    """From SIGKILL until the process and its device memory must be gone; a miss is reported."""
+
+    etcd_call_s: float = 1.5
+    """Deadline of one try of one etcd request."""
+
+    lease_ttl_s: float = 5.0
+    """How long etcd keeps a node's and a member's key after the last renewal: the time to notice a silent death."""
+
+    lease_renew_s: float = 1.5
+    """Interval between renewals."""
+
+    form_s: float = 60.0
+    """From the moment all ranks have arrived until the group must stand; a miss breaks the generation."""
+
+    group_s: float = 600.0
+    """Time-out of the process group itself: the last net below all others."""
+
+    def check(self) -> None:
+        """Raise ValueError naming both fields of the first relation that does not hold."""
+        for field in self.__struct_fields__:
+            if getattr(self, field) <= 0:
+                raise ValueError(f"timeouts.{field} = {getattr(self, field)}: must be above 0")
+        for small, factor, large, why in RELATIONS:
+            a, b = getattr(self, small), getattr(self, large)
+            if a * factor >= b:
+                times = f"{factor:g} × " if factor != 1 else ""
+                raise ValueError(f"{times}timeouts.{small} ({a:g} s) must be below timeouts.{large} ({b:g} s): {why}")
+
+
+RELATIONS: tuple[tuple[str, float, str, str], ...] = (
+    ("beat_s", 2, "let_go_s", "a worker must be looked at before it is given up"),
+    ("let_go_s", 1, "respawn_s", "a worker is asked before it is killed"),
+    ("lease_renew_s", 2, "lease_ttl_s", "one renewal may be lost without the lease being lost"),
+    ("etcd_call_s", 1, "lease_ttl_s", "a renewal must be able to fail and be tried again within the lease"),
+    ("let_go_s", 1, "lease_ttl_s", "survivors have let go before a silent node is given up"),
+    ("lease_ttl_s", 1, "form_s", "a node that dies while a group forms must be noticed before forming is given up"),
+    ("respawn_s", 1, "form_s", "a replacement must be able to come while a group forms"),
+    ("form_s", 1, "group_s", "the group's own time-out is the last net"),
+)
+"""(a, k, b, why): k × a < b."""

@@ -1,0 +1,1 @@
+"""Inside the training process: what ``elastic.run`` is made of."""
