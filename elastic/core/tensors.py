@@ -1,0 +1,19 @@
+"""The table of tensors: what snapshot, checkpoint and broadcast all agree on."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TensorInfo(msgspec.Struct, frozen=True):
+    """One tensor of the state, by name. Tied tensors appear once, under their first name."""
+
+    name: str
+    """'model.blocks.0.weight', 'optimizer.state.3.exp_avg', …"""
+    dtype: str
+    """safetensors' code: F32, BF16, I64, BOOL, …"""
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+Table = tuple[TensorInfo, ...]
