@@ -1,0 +1,39 @@
+"""Who saves which tensors: replicated state is cut into one share per rank, in whole tensors.
+
+Every rank computes the same cut from the same table, so nobody has to be told.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable
+
+from .tensors import Table
+
+Snapshot = tuple[int, int, int, int]
+"""(generation, step, share, shares) of one arena that is whole."""
+
+
+def assign_shares(table: Table, count: int) -> tuple[tuple[int, ...], ...]:
+    """Indices into `table` per share, ascending; balanced by bytes, deterministic, possibly empty.
+
+    Largest first, each to the share that is lightest so far (the lowest number among equals).
+    """
+    if count < 1:
+        raise ValueError(f"count = {count}: state is cut into at least one share")
+    shares: list[list[int]] = [[] for _ in range(count)]
+    lightest = [(0, share) for share in range(count)]
+    for index in sorted(range(len(table)), key=lambda i: (-table[i].nbytes, i)):
+        load, share = lightest[0]
+        shares[share].append(index)
+        heapq.heapreplace(lightest, (load + table[index].nbytes, share))
+    return tuple(tuple(sorted(share)) for share in shares)
+
+
+def newest_whole(snapshots: Iterable[Snapshot]) -> tuple[int, int, int] | None:
+    """(generation, step, shares) of the newest snapshot all of whose shares are there; None if there is none."""
+    seen: defaultdict[tuple[int, int, int], set[int]] = defaultdict(set)
+    for generation, step, share, shares in snapshots:
+        seen[generation, step, shares].add(share)
+    return max((key for key, have in seen.items() if have >= set(range(key[2]))), default=None)
