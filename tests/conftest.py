@@ -1,0 +1,87 @@
+"""What holds for every test: skips say why, a crash shows its stacks, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import time
+import uuid
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from support import machine, procs
+
+RUN = "ELASTIC_TEST_RUN"
+
+
+def pytest_configure() -> None:
+    # pytest enables faulthandler for itself; this is for the processes that tests start.
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker, why_not in machine.REASONS.items():
+        if item.get_closest_marker(marker) and (reason := why_not()):
+            pytest.skip(reason)
+
+
+def _shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def _held() -> str:
+    """All that living processes have mapped or open, as one text to look names up in."""
+    text = []
+    for entry in pathlib.Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                text.append((entry / "maps").read_text(errors="replace"))
+                text += [os.readlink(fd) for fd in (entry / "fd").iterdir()]
+            except OSError:  # gone meanwhile
+                continue
+    return "\n".join(text)
+
+
+def _namespaces() -> set[str]:
+    """Named network namespaces, our bridges and links, our cgroups."""
+    found = {f"namespace {p.name}" for p in pathlib.Path("/run/netns").glob("elt*")}
+    found |= {f"link {p.name}" for p in pathlib.Path("/sys/class/net").glob("elt*")}
+    if root := machine.cgroup2():
+        found |= {f"cgroup {p}" for p in root.glob("elt*")}
+    return {name for name in found if f"elt{os.getpid()}" in name}
+
+
+def _processes(run: str) -> list[int]:
+    """What the tests started: by its environment, wherever it hangs in the tree, or as a child forked from here."""
+    children = {child.pid for child in psutil.Process().children(recursive=True) if procs.alive(child.pid)}
+    # multiprocessing's tracker belongs to this process and ends with it
+    return [pid for pid in children | set(procs.tagged(run, RUN)) if "resource_tracker" not in procs.describe([pid])]
+
+
+def _left_behind(run: str, shm_before: set[str]) -> str:
+    """What this run of the tests has left, in words; '' when nothing."""
+    left = []
+    if pids := _processes(run):
+        left.append(f"processes:\n{procs.describe(pids)}")
+    if names := _shared_memory() - shm_before:
+        held = _held()  # another test run on this machine may be at work: what is in use is not left behind
+        if orphans := sorted(name for name in names if name not in held):
+            left.append(f"in /dev/shm: {', '.join(orphans)}")
+    if names := _namespaces():
+        left.append(", ".join(sorted(names)))
+    return "\n".join(left)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail the run when processes, shared memory, namespaces or cgroups of its tests outlive it."""
+    run = uuid.uuid4().hex
+    os.environ[RUN] = run  # inherited by all that tests start
+    before = _shared_memory()
+    yield
+    end_s = time.monotonic() + 3.0  # what is being ended right now may take a moment
+    while (left := _left_behind(run, before)) and time.monotonic() < end_s:
+        time.sleep(0.1)
+    procs.end_all(_processes(run))
+    assert not left, f"left behind by the tests:\n{left}"

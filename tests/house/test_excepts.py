@@ -1,0 +1,82 @@
+"""Errors are caught by name; nobody polls by sleeping."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+
+import pytest
+from support.source import modules, tree, where
+
+BROAD: dict[str, str] = {}
+"""module:function -> why it may catch everything. The loop and the thread wrapper, which end the process."""
+
+SLEEPS: dict[str, str] = {}
+"""module:function -> why it may sleep. Everything else waits for an event, with a deadline."""
+
+
+def _functions(module: ast.Module) -> list[tuple[str, ast.AST]]:
+    """(qualified name, node) of every node, with the innermost function it stands in."""
+    found: list[tuple[str, ast.AST]] = []
+
+    def walk(node: ast.AST, name: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner = name
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                inner = f"{name}.{child.name}" if name else child.name
+            found.append((inner, child))
+            walk(child, inner)
+
+    walk(module, "")
+    return found
+
+
+def broad_excepts(module: ast.Module) -> list[tuple[str, int]]:
+    """(function, line) of each handler for everything: bare, Exception, BaseException, alone or in a tuple."""
+    found = []
+    for name, node in _functions(module):
+        if isinstance(node, ast.ExceptHandler):
+            kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            if any(k is None or ast.unparse(k) in ("Exception", "BaseException") for k in kinds):
+                found.append((name, node.lineno))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+            found += [(name, node.lineno) for a in node.args if ast.unparse(a) in ("Exception", "BaseException")]
+    return found
+
+
+def sleeps(module: ast.Module) -> list[tuple[str, int]]:
+    calls = [(name, n) for name, n in _functions(module) if isinstance(n, ast.Call)]
+    return [(name, n.lineno) for name, n in calls if ast.unparse(n.func) in ("time.sleep", "sleep")]
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_nothing_is_caught_wholesale(name: str) -> None:
+    path: pathlib.Path = modules()[name]
+    wrong = [f"{where(path)}:{line} in {f}" for f, line in broad_excepts(tree(path)) if f"{name}:{f}" not in BROAD]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_nobody_polls_by_sleeping(name: str) -> None:
+    path: pathlib.Path = modules()[name]
+    wrong = [f"{where(path)}:{line} in {f}" for f, line in sleeps(tree(path)) if f"{name}:{f}" not in SLEEPS]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_lists_name_only_what_is_there() -> None:
+    there = {f"{n}:{f}" for n, path in modules().items() for f, _ in broad_excepts(tree(path))}
+    assert set(BROAD) <= there
+    there = {f"{n}:{f}" for n, path in modules().items() for f, _ in sleeps(tree(path))}
+    assert set(SLEEPS) <= there
+
+
+def test_the_checks_bite() -> None:
+    source = (
+        "def f():\n    try:\n        g()\n    except (OSError, Exception):\n        time.sleep(1)\n"
+        "class C:\n    def m(self):\n        with suppress(BaseException):\n            pass\n"
+        "    def n(self):\n        try:\n            g()\n        except:\n            pass\n"
+        "        except OSError:\n            pass\n"
+    ).replace("        except:\n            pass\n        except OSError:", "        except:")
+    module = ast.parse(source)
+    assert [name for name, _ in broad_excepts(module)] == ["f", "C.m", "C.n"]
+    assert [name for name, _ in sleeps(module)] == ["f"]

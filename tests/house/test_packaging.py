@@ -1,0 +1,90 @@
+"""What the wheel ships is what the folders hold, and imports stay light."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+
+import pytest
+from support.source import FOLDERS, ROOT, modules
+
+CONF = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_every_package_folder_is_listed() -> None:
+    folders = {
+        ".".join((package, *init.parent.relative_to(folder).parts))
+        for package, folder in FOLDERS.items()
+        for init in folder.rglob("__init__.py")
+    }
+    assert set(CONF["tool"]["setuptools"]["packages"]) == folders
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    for name, path in modules().items():
+        assert (path.parent / "__init__.py").exists(), f"{name}: its folder has no __init__.py"
+
+
+@pytest.mark.parametrize(
+    "target", [*CONF["project"]["scripts"].values(), *CONF["project"]["entry-points"]["torchrun.handlers"].values()]
+)
+def test_every_entry_point_is_there(target: str) -> None:
+    module, _, function = target.partition(":")
+    if module not in modules():
+        pytest.skip(f"{module} is not written yet")
+    assert f"def {function}(" in modules()[module].read_text()
+
+
+def test_the_version_is_written_once() -> None:
+    text = (ROOT / "elastic" / "__init__.py").read_text()
+    assert f'__version__ = "{CONF["project"]["version"]}"' in text
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_module(tmp_path: pathlib.Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for folder in FOLDERS.values():
+        shutil.copytree(folder, source / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = "import setuptools.build_meta as b; b.build_wheel('out')"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=100)
+    (wheel,) = (source / "out").glob("*.whl")
+    inside = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    want = {
+        f"{package}/{path.relative_to(folder)}"
+        for package, folder in FOLDERS.items()
+        for path in folder.rglob("*")
+        if path.suffix == ".py" or path.name == "py.typed"
+    }
+    assert inside == want
+
+
+def _loads(*names: str) -> list[str]:
+    """Top-level names in sys.modules after importing `names` in a fresh process."""
+    code = f"import sys, json, {', '.join(names)}; print(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    loaded: list[str] = json.loads(out.splitlines()[-1])
+    return loaded
+
+
+def test_import_elastic_does_not_import_torch() -> None:
+    assert {"torch", "numpy", "grpc"}.isdisjoint(_loads("elastic"))
+
+
+def test_the_daemon_does_not_import_torch() -> None:
+    """Not its start, not its control command, not any module of it."""
+    assert {"torch", "numpy"}.isdisjoint(_loads(*(name for name in modules() if name.startswith("elasticd"))))
+
+
+def test_etcd_does_not_import_torch() -> None:
+    names = [name for name in modules() if name == "elastic.etcd" or name.startswith("elastic.etcd.")]
+    if not names:
+        pytest.skip("elastic.etcd is not written yet")
+    assert {"torch", "numpy"}.isdisjoint(_loads(*names))

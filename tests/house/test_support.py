@@ -1,0 +1,82 @@
+"""The helpers of the tests are tested too: a wait that never fails, or a clean-up that misses, hides everything."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.procs import Procs, alive, end_all, tagged
+from support.wait import eventually, holds
+
+
+def test_eventually_returns_what_it_waited_for() -> None:
+    answers = iter([None, [], "here"])
+    assert eventually(lambda: next(answers), 5.0) == "here"
+
+
+def test_eventually_raises_with_what_it_saw_last() -> None:
+    with pytest.raises(AssertionError, match=r"not within 0.05 s: the moon; seen last: 0"):
+        eventually(lambda: 0, 0.05, "the moon")
+
+
+def test_eventually_takes_an_assertion_for_not_yet() -> None:
+    seen: list[int] = []
+
+    def check() -> int:
+        seen.append(1)
+        assert len(seen) >= 3
+        return len(seen)
+
+    assert eventually(check, 5.0) == 3
+
+
+def test_eventually_lets_other_errors_through() -> None:
+    with pytest.raises(ZeroDivisionError):
+        eventually(lambda: 1 / 0, 5.0)
+
+
+def test_holds_raises_when_it_does_not() -> None:
+    answers = iter([True, True, False])
+    with pytest.raises(AssertionError, match="did not hold"):
+        holds(lambda: next(answers), 5.0)
+
+
+def test_processes_end_with_the_block_even_detached_ones() -> None:
+    detach = (
+        "import subprocess, sys;"
+        "p = subprocess.Popen(['sleep', '60'], start_new_session=True, stdout=subprocess.DEVNULL);"
+        "print(p.pid, flush=True)"
+    )
+    with Procs() as procs:
+        parent = procs.popen([sys.executable, "-c", detach], stdout=subprocess.PIPE, text=True)
+        assert parent.stdout is not None
+        detached = int(parent.stdout.readline())
+        assert parent.wait(10) == 0
+        assert alive(detached)
+        assert detached in procs.pids()
+    assert not alive(detached)
+    assert tagged(procs.tag) == []
+
+
+def test_processes_end_when_the_block_raises() -> None:
+    pids: list[int] = []
+
+    def fails() -> None:
+        with Procs() as procs:
+            pids.append(procs.popen(["sleep", "60"]).pid)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert not alive(pids[0])
+
+
+def test_a_stopped_process_is_ended_too() -> None:
+    with Procs() as procs:
+        process = procs.popen(["sleep", "60"])
+        process.send_signal(19)
+        eventually(lambda: os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT | os.WNOHANG), 5.0)
+        end_all([process.pid])
+        assert process.wait(5) == -9

@@ -1,0 +1,91 @@
+"""Settings explain themselves, modules say what they are, and nothing points outside the repository."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+from support.source import ROOT, modules, tracked, tree, where
+
+SETTINGS = ("elasticd.config", "elastic.core.spec", "elastic.core.timeouts")
+"""Modules whose every field is a setting that people write."""
+
+EXEMPT = {"JobSpec.checkpoint", "JobSpec.restarts", "JobSpec.hang"}
+"""Tables: their own fields are documented."""
+
+
+def undocumented(module: ast.Module) -> list[str]:
+    """Class.field of each annotated class attribute that no doc string follows."""
+    found = []
+    for cls in (n for n in ast.walk(module) if isinstance(n, ast.ClassDef)):
+        for field, after in zip(cls.body, [*cls.body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                doc = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                if not doc and not field.target.id.startswith("_") and "ClassVar" not in ast.unparse(field.annotation):
+                    found.append(f"{cls.name}.{field.target.id}")
+    return found
+
+
+@pytest.mark.parametrize("name", [n for n in SETTINGS if n in modules()])
+def test_every_setting_is_documented(name: str) -> None:
+    assert set(undocumented(tree(modules()[name]))) <= EXEMPT
+
+
+def test_the_check_of_settings_sees_a_bare_field() -> None:
+    source = 'class S:\n    a: int = 1\n    """Documented."""\n    b: int = 2\n    c: int\n    """Yes."""\n'
+    assert undocumented(ast.parse(source)) == ["S.b"]
+
+
+@pytest.mark.parametrize("name", sorted(n for n, path in modules().items()))
+def test_every_module_says_what_it_is(name: str) -> None:
+    assert ast.get_docstring(tree(modules()[name])), f"{where(modules()[name])} has no docstring"
+
+
+_OUTSIDE = re.compile(
+    "|".join(
+        [
+            r"\.\./sha" r"red", r"/wo" r"rk/", r"/ho" r"me/[a-z]", r"/Us" r"ers/", r"\bFA" r"CTS\b", r"\bSTY" r"LE\.md",
+            r"\bDES" r"IGN\b", r"/tmp/" r"brief", r"\bissues " r"show\b", r"house-" r"example",
+            r"(?i:\bcla" r"ude\b|\banthro" r"pic\b|\bchat" r"gpt\b)",
+        ]
+    )
+)  # fmt: skip
+"""Paths of one machine, papers that are not in the repository, tools of whoever wrote it."""
+
+
+def test_nothing_points_outside_the_repository() -> None:
+    found = []
+    for path in tracked():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            if match := _OUTSIDE.search(line):
+                found.append(f"{where(path)}:{number}: {match[0]!r} in {line.strip()[:100]!r}")
+    assert not found, "\n".join(found)
+
+
+def _pages() -> list[str]:
+    return sorted(where(p) for p in tracked() if p.suffix == ".md")
+
+
+def _targets() -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", _pages())
+def test_the_commands_of_a_page_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    named = set(re.findall(r"(?:^ {4}|^\$ |`)make ([a-z][a-z-]*)", text, re.MULTILINE))
+    assert named <= _targets(), f"{page} names make targets that the Makefile lacks: {named - _targets()}"
+
+
+@pytest.mark.parametrize("page", _pages())
+def test_the_links_of_a_page_lead_somewhere(page: str) -> None:
+    here = (ROOT / page).parent
+    prose = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", prose)]
+    dead = [link for link in links if link and "://" not in link and not (here / link).exists()]
+    assert not dead, f"{page}: {dead}"
