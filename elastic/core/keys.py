@@ -1,14 +1,16 @@
 """Where each record stands in etcd. The only place that spells a key.
 
-    /elastic/<cluster>/nodes/<node>                    leased   NodeRecord
-    /elastic/<cluster>/cordons/<node>                           CordonRecord
-    /elastic/<cluster>/jobs/<job>/spec                          SpecRecord
-    /elastic/<cluster>/jobs/<job>/state                         JobState
-    /elastic/<cluster>/jobs/<job>/members/<node>       leased   MemberRecord
-    /elastic/<cluster>/jobs/<job>/generation                    GenerationRecord (compare-and-swap)
-    /elastic/<cluster>/jobs/<job>/broken/<generation>           BrokenRecord (first failure wins)
-    /elastic/<cluster>/jobs/<job>/incidents/<generation>        IncidentRecord
-    /elastic/<cluster>/jobs/<job>/progress                      ProgressRecord (leader, every few seconds)
+/elastic/<cluster>/nodes/<node>                    leased   NodeRecord
+/elastic/<cluster>/cordons/<node>                           CordonRecord
+/elastic/<cluster>/drains/<node>                            DrainRecord
+/elastic/<cluster>/jobs/<job>/spec                          SpecRecord
+/elastic/<cluster>/jobs/<job>/state                         JobState
+/elastic/<cluster>/jobs/<job>/members/<node>       leased   MemberRecord
+/elastic/<cluster>/jobs/<job>/generation                    GenerationRecord (compare-and-swap)
+/elastic/<cluster>/jobs/<job>/broken/<generation>           BrokenRecord (first failure wins)
+/elastic/<cluster>/jobs/<job>/incidents/<generation>        IncidentRecord
+/elastic/<cluster>/jobs/<job>/progress                      ProgressRecord (leader, every few seconds)
+/elastic/<cluster>/jobs/<job>/asked                         AskedRecord (daemons pass it on to their agents)
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class ClusterKeys:
         self.root = f"/elastic/{check_name('cluster', cluster)}/"
         self.nodes = f"{self.root}nodes/"
         self.cordons = f"{self.root}cordons/"
+        self.drains = f"{self.root}drains/"
         self.jobs = f"{self.root}jobs/"
 
     def node(self, node: str) -> str:
@@ -42,6 +45,9 @@ class ClusterKeys:
 
     def cordon(self, node: str) -> str:
         return f"{self.cordons}{node}"
+
+    def drain(self, node: str) -> str:
+        return f"{self.drains}{node}"
 
     def job(self, job: str) -> JobKeys:
         return JobKeys(self, job)
@@ -56,6 +62,7 @@ class JobKeys:
         self.state = f"{self.root}state"
         self.generation = f"{self.root}generation"
         self.progress = f"{self.root}progress"
+        self.asked = f"{self.root}asked"
         self.members = f"{self.root}members/"
         self.broken_all = f"{self.root}broken/"
         self.incidents = f"{self.root}incidents/"

@@ -54,6 +54,22 @@ class CordonRecord(Record, frozen=True, kw_only=True):
     since_wall_s: float
 
 
+class DrainRecord(Record, frozen=True, kw_only=True):
+    """A person wants the node emptied. Its daemon passes this on to its agents; the node takes no new work."""
+
+    reason: str
+    deadline_s: float = 0.0
+    """Seconds, from when the node's daemon sees this, until the node goes away whatever happens; 0: no deadline."""
+    since_wall_s: float
+
+
+class AskedRecord(Record, frozen=True, kw_only=True):
+    """What a person asked of a running job."""
+
+    checkpoint: int = 0
+    """Counts requests for a checkpoint; see AgentOrders."""
+
+
 class SpecRecord(Record, frozen=True, kw_only=True):
     spec: JobSpec
     submitted_wall_s: float

@@ -104,7 +104,7 @@ class JobSpec(Table, frozen=True, kw_only=True):
     """Process group backend; 'auto': nccl where there are GPUs, else gloo."""
 
     preload: tuple[str, ...] = ()
-    """Modules imported once in the zygote, so that a new worker has them at once. They must not start CUDA or threads."""
+    """Modules imported ahead in the zygote, so that a new worker has them at once. Must not start CUDA or threads."""
 
     standby: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
     """Workers per node kept ready through imports and `setup`, without a rank, to take a dead one's place."""

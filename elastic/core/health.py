@@ -1,0 +1,49 @@
+"""Which worker is hung, by the evidence that its own host can see. Pure.
+
+A rank that has handed over everything it owes to the step's all-reduce (`Doing.EXCHANGING`) waits for others and
+is innocent however long it takes: whoever keeps it waiting is found by the agent of *its* host. So each agent
+judges only its own workers, and no two of them need to agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .beat import Beat, Doing
+from .spec import Hang
+
+STOPPED_STATES = frozenset("Tt")
+"""Process states that prove a worker cannot move: stopped by a signal, or by a debugger."""
+
+INNOCENT = frozenset({Doing.WAITING, Doing.EXCHANGING, Doing.FORMING, Doing.SYNCING, Doing.DONE})
+
+
+@dataclass(frozen=True, slots=True)
+class Sick:
+    """This worker is to be replaced."""
+
+    evidence: str
+
+
+def patience_s(beat: Beat, rules: Hang) -> float:
+    """How long a worker may go without a sign of progress: some of its own step times, between floor and ceiling."""
+    if beat.step_s <= 0:
+        return rules.ceiling_s  # nothing known yet: imports, compilation, the first step
+    return min(rules.ceiling_s, max(rules.floor_s, rules.factor * beat.step_s))
+
+
+def judge(beat: Beat, process_state: str, rules: Hang, now_s: float) -> Sick | None:
+    """`process_state`: the letter of /proc/PID/stat. Returns the evidence against the worker, or None."""
+    silent_s = now_s - beat.beat_at_s
+    if process_state in STOPPED_STATES and silent_s >= min(rules.floor_s, patience_s(beat, rules)):
+        return Sick(f"process is stopped (state {process_state}) and silent for {silent_s:.1f} s")
+    if beat.doing in INNOCENT or now_s < beat.quiet_until_s:
+        return None
+    patience = patience_s(beat, rules)
+    if silent_s < patience:
+        return None
+    state = " in uninterruptible I/O (state D)" if process_state == "D" else ""
+    return Sick(
+        f"no progress for {silent_s:.1f} s while {beat.doing.name.lower()} at step {beat.step}{state}; "
+        f"its patience is {patience:.1f} s (step time {beat.step_s:.3f} s)"
+    )

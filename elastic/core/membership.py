@@ -1,0 +1,246 @@
+"""Who leads, who is in the next generation, and in which order. Pure functions over one picture of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from .keys import JobKeys
+from .records import (
+    BrokenRecord,
+    GenerationRecord,
+    JobState,
+    MemberRecord,
+    Place,
+    SpecRecord,
+    decode,
+)
+
+
+class Stored(Protocol):
+    """One key as etcd returns it."""
+
+    @property
+    def value(self) -> bytes: ...
+    @property
+    def create_revision(self) -> int: ...
+    @property
+    def mod_revision(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    record: MemberRecord
+    seniority: int
+    """Create revision of its key: the smallest is the oldest."""
+
+    @property
+    def id(self) -> tuple[str, str]:
+        return self.record.node, self.record.incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """Everything etcd says of one job, at one revision."""
+
+    spec: SpecRecord | None = None
+    state: JobState = field(default_factory=JobState)
+    state_revision: int = 0
+    members: Mapping[str, Member] = field(default_factory=dict)
+    generation: GenerationRecord | None = None
+    generation_revision: int = 0
+    broken: BrokenRecord | None = None
+    """The record of `generation`'s failure, if it has one."""
+    revision: int = 0
+
+    @staticmethod
+    def read(keys: JobKeys, kvs: Mapping[str, Stored], revision: int) -> JobView:
+        """Raises SpeaksAnotherProtocol for a record of another version."""
+
+        def find(key: str) -> Stored | None:
+            return kvs.get(key)
+
+        spec, state, generation = find(keys.spec), find(keys.state), find(keys.generation)
+        members = {
+            key.removeprefix(keys.members): Member(decode(MemberRecord, kv.value), kv.create_revision)
+            for key, kv in kvs.items()
+            if key.startswith(keys.members)
+        }
+        formed = decode(GenerationRecord, generation.value) if generation else None
+        broken = find(keys.broken(formed.number)) if formed else None
+        return JobView(
+            spec=decode(SpecRecord, spec.value) if spec else None,
+            state=decode(JobState, state.value) if state else JobState(),
+            state_revision=state.mod_revision if state else 0,
+            members=members,
+            generation=formed,
+            generation_revision=generation.mod_revision if generation else 0,
+            broken=decode(BrokenRecord, broken.value) if broken else None,
+            revision=revision,
+        )
+
+
+Dead = frozenset[tuple[str, str]]
+"""(node, incarnation) of agents proven dead, whatever their leases say."""
+
+
+def living(view: JobView, dead: Dead) -> dict[str, Member]:
+    return {node: m for node, m in view.members.items() if m.id not in dead}
+
+
+def leader(view: JobView, dead: Dead, current: GenerationRecord | None) -> str | None:
+    """The living member of the current generation with the lowest node rank; without one, the oldest member.
+
+    So the leader's own workers tell it how the job is doing. Two agents may think themselves the leader for a
+    moment; the compare-and-swap on the generation lets one of them win.
+    """
+    alive = living(view, dead)
+    for place in current.places if current else ():
+        member = alive.get(place.node)
+        if member and member.record.incarnation == place.incarnation:
+            return place.node
+    return min(alive.values(), key=lambda m: m.seniority).record.node if alive else None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    min_nodes: int
+    max_nodes: int
+    join_wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """No new generation now."""
+
+    reason: str
+    below_min: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Publish a generation with these places."""
+
+    places: tuple[Place, ...]
+    why: str
+    planned: bool
+    """True: the present generation steps on to a boundary. False: it is broken or gone; let go at once."""
+    restore: str = "newest"
+
+
+def next_generation(
+    view: JobView,
+    current: GenerationRecord | None,
+    limits: Limits,
+    dead: Dead,
+    *,
+    steps_advance: bool,
+    settled: bool,
+    min_reached_for_s: float,
+) -> Change | Wait:
+    """What should follow `current`.
+
+    steps_advance: the leader's own workers commit steps, so every rank of `current` lives, whatever leases say.
+    settled: `current` has committed a step here, so that a planned change may follow.
+    min_reached_for_s: how long enough members have been there (first forming only).
+    """
+    alive = living(view, dead)
+    fit = [
+        m
+        for m in alive.values()
+        if m.record.ready and m.record.draining is None and m.record.node not in view.state.avoid
+    ]
+    if current is None:
+        return _first(fit, limits, min_reached_for_s)
+
+    missing = _missing(current, alive, dead, steps_advance)
+    broken = view.broken if view.broken and view.broken.generation == current.number else None
+    chosen = _choose(current, fit, limits.max_nodes)
+    if broken or missing:
+        why = _why(broken, missing)
+        if len(chosen) < limits.min_nodes:
+            return Wait(f"{why}; {len(chosen)} of at least {limits.min_nodes} nodes are there", below_min=True)
+        lost = {(broken.node, slot) for slot in broken.slots} if broken else set()
+        restore = "snapshot" if broken and broken.rollback else "newest"
+        return Change(arrange(current, chosen, lost), why, planned=False, restore=restore)
+
+    places = arrange(current, chosen, set())
+    if _same(places, current.places):
+        return Wait("as it should be")
+    if not settled:
+        return Wait("a planned change waits until this generation has stepped")
+    if len(chosen) < limits.min_nodes:
+        return Wait(f"leaving now would leave {len(chosen)} of at least {limits.min_nodes} nodes", below_min=True)
+    if not steps_advance:
+        return Wait("a planned change waits for steps to advance")
+    return Change(places, _difference(current, places, alive), planned=True)
+
+
+def _first(fit: list[Member], limits: Limits, min_reached_for_s: float) -> Change | Wait:
+    if len(fit) < limits.min_nodes:
+        return Wait(f"{len(fit)} of at least {limits.min_nodes} nodes are ready", below_min=True)
+    if len(fit) < limits.max_nodes and min_reached_for_s < limits.join_wait_s:
+        return Wait(f"{len(fit)} of at most {limits.max_nodes} nodes are ready; a moment for more")
+    return Change(arrange(None, _choose(None, fit, limits.max_nodes), set()), "first forming", planned=False)
+
+
+def _missing(current: GenerationRecord, alive: Mapping[str, Member], dead: Dead, steps_advance: bool) -> list[str]:
+    """Nodes of `current` that are gone. An expired lease alone proves nothing while steps advance (G4)."""
+    gone = []
+    for place in current.places:
+        member = alive.get(place.node)
+        # A restarted or proven dead agent has lost its workers: certain, even while the last steps still trickle in.
+        proven = (place.node, place.incarnation) in dead
+        restarted = member is not None and member.record.incarnation != place.incarnation
+        if proven or restarted or (member is None and not steps_advance):
+            gone.append(place.node)
+    return gone
+
+
+def _choose(current: GenerationRecord | None, fit: list[Member], max_nodes: int) -> list[Member]:
+    """At most `max_nodes`: those of the present generation first, then by age."""
+    rank = {(p.node, p.incarnation): i for i, p in enumerate(current.places)} if current else {}
+    return sorted(fit, key=lambda m: (m.id not in rank, rank.get(m.id, 0), m.seniority))[:max_nodes]
+
+
+def arrange(current: GenerationRecord | None, chosen: list[Member], lost: set[tuple[str, int]]) -> tuple[Place, ...]:
+    """Places in rank order: survivors first, so that rank 0 holds live state whenever anyone does.
+
+    Among survivors, and among newcomers, the order stays as it was.
+    """
+    before = {(p.node, p.incarnation): p for p in current.places} if current else {}
+
+    def place(member: Member) -> tuple[bool, Place]:
+        record = member.record
+        old = before.get(member.id)
+        known = [s for s in old.slots if s in record.ready] if old else []
+        survivors = [s for s in known if (record.node, s) not in lost]
+        newcomers = [s for s in known if s not in survivors] + sorted(set(record.ready) - set(known))
+        slots = tuple(survivors + newcomers)
+        return not survivors, Place(node=record.node, incarnation=record.incarnation, host=record.host, slots=slots)
+
+    placed = [place(m) for m in chosen]
+    return tuple(p for _, p in sorted(placed, key=lambda pair: pair[0]))  # stable: keeps the order within each half
+
+
+def _same(a: tuple[Place, ...], b: tuple[Place, ...]) -> bool:
+    return a == b
+
+
+def _why(broken: BrokenRecord | None, missing: list[str]) -> str:
+    parts = [f"{broken.kind} on {broken.node}: {broken.detail}"] if broken else []
+    return "; ".join(parts + [f"node {node} is gone" for node in missing])
+
+
+def _difference(current: GenerationRecord, places: tuple[Place, ...], alive: Mapping[str, Member]) -> str:
+    before, after = {p.node: p for p in current.places}, {p.node: p for p in places}
+    said = []
+    for node in sorted(before.keys() - after.keys()):
+        reason = alive[node].record.draining if node in alive else None
+        said.append(f"{node} leaves ({reason})" if reason else f"{node} leaves")
+    said += [f"{node} joins" for node in sorted(after.keys() - before.keys())]
+    said += [
+        f"{n} changes its workers" for n in sorted(before.keys() & after.keys()) if before[n].slots != after[n].slots
+    ]
+    return ", ".join(said) or "new order"

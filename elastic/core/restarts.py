@@ -1,0 +1,81 @@
+"""How often a job may fail, and when it is the job's own fault. Pure.
+
+Wall time is compared only within the window of a budget, where the few seconds by which two hosts' clocks differ
+do not matter; nothing else is decided by it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import msgspec
+
+from .records import BrokenRecord, Failure, JobState, Phase
+from .spec import Restarts
+
+BAD_NODE_FAILURES = 3
+"""A node with this many failures in the window, and more than all other nodes together, is set aside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    state: JobState
+    stopped: str = ""
+    """Why the job is stopped; empty: it goes on."""
+
+
+def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float, other_nodes: int) -> Verdict:
+    """Book one failure. `other_nodes`: how many living nodes the job could go on with besides the failing one,
+    beyond its minimum (0: the node cannot be spared and is not set aside)."""
+    if not broken.charged:
+        return Verdict(state)
+    failure = Failure(
+        wall_s=wall_s,
+        generation=broken.generation,
+        node=broken.node,
+        fingerprint=broken.fingerprint or broken.kind,
+        step=broken.step,
+    )
+    recent = (*(f for f in state.failures if abs(wall_s - f.wall_s) < rules.window_s), failure)
+    charged = msgspec.structs.replace(
+        state,
+        restarts=state.restarts + 1,
+        failures=recent[-200:],
+        error=broken.error or state.error,
+        avoid=_avoid(recent) if other_nodes > 0 else (),
+    )
+    alike = sum(1 for f in recent if (f.fingerprint, f.step) == (failure.fingerprint, failure.step))
+    if broken.error is not None and alike >= rules.same_failure:
+        return _stop(
+            charged, wall_s, f"crash loop: the same failure at step {failure.step}, {alike} times: {broken.detail}"
+        )
+    if len(recent) > rules.budget:
+        return _stop(
+            charged,
+            wall_s,
+            f"{len(recent)} failures within {rules.window_s:g} s, {rules.budget} are allowed (restarts.budget); "
+            f"the last: {broken.detail}",
+        )
+    return Verdict(charged)
+
+
+def _stop(state: JobState, wall_s: float, reason: str) -> Verdict:
+    return Verdict(msgspec.structs.replace(state, phase=Phase.FAILED, reason=reason, since_wall_s=wall_s), reason)
+
+
+def _avoid(failures: tuple[Failure, ...]) -> tuple[str, ...]:
+    counts = Counter(f.node for f in failures)
+    return tuple(
+        sorted(
+            n for n, c in counts.items() if c >= BAD_NODE_FAILURES and c > sum(counts.values()) - c and len(counts) > 1
+        )
+    )
+
+
+def backoff_s(failures_without_progress: int, rules: Restarts, jitter: float) -> float:
+    """Pause before a slot is tried again. None after the first failure; then doubling. `jitter` in [0, 1)."""
+    if failures_without_progress <= 1:
+        return 0.0
+    pause = min(rules.backoff_max_s, rules.backoff_s * 2.0 ** (failures_without_progress - 2))
+    return pause * (0.5 + jitter / 2)

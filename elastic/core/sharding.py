@@ -1,0 +1,146 @@
+"""The step is the position in the data: which samples a step takes, and which of them a rank takes.
+
+Everything is a pure function of (seed, dataset size, global batch, step, rank, world). So nothing about the data
+needs to be saved or sent, and every sample of an epoch is taken exactly once whatever the worlds were meanwhile.
+
+The order of an epoch is a keyed permutation that is computed index by index (a Feistel network over the next power
+of two, walked until it falls inside), not a shuffled list: no memory, no start-up time, 10^8 samples or 10.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+Ints = TypeVar("Ints", bound=Any)
+"""int, or an array of numpy's uint64, which this module does not import."""
+
+_ROUNDS = 8
+_WORD = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBatch:
+    """The samples of one step, as positions within the epoch's order."""
+
+    step: int
+    epoch: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a dataset is cut into steps. Raises ValueError for an empty dataset or batch."""
+
+    samples: int
+    batch_size: int
+    """Samples per step over all ranks. The last step of an epoch takes what is left; nothing is padded."""
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"samples = {self.samples}: a dataset needs at least one sample")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size = {self.batch_size}: the global batch needs at least one sample")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.samples // self.batch_size)
+
+    def at(self, step: int) -> GlobalBatch:
+        """The global batch of `step`, counted from 0 at the start of training."""
+        if step < 0:
+            raise ValueError(f"step = {step}: steps count from 0")
+        epoch, turn = divmod(step, self.steps_per_epoch)
+        start = turn * self.batch_size
+        return GlobalBatch(step, epoch, start, min(start + self.batch_size, self.samples))
+
+    def total_steps(self, *, epochs: int | None = None, steps: int | None = None) -> int:
+        """Where training ends: the smaller of the two limits; one epoch when neither is given."""
+        if epochs is None and steps is None:
+            epochs = 1
+        limits = [n for n in (steps, None if epochs is None else epochs * self.steps_per_epoch) if n is not None]
+        return min(limits)
+
+
+def share(start: int, stop: int, rank: int, world: int) -> tuple[int, int]:
+    """`rank`'s contiguous part of [start, stop). Parts differ by at most one sample; the low ranks have the larger."""
+    if not 0 <= rank < world:
+        raise ValueError(f"rank = {rank}: not in a world of {world}")
+    each, over = divmod(stop - start, world)
+    first = start + rank * each + min(rank, over)
+    return first, first + each + (rank < over)
+
+
+def micro_sizes(size: int, most: int | None) -> tuple[int, ...]:
+    """Cut `size` samples into as few micro-batches of at most `most` as will do, sizes differing by at most one.
+
+    The larger come first. An empty part is one micro-batch of 0: its rank takes part in the exchange all the same.
+    """
+    if most is not None and most < 1:
+        raise ValueError(f"micro_batch = {most}: a micro-batch needs at least one sample")
+    parts = 1 if most is None or size <= most else -(-size // most)
+    each, over = divmod(size, parts)
+    return tuple(each + (i < over) for i in range(parts))
+
+
+class Order:
+    """A permutation of range(samples), by key (seed, epoch)."""
+
+    def __init__(self, samples: int, seed: int, epoch: int, *, shuffle: bool = True) -> None:
+        self.samples = samples
+        self._shuffle = shuffle and samples > 1
+        bits = max(2, (samples - 1).bit_length())
+        if bits > 62:
+            raise ValueError(f"samples = {samples}: more than 2**62")
+        self._low_bits = bits // 2
+        self._low = (1 << self._low_bits) - 1
+        self._high = (1 << (bits - self._low_bits)) - 1
+        self._keys = derive(seed, epoch)
+
+    def __getitem__(self, position: int) -> int:
+        """The sample at `position` of this epoch."""
+        if not 0 <= position < self.samples:
+            raise IndexError(position)
+        if not self._shuffle:
+            return position
+        sample = self.permute(position)
+        while sample >= self.samples:  # less than half of the domain lies outside: under two turns on average
+            sample = self.permute(sample)
+        return sample
+
+    def take(self, start: int, stop: int) -> Sequence[int]:
+        return tuple(self[position] for position in range(start, stop))
+
+    def permute(self, x: Ints) -> Ints:
+        """One turn, over the whole power of two: an alternating unbalanced Feistel network.
+
+        Takes an int, or an array of unsigned 64-bit integers (no product below is wider than that).
+        """
+        high, low = x >> self._low_bits, x & self._low
+        keys = iter(self._keys)
+        for key in keys:
+            high ^= _mix(low, key) & self._high
+            low ^= _mix(high, next(keys)) & self._low
+        return cast("Ints", high << self._low_bits | low)
+
+
+def _mix(x: Ints, key: int) -> Ints:
+    """32 bits in, 32 bits out: the finalizer of MurmurHash3 with a key."""
+    x = (x ^ key) * 0x9E3779B1 & _WORD
+    x = (x ^ x >> 16) * 0x85EBCA6B & _WORD
+    x = (x ^ x >> 13) * 0xC2B2AE35 & _WORD
+    return cast("Ints", x ^ x >> 16)
+
+
+def derive(seed: int, *path: int) -> tuple[int, ...]:
+    """Eight 32-bit words that depend on every argument: keys of the order, and seeds of random generators."""
+    text = ":".join(map(str, (seed, *path))).encode()
+    return struct.unpack("<8I", hashlib.blake2b(text, digest_size=4 * _ROUNDS).digest())
