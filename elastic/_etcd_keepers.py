@@ -1,0 +1,271 @@
+"""The two threads that keep contact with etcd: a lease that is renewed, a picture that is kept up to date.
+
+Neither knows gRPC; both see etcd through the few methods of `Source`.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Protocol
+
+from ._etcd_types import KV, EtcdError, EtcdUnavailable, LeaseGone, View
+
+
+class Compacted(EtcdError):
+    """The history that a watch needs is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a stream brings at once: keys as written, (key, revision) of deletions. Empty: the watch stands."""
+
+    changes: tuple[KV | tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The last written key of a prefix, and how many keys there are."""
+
+    cluster: int
+    revision: int
+    count: int
+    key: str
+    mod_revision: int
+
+
+class Stream(Protocol):
+    def __iter__(self) -> Iterator[Batch]: ...
+    def cancel(self) -> None: ...
+
+
+class Source(Protocol):
+    call_s: float
+
+    def get_prefix(self, prefix: str) -> View: ...
+    def newest(self, prefix: str) -> Newest: ...
+    def revision(self, key: str) -> int: ...
+    def events(self, prefix: str, start: int) -> Stream: ...
+    def renew(self, lease: int, within_s: float) -> float: ...
+    def revoke(self, lease: int) -> None: ...
+
+
+class Lease:
+    """A lease under renewal. `id` for Put; `lost` once it must be taken for expired."""
+
+    def __init__(
+        self,
+        source: Source,
+        lease: int,
+        ttl_s: float,
+        renew_every_s: float,
+        on_lost: Callable[[str], None],
+        sent_s: float,
+    ) -> None:
+        if renew_every_s * 2 >= ttl_s:
+            raise ValueError(f"renew_every_s = {renew_every_s:g} must be below half of the lease's {ttl_s:g} s")
+        self.id = lease
+        self.lost = False
+        self.renewed_s = sent_s
+        """Monotonic instant just before the last successful renewal was sent."""
+        self._source = source
+        self._ttl_s = ttl_s
+        self._renew_every_s = renew_every_s
+        self._on_lost = on_lost
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"etcd-lease-{lease:x}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, revoke: bool = True) -> None:
+        """Stop renewing and, with `revoke`, end the lease at once. Never raises; may be called twice."""
+        first = not self._closing.is_set()
+        self._closing.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(self._source.call_s + 1)
+        if first and revoke and not self.lost:
+            try:
+                self._source.revoke(self.id)
+            except EtcdError:
+                pass  # it runs out by itself
+
+    def _run(self) -> None:
+        pause_s = self._renew_every_s
+        error = ""
+        while not self._closing.wait(min(pause_s, max(0.0, self._left_s()))):
+            if self._left_s() <= 0:
+                return self._lose(f"not renewed for {self._ttl_s:g} s: {error or 'this process was stopped'}")
+            sent_s = time.monotonic()
+            try:
+                self._ttl_s = self._source.renew(self.id, min(self._source.call_s, self._left_s()))
+            except LeaseGone as gone:
+                return self._lose(str(gone))
+            except EtcdError as failure:
+                error = str(failure)
+                pause_s = min(self._renew_every_s, 0.25)
+            else:
+                self.renewed_s, error = sent_s, ""
+                pause_s = self._renew_every_s
+        return None
+
+    def _left_s(self) -> float:
+        return self.renewed_s + self._ttl_s - time.monotonic()
+
+    def _lose(self, reason: str) -> None:
+        if not self._closing.is_set():
+            self.lost = True
+            self._on_lost(reason)
+
+
+class Watch:
+    """One prefix under watch; see `Etcd.watch`. `view` is the newest picture, None before the first."""
+
+    def __init__(self, source: Source, prefix: str, on_view: Callable[[View], None], refresh_s: float) -> None:
+        self.prefix = prefix
+        self.view: View | None = None
+        self._source = source
+        self._on_view = on_view
+        self._refresh_s = refresh_s
+        self._cluster = 0
+        self._closing = threading.Event()
+        self._inbox: queue.Queue[Batch | EtcdError | None] = queue.Queue(maxsize=256)
+        """From the stream's reader; None: look whether etcd is still there."""
+        self._thread = threading.Thread(target=self._run, name=f"etcd-watch-{prefix}", daemon=True)
+
+    @property
+    def closed(self) -> bool:
+        return self._closing.is_set()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def nudge(self) -> None:
+        """Somebody else found etcd silent: look now, not at the next refresh."""
+        try:
+            self._inbox.put_nowait(None)
+        except queue.Full:
+            pass  # there is news, so it is looking
+
+    def close(self) -> None:
+        """End the watch; afterwards `on_view` is not called any more. May be called twice, and from `on_view`."""
+        self._closing.set()
+        self.nudge()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(self._source.call_s + 1)
+
+    def _run(self) -> None:
+        fruitless = 0
+        while not self._closing.is_set():
+            try:
+                self._catch_up()
+            except EtcdError as error:
+                self._lost(str(error))
+            else:
+                began_s = time.monotonic()
+                try:
+                    self._follow()
+                except EtcdError:
+                    pass  # no loss of contact yet: that is for _catch_up to find out
+                if time.monotonic() - began_s > self._refresh_s:
+                    fruitless = 0  # it stood for a while
+            fruitless = min(fruitless + 1, 6)
+            self._closing.wait(min(1.0, 0.02 * 2**fruitless) * random.uniform(0.5, 1.0))
+
+    def _catch_up(self) -> None:
+        """Make the picture true again: keep it where etcd says that nothing changed, else read it anew."""
+        asked_s = time.monotonic()
+        newest = self._source.newest(self.prefix)
+        if self.view is None or not self._unchanged(self.view, newest):
+            self._cluster = newest.cluster
+            return self._show(self._source.get_prefix(self.prefix))
+        return self._show(View(self.view.kvs, newest.revision, connected=True, as_of_s=asked_s))
+
+    def _unchanged(self, view: View, newest: Newest) -> bool:
+        known = view.kvs.get(newest.key)
+        return (
+            newest.cluster == self._cluster
+            and newest.revision >= view.revision
+            and newest.count == len(view.kvs)
+            and newest.mod_revision == max((kv.mod_revision for kv in view.kvs.values()), default=0)
+            and newest.mod_revision == (known.mod_revision if known else 0)
+        )
+
+    def _follow(self) -> None:
+        """Read the stream until it breaks (raises EtcdError) or the watch is closed."""
+        while not self._inbox.empty():  # what the stream before left behind
+            self._inbox.get_nowait()
+        assert self.view is not None
+        stream = self._source.events(self.prefix, self.view.revision + 1)
+        reader = threading.Thread(target=self._read, args=(stream,), name=f"{self._thread.name}-read", daemon=True)
+        reader.start()
+        stands = False
+        try:
+            wait_s = self._source.call_s
+            while not self._closing.is_set():
+                try:
+                    item = self._inbox.get(timeout=wait_s)
+                except queue.Empty:
+                    if not stands:
+                        raise EtcdUnavailable("etcd did not open the watch", maybe_done=False) from None
+                    item = None
+                if self._closing.is_set():
+                    return
+                if isinstance(item, EtcdError):
+                    raise item
+                if item is None:
+                    self._confirm()
+                else:
+                    stands, wait_s = True, self._refresh_s
+                    self._apply(item)
+        finally:
+            stream.cancel()
+            while reader.is_alive():  # it may be waiting for room
+                while not self._inbox.empty():
+                    self._inbox.get_nowait()
+                reader.join(0.05)
+
+    def _read(self, stream: Iterable[Batch]) -> None:
+        try:
+            for batch in stream:
+                self._inbox.put(batch)
+            self._inbox.put(EtcdUnavailable("etcd ended the watch", maybe_done=False))
+        except EtcdError as error:
+            self._inbox.put(error)
+
+    def _confirm(self) -> None:
+        """Ask etcd whether it is there, and the same as before."""
+        assert self.view is not None
+        asked_s = time.monotonic()
+        if (revision := self._source.revision(self.prefix)) < self.view.revision:
+            raise EtcdUnavailable(f"etcd went back from revision {self.view.revision} to {revision}: wiped?")
+        self._show(View(self.view.kvs, self.view.revision, connected=True, as_of_s=asked_s))
+
+    def _apply(self, batch: Batch) -> None:
+        assert self.view is not None
+        if not batch.changes:
+            return
+        kvs, revision = dict(self.view.kvs), self.view.revision
+        for change in batch.changes:
+            if isinstance(change, KV):
+                kvs[change.key], revision = change, max(revision, change.mod_revision)
+            else:
+                kvs.pop(change[0], None)
+                revision = max(revision, change[1])
+        self._show(View(MappingProxyType(kvs), revision, connected=True, as_of_s=time.monotonic()))
+
+    def _lost(self, error: str) -> None:
+        """Say so once per loss; before the first contact, with an empty picture of revision 0."""
+        view = self.view or View(MappingProxyType({}), 0, connected=True, as_of_s=float("-inf"))
+        if view.connected:
+            self._show(replace(view, connected=False, error=error))
+
+    def _show(self, view: View) -> None:
+        self.view = view
+        if not self._closing.is_set():
+            self._on_view(view)

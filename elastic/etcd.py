@@ -1,0 +1,345 @@
+"""The only door to etcd v3: one client with deadlines, leases and watches that survive what etcd goes through.
+
+Every call ends within `call_s`. Reads, and writes that certainly did not reach etcd, are repeated within it; a write
+whose answer did not come is not, since it may have been done (see EtcdUnavailable). One connection to one endpoint
+at a time; when that one does not answer, has no leader or refuses, the next endpoint is taken.
+
+Nothing heavy is imported before the first call. A process that has made one must not fork: use subprocess without
+preexec_fn, and `scrub_environment` for what is started.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from ._etcd_keepers import Lease, Newest, Watch
+from ._etcd_types import (
+    KV,
+    Absent,
+    Compare,
+    Delete,
+    EtcdDenied,
+    EtcdError,
+    EtcdFull,
+    EtcdUnavailable,
+    LeaseGone,
+    MemberHealth,
+    ModIs,
+    Op,
+    Present,
+    Put,
+    TxnResult,
+    View,
+)
+from .core.agentfile import EtcdAccess
+
+__all__ = [
+    "KV",
+    "Absent",
+    "Compare",
+    "Delete",
+    "Etcd",
+    "EtcdAccess",
+    "EtcdDenied",
+    "EtcdError",
+    "EtcdFull",
+    "EtcdUnavailable",
+    "Lease",
+    "LeaseGone",
+    "MemberHealth",
+    "ModIs",
+    "Op",
+    "Present",
+    "Put",
+    "TxnResult",
+    "View",
+    "Watch",
+    "scrub_environment",
+]
+
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it writes to stderr about every lost connection
+
+
+def scrub_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` for a child: without our settings of gRPC and protobuf, which would leak into a user's script."""
+    return {name: value for name, value in env.items() if not name.startswith(("GRPC_", "PROTOCOL_BUFFERS_"))}
+
+
+class Etcd:
+    """A client for use by several threads. The constructor stores; the first call connects."""
+
+    def __init__(self, access: EtcdAccess, *, call_s: float = 1.5) -> None:
+        """`call_s`: every call returns or raises within about this many seconds."""
+        if not access.endpoints:
+            raise ValueError("etcd endpoints = (): give at least one host:port")
+        self.access = access
+        self.call_s = call_s
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._connection: Any = None  # an _etcd_wire.Connection; its module imports gRPC
+        self._next = random.randrange(len(access.endpoints))  # spread a thousand nodes over the members
+        self._watches: list[Watch] = []
+        self._leases: list[Lease] = []
+
+    # Keys
+
+    def get(self, key: str) -> KV | None:
+        """One key as it stands, or None."""
+        answer = self._call("KV.Range", lambda pb: pb.RangeRequest(key=key.encode()), repeat=True)
+        return _kv(answer.kvs[0]) if answer.kvs else None
+
+    def get_prefix(self, prefix: str) -> View:
+        """All keys that begin with `prefix`, at one revision."""
+        asked_s = time.monotonic()
+        answer = self._call("KV.Range", lambda pb: pb.RangeRequest(**_span(prefix)), repeat=True)
+        kvs = {kv.key: kv for kv in map(_kv, answer.kvs)}
+        return View(MappingProxyType(kvs), answer.header.revision, connected=True, as_of_s=asked_s)
+
+    def put(self, key: str, value: bytes, lease: int = 0) -> int:
+        """Write one key; returns its mod revision. Raises LeaseGone, and EtcdUnavailable with an unknown outcome."""
+        answer = self._call("KV.Put", lambda pb: pb.PutRequest(key=key.encode(), value=value, lease=lease))
+        return int(answer.header.revision)
+
+    def delete(self, key: str) -> bool:
+        """Whether there was such a key."""
+        return bool(self._call("KV.DeleteRange", lambda pb: pb.DeleteRangeRequest(key=key.encode())).deleted)
+
+    def delete_prefix(self, prefix: str) -> int:
+        """How many keys went."""
+        return int(self._call("KV.DeleteRange", lambda pb: pb.DeleteRangeRequest(**_span(prefix))).deleted)
+
+    def txn(self, compares: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op] = ()) -> TxnResult:
+        """Do `then` if all compares hold, else `otherwise`; at most 128 operations each.
+
+        Raises EtcdUnavailable when no answer came: the outcome is then unknown (unless `maybe_done` is False), and
+        the caller learns it from its watch or by reading.
+        """
+
+        def request(pb: Any) -> Any:
+            return pb.TxnRequest(
+                compare=[_compare(pb, c) for c in compares],
+                success=[_op(pb, op) for op in then],
+                failure=[_op(pb, op) for op in otherwise],
+            )
+
+        answer = self._call("KV.Txn", request)
+        return TxnResult(bool(answer.succeeded), int(answer.header.revision))
+
+    def compact(self, revision: int) -> None:
+        """Forget the history before `revision`. Raises EtcdError for one compacted before, or not reached yet."""
+        self._call("KV.Compact", lambda pb: pb.CompactionRequest(revision=revision))
+
+    # Leases
+
+    def grant(self, ttl_s: float) -> int:
+        """A lease that ends `ttl_s` after its last renewal (whole seconds, rounded up; etcd's least is about 2 s)."""
+        return self._grant(ttl_s)[0]
+
+    def revoke(self, lease: int) -> None:
+        """End a lease and delete its keys. Raises LeaseGone when there is none."""
+        self._call("Lease.LeaseRevoke", lambda pb: pb.LeaseRevokeRequest(ID=lease))
+
+    def keep(self, ttl_s: float, renew_every_s: float, on_lost: Callable[[str], None]) -> Lease:
+        """Grant a lease and renew it in a thread of its own until `Lease.close()`.
+
+        When it is lost, `on_lost(reason)` is called once, in that thread. It is lost when etcd says so, or when
+        `ttl_s` have passed, by this host's monotonic clock, since the last successful renewal was *sent*: so never
+        later than etcd can drop its keys.
+        """
+        sent_s = time.monotonic()
+        lease, granted_s = self._grant(ttl_s)
+        kept = Lease(self, lease, granted_s, renew_every_s, on_lost, sent_s)
+        with self._lock:
+            self._leases = [*(old for old in self._leases if not old.lost), kept]
+        kept.start()
+        return kept
+
+    def renew(self, lease: int, within_s: float) -> float:
+        """Renew once, in one try of at most `within_s`; returns the seconds granted. Raises LeaseGone."""
+        answer = self._try("Lease.LeaseKeepAlive", lambda pb: pb.LeaseKeepAliveRequest(ID=lease), within_s)
+        if answer.TTL <= 0:
+            raise LeaseGone(f"etcd knows no lease {lease:x}")
+        return float(answer.TTL)
+
+    def _grant(self, ttl_s: float) -> tuple[int, float]:
+        # A grant that was done unheard leaves a lease without keys, which ends by itself: safe to repeat.
+        ttl = math.ceil(ttl_s)
+        answer = self._call("Lease.LeaseGrant", lambda pb: pb.LeaseGrantRequest(TTL=ttl), repeat=True)
+        return int(answer.ID), float(answer.TTL)
+
+    # Watches
+
+    def watch(self, prefix: str, on_view: Callable[[View], None], *, refresh_s: float = 5.0) -> Watch:
+        """Call `on_view`, in a thread of its own, with the picture of `prefix` now and after every change.
+
+        Also every `refresh_s`, after etcd confirmed the contact, and with `connected=False` when it is lost; the
+        picture then stays as it was (revision 0 and empty, when there was no contact yet). After an outage, a
+        compaction or a wiped etcd the picture is read anew, so what came and went meanwhile is not seen.
+        `on_view` must be quick and must not raise.
+        """
+        watch = Watch(self, prefix, on_view, refresh_s)
+        with self._lock:
+            self._watches = [*(old for old in self._watches if not old.closed), watch]
+        watch.start()
+        return watch
+
+    def newest(self, prefix: str) -> Newest:
+        """The last written key below `prefix` and how many there are: enough to see whether anything changed."""
+
+        def request(pb: Any) -> Any:
+            by_mod = {"sort_order": pb.RangeRequest.DESCEND, "sort_target": pb.RangeRequest.MOD}
+            return pb.RangeRequest(**_span(prefix), limit=1, keys_only=True, **by_mod)
+
+        answer = self._call("KV.Range", request, repeat=True)
+        kv = _kv(answer.kvs[0]) if answer.kvs else None
+        return Newest(
+            cluster=answer.header.cluster_id,
+            revision=answer.header.revision,
+            count=answer.count,
+            key=kv.key if kv else "",
+            mod_revision=kv.mod_revision if kv else 0,
+        )
+
+    def revision(self, key: str) -> int:
+        """etcd's revision now, confirmed by a quorum. `key`: any that the user may read."""
+        answer = self._call("KV.Range", lambda pb: pb.RangeRequest(key=key.encode()), repeat=True)
+        return int(answer.header.revision)
+
+    def events(self, prefix: str, start: int) -> Any:
+        """Open a stream of the changes from revision `start` on: an iterable of batches, with `cancel()`."""
+        connection = self._connected()
+        return connection.watch(_span(prefix), start, self.call_s)
+
+    # Health
+
+    def members(self) -> list[MemberHealth]:
+        """Ask each endpoint for itself. Never raises for one that does not answer."""
+        from ._etcd_wire import Connection
+
+        found = []
+        for endpoint in self.access.endpoints:
+            connection = Connection(endpoint, self.access)
+            try:
+                status = connection.call("Maintenance.Status", lambda pb: pb.StatusRequest(), self.call_s)
+                error = "" if status.leader else "has no leader"
+                found.append(MemberHealth(endpoint, status.version, bool(status.leader), error))
+            except EtcdError as failure:
+                found.append(MemberHealth(endpoint, "", False, str(failure)))
+            finally:
+                connection.close()
+        return found
+
+    def version(self) -> str:
+        """Version of the etcd that answers now."""
+        return str(self._call("Maintenance.Status", lambda pb: pb.StatusRequest(), repeat=True).version)
+
+    # Calls
+
+    def _call(self, method: str, request: Callable[[Any], Any], *, repeat: bool = False) -> Any:
+        """`repeat`: whether it may be sent again although it may have been done."""
+        import tenacity
+
+        end_s = time.monotonic() + self.call_s
+        share_s = self.call_s
+        if repeat and len(self.access.endpoints) > 1:
+            share_s = max(0.3, self.call_s / min(3, len(self.access.endpoints)))  # leave time for another member
+
+        def again(error: BaseException) -> bool:
+            return isinstance(error, EtcdUnavailable) and (repeat or not error.maybe_done)
+
+        def once() -> Any:
+            left_s = max(0.05, end_s - time.monotonic())
+            return self._try(method, request, min(left_s, share_s))
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(again),
+            stop=lambda _: self._closed.is_set() or time.monotonic() >= end_s,
+            wait=lambda _: max(0.0, min(random.uniform(0.03, 0.15), end_s - time.monotonic())),
+            sleep=tenacity.sleep_using_event(self._closed),
+            reraise=True,
+        )
+        return retrying(once)
+
+    def _try(self, method: str, request: Callable[[Any], Any], within_s: float) -> Any:
+        connection = self._connected()
+        try:
+            return connection.call(method, request, within_s)
+        except EtcdUnavailable:
+            self._leave(connection)
+            raise
+
+    def _connected(self) -> Any:
+        from ._etcd_wire import Connection
+
+        with self._lock:
+            if self._closed.is_set():
+                raise EtcdError("this etcd client is closed")
+            if self._connection is None:
+                endpoint = self.access.endpoints[self._next % len(self.access.endpoints)]
+                self._connection = Connection(endpoint, self.access)
+            return self._connection
+
+    def _leave(self, connection: Any) -> None:
+        """`connection` did not do what it was asked: let the next call try another, and the watches look twice."""
+        with self._lock:
+            mine = self._connection is connection
+            # With one endpoint a refused connection is best left to gRPC, which tries it again by itself.
+            if left := mine and (connection.silent or len(self.access.endpoints) > 1):
+                self._connection = None
+                self._next += 1
+            watches = self._watches
+        if left:
+            connection.close()
+        for watch in watches:
+            watch.nudge()
+
+    def close(self) -> None:
+        """End watches and renewals (leases are not revoked) and the connection. May be called twice."""
+        with self._lock:
+            self._closed.set()
+            connection, self._connection = self._connection, None
+            watches, self._watches = self._watches, []
+            leases, self._leases = self._leases, []
+        if connection is not None:
+            connection.close()  # ends the calls under way, so that the threads end soon
+        for lease in leases:
+            lease.close(revoke=False)
+        for watch in watches:
+            watch.close()
+
+
+def _span(prefix: str) -> dict[str, bytes]:
+    """The range of all keys that begin with `prefix` (ASCII, not empty)."""
+    first = prefix.encode("ascii")
+    return {"key": first, "range_end": first[:-1] + bytes([first[-1] + 1])}
+
+
+def _kv(raw: Any) -> KV:
+    return KV(raw.key.decode(), raw.value, raw.create_revision, raw.mod_revision, raw.lease)
+
+
+def _compare(pb: Any, compare: Compare) -> Any:
+    c = pb.Compare
+    match compare:
+        case Absent(key):
+            return c(key=key.encode(), target=c.CREATE, result=c.EQUAL, create_revision=0)
+        case Present(key):
+            return c(key=key.encode(), target=c.CREATE, result=c.GREATER, create_revision=0)
+        case ModIs(key, revision):
+            return c(key=key.encode(), target=c.MOD, result=c.EQUAL, mod_revision=revision)
+
+
+def _op(pb: Any, op: Op) -> Any:
+    match op:
+        case Put(key, value, lease):
+            return pb.RequestOp(request_put=pb.PutRequest(key=key.encode(), value=value, lease=lease))
+        case Delete(key):
+            return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=key.encode()))
