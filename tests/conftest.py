@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -77,9 +79,14 @@ def _left_behind(run: str, shm_before: set[str]) -> str:
 def nothing_left_behind() -> Iterator[None]:
     """Fail the run when processes, shared memory, namespaces or cgroups of its tests outlive it."""
     run = uuid.uuid4().hex
+    reaper = subprocess.Popen(  # for the case that we are killed
+        [sys.executable, pathlib.Path(__file__).parent / "support" / "reaper.py", run, str(os.getpid())],
+        stdin=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
     os.environ[RUN] = run  # inherited by all that tests start
     before = _shared_memory()
     yield
+    reaper.communicate("bye", timeout=10)
     end_s = time.monotonic() + 3.0  # what is being ended right now may take a moment
     while (left := _left_behind(run, before)) and time.monotonic() < end_s:
         time.sleep(0.1)
