@@ -48,6 +48,7 @@ def _held() -> str:
 def _namespaces() -> set[str]:
     """Named network namespaces, our bridges and links, our cgroups."""
     found = {f"namespace {p.name}" for p in pathlib.Path("/run/netns").glob("elt*")}
+    found |= {f"folder {p}" for p in pathlib.Path("/run").glob("elt*")}
     found |= {f"link {p.name}" for p in pathlib.Path("/sys/class/net").glob("elt*")}
     if root := machine.cgroup2():
         found |= {f"cgroup {p}" for p in root.glob("elt*")}

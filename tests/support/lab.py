@@ -1,5 +1,6 @@
 """Several hosts on one machine: network namespaces on a bridge, whose links can be cut and whose processes can be
-killed or frozen all at once. Needs root (marker `netns`).
+killed or frozen all at once. Needs root (marker `netns`), and with `systemd=True`, where each host is a booted systemd
+with processes and files of its own, more of the machine (marker `systemd`).
 
     with Hosts(3) as hosts:
         hosts[0].popen(["etcd", …])
@@ -7,8 +8,8 @@ killed or frozen all at once. Needs root (marker `netns`).
         hosts[2].power_off()                  # nothing says goodbye
         hosts.heal()
 
-Files are shared by all; addresses, ports and host names are each host's own. Hosts live in cgroups and anonymous
-namespaces held by a process that dies with its parent, so that no name is left in the system.
+Without systemd, files are shared by all; addresses, ports and host names are each host's own. Hosts live in cgroups
+and anonymous namespaces held by a process that dies with its parent, so that no name is left in the system.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import itertools
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
@@ -28,7 +31,8 @@ from .procs import Procs
 from .wait import eventually
 
 _count = itertools.count()
-_SWITCH = pathlib.Path(__file__).parent / "lab" / "tapsw.py"
+_LAB = pathlib.Path(__file__).parent / "lab"
+_ROOT = pathlib.Path(__file__).parents[2]
 _ENTER = 'echo 0 > "$1" && shift && exec nsenter --target "$1" --net --uts -- "${@:2}"'
 
 
@@ -95,6 +99,13 @@ class Cgroup:
         return (self.path / "cgroup.events").read_text()
 
 
+def _comm(pid: int | str) -> str:
+    try:
+        return pathlib.Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
 def _rmdir(folder: pathlib.Path) -> bool:
     try:
         folder.rmdir()
@@ -117,17 +128,22 @@ class Host:
         procs = str(self.cgroup.path / "cgroup.procs")
         return ["bash", "-c", _ENTER, "host", procs, str(self.holder), *map(os.fspath, argv)]
 
+    def _env(self, env: Mapping[str, str] | None) -> dict[str, str]:
+        return self._hosts.procs.env(env)
+
     def popen(
         self, argv: Sequence[str | os.PathLike[str]], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
         """Start `argv` on this host. It is ended with the hosts."""
         return self._hosts.procs.popen(self._command(argv), env=env, **options)
 
-    def run(self, argv: Sequence[str], timeout_s: float = 10.0, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, argv: Sequence[str | os.PathLike[str]], timeout_s: float = 10.0, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
         """Run `argv` on this host to its end. Raises CalledProcessError for a non-zero exit, TimeoutExpired."""
         return subprocess.run(
             self._command(argv), capture_output=True, text=True, timeout=timeout_s, check=check,
-            env=self._hosts.procs.env(), stdin=subprocess.DEVNULL,
+            env=self._env(None), stdin=subprocess.DEVNULL,
         )  # fmt: skip
 
     def pids(self) -> list[int]:
@@ -162,6 +178,63 @@ class Host:
         _nft(self.holder, f"add rule inet lab input {rule}")
 
 
+class SystemdHost(Host):
+    """A host with a booted systemd: an overlay of this machine's files, and a process tree of its own."""
+
+    def __init__(self, hosts: Hosts, index: int, holder: int, cgroup: Cgroup, work: pathlib.Path) -> None:
+        super().__init__(hosts, index, holder, cgroup)
+        self.share = work / "share"
+        """Seen inside as /mnt; a file system of the outside."""
+
+    def _command(self, argv: Sequence[str | os.PathLike[str]]) -> list[str]:
+        clean = ["env", "-i", "HOME=/root", "LANG=C.UTF-8", f"PATH={_PATH}"]
+        return ["nsenter", "--target", str(self.holder), "--all", "--wd=/", "--", *clean, *map(os.fspath, argv)]
+
+    def popen(
+        self, argv: Sequence[str | os.PathLike[str]], *, env: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
+        return super().popen(["env", *(f"{k}={v}" for k, v in (env or {}).items()), *argv], **options)
+
+    def systemctl(self, *words: str, check: bool = True, timeout_s: float = 20.0) -> str:
+        """What `systemctl WORDS` says (stdout)."""
+        return self.run(["systemctl", *words], timeout_s, check).stdout.strip()
+
+    def show(self, unit: str, *properties: str) -> dict[str, str]:
+        """Properties of a unit."""
+        said = self.systemctl("show", unit, *(f"--property={p}" for p in properties))
+        return dict(line.partition("=")[::2] for line in said.splitlines())
+
+    def journal(self, unit: str) -> str:
+        """Messages of a unit so far, one a line."""
+        return self.run(["journalctl", "--quiet", "--no-pager", "--output=cat", f"--unit={unit}"]).stdout
+
+    def outer_pid(self, pid: int) -> int:
+        """The id that a process inside has for us. Raises LookupError when it is gone."""
+        for candidate in self.pids():
+            try:
+                status = pathlib.Path(f"/proc/{candidate}/status").read_text()
+            except OSError:  # gone meanwhile
+                continue
+            ids = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[1:]
+            if ids[-1] == str(pid):
+                return candidate
+        raise LookupError(f"no process {pid} on {self.name}")
+
+
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def _to_show() -> list[str]:
+    """Folders that an overlay of / does not show by itself: this checkout and its Python, on other file systems."""
+    root_device = os.stat("/").st_dev
+    found = []
+    for path in {str(_ROOT), sys.prefix, sys.base_prefix}:
+        hidden = path.startswith(("/tmp/", "/var/tmp/", "/run/", "/mnt/", "/dev/"))
+        if hidden or os.stat(path).st_dev != root_device:
+            found.append(path)
+    return sorted(found)  # an outer folder before what lies in it
+
+
 def _nft(inside: int, commands: str) -> None:
     enter = ["nsenter", "--target", str(inside), "--net", "--"]
     done = subprocess.run(
@@ -174,14 +247,15 @@ def _nft(inside: int, commands: str) -> None:
 class Hosts:
     """`count` hosts node0, node1, … and this one (`outside`) on a network of their own.
 
-    `quality` replaces the bridge by a switch in user space with a delay, jitter and loss for each link, which
-    `set_quality` changes at any time (slow: some 100 MB/s at best).
+    `systemd`: each host is a SystemdHost. `quality` replaces the bridge by a switch in user space with a delay, jitter
+    and loss for each link, which `set_quality` changes at any time (slow: some 100 MB/s at best).
     """
 
-    def __init__(self, count: int, *, quality: bool = False) -> None:
+    def __init__(self, count: int, *, quality: bool = False, systemd: bool = False) -> None:
         self.procs = Procs()
-        self._count, self._quality = count, quality
+        self._count, self._quality, self._systemd = count, quality, systemd
         self._hosts: list[Host] = []
+        self._work: list[pathlib.Path] = []
         self._label = f"elt{os.getpid()}" + "abcdefghijklmnopqrstuvwxyz"[next(_count) % 26]
         self._lock: IO[str] | None = None
         self._cgroup: Cgroup | None = None
@@ -216,13 +290,10 @@ class Hosts:
         assert root is not None, "no cgroup v2 hierarchy (mark the test with netns)"
         self.subnet, self._lock = _claim_subnet()
         self._cgroup = Cgroup(root / self._label)
-        for index in range(self._count):
-            cgroup = Cgroup(self._cgroup.path / f"node{index}")
-            host = Host(self, index, self._hold(), cgroup)
-            self._hosts.append(host)
-            subprocess.run(
-                ["nsenter", "--target", str(host.holder), "--uts", "--", "hostname", host.name], check=True, timeout=10
-            )
+        cgroups = [Cgroup(self._cgroup.path / f"node{index}") for index in range(self._count)]
+        make = self._boot_all if self._systemd else self._hold_all
+        self._hosts += make(cgroups)
+        for host in self._hosts:
             chain = "add chain inet lab input { type filter hook input priority 0; policy accept; }"
             _nft(host.holder, f"add table inet lab\n{chain}")
         if self._quality:
@@ -232,6 +303,42 @@ class Hosts:
         for host in self._hosts:
             _ip([f"addr add {host.address}/24 dev eth0", "link set eth0 up", "link set lo up"], inside=host.holder)
 
+    def _hold_all(self, cgroups: Sequence[Cgroup]) -> list[Host]:
+        hosts = [Host(self, index, self._hold(), cgroup) for index, cgroup in enumerate(cgroups)]
+        for host in hosts:
+            enter = ["nsenter", "--target", str(host.holder), "--uts", "--"]
+            subprocess.run([*enter, "hostname", host.name], check=True, timeout=10)
+        return hosts
+
+    def _boot_all(self, cgroups: Sequence[Cgroup]) -> list[Host]:
+        """Boot them side by side; returns when all are up."""
+        booting = []
+        for index, cgroup in enumerate(cgroups):
+            work = pathlib.Path(tempfile.mkdtemp(prefix=f"{self._label}-node{index}-", dir="/run"))
+            self._work.append(work)
+            env = {"WORK": str(work), "CGROUP": str(cgroup.path), "NAME": f"node{index}", "SHOW": " ".join(_to_show())}
+            with (work / "boot.log").open("wb") as log:
+                outer = self.procs.popen(["bash", _LAB / "boot.sh"], env=env, stdout=log, stderr=log)
+            booting.append((index, cgroup, work, outer))
+        return [self._booted(*one) for one in booting]
+
+    def _booted(self, index: int, cgroup: Cgroup, work: pathlib.Path, outer: subprocess.Popen[bytes]) -> SystemdHost:
+        def init() -> int | None:
+            """The id of its PID 1, as seen from here."""
+            assert outer.poll() is None, f"boot ended: {(work / 'boot.log').read_text()}"
+            children = pathlib.Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
+            return next((int(p) for p in children if _comm(p) == "systemd"), None)
+
+        holder = eventually(init, 20.0, "systemd starts")
+        assert holder is not None
+        host = SystemdHost(self, index, holder, cgroup, work)
+        running = ["systemctl", "is-system-running"]
+        eventually(
+            lambda: host.run(running, check=False).stdout.strip() in ("running", "degraded"), 30.0,
+            "systemd is up", every_s=0.05,
+        )  # fmt: skip
+        return host
+
     def _hold(self) -> int:
         """A process that holds new namespaces and dies with us; returns its id when the namespaces are there."""
         argv = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "sleep", "infinity"]
@@ -240,8 +347,7 @@ class Hosts:
 
         def inside() -> bool:
             assert process.poll() is None, f"{argv} ended with {process.returncode}"
-            comm = pathlib.Path(f"/proc/{process.pid}/comm").read_text()
-            return comm == "sleep\n" and os.readlink(f"/proc/{process.pid}/ns/uts") != mine
+            return _comm(process.pid) == "sleep" and os.readlink(f"/proc/{process.pid}/ns/uts") != mine
 
         eventually(inside, 10.0, "a new namespace", every_s=0.002)
         return process.pid
@@ -258,7 +364,7 @@ class Hosts:
 
     def _start_switch(self) -> None:
         ports = [f"{host.holder}:eth0" for host in self._hosts]
-        argv = [sys.executable, str(_SWITCH), self._label, *ports, f"{os.getpid()}:{self._label}"]
+        argv = [sys.executable, str(_LAB / "tapsw.py"), self._label, *ports, f"{os.getpid()}:{self._label}"]
         self._switch = self.procs.popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         self._expect_switch("up")
         _ip([f"addr add {self.outside}/24 dev {self._label}", f"link set {self._label} up"])
@@ -313,6 +419,9 @@ class Hosts:
         self.procs.close()
         if self._cgroup is not None:
             self._cgroup.remove()
+        for work in self._work:
+            shutil.rmtree(work)
+        self._work.clear()
         if pathlib.Path(f"/sys/class/net/{self._label}").exists():
             _ip([f"link del {self._label}"])
         if self._lock is not None:

@@ -7,6 +7,7 @@ because a test took too long: then everything that carries its token is ended, a
 from __future__ import annotations
 
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -31,6 +32,8 @@ def main() -> None:
     for group in groups:
         for folder in [*sorted((p for p in group.rglob("*") if p.is_dir()), reverse=True), group]:
             subprocess.run(["rmdir", folder], check=False, timeout=10)
+    for folder in pathlib.Path("/run").glob(f"elt{pid}[a-z]*"):
+        shutil.rmtree(folder)
     for link in pathlib.Path("/sys/class/net").glob(f"elt{pid}[a-z]*"):
         subprocess.run(["ip", "link", "del", link.name], check=False, timeout=10)
 
