@@ -1,0 +1,128 @@
+"""``python -m elastic.agent DIR``: run one job on this node, as DIR/config.json says."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import sys
+import threading
+import uuid
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from ..core.agentfile import AgentConfig
+from ..core.keys import ClusterKeys, JobKeys
+from ..core.membership import Limits
+from ..core.model import Agent, Policy
+from ..core.records import SpeaksAnotherProtocol, SpecRecord, decode
+from ..etcd import Etcd, EtcdError, scrub_environment
+from . import environment
+
+log = structlog.get_logger()
+
+ALREADY_RUNS_EXIT = 4
+NO_SPEC_EXIT = 5
+
+
+def main(argv: list[str]) -> int:
+    folder = Path(argv[0])
+    config = msgspec.json.decode((folder / "config.json").read_bytes(), type=AgentConfig)
+    Path(config.logs_dir).mkdir(parents=True, exist_ok=True)
+    _log_to(folder / "agent.log")
+    lock = open(folder / "lock", "w")  # noqa: SIM115 - held as long as the process lives
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.error("agent.already_runs", folder=str(folder))
+        return ALREADY_RUNS_EXIT
+    lock.write(str(os.getpid()))
+    lock.flush()
+    threading.excepthook = _thread_failed
+    etcd = Etcd(config.etcd, call_s=config.timeouts.etcd_call_s)
+    keys = ClusterKeys(config.cluster).job(config.job)
+    try:
+        kv = etcd.get(keys.spec)
+        if kv is None:
+            log.error("agent.no_spec", key=keys.spec)
+            return NO_SPEC_EXIT
+        return _run(config, etcd, keys, decode(SpecRecord, kv.value))
+    except (EtcdError, SpeaksAnotherProtocol) as error:
+        log.error("agent.cannot_start", error=str(error))
+        return 1
+    finally:
+        etcd.close()
+
+
+def _run(config: AgentConfig, etcd: Etcd, keys: JobKeys, spec: SpecRecord) -> int:
+    # torch takes a second or two to import; the zygote does the same at the same time.
+    from .loop import Loop
+    from .peers import Peers
+    from .registry import Registry
+    from .store import Stores
+
+    job = msgspec.structs.replace(spec.spec, python=spec.spec.python or sys.executable)
+    incarnation = uuid.uuid4().hex
+    loop: Loop | None = None
+    peers = Peers(config.address, incarnation, lambda *dead: loop.on_dead(*dead) if loop else None)
+    managed = environment.uses_elastic(job, environment.workdir(job))
+    policy = Policy(
+        node=config.node,
+        incarnation=incarnation,
+        host=config.address,
+        port=peers.port,
+        slots=config.slots,
+        limits=Limits(job.min_nodes, job.max_nodes, job.join_wait_s),
+        shrink=job.on_loss == "shrink",
+        standbys=job.standby,
+        managed=managed,
+        spec=job,
+        timeouts=config.timeouts,
+    )
+    stores = Stores(config.address)
+    registry = Registry(etcd, keys, policy, stores, lambda event: loop.post(event) if loop else None, spec)
+    loop = Loop(config, Agent(policy), registry, peers, keys, msgspec.structs.replace(spec, spec=job))
+    log.info(
+        "agent.starts", job=config.job, node=config.node, incarnation=incarnation, managed=managed, pid=os.getpid()
+    )
+    env = environment.base(config, job, scrub_environment(os.environ))
+    loop.pool.start(env, str(Path(config.logs_dir) / f"zygote.{incarnation[:8]}.log"))
+    registry.start()
+    peers.start()
+    watch = etcd.watch(keys.root, loop.post)
+    try:
+        return loop.run(env)
+    finally:
+        watch.close()
+        registry.leave()
+        peers.close()
+        stores.close()
+        loop.pool.close()
+
+
+def _thread_failed(args: threading.ExceptHookArgs) -> None:
+    """A thread of ours that fails takes the agent with it: half an agent is worse than none."""
+    log.critical("thread.failed", thread=args.thread.name if args.thread else "?", exc_info=args.exc_value)
+    os._exit(70)
+
+
+def _log_to(path: Path) -> None:
+    output = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - lives as long as the process
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.DEBUG if os.environ.get("ELASTIC_DEBUG") else logging.INFO
+        ),
+        logger_factory=structlog.PrintLoggerFactory(output),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

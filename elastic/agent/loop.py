@@ -1,0 +1,375 @@
+"""The agent's loop: one thread owns the recovery machine, feeds it what happens and does what it asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import random
+import selectors
+import signal
+import socket
+import time
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from ..core import messages
+from ..core.agentfile import AgentConfig, AgentOrders, AgentStatus
+from ..core.keys import JobKeys
+from ..core.membership import JobView, leader, living
+from ..core.model import (
+    Agent,
+    ChargeFailure,
+    Drain,
+    Effect,
+    Event,
+    ForkPlain,
+    ForkWorker,
+    Kill,
+    Leave,
+    NumbersBad,
+    PeerDead,
+    Progress,
+    Publish,
+    PutBroken,
+    PutMember,
+    PutPhase,
+    Rejoin,
+    Restore,
+    SaveNow,
+    Start,
+    Tell,
+    Tick,
+    Undrain,
+    Viewed,
+    WorkerDone,
+    WorkerExited,
+    WorkerFormed,
+    WorkerReady,
+    WorkerReleased,
+    WorkerStepping,
+    WorkerSynced,
+)
+from ..core.records import BrokenRecord, SpeaksAnotherProtocol, SpecRecord
+from ..core.recovery import step
+from ..etcd import View
+from . import environment, status
+from .errors import read_error
+from .incidents import Incidents
+from .peers import Peers
+from .pool import Exited, Happening, Pool, Said, ZygoteUp
+from .registry import Registry
+from .watchman import Watchman
+
+STATUS_S = 0.5
+PROGRESS_S = 2.0
+
+log = structlog.get_logger()
+
+
+class Loop:
+    """Construct, `run()` until the job is over here."""
+
+    def __init__(
+        self, config: AgentConfig, agent: Agent, registry: Registry, peers: Peers, keys: JobKeys, spec: SpecRecord
+    ) -> None:
+        self.config = config
+        self.agent = agent
+        self._registry = registry
+        self._peers = peers
+        self._keys = keys
+        self._spec = spec.spec
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._inbox: queue.SimpleQueue[Event | View] = queue.SimpleQueue()
+        self.pool = Pool(self._selector, self._spec.python or "", self._spec.preload, self._spec.stop_grace_s)
+        self._incidents = Incidents()
+        self._watchman = Watchman(self.pool, self._spec.hang, self.post, self._incidents.stacks)
+        self._gauge = status.Gauge()
+        self._env: dict[str, str] = {}
+        self._lives: dict[int, int] = {}
+        self._workdir = environment.workdir(self._spec)
+        self._orders = AgentOrders()
+        self._status_due_s = self._progress_due_s = 0.0
+        self._contact_wall_s = 0.0
+        self._ended: Leave | None = None
+        self._terminating = False
+        self._broken_here: BrokenRecord | None = None
+
+    # ── from any thread ─────────────────────────────────────────────────────────────────────────────────────
+
+    def post(self, event: Event | View) -> None:
+        self._inbox.put(event)
+        with contextlib.suppress(OSError):
+            self._wake_write.send(b"x")
+
+    def on_dead(self, node: str, incarnation: str, evidence: str) -> None:
+        self.post(PeerDead(node, incarnation, evidence))
+
+    # ── the loop ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def run(self, env: dict[str, str]) -> int:
+        """Returns the agent's exit code."""
+        self._env = env
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, ("wake", 0))
+        signal.signal(signal.SIGTERM, lambda *_: self._on_signal())
+        signal.signal(signal.SIGHUP, lambda *_: self.post(Tick()))
+        self._turn(Start())
+        beat_s = self.config.timeouts.beat_s
+        due_s = time.monotonic() + beat_s
+        while self._ended is None:
+            for key, _ in self._selector.select(max(0.0, due_s - time.monotonic())):
+                self._readable(key.data)
+            self._drain_inbox()
+            now_s = time.monotonic()
+            if now_s >= due_s:
+                due_s = now_s + beat_s
+                self._on_tick(now_s)
+        self._write_status()
+        self.pool.close()
+        self._selector.close()
+        return self._ended.code
+
+    def _on_signal(self) -> None:
+        self._terminating = True
+        self.post(Tick())
+
+    def _readable(self, key: tuple[str, int]) -> None:
+        if key[0] == "wake":
+            with contextlib.suppress(BlockingIOError):
+                self._wake_read.recv(4096)
+            return
+        for happening in self.pool.handle(key):
+            self._happened(happening)
+
+    def _drain_inbox(self) -> None:
+        newest: View | None = None
+        while True:
+            try:
+                event = self._inbox.get_nowait()
+            except queue.Empty:
+                break
+            if isinstance(event, View):
+                newest = event  # views are whole: only the newest counts
+            else:
+                self._turn(event)
+        if newest is not None:
+            self._viewed(newest)
+
+    def _viewed(self, view: View) -> None:
+        try:
+            job = JobView.read(self._keys, view.kvs, view.revision)
+        except SpeaksAnotherProtocol as error:
+            log.error("protocol.unknown", error=str(error))
+            self._ended = Leave(str(error), code=3)
+            return
+        if view.connected:
+            self._contact_wall_s = time.time()
+        if view.connected != self.agent.connected:
+            log.info("etcd.connected" if view.connected else "etcd.lost")
+        self._turn(Viewed(job, view.connected))
+
+    def _on_tick(self, now_s: float) -> None:
+        self.pool.tick()
+        self.pool.reap()
+        self._watchman.look(self.agent, now_s)
+        self._read_orders()
+        if self._terminating and self.agent.draining is None:
+            self._turn(Drain("the agent was told to end", now_s + self._spec.stop_grace_s))
+        self._turn(Tick())
+        if now_s >= self._status_due_s:
+            self._status_due_s = now_s + STATUS_S
+            self._gauge.mark(self.agent.step, now_s)
+            self._write_status()
+
+    # ── what happened ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _happened(self, happening: Happening) -> None:
+        match happening:
+            case ZygoteUp(seconds, problems):
+                log.info("zygote.up", seconds=round(seconds, 3))
+                for problem in problems:
+                    log.warning("preload.failed", problem=problem)
+            case Exited():
+                self._exited(happening)
+            case Said(life, message):
+                slot = self._slot(life)
+                if isinstance(message, messages.Synced):
+                    self._incidents.synced(message.step, message.source)
+                    log.info("worker.synced", slot=slot, step=message.step, source=message.source)
+                if event := _event(slot, life, message):
+                    self._turn(event)
+
+    def _slot(self, life: int) -> int:
+        return next((s for s, w in self.agent.workers.items() if w.life == life), self._lives.get(life, -1))
+
+    def _exited(self, happening: Exited) -> None:
+        slot = self._slot(happening.life)
+        files = environment.files(
+            self.config, self._lives.get(happening.life, slot), happening.life, self.agent.policy.incarnation
+        )
+        ranks = self.agent.generation.ranks(self.config.node) if self.agent.generation else {}
+        worker = self.agent.workers.get(slot)
+        error, fingerprint = read_error(
+            files,
+            happening,
+            node=self.config.node,
+            slot=slot,
+            rank=ranks.get(slot, -1),
+            step=worker.step if worker else None,
+        )
+        log.info("worker.exited", slot=slot, life=happening.life, cause=happening.cause)
+        self._turn(
+            WorkerExited(slot, happening.life, happening.cause, happening.code, error=error, fingerprint=fingerprint)
+        )
+
+    def _read_orders(self) -> None:
+        try:
+            orders = msgspec.json.decode(Path(self.config.agent_dir, "orders.json").read_bytes(), type=AgentOrders)
+        except FileNotFoundError:
+            return
+        except (msgspec.MsgspecError, OSError) as error:
+            log.warning("orders.unreadable", error=str(error))
+            return
+        before, self._orders = self._orders, orders
+        if orders.draining != before.draining:
+            limit_s = orders.drain_deadline_s or float("inf")
+            self._turn(Drain(orders.draining, time.monotonic() + limit_s) if orders.draining else Undrain())
+        if orders.checkpoint > before.checkpoint:
+            self._save_now("asked")
+
+    # ── a turn of the machine ───────────────────────────────────────────────────────────────────────────────
+
+    def _turn(self, event: Event) -> None:
+        before = self.agent
+        now_s = time.monotonic()
+        self.agent, effects = step(before, event, now_s, random.random())
+        if not isinstance(event, Tick | Viewed | Progress):
+            log.debug("event", what=repr(event))
+        for effect in effects:
+            self._do(effect)
+        local = self._broken_here
+        if local is not None and (self.agent.generation is None or local.generation != self.agent.generation.number):
+            local = None
+        record = self._incidents.turn(before, self.agent, local, now_s, time.time())
+        if record is not None and self._leads():
+            self._registry.put_incident(record)
+            log.info("incident", **msgspec.to_builtins(record))
+        if self.agent.generation is not before.generation or self.agent.view.members != before.view.members:
+            self._watch_peers()
+
+    def _leads(self) -> bool:
+        return leader(self.agent.view, self.agent.dead, self.agent.generation) == self.config.node
+
+    def _watch_peers(self) -> None:
+        """The leader watches everyone in the generation, everyone watches the leader."""
+        agent = self.agent
+        others = {m.id: m for m in living(agent.view, agent.dead).values() if m.record.node != self.config.node}
+        chief = leader(agent.view, agent.dead, agent.generation)
+        if chief != self.config.node:
+            others = {key: m for key, m in others.items() if key[0] == chief}
+        self._peers.watch({key: (m.record.host, m.record.port) for key, m in others.items()})
+
+    def _do(self, effect: Effect) -> None:
+        registry = self._registry
+        match effect:
+            case Tell(_, life, message):
+                self.pool.tell(life, message)
+            case ForkWorker(slot, life, _):
+                self._fork(slot, life)
+            case ForkPlain(slot, life, generation):
+                files = environment.files(self.config, slot, life, self.agent.policy.incarnation)
+                env = environment.managed(self.config, self._spec, self._env, slot=slot, error_file=files.error_file)
+                self._lives[life] = slot
+                plain = environment.plain(env, self.config, generation, slot)
+                self.pool.fork(life, slot, plain, environment.argv(self._spec), self._workdir, files.log_file)
+            case Kill(slot, life, why, gently):
+                log.info("worker.kill", slot=slot, life=life, why=why, gently=gently)
+                self.pool.kill(life, gently)
+            case PutBroken(record, member):
+                self._broken_here = record
+                registry.put_broken(record, member)
+            case Publish():
+                registry.publish(effect, self.agent.view, self.config.node)
+            case PutMember(record):
+                registry.put_member(record)
+            case Rejoin(record):
+                registry.rejoin(record)
+            case PutPhase(phase, reason):
+                registry.put_phase(phase, reason, self.agent.view)
+            case ChargeFailure(record):
+                registry.charge_failure(record)
+            case Restore(generation):
+                registry.restore(generation, self.agent.view.state)
+            case SaveNow(reason):
+                self._save_now(reason)
+            case Leave():
+                log.info("agent.leaves", reason=effect.reason)
+                self._ended = effect
+            case _:
+                raise AssertionError(f"no way to do {effect!r}")
+
+    def _fork(self, slot: int, life: int) -> None:
+        files = environment.files(self.config, slot, life, self.agent.policy.incarnation)
+        self._lives[life] = slot
+        env = environment.managed(self.config, self._spec, self._env, slot=slot, error_file=files.error_file)
+        self.pool.fork(life, slot, env, environment.argv(self._spec), self._workdir, files.log_file)
+
+    def _save_now(self, reason: str) -> None:
+        for worker in self.agent.workers.values():
+            self.pool.tell(worker.life, messages.SaveSoon(reason=reason))
+
+    # ── status ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _write_status(self) -> None:
+        agent = self.agent
+        rows = status.rank_rows(agent, self.pool)
+        progress = status.progress(agent, self.pool, self._gauge, rows, {})
+        leads = self._leads()
+        record = AgentStatus(
+            pid=os.getpid(),
+            incarnation=agent.policy.incarnation,
+            job=self.config.job,
+            node=self.config.node,
+            phase=status.phase_of(agent),
+            reason=agent.reason,
+            leader=leads,
+            generation=agent.generation.number if agent.generation else 0,
+            etcd_ok=agent.connected,
+            written_wall_s=time.time(),
+            ranks=rows,
+            progress=progress if agent.generation else None,
+            standbys=sum(1 for s in agent.standbys if s.life in self.pool.processes),
+            last_etcd_contact_wall_s=self._contact_wall_s,
+        )
+        status.write(Path(self.config.agent_dir, "status.json"), record)
+        now_s = time.monotonic()
+        if leads and agent.generation and agent.connected and now_s >= self._progress_due_s:
+            self._progress_due_s = now_s + PROGRESS_S
+            self._registry.put_progress(progress)
+
+
+def _event(slot: int, life: int, message: messages.FromWorker) -> Event | None:
+    """A worker's words as an event of the machine; None for what does not concern it."""
+    match message:
+        case messages.Ready():
+            return WorkerReady(slot, life)
+        case messages.Formed(generation=generation):
+            return WorkerFormed(slot, life, generation)
+        case messages.Synced(generation=generation, step=at):
+            return WorkerSynced(slot, life, generation, at)
+        case messages.Stepping(generation=generation, step=at):
+            return WorkerStepping(slot, life, generation, at)
+        case messages.Released(generation=generation, step=at):
+            return WorkerReleased(slot, life, generation, at)
+        case messages.CommFailed(generation=generation, step=at, error=error):
+            return WorkerReleased(slot, life, generation, at, error or "a collective failed")
+        case messages.Done(generation=generation, step=at):
+            return WorkerDone(slot, life, generation, at)
+        case messages.BadNumbers(generation=generation, step=at, kind=kind, detail=detail, ranks=ranks):
+            return NumbersBad(slot, life, generation, at, kind, detail, ranks)
+    return None

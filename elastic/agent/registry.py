@@ -1,0 +1,242 @@
+"""The agent's writes to etcd: each effect of the recovery machine that concerns etcd, as orders at the desk."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+
+from ..core.keys import JobKeys
+from ..core.membership import JobView
+from ..core.model import Event, Joined, LeaseLost, Policy, Publish, PublishFailed
+from ..core.records import (
+    BrokenRecord,
+    GenerationRecord,
+    IncidentRecord,
+    JobState,
+    MemberRecord,
+    Phase,
+    ProgressRecord,
+    SpecRecord,
+    decode,
+    encode,
+)
+from ..core.restarts import Verdict, charge
+from ..etcd import Absent, Etcd, EtcdError, EtcdUnavailable, Lease, ModIs, Op, Put
+from .desk import Desk
+from .store import Stores
+
+log = structlog.get_logger()
+
+Post = Callable[[Event], None]
+LEAVE_S = 3.0
+
+
+@dataclass
+class Registry:
+    """One agent's pen. Methods return at once; what came of it arrives by `post` or by the watch."""
+
+    etcd: Etcd
+    keys: JobKeys
+    policy: Policy
+    stores: Stores
+    post: Post
+    spec: SpecRecord
+
+    def __post_init__(self) -> None:
+        self._urgent, self._lazy = Desk("urgent"), Desk("lazy")
+        self._lease: Lease | None = None
+        self._member: MemberRecord | None = None
+        self._state = JobState()
+
+    def start(self) -> None:
+        self._urgent.start()
+        self._lazy.start()
+
+    # ── membership ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def rejoin(self, record: MemberRecord) -> None:
+        """A new lease, and our record under it."""
+        self._member = record
+        self._urgent.ask("join", self._join, persist=True)
+
+    def put_member(self, record: MemberRecord) -> None:
+        self._member = record
+        self._urgent.ask("member", self._write_member, persist=True)
+
+    def _join(self) -> None:
+        times = self.policy.timeouts
+        if self._lease is not None:
+            self._lease.close(revoke=False)
+            self._lease = None
+        lease = self.etcd.keep(times.lease_ttl_s, times.lease_renew_s, lambda why: self.post(LeaseLost(why)))
+        try:
+            self._put_member_under(lease)
+        except EtcdError:
+            lease.close()
+            raise
+        self._lease = lease
+        log.info("member.joined", lease=f"{lease.id:x}")
+        self.post(Joined())
+
+    def _write_member(self) -> None:
+        if self._lease is not None and not self._lease.lost:
+            self._put_member_under(self._lease)
+
+    def _put_member_under(self, lease: Lease) -> None:
+        assert self._member is not None
+        self.etcd.put(self.keys.member(self.policy.node), encode(self._member), lease.id)
+
+    # ── generations ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def put_broken(self, record: BrokenRecord, member: MemberRecord | None) -> None:
+        """First failure wins. Tried until etcd has heard of it."""
+        key = self.keys.broken(record.generation)
+
+        def order() -> None:
+            also: list[Op] = []
+            if member is not None and self._lease is not None:
+                self._member = member
+                also = [Put(self.keys.member(self.policy.node), encode(member), self._lease.id)]
+            result = self.etcd.txn([Absent(key)], [Put(key, encode(record)), *also], also)
+            log.info(
+                "generation.broken",
+                generation=record.generation,
+                kind=record.kind,
+                detail=record.detail,
+                first=result.ok,
+            )
+
+        self._urgent.ask(f"broken {record.generation}", order, persist=True)
+
+    def publish(self, effect: Publish, view: JobView, leader: str) -> None:
+        def order() -> None:
+            try:
+                done = self._publish(effect, view, leader)
+            except EtcdError:
+                self.post(PublishFailed(effect.number))
+                raise
+            if not done:
+                self.post(PublishFailed(effect.number))
+
+        self._urgent.ask("publish", order, persist=False)
+
+    def _publish(self, effect: Publish, view: JobView, leader: str) -> bool:
+        verdict = self._verdict(view, effect.charge)
+        guards = [self._state_guard(view)]
+        if verdict.stopped:
+            log.error("job.stopped", reason=verdict.stopped)
+            return self.etcd.txn(guards, [Put(self.keys.state, encode(verdict.state))]).ok
+        host, port = self.stores.open(effect.number)
+        record = GenerationRecord(
+            number=effect.number,
+            places=effect.change.places,
+            store_host=host,
+            store_port=port,
+            leader=leader,
+            why=effect.change.why,
+            at_step=effect.at_step,
+            restore=effect.change.restore,
+        )
+        ops: list[Op] = [Put(self.keys.generation, encode(record))]
+        if verdict.state.phase is not Phase.RUNNING:
+            changed = msgspec.structs.replace(verdict.state, phase=Phase.RUNNING, reason="", since_wall_s=time.time())
+            ops.append(Put(self.keys.state, encode(changed)))
+        elif verdict.state != view.state:
+            ops.append(Put(self.keys.state, encode(verdict.state)))
+        expected = effect.expect_revision
+        guards.append(ModIs(self.keys.generation, expected) if expected else Absent(self.keys.generation))
+        done = self.etcd.txn(guards, ops).ok
+        log.info(
+            "generation.published" if done else "generation.lost_race",
+            generation=record.number,
+            world=record.world,
+            nodes=[p.node for p in record.places],
+            why=record.why,
+            at_step=record.at_step,
+        )
+        return done
+
+    def _state_guard(self, view: JobView) -> ModIs | Absent:
+        return ModIs(self.keys.state, view.state_revision) if view.state_revision else Absent(self.keys.state)
+
+    def _verdict(self, view: JobView, broken: BrokenRecord | None) -> Verdict:
+        if broken is None:
+            return Verdict(view.state)
+        spare = sum(1 for m in view.members.values() if m.record.ready) - self.policy.limits.min_nodes
+        return charge(view.state, broken, self.policy.spec.restarts, time.time(), max(0, spare))
+
+    # ── the job's state ─────────────────────────────────────────────────────────────────────────────────────
+
+    def put_phase(self, phase: Phase, reason: str, view: JobView) -> None:
+        changed = msgspec.structs.replace(view.state, phase=phase, reason=reason, since_wall_s=time.time())
+
+        def order() -> None:
+            done = self.etcd.txn([self._state_guard(view)], [Put(self.keys.state, encode(changed))]).ok
+            log.info("job.phase", phase=phase.value, reason=reason, done=done)
+
+        self._urgent.ask("phase", order, persist=False)
+
+    def charge_failure(self, record: BrokenRecord) -> None:
+        """Book a failure outside any generation; tried until it is booked."""
+
+        def order() -> None:
+            for _ in range(10):
+                kv = self.etcd.get(self.keys.state)
+                state = decode(JobState, kv.value) if kv else JobState()
+                verdict = charge(state, record, self.policy.spec.restarts, time.time(), 0)
+                guard = ModIs(self.keys.state, kv.mod_revision) if kv else Absent(self.keys.state)
+                if self.etcd.txn([guard], [Put(self.keys.state, encode(verdict.state))]).ok:
+                    return
+            raise EtcdUnavailable("the job's state changed under ten tries in a row", maybe_done=False)
+
+        self._lazy.ask(f"charge {random.random()}", order, persist=True)
+
+    def restore(self, generation: GenerationRecord, state: JobState) -> None:
+        """etcd came back empty: write what this job is and where it stands, unless somebody else already has."""
+
+        def order() -> None:
+            for key, record in (
+                (self.keys.spec, self.spec),
+                (self.keys.state, state),
+                (self.keys.generation, generation),
+            ):
+                self.etcd.txn([Absent(key)], [Put(key, encode(record))])
+            log.warning("etcd.restored", generation=generation.number)
+
+        self._urgent.ask("restore", order, persist=False)
+
+    def put_incident(self, record: IncidentRecord) -> None:
+        key = self.keys.incident(record.generation)
+        self._lazy.ask(f"incident {record.generation}", lambda: self._put(key, encode(record)), persist=True)
+
+    def put_progress(self, record: ProgressRecord) -> None:
+        self._lazy.ask("progress", lambda: self._put(self.keys.progress, encode(record)), persist=False)
+
+    def _put(self, key: str, value: bytes) -> None:
+        self.etcd.put(key, value)
+
+    # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def leave(self) -> None:
+        """Give up membership; the last one out of a stopping job says that it has stopped. Blocks for a few
+        seconds at most."""
+        self._urgent.close(LEAVE_S)
+        self._lazy.close(LEAVE_S)
+        try:
+            if self._lease is not None:
+                self._lease.close(revoke=True)
+            left = self.etcd.get_prefix(self.keys.members)
+            kv = self.etcd.get(self.keys.state)
+            if kv is None or left.kvs:
+                return
+            state = decode(JobState, kv.value)
+            if state.phase is Phase.STOPPING:
+                stopped = msgspec.structs.replace(state, phase=Phase.STOPPED, since_wall_s=time.time())
+                self.etcd.txn([ModIs(self.keys.state, kv.mod_revision)], [Put(self.keys.state, encode(stopped))])
+        except EtcdError as error:
+            log.warning("member.left_without_goodbye", error=str(error))

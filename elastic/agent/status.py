@@ -1,0 +1,114 @@
+"""What this agent knows, as files for the daemon of this node and as the job's progress in etcd."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from ..core.agentfile import AgentStatus
+from ..core.model import Agent, Stage
+from ..core.records import ProgressRecord, RankRow
+from .pool import Pool
+
+RATE_WINDOW_S = 10.0
+
+
+class Gauge:
+    """Steps per second over a sliding window."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, int]] = deque()
+
+    def mark(self, step: int, now_s: float) -> None:
+        self._marks.append((now_s, step))
+        while len(self._marks) > 2 and now_s - self._marks[0][0] > RATE_WINDOW_S:
+            self._marks.popleft()
+
+    def per_s(self) -> float:
+        if len(self._marks) < 2:
+            return 0.0
+        (t0, s0), (t1, s1) = self._marks[0], self._marks[-1]
+        return max(0.0, (s1 - s0) / (t1 - t0)) if t1 > t0 else 0.0
+
+
+def rank_rows(agent: Agent, pool: Pool) -> tuple[RankRow, ...]:
+    ranks = agent.generation.ranks(agent.policy.node) if agent.generation else {}
+    rows = []
+    for slot, worker in sorted(agent.workers.items()):
+        process = pool.processes.get(worker.life)
+        beat = process.page.read() if process else None
+        rss_mb = None
+        if process and process.pid:
+            with contextlib.suppress(psutil.Error):
+                rss_mb = round(psutil.Process(process.pid).memory_info().rss / 2**20, 1)
+        rows.append(
+            RankRow(
+                rank=ranks.get(slot, -1),
+                node=agent.policy.node,
+                slot=slot,
+                pid=process.pid if process else 0,
+                phase=worker.stage.value
+                if worker.stage is not Stage.RUNNING or beat is None
+                else beat.doing.name.lower(),
+                step=max(worker.step, beat.step) if beat else worker.step,
+                incarnation=worker.life,
+                rss_mb=rss_mb,
+            )
+        )
+    return tuple(rows)
+
+
+def progress(
+    agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], saved: dict[str, object]
+) -> ProgressRecord:
+    loss = None
+    for worker in agent.workers.values():
+        if process := pool.processes.get(worker.life):
+            beat = process.page.read()
+            if not math.isnan(beat.loss):
+                loss = beat.loss
+                break
+    starting = [f"slot {w.slot} of {agent.policy.node}" for w in agent.workers.values() if w.stage is Stage.STARTING]
+    return ProgressRecord(
+        generation=agent.generation.number if agent.generation else 0,
+        world=agent.generation.world if agent.generation else 0,
+        step=max((row.step for row in rows), default=agent.step),
+        steps_per_s=round(gauge.per_s(), 3),
+        loss=loss,
+        wall_s=time.time(),
+        waiting_for=agent.reason or (f"{', '.join(starting)} to start" if starting else ""),
+        ranks=rows,
+        **saved,  # type: ignore[arg-type]
+    )
+
+
+def phase_of(agent: Agent) -> str:
+    stages = {w.stage for w in agent.workers.values()}
+    if agent.leaving is not None:
+        return "finishing"
+    if agent.draining is not None:
+        return "draining"
+    if agent.generation is None:
+        return "joining"
+    if agent.broken >= agent.generation.number:
+        return "waiting" if agent.below_min else "repairing"
+    if stages & {Stage.RUNNING, Stage.DONE, Stage.YIELDING}:
+        return "running"
+    return "forming"
+
+
+def write(path: Path, status: AgentStatus) -> None:
+    """Replace the file; a full disk keeps the old one and costs the job nothing."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        temporary.write_bytes(msgspec.json.encode(status))
+        os.replace(temporary, path)
+    except OSError:
+        return

@@ -1,0 +1,31 @@
+"""The TCPStore of a generation, hosted here when this agent leads."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+KEPT = 2
+"""The present generation's and the one before: its clients may still be letting go."""
+
+
+class Stores:
+    """Opens a fresh store for each generation; never reuses one."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._open: dict[int, TCPStore] = {}
+
+    def open(self, generation: int) -> tuple[str, int]:
+        """Returns (host, port) to publish."""
+        store = TCPStore(
+            self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), multi_tenant=True
+        )
+        self._open[generation] = store
+        for old in sorted(self._open)[:-KEPT]:
+            del self._open[old]
+        return self._host, store.port
+
+    def close(self) -> None:
+        self._open.clear()

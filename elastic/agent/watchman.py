@@ -1,0 +1,112 @@
+"""Looks at the workers' beat pages: progress for the recovery machine, hangs with their stacks."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from ..core.beat import Beat, Doing
+from ..core.health import judge
+from ..core.model import Agent, Event, Progress, Stage, WorkerSick
+from ..core.spec import Hang
+from .pool import Pool, Process
+
+STACKS_S = 2.0
+STACK_CHARS = 6000
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Watchman:
+    """`look` is called on every tick, in the loop's thread; stacks are taken in a thread of their own."""
+
+    pool: Pool
+    rules: Hang
+    post: Callable[[Event], None]
+    save_stacks: Callable[[dict[str, str]], None]
+
+    def __post_init__(self) -> None:
+        self._seen: tuple[int, int] = (0, 0)
+        self._accused: set[int] = set()
+
+    def look(self, agent: Agent, now_s: float) -> None:
+        beats: dict[int, Beat] = {}
+        for worker in agent.workers.values():
+            process = self.pool.processes.get(worker.life)
+            if process is None or not process.pid:
+                continue
+            beats[worker.life] = beat = process.page.read()
+            if worker.stage in (Stage.KILLED, Stage.GONE) or worker.life in self._accused:
+                continue
+            if sick := judge(beat, _process_state(process.pid), self.rules, now_s):
+                self._accuse(process, beats, agent, sick.evidence)
+        self._report_progress(agent, beats)
+
+    def _report_progress(self, agent: Agent, beats: Mapping[int, Beat]) -> None:
+        running = [
+            beats[w.life]
+            for w in agent.workers.values()
+            if w.life in beats and w.stage in (Stage.RUNNING, Stage.YIELDING) and beats[w.life].step_s > 0
+        ]
+        if not running:
+            return
+        newest = max(running, key=lambda beat: (beat.generation, beat.step))
+        seen = (newest.generation, newest.step)
+        if seen > self._seen and newest.doing is not Doing.SYNCING:
+            self._seen = seen
+            self.post(Progress(newest.generation, newest.step, newest.step_s))
+
+    def _accuse(self, process: Process, beats: Mapping[int, Beat], agent: Agent, evidence: str) -> None:
+        self._accused.add(process.life)
+        slots = {w.life: w.slot for w in agent.workers.values()}
+        waiting = next(
+            (life for life, b in beats.items() if life != process.life and b.doing is Doing.EXCHANGING), None
+        )
+        pids = {f"slot {process.slot} (hung)": process.pid}
+        if waiting is not None:
+            pids[f"slot {slots[waiting]} (waits for it)"] = self.pool.processes[waiting].pid
+        log.warning("worker.hung", slot=process.slot, pid=process.pid, evidence=evidence)
+
+        def testify() -> None:
+            self.save_stacks({who: stack(pid) for who, pid in pids.items()})
+            self.post(WorkerSick(process.slot, process.life, "hang", evidence))
+
+        threading.Thread(target=testify, name="elastic-stacks", daemon=True).start()
+
+
+def stack(pid: int) -> str:
+    """Python and, where it can be had, native stack of a process that may not move. Ends within STACKS_S."""
+    tool = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
+    if tool is None:
+        return "py-spy is not installed"
+    began_s = time.monotonic()
+    for options in (["--native"], ["--nonblocking"]):
+        left_s = STACKS_S - (time.monotonic() - began_s)
+        if left_s <= 0:
+            break
+        try:
+            done = subprocess.run(
+                [tool, "dump", *options, "--pid", str(pid)], capture_output=True, text=True, timeout=left_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            continue
+        if done.returncode == 0:
+            return done.stdout[:STACK_CHARS]
+    return "no stack could be read in time"
+
+
+def _process_state(pid: int) -> str:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "X"
+    return stat.rpartition(")")[2].split()[0]

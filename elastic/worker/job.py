@@ -1,0 +1,194 @@
+"""What `setup` and `train` get: the job as one worker sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from . import batches as data
+from . import ddp
+from .numbers import Fingerprint, disagreeing, is_bad
+from .state import State
+
+
+class Link(Protocol):
+    """Whoever watches over this worker: an agent, or nobody."""
+
+    def entered(self) -> None:
+        """The script's own code runs."""
+
+    def contributed(self) -> None:
+        """Everything owed to this step's all-reduce is handed over; only the others can be waited for."""
+
+    def applying(self) -> None: ...
+
+    def quiet(self, limit_s: float) -> None:
+        """No sign of progress is to be expected for this long; 0 ends it."""
+
+    def committed(self, step: int, step_s: float, loss: float | None) -> None: ...
+
+    def bad_numbers(self, step: int, kind: str, detail: str, ranks: tuple[int, ...]) -> None: ...
+
+    def check(self, step: int) -> None:
+        """Raises ToldToLeave at the end of this generation."""
+
+
+class Keeper(Protocol):
+    """Takes snapshots and checkpoints."""
+
+    def after(self, state: State) -> None:
+        """Called after each commit, on every rank at the same step; copies this rank's share when one is due."""
+
+
+class Job:
+    """One training run, as seen by this worker in the present generation."""
+
+    name: str
+    device: torch.device
+    """Where this worker computes."""
+    local_rank: int
+    """This worker's slot on its node: its GPU's index."""
+    rank: int = 0
+    world_size: int = 1
+    generation: int = 0
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        device: torch.device,
+        local_rank: int,
+        link: Link,
+        fingerprint_every_steps: int = 0,
+        ignore_bad_numbers: bool = False,
+    ) -> None:
+        self.name = name
+        self.device = device
+        self.local_rank = local_rank
+        self._link = link
+        self._keeper: Keeper | None = None
+        self._share = ddp.Share()
+        self._began_s = 0.0
+        self._loss = _LossReader()
+        self._fingerprint_every = fingerprint_every_steps
+        self._fingerprint: Fingerprint | None = None
+        self._ignore_bad_numbers = ignore_bad_numbers
+
+    def __repr__(self) -> str:
+        return f"<Job {self.name}: rank {self.rank} of {self.world_size}, generation {self.generation}>"
+
+    def enter(self, *, rank: int, world: int, generation: int, keeper: Keeper | None) -> None:
+        """A new generation: `train` is about to be called. Not for scripts."""
+        self.rank, self.world_size, self.generation = rank, world, generation
+        self._keeper = keeper
+        self._share.detach_all()
+        self._fingerprint = None
+        self._began_s = time.monotonic()
+        self._link.entered()
+
+    # ── for scripts ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def ddp(self, model: nn.Module, **options: Any) -> DistributedDataParallel | nn.Module:
+        """`model` with its gradients averaged over the global batch.
+
+        Call it in `train`, on each entry: the wrapper belongs to one generation. Without a process group
+        (a script that runs alone) the model itself comes back. `options` go to DistributedDataParallel.
+        """
+        if not torch.distributed.is_initialized():
+            return model
+        wrapped = ddp.wrap(model, weight=self._share, on_contributed=self._link.contributed, **options)
+        self._share.attach(wrapped)
+        return wrapped
+
+    def batches(self, dataset: Any, state: State, *, batch_size: int, **options: Any) -> Iterator[data.Batch]:
+        """This rank's part of each global batch of `batch_size` samples, from step `state.step` on.
+
+        See `batches.batches` for the options (epochs or steps, seed, micro_batch, num_workers, …).
+        """
+        return data.batches(
+            dataset,
+            state,
+            batch_size=batch_size,
+            rank=self.rank,
+            world=self.world_size,
+            device=self.device,
+            share=self._share,
+            **options,
+        )
+
+    def commit(self, state: State, loss: torch.Tensor | float | None = None) -> None:
+        """This step is final on this rank. Call it once per optimizer step, last.
+
+        `loss` is shown by ``elasticctl status`` and watched for NaN. May not return: at the end of a generation
+        `train` is left from here and entered again in the next.
+        """
+        value = self._loss.read(loss)
+        state.committed(self.generation)
+        now_s = time.monotonic()
+        step_s, self._began_s = now_s - self._began_s, now_s
+        self._link.committed(state.step, step_s, value)
+        if value is not None and is_bad(value) and not self._ignore_bad_numbers:
+            self._link.bad_numbers(state.step, "bad loss", f"loss is {value}", (self.rank,))
+        if self._fingerprint_every and state.step % self._fingerprint_every == 0:
+            self._compare_replicas(state)
+        if self._keeper is not None:
+            self._keeper.after(state)
+        self._link.check(state.step)
+        self._link.entered()
+
+    @contextlib.contextmanager
+    def quiet(self, what: str, limit_s: float = 3600.0) -> Iterator[None]:
+        """A span without steps, such as an evaluation: not taken for a hang for at most `limit_s` seconds."""
+        if limit_s <= 0:
+            raise ValueError(f"quiet({what!r}, limit_s={limit_s}): a positive number of seconds")
+        self._link.quiet(limit_s)
+        try:
+            yield
+        finally:
+            self._link.quiet(0.0)
+
+    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def guard(self) -> Callable[[], None]:
+        """What the optimizer's pre-step hook calls: the state is about to be changed."""
+        return self._link.applying
+
+    def _compare_replicas(self, state: State) -> None:
+        if self.world_size == 1:
+            return
+        if self._fingerprint is None:
+            self._fingerprint = Fingerprint([tensor for _, tensor in state.tensors()])
+        digest = self._fingerprint.of(state.step // self._fingerprint_every)
+        outliers = disagreeing(digest, world=self.world_size)
+        if outliers and not self._ignore_bad_numbers:
+            self._link.bad_numbers(state.step, "drift", "weights differ from the other replicas'", outliers)
+
+
+class _LossReader:
+    """The loss as a float without making a GPU wait: there, the value of an earlier step."""
+
+    def __init__(self) -> None:
+        self._copy: torch.Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+
+    def read(self, loss: torch.Tensor | float | None) -> float | None:
+        if not isinstance(loss, torch.Tensor):
+            return None if loss is None else float(loss)
+        loss = loss.detach()
+        if loss.device.type != "cuda":
+            return float(loss)
+        value = None
+        if self._event is not None and self._copy is not None and self._event.query():
+            value, self._event = float(self._copy), None
+        if self._event is None:
+            self._copy = torch.empty((), dtype=loss.dtype, pin_memory=True) if self._copy is None else self._copy
+            self._copy.copy_(loss, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        return value

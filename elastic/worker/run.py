@@ -1,0 +1,269 @@
+"""``elastic.run``: enter `train`, and enter it again after each re-formation, with the state kept."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from ..core import messages
+from ..core.beat import Doing
+from .group import FormError, Group, LetGoError, is_communication_error
+from .job import Job
+from .session import Session, ToldToLeave
+from .state import State
+from .sync import synchronise
+
+Setup = Callable[[Job], State]
+Train = Callable[[Job, State], None]
+
+COMPLAINT_CHARS = 2000
+
+
+def run(setup: Setup, train: Train, *, checkpoint_dir: str | None = None) -> State:
+    """Train to the end, through whatever fails. Returns the final state.
+
+    Under elasticd the worker survives failures elsewhere; under torchrun, and alone, the same script runs with the
+    group that torchrun made, or none, and resumes from `checkpoint_dir` (or $ELASTIC_CHECKPOINT_DIR).
+
+    `setup(job)` is called once per process and builds the `State`. `train(job, state)` is called once per
+    generation, with `state.step` steps already committed, and returns when training is complete.
+    """
+    session = Session.from_environment(os.environ)
+    if session is None:
+        from .alone import run_alone
+
+        return run_alone(setup, train, checkpoint_dir=checkpoint_dir)
+    return Managed(session, setup, train, Settings.from_environment()).run()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the agent says through the environment, once per process."""
+
+    job: str
+    slot: int
+    backend: Literal["gloo", "nccl"]
+    form_timeout_s: float
+    fingerprint_every_steps: int
+    ignore_bad_numbers: bool
+
+    @staticmethod
+    def from_environment() -> Settings:
+        env = os.environ
+        backend = env.get("ELASTIC_BACKEND", "auto")
+        if backend == "auto":
+            # Not torch.cuda: asking it would start CUDA in a process that is only parked.
+            backend = "nccl" if env.get("ELASTIC_GPU") else "gloo"
+        return Settings(
+            job=env["TORCHELASTIC_RUN_ID"],
+            slot=int(env["LOCAL_RANK"]),
+            backend="nccl" if backend == "nccl" else "gloo",
+            form_timeout_s=float(env.get("ELASTIC_FORM_TIMEOUT_S", "60")),
+            fingerprint_every_steps=int(env.get("ELASTIC_FINGERPRINT_EVERY", "0")),
+            ignore_bad_numbers=env.get("ELASTIC_ON_BAD_NUMBERS") == "ignore",
+        )
+
+
+class AgentLink:
+    """Tells the agent how this worker is doing: mostly by the beat page, which costs next to nothing."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.generation = 0
+        self._first = True
+
+    def enter(self, generation: int, step: int) -> None:
+        self.generation, self._first = generation, True
+        self._session.step = step
+        self._session.page.set_step(step)
+
+    def entered(self) -> None:
+        self._session.beat(Doing.COMPUTING)
+
+    def contributed(self) -> None:
+        self._session.beat(Doing.EXCHANGING)
+
+    def applying(self) -> None:
+        if self._session.over(self.generation):
+            # The gradients may come from an all-reduce that was cut short.
+            raise ToldToLeave(self._session.why())
+        self._session.beat(Doing.APPLYING)
+
+    def quiet(self, limit_s: float) -> None:
+        self._session.page.quiet_until(time.monotonic() + limit_s if limit_s else 0.0)
+        self._session.beat(Doing.QUIET if limit_s else Doing.COMPUTING)
+
+    def committed(self, step: int, step_s: float, loss: float | None) -> None:
+        self._session.step = step
+        self._session.page.committed(step, step_s, loss, time.monotonic())
+        if self._first:
+            self._first = False
+            self._session.send(messages.Stepping(generation=self.generation, step=step))
+
+    def bad_numbers(self, step: int, kind: str, detail: str, ranks: tuple[int, ...]) -> None:
+        self._session.send(
+            messages.BadNumbers(generation=self.generation, step=step, kind=kind, detail=detail, ranks=ranks)
+        )
+
+    def check(self, step: int) -> None:
+        self._session.check(self.generation, step)
+
+
+class Managed:
+    """A worker with an agent."""
+
+    def __init__(self, session: Session, setup: Setup, train: Train, settings: Settings) -> None:
+        self._session = session
+        self._setup = setup
+        self._train = train
+        self._settings = settings
+        self._link = AgentLink(session)
+
+    def run(self) -> State:
+        session, settings = self._session, self._settings
+        session.start()
+        session.beat(Doing.STARTING)
+        slot = settings.slot
+        job = Job(
+            name=settings.job,
+            device=self._device(slot),
+            local_rank=slot,
+            link=self._link,
+            fingerprint_every_steps=settings.fingerprint_every_steps,
+            ignore_bad_numbers=settings.ignore_bad_numbers,
+        )
+        session.on(messages.Assign, lambda message, _: self._assigned(job, message))
+        state = self._setup(job)
+        if not isinstance(state, State):
+            raise TypeError(f"setup returned {type(state).__name__}: return elastic.State(model=…, optimizer=…)")
+        state.watch_optimizers(job.guard())
+        session.beat(Doing.WAITING)
+        session.send(messages.Ready(state_bytes=state.nbytes()))
+        while (form := session.next_form()) is not None:
+            self._one_generation(job, state, form)
+            session.beat(Doing.WAITING)
+        session.beat(Doing.DONE)
+        return state
+
+    def _device(self, slot: int) -> torch.device:
+        """A standby (slot below 0) stays off the GPU until it is given a place."""
+        if self._settings.backend != "nccl" or slot < 0:
+            return torch.device("cpu")
+        return torch.device("cuda", slot)
+
+    def _assigned(self, job: Job, message: messages.Message) -> None:
+        assert isinstance(message, messages.Assign)
+        os.environ["LOCAL_RANK"] = str(message.slot)
+        job.local_rank = message.slot
+        job.device = self._device(message.slot)
+
+    def _one_generation(self, job: Job, state: State, form: messages.Form) -> None:
+        session = self._session
+        session.page.place(form.generation, form.rank)
+        session.beat(Doing.FORMING)
+        self._link.enter(form.generation, state.step)
+        group = Group(
+            backend=self._settings.backend,
+            rank=form.rank,
+            world=form.world,
+            store_host=form.store_host,
+            store_port=form.store_port,
+            generation=form.generation,
+            device=job.device,
+            timeout_s=form.timeout_s,
+            form_timeout_s=self._settings.form_timeout_s,
+        )
+        failure: BaseException | None = None
+        try:
+            session.holds(group, form.generation)
+            self._train_in(group, job, state, form)
+        except (ToldToLeave, LetGoError, FormError) as error:
+            failure = error
+        except Exception as error:
+            # A KeyError may be the user's own mistake, or what a torn-down group looks like from inside torch.
+            if not (session.over(form.generation) or is_communication_error(error)):
+                raise
+            failure = error
+        finally:
+            session.holds(None, 0)
+            if failure is not None:
+                _forget(failure)
+                group.abort(str(failure))
+            group.close()
+        if failure is not None:
+            self._released(state, form, failure)
+
+    def _train_in(self, group: Group, job: Job, state: State, form: messages.Form) -> None:
+        session = self._session
+        group.form(lambda: session.over(form.generation))
+        session.send(messages.Formed(generation=form.generation))
+        session.beat(Doing.SYNCING)
+        _announce(form, job)
+        state.to(job.device)
+        synced = synchronise(state, rank=form.rank, world=form.world, restore=form.restore)
+        self._link.enter(form.generation, state.step)
+        session.send(
+            messages.Synced(
+                generation=form.generation,
+                step=state.step,
+                source=synced.source,
+                seconds=synced.seconds,
+                nbytes=synced.nbytes,
+            )
+        )
+        session.check(form.generation, state.step)
+        job.enter(rank=form.rank, world=form.world, generation=form.generation, keeper=None)
+        self._train(job, state)
+        # Nobody is done before everybody is: until then a rank may die and need the others' state.
+        session.beat(Doing.EXCHANGING)
+        dist.barrier()
+        session.beat(Doing.DONE)
+        session.send(messages.Done(generation=form.generation, step=state.step))
+        session.wait_after_done(form.generation)
+
+    def _released(self, state: State, form: messages.Form, failure: BaseException) -> None:
+        session = self._session
+        if session.over(form.generation) or isinstance(failure, ToldToLeave):
+            session.send(messages.Released(generation=form.generation, step=state.step, clean=state.clean()))
+            return
+        said = f"{type(failure).__name__}: {failure}"[:COMPLAINT_CHARS]
+        session.send(messages.CommFailed(generation=form.generation, step=state.step, clean=state.clean(), error=said))
+
+
+def _announce(form: messages.Form, job: Job) -> None:
+    """torchrun's environment, for code that reads it."""
+    os.environ.update(
+        RANK=str(form.rank),
+        WORLD_SIZE=str(form.world),
+        LOCAL_WORLD_SIZE=str(form.local_world),
+        GROUP_RANK=str(form.group_rank),
+        GROUP_WORLD_SIZE=str(form.group_world),
+        ROLE_RANK=str(form.rank),
+        ROLE_WORLD_SIZE=str(form.world),
+        MASTER_ADDR=form.store_host,
+        MASTER_PORT=str(form.store_port),
+        TORCHELASTIC_RESTART_COUNT=str(form.generation - 1),
+        LOCAL_RANK=str(job.local_rank),
+    )
+
+
+def _forget(failure: BaseException) -> None:
+    """Drop what the traceback holds: the script's frames keep the DDP module, and that keeps the group."""
+    seen: set[int] = set()
+    error: BaseException | None = failure
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        with contextlib.suppress(RuntimeError):  # a frame that still runs: ours
+            traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+    gc.collect(0)

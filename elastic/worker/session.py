@@ -1,0 +1,177 @@
+"""The worker's line to its agent: a monitor thread that can free the main thread, and the beat page.
+
+The monitor owns the reading side of the channel. It acts at once on what cannot wait for the main thread (LetGo:
+abort the group) and leaves the rest in a box that the main thread looks into.
+"""
+
+from __future__ import annotations
+
+import array
+import mmap
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from ..core import messages
+from ..core.beat import PAGE_BYTES, BeatPage, Doing
+from ..core.messages import Finish, Form, LetGo, Message, SaveSoon, Yield
+
+CHANNEL_ENV = "ELASTIC_CHANNEL_FD"
+PAGE_ENV = "ELASTIC_BEAT_FD"
+
+AGENT_GONE_EXIT = 78
+"""Exit code of a worker whose agent has died: nobody is left to say what the job does next."""
+
+
+class Abortable(Protocol):
+    def abort(self, why: str) -> None: ...
+
+
+class ToldToLeave(Exception):
+    """This generation is over for this worker; the process and its state are not. Never for the user to catch."""
+
+
+class Session:
+    """One worker's conversation with its agent."""
+
+    def __init__(self, channel: socket.socket, page: memoryview) -> None:
+        self.page = BeatPage(page)
+        self._channel = channel
+        self._changed = threading.Condition()
+        self._forms: deque[Form] = deque()
+        self._finished = False
+        self._let_go = 0  # newest generation that is over, and why
+        self._why = ""
+        self._yield_generation, self._yield_step = 0, 0
+        self._group: Abortable | None = None
+        self._group_generation = 0
+        self._handlers: dict[type[Message], Callable[[Message, list[int]], None]] = {}
+        self.save_wanted = False
+        self.step = 0
+        """Steps committed: kept here for the monitor."""
+
+    @staticmethod
+    def from_environment(environment: Mapping[str, str]) -> Session | None:
+        """None when no agent started this process."""
+        if CHANNEL_ENV not in environment:
+            return None
+        channel = socket.socket(fileno=int(environment[CHANNEL_ENV]))
+        page = mmap.mmap(int(environment[PAGE_ENV]), PAGE_BYTES)
+        return Session(channel, memoryview(page))
+
+    def start(self) -> None:
+        """Begin to listen."""
+        threading.Thread(target=self._monitor, name="elastic-monitor", daemon=True).start()
+
+    def on(self, kind: type[Message], handler: Callable[[Message, list[int]], None]) -> None:
+        """Call `handler(message, descriptors)` in the monitor thread."""
+        self._handlers[kind] = handler
+
+    # ── main thread ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def send(self, message: Message) -> None:
+        try:
+            self._channel.send(messages.encode(message))
+        except (BrokenPipeError, ConnectionResetError):
+            os._exit(AGENT_GONE_EXIT)
+
+    def beat(self, doing: Doing) -> None:
+        self.page.write(doing, time.monotonic())
+
+    def next_form(self) -> Form | None:
+        """Wait for a generation to form; None when the job is over."""
+        with self._changed:
+            while not self._finished:
+                while self._forms:
+                    form = self._forms.popleft()
+                    if form.generation > self._let_go:
+                        return form
+                # No deadline: only the agent can say what is next, and its end ends this process.
+                self._changed.wait()
+        return None
+
+    def wait_after_done(self, generation: int) -> None:
+        """Wait until the job is over or `generation` is."""
+        with self._changed:
+            while not self._finished and self._let_go < generation and not self._forms:
+                self._changed.wait()
+
+    def holds(self, group: Abortable | None, generation: int) -> None:
+        """The group to abort when the agent says so. One that was let go of meanwhile is aborted here and now."""
+        with self._changed:
+            self._group, self._group_generation = group, generation
+            late = group is not None and self._let_go >= generation
+            why = self._why
+        if late and group is not None:
+            group.abort(why)
+
+    def over(self, generation: int) -> bool:
+        return self._let_go >= generation
+
+    def leave_at(self, generation: int) -> int | None:
+        """The step after which to leave `generation`, if one is planned."""
+        return self._yield_step if self._yield_generation == generation else None
+
+    def check(self, generation: int, step: int) -> None:
+        """Raises ToldToLeave when `generation` is over, or planned to end at `step`."""
+        self.step = step
+        if self._let_go >= generation:
+            raise ToldToLeave(self._why)
+        if self._yield_generation == generation and step >= self._yield_step:
+            raise ToldToLeave(f"planned change after step {step}")
+
+    def why(self) -> str:
+        return self._why
+
+    # ── monitor thread ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _monitor(self) -> None:
+        while True:
+            try:
+                raw, ancillary, _, _ = self._channel.recvmsg(messages.MAX_MESSAGE_BYTES, socket.CMSG_SPACE(16 * 4))
+            except OSError:
+                raw, ancillary = b"", []
+            if not raw:
+                os._exit(AGENT_GONE_EXIT)
+            descriptors = array.array("i")
+            for level, kind, data in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+            self._take(messages.to_worker(raw), list(descriptors))
+
+    def _take(self, message: Message, descriptors: list[int]) -> None:
+        match message:
+            case LetGo(generation=generation, why=why):
+                self._abort(generation, why)
+            case Yield(generation=generation, at_step=at_step, why=why):
+                with self._changed:
+                    self._yield_generation, self._yield_step, self._why = generation, at_step, why
+                # Too late for a boundary that is already behind: the others may have stopped at it. Nothing is
+                # lost by letting go in the middle of a step that nobody will commit.
+                if self.step > at_step:
+                    self._abort(generation, why)
+            case Form():
+                with self._changed:
+                    self._forms.append(message)
+                    self._changed.notify_all()
+            case Finish():
+                with self._changed:
+                    self._finished = True
+                    self._changed.notify_all()
+            case SaveSoon():
+                self.save_wanted = True
+            case _:
+                if handler := self._handlers.get(type(message)):
+                    handler(message, descriptors)
+
+    def _abort(self, generation: int, why: str) -> None:
+        with self._changed:
+            self._let_go, self._why = max(self._let_go, generation), why
+            group = self._group if self._group_generation <= generation else None
+            self._changed.notify_all()
+        if group is not None:
+            group.abort(why)

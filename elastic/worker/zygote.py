@@ -1,0 +1,126 @@
+"""A process that has torch imported and forks workers in milliseconds. One thread, no CUDA, no gRPC.
+
+    python -m elastic.worker.zygote CONTROL_FD AGENT_PID [MODULE …]
+
+Workers are forked twice, so that they become children of the agent (a child subreaper): it can wait for them, and
+they outlive this process.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+from ..core import messages
+
+PR_SET_PDEATHSIG = 1
+
+WARM_MODULES = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch._dynamo",  # the first optimizer step would import it: two seconds
+    "torch.utils.data",
+    "torch.distributed.elastic.multiprocessing.errors",
+    "elastic.worker.run",
+    "elastic.worker.bootstrap",
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    control_fd, agent_pid, preload = int(argv[0]), int(argv[1]), argv[2:]
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != agent_pid:
+        return 0  # it died before we could ask to die with it
+    control = socket.socket(fileno=control_fd)
+    began_s = time.monotonic()
+    problems = _import([*WARM_MODULES, *preload])
+    problems += _warm()
+    gc.collect()
+    gc.freeze()  # collections in the children leave the shared pages alone
+    _send(
+        control,
+        messages.ZygoteReady(
+            seconds=time.monotonic() - began_s,
+            preloaded=tuple(m for m in (*WARM_MODULES, *preload) if m in sys.modules),
+            problems=tuple(problems),
+        ),
+    )
+    while True:
+        raw, ancillary, _, _ = control.recvmsg(messages.MAX_MESSAGE_BYTES, socket.CMSG_SPACE(8 * 4))
+        if not raw:
+            return 0
+        descriptors = array.array("i")
+        for _level, _kind, data in ancillary:
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+        order = messages.to_zygote(raw)
+        pid = _fork(control, order, list(descriptors), agent_pid)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        _send(control, messages.Forked(ticket=order.ticket, pid=pid))
+
+
+def _send(control: socket.socket, message: messages.Message) -> None:
+    control.send(messages.encode(message))
+
+
+def _import(modules: Sequence[str]) -> list[str]:
+    problems = []
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - the user's module: any mistake in it is reported, the worker meets it again
+            problems.append(f"{name}: {type(error).__name__}: {error}")
+    return problems
+
+
+def _warm() -> list[str]:
+    """Run the paths that are slow the first time: autograd, an optimizer step. They leave no thread behind."""
+    import torch
+
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        torch.nn.functional.cross_entropy(model(torch.ones(2, 4)), torch.zeros(2, dtype=torch.int64)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        return [f"{threads} threads run in the zygote: a module named in preload started them; forks may hang"]
+    return []
+
+
+def _fork(control: socket.socket, order: messages.Fork, descriptors: list[int], agent_pid: int) -> int:
+    """Fork twice; return the pid of the worker."""
+    reader, writer = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        worker = os.fork()
+        if worker == 0:
+            os.close(reader)
+            os.close(writer)
+            control.close()
+            from . import bootstrap
+
+            bootstrap.become(order, descriptors, agent_pid)  # never returns
+        os.write(writer, worker.to_bytes(8, "little"))
+        os._exit(0)
+    os.close(writer)
+    pid = int.from_bytes(os.read(reader, 8), "little")
+    os.close(reader)
+    os.waitpid(middle, 0)
+    return pid
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
