@@ -1,0 +1,296 @@
+"""The arena: a piece of shared memory that is a safetensors file, allocated once and kept warm.
+
+One memfd: a page for the header, the file's bytes, then two small JSON parts (the table of tensors, the other state).
+The header lies in the shared memory itself, so it outlives whoever filled it. It says `FILLING` from before the first
+byte changes until after the last one has, so a half-filled arena is never taken for a whole one; its sequence is even
+only while the arena is whole or empty, so a reader can tell that nobody wrote meanwhile.
+
+No torch at import: the writer process maps arenas too.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..core.tensors import Table
+from .errors import ArenaError, NotWhole
+from .layout import PAGE_BYTES, Layout, pad, plan
+
+if TYPE_CHECKING:
+    import torch
+
+    from .fill import Fill
+
+_MAGIC = 0x454C41_53544943  # "ELASTIC"
+_VERSION = 1
+_FIELDS = 13
+(_MAGIC_AT, _VERSION_AT, _CAPACITY, _SEQUENCE, _STATE, _STEP, _GENERATION, _NBYTES, _DATA_AT, _SHARE, _SHARES, _TABLE,
+ _EXTRA) = range(_FIELDS)  # fmt: skip
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise, Linux 5.14
+
+
+class Fullness(enum.IntEnum):
+    EMPTY = 0
+    FILLING = 1
+    WHOLE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    sequence: int
+    state: Fullness
+    step: int
+    generation: int
+    nbytes: int
+    """Length of the safetensors file in the arena."""
+    data_at: int
+    share: int
+    shares: int
+
+    @property
+    def whole(self) -> bool:
+        return self.state is Fullness.WHOLE
+
+
+class Arena:
+    """Owns `fd` and its mapping. Every process that has the descriptor may make one of these over it."""
+
+    def __init__(self, fd: int, memory: mmap.mmap) -> None:
+        self.fd = fd
+        self._memory = memory
+        self._ints = memoryview(memory)[:PAGE_BYTES].cast("q")
+        self._layout: Layout | None = None
+        self._key: tuple[object, ...] = ()
+        self._views: list[torch.Tensor] = []
+        self._registered = 0
+
+    @classmethod
+    def create(cls, nbytes: int) -> Arena:
+        """Room for a file of `nbytes` (see `layout.arena_nbytes`), every page of it present. Raises ArenaError."""
+        capacity = pad(nbytes)
+        fd = os.memfd_create("elastic-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, PAGE_BYTES + capacity)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # nobody can pull the pages from under another
+            memory = mmap.mmap(fd, PAGE_BYTES + capacity)
+            _fault_in(memory, _POPULATE_WRITE)
+        except OSError as error:
+            os.close(fd)
+            raise ArenaError(f"no shared memory for {nbytes / 1e6:.0f} MB of state: {error.strerror}") from error
+        arena = cls(fd, memory)
+        arena._ints[_CAPACITY] = capacity
+        arena._ints[_VERSION_AT] = _VERSION
+        arena._ints[_MAGIC_AT] = _MAGIC
+        return arena
+
+    @classmethod
+    def from_fd(cls, fd: int, *, warm: bool = True) -> Arena:
+        """Over a descriptor received from another process, which it takes over. Raises ArenaError."""
+        size = os.fstat(fd).st_size
+        if size < PAGE_BYTES:
+            raise ArenaError(f"descriptor {fd} is no arena")
+        head = memoryview(os.pread(fd, _FIELDS * 8, 0)).cast("q")
+        if head[_MAGIC_AT] != _MAGIC or head[_VERSION_AT] != _VERSION or size < PAGE_BYTES + head[_CAPACITY]:
+            raise ArenaError(f"descriptor {fd} is no arena of version {_VERSION}")
+        memory = mmap.mmap(fd, PAGE_BYTES + head[_CAPACITY])
+        if warm:
+            _fault_in(memory, _POPULATE_WRITE)
+        return cls(fd, memory)
+
+    @property
+    def capacity(self) -> int:
+        """Longest file that fits, in bytes."""
+        return self._ints[_CAPACITY]
+
+    def header(self) -> Header:
+        """What the arena holds now. While its writer is at work this says `FILLING`."""
+        ints = self._ints
+        sequence = ints[_SEQUENCE]
+        header = Header(
+            sequence=sequence,
+            state=Fullness(ints[_STATE]),
+            step=ints[_STEP],
+            generation=ints[_GENERATION],
+            nbytes=ints[_NBYTES],
+            data_at=ints[_DATA_AT],
+            share=ints[_SHARE],
+            shares=ints[_SHARES],
+        )
+        if sequence % 2 or ints[_SEQUENCE] != sequence:
+            return Header(sequence, Fullness.FILLING, -1, -1, 0, 0, -1, 0)
+        return header
+
+    # ── filling it ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def layout(
+        self, table: Table, metadata: Mapping[str, str] | None = None, *, share: int = 0, shares: int = 1
+    ) -> None:
+        """Prepare for the tensors of `table`; nothing to do when it is as before. Raises ArenaError if too small."""
+        key = (table, tuple(sorted((metadata or {}).items())), share, shares)
+        if self._layout is not None and key == self._key:
+            return
+        layout = plan(table, metadata)
+        if layout.nbytes > self.capacity:
+            raise ArenaError(f"the state takes {layout.nbytes} bytes, the arena has {self.capacity}")
+        self._dirty()
+        raw = msgspec.json.encode(layout.table)
+        self._memory[PAGE_BYTES : PAGE_BYTES + layout.data_at] = layout.head
+        self._put(self._tail_at, raw)
+        ints = self._ints
+        ints[_TABLE], ints[_EXTRA] = len(raw), 0
+        ints[_NBYTES], ints[_DATA_AT], ints[_SHARE], ints[_SHARES] = layout.nbytes, layout.data_at, share, shares
+        self._layout, self._key, self._views = layout, key, []
+
+    def fill(self, tensors: Sequence[torch.Tensor], *, volatile: Collection[int] = ()) -> Fill:
+        """Copy `tensors`, in the order of the table given to `layout`, into the arena.
+
+        On the CPU all is copied on return. CUDA tensors are copied on a side stream: call `finish()` of what is
+        returned before the optimizer changes them, and before `seal`. `volatile` names, by index, those that the next
+        forward pass may change (buffers); the current stream waits for them, the host does not.
+        """
+        from .fill import fill
+
+        if self._layout is None:
+            raise ArenaError("fill before layout")
+        if not self._views:
+            self._views = list(self._tensors(self._layout.table, self._layout.offsets).values())
+        if len(tensors) != len(self._views):
+            raise ArenaError(f"{len(tensors)} tensors for a table of {len(self._views)}")
+        self._dirty()
+        if not self._registered and any(tensor.is_cuda for tensor in tensors):
+            from .fill import register
+
+            self._registered = register(self._address, len(self._memory))
+        order = self._layout.order
+        pairs = [(view, tensors[i]) for view, i in zip(self._views, order, strict=True)]
+        return fill(pairs, [i in volatile for i in order] if volatile else [False] * len(pairs))
+
+    def seal(self, step: int, generation: int, extra: Mapping[str, Any] | None = None) -> None:
+        """The arena is whole: the state after `step`, committed in `generation`. `extra`: JSON kept beside it."""
+        if self._ints[_STATE] != Fullness.FILLING or self._layout is None:
+            raise ArenaError("seal without fill")
+        raw = msgspec.json.encode(extra) if extra else b""
+        self._put(self._tail_at + self._ints[_TABLE], raw)
+        ints = self._ints
+        ints[_EXTRA], ints[_STEP], ints[_GENERATION] = len(raw), step, generation
+        ints[_STATE] = Fullness.WHOLE
+        ints[_SEQUENCE] += 1
+
+    def clear(self) -> None:
+        """Forget the snapshot: it is not to be trusted."""
+        self._dirty()
+        self._ints[_STATE] = Fullness.EMPTY
+        self._ints[_SEQUENCE] += 1
+
+    # ── reading it ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Views of the snapshot by name, without a copy; valid until the arena is filled again. Raises NotWhole."""
+        from .layout import plan
+
+        self._must_be_whole()
+        layout = plan(self.table())
+        shift = self._ints[_DATA_AT] - layout.data_at  # the header there may carry metadata
+        return self._tensors(layout.table, [at + shift for at in layout.offsets])
+
+    def table(self) -> Table:
+        """The tensors, in the order of the file."""
+        return msgspec.json.decode(self.table_json(), type=Table)
+
+    def table_json(self) -> bytes:
+        return os.pread(self.fd, self._ints[_TABLE], self._tail_at)
+
+    def extra_json(self) -> bytes:
+        """The other state, or an empty object."""
+        return os.pread(self.fd, self._ints[_EXTRA], self._tail_at + self._ints[_TABLE]) or b"{}"
+
+    def extra(self) -> dict[str, Any]:
+        return msgspec.json.decode(self.extra_json(), type=dict[str, Any])
+
+    def view(self, *, padded: bool = False) -> memoryview:
+        """The bytes of the file; `padded` up to the next page boundary, for O_DIRECT. Raises NotWhole."""
+        nbytes = self._must_be_whole().nbytes
+        return memoryview(self._memory)[PAGE_BYTES : PAGE_BYTES + (pad(nbytes) if padded else nbytes)]
+
+    def close(self) -> None:
+        """Safe to call twice. Tensors handed out keep their memory until they are gone."""
+        if self.fd < 0:
+            return
+        if self._registered:
+            from .fill import unregister
+
+            unregister(self._registered)
+            self._registered = 0
+        os.close(self.fd)
+        self.fd = -1
+        self._views = []
+        self._ints.release()
+        try:
+            self._memory.close()
+        except BufferError:
+            pass  # views are still out: the last of them frees the mapping
+
+    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _tail_at(self) -> int:
+        return PAGE_BYTES + self._ints[_CAPACITY]
+
+    @property
+    def _address(self) -> int:
+        import torch
+
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
+
+    def _dirty(self) -> None:
+        if self._ints[_SEQUENCE] % 2 == 0:
+            self._ints[_SEQUENCE] += 1
+        self._ints[_STATE] = Fullness.FILLING
+
+    def _must_be_whole(self) -> Header:
+        if not (header := self.header()).whole:
+            raise NotWhole(f"the arena is {header.state.name.lower()}")
+        return header
+
+    def _put(self, at: int, raw: bytes) -> None:
+        """Behind the mapping: the memfd grows as needed."""
+        done = 0
+        while done < len(raw):
+            done += os.pwrite(self.fd, raw[done:], at + done)
+
+    def _tensors(self, table: Table, offsets: Sequence[int]) -> dict[str, torch.Tensor]:
+        import torch
+
+        from .dtypes import dtype_of
+
+        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        return {
+            tensor.name: whole[PAGE_BYTES + at : PAGE_BYTES + at + tensor.nbytes]
+            .view(dtype_of(tensor.dtype))
+            .view(tensor.shape)
+            for tensor, at in zip(table, offsets, strict=True)
+        }
+
+
+def _fault_in(memory: mmap.mmap, how: int) -> None:
+    """Make every page present now: the first touch of a fresh page costs several times a copy into a warm one."""
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        pass  # a kernel without them
+    try:
+        memory.madvise(how)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # An older kernel: touch each page. Reading suffices: pages of a memfd are shared.
+        sum(memory[at] for at in range(0, len(memory), PAGE_BYTES))

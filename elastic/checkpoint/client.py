@@ -1,0 +1,178 @@
+"""The agent's (or a lone script's) end of the writer process."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+
+import msgspec
+
+from . import orders
+from .arena import Arena
+from .errors import CheckpointError
+from .writer import MAX_PACKET_BYTES
+
+MAX_WAITING = 32
+
+
+class Busy(CheckpointError):
+    """Too many orders are under way."""
+
+
+class WriterProcess:
+    """Starts the writer when first needed and again after it died; orders that died with it come back as failed.
+
+    `submit` and `results` never block. `fileno()` is for a selector: readable when there are results. It stays the
+    same through restarts. Start and use it in the thread that lives as long as the process: the writer dies with the
+    thread that started it.
+    """
+
+    def __init__(self, *, nice: int = 5) -> None:
+        self._nice = nice
+        self._poller = select.epoll()
+        self._channel: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._next = 1
+        self._waiting: dict[int, orders.Write | orders.Commit | orders.CopyUp] = {}
+        self._lost: list[orders.Result] = []
+        self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._poller.register(self._wake_r, select.EPOLLIN)
+        self.starts = 0
+        """How often the process was started; more than once means that it died."""
+
+    def fileno(self) -> int:
+        return self._poller.fileno()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def waiting(self) -> int:
+        """Orders whose result is still to come."""
+        return len(self._waiting)
+
+    def start(self) -> None:
+        """Start the process now rather than with the first order. Raises OSError."""
+        if self._process is not None:
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-P", "-m", "elastic.checkpoint.writer", str(theirs.fileno())),
+                        *("--parent", str(os.getpid()), "--nice", str(self._nice)),
+                    ],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                )
+        except OSError:
+            ours.close()
+            raise
+        ours.setblocking(False)
+        self._poller.register(ours.fileno(), select.EPOLLIN)
+        self._channel = ours
+        self.starts += 1
+
+    def submit(self, order: orders.AnyOrder, arena: Arena | None = None) -> int:
+        """Hand an order over and return its id. `arena` goes with Write. Raises Busy; OSError if no process starts."""
+        if len(self._waiting) >= MAX_WAITING:
+            raise Busy(f"{len(self._waiting)} orders are under way")
+        if isinstance(order, orders.Forget) and self._process is None:
+            return 0
+        self.start()
+        order = msgspec.structs.replace(order, id=self._next)
+        raw = orders.encode(order)
+        if len(raw) > MAX_PACKET_BYTES:
+            raise ValueError(f"an order of {len(raw)} bytes; at most {MAX_PACKET_BYTES}")
+        self._next += 1
+        assert self._channel is not None
+        if not isinstance(order, orders.Forget):
+            self._waiting[order.id] = order
+        try:
+            socket.send_fds(self._channel, [raw], [arena.fd] if arena is not None else [])
+        except BlockingIOError:
+            self._waiting.pop(order.id, None)
+            raise Busy("the writer is behind") from None
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it has died: `results` reads what it had answered, and fails the rest
+        return order.id
+
+    def results(self) -> list[orders.Result]:
+        """What has come since the last call."""
+        found = []
+        while self._channel is not None:
+            try:
+                raw = self._channel.recv(MAX_PACKET_BYTES)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                continue  # it died with an order unread; what it had answered comes first, then the end
+            if not raw:
+                self._died()
+                break
+            result = orders.decode_result(raw)
+            if self._waiting.pop(result.id, None) is not None:
+                found.append(result)
+        if self._lost:
+            os.read(self._wake_r, 64)
+        found, self._lost = found + self._lost, []
+        return found
+
+    def wait(self, timeout_s: float) -> list[orders.Result]:
+        """Block until every order has its result, or the time is up; what came is returned."""
+        deadline_s = time.monotonic() + timeout_s
+        found = self.results()
+        while self._waiting and (left_s := deadline_s - time.monotonic()) > 0:
+            self._poller.poll(left_s)
+            found += self.results()
+        return found
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End the process: it finishes the order it is at, or is killed after `timeout_s`. Safe to call twice."""
+        if self._channel is not None:
+            self._poller.unregister(self._channel.fileno())
+            self._channel.close()
+            self._channel = None
+        if self._process is not None:
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+        if not self._poller.closed:
+            self._poller.close()
+            os.close(self._wake_r)
+            os.close(self._wake_w)
+        self._waiting.clear()
+
+    def _died(self) -> None:
+        """The writer is gone: what it had not answered has failed. The next order starts another."""
+        assert self._channel is not None
+        assert self._process is not None
+        self._poller.unregister(self._channel.fileno())
+        self._channel.close()
+        self._channel = None
+        self._process.kill()
+        code = self._process.wait()
+        self._process = None
+        if self._waiting:
+            os.write(self._wake_w, b"!")
+        for order in self._waiting.values():
+            step, generation = (-1, -1) if isinstance(order, orders.CopyUp) else (order.step, order.generation)
+            self._lost.append(
+                orders.Result(
+                    id=order.id,
+                    kind=type(order).__name__,
+                    step=step,
+                    generation=generation,
+                    error=f"the writer process died (exit code {code})",
+                )
+            )
+        self._waiting.clear()

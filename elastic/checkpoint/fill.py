@@ -1,0 +1,73 @@
+"""Copying tensors into an arena: a memcpy on the CPU, pinned memory and a side stream on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""(where in the arena, what)."""
+
+
+class Fill:
+    """A copy under way. `finish` returns when every byte has arrived; safe to call twice."""
+
+    def __init__(self, events: Sequence[torch.cuda.Event] = ()) -> None:
+        self._events = list(events)
+
+    def finish(self) -> None:
+        while self._events:
+            self._events.pop().synchronize()
+
+
+def fill(pairs: Sequence[Pair], volatile: Sequence[bool]) -> Fill:
+    """Start copying each pair. CPU tensors are there on return; CUDA tensors after `finish`."""
+    by_device: dict[torch.device, list[tuple[Pair, bool]]] = {}
+    with torch.no_grad():
+        for pair, eager in zip(pairs, volatile, strict=True):
+            if pair[1].is_cuda:
+                by_device.setdefault(pair[1].device, []).append((pair, eager))
+        events = [_copy_cuda(device, some) for device, some in by_device.items()]
+        for to, source in pairs:
+            if not source.is_cuda:
+                to.copy_(source.detach())
+    return Fill(events)
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _copy_cuda(device: torch.device, pairs: Sequence[tuple[Pair, bool]]) -> torch.cuda.Event:
+    """Queue the copies on a side stream and return the event behind the last one.
+
+    The side stream waits for what the current one has queued (the optimizer's step). Sources are recorded on it, so
+    that torch's allocator does not hand their memory out before the copy is done. Volatile ones go first, and the
+    current stream waits for those alone.
+    """
+    current = torch.cuda.current_stream(device)
+    side = _streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    side.wait_stream(current)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side):
+        for first in (True, False):
+            for (to, source), eager in pairs:
+                if eager is first:
+                    to.copy_(source.detach(), non_blocking=True)
+                    source.record_stream(side)
+            if first and any(eager for _, eager in pairs):
+                held = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                held.record(side)
+                current.wait_event(held)
+        done.record(side)
+    return done
+
+
+def register(address: int, nbytes: int) -> int:
+    """Pin the mapping at `address` for CUDA, so that copies into it run beside the kernels. Returns `address`."""
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)))  # type: ignore[no-untyped-call]
+    return address
+
+
+def unregister(address: int) -> None:
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))  # type: ignore[no-untyped-call]

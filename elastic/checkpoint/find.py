@@ -1,0 +1,225 @@
+"""Which checkpoint to go back to: the newest that is what its manifest says. The others are named and set aside.
+
+Nothing is deleted here and nothing is unpickled. Several processes may look at once: setting aside is a rename, and
+whoever comes second finds it done.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import xxhash
+
+from ..core import manifest as m
+from .errors import Damaged, NoGoodCheckpoint
+from .files import REAL, Files
+from .names import head_of, is_aside, is_final, step_of
+from .write import digest
+
+READ_THREADS = 2
+_LOOKS = 20
+
+KEEP_IN_PLACE = frozenset({"other-job", "newer-format", "unreadable"})
+"""Not damage: another job's or another version's checkpoint, or one that this process may not read at the moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """A checkpoint that was not taken."""
+
+    path: str
+    """Where it lies now."""
+    reason: str
+    """manifest-missing, manifest-damaged, share-missing, share-size, share-hash, other-job, newer-format, unreadable"""
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.path)}: {self.detail}"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    path: str
+    manifest: m.Manifest
+    aside: tuple[Aside, ...] = ()
+    """Newer ones that were not taken, newest first."""
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+
+def newest_good(
+    directory: str, job: str, *, hashes: bool = True, threads: int = READ_THREADS, files: Files = REAL
+) -> Found | None:
+    """The newest checkpoint of `job` that passes its checks; None where there has never been one.
+
+    `hashes=False` checks manifests and sizes only, for a caller that goes on to `load`, which checks while it reads.
+    Raises NoGoodCheckpoint when there are checkpoints, even ones set aside long ago, but none is good: starting from
+    zero must then be a person's decision.
+    """
+    aside: list[Aside] = []
+    for _ in range(_LOOKS):
+        paths = _by_age(directory, files)
+        for path in paths:
+            if any(path == a.path for a in aside):
+                continue
+            before = files.identity(path)
+            try:
+                manifest = verify(path, job, hashes=hashes, threads=threads, files=files)
+            except Damaged as damage:
+                if files.identity(path) != before or before is None:
+                    break  # someone else moved it: look again
+                aside.append(set_aside(path, damage, before=before, files=files))
+            else:
+                return Found(path, manifest, tuple(aside))
+        else:
+            _refuse_a_silent_start(directory, job, aside, files)
+            return None
+    raise NoGoodCheckpoint(f"{directory} changes all the time: looked {_LOOKS} times")
+
+
+def _by_age(directory: str, files: Files) -> list[str]:
+    """All that call themselves checkpoints: those whose manifest does not say what they are, then newest first."""
+    paths = [os.path.join(directory, name) for name in files.names(directory) if is_final(name)]
+    heads = {path: head_of(path, files) for path in paths}
+    lost = sorted((p for p in paths if heads[p] is None), key=lambda p: -step_of(os.path.basename(p)))
+    known = [(head.generation, head.step, path) for path, head in heads.items() if head is not None]
+    return lost + [path for _, _, path in sorted(known, reverse=True)]
+
+
+def _refuse_a_silent_start(directory: str, job: str, aside: list[Aside], files: Files) -> None:
+    old = [name for name in files.names(directory) if is_aside(name)]
+    why = [str(a) for a in aside]
+    why += [f"{name}: set aside before" for name in old if not any(a.path.endswith(name) for a in aside)]
+    if why:
+        raise NoGoodCheckpoint(
+            f"{directory} has no good checkpoint of job {job!r}. Repair one, or move these away to start from zero:\n  "
+            + "\n  ".join(why)
+        )
+
+
+def peek(directory: str, job: str | None = None, *, files: Files = REAL) -> list[tuple[int, int, str]]:
+    """(step, generation, path) of each checkpoint, newest first, by manifests alone: nothing is checked or moved."""
+    found = []
+    for name in files.names(directory):
+        path = os.path.join(directory, name)
+        if is_final(name) and (head := head_of(path, files)) and job in (None, head.job):
+            found.append((head.step, head.generation, path))
+    return sorted(found, key=lambda f: (f[1], f[0]), reverse=True)
+
+
+def verify(
+    path: str, job: str | None = None, *, hashes: bool = True, threads: int = READ_THREADS, files: Files = REAL
+) -> m.Manifest:
+    """Check one checkpoint against its manifest, and return that. Raises Damaged."""
+    try:
+        manifest = m.decode(files.read(os.path.join(path, m.MANIFEST)), digest)
+    except FileNotFoundError:
+        raise Damaged("manifest-missing", "it has no manifest") from None
+    except m.BadManifest as bad:
+        raise Damaged(bad.reason, bad.detail) from None
+    except OSError as error:
+        raise Damaged("unreadable", f"its manifest cannot be read: {error.strerror}") from error
+    if job is not None and manifest.job != job:
+        raise Damaged("other-job", f"it belongs to job {manifest.job!r}, not {job!r}")
+    for share in manifest.shares:
+        try:
+            size = files.size(os.path.join(path, share.file))
+        except FileNotFoundError:
+            raise Damaged("share-missing", f"{share.file} is missing") from None
+        except OSError as error:
+            raise Damaged("unreadable", f"{share.file} cannot be read: {error.strerror}") from error
+        if size != share.nbytes:
+            raise Damaged("share-size", f"{share.file} has {size} bytes instead of {share.nbytes}")
+    if hashes:
+        spare = Spare()
+
+        def check(piece: tuple[m.Share, int]) -> None:
+            share, index = piece
+            nbytes = min(share.piece_nbytes, share.nbytes - index * share.piece_nbytes)
+            read_piece(path, share, index, [spare.take(nbytes)])
+
+        with ThreadPoolExecutor(max(1, threads)) as pool:
+            for _ in pool.map(check, ((share, i) for share in manifest.shares for i in range(len(share.xxh3)))):
+                pass
+    return manifest
+
+
+class Spare(threading.local):
+    """Memory of each reading thread for bytes that are only hashed; allocated once, because fresh memory is slow."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def take(self, nbytes: int) -> memoryview:
+        """Valid until this thread's next call."""
+        if len(self._buffer) < nbytes:
+            self._buffer = bytearray(nbytes)
+        return memoryview(self._buffer)[:nbytes]
+
+
+def read_piece(path: str, share: m.Share, index: int, into: list[memoryview]) -> None:
+    """Read piece `index` of a share into `into`, one after the other, and check its hash. Raises Damaged."""
+    file = os.path.join(path, share.file)
+    at = index * share.piece_nbytes
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for views in (into[i : i + _IOV_MAX] for i in range(0, len(into), _IOV_MAX)):
+                at = _read_views(fd, views, at, share)
+        finally:
+            os.close(fd)
+    except FileNotFoundError:
+        raise Damaged("share-missing", f"{share.file} is missing") from None
+    except OSError as error:
+        raise Damaged("unreadable", f"{share.file} cannot be read: {error.strerror}") from error
+    hasher = xxhash.xxh3_64()
+    for view in into:
+        hasher.update(view)
+    if (is_ := hasher.hexdigest()) != (should := share.xxh3[index]):
+        raise Damaged("share-hash", f"piece {index} of {share.file} has hash {is_} instead of {should}")
+
+
+_IOV_MAX = 1024
+
+
+def _read_views(fd: int, views: list[memoryview], at: int, share: m.Share) -> int:
+    while views:
+        done = os.preadv(fd, views, at)
+        if done == 0:
+            raise Damaged("share-size", f"{share.file} ends at {at} instead of {share.nbytes}")
+        at += done
+        while views and done >= len(views[0]):
+            done -= len(views[0])
+            views = views[1:]
+        if done:
+            views = [views[0][done:], *views[1:]]
+    return at
+
+
+def set_aside(path: str, damage: Damaged, *, before: tuple[int, int] | None = None, files: Files = REAL) -> Aside:
+    """Rename a damaged checkpoint out of the way, unless `KEEP_IN_PLACE`, or it is no longer the one looked at.
+
+    Where it cannot be renamed (a read-only disk) it stays, and is passed over again next time.
+    """
+    aside = Aside(path, damage.reason, damage.detail)
+    if damage.reason in KEEP_IN_PLACE or (before is not None and files.identity(path) != before):
+        return aside
+    for number in range(1, 100):
+        target = f"{path}.damaged-{damage.reason}" + (f"-{number}" if number > 1 else "")
+        try:
+            files.rename(path, target)
+            files.sync_dir(os.path.dirname(path))
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                continue
+            if error.errno == errno.ENOENT:  # another process was faster
+                return replace(aside, path=target)
+            return aside
+        return replace(aside, path=target)
+    return aside

@@ -1,0 +1,73 @@
+"""Where each tensor lies in a safetensors file. No torch here: the writer process uses it too.
+
+The file is 8 bytes of header length, a JSON header padded with blanks, then the tensors without gaps. The padding puts
+the first tensor on a page boundary (for O_DIRECT and for mapping); tensors are ordered by the size of their elements,
+so that each one is aligned for its type.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from ..core.manifest import ITEM_BYTES
+from ..core.tensors import Table
+
+PAGE_BYTES = 4096
+
+STORED_AS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "C32": ("F16", (2,)),
+    "C128": ("F64", (2,)),
+    "F8_E8M0": ("U8", ()),
+}
+"""Types that safetensors' readers lack: the code and the extra last dimension that the file shows instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    table: Table
+    """In the order of the file."""
+    order: tuple[int, ...]
+    """Index in the caller's table of each entry of `table`."""
+    head: bytes
+    """Everything before the first tensor."""
+    offsets: tuple[int, ...]
+    """Where each tensor begins, from the start of the file."""
+    nbytes: int
+    """Length of the file."""
+
+    @property
+    def data_at(self) -> int:
+        return len(self.head)
+
+
+def pad(nbytes: int) -> int:
+    """Up to the next page boundary."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def plan(table: Table, metadata: Mapping[str, str] | None = None) -> Layout:
+    """Lay `table` out. Raises ValueError for a table that names a tensor twice, or by safetensors' reserved name."""
+    names = {tensor.name for tensor in table}
+    if len(names) != len(table) or "__metadata__" in names:
+        raise ValueError("tensor names must differ from each other and from '__metadata__'")
+    order = tuple(sorted(range(len(table)), key=lambda i: -ITEM_BYTES[table[i].dtype]))
+    placed = tuple(table[i] for i in order)
+    ends = list(itertools.accumulate((tensor.nbytes for tensor in placed), initial=0))
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    for tensor, (begin, end) in zip(placed, itertools.pairwise(ends), strict=True):
+        code, last = STORED_AS.get(tensor.dtype, (tensor.dtype, ()))
+        header[tensor.name] = {"dtype": code, "shape": (*tensor.shape, *last), "data_offsets": (begin, end)}
+    text = msgspec.json.encode(header)
+    text = text.ljust(pad(8 + len(text)) - 8)
+    head = len(text).to_bytes(8, "little") + text
+    offsets = tuple(len(head) + begin for begin in ends[:-1])
+    return Layout(placed, order, head, offsets, len(head) + ends[-1])
+
+
+def arena_nbytes(table: Table, metadata: Mapping[str, str] | None = None) -> int:
+    """What `Arena.create` needs for this table."""
+    return plan(table, metadata).nbytes

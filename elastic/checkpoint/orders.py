@@ -1,0 +1,97 @@
+"""What an agent tells its writer process, and what comes back: one JSON message a packet on a socket pair."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
+    id: int = 0
+    """Set by `WriterProcess.submit`; the result carries it."""
+    directory: str = ""
+    """The checkpoint directory: an absolute path."""
+
+
+class Write(Order, frozen=True, kw_only=True):
+    """Write the share in the arena whose descriptor rides along."""
+
+    step: int
+    generation: int
+    """What the arena must hold; another content fails the order."""
+    threads: int = 4
+
+
+class Commit(Order, frozen=True, kw_only=True):
+    """Wait for the notes of all shares, write the manifest, rename; then apply retention."""
+
+    job: str
+    step: int
+    generation: int
+    shares: int
+    world: int
+    versions: dict[str, str] = {}
+    wait_s: float = 60.0
+    """How long to wait for shares of others. Other orders are carried out meanwhile."""
+    keep: int = 3
+    """Newest good checkpoints that stay; 0: nothing is removed."""
+    keep_every_steps: int = 0
+
+
+class CopyUp(Order, frozen=True, kw_only=True):
+    """Copy the checkpoint folder `path` to an fsspec URL. Done beside the other orders."""
+
+    path: str
+    url: str
+    keep: int = 0
+    """Newest ones that stay at the remote end; 0: nothing is removed there."""
+    keep_every_steps: int = 0
+
+
+class Forget(Order, frozen=True, kw_only=True):
+    """Unmap all arenas seen so far: they are about to be replaced. Has no result."""
+
+
+AnyOrder = Write | Commit | CopyUp | Forget
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    id: int
+    kind: str
+    """The order's type: 'Write', 'Commit', 'CopyUp'."""
+    step: int
+    generation: int
+    error: str = ""
+    """Empty: it is durable."""
+    path: str = ""
+    """Commit: the checkpoint's folder; CopyUp: its URL; Write: the share's file."""
+    nbytes: int = 0
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+    """What retention removed, or could not."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.error
+
+
+_order: msgspec.json.Decoder[AnyOrder] = msgspec.json.Decoder(AnyOrder)
+_result = msgspec.json.Decoder(Result)
+
+
+def encode(message: Order | Result) -> bytes:
+    return msgspec.json.encode(message)
+
+
+def decode_order(raw: bytes) -> AnyOrder:
+    return _order.decode(raw)
+
+
+def decode_result(raw: bytes) -> Result:
+    return _result.decode(raw)
+
+
+def describe(error: BaseException) -> str:
+    """One line for a person: what failed, and on which file."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return f"{error}" or type(error).__name__

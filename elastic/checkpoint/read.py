@@ -1,0 +1,173 @@
+"""Back from disk into the caller's own tensors, checked while it is read. Nothing is unpickled.
+
+Tables go by name, so a checkpoint of any world size loads into any other.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..core import manifest as m
+from ..core.tensors import TensorInfo
+from .dtypes import dtype_of
+from .errors import CheckpointError, Damaged
+from .files import REAL, Files
+from .find import READ_THREADS, Aside, Found, Spare, newest_good, read_piece, set_aside
+
+__all__ = ["Mismatch", "load", "resume"]
+
+Into = Callable[[TensorInfo], torch.Tensor | None]
+"""Where a tensor of the checkpoint goes; None: it is not wanted."""
+
+
+class Mismatch(CheckpointError):
+    """The checkpoint is sound but holds another kind of tensor than the caller's."""
+
+
+def resume(directory: str, job: str, into: Into, *, threads: int = READ_THREADS, files: Files = REAL) -> Found | None:
+    """Load the newest good checkpoint; each byte is read once, and checked.
+
+    None where there has never been a checkpoint. A damaged one is set aside, and the one before is loaded over
+    whatever had been read of it. Raises NoGoodCheckpoint, Mismatch.
+    """
+    aside: tuple[Aside, ...] = ()
+    while found := newest_good(directory, job, hashes=False, files=files):
+        found = replace(found, aside=(*aside, *found.aside))
+        before = files.identity(found.path)
+        try:
+            load(found, into, threads=threads)
+        except Damaged as damage:
+            if damage.reason == "unreadable":
+                raise
+            aside = (*found.aside, set_aside(found.path, damage, before=before, files=files))
+        else:
+            return found
+    return None
+
+
+def load(found: Found, into: Into, *, threads: int = READ_THREADS) -> None:
+    """Read every share, checking each piece. Raises Mismatch, and Damaged: part of `into` is then overwritten."""
+    targets = [
+        _Target(share, [_place(tensor, into(tensor)) for tensor in share.tensors]) for share in found.manifest.shares
+    ]
+    pieces = [(target, index) for target in targets for index in range(len(target.share.xxh3))]
+    spare = Spare()
+
+    def piece(job: tuple[_Target, int]) -> None:
+        target, index = job
+        views = target.views(index, spare)
+        read_piece(found.path, target.share, index, views)
+        target.done(index)
+
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        running = [pool.submit(piece, job) for job in pieces]
+        try:
+            for future in running:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where one tensor goes: straight into its memory, through a buffer (another device, strides), or nowhere."""
+
+    nbytes: int
+    target: torch.Tensor | None
+    straight: bool
+    left: int
+    """Bytes still to come; counted for those that go through a buffer."""
+    buffer: torch.Tensor | None = None
+
+
+def _place(info: TensorInfo, target: torch.Tensor | None) -> _Place:
+    if target is None:
+        return _Place(info.nbytes, None, False, info.nbytes)
+    target = target.detach()
+    if target.dtype != dtype_of(info.dtype) or tuple(target.shape) != info.shape:
+        raise Mismatch(
+            f"{info.name} is {info.dtype} {list(info.shape)} in the checkpoint, "
+            f"{target.dtype} {list(target.shape)} in this program"
+        )
+    straight = target.device.type == "cpu" and target.is_contiguous() and not target.is_conj() and not target.is_neg()
+    return _Place(info.nbytes, target, straight, info.nbytes)
+
+
+class _Target:
+    """The places of one share, by their offsets in its file."""
+
+    def __init__(self, share: m.Share, places: list[_Place]) -> None:
+        self.share = share
+        self._places = places
+        self._starts: list[int] = []
+        at = share.data_at
+        for place in places:
+            self._starts.append(at)
+            at += place.nbytes
+        self._lock = threading.Lock()
+
+    def views(self, index: int, spare: Spare) -> list[memoryview]:
+        """The memory into which piece `index` is to be read, in order."""
+        at = index * self.share.piece_nbytes
+        end = min(at + self.share.piece_nbytes, self.share.nbytes)
+        rest = spare.take(end - at)
+        views = []
+        if at < self.share.data_at:
+            head = min(end, self.share.data_at) - at
+            views.append(rest[:head])
+            rest = rest[head:]
+        for place, begin, to in self._overlaps(at, end):
+            if place.target is None:
+                views.append(rest[: to - begin])
+                rest = rest[to - begin :]
+            else:
+                views.append(_bytes_of(self._memory(place))[begin:to])
+        return views
+
+    def done(self, index: int) -> None:
+        """Piece `index` has arrived and is good: pass on the buffers that are complete."""
+        at = index * self.share.piece_nbytes
+        for place, begin, to in self._overlaps(at, min(at + self.share.piece_nbytes, self.share.nbytes)):
+            if place.straight or place.target is None:
+                continue
+            with self._lock:
+                place.left -= to - begin
+                complete = place.left == 0
+            if complete and place.buffer is not None:
+                place.target.copy_(place.buffer)
+                place.buffer = None
+
+    def _overlaps(self, at: int, end: int) -> list[tuple[_Place, int, int]]:
+        """Places that [at, end) of the file touches, with the part of each."""
+        found = []
+        for i in range(max(0, bisect.bisect_right(self._starts, at) - 1), len(self._starts)):
+            start, place = self._starts[i], self._places[i]
+            if start >= end:
+                break
+            begin, to = max(at, start) - start, min(end, start + place.nbytes) - start
+            if begin < to:
+                found.append((place, begin, to))
+        return found
+
+    def _memory(self, place: _Place) -> torch.Tensor:
+        assert place.target is not None
+        if place.straight:
+            return place.target
+        with self._lock:
+            if place.buffer is None:
+                place.buffer = torch.empty(place.target.shape, dtype=place.target.dtype)
+            return place.buffer
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A dense CPU tensor's memory, whatever its dtype. The caller keeps the tensor alive."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -1,0 +1,115 @@
+"""A copy of finished checkpoints somewhere else, through fsspec: s3://, gs://, file://, …
+
+Copied up after the local one is safe, the manifest last: at the remote end too, a folder without a manifest is no
+checkpoint. Object stores have no rename, so the manifest is the commit there.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..core import manifest as m
+from .errors import CheckpointError, SaveFailed
+from .find import verify
+from .names import is_final, tmp_name
+from .retention import Entry, plan
+from .write import digest
+
+
+class RemoteError(CheckpointError):
+    """The remote end cannot be reached, or refuses."""
+
+
+@contextmanager
+def _said(what: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except ImportError as error:
+        raise RemoteError(
+            f"{what}: {error} (pip install 'elasticd[remote]' and the file system's own package)"
+        ) from error
+    except Exception as error:
+        raise RemoteError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _open(url: str) -> tuple[Any, str]:
+    import fsspec
+
+    filesystem, root = fsspec.core.url_to_fs(url)
+    filesystem.invalidate_cache()
+    return filesystem, root
+
+
+def copy_up(path: str, url: str, *, keep: int = 0, keep_every_steps: int = 0) -> str:
+    """Copy the checkpoint folder `path` below `url`, which it checks by size, and return where it lies.
+
+    `keep` > 0 then applies retention there. Raises RemoteError, Damaged.
+    """
+    manifest = verify(path, hashes=False)
+    name = os.path.basename(path)
+    with _said(f"copying {name} to {url}"):
+        filesystem, root = _open(url)
+        target = posixpath.join(root, name)
+        filesystem.makedirs(target, exist_ok=True)
+        if filesystem.exists(posixpath.join(target, m.MANIFEST)):  # of another run: no checkpoint until it is ours
+            filesystem.rm_file(posixpath.join(target, m.MANIFEST))
+        for share in manifest.shares:
+            there = posixpath.join(target, share.file)
+            filesystem.put_file(os.path.join(path, share.file), there)
+            filesystem.invalidate_cache()
+            if (size := filesystem.size(there)) != share.nbytes:
+                raise SaveFailed(f"{there} has {size} bytes there, {share.nbytes} here")
+        filesystem.put_file(os.path.join(path, m.MANIFEST), posixpath.join(target, m.MANIFEST))
+        if keep:
+            for doomed in plan(list_remote(url, manifest.job), keep, keep_every_steps, lambda _: True):
+                # The manifest goes first: what is left of a removal that was cut short is no checkpoint.
+                filesystem.rm_file(posixpath.join(root, doomed, m.MANIFEST))
+                filesystem.rm(posixpath.join(root, doomed), recursive=True)
+    return posixpath.join(url, name)
+
+
+def list_remote(url: str, job: str) -> list[Entry]:
+    """(step, generation, name) of each checkpoint of `job` at `url`, newest first. Raises RemoteError."""
+    found = []
+    with _said(f"listing {url}"):
+        filesystem, root = _open(url)
+        if not filesystem.exists(root):
+            return []
+        for folder in filesystem.ls(root, detail=False):
+            name = posixpath.basename(folder.rstrip("/"))
+            manifest_at = posixpath.join(root, name, m.MANIFEST)
+            if not is_final(name) or not filesystem.exists(manifest_at):
+                continue
+            try:
+                head = m.decode_head(filesystem.cat_file(manifest_at), digest)
+            except m.BadManifest:
+                continue
+            if head.job == job:
+                found.append((head.step, head.generation, name))
+    return sorted(found, key=lambda f: (f[1], f[0]), reverse=True)
+
+
+def fetch(url: str, name: str, directory: str) -> str:
+    """Bring checkpoint `name` from `url` into `directory`, check every byte of it, and return its folder.
+
+    One that is there already is taken as it is. Raises RemoteError, Damaged, OSError.
+    """
+    target = os.path.join(directory, name)
+    if os.path.exists(os.path.join(target, m.MANIFEST)):
+        return target
+    with _said(f"fetching {name} from {url}"):
+        filesystem, root = _open(url)
+        head = m.decode_head(filesystem.cat_file(posixpath.join(root, name, m.MANIFEST)), digest)
+        aside = os.path.join(directory, f"{tmp_name(head.step, head.generation)}.{os.getpid()}")
+        os.makedirs(aside, exist_ok=True)
+        for there in filesystem.ls(posixpath.join(root, name), detail=False):
+            filesystem.get_file(there, os.path.join(aside, posixpath.basename(there)))
+    verify(aside)
+    os.rename(aside, target)
+    return target

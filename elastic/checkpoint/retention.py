@@ -1,0 +1,110 @@
+"""Which checkpoints stay: the newest few that are good, every n-th for ever, and never none.
+
+Removing is a rename first, so a crash in the middle leaves a folder that is no checkpoint's name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+
+from .errors import Damaged
+from .files import REAL, Files
+from .find import peek, verify
+from .names import is_gone, tmp_of
+
+Entry = tuple[int, int, str]
+"""(step, generation, path), as `peek` gives them, newest first."""
+
+
+def plan(found: Sequence[Entry], keep: int, keep_every_steps: int, good: Callable[[str], bool]) -> list[str]:
+    """Paths to remove, oldest first.
+
+    `good` is asked from the newest on until `keep` have passed; those that fail do not count, and are not removed
+    here. Where none passes, nothing is removed.
+    """
+    kept: set[str] = set()
+    failed: set[str] = set()
+    for _, _, path in found:
+        if len(kept) >= keep:
+            break
+        (kept if good(path) else failed).add(path)
+    if not kept or keep < 1:
+        return []
+    return [
+        path
+        for step, _, path in reversed(found)
+        if path not in kept | failed and not (keep_every_steps and step % keep_every_steps == 0)
+    ]
+
+
+def leftovers(names: Iterable[str], newest: Entry | None) -> list[str]:
+    """Folders of saves that will never be committed, given the newest commit; and removals that a crash cut short."""
+    found = []
+    for name in names:
+        if is_gone(name):
+            found.append(name)
+        elif newest is not None and (save := tmp_of(name)):
+            step, generation = save
+            if (generation, step) <= (newest[1], newest[0]):
+                found.append(name)
+    return found
+
+
+def prune(
+    directory: str,
+    job: str,
+    keep: int,
+    keep_every_steps: int = 0,
+    *,
+    trusted: str | None = None,
+    files: Files = REAL,
+) -> tuple[list[str], list[str]]:
+    """Apply retention and clean up. Returns what was removed and what could not be, in words; raises nothing.
+
+    `trusted`: a checkpoint just written and fsynced, which needs no second look. Others are checked by size, and the
+    newest of them by hash where nothing is trusted, so that a removal never costs the last good one.
+    """
+    sure = {trusted} if trusted else set()
+
+    def good(path: str) -> bool:
+        try:
+            verify(path, job, hashes=not sure, files=files)
+        except Damaged:
+            return False
+        sure.add(path)
+        return True
+
+    removed: list[str] = []
+    failed: list[str] = []
+    try:
+        found = peek(directory, job, files=files)
+        doomed = plan(found, keep, keep_every_steps, lambda path: path == trusted or good(path)) if keep else []
+        doomed += [os.path.join(directory, n) for n in leftovers(files.names(directory), found[0] if found else None)]
+    except OSError as error:
+        return [], [f"{directory}: {error.strerror}"]
+    for path in doomed:
+        try:
+            remove(path, files)
+            removed.append(path)
+        except OSError as error:
+            failed.append(f"{path}: {error.strerror}")
+    return removed, failed
+
+
+def remove(path: str, files: Files = REAL) -> None:
+    """Take a folder of plain files away. From the first moment on it has no checkpoint's name. Raises OSError."""
+    if not is_gone(os.path.basename(path)):
+        gone = path.removesuffix(".tmp") + ".gone"
+        files.rename(path, gone)
+        files.sync_dir(os.path.dirname(path))
+        path = gone
+    for name in files.names(path):
+        try:
+            files.unlink(os.path.join(path, name))
+        except FileNotFoundError:
+            pass  # someone else is cleaning up, too
+    try:
+        files.rmdir(path)
+    except FileNotFoundError:
+        pass

@@ -1,0 +1,205 @@
+"""From an arena to a checkpoint on disk: shares first, each by whoever has it, then one rename that makes it count.
+
+    step-40.g3.tmp/                         made by the first writer
+        share-00000-of-00002.safetensors    space reserved, written past the page cache, hashed, fsynced
+        share-00000-of-00002.json           its note: sizes, hashes, tensors. Written aside, fsynced, renamed
+        share-00001-of-00002.…
+        manifest.json                       when all notes are there. Written aside, fsynced, renamed; folder fsynced
+    step-40/                                the rename is the commit; then the parent is fsynced
+
+No collective is needed and no share waits for another, so a dead rank delays a checkpoint but cannot hang it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import xxhash
+
+from ..core import manifest as m
+from ..core.tensors import Table
+from .arena import Arena
+from .errors import SaveFailed, SharesMissing
+from .files import REAL, Files
+from .layout import pad
+from .names import final_name, head_of, tmp_name
+
+WRITE_THREADS = 4
+_LOOK_EVERY_S = 0.05
+
+
+def digest(data: bytes | memoryview) -> str:
+    """xxh3-64 in hexadecimal."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def write_share(
+    arena: Arena,
+    directory: str,
+    *,
+    files: Files = REAL,
+    threads: int = WRITE_THREADS,
+    piece_nbytes: int = m.PIECE_BYTES,
+    extra: Mapping[str, Any] | None = None,
+) -> m.Share:
+    """Put the share that `arena` holds into its place below `directory`, durably, and leave the note beside it.
+
+    `extra`, if given, takes the place of the arena's. Raises OSError (the disk), NotWhole, and SaveFailed if the
+    arena was filled again meanwhile; then nothing but room is lost, which is given back.
+    """
+    before = arena.header()
+    data = arena.view(padded=True)
+    folder = os.path.join(directory, tmp_name(before.step, before.generation))
+    share = m.Share(
+        file=m.share_file(before.share, before.shares),
+        share=before.share,
+        shares=before.shares,
+        step=before.step,
+        generation=before.generation,
+        nbytes=before.nbytes,
+        data_at=before.data_at,
+        piece_nbytes=piece_nbytes,
+        tensors=msgspec.json.decode(arena.table_json(), type=Table),
+        extra=dict(extra) if extra is not None else arena.extra(),
+    )
+    path = os.path.join(folder, share.file)
+    files.mkdir(folder)
+    try:
+        hashes = _write_pieces(path, data, share, files, threads)
+    except OSError:
+        _give_back(path, files)
+        raise
+    if arena.header() != before:
+        _give_back(path, files)
+        raise SaveFailed(f"step {before.step}: the arena was filled again while it was written")
+    share = msgspec.structs.replace(share, xxh3=hashes)
+    _write_whole(os.path.join(folder, m.share_note(share.share, share.shares)), m.encode(share, digest), files)
+    files.sync_dir(folder)
+    return share
+
+
+def _write_pieces(path: str, data: memoryview, share: m.Share, files: Files, threads: int) -> tuple[str, ...]:
+    """Write the file and return the hash of each piece. `data` reaches to a page boundary, the file does not."""
+    fd = files.create(path, direct=True)
+    try:
+        files.reserve(fd, pad(share.nbytes))
+
+        def piece(at: int) -> str:
+            end = at + share.piece_nbytes
+            files.write_at(fd, data[at:end], at)
+            return digest(data[at : min(end, share.nbytes)])
+
+        starts = range(0, share.nbytes, share.piece_nbytes)
+        if threads > 1 and len(starts) > 1:
+            with ThreadPoolExecutor(min(threads, len(starts))) as pool:
+                hashes = tuple(pool.map(piece, starts))
+        else:
+            hashes = tuple(map(piece, starts))
+        files.truncate(fd, share.nbytes)
+        files.sync(fd)
+    finally:
+        files.close(fd)
+    return hashes
+
+
+def _write_whole(path: str, raw: bytes, files: Files) -> None:
+    """A small file that is there completely or not at all, once its folder is synced."""
+    aside = path + ".part"
+    fd = files.create(aside)
+    try:
+        files.write_at(fd, memoryview(raw), 0)
+        files.sync(fd)
+    finally:
+        files.close(fd)
+    files.rename(aside, path)
+
+
+def _give_back(path: str, files: Files) -> None:
+    """Free the disk space of a failed share; a disk that refuses this too is for the clean-up to deal with."""
+    try:
+        files.unlink(path)
+    except OSError:
+        pass
+
+
+def shares_missing(directory: str, step: int, generation: int, shares: int, *, files: Files = REAL) -> tuple[int, ...]:
+    """Shares whose note is not there yet. Does not wait."""
+    names = set(files.names(os.path.join(directory, tmp_name(step, generation))))
+    return tuple(share for share in range(shares) if m.share_note(share, shares) not in names)
+
+
+def commit(
+    directory: str,
+    job: str,
+    *,
+    step: int,
+    generation: int,
+    shares: int,
+    world: int,
+    versions: Mapping[str, str] | None = None,
+    created_wall_s: float = 0.0,
+    wait_s: float = 0.0,
+    clock: Callable[[], float] = time.monotonic,
+    files: Files = REAL,
+) -> str:
+    """Make the checkpoint of `step` count, and return its folder.
+
+    Waits up to `wait_s` for notes of shares (files of other hosts: there is no event to wait for). Raises
+    SharesMissing, SaveFailed for a note that cannot be believed, OSError. Doing it twice is harmless.
+    """
+    deadline_s = clock() + wait_s
+    while missing := shares_missing(directory, step, generation, shares, files=files):
+        if done := _committed(directory, job, step, generation, files):
+            return done
+        if clock() >= deadline_s:
+            raise SharesMissing(step, missing, shares)
+        time.sleep(min(_LOOK_EVERY_S, max(0.0, deadline_s - clock())))
+    folder = os.path.join(directory, tmp_name(step, generation))
+    manifest = m.Manifest(
+        job=job,
+        step=step,
+        generation=generation,
+        world=world,
+        shares=tuple(_note(folder, share, shares, files) for share in range(shares)),
+        versions=dict(versions or {}),
+        created_wall_s=created_wall_s,
+    )
+    raw = m.encode(manifest, digest)
+    try:
+        m.decode(raw, digest)  # shares of two different cuts must not become a checkpoint
+    except m.BadManifest as error:
+        raise SaveFailed(f"step {step}: {error.detail}") from error
+    _write_whole(os.path.join(folder, m.MANIFEST), raw, files)
+    files.sync_dir(folder)
+    target = os.path.join(directory, final_name(step, generation, taken=files.names(directory)))
+    try:
+        files.rename(folder, target)
+    except FileNotFoundError:
+        # Another leader was faster.
+        if done := _committed(directory, job, step, generation, files):
+            return done
+        raise
+    files.sync_dir(directory)
+    return target
+
+
+def _note(folder: str, share: int, shares: int, files: Files) -> m.Share:
+    try:
+        return m.decode_note(files.read(os.path.join(folder, m.share_note(share, shares))), digest)
+    except m.BadManifest as error:
+        raise SaveFailed(f"share {share} of {shares}: {error.detail}") from error
+
+
+def _committed(directory: str, job: str, step: int, generation: int, files: Files) -> str | None:
+    """The folder of this very checkpoint, if someone has committed it already."""
+    for name in (final_name(step, generation, taken=()), final_name(step, generation, taken=None)):
+        path = os.path.join(directory, name)
+        head = head_of(path, files)
+        if head is not None and (head.job, head.step, head.generation) == (job, step, generation):
+            return path
+    return None

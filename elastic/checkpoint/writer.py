@@ -1,0 +1,189 @@
+"""The writer process: ``python -m elastic.checkpoint.writer FD``, started by `WriterProcess`.
+
+It takes orders from a socket, writes what the arenas hold, commits, prunes and copies up, so that neither the
+training processes nor the agent's loop ever wait for a disk. It runs at low priority, imports no torch, and dies with
+the process that started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from . import orders
+from .arena import Arena
+from .errors import CheckpointError, SaveFailed
+from .retention import prune
+from .write import commit, shares_missing, write_share
+
+MAX_PACKET_BYTES = 64 * 1024
+_LOOK_EVERY_S = 0.05
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A commit that waits for shares of other hosts."""
+
+    order: orders.Commit
+    started_s: float
+
+
+class Writer:
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._arenas: dict[int, Arena] = {}
+        """By inode: mapping two gigabytes anew for each save would cost more than the write itself."""
+        self._pending: list[_Pending] = []
+
+    def run(self) -> None:
+        """Until the other end is closed."""
+        poller = select.poll()
+        poller.register(self._channel, select.POLLIN)
+        while True:
+            # Files that other hosts make come without an event, so they are looked for while one is awaited.
+            if poller.poll(_LOOK_EVERY_S * 1000 if self._pending else None) and not self._receive():
+                return
+            self._pending = [pending for pending in self._pending if not self._try_commit(pending)]
+
+    def _receive(self) -> bool:
+        raw, fds, _, _ = socket.recv_fds(self._channel, MAX_PACKET_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        if not raw:
+            return False
+        order = orders.decode_order(raw)
+        match order:
+            case orders.Write():
+                self._reply(self._write(order, fds[0]))
+            case orders.Commit():
+                self._pending.append(_Pending(order, time.monotonic()))
+            case orders.CopyUp():
+                threading.Thread(target=self._copy_up, args=(order,), daemon=True).start()
+            case orders.Forget():
+                while self._arenas:
+                    self._arenas.popitem()[1].close()
+        return True
+
+    def _write(self, order: orders.Write, fd: int) -> orders.Result:
+        started_s = time.monotonic()
+        result = orders.Result(id=order.id, kind="Write", step=order.step, generation=order.generation)
+        try:
+            arena = self._arena(fd)
+            header = arena.header()
+            if not header.whole or (header.step, header.generation) != (order.step, order.generation):
+                state = header.state.name.lower()
+                raise SaveFailed(f"the arena is {state} with step {header.step} of generation {header.generation}")
+            share = write_share(arena, order.directory, threads=order.threads)
+        except (OSError, CheckpointError) as error:
+            return _with(result, error=orders.describe(error), seconds=time.monotonic() - started_s)
+        return _with(result, path=share.file, nbytes=share.nbytes, seconds=time.monotonic() - started_s)
+
+    def _arena(self, fd: int) -> Arena:
+        inode = os.fstat(fd).st_ino
+        if known := self._arenas.get(inode):
+            os.close(fd)
+            return known
+        try:
+            arena = self._arenas[inode] = Arena.from_fd(fd)
+        except CheckpointError:
+            os.close(fd)
+            raise
+        return arena
+
+    def _try_commit(self, pending: _Pending) -> bool:
+        """True when the commit is done with, one way or the other."""
+        order = pending.order
+        waited_s = time.monotonic() - pending.started_s
+        try:
+            missing = shares_missing(order.directory, order.step, order.generation, order.shares)
+            if missing and waited_s < order.wait_s:
+                return False
+        except OSError:
+            pass  # commit meets it again, and says so
+        result = orders.Result(id=order.id, kind="Commit", step=order.step, generation=order.generation)
+        try:
+            path = commit(
+                order.directory,
+                order.job,
+                step=order.step,
+                generation=order.generation,
+                shares=order.shares,
+                world=order.world,
+                versions=order.versions,
+                created_wall_s=time.time(),
+            )
+        except (OSError, CheckpointError) as error:
+            result = _with(result, error=orders.describe(error))
+        else:
+            result = _with(result, path=path)
+        self._reply(_with(result, seconds=time.monotonic() - pending.started_s))
+        if result.ok:
+            # After the answer: nobody waits for old files to go. What could not be removed is said with the next one.
+            prune(order.directory, order.job, order.keep, order.keep_every_steps, trusted=result.path)
+        return True
+
+    def _copy_up(self, order: orders.CopyUp) -> None:
+        from .names import head_of
+        from .remote import copy_up
+
+        started_s = time.monotonic()
+        head = head_of(order.path)
+        result = orders.Result(
+            id=order.id, kind="CopyUp", step=head.step if head else -1, generation=head.generation if head else -1
+        )
+        try:
+            url = copy_up(order.path, order.url, keep=order.keep, keep_every_steps=order.keep_every_steps)
+        except (OSError, CheckpointError) as error:
+            result = _with(result, error=orders.describe(error))
+        else:
+            result = _with(result, path=url)
+        self._reply(_with(result, seconds=time.monotonic() - started_s))
+
+    def _reply(self, result: orders.Result) -> None:
+        self._channel.send(orders.encode(result))
+
+
+def _with(result: orders.Result, **changes: object) -> orders.Result:
+    return msgspec.structs.replace(result, **changes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="elastic.checkpoint.writer")
+    parser.add_argument("fd", type=int)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--nice", type=int, default=0)
+    args = parser.parse_args()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != args.parent:  # it died before we asked to die with it
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; our parent decides
+    _step_back(args.nice)
+    with socket.socket(fileno=args.fd) as channel:
+        try:
+            Writer(channel).run()
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the parent has closed its end
+
+
+def _step_back(nice: int) -> None:
+    """Lower CPU and disk priority, so that a save slows the training as little as can be."""
+    import psutil
+
+    if nice:
+        os.nice(nice)
+    try:
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
+    except (OSError, psutil.Error):
+        pass  # not supported here: a wish, not a need
+
+
+if __name__ == "__main__":
+    main()
