@@ -35,6 +35,8 @@ _NOT_DONE = (
     "primary lessor",
     "connection refused",
 )
+# What etcd reports with the code UNKNOWN although it passes. The last two: its own time ran out, not ours.
+_RETRY = ("primary lessor", "too many requests", "stream removed", "context deadline", "context canceled")
 _RETRY_CODES = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -186,8 +188,6 @@ def translate(error: Any, where: str) -> EtcdError:
         return EtcdDenied(text)
     if "authentication failed" in lowered or any(sign in lowered for sign in _LOGIN_AGAIN):
         return EtcdDenied(text)
-    if code in _RETRY_CODES or any(
-        sign in lowered for sign in ("primary lessor", "too many requests", "stream removed")
-    ):
+    if code in _RETRY_CODES or any(sign in lowered for sign in _RETRY):
         return EtcdUnavailable(text, maybe_done=not any(sign in lowered for sign in _NOT_DONE))
     return EtcdError(text)

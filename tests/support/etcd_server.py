@@ -95,6 +95,11 @@ class EtcdServer:
             eventually(self.healthy, wait_s, f"etcd {self.name} answers; see {self.log}")
         return self
 
+    def ensure_started(self) -> None:
+        """Start it if a test has left it ended."""
+        if self._process is None:
+            self.start()
+
     def healthy(self) -> bool:
         """Whether it answers and has a leader."""
         if self._process is not None and (code := self._process.poll()) is not None:
@@ -189,3 +194,17 @@ class EtcdCluster:
     def close(self) -> None:
         for member in self.members:
             member.close()
+
+
+def enable_auth(server: EtcdServer, user: str, password: str) -> None:
+    """Demand a password from now on. Uses etcdctl, which lies beside etcd."""
+    binary = etcd_binary()
+    assert binary is not None
+    for command in (["user", "add", f"{user}:{password}"], ["user", "grant-role", user, "root"], ["auth", "enable"]):
+        subprocess.run(
+            [str(pathlib.Path(binary).with_name("etcdctl")), f"--endpoints={server.endpoint}", *command],
+            env={**os.environ, "ETCDCTL_API": "3"},
+            check=True,
+            capture_output=True,
+            timeout=10,
+        )
