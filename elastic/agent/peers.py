@@ -111,7 +111,8 @@ class Peers:
         for peer, address in wanted.items():
             line = self._lines.get(peer)
             if line is None:
-                line = self._lines[peer] = _Line(peer, address)
+                line = _Line(peer, address)
+                self._lines[peer] = line
             if line.sock is None and now_s >= line.deadline_s:
                 self._connect(line)
             elif line.sock is not None and not line.connected and now_s >= line.deadline_s:

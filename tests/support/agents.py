@@ -1,0 +1,206 @@
+"""Real agents on a real etcd, without daemons: what most tests of recovery need."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from elastic.core.agentfile import AgentConfig, AgentStatus
+from elastic.core.keys import ClusterKeys
+from elastic.core.records import (
+    GenerationRecord,
+    IncidentRecord,
+    JobState,
+    Phase,
+    ProgressRecord,
+    SpecRecord,
+    decode,
+    encode,
+)
+from elastic.core.spec import parse_job
+from elastic.core.timeouts import Timeouts
+from elastic.etcd import Etcd
+
+from . import procs
+from .etcd_server import EtcdServer
+from .wait import eventually
+
+SCRIPT = Path(__file__).with_name("train_recorded.py")
+
+
+class Job:
+    """One job on N agents of this machine. Everything is ended, by its id, when the block is left."""
+
+    def __init__(
+        self,
+        *,
+        nodes: str = "2:2",
+        workers: int = 2,
+        agents: int | None = None,
+        script: Path = SCRIPT,
+        args: Mapping[str, object] | None = None,
+        spec: Mapping[str, Any] | None = None,
+        timeouts: Timeouts | None = None,
+        server: EtcdServer | None = None,
+    ) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="elt-job-", dir="/dev/shm"))
+        self.record = self.folder / "record"
+        self.record.mkdir()
+        self._own_server = server is None
+        self._procs = procs.Procs()
+        self.server = server or EtcdServer()
+        self.workers = workers
+        self._timeouts = timeouts or Timeouts()
+        given = [str(x) for k, v in (args or {}).items() for x in (f"--{k.replace('_', '-')}", v)]
+        self.spec = parse_job(
+            {
+                "name": "job",
+                "script": str(script),
+                "args": ["--record", str(self.record), *given] if script == SCRIPT else given,
+                "nodes": nodes,
+                "workers_per_node": workers,
+                "workdir": str(self.folder),
+                "join_wait_s": 20.0,  # tests form with everybody
+                **(spec or {}),
+            }
+        )
+        self.count = agents if agents is not None else self.spec.max_nodes
+        self.keys = ClusterKeys("test").job("job")
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        if self._own_server:
+            self.server.start()
+        self.etcd = Etcd(self.server.access)
+        record = SpecRecord(spec=self.spec, submitted_wall_s=time.time(), submitted_by="test")
+        self.etcd.put(self.keys.spec, encode(record))
+        for index in range(self.count):
+            self.start_agent(f"n{index}")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            print(self.story())
+        self._procs.close()
+        self.etcd.close()
+        if self._own_server:
+            self.server.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # ── acting ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def start_agent(self, node: str) -> None:
+        folder = self.folder / node
+        folder.mkdir(exist_ok=True)
+        config = AgentConfig(
+            cluster="test",
+            node=node,
+            job="job",
+            address="127.0.0.1",
+            slots=self.workers,
+            interface="lo",
+            etcd=self.server.access,
+            timeouts=self._timeouts,
+            agent_dir=str(folder),
+            logs_dir=str(folder / "logs"),
+        )
+        (folder / "config.json").write_bytes(msgspec.json.encode(config))
+        with open(folder / "agent.out", "ab") as output:
+            self.agents[node] = self._procs.popen(
+                [sys.executable, "-m", "elastic.agent", str(folder)], stdout=output, stderr=output
+            )
+
+    def kill_rank(self, rank: int, number: int = signal.SIGKILL) -> int:
+        """Returns the pid that was struck."""
+        for status in self.statuses().values():
+            for row in status.ranks:
+                if row.rank == rank and row.pid and procs.alive(row.pid):
+                    os.kill(row.pid, number)
+                    return row.pid
+        raise AssertionError(f"no rank {rank} to strike")
+
+    def kill_node(self, node: str) -> None:
+        """The agent and, with it, all that it started."""
+        self.agents[node].kill()
+        self.agents[node].wait(timeout=10)
+
+    # ── seeing ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def statuses(self) -> dict[str, AgentStatus]:
+        found = {}
+        for node in self.agents:
+            path = self.folder / node / "status.json"
+            if path.exists():
+                found[node] = msgspec.json.decode(path.read_bytes(), type=AgentStatus)
+        return found
+
+    def state(self) -> JobState:
+        kv = self.etcd.get(self.keys.state)
+        return decode(JobState, kv.value) if kv else JobState()
+
+    def generation(self) -> GenerationRecord | None:
+        kv = self.etcd.get(self.keys.generation)
+        return decode(GenerationRecord, kv.value) if kv else None
+
+    def progress(self) -> ProgressRecord | None:
+        kv = self.etcd.get(self.keys.progress)
+        return decode(ProgressRecord, kv.value) if kv else None
+
+    def incidents(self) -> list[IncidentRecord]:
+        return [
+            decode(IncidentRecord, kv.value) for _, kv in sorted(self.etcd.get_prefix(self.keys.incidents).kvs.items())
+        ]
+
+    def commits(self) -> list[dict[str, Any]]:
+        """Every commit of every worker process, in the order of their instants."""
+        lines = []
+        for path in self.record.glob("*.jsonl"):
+            for line in path.read_text().splitlines():
+                lines.append(json.loads(line))
+        return sorted((line for line in lines if "step" in line), key=lambda line: line["at_s"])
+
+    def steps(self) -> int:
+        return max((line["step"] for line in self.commits()), default=0)
+
+    def wait_step(self, step: int, deadline_s: float = 40.0) -> None:
+        eventually(lambda: self.steps() >= step, deadline_s, f"step {step}")
+
+    def wait_phase(self, phase: Phase, deadline_s: float = 60.0) -> JobState:
+        def there() -> JobState | None:
+            state = self.state()
+            assert not state.phase.over or state.phase is phase, f"{state.phase.value}: {state.reason}"
+            return state if state.phase is phase else None
+
+        return eventually(there, deadline_s, f"phase {phase.value}") or self.state()
+
+    def weights(self) -> set[str]:
+        """Hashes of the final weights, as each finishing rank wrote them."""
+        return {path.read_text() for path in self.record.glob("final-*.txt")}
+
+    def story(self, lines: int = 40) -> str:
+        """What to read when a test fails."""
+        told = []
+        for node in self.agents:
+            for name in ("agent.out", "agent.log"):
+                path = self.folder / node / name
+                if path.exists():
+                    told.append(f"── {node}/{name}\n" + "\n".join(path.read_text().splitlines()[-lines:]))
+            for path in sorted((self.folder / node / "logs").glob("*.log")):
+                text = path.read_text(errors="replace").splitlines()[-15:]
+                if text:
+                    told.append(f"── {node}/{path.name}\n" + "\n".join(text))
+        return "\n".join(told)
