@@ -1,0 +1,188 @@
+"""What a run of `train_recorded.py` wrote down, and what must be true of it, whatever failed meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from elastic.core.sharding import Order, Plan, share
+
+SAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One step committed on one rank. Instants are CLOCK_MONOTONIC: comparable, as all ran on one machine."""
+
+    step: int
+    """Counted from 0."""
+    generation: int
+    rank: int
+    world: int
+    ids: tuple[int, ...]
+    at_s: float
+    loss: float
+    process: str
+    """'<node>.<pid>'."""
+
+    @property
+    def node(self) -> str:
+        return self.process.partition(".")[0]
+
+
+class History:
+    """Reads the folder anew at each call of `read`."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.commits: list[Commit] = []
+
+    def read(self) -> History:
+        self.commits = []
+        for path in sorted(self.folder.glob("commits.*.jsonl")):
+            process = path.name.removeprefix("commits.").removesuffix(".jsonl")
+            for line in path.read_text().splitlines(keepends=True):
+                if line.endswith("\n"):  # the writer may just have been killed
+                    raw = json.loads(line)
+                    self.commits.append(Commit(**{**raw, "ids": tuple(raw["ids"])}, process=process))
+        self.commits.sort(key=lambda c: c.at_s)
+        return self
+
+    def step(self) -> int:
+        """Steps committed so far on some rank."""
+        return max((c.step + 1 for c in self.commits), default=0)
+
+    def generations(self) -> list[int]:
+        return sorted({c.generation for c in self.commits})
+
+    def of(self, generation: int) -> list[Commit]:
+        return [c for c in self.commits if c.generation == generation]
+
+    def gaps_s(self) -> list[float]:
+        """Time between consecutive steps, each at its first commit anywhere."""
+        first: dict[int, float] = {}
+        for commit in self.commits:
+            first.setdefault(commit.step, commit.at_s)
+        instants = sorted(first.values())
+        return [b - a for a, b in itertools.pairwise(instants)]
+
+    def back_s(self, struck_s: float, after_generation: int) -> float:
+        """From the strike until every rank of a newer generation has committed a step."""
+        newer = [c for c in self.commits if c.generation > after_generation]
+        assert newer, f"no step was committed after generation {after_generation}"
+        generation = min(c.generation for c in newer)
+        firsts: dict[int, float] = {}
+        for commit in self.of(generation):
+            firsts.setdefault(commit.rank, commit.at_s)
+        world = self.of(generation)[0].world
+        assert len(firsts) == world, f"generation {generation}: {sorted(firsts)} of {world} ranks stepped"
+        return max(firsts.values()) - struck_s
+
+    def struck(self, name: str) -> dict[str, object]:
+        """What the script noted when fault `name` struck. Raises AssertionError: it did not strike."""
+        path = self.folder / f"struck.fault.{name}.json"
+        assert path.exists(), f"fault {name} did not strike"
+        noted: dict[str, object] = json.loads(path.read_text())
+        return noted
+
+    def finals(self) -> dict[int, dict[str, object]]:
+        """rank -> {"step", "world", "sha256"}, of those ranks that got to the end."""
+        return {int(path.name.split(".")[1]): json.loads(path.read_text()) for path in self.folder.glob("final.*.json")}
+
+
+def check(history: History, *, steps: int, batch: int, lost: int = 0, frozen: Collection[str] = ()) -> None:
+    """All that holds for a complete run. `lost`: steps that may have been done again (0 while anybody survived);
+    `frozen`: nodes that were stopped or cut off, whose last words may come late. Raises AssertionError."""
+    commits = history.commits
+    assert {c.step for c in commits} == set(range(steps)), f"steps missing: {_missing(commits, steps)}"
+    _one_plan_per_generation(commits)
+    _right_samples(commits, batch)
+    _each_sample_once(commits, steps, batch)
+    _order_within_processes(commits)
+    _one_live_world(commits, frozen)
+    redone = _done_again(commits)
+    assert redone <= lost, f"{redone} committed steps were lost and done again, allowed: {lost}"
+    finals = history.finals()
+    last = history.of(history.generations()[-1])
+    world = last[-1].world
+    assert set(finals) >= set(range(world)), f"only ranks {sorted(finals)} of {world} got to the end"
+    prints = {str(finals[rank]["sha256"]) for rank in range(world)}
+    assert len(prints) == 1, f"the replicas differ: {finals}"
+    assert all(finals[rank]["step"] == steps for rank in range(world))
+
+
+def final_sha256(history: History) -> str:
+    return str(history.finals()[0]["sha256"])
+
+
+def _missing(commits: Sequence[Commit], steps: int) -> list[int]:
+    return sorted(set(range(steps)) - {c.step for c in commits})[:10]
+
+
+def _right_samples(commits: Sequence[Commit], batch: int) -> None:
+    """Each rank's samples are what the step, the rank and the world say, and nothing else."""
+    plan = Plan(SAMPLES, batch)
+    orders: dict[int, Order] = {}
+    for commit in commits:
+        whole = plan.at(commit.step)
+        order = orders.setdefault(whole.epoch, Order(SAMPLES, 0, whole.epoch))
+        want = order.take(*share(whole.start, whole.stop, commit.rank, commit.world))
+        assert commit.ids == tuple(want), f"wrong samples: {commit}"
+
+
+def _each_sample_once(commits: Sequence[Commit], steps: int, batch: int) -> None:
+    """Over the steps of one epoch no sample comes twice. One world's parts make a step: the last that did it."""
+    plan = Plan(SAMPLES, batch)
+    last = {c.step: c.generation for c in sorted(commits, key=lambda c: c.generation)}
+    seen: dict[int, set[int]] = {}
+    for step in range(steps):
+        whole = plan.at(step)
+        parts = {c.rank: c.ids for c in commits if c.step == step and c.generation == last[step]}
+        taken = [sample for part in parts.values() for sample in part]
+        epoch = seen.setdefault(whole.epoch, set())
+        assert len(set(taken)) == len(taken), f"step {step}: samples twice within the step"
+        assert not epoch & set(taken), f"step {step}: samples that were taken before"
+        epoch |= set(taken)
+
+
+def _one_plan_per_generation(commits: Sequence[Commit]) -> None:
+    for generation in {c.generation for c in commits}:
+        mine = [c for c in commits if c.generation == generation]
+        assert len({c.world for c in mine}) == 1, f"generation {generation} has two sizes"
+        holders = {(c.rank, c.process) for c in mine}
+        assert len(holders) == len({rank for rank, _ in holders}), f"generation {generation}: a rank twice: {holders}"
+
+
+def _order_within_processes(commits: Sequence[Commit]) -> None:
+    """No process goes back: neither in generations nor in steps."""
+    for process in {c.process for c in commits}:
+        mine = [c for c in commits if c.process == process]
+        for before, after in itertools.pairwise(mine):
+            assert after.generation >= before.generation, f"{process}: generation went back: {before} {after}"
+            assert after.step > before.step, f"{process}: step went back: {before} {after}"
+            if after.generation == before.generation:
+                assert after.step == before.step + 1, f"{process}: a step left out: {before} {after}"
+
+
+def _one_live_world(commits: Sequence[Commit], frozen: Collection[str]) -> None:
+    """No generation commits after a newer one has."""
+    newest = 0
+    for commit in commits:
+        if commit.node not in frozen:
+            assert commit.generation >= newest, f"generation {newest} was at work already: {commit}"
+            newest = max(newest, commit.generation)
+
+
+def _done_again(commits: Sequence[Commit]) -> int:
+    """Steps that had been committed somewhere and were committed again in a later generation."""
+    return len(
+        {
+            c.step
+            for c in commits
+            for later in commits
+            if later.step == c.step and later.generation > c.generation
+        }
+    )  # fmt: skip
