@@ -1,4 +1,4 @@
-"""What a run of `train_recorded.py` wrote down, and what must be true of it, whatever failed meanwhile."""
+"""What a run of `train_chaos.py` wrote down, and what must be true of it, whatever failed meanwhile."""
 
 from __future__ import annotations
 

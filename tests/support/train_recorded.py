@@ -1,28 +1,11 @@
-"""The training script of the chaos tests: small, deterministic, and it writes down what it did.
-
-Everything is told by the environment:
-
-    RECORD_DIR      folder for the records, shared by all nodes
-    STEPS, BATCH    steps in all, samples per step over all ranks (default 60, 8)
-    PACE_S          least duration of a step (default 0.02)
-    SETUP_S         what `setup` takes (default 0)
-    WIDTH           width of the model (default 32)
-
-Each process appends to RECORD_DIR/commits.<node>.<pid>.jsonl one line per committed step (see `history.Commit`), and
-writes final.<rank>.json at the end. A file RECORD_DIR/fault.<name>.json {"rank", "step", "place", "do", …} strikes
-once, in whichever process has that rank when it gets to that place of that step; struck.fault.<name>.json says so.
-Places, in their order within a step: `forward`, `backward` (while gradients are exchanged), `apply` (inside the
-optimizer), `commit` (just before), `committed`. `do`: a signal's name, `exception`, `exit` (`code`), `spin`, `sleep`.
-"""
+"""A small training job that writes down every commit: step, generation, rank, samples, instant."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
-import pathlib
-import signal
-import sys
 import time
 
 import torch
@@ -30,133 +13,97 @@ import torch.nn.functional as F
 
 import elastic
 
-FOLDER = pathlib.Path(os.environ["RECORD_DIR"])
-STEPS = int(os.environ.get("STEPS", "60"))
-BATCH = int(os.environ.get("BATCH", "8"))
-PACE_S = float(os.environ.get("PACE_S", "0.02"))
-WIDTH = int(os.environ.get("WIDTH", "32"))
-NODE = os.environ.get("ELASTIC_NODE") or os.uname().nodename
-SAMPLES = 1000
+parser = argparse.ArgumentParser()
+parser.add_argument("--record", required=True)
+parser.add_argument("--steps", type=int, default=200)
+parser.add_argument("--batch", type=int, default=16)
+parser.add_argument("--samples", type=int, default=1000)
+parser.add_argument("--width", type=int, default=32)
+parser.add_argument("--step-ms", type=float, default=5.0)
+parser.add_argument("--setup-s", type=float, default=0.0)
+parser.add_argument("--fail", default="")  # rank:step:kind, struck in the first life of the process only
+ARGS = parser.parse_args()
 
 
-class Squares(torch.utils.data.Dataset):
-    """Sample i is always the same pair."""
+class Numbers(torch.utils.data.Dataset):
+    """Fixed samples, each a function of its index."""
 
-    def __len__(self):
-        return SAMPLES
+    def __len__(self) -> int:
+        return ARGS.samples
 
-    def __getitem__(self, i):
-        x = torch.arange(8, dtype=torch.float32) * 0.1 + i / SAMPLES
-        return x, (x * x).sum().reshape(1)
-
-
-class Faults:
-    """Strikes what the files order, each once."""
-
-    def __init__(self):
-        self.rank = self.step = -1
-
-    def at(self, place):
-        for path in FOLDER.glob("fault.*.json"):
-            try:
-                fault = json.loads(path.read_text())
-            except (FileNotFoundError, json.JSONDecodeError):  # struck by another, or still being written
-                continue
-            if (fault["rank"], fault["step"], fault.get("place", "forward")) != (self.rank, self.step, place):
-                continue
-            try:
-                path.rename(path.with_suffix(".struck"))
-            except FileNotFoundError:
-                continue
-            note(f"struck.{path.name}", {"pid": os.getpid(), "node": NODE, "at_s": time.monotonic(), **fault})
-            self.strike(fault)
-
-    def strike(self, fault):
-        do = fault["do"]
-        if do == "exception":
-            raise ValueError(fault.get("message", "the fault that was ordered"))
-        if do == "exit":
-            sys.exit(fault.get("code", 3))
-        if do == "spin":
-            while True:
-                pass
-        if do == "sleep":
-            time.sleep(fault["seconds"])
-        else:
-            os.kill(os.getpid(), getattr(signal, do))
-            time.sleep(0.2)  # a signal to oneself may take a moment; SIGSTOP returns when continued
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(ARGS.width, generator=generator)
+        return x, x.sum().sign().clamp(min=0).long()
 
 
-def note(name, content):
-    """Whole or not at all."""
-    half = FOLDER / f"{name}.half.{os.getpid()}"
-    half.write_text(json.dumps(content))
-    half.rename(FOLDER / name)
-
-
-faults = Faults()
-log = os.open(FOLDER / f"commits.{NODE}.{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-
-
-def setup(job):
-    time.sleep(float(os.environ.get("SETUP_S", "0")))
-    torch.manual_seed(1)
+def setup(job: elastic.Job) -> elastic.State:
+    if ARGS.setup_s:
+        time.sleep(ARGS.setup_s)
+    torch.manual_seed(0)
     model = torch.nn.Sequential(
-        torch.nn.Linear(8, WIDTH), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, 1)
-    ).to(job.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer.register_step_pre_hook(lambda *_: faults.at("apply"))
-    model[0].weight.register_hook(lambda gradient: faults.at("backward"))
-    return elastic.State(model=model, optimizer=optimizer)
+        torch.nn.Linear(ARGS.width, 64), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 2)
+    )
+    return elastic.State(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 
-def train(job, state):
+def train(job: elastic.Job, state: elastic.State) -> None:
     model = job.ddp(state.model)
-    faults.rank = job.rank
-    for batch in job.batches(Squares(), state, batch_size=BATCH, steps=STEPS, epochs=1000):
-        began_s = time.monotonic()
-        faults.step = state.step
-        faults.at("forward")
-        loss = F.mse_loss(model(batch.x), batch.y)
-        loss.backward()
-        state.optimizer.step()
-        state.optimizer.zero_grad(set_to_none=True)
-        time.sleep(max(0.0, PACE_S - (time.monotonic() - began_s)))
-        faults.at("commit")
-        before = state.step
-        try:
-            job.commit(state, loss=loss)
-        finally:  # at the end of a generation `commit` raises, but the step is committed all the same
-            if state.step == before + 1:
-                line = {
-                    "step": before, "generation": job.generation, "rank": job.rank, "world": job.world_size,
-                    "ids": batch.indices, "at_s": time.monotonic(), "loss": float(loss),
-                }  # fmt: skip
-                os.write(log, (json.dumps(line) + "\n").encode())
-        faults.at("committed")
-    note(f"final.{job.rank}.json", {"step": state.step, "world": job.world_size, "sha256": fingerprint(state)})
+    with open(f"{ARGS.record}/{os.getpid()}.jsonl", "a", buffering=1) as log:
+        log.write(json.dumps({"entered": state.step, "generation": job.generation, "rank": job.rank}) + "\n")
+        for batch in job.batches(Numbers(), state, batch_size=ARGS.batch, steps=ARGS.steps):
+            loss = F.cross_entropy(model(batch.x), batch.y)
+            loss.backward()
+            fail(job, state)
+            state.optimizer.step()
+            state.optimizer.zero_grad(set_to_none=True)
+            time.sleep(ARGS.step_ms / 1000)
+            line = {
+                "step": state.step + 1,
+                "generation": job.generation,
+                "rank": job.rank,
+                "world": job.world_size,
+                "slot": job.local_rank,
+                "pid": os.getpid(),
+                "samples": list(batch.indices),
+                "at_s": 0.0,
+            }
+            try:
+                job.commit(state, loss=loss)
+            finally:
+                if state.step == line["step"]:
+                    line["at_s"] = time.monotonic()
+                    log.write(json.dumps(line) + "\n")
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in state.model.parameters())).hexdigest()
+    with open(f"{ARGS.record}/final-{job.rank}.txt", "w") as final:
+        final.write(digest)
 
 
-def fingerprint(state):
-    """Of all weights and of the optimizer's state, to the last bit."""
-    digest = hashlib.sha256()
-
-    def add(value):
-        if isinstance(value, torch.Tensor):
-            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(value, dict):
-            for key in sorted(value, key=str):
-                digest.update(str(key).encode())
-                add(value[key])
-        elif isinstance(value, list | tuple):
-            for one in value:
-                add(one)
-        else:
-            digest.update(repr(value).encode())
-
-    add(state.model.state_dict())
-    add(state.optimizer.state_dict())
-    return digest.hexdigest()
+def fail(job: elastic.Job, state: elastic.State) -> None:
+    if not ARGS.fail:
+        return
+    rank, step, kind = ARGS.fail.split(":")
+    marker = f"{ARGS.record}/failed"
+    if job.rank != int(rank) or state.step != int(step) or (os.path.exists(marker) and kind != "always"):
+        return
+    with open(marker, "a") as told:
+        told.write(f"{os.getpid()}\n")
+    if kind in ("exception", "always"):
+        raise ValueError(f"planted at step {state.step}")
+    if kind == "exit0":
+        raise SystemExit(0)
+    if kind == "exit3":
+        raise SystemExit(3)
+    if kind == "abort":
+        os.abort()
+    if kind == "memory":
+        raise MemoryError("planted")
+    if kind == "spin":
+        while True:
+            pass
+    if kind == "nan":
+        for p in state.model.parameters():
+            p.grad.fill_(float("nan"))
 
 
 if __name__ == "__main__":
