@@ -1,0 +1,271 @@
+"""Batches by step number: the data of a step, whatever happened before it and however large the world is now."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, default_collate
+
+from ..core.sharding import GlobalBatch, Order, Plan, derive, micro_sizes, share
+from .ddp import Share
+from .inherited import leave_parents_sockets
+
+_FEW = 48
+"""Below so many samples plain integers are quicker than arrays."""
+
+
+class MapDataset(Protocol):
+    """`dataset[i]` and `len(dataset)`. A `__getitems__(indices)` is used where there is one, as torch does."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class HasStep(Protocol):
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """This rank's part of one step's global batch, on the job's device."""
+
+    data: Any
+    """What the collate function made of the samples."""
+
+    indices: tuple[int, ...]
+    """Which samples of the dataset these are. Empty on a rank that has none this time: `data` then holds one sample
+    to run through the model, because the exchange of gradients needs every rank; its weight is 0."""
+
+    step: int
+    epoch: int
+    global_size: int
+    """Samples of this step over all ranks."""
+
+    micro_batch: int | None = None
+    share: Share | None = field(default=None, repr=False)
+
+    @property
+    def x(self) -> Any:
+        """First of the two that the dataset gives: `dataset[i] == (x, y)`."""
+        return self._pair[0]
+
+    @property
+    def y(self) -> Any:
+        return self._pair[1]
+
+    @property
+    def _pair(self) -> Any:
+        if not (isinstance(self.data, (tuple, list)) and len(self.data) == 2):
+            raise TypeError(
+                "batch.x and batch.y are for datasets of pairs (x, y); this one's batches are in batch.data"
+            )
+        return self.data
+
+    @property
+    def size(self) -> int:
+        """Samples on this rank."""
+        return len(self.indices)
+
+    @property
+    def weight(self) -> float:
+        """Part of the global batch that is here: what this rank's mean loss counts for."""
+        return self.size / self.global_size
+
+    def parts(self) -> Iterator[Batch]:
+        """The same samples in micro-batches of at most `micro_batch`, for `loss.backward()` on each in turn.
+
+        Gradients add up to the exact mean over the global batch; they are exchanged during the last backward only.
+        """
+        sizes = micro_sizes(self.size, self.micro_batch)
+        start = 0
+        for number, size in enumerate(sizes):
+            if self.share is not None:
+                if number and size != sizes[number - 1]:
+                    self.share.rescale(sizes[number - 1] / size)
+                self.share.begin(size / self.global_size, exchange=number == len(sizes) - 1)
+            yield self if len(sizes) == 1 else self._slice(start, start + size)
+            start += size
+
+    def _slice(self, start: int, stop: int) -> Batch:
+        def cut(leaf: Any) -> Any:
+            return leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf
+
+        return Batch(
+            data=pytree.tree_map(cut, self.data),
+            indices=self.indices[start:stop],
+            step=self.step,
+            epoch=self.epoch,
+            global_size=self.global_size,
+        )
+
+
+def batches(
+    dataset: MapDataset,
+    state: HasStep,
+    *,
+    batch_size: int,
+    rank: int,
+    world: int,
+    seed: int = 0,
+    epochs: int | None = None,
+    steps: int | None = None,
+    shuffle: bool = True,
+    micro_batch: int | None = None,
+    num_workers: int = 0,
+    collate: Callable[[list[Any]], Any] | None = None,
+    device: torch.device | str | None = None,
+    pin_memory: bool = False,
+    share: Share | None = None,
+) -> Iterator[Batch]:
+    """This rank's part of each step from `state.step` on; `state.step` must grow by one a turn (`job.commit`).
+
+    `batch_size` is that of all ranks together and does not change with the world. `epochs` and `steps` are totals
+    from the start of training, the smaller counts; neither: one epoch. `micro_batch`: see `Batch.parts`.
+    `num_workers` processes load ahead; they end with the iterator, and with this process however it ends.
+
+    Random draws: those in `dataset[i]` depend on (seed, epoch, position of the sample in the epoch) alone, so they are
+    the same whatever the world; those in the training loop (dropout) on (seed, step, rank). For Python's `random`,
+    numpy's global generator and torch's, on CPU and CUDA.
+
+    Raises ValueError for an empty dataset or wrong sizes, RuntimeError when a turn ends without a commit.
+    """
+    plan = Plan(len(dataset), batch_size)
+    micro_sizes(1, micro_batch)  # refuse a wrong one at the first call, not in the loop
+    load = _Parts(dataset, plan, rank, world, seed, shuffle, collate or default_collate)
+    end = plan.total_steps(epochs=epochs, steps=steps)
+    with contextlib.closing(_loaded(load, range(state.step, end), num_workers, pin_memory)) as loaded:
+        for step, (indices, data) in zip(range(state.step, end), loaded, strict=True):
+            whole = plan.at(step)
+            batch = Batch(
+                data=_to(device, data),
+                indices=indices,
+                step=step,
+                epoch=whole.epoch,
+                global_size=whole.size,
+                micro_batch=micro_batch,
+                share=share,
+            )
+            seed_everything(seed, 1, step, rank)
+            if share is not None:
+                share.begin(batch.weight)
+            yield batch
+            if state.step != step + 1:
+                raise RuntimeError(
+                    f"step {step} ended with state.step = {state.step}: call job.commit(state) once, "
+                    "at the end of each turn"
+                )
+
+
+def seed_everything(seed: int, *path: int) -> None:
+    """Seed the global generators of Python, numpy and torch from (seed, *path). A few microseconds without CUDA."""
+    words = derive(seed, *path)
+    random.seed(words[0] << 32 | words[1])
+    np.random.seed(words[2])
+    torch.default_generator.manual_seed(words[3] << 32 | words[4])
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(words[3] << 32 | words[4])
+
+
+class _Parts:
+    """`parts[step]`: (indices, collated samples) of this rank in that step. Picklable if the dataset is."""
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        plan: Plan,
+        rank: int,
+        world: int,
+        seed: int,
+        shuffle: bool,
+        collate: Callable[[list[Any]], Any],
+    ) -> None:
+        self._dataset = dataset
+        self._plan = plan
+        self._rank = rank
+        self._world = world
+        self._seed = seed
+        self._shuffle = shuffle
+        self._collate = collate
+        self._order: tuple[int, Order] | None = None
+
+    def __getitem__(self, step: int) -> tuple[tuple[int, ...], Any]:
+        whole = self._plan.at(step)
+        start, stop = share(whole.start, whole.stop, self._rank, self._world)
+        indices = self._indices(whole, start, stop)
+        stand_in = self._indices(whole, whole.start, whole.start + 1) if start == stop else ()
+        return indices, self._collate(self._fetch(whole.epoch, start, indices or stand_in))
+
+    def _indices(self, whole: GlobalBatch, start: int, stop: int) -> tuple[int, ...]:
+        if self._order is None or self._order[0] != whole.epoch:
+            self._order = whole.epoch, Order(self._plan.samples, self._seed, whole.epoch, shuffle=self._shuffle)
+        order = self._order[1]
+        if not self._shuffle or stop - start < _FEW:
+            return tuple(order.take(start, stop))
+        return take_many(order, start, stop)
+
+    def _fetch(self, epoch: int, start: int, indices: tuple[int, ...]) -> list[Any]:
+        if many := getattr(self._dataset, "__getitems__", None):
+            seed_everything(self._seed, 0, epoch, start)
+            return list(many(list(indices)))
+        samples = []
+        for position, index in enumerate(indices, start):
+            seed_everything(self._seed, 0, epoch, position)
+            samples.append(self._dataset[index])
+        return samples
+
+
+def take_many(order: Order, start: int, stop: int) -> tuple[int, ...]:
+    """`order.take(start, stop)` for a shuffled order, with arrays."""
+    samples = order.permute(np.arange(start, stop, dtype=np.uint64))
+    while (outside := samples >= order.samples).any():
+        samples[outside] = order.permute(samples[outside])
+    return tuple(samples.tolist())
+
+
+def _loaded(
+    parts: _Parts, steps: range, num_workers: int, pin_memory: bool
+) -> Generator[tuple[tuple[int, ...], Any], None, None]:
+    """parts[step] for each of `steps`, loaded here or ahead in child processes."""
+    if num_workers == 0:
+        for step in steps:
+            yield parts[step]
+        return
+    loader: DataLoader[Any] = DataLoader(
+        parts,  # type: ignore[arg-type]  # __getitem__ is all that is asked of it
+        batch_size=None,
+        collate_fn=_as_is,
+        sampler=steps,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        worker_init_fn=functools.partial(leave_parents_sockets, parent=os.getpid()),
+        generator=torch.Generator(),  # else it draws from the global one
+    )
+    iterator: Any = iter(loader)
+    try:
+        yield from iterator
+    finally:
+        iterator._shutdown_workers()  # dropping the iterator does so too, but not while a traceback holds it
+
+
+def _as_is(loaded: Any) -> Any:
+    return loaded
+
+
+def _to(device: torch.device | str | None, data: Any) -> Any:
+    if device is None or torch.device(device).type == "cpu":
+        return data
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+    return pytree.tree_map(move, data)

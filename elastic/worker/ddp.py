@@ -1,0 +1,128 @@
+"""DistributedDataParallel, with the gradient an exact mean over the global batch and the same bits after re-forming.
+
+Stock DDP averages the ranks' gradients with equal weights. That is the mean over the global batch only if every rank
+has as many samples; here parts may differ by one and may be empty. So a communication hook multiplies each bucket by
+this rank's share (samples here / samples in the global batch) and sums. The user's loop stays plain PyTorch: a loss
+that is a mean over the samples of the rank's batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Share:
+    """What this rank contributes to the step under way: written by `batches`, read by the gradient hook."""
+
+    def __init__(self) -> None:
+        self._weight: float | None = None
+        self._models: list[DistributedDataParallel] = []
+
+    def __call__(self) -> float:
+        """Samples of the backward under way / samples of the global batch. 1/world while no batch has been taken."""
+        return self._weight if self._weight is not None else 1.0 / dist.get_world_size()
+
+    def attach(self, model: DistributedDataParallel) -> None:
+        self._models.append(model)
+
+    def detach_all(self) -> None:
+        """Forget the models and the weight: their group is gone."""
+        self._models.clear()
+        self._weight = None
+
+    def begin(self, weight: float, *, exchange: bool = True) -> None:
+        """The next forward and backward have this weight; without `exchange` they only accumulate, as in `no_sync`."""
+        self._weight = weight
+        for model in self._models:
+            model.require_backward_grad_sync = exchange  # all that DDP.no_sync() does
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the gradients accumulated so far, so that micro-batches of unequal size keep their proportion."""
+        grads = [p.grad for model in self._models for p in model.parameters() if p.grad is not None]
+        if grads and factor != 1.0:
+            torch._foreach_mul_(grads, factor)
+
+
+class Weight(Protocol):
+    def __call__(self) -> float: ...
+
+
+def wrap(
+    model: nn.Module,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    weight: Weight,
+    on_contributed: Callable[[], None],
+    sync_buffers: bool = True,
+    **options: Any,
+) -> DistributedDataParallel:
+    """Wrap `model`, whose parameters are already equal on all ranks: nothing is sent here but the bucket layout.
+
+    `weight` is asked once per bucket. `on_contributed` is called when the last bucket of a backward has been handed
+    to the group: from then on this rank only waits for the others.
+    `sync_buffers`: as in stock DDP, rank 0's buffers (BatchNorm's running statistics) are broadcast at the start of
+    every training forward, so all ranks keep rank 0's. Without, each rank has its own, and what a lost rank had
+    is replaced by the source's; switch it off for models whose buffers never change.
+    `options` go to DistributedDataParallel.
+    """
+    if not sync_buffers:
+        # torch 2.13 renamed it and warns at the old name; either means no broadcast here, as init_sync is off.
+        known = inspect.signature(DistributedDataParallel).parameters
+        options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
+    # With find_unused_parameters alone DDP never rebuilds its buckets: its first layout is its only one.
+    rebuilds = options.get("static_graph", False) or not options.get("find_unused_parameters", False)
+    kind = _FixedLayout if rebuilds else DistributedDataParallel
+    wrapped = kind(model, process_group=process_group, init_sync=False, **options)
+    group = process_group if process_group is not None else dist.group.WORLD
+
+    def reduce(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        gradient: torch.Tensor = bucket.buffer()
+        factor = weight()
+        if factor == 0.0:
+            gradient.zero_()  # not a product: a loss over no samples may be NaN
+        elif factor != 1.0:
+            gradient.mul_(factor)
+        work = dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=group, async_op=True)
+        if bucket.is_last():
+            on_contributed()
+        assert work is not None  # only for ranks outside the group
+        reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
+        return reduced
+
+    # A lambda, because DDP refuses annotations that are not the very types it expects.
+    wrapped.register_comm_hook(None, lambda _, bucket: reduce(bucket))
+    if isinstance(weight, Share):
+        weight.attach(wrapped)
+    return wrapped
+
+
+def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
+    tensor: torch.Tensor = future.value()[0]
+    return tensor
+
+
+class _FixedLayout(DistributedDataParallel):
+    """DDP whose buckets have their final layout from the first backward on.
+
+    Stock DDP puts everything into one bucket first and cuts it up after the first backward, in the order in which
+    gradients became ready. The order in which gloo and NCCL add up the ranks' values depends on where an element
+    lies in its bucket, so with three ranks or more the first step after re-forming would round differently from the
+    same step of an undisturbed run. Here the one rebuild is done at once, in reverse order of the parameters, which
+    is nearly the order in which gradients become ready.
+    """
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.reducer._push_all_rebuilt_params()
+        self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> Any:
+        parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return parameters[::-1], expect_sparse[::-1]

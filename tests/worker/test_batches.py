@@ -1,0 +1,178 @@
+"""Each sample once, the same draws whatever the world, and nothing left of the loader's processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import socket
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.core.sharding import Order
+from elastic.worker.batches import Batch, batches, take_many
+from elastic.worker.ddp import Share
+
+
+class Numbers:
+    """Sample i is (tensor of i, i); with draws, what the three generators give while it is loaded."""
+
+    def __init__(self, size: int, *, draws: bool = False) -> None:
+        self.size = size
+        self.draws = draws
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        x = torch.full((2,), float(index))
+        if self.draws:
+            x = torch.tensor([random.random(), np.random.random(), torch.rand(()).item()], dtype=torch.float64)
+        return x, index
+
+
+def run(dataset: Any, step: int = 0, **options: Any) -> list[Batch]:
+    """All batches of one rank from `step` on, committing each."""
+    state = SimpleNamespace(step=step)
+    taken = []
+    for batch in batches(dataset, state, **options):
+        taken.append(batch)
+        state.step += 1
+    return taken
+
+
+@settings(deadline=None)
+@given(
+    size=st.integers(1, 60),
+    batch_size=st.integers(1, 20),
+    worlds=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    spans=st.lists(st.integers(1, 7), min_size=1, max_size=4),
+)
+def test_each_sample_once_when_the_world_changes_at_any_steps(
+    size: int, batch_size: int, worlds: list[int], spans: list[int]
+) -> None:
+    committed: Counter[int] = Counter()
+    step, turn = 0, 0
+    end = -(-size // batch_size)
+    while step < end:
+        world, stop = worlds[turn % len(worlds)], min(end, step + spans[turn % len(spans)])
+        parts = [
+            run(Numbers(size), step, batch_size=batch_size, rank=r, world=world, steps=stop, seed=5)
+            for r in range(world)
+        ]
+        for same_step in zip(*parts, strict=True):
+            committed.update(i for batch in same_step for i in batch.indices)
+            assert sum(batch.weight for batch in same_step) == pytest.approx(1.0)
+            assert all(torch.equal(b.y, torch.tensor(b.indices)) for b in same_step if b.size)
+        step, turn = stop, turn + 1
+    assert committed == Counter(range(size))
+
+
+def test_a_rank_without_samples_gets_one_of_no_weight() -> None:
+    (batch,) = run(Numbers(2), batch_size=2, rank=2, world=3)
+    assert batch.indices == ()
+    assert batch.size == 0
+    assert batch.weight == 0.0
+    assert batch.x.shape == (1, 2)
+
+
+def test_draws_in_the_dataset_depend_on_the_position_alone() -> None:
+    def drawn(world: int, workers: int) -> dict[int, list[float]]:
+        found = {}
+        for rank in range(world):
+            for b in run(Numbers(12, draws=True), batch_size=6, rank=rank, world=world, seed=3, num_workers=workers):
+                found |= dict(zip(b.indices, b.x.tolist(), strict=True))
+        return found
+
+    alone = drawn(1, 0)
+    assert len({tuple(values) for values in alone.values()}) == 12
+    assert drawn(3, 0) == alone
+    assert drawn(1, 2) == alone
+
+
+def test_draws_in_the_loop_depend_on_seed_step_and_rank() -> None:
+    def drawn(step: int, rank: int, seed: int = 1) -> list[tuple[float, float, float]]:
+        state, found = SimpleNamespace(step=step), []
+        for _ in batches(Numbers(8), state, batch_size=2, rank=rank, world=2, seed=seed):
+            found.append((random.random(), float(np.random.random()), torch.rand(()).item()))
+            state.step += 1
+        return found
+
+    whole = drawn(0, 0)
+    assert len(set(whole)) == 4
+    assert drawn(2, 0) == whole[2:]  # entered again after a re-formation
+    assert not set(drawn(0, 1)) & set(whole)
+    assert not set(drawn(0, 0, seed=2)) & set(whole)
+
+
+def test_epochs_have_orders_of_their_own_and_the_last_batch_is_short() -> None:
+    taken = run(Numbers(10), batch_size=4, rank=0, world=1, epochs=2)
+    assert [b.size for b in taken] == [4, 4, 2, 4, 4, 2]
+    assert [b.epoch for b in taken] == [0, 0, 0, 1, 1, 1]
+    first, second = ([i for b in taken if b.epoch == e for i in b.indices] for e in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+
+
+def test_a_turn_without_commit_is_refused() -> None:
+    loop = batches(Numbers(8), SimpleNamespace(step=0), batch_size=2, rank=0, world=1)
+    next(loop)
+    with pytest.raises(RuntimeError, match=r"step 0 ended with state.step = 0: call job.commit"):
+        next(loop)
+
+
+def test_the_share_is_set_before_the_loop_body_and_for_each_part() -> None:
+    share = Share()
+    state, seen = SimpleNamespace(step=0), []
+    for batch in batches(Numbers(10), state, batch_size=10, rank=0, world=2, micro_batch=2, share=share):
+        assert share() == 0.5
+        for part in batch.parts():
+            assert part.x.shape[0] == part.y.shape[0] == part.size
+            seen.append((part.size, share(), part.indices))
+        state.step += 1
+    assert [s[:2] for s in seen] == [(2, 0.2), (2, 0.2), (1, 0.1)]
+    assert sum((s[2] for s in seen), ()) == batch.indices
+
+
+def test_batches_of_other_shapes_are_in_data() -> None:
+    class Words(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return {"id": index, "text": f"word {index}"}
+
+    (batch,) = run(Words(3), batch_size=3, rank=0, world=1, shuffle=False)
+    assert batch.data["text"] == ["word 0", "word 1", "word 2"]
+    with pytest.raises(TypeError, match=r"batch\.data"):
+        _ = batch.x
+
+
+def test_many_at_once_gives_what_one_by_one_does() -> None:
+    for size in (1, 2, 3, 100, 1025):
+        order = Order(size, 9, 4)
+        assert take_many(order, 0, size) == order.take(0, size)
+    huge = Order(10**10, 9, 4)
+    assert take_many(huge, 10**10 - 300, 10**10) == huge.take(10**10 - 300, 10**10)
+    assert run(Numbers(200), batch_size=200, rank=0, world=1, seed=9)[0].indices == Order(200, 9, 0).take(0, 200)
+
+
+def test_loader_processes_end_with_the_iterator_and_hold_no_socket_of_ours() -> None:
+    """A re-formation drops the iterator in the middle; the peers must see the end of a dead worker's sockets."""
+    here, there = socket.create_server(("127.0.0.1", 0)), socket.socket()
+    with here, there:
+        there.connect(here.getsockname())
+        peer, _ = here.accept()
+        with peer:
+            state = SimpleNamespace(step=0)
+            loop = batches(Numbers(1000), state, batch_size=1, rank=0, world=1, num_workers=2)
+            next(loop)
+            assert len(multiprocessing.active_children()) == 2
+            there.close()
+            peer.settimeout(5.0)
+            assert peer.recv(1) == b""  # although the children were forked while it was open
+            loop.close()  # type: ignore[attr-defined]
+            assert multiprocessing.active_children() == []

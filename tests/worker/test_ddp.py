@@ -1,0 +1,59 @@
+"""Real gloo ranks: the gradient is the exact global mean, and re-forming does not change a bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from support import ranks
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def played() -> dict[str, list[Any]]:
+    script = pathlib.Path(ranks.__file__)
+    env = os.environ | {"PYTHONPATH": str(script.parent.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=90, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["uneven", "empty", "alone", "micro", "static", "unused"])
+def test_the_gradient_is_the_exact_mean_over_the_global_batch(played: dict[str, list[Any]], name: str) -> None:
+    for rank in played[name]:
+        assert rank["got"] == [pytest.approx(step, rel=1e-12, abs=1e-14) for step in rank["want"]]
+        assert any(abs(g) > 1e-3 for g in rank["got"][0])
+        assert rank["contributed"] == 2  # once a step, whatever the micro-batches
+
+
+def test_re_forming_does_not_change_a_bit(played: dict[str, list[Any]]) -> None:
+    assert played["undisturbed"][0] == played["undisturbed"][2]
+    assert played["disturbed"] == played["undisturbed"]
+
+
+def test_buffers_follow_rank_0_or_are_left_alone(played: dict[str, list[Any]]) -> None:
+    (first,), (second,) = played["buffers synced"]
+    assert first == pytest.approx(0.19)  # 0.9 × 0.1 + 0.1
+    assert second == pytest.approx(0.29)  # rank 0's 0.1, then its own: 0.9 × 0.1 + 0.2
+    (first,), (second,) = played["buffers apart"]
+    assert (first, second) == (pytest.approx(0.19), pytest.approx(0.38))
+
+
+def test_nan_of_a_rank_without_samples_does_not_spread(played: dict[str, list[Any]]) -> None:
+    assert played["nan"] == [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+
+
+def test_drift_of_one_ulp_is_found_within_a_round_and_the_rank_named(played: dict[str, list[Any]]) -> None:
+    for rank in played["drift"]:
+        assert rank["before"] == []
+        assert rank["found"] == [[]] * (len(rank["found"]) - 1) + [[1]]
+
+
+def test_loader_processes_die_with_their_worker(played: dict[str, list[Any]]) -> None:
+    assert played["orphans"] == [{"children": 2, "left": 0}]
