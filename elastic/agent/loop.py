@@ -38,6 +38,7 @@ from ..core.model import (
     PutPhase,
     Rejoin,
     Restore,
+    Saved,
     SaveNow,
     Start,
     Tell,
@@ -61,10 +62,13 @@ from .incidents import Incidents
 from .peers import Peers
 from .pool import Exited, Happening, Pool, Said, ZygoteUp
 from .registry import Registry
+from .saver import Saver
+from .versions import versions
 from .watchman import Watchman
 
 STATUS_S = 0.5
 PROGRESS_S = 2.0
+FINISH_SAVING_S = 30.0
 
 log = structlog.get_logger()
 
@@ -97,6 +101,14 @@ class Loop:
         self._ended: Leave | None = None
         self._terminating = False
         self._broken_here: BrokenRecord | None = None
+        self.saver = Saver(
+            self._spec.checkpoint,
+            config.job,
+            self.pool.tell,
+            on_saved=lambda step: self.post(Saved(step)),
+            on_failed=lambda step, error: None,
+            versions=versions(),
+        )
 
     # ── from any thread ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -118,6 +130,8 @@ class Loop:
         self._selector.register(self._wake_read, selectors.EVENT_READ, ("wake", 0))
         signal.signal(signal.SIGTERM, lambda *_: self._on_signal())
         signal.signal(signal.SIGHUP, lambda *_: self.post(Tick()))
+        if self.saver.on:
+            self._selector.register(self.saver.writer, selectors.EVENT_READ, ("writer", 0))
         self._turn(Start())
         beat_s = self.config.timeouts.beat_s
         due_s = time.monotonic() + beat_s
@@ -129,10 +143,19 @@ class Loop:
             if now_s >= due_s:
                 due_s = now_s + beat_s
                 self._on_tick(now_s)
+        self._finish_saving()
         self._write_status()
         self.pool.close()
+        self.saver.close()
         self._selector.close()
         return self._ended.code
+
+    def _finish_saving(self) -> None:
+        """What the workers have handed over is still written."""
+        deadline_s = time.monotonic() + FINISH_SAVING_S
+        while self.saver.busy() and time.monotonic() < deadline_s:
+            self._selector.select(0.1)
+            self.saver.readable()
 
     def _on_signal(self) -> None:
         self._terminating = True
@@ -142,6 +165,9 @@ class Loop:
         if key[0] == "wake":
             with contextlib.suppress(BlockingIOError):
                 self._wake_read.recv(4096)
+            return
+        if key[0] == "writer":
+            self.saver.readable()
             return
         for happening in self.pool.handle(key):
             self._happened(happening)
@@ -201,7 +227,13 @@ class Loop:
                 if isinstance(message, messages.Synced):
                     self._incidents.synced(message.step, message.source)
                     log.info("worker.synced", slot=slot, step=message.step, source=message.source)
-                if event := _event(slot, life, message):
+                if isinstance(message, messages.NeedArena):
+                    self.saver.need_arena(slot, life, message.nbytes)
+                elif isinstance(message, messages.Filled):
+                    generation = self.agent.generation
+                    lead = self._leads() if self._spec.checkpoint.shared else True
+                    self.saver.filled(slot, message, lead=lead, world=generation.world if generation else 0)
+                elif event := _event(slot, life, message):
                     self._turn(event)
 
     def _slot(self, life: int) -> int:
@@ -328,7 +360,7 @@ class Loop:
     def _write_status(self) -> None:
         agent = self.agent
         rows = status.rank_rows(agent, self.pool)
-        progress = status.progress(agent, self.pool, self._gauge, rows, {})
+        progress = status.progress(agent, self.pool, self._gauge, rows, self.saver.last)
         leads = self._leads()
         record = AgentStatus(
             pid=os.getpid(),

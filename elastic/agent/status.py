@@ -16,6 +16,7 @@ from ..core.agentfile import AgentStatus
 from ..core.model import Agent, Stage
 from ..core.records import ProgressRecord, RankRow
 from .pool import Pool
+from .saver import Saved
 
 RATE_WINDOW_S = 10.0
 
@@ -65,9 +66,7 @@ def rank_rows(agent: Agent, pool: Pool) -> tuple[RankRow, ...]:
     return tuple(rows)
 
 
-def progress(
-    agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], saved: dict[str, object]
-) -> ProgressRecord:
+def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], saved: Saved) -> ProgressRecord:
     loss = None
     for worker in agent.workers.values():
         if process := pool.processes.get(worker.life):
@@ -85,7 +84,9 @@ def progress(
         wall_s=time.time(),
         waiting_for=agent.reason or (f"{', '.join(starting)} to start" if starting else ""),
         ranks=rows,
-        **saved,  # type: ignore[arg-type]
+        checkpoint_step=saved.step,
+        checkpoint_wall_s=saved.wall_s,
+        checkpoint_error=saved.error,
     )
 
 

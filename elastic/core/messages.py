@@ -29,6 +29,8 @@ class Form(Message, frozen=True, kw_only=True):
     world: int
     group_rank: int
     group_world: int
+    local_rank: int
+    """Position among this node's ranks; the slot (and so the device) is another thing."""
     local_world: int
     store_host: str
     store_port: int

@@ -535,6 +535,7 @@ class _Turn:
             world=generation.world,
             group_rank=group_rank,
             group_world=len(places),
+            local_rank=sorted(ranks.values()).index(ranks[worker.slot]),
             local_world=len(ranks),
             store_host=generation.store_host,
             store_port=generation.store_port,

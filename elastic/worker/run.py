@@ -16,8 +16,11 @@ import torch.distributed as dist
 
 from ..core import messages
 from ..core.beat import Doing
+from ..core.cadence import Rule
 from .group import FormError, Group, LetGoError, is_communication_error
 from .job import Job
+from .keeper import Keeper, Place
+from .restore import Disk
 from .session import Session, ToldToLeave
 from .state import State
 from .sync import synchronise
@@ -55,6 +58,9 @@ class Settings:
     form_timeout_s: float
     fingerprint_every_steps: int
     ignore_bad_numbers: bool
+    checkpoint_dir: str
+    checkpoint_rule: Rule
+    checkpoint_shared: bool
 
     @staticmethod
     def from_environment() -> Settings:
@@ -70,6 +76,12 @@ class Settings:
             form_timeout_s=float(env.get("ELASTIC_FORM_TIMEOUT_S", "60")),
             fingerprint_every_steps=int(env.get("ELASTIC_FINGERPRINT_EVERY", "0")),
             ignore_bad_numbers=env.get("ELASTIC_ON_BAD_NUMBERS") == "ignore",
+            checkpoint_dir=env.get("ELASTIC_CHECKPOINT_DIR", ""),
+            checkpoint_rule=Rule(
+                every_steps=int(env.get("ELASTIC_CHECKPOINT_EVERY_STEPS", "0")),
+                every_s=float(env.get("ELASTIC_CHECKPOINT_EVERY_S", "0")),
+            ),
+            checkpoint_shared=env.get("ELASTIC_CHECKPOINT_SHARED", "1") == "1",
         )
 
 
@@ -127,6 +139,10 @@ class Managed:
         self._train = train
         self._settings = settings
         self._link = AgentLink(session)
+        self._disk = Disk(settings.checkpoint_dir, settings.job) if settings.checkpoint_dir else None
+        self._keeper = (
+            Keeper(session, settings.checkpoint_rule, shared=settings.checkpoint_shared) if self._disk else None
+        )
 
     def run(self) -> State:
         session, settings = self._session, self._settings
@@ -209,7 +225,19 @@ class Managed:
         session.beat(Doing.SYNCING)
         _announce(form, job)
         state.to(job.device)
-        synced = synchronise(state, rank=form.rank, world=form.world, restore=form.restore)
+        disk = self._disk
+        # Live state makes looking at the disk needless, unless it is not to be trusted.
+        look = disk is not None and (form.restore == "snapshot" or not (state.clean() and state.established))
+        synced = synchronise(
+            state,
+            rank=form.rank,
+            world=form.world,
+            restore=form.restore,
+            generation=form.generation,
+            checkpoint=disk.newest() if look and disk is not None else None,
+            load=(lambda _: disk.load(state)) if look and disk is not None else None,
+            check=lambda: session.check(form.generation, -1),
+        )
         self._link.enter(form.generation, state.step)
         session.send(
             messages.Synced(
@@ -221,7 +249,11 @@ class Managed:
             )
         )
         session.check(form.generation, state.step)
-        job.enter(rank=form.rank, world=form.world, generation=form.generation, keeper=None)
+        if self._keeper is not None:
+            self._keeper.enter(
+                Place(form.generation, form.rank, form.world, form.local_rank, form.local_world), state.step
+            )
+        job.enter(rank=form.rank, world=form.world, generation=form.generation, keeper=self._keeper)
         self._train(job, state)
         # Nobody is done before everybody is: until then a rank may die and need the others' state.
         session.beat(Doing.EXCHANGING)

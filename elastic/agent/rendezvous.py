@@ -1,0 +1,212 @@
+"""The RendezvousHandler that torchrun's agent calls. What it knows and does in etcd is `party`'s."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+from torch.distributed import DistError, TCPStore
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from ..core.records import GenerationRecord, JobState, decode
+from ..etcd import Etcd, EtcdDenied, EtcdError
+from .party import Party
+from .torchrun import BACKEND, Settings
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+_GLANCE_S = 0.25
+"""How long one wait on a store may take before we look whether it is still worth waiting for."""
+
+_CONNECT_S = 5.0
+"""Deadline of one try to reach a store."""
+
+
+class EtcdRendezvousHandler(RendezvousHandler):
+    """A generation is published by the leader as soon as one is due, whether or not all its nodes have come to
+    `next_rendezvous` yet; they meet on its store. So re-forming takes one write, and one more to say what broke.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._etcd = Etcd(settings.access)
+        self._party = Party(self._etcd, settings)
+        self._shut = False
+
+    def start(self) -> None:
+        """Connect. Raises RendezvousConnectionError when etcd refuses us; that it does not answer may pass."""
+        try:
+            self._etcd.get(self._party.keys.state)
+        except EtcdDenied as error:
+            self._etcd.close()
+            raise RendezvousConnectionError(f"etcd refuses us: {error}") from error
+        except EtcdError as error:
+            log.warning("rendezvous.etcd_away error=%s", error)
+        _keep_from_workers()
+        self._party.start()
+        atexit.register(self.shutdown)  # torchrun, ended by a signal, does not call it
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._settings.run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers form their group on the generation's own store."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Block until a generation newer than ours has all its nodes at hand, us among them."""
+        deadline_s = time.monotonic() + self._settings.join_s
+        done = self._party.active
+        self._party.join()
+        if done is not None:
+            self._party.give_up(done, "its workers ended; the node asks for a new generation")
+        while True:
+            generation = self._seat(done, deadline_s)
+            if (store := self._meet(generation, deadline_s)) is not None:
+                break
+            done = generation
+        self._party.active = generation
+        place = generation.place(self._party.node, self._party.incarnation)
+        assert place is not None
+        return RendezvousInfo(
+            store,
+            generation.places.index(place),
+            len(generation.places),
+            RendezvousStoreInfo(generation.store_host, generation.store_port),
+        )
+
+    def num_nodes_waiting(self) -> int:
+        """Above 0 when the workers must be restarted: for newcomers, and for a node or a worker that is lost.
+
+        Never raises: without contact to etcd, the run goes on as it is.
+        """
+        active = self._party.active
+        if active is None or not (trouble := self._party.trouble(active)):
+            return 0
+        log.info("rendezvous.reform generation=%d why=%s", active.number, trouble)
+        return 1
+
+    def is_closed(self) -> bool:
+        try:
+            kv = self._etcd.get(self._party.keys.state)
+        except EtcdError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        return kv is not None and decode(JobState, kv.value).phase.over
+
+    def set_closed(self) -> None:
+        try:
+            self._party.close_run()
+        except EtcdError as error:
+            raise RendezvousConnectionError(str(error)) from error
+
+    def shutdown(self) -> bool:
+        """Leave. The run stays open for the others."""
+        if self._shut:
+            return True
+        self._shut = True
+        atexit.unregister(self.shutdown)
+        told = self._party.leave()
+        self._etcd.close()
+        self._party.close()
+        return told
+
+    def _seat(self, done: GenerationRecord | None, deadline_s: float) -> GenerationRecord:
+        """Wait for a generation after `done` that has a place for us."""
+        party = self._party
+
+        def found() -> GenerationRecord | None:
+            generation = party.view.generation
+            if generation is None or generation == done or party.trouble(generation):
+                return None
+            return generation if generation.place(party.node, party.incarnation) else None
+
+        with party.changed:
+            while (generation := found()) is None:
+                self._refuse()
+                left_s = deadline_s - time.monotonic()
+                # While others run at full size without us, we are their spare, for as long as they run.
+                if left_s <= 0 and not self._spare():
+                    break
+                party.changed.wait(min(max(left_s, 0.1), 1.0))
+        if generation is not None:
+            return generation
+        contact, reason = party.contact, party.waiting_for
+        self.shutdown()
+        if contact:
+            raise RendezvousConnectionError(f"no contact with etcd: {contact}")
+        raise RendezvousTimeoutError(f"no rendezvous within {self._settings.join_s:g} s: {reason}")
+
+    def _refuse(self) -> None:
+        if self._party.fault:
+            raise RendezvousStateError(self._party.fault)
+        if self._party.view.state.phase.over:
+            raise RendezvousClosedError(f"run {self._settings.run_id!r} is closed: {self._party.view.state.reason}")
+
+    def _spare(self) -> bool:
+        running = self._party.view.generation
+        full = running is not None and len(running.places) >= self._settings.max_nodes
+        return running is not None and full and not self._party.trouble(running)
+
+    def _meet(self, generation: GenerationRecord, deadline_s: float) -> TCPStore | None:
+        """Wait on the generation's store until all its nodes are there. None: it will not come to that."""
+        party = self._party
+
+        def worth_it() -> bool:
+            with party.changed:
+                self._refuse()
+                return not party.trouble(generation) and time.monotonic() < deadline_s
+
+        store: TCPStore | None = None
+        while store is None:
+            if not worth_it():
+                return None
+            store = _attempt(lambda: self._connect(generation))
+        here = _attempt(lambda: store.add("elastic/here", 1))
+        if here is None:
+            return None
+        if here == len(generation.places):
+            store.set("elastic/all_here", b"1")
+        while not _attempt(lambda: store.wait(["elastic/all_here"], timedelta(seconds=_GLANCE_S)) is None):
+            if not worth_it():
+                return None
+        return store
+
+    def _connect(self, generation: GenerationRecord) -> TCPStore:
+        timeout = timedelta(seconds=_CONNECT_S)
+        host, port = generation.store_host, generation.store_port
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        store.set_timeout(timedelta(seconds=self._settings.conf.read_timeout))
+        return store
+
+
+def _attempt(act: Callable[[], T]) -> T | None:
+    """`act`, or None where the store did not answer in time."""
+    try:
+        return act()
+    except (DistError, TimeoutError, RuntimeError):
+        return None
+
+
+def _keep_from_workers() -> None:
+    """torchrun hands its environment on: take out what we set for our own gRPC, which has read it by now."""
+    for name, ours in (("GRPC_ENABLE_FORK_SUPPORT", "0"), ("GRPC_VERBOSITY", "NONE")):
+        if os.environ.get(name) == ours:
+            del os.environ[name]

@@ -1,0 +1,191 @@
+"""Checkpoints on the agent's side: owns the arenas that workers fill, has them written, has the leader commit.
+
+A worker's death leaves its arenas here, so what it had filled is still written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from ..checkpoint import orders
+from ..checkpoint.arena import Arena
+from ..checkpoint.client import Busy, WriterProcess
+from ..checkpoint.errors import ArenaError
+from ..core import messages
+from ..core.spec import Checkpoint
+
+COMMIT_WAIT_S = 60.0
+ESCALATE_AFTER = 3
+"""So many failed checkpoints in a row are said louder."""
+
+log = structlog.get_logger()
+
+Tell = Callable[[int, messages.Message, tuple[int, ...]], None]
+
+
+@dataclass(slots=True)
+class Saved:
+    """What status shows of checkpoints."""
+
+    step: int | None = None
+    wall_s: float | None = None
+    seconds: float = 0.0
+    error: str | None = None
+    failures: int = 0
+    """In a row."""
+    skipped: int = 0
+    copied: str = ""
+
+
+@dataclass(slots=True)
+class _Slot:
+    life: int
+    arenas: tuple[Arena, ...] = ()
+
+
+@dataclass
+class Saver:
+    """`on_saved(step)` is called when a checkpoint has become durable."""
+
+    rules: Checkpoint
+    job: str
+    tell: Tell
+    on_saved: Callable[[int], None]
+    on_failed: Callable[[int, str], None]
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.writer = WriterProcess()
+        self.last = Saved()
+        self._slots: dict[int, _Slot] = {}
+        self._writes: dict[int, tuple[int, int, int]] = {}
+        self._committing: set[tuple[int, int]] = set()
+
+    @property
+    def on(self) -> bool:
+        return bool(self.rules.dir)
+
+    # ── what workers say ────────────────────────────────────────────────────────────────────────────────────
+
+    def need_arena(self, slot: int, life: int, nbytes: int) -> None:
+        """Two buffers for this worker; those of the one before in this slot are taken on when they are large enough."""
+        held = self._slots.get(slot)
+        if held is None or not held.arenas or held.arenas[0].capacity < nbytes:
+            try:
+                fresh = (Arena.create(nbytes), Arena.create(nbytes))
+            except ArenaError as error:
+                self._fail(0, f"no shared memory for snapshots: {error}")
+                return
+            if held is not None:
+                self.writer.submit(orders.Forget())
+                for arena in held.arenas:
+                    arena.close()
+            held = self._slots[slot] = _Slot(life, fresh)
+        held.life = life
+        for arena in held.arenas:
+            self.tell(life, messages.Arena(nbytes=arena.capacity), (arena.fd,))
+
+    def filled(self, slot: int, message: messages.Filled, *, lead: bool, world: int) -> None:
+        """A share is whole in its arena: write it, and once per step commit, if that is ours to do."""
+        held = self._slots.get(slot)
+        if held is None or not held.arenas:
+            return
+        try:
+            order = orders.Write(directory=self.rules.dir, step=message.step, generation=message.generation)
+            ticket = self.writer.submit(order, held.arenas[message.buffer])
+            self._writes[ticket] = (slot, message.step, message.buffer)
+            if lead and (message.generation, message.step) not in self._committing:
+                self._commit(message, world)
+        except (Busy, OSError) as error:
+            self._fail(message.step, str(error))
+            self._free(slot, message.step, message.buffer, str(error))
+
+    def _commit(self, message: messages.Filled, world: int) -> None:
+        self._committing.add((message.generation, message.step))
+        self.writer.submit(
+            orders.Commit(
+                directory=self.rules.dir,
+                job=self.job,
+                step=message.step,
+                generation=message.generation,
+                shares=message.shares,
+                world=world,
+                versions=self.versions,
+                wait_s=COMMIT_WAIT_S,
+                keep=self.rules.keep,
+                keep_every_steps=self.rules.keep_every_steps,
+            )
+        )
+
+    # ── what the writer says ────────────────────────────────────────────────────────────────────────────────
+
+    def readable(self) -> None:
+        for result in self.writer.results():
+            match result.kind:
+                case "Write":
+                    self._written(result)
+                case "Commit":
+                    self._committed(result)
+                case "CopyUp":
+                    self.last.copied = result.path if result.ok else self.last.copied
+                    if not result.ok:
+                        self._fail(result.step, f"copy to {self.rules.remote}: {result.error}")
+
+    def _written(self, result: orders.Result) -> None:
+        slot, step, buffer = self._writes.pop(result.id, (-1, result.step, 0))
+        if result.error:
+            self._fail(step, result.error)
+        self._free(slot, step, buffer, result.error, result.seconds)
+
+    def _free(self, slot: int, step: int, buffer: int, error: str, seconds: float = 0.0) -> None:
+        if held := self._slots.get(slot):
+            self.tell(held.life, messages.Saved(step=step, buffer=buffer, error=error, seconds=seconds), ())
+
+    def _committed(self, result: orders.Result) -> None:
+        self._committing.discard((result.generation, result.step))
+        if result.error:
+            self._fail(result.step, result.error)
+            return
+        self.last = Saved(
+            step=result.step,
+            wall_s=time.time(),
+            seconds=result.seconds,
+            skipped=self.last.skipped,
+            copied=self.last.copied,
+        )
+        log.info("checkpoint.saved", step=result.step, path=result.path, seconds=round(result.seconds, 3))
+        self.on_saved(result.step)
+        if self.rules.remote:
+            try:
+                order = orders.CopyUp(
+                    path=result.path,
+                    url=self.rules.remote,
+                    keep=self.rules.keep,
+                    keep_every_steps=self.rules.keep_every_steps,
+                )
+                self.writer.submit(order)
+            except (Busy, OSError) as error:
+                self._fail(result.step, f"copy to {self.rules.remote}: {error}")
+
+    def _fail(self, step: int, error: str) -> None:
+        """A checkpoint that failed is said loudly and costs the job nothing."""
+        self.last.error, self.last.failures = f"step {step}: {error}", self.last.failures + 1
+        say = log.error if self.last.failures >= ESCALATE_AFTER else log.warning
+        say("checkpoint.failed", step=step, error=error, in_a_row=self.last.failures)
+        self.on_failed(step, error)
+
+    # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def busy(self) -> bool:
+        return bool(self.on and self.writer.waiting)
+
+    def close(self) -> None:
+        self.writer.close()
+        for held in self._slots.values():
+            for arena in held.arenas:
+                arena.close()
+        self._slots.clear()

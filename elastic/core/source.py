@@ -1,0 +1,101 @@
+"""Where the state comes from when a group has formed: one decision, made alike on every rank from the same offers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+Version = tuple[int, int]
+"""(generation of the last commit, steps committed): states with equal versions are bit-identical."""
+
+Kind = Literal["live", "snapshot", "checkpoint", "setup"]
+
+_RANKING: tuple[Kind, ...] = ("checkpoint", "snapshot", "live")
+"""Among equally new states: live needs no reading at all, a snapshot no disk."""
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank has."""
+
+    rank: int
+    version: Version
+    """Of its live state."""
+    clean: bool
+    """The live state is whole: not half a step, not half received."""
+    established: bool
+    """The live state is the job's (committed, or received), not merely built by `setup`."""
+    snapshot: Version | None = None
+    """Newest snapshot this rank could load by itself."""
+    checkpoint: Version | None = None
+    """Newest checkpoint this rank could load by itself."""
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    kind: Kind
+    source: int
+    """The rank that has the state, or loads it; it goes to `needs` from there."""
+    version: Version
+    needs: tuple[int, ...]
+    """Ranks that receive, ascending; never the source."""
+    reason: str
+
+
+class NoStateError(Exception):
+    """No rank has, or can load, a state to go on from. The message says what each lacks."""
+
+
+def choose(offers: Sequence[Offer], restore: str = "newest") -> Choice:
+    """`restore`: 'newest', or 'snapshot' to go back to what was saved whatever is live.
+
+    The newest version wins; live before snapshot before checkpoint among equals; then the lowest rank. If nobody
+    ever had the job's state, the lowest rank whose freshly built one is whole gives it to all: replicas must be alike.
+    """
+    if restore not in ("newest", "snapshot"):
+        raise ValueError(f"restore = {restore!r}: 'newest' or 'snapshot'")
+    best: tuple[Version, int, int] | None = None
+    for offer in offers:
+        for kind, version in _candidates(offer, restore):
+            key = (version, _RANKING.index(kind), -offer.rank)
+            if best is None or key > best:
+                best = key
+    if best is not None:
+        version, ranking, minus_rank = best
+        kind = _RANKING[ranking]
+        return _choice(kind, -minus_rank, version, offers)
+    if any(offer.established for offer in offers):
+        raise NoStateError(f"nothing to go on from (restore = {restore!r}): {'; '.join(map(_lacks, offers))}")
+    for offer in sorted(offers, key=lambda o: o.rank):
+        if offer.clean:
+            return _choice("setup", offer.rank, offer.version, offers)
+    raise NoStateError(f"nothing to go on from: {'; '.join(map(_lacks, offers))}")
+
+
+def _candidates(offer: Offer, restore: str) -> list[tuple[Kind, Version]]:
+    found: list[tuple[Kind, Version]] = []
+    if restore == "newest" and offer.clean and offer.established:
+        found.append(("live", offer.version))
+    if offer.snapshot is not None:
+        found.append(("snapshot", offer.snapshot))
+    if offer.checkpoint is not None:
+        found.append(("checkpoint", offer.checkpoint))
+    return found
+
+
+def _choice(kind: Kind, source: int, version: Version, offers: Sequence[Offer]) -> Choice:
+    def has_it(offer: Offer) -> bool:
+        return kind == "live" and offer.clean and offer.established and offer.version == version
+
+    needs = tuple(sorted(o.rank for o in offers if o.rank != source and not has_it(o)))
+    reason = (
+        f"{kind} state of rank {source}, step {version[1]} of generation {version[0]}, is the newest of {len(offers)}"
+    )
+    if kind == "setup":
+        reason = f"no rank has state, snapshot or checkpoint: rank {source}'s set-up goes to all"
+    return Choice(kind=kind, source=source, version=version, needs=needs, reason=reason)
+
+
+def _lacks(offer: Offer) -> str:
+    live = "half-changed" if not offer.clean else "not trusted" if offer.established else "only set up"
+    return f"rank {offer.rank}: live state {live}, no snapshot, no checkpoint"
