@@ -1,194 +1,102 @@
-"""Scenarios of several gloo ranks, run in processes of their own: `python ranks.py` prints one JSON object.
+"""Run a function of a test file as N ranks: one process imports torch once, then forks a real process per rank.
 
-One interpreter imports torch once and forks the ranks of each scenario from there.
+    results = run_ranks(my_function, world=4, size=100)     # my_function(rank, world, port, size=100) -> JSON
+
+The results come back by rank; a rank that died of a signal gives {"died": signal}; one that raises fails the test.
+A TCPStore listens on `port`. Every process is ended by the time this returns.
 """
 
 from __future__ import annotations
 
-import datetime
+import importlib.util
 import json
-import multiprocessing
 import os
 import signal
+import subprocess
 import sys
-import tempfile
+import traceback
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn import functional as F
 
-from elastic.worker import numbers
-from elastic.worker.batches import batches
-from elastic.worker.ddp import Share, wrap
-
-G = torch.Generator().manual_seed(0)
-X = torch.randn(64, 5, generator=G, dtype=torch.float64)
-Y = torch.randint(0, 3, (64,), generator=G)
-DATA = torch.utils.data.TensorDataset(X, Y)
-
-
-def model(dtype: torch.dtype = torch.float64) -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 31), nn.LayerNorm(31), nn.Tanh(), nn.Linear(31, 3)).to(dtype)
-
-
-def join(folder: str, name: str, rank: int, world: int) -> None:
-    store = dist.FileStore(os.path.join(folder, name), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=20))
-
-
-def flat(tensors: Any) -> list[float]:
-    return torch.cat([t.detach().reshape(-1) for t in tensors]).tolist()
-
-
-def exact_gradient(rank: int, world: int, folder: str, *, batch_size: int, micro_batch: int | None, **ddp: Any) -> Any:
-    """The exchanged gradient, beside that of one process over the same samples; and how often we contributed."""
-    join(folder, "store", rank, world)
-    net, share, contributed = model(), Share(), []
-    wrapped = wrap(net, weight=share, on_contributed=lambda: contributed.append(1), **ddp)
-    state = SimpleNamespace(step=0)
-    gradients, ids = [], []
-    for batch in batches(
-        DATA, state, batch_size=batch_size, rank=rank, world=world, steps=2, share=share, micro_batch=micro_batch
-    ):
-        ids.append(batch.indices)
-        for part in batch.parts():
-            F.cross_entropy(wrapped(part.x), part.y).backward()
-        gradients.append(flat(p.grad for p in net.parameters()))
-        net.zero_grad(set_to_none=True)
-        state.step += 1
-    gathered: list[Any] = [None] * world
-    dist.all_gather_object(gathered, ids)
-    expected = []
-    for step in range(2):
-        whole = [i for theirs in gathered for i in theirs[step]]
-        assert len(whole) == batch_size
-        alone = model()
-        F.cross_entropy(alone(X[whole]), Y[whole]).backward()
-        expected.append(flat(p.grad for p in alone.parameters()))
-    return {"got": gradients, "want": expected, "contributed": len(contributed)}
+def run_ranks(
+    function: Callable[..., Any], *, world: int, timeout_s: float = 40.0, env: dict[str, str] | None = None, **args: Any
+) -> list[Any]:
+    """Raises AssertionError, with what the ranks said, when they are not done in time."""
+    command = [sys.executable, __file__, function.__code__.co_filename, function.__name__, str(world), json.dumps(args)]
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
+    quiet["PYTHONPATH"] = os.pathsep.join(
+        [os.path.dirname(os.path.dirname(__file__)), os.environ.get("PYTHONPATH", "")]
+    )
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | quiet | (env or {}),
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"{function.__name__}: ranks not done in {timeout_s} s\n{out}\n{err}") from None
+    assert process.returncode == 0, f"{function.__name__}: {err}"
+    results = json.loads(out.splitlines()[-1])
+    if err.strip():
+        print(err)  # shown by pytest when the test fails
+    for rank, result in enumerate(results):
+        assert not (isinstance(result, dict) and "raised" in result), f"rank {rank}: {result['raised']}"
+    return list(results)
 
 
-def same_bits(rank: int, world: int, folder: str, *, reform_at: tuple[int, ...]) -> Any:
-    """Weights after 6 steps, with new groups and new DDPs before the steps of `reform_at`."""
-    torch.set_num_threads(1)
-    net, share = model(torch.float32), Share()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    state = SimpleNamespace(step=0)
-    for start, stop in zip((0, *reform_at), (*reform_at, 6), strict=True):
-        join(folder, f"store{start}", rank, world)
-        wrapped = wrap(net, weight=share, on_contributed=lambda: None, bucket_cap_mb=0.0008)
-        for batch in batches(DATA, state, batch_size=11, rank=rank, world=world, steps=stop, share=share):
-            F.cross_entropy(wrapped(batch.x.float()), batch.y).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            state.step += 1
-        share.detach_all()
-        del wrapped
-        dist.destroy_process_group()
-    return flat(net.parameters())
+def _child(function: Callable[..., Any], rank: int, world: int, port: int, args: dict[str, Any], pipe: int) -> None:
+    try:
+        result = function(rank, world, port, **args)
+    except BaseException:
+        result = {"raised": traceback.format_exc()}
+    os.write(pipe, json.dumps(result).encode())
+    os._exit(0)
 
 
-def buffers(rank: int, world: int, folder: str, *, sync: bool) -> Any:
-    """Running mean of a BatchNorm on each rank after a forward on data of its own and one more forward."""
-    join(folder, "store", rank, world)
-    net = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
-    torch.manual_seed(0)
-    wrapped = wrap(net, weight=Share(), on_contributed=lambda: None, sync_buffers=sync)
-    for _ in range(2):
-        wrapped(torch.tensor([[rank + 1.0], [rank + 1.0]])).sum().backward()
-    return net[0].running_mean.tolist()
+def _main() -> None:
+    import socket
 
+    import torch.distributed as dist
 
-def empty_loss_is_nan(rank: int, world: int, folder: str) -> Any:
-    """A rank of no weight whose gradients are NaN does not spoil the others'."""
-    join(folder, "store", rank, world)
-    net = nn.Linear(2, 1)
-    wrapped = wrap(net, weight=lambda: 1.0 - rank, on_contributed=lambda: None)
-    (wrapped(torch.ones(0 if rank else 4, 2)).mean()).backward()
-    return flat(p.grad for p in net.parameters())
+    import elastic.worker.sync  # noqa: F401 - the imports that ranks then share
 
-
-def drift(rank: int, world: int, folder: str) -> Any:
-    """Rank 1's weights differ in one unit in the last place: which checks see it."""
-    join(folder, "store", rank, world)
-    net = model(torch.float32)
-    print_of = numbers.Fingerprint(list(net.parameters()), window_bytes=64)
-    before = numbers.disagreeing(print_of.of(0), world=world)
-    with torch.no_grad():
-        if rank == 1:
-            bias = list(net.parameters())[-1]
-            bias[-1] = torch.nextafter(bias[-1], torch.tensor(torch.inf))
-    found = [numbers.disagreeing(print_of.of(check), world=world) for check in range(print_of.checks_per_round)]
-    return {"before": before, "found": found}
-
-
-def loader_orphans(rank: int, world: int, folder: str) -> Any:
-    """A process with two loader processes is killed: which of them live on."""
-    out, into = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(out)
-        loop = batches(DATA, SimpleNamespace(step=0), batch_size=1, rank=0, world=1, num_workers=2)
-        next(loop)
-        os.write(into, " ".join(str(c.pid) for c in psutil.Process().children()).encode())
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.close(into)
-    children = [psutil.Process(int(n)) for n in os.read(out, 100).split()]
-    os.waitpid(pid, 0)
-    _, left = psutil.wait_procs(children, timeout=2.0)
-    for child in left:
-        child.kill()
-    return {"children": len(children), "left": len(left)}
-
-
-SCENARIOS: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
-    "uneven": (3, exact_gradient, {"batch_size": 8, "micro_batch": None}),
-    "empty": (3, exact_gradient, {"batch_size": 2, "micro_batch": None}),
-    "alone": (1, exact_gradient, {"batch_size": 5, "micro_batch": None}),
-    "micro": (2, exact_gradient, {"batch_size": 13, "micro_batch": 3}),
-    "static": (2, exact_gradient, {"batch_size": 5, "micro_batch": None, "static_graph": True}),
-    "unused": (2, exact_gradient, {"batch_size": 5, "micro_batch": None, "find_unused_parameters": True}),
-    "undisturbed": (3, same_bits, {"reform_at": ()}),
-    "disturbed": (3, same_bits, {"reform_at": (2, 3)}),
-    "buffers synced": (2, buffers, {"sync": True}),
-    "buffers apart": (2, buffers, {"sync": False}),
-    "nan": (2, empty_loss_is_nan, {}),
-    "drift": (3, drift, {}),
-    "orphans": (1, loader_orphans, {}),
-}
-
-
-def play(name: str) -> list[Any]:
-    """What each rank of a scenario returned, in rank order."""
-    world, scenario, options = SCENARIOS[name]
-    fork = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [fork.Pipe(duplex=False) for _ in range(world)]
-
-        def rank_main(rank: int) -> None:
-            pipes[rank][1].send(scenario(rank, world, folder, **options))
-            if dist.is_initialized():
-                dist.destroy_process_group()
-
-        ranks = [fork.Process(target=rank_main, args=(rank,)) for rank in range(world)]
-        try:
-            for process in ranks:
-                process.start()
-            for _, into in pipes:
-                into.close()  # so that a rank that dies is seen at once
-            return [out.recv() for out, _ in pipes]
-        finally:
-            for process in ranks:
-                process.join(5.0)
-                process.kill()
+    path, name, world, args = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+    spec = importlib.util.spec_from_file_location("ranks_module", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["ranks_module"] = module
+    spec.loader.exec_module(module)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    port = listener.getsockname()[1]
+    children = []
+    for rank in range(world):
+        reading, writing = os.pipe()
+        if (pid := os.fork()) == 0:
+            listener.close()
+            os.close(reading)
+            _child(getattr(module, name), rank, world, port, args, writing)
+        os.close(writing)
+        children.append((pid, reading))
+    server = dist.TCPStore(
+        "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+    )
+    results = []
+    for pid, reading in children:
+        with open(reading, "rb") as pipe:
+            raw = pipe.read()
+        _, status = os.waitpid(pid, 0)
+        results.append(json.loads(raw) if raw else {"died": os.WTERMSIG(status)})
+    print(json.dumps(results), flush=True)
+    del server
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    json.dump({name: play(name) for name in sys.argv[1:] or SCENARIOS}, sys.stdout)
+    _main()

@@ -1,0 +1,283 @@
+"""Process groups that can be let go of and formed again in the same process.
+
+A group lives once: constructed, ``form()``, perhaps ``abort()`` from another thread, ``close()``. Everything but
+``abort`` belongs to the main thread. ``abort`` frees the main thread from whatever it is blocked in: the wait for the
+other ranks, the forming itself, or a collective. What then comes out of torch is no matter for the user's code;
+``is_communication_error`` tells it from the user's own mistakes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d as c10d
+
+from . import sockets
+
+Backend = Literal["gloo", "nccl"]
+
+SWEEP_S = 0.02
+"""How often, after an abort, sockets that were opened since are cut too, until the main thread is back."""
+
+CONNECT_TRY_S = 2.0
+"""Longest single try to reach the store."""
+
+OLDEST_NCCL = (2, 26, 2)
+"""Older ones can dead-lock in the abort of a communicator."""
+
+
+class LetGoError(Exception):
+    """The group was aborted: this generation is over, the process and its state are not."""
+
+
+class FormError(Exception):
+    """The group could not be formed in time. The message says what was missing."""
+
+
+class Group:
+    """One generation's process group, torch's default group while it lives."""
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        rank: int,
+        world: int,
+        store_host: str,
+        store_port: int,
+        generation: int,
+        device: torch.device | None = None,
+        timeout_s: float = 600.0,
+        form_timeout_s: float = 60.0,
+    ) -> None:
+        """`timeout_s`: of collectives, and of the wait for all ranks; `form_timeout_s`: once all have arrived."""
+        self.backend = backend
+        self.rank = rank
+        self.world = world
+        self.generation = generation
+        self.device = device or torch.device("cpu")
+        self._endpoint = (store_host, store_port)
+        self._timeout_s = timeout_s
+        self._form_timeout_s = form_timeout_s
+        self._store_addresses: set[Any] = set()
+        self._store: Store | None = None
+        self._lock = threading.Lock()
+        self._aborted = threading.Event()
+        self._closed = threading.Event()
+        self._sweeper: threading.Thread | None = None
+        self.why = ""
+
+    @property
+    def aborted(self) -> bool:
+        return self._aborted.is_set()
+
+    def check(self) -> None:
+        """Raises LetGoError once the group was aborted."""
+        if self._aborted.is_set():
+            raise LetGoError(self.why)
+
+    def form(self, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Wait for all ranks on the store, then form the group.
+
+        Raises LetGoError when aborted or `interrupted` meanwhile, FormError when a rank or the store is missing or
+        forming takes too long, RuntimeError when torch has a default group already.
+        """
+        if dist.is_initialized():
+            raise RuntimeError("torch.distributed has a default group already: close it first")
+        try:
+            self._arrive(interrupted)
+            self._stop_if(interrupted)
+            overdue = threading.Timer(self._form_timeout_s, self.abort, [f"forming took over {self._form_timeout_s} s"])
+            overdue.daemon = True
+            overdue.start()
+            try:
+                self._init()
+            finally:
+                overdue.cancel()
+            self._stop_if(interrupted)
+        except LetGoError:
+            raise
+        except Exception as error:
+            if self._aborted.is_set():
+                raise LetGoError(self.why) from error
+            if is_communication_error(error):
+                raise FormError(f"generation {self.generation}, rank {self.rank}: {error}") from error
+            raise
+
+    def abort(self, why: str) -> None:
+        """Free the main thread from this group at once. From any thread, at any moment; again does nothing."""
+        with self._lock:
+            if self._aborted.is_set() or self._closed.is_set():
+                return
+            self.why = why
+            self._aborted.set()
+            self._cut()
+            self._sweeper = threading.Thread(target=self._sweep, name="elastic-sweep", daemon=True)
+            self._sweeper.start()
+
+    def close(self) -> None:
+        """Take the group down so that the next one can form. Main thread; again does nothing.
+
+        Whoever still holds the group (a DDP module, a traceback) keeps its threads alive, but not its connections.
+        """
+        with self._lock:  # a cut in progress must end first: it would hit the next group's sockets
+            if self._closed.is_set():
+                return
+            self._closed.set()
+        if self._sweeper is not None:
+            self._sweeper.join()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._store = None
+
+    # ── forming ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _arrive(self, interrupted: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + self._timeout_s
+        client = self._connect(deadline_s, interrupted)
+        store = PrefixStore(f"g{self.generation}", client)
+        if store.add("arrived", 1) == self.world:
+            store.set("all", "1")
+        try:
+            # One long wait: abort() cuts the store's connection too.
+            store.wait(["all"], timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
+        except dist.DistStoreError as error:
+            self._stop_if(interrupted)
+            arrived = store.add("arrived", 0)
+            raise FormError(f"only {arrived} of {self.world} ranks came within {self._timeout_s:g} s") from error
+        self._store = store
+
+    def _connect(self, deadline_s: float, interrupted: Callable[[], bool]) -> TCPStore:
+        host, port = self._endpoint
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        self._store_addresses = {address[:2] for *_, address in found}
+        while True:
+            self._stop_if(interrupted)
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise FormError(f"no store at {host}:{port} within {self._timeout_s:g} s")
+            try:
+                store = TCPStore(
+                    host, port, None, False, timeout=timedelta(seconds=CONNECT_TRY_S), wait_for_workers=False
+                )
+            except (dist.DistNetworkError, dist.DistStoreError):
+                self._aborted.wait(0.05)  # not there yet, or gone again: an answer comes by the deadline
+            else:
+                store.set_timeout(timedelta(seconds=self._form_timeout_s))
+                return store
+
+    def _init(self) -> None:
+        options: dict[str, Any] = {}
+        name = "gloo"
+        if self.backend == "nccl":
+            prepare_nccl()
+            name = "cpu:gloo,cuda:nccl"
+            options["device_id"] = self.device  # forms the communicator here and not in the first collective
+        hook = sys.excepthook
+        try:
+            dist.init_process_group(
+                name,
+                store=self._store,
+                rank=self.rank,
+                world_size=self.world,
+                timeout=timedelta(seconds=self._timeout_s),
+                **options,
+            )
+        finally:
+            sys.excepthook = hook  # torch wraps it once more each time, and each adds its '[rank0]: ' to every line
+
+    def _stop_if(self, interrupted: Callable[[], bool]) -> None:
+        self.check()
+        if interrupted():
+            raise LetGoError("interrupted while the group was forming")
+
+    # ── letting go ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _cut(self) -> None:
+        """NCCL first: its kernels wait on the device, and only its own abort frees them."""
+        if self.backend == "nccl":
+            abort_nccl()
+        for sock in sockets.gloo_sockets():
+            sockets.cut(sock)
+        for sock in sockets.sockets_to(self._store_addresses):
+            sockets.cut(sock)
+
+    def _sweep(self) -> None:
+        while not self._closed.wait(SWEEP_S):
+            self._cut()
+
+
+def abort_nccl() -> None:
+    """Abort the NCCL communicators of all groups, inside one group call so that several cannot dead-lock.
+
+    Only the communicators: the books that torch keeps of its groups belong to the main thread (``close``).
+    """
+    if not dist.is_nccl_available():
+        return
+    found = []
+    for group in sorted(c10d._world.pg_names, key=lambda g: c10d._world.pg_names[g], reverse=True):
+        try:
+            communicator = group._get_backend(torch.device("cuda"))
+        except RuntimeError:
+            continue  # a group of the CPU only
+        if isinstance(communicator, c10d.ProcessGroupNCCL):
+            found.append(communicator)
+    if not found:
+        return
+    found[-1]._group_start()
+    try:
+        for communicator in found:
+            communicator.abort()
+    finally:
+        found[-1]._group_end()
+
+
+def prepare_nccl() -> None:
+    """Settings that aborting from our own thread needs, and a warning for versions known to be bad."""
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
+        if os.environ.get(name, "0") != "0":
+            warnings.warn(f"{name}={os.environ[name]} is set to 0: elastic aborts groups itself", stacklevel=2)
+        os.environ[name] = "0"
+    for problem in nccl_problems():
+        warnings.warn(problem, stacklevel=2)
+
+
+def nccl_problems(version: tuple[int, ...] | None = None) -> list[str]:
+    """What is known to be wrong with this NCCL, in words; empty if nothing is."""
+    version = version or torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    if tuple(version) < OLDEST_NCCL:
+        ours, least = (".".join(map(str, v)) for v in (version, OLDEST_NCCL))
+        return [f"NCCL {ours} may hang when a group is aborted (the worker is then replaced); use {least} or newer"]
+    return []
+
+
+_SAYS_GLOO_OR_NCCL = re.compile(
+    r"gloo/|Gloo |NCCL|nccl|Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed"
+    r"|Connection refused|[Tt]imed out waiting|process group has been aborted|communicator was aborted"
+    r"|Default process group has not been initialized"
+)
+
+
+def is_communication_error(error: BaseException | None) -> bool:
+    """Whether `error` (or what it was raised from) came out of a collective, and not out of the user's own code."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, LetGoError | dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
+            return True
+        if isinstance(error, RuntimeError | ValueError) and _SAYS_GLOO_OR_NCCL.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,125 @@
+"""Which of this process's sockets belong to a process group, found in /proc, and how to cut them.
+
+Gloo offers no way to interrupt a collective, but a socket that is shut raises in whoever waits for it. The sockets
+are told from the user's own by what only gloo does: it registers them, by pointer and not by number, in an epoll
+instance together with the TCP socket it listens on and the pipe that wakes its loop. So connections opened late, and
+those of groups made with ``new_group``, are found as well.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+_FDS = "/proc/self/fd"
+_ENTRY = re.compile(r"^tfd:\s*(\d+)\s+events:\s*[0-9a-f]+\s+data:\s*([0-9a-f]+)", re.MULTILINE)
+
+
+class Sock(NamedTuple):
+    fd: int
+    inode: int
+    """Tells a socket from another one that was given the same descriptor since."""
+
+
+def gloo_sockets() -> list[Sock]:
+    """The connected (or connecting) sockets of every gloo group in this process; never a listening one."""
+    links = _links()
+    found: list[Sock] = []
+    for fd, link in links.items():
+        if link == "anon_inode:[eventpoll]":
+            found += _gloo_members(fd, links)
+    return found
+
+
+def sockets_to(addresses: Collection[tuple[str, int]]) -> list[Sock]:
+    """The TCP sockets connected to one of `addresses` (numeric host, port): the store's clients."""
+    if not addresses:
+        return []
+    found = []
+    for fd, link in _links().items():
+        sock = _as_socket(fd, link)
+        if sock is not None and _peer(sock) in addresses:
+            found.append(sock)
+    return found
+
+
+def cut(sock: Sock) -> bool:
+    """Shut `sock` down in both directions: who waits for it, here or at the other end, gets an error at once.
+
+    False if it is not connected, or gone.
+    """
+    for handle in _open(sock):
+        try:
+            handle.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return False
+        return True
+    return False
+
+
+def _links() -> dict[int, str]:
+    links = {}
+    for name in os.listdir(_FDS):
+        try:
+            links[int(name)] = os.readlink(f"{_FDS}/{name}")
+        except OSError:
+            pass  # closed since it was listed; the descriptor of the listing itself always is
+    return links
+
+
+def _gloo_members(epoll_fd: int, links: dict[int, str]) -> list[Sock]:
+    try:
+        with open(f"/proc/self/fdinfo/{epoll_fd}") as info:
+            entries = [(int(fd), int(data, 16)) for fd, data in _ENTRY.findall(info.read())]
+    except OSError:
+        return []
+    if not any(links.get(fd, "").startswith("pipe:") for fd, _ in entries) or any(fd == data for fd, data in entries):
+        return []
+    sockets = [sock for fd, _ in entries if (sock := _as_socket(fd, links.get(fd, "")))]
+    connected = [sock for sock in sockets if not _listens(sock)]
+    return connected if len(connected) < len(sockets) else []
+
+
+def _as_socket(fd: int, link: str) -> Sock | None:
+    return Sock(fd, int(link[8:-1])) if link.startswith("socket:[") else None
+
+
+def _listens(sock: Sock) -> bool:
+    for handle in _open(sock):
+        return bool(handle.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    return False
+
+
+def _peer(sock: Sock) -> tuple[str, int] | None:
+    for handle in _open(sock):
+        try:
+            host, port = handle.getpeername()[:2]
+        except OSError:
+            return None
+        return host.removeprefix("::ffff:"), port
+    return None
+
+
+def _open(sock: Sock) -> Iterator[socket.socket]:
+    """A TCP socket object on a duplicate of the descriptor, closed afterwards; nothing if it is not that socket."""
+    try:
+        copy = os.dup(sock.fd)
+    except OSError:
+        return
+    try:
+        if os.fstat(copy).st_ino != sock.inode:
+            return
+        handle = socket.socket(fileno=copy)
+    except OSError:
+        return
+    else:
+        copy = -1
+        with handle:
+            if handle.family in (socket.AF_INET, socket.AF_INET6) and handle.type == socket.SOCK_STREAM:
+                yield handle
+    finally:
+        if copy >= 0:
+            os.close(copy)

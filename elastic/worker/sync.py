@@ -1,0 +1,168 @@
+"""After a group has formed: find out who has the state, and bring it to everybody who does not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ..core.source import Choice, Offer, Version, choose
+from ..core.tensors import Table
+from . import broadcast
+from .state import State
+
+Load = Callable[[Literal["snapshot", "checkpoint"]], str]
+"""Load this rank's newest snapshot or checkpoint into the state (adopt, fill, filled); returns words for it, such as
+'checkpoint step 40 at /ckpt/step-40'. Raises if nothing can be loaded."""
+
+_NONE: Version = (-1, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    step: int
+    source: str
+    """'live', 'snapshot …', 'checkpoint step 40 at PATH', 'setup'."""
+    seconds: float
+    nbytes: int
+    """Received by this rank; 0 where the state was here already."""
+    reason: str
+    """Why this source, in words."""
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What goes before the tensors."""
+
+    table: Table
+    extra: dict[str, Any]
+    source: str
+    devices: tuple[str, ...]
+    """Kind of device of each tensor: NCCL and gloo must not wait for each other."""
+
+
+def synchronise(
+    state: State,
+    *,
+    rank: int,
+    world: int,
+    restore: str = "newest",
+    generation: int = 0,
+    snapshot: Version | None = None,
+    checkpoint: Version | None = None,
+    load: Load | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Synced:
+    """Make every rank's `state` the newest there is, over torch's default group. All ranks call it.
+
+    `snapshot` and `checkpoint` are the versions `load` could load here. `check` raises once the group was let go of.
+    If this raises half-way, `state.clean()` is False and the rank needs the state from another one. Raises
+    NoStateError, ValueError (this rank's model is another one), broadcast.CorruptError, what `load` raises.
+    """
+    begun_s = time.monotonic()
+    mine = Offer(
+        rank=rank,
+        version=state.version,
+        clean=state.clean(),
+        established=state.established,
+        snapshot=snapshot if load else None,
+        checkpoint=checkpoint if load else None,
+    )
+    choice = choose(_gather(mine, world), restore)
+    source, nbytes = _bring(state, choice, rank, generation, load, check)
+    check()
+    seconds = time.monotonic() - begun_s
+    return Synced(step=state.step, source=source, seconds=seconds, nbytes=nbytes, reason=choice.reason)
+
+
+def _gather(mine: Offer, world: int) -> list[Offer]:
+    snapshot, checkpoint = mine.snapshot or _NONE, mine.checkpoint or _NONE
+    numbers = [*mine.version, int(mine.clean), int(mine.established), *snapshot, *checkpoint]
+    if world == 1:
+        return [mine]
+    device = broadcast.control_device()
+    sent = torch.tensor(numbers, dtype=torch.int64, device=device)
+    rows = [torch.empty_like(sent) for _ in range(world)]
+    dist.all_gather(rows, sent)
+    return [_offer(rank, row.tolist()) for rank, row in enumerate(rows)]
+
+
+def _offer(rank: int, numbers: Sequence[int]) -> Offer:
+    generation, step, clean, established, *kept = numbers
+    snapshot, checkpoint = (kept[0], kept[1]), (kept[2], kept[3])
+    return Offer(
+        rank=rank,
+        version=(generation, step),
+        clean=bool(clean),
+        established=bool(established),
+        snapshot=None if snapshot == _NONE else snapshot,
+        checkpoint=None if checkpoint == _NONE else checkpoint,
+    )
+
+
+def _bring(
+    state: State, choice: Choice, rank: int, generation: int, load: Load | None, check: Callable[[], None]
+) -> tuple[str, int]:
+    """The source in words, and the bytes that this rank received."""
+    said: str = choice.kind
+    if rank == choice.source:
+        if choice.kind == "setup":
+            state.establish(generation)
+        elif choice.kind != "live":
+            if load is None:
+                raise AssertionError("a rank without `load` offers nothing to load")
+            said = load(choice.kind)
+    elif rank not in choice.needs:
+        return said, 0
+    chain = (choice.source, *choice.needs)
+    place = chain.index(rank)
+    previous = chain[place - 1] if place else None
+    following = chain[place + 1] if place + 1 < len(chain) else None
+    if previous is None and following is None:
+        return said, 0
+    if previous is None:
+        tensors = _tell(state, said, following)
+        broadcast.relay(tensors, previous=None, following=following, check=check)
+        return said, 0
+    head, tensors = _hear(state, previous, following)
+    nbytes = broadcast.relay(tensors, previous=previous, following=following, check=check)
+    state.filled()
+    return head.source, nbytes
+
+
+def _tell(state: State, said: str, following: int | None) -> list[torch.Tensor]:
+    held = state.tensors()
+    devices = tuple(tensor.device.type for _, tensor in held)
+    head = Head(tuple(info for info, _ in held), state.extra(), said, devices)
+    _send_bytes(msgspec.json.encode(head), following)
+    return [tensor for _, tensor in held]
+
+
+def _hear(state: State, previous: int, following: int | None) -> tuple[Head, list[torch.Tensor]]:
+    raw = _receive_bytes(previous)
+    _send_bytes(raw, following)
+    head = msgspec.json.decode(raw, type=Head)
+    state.adopt(head.table, head.extra)
+    tensors = [tensor for _, tensor in state.tensors()]
+    for info, tensor, device in zip(head.table, tensors, head.devices, strict=True):
+        if tensor.device.type != device:
+            raise ValueError(f"{info.name} lies on {tensor.device.type} here and on {device} at the source")
+    return head, tensors
+
+
+def _send_bytes(raw: bytes, following: int | None) -> None:
+    if following is not None:
+        broadcast.exchange(torch.tensor([len(raw)], dtype=torch.int64), target=following)
+        broadcast.exchange(torch.frombuffer(bytearray(raw), dtype=torch.uint8), target=following)
+
+
+def _receive_bytes(previous: int) -> bytes:
+    length = torch.zeros(1, dtype=torch.int64)
+    broadcast.exchange(length, source=previous)
+    raw = torch.empty(int(length), dtype=torch.uint8)
+    broadcast.exchange(raw, source=previous)
+    return raw.numpy().tobytes()

@@ -1,0 +1,112 @@
+"""State that is no tensor, as JSON and back, exactly; tensors inside it become names in the table.
+
+Nothing is pickled, so nothing that is loaded can run code. What JSON lacks is spelled as an object with one key that
+begins with ``$``: ``{"$tuple": [1, 2]}``.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+Codecs = Mapping[type, Codec]
+"""type -> (to something encodable, back again)."""
+
+_BIG = 1 << 53
+"""Integers from here on are spelled out: not every JSON reader keeps them."""
+
+
+class CannotEncodeError(TypeError):
+    """A value has no exact form in JSON. The message names where it is and what to do."""
+
+    def __init__(self, path: str, value: Any) -> None:
+        kind = type(value).__name__
+        super().__init__(
+            f"state.{path} is {kind}, which JSON cannot hold: leave it out, make it an object with state_dict() and "
+            f"load_state_dict(), or say how to convert it: State(…, convert={{{kind}: (to_json, from_json)}})"
+        )
+
+
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], codecs: Codecs) -> Any:
+    """JSON for `value`; its tensors are added to `tensors` by path. Raises CannotEncodeError."""
+
+    def sub(item: Any, name: object) -> Any:
+        return encode(item, f"{path}.{name}", tensors, codecs)
+
+    for kind, (to_json, _) in codecs.items():
+        if isinstance(value, kind):
+            return {"$as": _name(kind), "value": sub(to_json(value), "value")}
+    if isinstance(value, torch.Tensor):
+        tensors[path] = value.detach()
+        return {"$tensor": path, "on": value.device.type}
+    if isinstance(value, float):  # numpy's float64 is one, too
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    kind = type(value)
+    if kind in (type(None), bool, str):
+        return value
+    if kind is int:
+        return value if abs(value) < _BIG else {"$int": str(value)}
+    if kind is list:
+        return [sub(item, i) for i, item in enumerate(value)]
+    if kind is tuple:
+        return {"$tuple": [sub(item, i) for i, item in enumerate(value)]}
+    if kind is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if kind in (set, frozenset):
+        return {"$set": [sub(item, i) for i, item in enumerate(sorted(value, key=repr))]}
+    if kind is collections.Counter:
+        return {"$counter": _pairs(value, sub)}
+    if kind in (dict, collections.OrderedDict, collections.defaultdict):
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: sub(item, key) for key, item in value.items()}
+        return {"$dict": _pairs(value, sub)}
+    raise CannotEncodeError(path, value)
+
+
+def decode(value: Any, tensors: Callable[[str, str], torch.Tensor], codecs: Codecs) -> Any:
+    """The value that `encode` made `value` of. `tensors(name, device type)` gives the tensor of a name."""
+
+    def sub(item: Any) -> Any:
+        return decode(item, tensors, codecs)
+
+    match value:
+        case list():
+            return [sub(item) for item in value]
+        case {"$tensor": str(name), "on": str(device)}:
+            return tensors(name, device)
+        case {"$int": str(digits)}:
+            return int(digits)
+        case {"$float": str(text)}:
+            return float(text)
+        case {"$tuple": list(items)}:
+            return tuple(sub(item) for item in items)
+        case {"$bytes": str(text)}:
+            return base64.b64decode(text)
+        case {"$set": list(items)}:
+            return {sub(item) for item in items}
+        case {"$counter": list(pairs)}:
+            return collections.Counter({sub(key): sub(item) for key, item in pairs})
+        case {"$dict": list(pairs)}:
+            return {sub(key): sub(item) for key, item in pairs}
+        case {"$as": str(name), "value": inner}:
+            for kind, (_, from_json) in codecs.items():
+                if _name(kind) == name:
+                    return from_json(sub(inner))
+            raise ValueError(f"the state holds a {name}, and this State has no `convert` for it")
+        case dict():
+            return {key: sub(item) for key, item in value.items()}
+    return value
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _pairs(value: Mapping[Any, Any], sub: Callable[[Any, object], Any]) -> list[list[Any]]:
+    return [[sub(key, f"key {i}"), sub(item, key)] for i, (key, item) in enumerate(value.items())]
