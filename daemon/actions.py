@@ -1,0 +1,212 @@
+"""What people ask for: each is one transaction on etcd, done in the thread of the request.
+
+Nothing of the loop is touched; it acts on what it then sees in etcd, on every node alike.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from elastic.core.keys import ClusterKeys, JobKeys, check_name
+from elastic.core.records import (
+    AskedRecord,
+    CordonRecord,
+    DrainRecord,
+    JobState,
+    Phase,
+    Record,
+    SpeaksAnotherProtocol,
+    SpecRecord,
+    decode,
+    encode,
+)
+from elastic.core.spec import BadSpec, parse_job
+from elastic.etcd import Absent, Compare, Delete, Etcd, EtcdError, ModIs, Op, Put
+
+from .board import Board
+from .errors import Refused
+
+SEEN_S = 2.0
+"""How long an answer waits for this daemon to see what it has just written."""
+TRIES = 5
+"""Times a change is tried again when somebody else changes the same record."""
+
+R = TypeVar("R", bound=Record)
+
+
+class Actions:
+    """Every method raises Refused (400, 404, 409, or 503 when etcd cannot be reached)."""
+
+    def __init__(self, etcd: Etcd, keys: ClusterKeys, board: Board) -> None:
+        self._etcd = etcd
+        self._keys = keys
+        self._board = board
+
+    def submit(self, raw: Mapping[str, Any], by: str, replace: bool = False) -> str:
+        """Check a job's description and make it a job. Returns its name."""
+        try:
+            spec = parse_job(raw)
+        except BadSpec as error:
+            raise Refused(400, str(error)) from None
+        for field in ("script", "workdir"):
+            path = getattr(spec, field)
+            if path and not os.path.isabs(path) and not (field == "script" and spec.workdir):
+                raise Refused(400, f"{field} = {path!r}: an absolute path is needed here (elasticctl makes it one)")
+        keys, now_s = self._keys.job(spec.name), time.time()
+        record = SpecRecord(spec=spec, submitted_wall_s=now_s, submitted_by=by)
+        state = JobState(phase=Phase.PENDING, since_wall_s=now_s)
+        puts = [Put(keys.spec, encode(record)), Put(keys.state, encode(state))]
+        if not self._txn([Absent(keys.spec)], puts):
+            self._make_room(keys, spec.name, replace)
+            if not self._txn([Absent(keys.spec)], puts):
+                raise Refused(409, f"job {spec.name!r} is being submitted by somebody else too")
+        return spec.name
+
+    def _make_room(self, keys: JobKeys, name: str, replace: bool) -> None:
+        state, _ = self._read(JobState, keys.state)
+        if state is None or not state.phase.over:
+            phase = state.phase if state else Phase.PENDING
+            raise Refused(409, f"job {name!r} is there already and {phase}: stop it first, or choose another name")
+        if not replace:
+            raise Refused(409, f"job {name!r} has {_ended(state.phase)}: choose another name, or submit with --replace")
+        self._remove(keys)
+
+    def stop(self, job: str, reason: str) -> None:
+        """Ask a job to end. Done when its phase is 'stopped'."""
+        self._spec(job)
+
+        def stopping(state: JobState) -> JobState | None:
+            if state.phase.over or state.phase is Phase.STOPPING:
+                return None
+            return msgspec.structs.replace(state, phase=Phase.STOPPING, reason=reason, since_wall_s=time.time())
+
+        self._change(JobState, self._job(job).state, stopping, JobState())
+
+    def scale(self, job: str, nodes: str) -> None:
+        """Change how many nodes a job may have."""
+        self._spec(job)
+
+        def scaled(record: SpecRecord) -> SpecRecord:
+            raw = msgspec.to_builtins(record.spec) | {"nodes": nodes}
+            try:
+                return msgspec.structs.replace(record, spec=parse_job(raw))
+            except BadSpec as error:
+                raise Refused(400, str(error)) from None
+
+        self._change(SpecRecord, self._job(job).spec, scaled)
+
+    def checkpoint(self, job: str) -> None:
+        """Ask a running job for a checkpoint at its next agreed step."""
+        self._spec(job)
+        state, _ = self._read(JobState, self._job(job).state)
+        if state is not None and state.phase.over:
+            raise Refused(409, f"job {job!r} has {_ended(state.phase)}")
+        more: Callable[[AskedRecord], AskedRecord] = lambda asked: msgspec.structs.replace(  # noqa: E731
+            asked, checkpoint=asked.checkpoint + 1
+        )
+        self._change(AskedRecord, self._job(job).asked, more, AskedRecord())
+
+    def forget(self, job: str) -> None:
+        """Remove the records of a job that is over. Its logs and checkpoints stay."""
+        self._spec(job)
+        state, _ = self._read(JobState, self._job(job).state)
+        if state is None or not state.phase.over:
+            raise Refused(409, f"job {job!r} is not over: stop it first")
+        self._remove(self._job(job))
+
+    def cordon(self, node: str, reason: str) -> None:
+        """No new work for this node; what runs there stays."""
+        self._node(node)
+        record = CordonRecord(reason=reason, since_wall_s=time.time())
+        self._txn([], [Put(self._keys.cordon(node), encode(record))])
+
+    def drain(self, node: str, reason: str, deadline_s: float) -> None:
+        """Move all work off this node at a step boundary, and give it no new one."""
+        self._node(node)
+        record = DrainRecord(reason=reason, deadline_s=deadline_s, since_wall_s=time.time())
+        self._txn([], [Put(self._keys.drain(node), encode(record))])
+
+    def uncordon(self, node: str) -> None:
+        """Take back a cordon or a drain."""
+        self._node(node)
+        self._txn([], [Delete(self._keys.cordon(node)), Delete(self._keys.drain(node))])
+
+    # ── etcd ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _job(self, name: str) -> JobKeys:
+        try:
+            return self._keys.job(name)
+        except ValueError as error:
+            raise Refused(400, str(error)) from None
+
+    def _spec(self, job: str) -> SpecRecord:
+        spec, _ = self._read(SpecRecord, self._job(job).spec)
+        if spec is None:
+            raise Refused(404, f"there is no job {job!r}")
+        return spec
+
+    def _node(self, node: str) -> None:
+        try:
+            check_name("node", node)
+        except ValueError as error:
+            raise Refused(400, str(error)) from None
+        cluster = self._board.now.cluster
+        known = {
+            *cluster.nodes,
+            *cluster.cordons,
+            *cluster.drains,
+            *(n for j in cluster.jobs.values() for n in j.members),
+        }
+        if node not in known:
+            raise Refused(404, f"there is no node {node!r}; there are: {', '.join(sorted(known)) or 'none'}")
+
+    def _change(self, kind: type[R], key: str, change: Callable[[R], R | None], default: R | None = None) -> None:
+        """Read, change, write back unless somebody else wrote meanwhile; then again."""
+        for _ in range(TRIES):
+            there, revision = self._read(kind, key)
+            record = there if there is not None else default
+            if record is None:
+                raise Refused(404, f"{key} is not there")
+            if (changed := change(record)) is None or self._txn([ModIs(key, revision)], [Put(key, encode(changed))]):
+                return
+        raise Refused(409, f"{key} is being changed by somebody else all the time; try again")
+
+    def _read(self, kind: type[R], key: str) -> tuple[R | None, int]:
+        try:
+            kv = self._etcd.get(key)
+            return (decode(kind, kv.value), kv.mod_revision) if kv else (None, 0)
+        except EtcdError as error:
+            raise _unavailable(error) from error
+        except (SpeaksAnotherProtocol, msgspec.DecodeError) as error:
+            raise Refused(409, f"{key}: {error}") from error
+
+    def _txn(self, compares: Sequence[Compare], then: Sequence[Op]) -> bool:
+        """Whether it was done; then this daemon has seen it too, unless it is slow."""
+        try:
+            result = self._etcd.txn(compares, then)
+        except EtcdError as error:
+            raise _unavailable(error) from error
+        if result.ok:
+            self._board.wait(lambda s: s.cluster.revision >= result.revision, SEEN_S)
+        return result.ok
+
+    def _remove(self, keys: JobKeys) -> None:
+        try:
+            self._etcd.delete_prefix(keys.root)
+        except EtcdError as error:
+            raise _unavailable(error) from error
+        name = keys.root.rstrip("/").rpartition("/")[2]
+        self._board.wait(lambda s: name not in s.cluster.jobs, SEEN_S)
+
+
+def _ended(phase: Phase) -> str:
+    return "been stopped" if phase is Phase.STOPPED else str(phase)
+
+
+def _unavailable(error: EtcdError) -> Refused:
+    return Refused(503, f"etcd cannot be reached now, and this needs it: {error}")

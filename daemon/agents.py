@@ -1,0 +1,266 @@
+"""The agents on this node: started, found again after our own restart, told, watched, ended. See core/agentfile.
+
+Owned by the loop's thread. The only helper threads wait for an agent's end and post it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from elastic.core.agentfile import AgentConfig, AgentOrders, AgentStatus
+from elastic.core.records import PROTOCOL
+
+from . import launch
+from .errors import CannotStart
+from .log import Log
+from .threads import Threads
+
+FIRST_PAUSE_S = 0.2
+"""From an agent's death to the next start: long enough to hear from etcd that the job is over."""
+LONGEST_PAUSE_S = 30.0
+T = TypeVar("T", AgentConfig, AgentStatus, AgentOrders)
+
+STABLE_S = 60.0
+"""An agent that lived this long starts the back-off anew."""
+
+
+@dataclass(slots=True)
+class Running:
+    """A living agent."""
+
+    config: AgentConfig
+    pid: int
+    since_s: float
+    unit: str = ""
+    status: AgentStatus | None = None
+    orders: AgentOrders = field(default_factory=AgentOrders)
+    ending_s: float | None = None
+    """Monotonic instant at which it was told to end by signal."""
+
+
+@dataclass(slots=True)
+class Trouble:
+    """What went wrong with a job's agents here lately."""
+
+    failures: int = 0
+    """Ends in a row before the agent reported anything; a start that failed counts too."""
+    not_before_s: float = 0.0
+    pause_s: float = FIRST_PAUSE_S
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """An agent's process has ended."""
+
+    job: str
+    pid: int
+    code: int | None
+    """Exit code, negative for a signal; None when it was not our child."""
+
+
+class Agents:
+    def __init__(
+        self, state_dir: Path, launcher: launch.Launcher, threads: Threads, post: Callable[[Gone], None], log: Log
+    ) -> None:
+        self.jobs_dir = state_dir / "jobs"
+        self.running: dict[str, Running] = {}
+        self.trouble: dict[str, Trouble] = {}
+        self._launcher = launcher
+        self._threads = threads
+        self._post = post
+        self._log = log
+
+    def dir(self, job: str) -> Path:
+        return self.jobs_dir / job / "agent"
+
+    def logs_dir(self, job: str) -> Path:
+        return self.jobs_dir / job / "logs"
+
+    # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def find(self) -> None:
+        """Take up the agents that an earlier daemon started."""
+        self.jobs_dir.mkdir(parents=True, exist_ok=True)
+        for folder in sorted(self.jobs_dir.iterdir()):
+            if folder.name not in self.running:
+                self.adopt(folder.name)
+
+    def adopt(self, job: str) -> bool:
+        """Take up the agent of `job` if one lives."""
+        folder = self.dir(job)
+        status = _read(folder / "status.json", AgentStatus)
+        pid = launch.holder(folder / "lock")
+        if pid is None:
+            return False
+        config = _read(folder / "config.json", AgentConfig)
+        if config is None:
+            self._log.error("agent.unreadable", job=job, pid=pid, file=str(folder / "config.json"))
+            return False
+        running = Running(config, pid, time.monotonic())
+        running.status = status if status and status.pid == pid else None
+        running.orders = _read(folder / "orders.json", AgentOrders) or AgentOrders()
+        self.running[job] = running
+        self._log.info("agent.found", job=job, pid=pid)
+        self._watch(job, pid, None)
+        return True
+
+    def refresh(self) -> None:
+        """Read what the agents say of themselves."""
+        for job, running in self.running.items():
+            status = _read(self.dir(job) / "status.json", AgentStatus)
+            if status is not None and status.pid == running.pid:
+                running.status = status
+                self.trouble.pop(job, None) if time.monotonic() - running.since_s > STABLE_S else None
+
+    # ── starting and ending ─────────────────────────────────────────────────────────────────────────────────
+
+    def may_start(self, job: str, now_s: float) -> bool:
+        return job not in self.running and now_s >= self.trouble.get(job, Trouble()).not_before_s
+
+    def start(self, config: AgentConfig, python: str, workdir: str) -> None:
+        """Start an agent, or adopt the one that lives already. A failure is noted in `trouble`."""
+        job, folder = config.job, Path(config.agent_dir)
+        if self.adopt(job):
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            Path(config.logs_dir).mkdir(parents=True, exist_ok=True)
+            (folder / "status.json").unlink(missing_ok=True)
+            write(folder / "orders.json", AgentOrders())
+            write(folder / "config.json", config)
+            started = self._launcher.start(
+                f"elasticd-job-{job}",
+                [python or sys.executable, "-m", "elastic.agent", str(folder)],
+                launch.environment(),
+                Path(workdir) if workdir and os.path.isdir(workdir) else folder,
+                folder / "agent.log",
+            )
+        except (CannotStart, OSError) as error:
+            self._failed(job, f"the agent could not be started: {error}", failed_start=True)
+            return
+        self.running[job] = Running(config, started.pid, time.monotonic(), started.unit)
+        self._log.info("agent.started", job=job, pid=started.pid, slots=config.slots, unit=started.unit)
+        self._watch(job, started.pid, started.child)
+
+    def gone(self, event: Gone) -> None:
+        """Book the end of an agent."""
+        running = self.running.get(event.job)
+        if running is None or running.pid != event.pid:
+            return
+        del self.running[event.job]
+        lived_s = time.monotonic() - running.since_s
+        self._log.warning("agent.gone", job=event.job, pid=event.pid, code=event.code, lived_s=round(lived_s, 3))
+        if lived_s > STABLE_S:
+            self.trouble.pop(event.job, None)
+        said = running.status is not None or (self.dir(event.job) / "status.json").exists()
+        how = "ended" if event.code is None else describe_exit(event.code)
+        self._failed(event.job, f"the agent {how}{self._last_words(event.job)}", failed_start=not said)
+
+    def _failed(self, job: str, why: str, *, failed_start: bool) -> None:
+        trouble = self.trouble.setdefault(job, Trouble())
+        trouble.failures = trouble.failures + 1 if failed_start else 0
+        trouble.not_before_s = time.monotonic() + trouble.pause_s
+        trouble.pause_s = min(LONGEST_PAUSE_S, trouble.pause_s * 2)
+        trouble.why = why
+        self._log.warning("agent.trouble", job=job, why=why, failures=trouble.failures)
+
+    def signal(self, job: str, number: signal.Signals) -> None:
+        if running := self.running.get(job):
+            self._log.warning("agent.signalled", job=job, pid=running.pid, signal=number.name)
+            _kill(running.pid, number)
+
+    def forget(self, job: str) -> None:
+        self.trouble.pop(job, None)
+
+    # ── telling ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def order(self, job: str, orders: AgentOrders) -> None:
+        """Give an agent its orders, unless it has the same ones already."""
+        running = self.running[job]
+        if running.orders == orders:
+            return
+        write(self.dir(job) / "orders.json", orders)
+        running.orders = orders
+        self._log.info("agent.ordered", job=job, draining=orders.draining, checkpoint=orders.checkpoint)
+        if running.status is not None:  # it reports, so its handler stands: before that, SIGHUP would end it
+            _kill(running.pid, signal.SIGHUP)
+
+    # ── waiting for the end ─────────────────────────────────────────────────────────────────────────────────
+
+    def _watch(self, job: str, pid: int, child: subprocess.Popen[bytes] | None) -> None:
+        def wait() -> None:
+            code = None
+            if child is not None:
+                code = child.wait()
+            else:
+                _until_gone(pid)
+            self._post(Gone(job, pid, code))
+
+        self._threads.start(f"agent-{job}", wait)
+
+    def _last_words(self, job: str) -> str:
+        try:
+            with (self.dir(job) / "agent.log").open("rb") as log:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - 2000))
+                last = log.read().decode(errors="replace").strip().rpartition("\n")[2]
+        except OSError:
+            return ""
+        return f"; its last words: {last[-300:]}" if last else ""
+
+
+def write(path: Path, content: AgentConfig | AgentOrders) -> None:
+    """Replace a file as a whole: its reader sees the old or the new. It may hold etcd's password: ours alone."""
+    aside = path.with_name(f".{path.name}.new")
+    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(content))
+    os.replace(aside, path)
+
+
+def describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    """None for a file that is absent, damaged, or of another version: it is then as if it had not been written."""
+    try:
+        content = msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return content if getattr(content, "protocol", PROTOCOL) == PROTOCOL else None
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass  # its end is on the way to us
+
+
+def _until_gone(pid: int) -> None:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        gone = select.poll()
+        gone.register(descriptor, select.POLLIN)
+        gone.poll()
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,127 @@
+"""Which node works for which job. Pure, and the same on every node: each computes the whole plan from the same
+picture and carries out its own part, so that no two nodes take the same place.
+
+    1. What runs stays: a node with a living member, or with a running agent, keeps its place in that job.
+    2. Jobs are served in the order of submission. A job below its most nodes takes the oldest nodes that take work,
+       are not set aside for it, and have enough free slots.
+       A draining node and one that was set aside do not count: their replacement comes before they go.
+    3. A job with more members than its most nodes gives up the youngest (it was scaled down), and the nodes set
+       aside for it.
+
+A job in a final phase, or about to stop, gets no new node. A job without a spec is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from elastic.core.records import Phase
+
+from .cluster import Cluster, Job, Node, slots_wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Job -> node -> workers there."""
+
+    places: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    surplus: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Job -> node -> why it shall leave the job."""
+    waiting: Mapping[str, str] = field(default_factory=dict)
+    """Job -> why it has fewer nodes than its least."""
+
+    def of(self, node: str) -> dict[str, int]:
+        """Job -> workers, of one node."""
+        return {job: nodes[node] for job, nodes in self.places.items() if node in nodes}
+
+    def leaving(self, node: str) -> dict[str, str]:
+        """Job -> why, of one node."""
+        return {job: nodes[node] for job, nodes in self.surplus.items() if node in nodes}
+
+
+def plan(cluster: Cluster, running: Mapping[str, int], me: str) -> Plan:
+    """`running`: job -> workers of the agents on node `me`, which may not be members yet."""
+    used: dict[str, int] = {}
+    places: dict[str, dict[str, int]] = {}
+    surplus: dict[str, dict[str, str]] = {}
+    for job in cluster.jobs.values():
+        if job.over:
+            continue
+        places[job.name] = _standing(job, running, me)
+        for node, slots in places[job.name].items():
+            used[node] = used.get(node, 0) + slots
+    waiting: dict[str, str] = {}
+    for job in cluster.by_age():
+        assert job.spec is not None
+        if job.over:
+            continue
+        mine, spec = places[job.name], job.spec.spec
+        staying = [n for n in mine if not _leaving(cluster, job, n)]
+        if extra := _surplus(job, staying, list(mine)):
+            surplus[job.name] = extra
+        if job.state.phase is not Phase.STOPPING:
+            for new in _candidates(cluster, job, mine, used)[: max(0, spec.max_nodes - len(staying))]:
+                mine[new.name] = slots_wanted(job.spec, new.record.slots)
+                used[new.name] = used.get(new.name, 0) + mine[new.name]
+        if len(mine) < spec.min_nodes:
+            waiting[job.name] = _why(cluster, job, mine, used)
+    return Plan(places, surplus, waiting)
+
+
+def _standing(job: Job, running: Mapping[str, int], me: str) -> dict[str, int]:
+    """Where the job's agents are now, oldest member first; our own agent last while it is no member."""
+    members = sorted(job.members.items(), key=lambda item: item[1].seniority)
+    standing = {node: member.record.slots for node, member in members}
+    if job.name in running:
+        standing[me] = running[job.name]
+    return standing
+
+
+def _leaving(cluster: Cluster, job: Job, node: str) -> bool:
+    """Whether the job loses this node soon, so that it needs another in its place."""
+    member, known = job.members.get(node), cluster.nodes.get(node)
+    draining = bool(known and (known.drain or known.record.draining)) or bool(member and member.record.draining)
+    return draining or node in job.state.avoid
+
+
+def _surplus(job: Job, staying: list[str], standing: list[str]) -> dict[str, str]:
+    """Node -> why it shall leave: beyond the most the job may have, those outside its generation and the youngest."""
+    assert job.spec is not None
+    inside = [place.node for place in job.generation.places] if job.generation else []
+    order = sorted(staying, key=lambda n: inside.index(n) if n in inside else len(inside))  # stable: then by age
+    extra = order[job.spec.spec.max_nodes :]
+    aside = [n for n in standing if n in job.state.avoid]
+    return dict.fromkeys(extra, f"{job.name} was scaled to {job.spec.spec.nodes} nodes") | {
+        n: f"{n} is set aside for {job.name}: its workers fail there more often" for n in aside
+    }
+
+
+def _candidates(cluster: Cluster, job: Job, mine: Mapping[str, int], used: Mapping[str, int]) -> list[Node]:
+    assert job.spec is not None
+    return [
+        node
+        for node in sorted(cluster.nodes.values(), key=lambda n: n.seniority)
+        if node.name not in mine
+        and not node.why_not
+        and node.name not in job.state.avoid
+        and slots_wanted(job.spec, node.record.slots) <= node.record.slots - used.get(node.name, 0)
+    ]
+
+
+def _why(cluster: Cluster, job: Job, mine: Mapping[str, int], used: Mapping[str, int]) -> str:
+    """In words: what stands in the way of each node that the job does not have."""
+    assert job.spec is not None
+    spec = job.spec.spec
+    reasons = []
+    for node in sorted(cluster.nodes.values(), key=lambda n: n.name):
+        if node.name in mine:
+            continue
+        free, wanted = node.record.slots - used.get(node.name, 0), slots_wanted(job.spec, node.record.slots)
+        if node.why_not:
+            reasons.append(f"{node.name} is {node.why_not}")
+        elif node.name in job.state.avoid:
+            reasons.append(f"{node.name} is set aside for this job")
+        elif wanted > free:
+            reasons.append(f"{node.name} has {free} of {node.record.slots} slots free, {wanted} are needed")
+    return "; ".join([f"{len(mine)} of at least {spec.min_nodes} nodes", *reasons])

@@ -1,0 +1,197 @@
+"""What etcd says of the whole cluster, decoded. Pure: one immutable picture in, one immutable picture out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from elastic.core.keys import ClusterKeys
+from elastic.core.records import (
+    AskedRecord,
+    CordonRecord,
+    DrainRecord,
+    GenerationRecord,
+    IncidentRecord,
+    JobState,
+    MemberRecord,
+    NodeRecord,
+    ProgressRecord,
+    Record,
+    SpeaksAnotherProtocol,
+    SpecRecord,
+    decode,
+)
+
+
+class Stored(Protocol):
+    """One key as etcd returns it."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def value(self) -> bytes: ...
+    @property
+    def create_revision(self) -> int: ...
+    @property
+    def mod_revision(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    record: NodeRecord
+    seniority: int
+    """Create revision of its key: the smallest is the oldest."""
+    cordon: CordonRecord | None = None
+    drain: DrainRecord | None = None
+
+    @property
+    def name(self) -> str:
+        return self.record.node
+
+    @property
+    def why_not(self) -> str:
+        """Why it takes no new work; empty: it does."""
+        if self.drain or self.record.draining:
+            return f"draining: {self.drain.reason if self.drain else self.record.draining}"
+        if not self.record.healthy:
+            return f"unhealthy: {self.record.reason or 'no reason given'}"
+        return f"cordoned: {self.cordon.reason}" if self.cordon else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    record: MemberRecord
+    seniority: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job. Without a `spec` it was wiped from etcd while agents ran: they will write it again."""
+
+    name: str
+    spec: SpecRecord | None = None
+    submitted: int = 0
+    """Create revision of the spec: the order of submission."""
+    spec_revision: int = 0
+    state: JobState = field(default_factory=JobState)
+    state_revision: int = 0
+    members: Mapping[str, Member] = field(default_factory=dict)
+    generation: GenerationRecord | None = None
+    progress: ProgressRecord | None = None
+    asked: AskedRecord = field(default_factory=AskedRecord)
+    incidents: tuple[IncidentRecord, ...] = ()
+    """Oldest first."""
+
+    @property
+    def over(self) -> bool:
+        return self.state.phase.over
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    jobs: Mapping[str, Job] = field(default_factory=dict)
+    cordons: Mapping[str, CordonRecord] = field(default_factory=dict)
+    drains: Mapping[str, DrainRecord] = field(default_factory=dict)
+    revision: int = 0
+    foreign: Mapping[str, str] = field(default_factory=dict)
+    """Key -> what is wrong: a record of another protocol, or no record at all. Such a key is left alone."""
+
+    def by_age(self) -> list[Job]:
+        """Jobs whose spec is known, oldest first."""
+        return sorted((j for j in self.jobs.values() if j.spec), key=lambda j: j.submitted)
+
+
+R = TypeVar("R", bound=Record)
+
+
+class Reader:
+    """Decodes pictures of one cluster; a key that did not change since the picture before is not decoded again."""
+
+    def __init__(self, keys: ClusterKeys) -> None:
+        self._keys = keys
+        self._known: dict[tuple[str, int], Record | str] = {}
+
+    def read(self, kvs: Mapping[str, Stored], revision: int) -> Cluster:
+        keys, before, self._known = self._keys, self._known, {}
+        foreign: dict[str, str] = {}
+
+        def take(kind: type[R], kv: Stored | None) -> R | None:
+            if kv is None:
+                return None
+            at = (kv.key, kv.mod_revision)
+            if (record := before.get(at)) is None:
+                record = _decode(kind, kv.value)
+            self._known[at] = record
+            if isinstance(record, str):
+                foreign[kv.key] = record
+                return None
+            assert isinstance(record, kind)
+            return record
+
+        def each(kind: type[R], prefix: str) -> dict[str, tuple[R, Stored]]:
+            found = ((k.removeprefix(prefix), kv) for k, kv in kvs.items() if k.startswith(prefix))
+            return {name: (r, kv) for name, kv in found if (r := take(kind, kv)) is not None}
+
+        cordons = {n: r for n, (r, _) in each(CordonRecord, keys.cordons).items()}
+        drains = {n: r for n, (r, _) in each(DrainRecord, keys.drains).items()}
+        nodes = {
+            name: Node(record, kv.create_revision, cordons.get(name), drains.get(name))
+            for name, (record, kv) in each(NodeRecord, keys.nodes).items()
+        }
+        jobs = {}
+        for name, mine in _by_job(keys.jobs, kvs).items():
+            job = keys.job(name)
+            spec, state = mine.get(job.spec), mine.get(job.state)
+            if state is not None and take(JobState, state) is None:
+                spec = None  # whoever wrote it knows more of this job than we do: leave it alone
+            members = {
+                k.removeprefix(job.members): Member(r, kv.create_revision)
+                for k, kv in mine.items()
+                if k.startswith(job.members) and (r := take(MemberRecord, kv)) is not None
+            }
+            incidents = (take(IncidentRecord, kv) for k, kv in sorted(mine.items()) if k.startswith(job.incidents))
+            jobs[name] = Job(
+                name=name,
+                spec=take(SpecRecord, spec),
+                submitted=spec.create_revision if spec else 0,
+                spec_revision=spec.mod_revision if spec else 0,
+                state=take(JobState, state) or JobState(),
+                state_revision=state.mod_revision if state else 0,
+                members=members,
+                generation=take(GenerationRecord, mine.get(job.generation)),
+                progress=take(ProgressRecord, mine.get(job.progress)),
+                asked=take(AskedRecord, mine.get(job.asked)) or AskedRecord(),
+                incidents=tuple(i for i in incidents if i is not None),
+            )
+        return Cluster(nodes, jobs, cordons, drains, revision, foreign)
+
+
+def _by_job(prefix: str, kvs: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:
+    jobs: dict[str, dict[str, Stored]] = {}
+    for key, kv in kvs.items():
+        if key.startswith(prefix):
+            jobs.setdefault(key[len(prefix) :].partition("/")[0], {})[key] = kv
+    return jobs
+
+
+def _decode(kind: type[R], raw: bytes) -> R | str:
+    try:
+        return decode(kind, raw)
+    except SpeaksAnotherProtocol as error:
+        return str(error)
+    except msgspec.DecodeError as error:  # ValidationError among them
+        return f"is not a {kind.__name__}: {error}"
+
+
+def slots_wanted(spec: SpecRecord, node_slots: int) -> int:
+    """Workers of this job on a node with so many slots."""
+    wanted = spec.spec.workers_per_node
+    return max(1, node_slots) if isinstance(wanted, str) else wanted
+
+
+def names(nodes: Iterable[Node]) -> str:
+    return ", ".join(n.name for n in nodes) or "none"

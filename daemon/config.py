@@ -1,0 +1,197 @@
+"""Settings from flag > environment > file > default, checked; and the text that explains them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from elastic.core.keys import check_name
+from elastic.core.spec import BadSpec, refuse_unknown
+
+from .errors import BadConfig
+from .settings import Settings
+
+ENVIRONMENT = "ELASTICD_"
+"""Prefix of the environment variables: ELASTICD_NODE, ELASTICD_ETCD_ENDPOINTS, ELASTICD_TIMEOUTS_LEASE_TTL_S, …"""
+
+MAX_SOCKET_PATH = 107
+"""Bytes of a Unix socket's path that Linux takes."""
+
+Raw = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    settings: Settings
+    sources: Mapping[str, str]
+    """Setting, as 'timeouts.beat_s' -> where its value comes from: 'flag', 'environment', 'file' or 'default'."""
+
+
+def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, str]) -> Loaded:
+    """Read and check all settings. `flags`: 'etcd.endpoints' -> text. Raises BadConfig naming the setting."""
+    raw = _read(path) if path else {}
+    where = str(path) if path else "defaults"
+    sources = {name: "file" for name, _ in _leaves(raw)}
+    try:
+        refuse_unknown(Settings, raw)
+        for name, text in _from_environment(environment):
+            _put(raw, name, _value(name, text))
+            sources[name] = "environment"
+            where = "environment"
+        for name, text in flags.items():
+            if name not in HINTS:
+                probe: Raw = {}
+                _put(probe, name, text)
+                refuse_unknown(Settings, probe)
+            _put(raw, name, _value(name, text))
+            sources[name] = "flag"
+        settings = msgspec.convert(raw, Settings)
+        check(settings)
+    except msgspec.ValidationError as error:
+        raise BadConfig(f"{path or where}: {_explain(error, raw)}") from None
+    except (BadSpec, ValueError) as error:
+        raise BadConfig(f"{path or where}: {error}") from None
+    return Loaded(settings, {name: sources.get(name, "default") for name in HINTS})
+
+
+def check(settings: Settings) -> None:
+    """Raise ValueError for values that are well-formed but cannot work."""
+    check_name("cluster", settings.cluster)
+    if settings.node:
+        check_name("node", settings.node)
+    settings.timeouts.check()
+    etcd = settings.etcd
+    for endpoint in etcd.endpoints:
+        host_port("etcd.endpoints", endpoint)
+    host_port("etcd.embedded_listen", etcd.embedded_listen, zero_ok=True)
+    if settings.http.listen:
+        host_port("http.listen", settings.http.listen, zero_ok=True)
+    for a, b in (("user", "password_file"), ("cert_file", "key_file")):
+        if bool(getattr(etcd, a)) != bool(getattr(etcd, b)):
+            raise ValueError(f"etcd.{a} and etcd.{b}: give both or neither")
+    for name in ("password_file", "ca_file", "cert_file", "key_file"):
+        if (file := getattr(etcd, name)) and not os.access(file, os.R_OK):
+            raise ValueError(f"etcd.{name} = {file!r}: cannot be read")
+    if len(os.fsencode(settings.socket)) > MAX_SOCKET_PATH:
+        raise ValueError(
+            f"socket = {settings.socket!r}: longer than the {MAX_SOCKET_PATH} bytes a Unix socket may have"
+        )
+
+
+def host_port(field: str, text: str, zero_ok: bool = False) -> tuple[str, int]:
+    """'10.0.0.1:2379' or '[::1]:2379' -> (host, port). Raises ValueError naming `field`."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not (0 if zero_ok else 1) <= int(port) <= 65535 or "/" in host:
+        raise ValueError(f"{field} = {text!r}: write host:port, as in '10.0.0.1:2379'")
+    return host.strip("[]"), int(port)
+
+
+def explain() -> dict[str, str]:
+    """Setting -> its documentation, read from the source beside the fields."""
+    return dict(_docs(Settings))
+
+
+# ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _read(path: Path) -> Raw:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise BadConfig(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadConfig(f"{path}: is not TOML: {error}") from None
+
+
+def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    by_variable = {ENVIRONMENT + name.replace(".", "_").upper(): name for name in HINTS}
+    for variable, text in environment.items():
+        if variable in by_variable:
+            yield by_variable[variable], text
+        elif variable.startswith(ENVIRONMENT) and variable != f"{ENVIRONMENT}CONFIG":
+            name = variable.removeprefix(ENVIRONMENT).lower()
+            try:
+                refuse_unknown(Settings, {name: text})
+            except BadSpec as error:
+                raise BadSpec(f"environment variable {variable}: {error}") from None
+
+
+def _value(name: str, text: str) -> Any:
+    """What a flag or an environment variable stands for: lists are comma-separated."""
+    hint = HINTS[name]
+    if hint is str:
+        return text
+    if typing.get_origin(hint) is tuple:
+        return [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _put(raw: Raw, name: str, value: Any) -> None:
+    *tables, last = name.split(".")
+    for table in tables:
+        raw = raw.setdefault(table, {})
+    raw[last] = value
+
+
+def _leaves(raw: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in raw.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def _is_table(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
+
+
+def _hints(table: type[msgspec.Struct], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, hint in typing.get_type_hints(table).items():
+        if _is_table(hint):
+            yield from _hints(hint, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", hint
+
+
+HINTS: Mapping[str, Any] = dict(_hints(Settings))
+"""Every setting, as 'timeouts.beat_s' -> its type."""
+
+
+def _docs(table: type[msgspec.Struct], path: str = "") -> Iterator[tuple[str, str]]:
+    body = ast.parse(inspect.getsource(table)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    hints = typing.get_type_hints(table)
+    for field, after in zip(body.body, [*body.body[1:], None], strict=True):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        name = field.target.id
+        if _is_table(hints[name]):
+            yield from _docs(hints[name], f"{path}{name}.")
+        elif isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            yield f"{path}{name}", inspect.cleandoc(str(after.value.value)).replace("\n", " ")
+        else:
+            yield f"{path}{name}", ""
+
+
+def _explain(error: msgspec.ValidationError, raw: Raw) -> str:
+    what, _, where = str(error).partition(" - at `$.")
+    if not where:
+        return str(error)
+    name = where.rstrip("`").replace("[...]", "")
+    value: Any = raw
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else value
+    return f"{name} = {value!r}: {what[0].lower()}{what[1:]}"

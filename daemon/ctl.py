@@ -1,0 +1,312 @@
+"""The command `elasticctl`: shows and steers a cluster through the daemon of this node.
+
+Exit codes: 0 all is well · 1 refused or failed · 2 wrong usage · 3 degraded: something wants attention ·
+4 a job has failed · 5 no daemon answers · 6 etcd cannot be reached, and the command needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from .ctl_client import Client, Failed, Unreachable, default_socket, name
+
+Json = dict[str, Any]
+
+OK, ERROR, USAGE, DEGRADED, FAILED, NO_DAEMON, NO_ETCD = range(7)
+HEALTH = {"healthy": OK, "degraded": DEGRADED, "failed": FAILED}
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/api.md describes it.")
+
+
+class Main(click.Group):
+    """Turns what goes wrong into words and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Unreachable as error:
+            _die(str(error), NO_DAEMON)
+        except Failed as error:
+            _die(str(error), NO_ETCD if error.status == 503 else ERROR)
+        except BrokenPipeError:  # head, less: they have seen enough
+            sys.stderr.close()
+            sys.exit(OK)
+
+
+@click.group(cls=Main, context_settings={"help_option_names": ["-h", "--help"]}, epilog=__doc__.partition("\n\n")[2])
+@click.option("--socket", default=None, metavar="PATH", help="The daemon's socket; else $ELASTICD_SOCKET, else found.")
+@click.version_option(package_name="elasticd", prog_name="elasticctl")
+@click.pass_context
+def main(ctx: click.Context, socket: str | None) -> None:
+    """Show and steer elasticd: jobs that survive."""
+    ctx.obj = Client(socket or default_socket())
+
+
+@main.command()
+@click.argument("job", required=False)
+@as_json
+@click.pass_obj
+def status(client: Client, job: str | None, as_json: bool) -> None:
+    """The cluster on one screen, or one JOB with its ranks."""
+    data = client.get(f"/v1/jobs/{name(job)}" if job else "/v1/status")
+    if as_json:
+        _print(data)
+    else:
+        from . import ctl_views
+
+        (ctl_views.job if job else ctl_views.status)(data)
+    sys.exit(max(HEALTH[data["health"]], OK if data["etcd"]["connected"] else DEGRADED))
+
+
+@main.command()
+@as_json
+@click.pass_obj
+def jobs(client: Client, as_json: bool) -> None:
+    """All jobs, those that run first."""
+    data = client.get("/v1/jobs")
+    if as_json:
+        return _print(data)
+    from . import ctl_views
+
+    return ctl_views.console().print(ctl_views.jobs_table(data["jobs"]) if data["jobs"] else "no jobs")
+
+
+@main.command()
+@as_json
+@click.pass_obj
+def nodes(client: Client, as_json: bool) -> None:
+    """The nodes of the cluster."""
+    data = client.get("/v1/nodes")
+    if as_json:
+        return _print(data)
+    from . import ctl_views
+
+    return ctl_views.console().print(ctl_views.nodes_table(data["nodes"]))
+
+
+@main.command()
+@click.argument("job", required=False)
+@click.option("--last", default=0, help="Only the newest N.")
+@click.option("--full", is_flag=True, help="With time line, stacks and traceback of each.")
+@as_json
+@click.pass_obj
+def incidents(client: Client, job: str | None, last: int, full: bool, as_json: bool) -> None:
+    """Failures and planned changes, and what each has cost."""
+    data = client.get("/v1/incidents", {"job": job or "", "last": last})
+    if as_json:
+        return _print(data)
+    from . import ctl_views
+
+    if full:
+        for row in data["incidents"]:
+            ctl_views.incident(row)
+        return None
+    found = data["incidents"]
+    return ctl_views.console().print(ctl_views.incidents_table(found) if found else "no incidents")
+
+
+@main.command()
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Override a field: checkpoint.keep=5.")
+@click.option("--replace", is_flag=True, help="Take the name of a job that is over; its records go.")
+@as_json
+@click.pass_obj
+def submit(client: Client, file: Path, settings: tuple[str, ...], replace: bool, as_json: bool) -> None:
+    """Submit the job that FILE (job.toml) describes."""
+    from . import ctl_jobs
+
+    try:
+        raw = ctl_jobs.from_file(file)
+        ctl_jobs.override(raw, settings)
+        ctl_jobs.resolve(raw, Path.cwd())
+    except ctl_jobs.BadJob as error:
+        _die(str(error), USAGE)
+    data = client.post("/v1/jobs", {"spec": raw, "replace": replace})
+    _say(data, as_json, f"{data['job']} is submitted; see: elasticctl status {data['job']}")
+
+
+@main.command(context_settings={"ignore_unknown_options": False})
+@click.option("--name", "job_name", help="Name of the job; else the script's, with a number where it is taken.")
+@click.option("--nodes", metavar="MIN:MAX", help="How many nodes. Default 1:1.")
+@click.option("-w", "--workers", metavar="N", help="Workers on each node; default: as many as it has slots.")
+@click.option("-m", "--module", is_flag=True, help="The first word is a module, as for python -m.")
+@click.option("-e", "--env", multiple=True, metavar="NAME=VALUE", help="Environment for the workers.")
+@click.option("--checkpoints", metavar="DIR", help="Folder for checkpoints.")
+@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other field of a job.")
+@click.option("--detach", is_flag=True, help="Submit only; do not follow.")
+@as_json
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_obj
+def run(
+    client: Client,
+    job_name: str | None,
+    nodes: str | None,
+    workers: str | None,
+    module: bool,
+    env: tuple[str, ...],
+    checkpoints: str | None,
+    settings: tuple[str, ...],
+    detach: bool,
+    as_json: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Submit a script, follow its log, and end with its result: elasticctl run --nodes 1:2 -- train.py --lr 0.1
+
+    Ctrl-C asks whether to detach (the job goes on) or to stop it."""
+    from . import ctl_jobs
+
+    try:
+        raw = ctl_jobs.from_command(command, module)
+        options = {"nodes": nodes, "workers_per_node": workers, "checkpoint.dir": checkpoints}
+        for field, value in options.items():
+            if value is not None:
+                ctl_jobs.put(raw, field, int(value) if field == "workers_per_node" and value.isdigit() else value)
+        ctl_jobs.override(raw, [f"env.{pair}" for pair in env])
+        ctl_jobs.override(raw, settings)
+        ctl_jobs.resolve(raw, Path.cwd())
+    except ctl_jobs.BadJob as error:
+        _die(str(error), USAGE)
+    taken = [row["job"] for row in client.get("/v1/jobs")["jobs"]]
+    raw["name"] = job_name or ctl_jobs.free_name(raw["name"], taken)
+    data = client.post("/v1/jobs", {"spec": raw})
+    _say(data, as_json, f"{data['job']} is submitted", err=True)
+    if not detach:
+        from . import ctl_follow
+
+        sys.exit(ctl_follow.until_over(client, data["job"], as_json))
+
+
+@main.command()
+@click.argument("job")
+@click.option("-f", "--follow", is_flag=True, help="Go on as more is written, until the job is over.")
+@click.option("--rank", type=int, help="Only this rank.")
+@click.option("-n", "--tail", default=100, show_default=True, help="Begin with so many lines.")
+@as_json
+@click.pass_obj
+def logs(client: Client, job: str, follow: bool, rank: int | None, tail: int, as_json: bool) -> None:
+    """What the workers of JOB on this node write, each line with its rank."""
+    from . import ctl_follow
+
+    ctl_follow.show(client, job, follow=follow, rank=rank, tail=tail, as_json=as_json)
+
+
+@main.command()
+@click.argument("job")
+@click.option("--reason", default="", help="Why, for the record.")
+@click.option("--wait", "wait_s", default=0.0, metavar="SECONDS", help="Wait until it has ended.")
+@as_json
+@click.pass_obj
+def stop(client: Client, job: str, reason: str, wait_s: float, as_json: bool) -> None:
+    """End JOB: its workers get SIGTERM, and SIGKILL after its stop_grace_s."""
+    data = client.post(f"/v1/jobs/{name(job)}/stop", {"reason": reason} if reason else {})
+    if wait_s > 0:
+        data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": min(wait_s, 60)}, timeout_s=wait_s + 10)
+    _say(data, as_json, f"{job} is {data['phase']}")
+
+
+@main.command()
+@click.argument("job")
+@click.argument("nodes", metavar="MIN:MAX")
+@as_json
+@click.pass_obj
+def scale(client: Client, job: str, nodes: str, as_json: bool) -> None:
+    """Change how many nodes JOB may have; no step is lost."""
+    data = client.post(f"/v1/jobs/{name(job)}/scale", {"nodes": nodes})
+    _say(data, as_json, f"{job} may have {nodes} nodes now")
+
+
+@main.command()
+@click.argument("job")
+@as_json
+@click.pass_obj
+def forget(client: Client, job: str, as_json: bool) -> None:
+    """Remove the records of a JOB that is over. Logs and checkpoints stay."""
+    _say(client.delete(f"/v1/jobs/{name(job)}"), as_json, f"{job} is forgotten")
+
+
+@main.command()
+@click.argument("node")
+@click.option("--reason", default="", help="Why, for the record and for status.")
+@click.option(
+    "--deadline", "deadline_s", default=0.0, metavar="SECONDS", help="When the node goes away, come what may."
+)
+@as_json
+@click.pass_obj
+def drain(client: Client, node: str, reason: str, deadline_s: float, as_json: bool) -> None:
+    """Move all work off NODE at a step boundary, and give it no new one."""
+    body: Json = {"deadline_s": deadline_s} | ({"reason": reason} if reason else {})
+    _say(client.post(f"/v1/nodes/{name(node)}/drain", body), as_json, f"{node} is being drained")
+
+
+@main.command()
+@click.argument("node")
+@click.option("--reason", default="", help="Why, for the record and for status.")
+@as_json
+@click.pass_obj
+def cordon(client: Client, node: str, reason: str, as_json: bool) -> None:
+    """No new work for NODE; what runs there goes on."""
+    data = client.post(f"/v1/nodes/{name(node)}/cordon", {"reason": reason} if reason else {})
+    _say(data, as_json, f"{node} takes no new work")
+
+
+@main.command()
+@click.argument("node")
+@as_json
+@click.pass_obj
+def uncordon(client: Client, node: str, as_json: bool) -> None:
+    """Take back a cordon or a drain of NODE."""
+    _say(client.post(f"/v1/nodes/{name(node)}/uncordon"), as_json, f"{node} takes work again")
+
+
+@main.group()
+def config() -> None:
+    """The daemon's settings."""
+
+
+@config.command("show")
+@click.option("--explain", is_flag=True, help="With what each setting means.")
+@as_json
+@click.pass_obj
+def config_show(client: Client, explain: bool, as_json: bool) -> None:
+    """Settings in effect, where each comes from, and the hierarchy of time-outs."""
+    data = client.get("/v1/config")
+    if as_json:
+        return _print(data)
+    from . import ctl_views
+
+    return ctl_views.config(data, explain)
+
+
+@main.group()
+def checkpoint() -> None:
+    """Checkpoints: take one now, list, verify, export."""
+
+
+@checkpoint.command("now")
+@click.argument("job")
+@as_json
+@click.pass_obj
+def checkpoint_now(client: Client, job: str, as_json: bool) -> None:
+    """Ask JOB for a checkpoint at the next step that all ranks agree on."""
+    _say(client.post(f"/v1/jobs/{name(job)}/checkpoint"), as_json, f"{job} is asked for a checkpoint")
+
+
+def _print(data: Json) -> None:
+    click.echo(json.dumps(data, indent=2))
+
+
+def _say(data: Json, as_json: bool, text: str, err: bool = False) -> None:
+    if as_json:
+        _print(data)
+    else:
+        click.echo(text, err=err)
+
+
+def _die(message: str, code: int) -> NoReturn:
+    click.echo(f"elasticctl: {message}", err=True)
+    sys.exit(code)

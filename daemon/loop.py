@@ -1,0 +1,275 @@
+"""The daemon's one owner thread: each turn compares what should run here with what does, and closes the difference.
+
+Level-triggered: a turn looks only at the newest picture of etcd and at the agents, never at how they came to be so.
+A lost event costs at most the second until the next turn.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+import elastic
+from elastic.core.agentfile import AgentConfig, AgentOrders, EtcdAccess
+from elastic.core.keys import ClusterKeys
+from elastic.core.records import NodeRecord, Phase
+from elastic.etcd import Lease, View
+
+from . import reconcile
+from .agents import Agents, Gone
+from .assignment import Plan, plan
+from .board import Board, Contact, LocalAgent, Snapshot
+from .cluster import Cluster, Reader
+from .log import Log
+from .mailbox import Event, LeaseLost, Mailbox, Registered, Stop, Written
+from .notify import Notify
+from .settings import Settings
+from .writer import Writer
+
+TICK_S = 1.0
+"""Longest time between two turns."""
+RETRY_S = 1.0
+"""Pause before another try to register."""
+
+
+class Loop:
+    def __init__(
+        self,
+        settings: Settings,
+        access: EtcdAccess,
+        gpus: tuple[int, ...],
+        mailbox: Mailbox,
+        writer: Writer,
+        agents: Agents,
+        board: Board,
+        notify: Notify,
+        log: Log,
+    ) -> None:
+        self._settings = settings
+        self._access = access
+        self._gpus = gpus
+        self._mailbox = mailbox
+        self._writer = writer
+        self._agents = agents
+        self._board = board
+        self._notify = notify
+        self._log = log
+        self._reader = Reader(ClusterKeys(settings.cluster))
+        self._started_wall_s = time.time()
+        self._cluster = Cluster()
+        self._contact = Contact()
+        self._plan = Plan()
+        self._lease: Lease | None = None
+        self._registered: NodeRecord | None = None
+        self._retry_s = 0.0
+        self._version_asked = False
+        self._ready = False
+        self._overdue: dict[str, float] = {}
+        self._said: dict[str, str] = {}
+        self._turn = 0
+
+    def run(self) -> Stop:
+        """Turn until told to stop; returns why."""
+        self._agents.find()
+        tick_s = min(TICK_S, self._notify.watchdog_s / 3 or TICK_S)
+        while True:
+            events, view = self._mailbox.take(tick_s)
+            for event in events:
+                if isinstance(event, Stop):
+                    return event
+                self._hear(event)
+            if view is not None:
+                self._look(view)
+            self._work(time.monotonic())
+            self._notify.turned()
+
+    def leave(self) -> None:
+        """Take our node record away: this node takes no new work. Agents stay."""
+        if self._lease is not None:
+            self._lease.close()
+
+    # ── hearing ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _hear(self, event: Event) -> None:
+        match event:
+            case Gone():
+                self._agents.gone(event)
+            case Registered(lease, record):
+                self._lease, self._registered = lease, record
+                self._log.info("node.registered", lease=f"{lease.id:x}", address=record.address, slots=record.slots)
+            case LeaseLost(lease_id, why):
+                if self._lease is not None and self._lease.id == lease_id:
+                    self._lease = self._registered = None
+                    self._log.warning("node.lease_lost", why=why)
+            case Written(name, error):
+                self._writer.written(event)
+                if error:
+                    self._retry_s = time.monotonic() + RETRY_S
+                    self._say(f"write {name}", error)
+            case Stop():
+                raise AssertionError("the loop ends at a Stop")
+
+    def _look(self, view: View) -> None:
+        if view.connected != self._contact.connected:
+            self._log.info("etcd.contact", connected=view.connected, error=view.error, revision=view.revision)
+        if view.revision or view.connected:  # an empty picture before the first contact says nothing
+            self._cluster = self._reader.read(view.kvs, view.revision)
+        self._contact = Contact(view.connected, view.as_of_s, view.error)
+        for key, why in self._cluster.foreign.items():
+            self._say(f"record {key}", why)
+
+    def _say(self, about: str, what: str) -> None:
+        """Log a trouble when it is new or has changed, not each time it is met."""
+        if self._said.get(about) != what:
+            self._said[about] = what
+            self._log.warning("daemon.trouble", about=about, what=what)
+
+    # ── a turn ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _work(self, now_s: float) -> None:
+        self._turn += 1
+        self._agents.refresh()
+        stays_out = self._stays_out()
+        node = self._settings.node
+        running = {job: agent.config.slots for job, agent in self._agents.running.items()}
+        self._plan = plan(self._cluster, running, node)
+        if self._contact.connected:
+            self._check_version()
+            if not stays_out:
+                self._keep_registered(now_s)
+                self._start_agents(now_s)
+            self._write_states()
+        self._order_agents()
+        self._end_overdue(now_s)
+        self._publish(stays_out)
+        self._tell_systemd()
+
+    def _stays_out(self) -> str:
+        """A newcomer that finds records of another protocol takes no part. One that is in ignores such newcomers."""
+        if self._lease is not None or not self._cluster.foreign:
+            return ""
+        key, why = next(iter(self._cluster.foreign.items()))
+        return f"{key}: {why}"
+
+    def _check_version(self) -> None:
+        if not self._version_asked:
+            self._version_asked = True
+            self._writer.check_version(refuse=reconcile.refuses_unsound(self._settings))
+
+    def _keep_registered(self, now_s: float) -> None:
+        record = self._record()
+        times = self._settings.timeouts
+        key_there = self._settings.node in self._cluster.nodes
+        if self._lease is None:
+            if now_s >= self._retry_s:
+                self._writer.register(record, times.lease_ttl_s, times.lease_renew_s)
+        elif record != self._registered:
+            self._writer.update(record, self._lease.id)
+            self._registered = record
+        elif not key_there and self._turn % 5 == 0:  # somebody deleted it; the lease still lives
+            self._writer.update(record, self._lease.id)
+
+    def _record(self) -> NodeRecord:
+        settings = self._settings
+        drain = self._cluster.drains.get(settings.node)
+        assert isinstance(settings.slots, int)
+        return NodeRecord(
+            node=settings.node,
+            hostname=os.uname().nodename,
+            address=settings.address,
+            slots=settings.slots,
+            gpus=len(self._gpus),
+            version=elastic.__version__,
+            pid=os.getpid(),
+            started_wall_s=self._started_wall_s,
+            draining=drain.reason if drain else None,
+        )
+
+    def _start_agents(self, now_s: float) -> None:
+        me = self._cluster.nodes.get(self._settings.node)
+        for job, slots in self._plan.of(self._settings.node).items():
+            spec = self._cluster.jobs[job].spec
+            leaves = job in self._plan.leaving(self._settings.node) or bool(me and me.drain)
+            if spec is None or leaves or not self._agents.may_start(job, now_s):
+                continue
+            config = AgentConfig(
+                cluster=self._settings.cluster,
+                node=self._settings.node,
+                job=job,
+                address=self._settings.address,
+                slots=slots,
+                gpus=reconcile.pick_gpus(self._gpus, slots, [a.config.gpus for a in self._agents.running.values()]),
+                interface=self._settings.interface,
+                etcd=self._access,
+                timeouts=self._settings.timeouts,
+                agent_dir=str(self._agents.dir(job)),
+                logs_dir=str(self._agents.logs_dir(job)),
+            )
+            self._agents.start(config, spec.spec.python, spec.spec.workdir)
+
+    def _write_states(self) -> None:
+        for job in self._cluster.by_age():
+            trouble = self._agents.trouble.get(job.name)
+            failed = trouble.why if trouble and trouble.failures >= reconcile.FAILED_STARTS else ""
+            here = job.name in self._agents.running
+            state = reconcile.job_state(job, self._cluster, self._settings.node, here, failed, time.time())
+            if state is not None:
+                self._log.info("job.state", job=job.name, phase=state.phase, reason=state.reason, avoid=state.avoid)
+                self._writer.put_state(job, state)
+
+    def _order_agents(self) -> None:
+        drain = self._cluster.drains.get(self._settings.node)
+        leaving = self._plan.leaving(self._settings.node)
+        for name in list(self._agents.running):
+            job = self._cluster.jobs.get(name)
+            if job is None or job.spec is None:  # etcd was wiped, or not heard of yet: no reason to tell it anything
+                continue
+            orders = AgentOrders(
+                draining=drain.reason if drain else leaving.get(name),
+                drain_deadline_s=drain.deadline_s if drain else 0.0,
+                checkpoint=job.asked.checkpoint,
+            )
+            self._agents.order(name, orders)
+
+    def _end_overdue(self, now_s: float) -> None:
+        """Agents end by themselves when their job is over or told to stop; one that does not is ended."""
+        for name in list(self._agents.running):
+            job = self._cluster.jobs.get(name)
+            if job is None or not (job.over or job.state.phase is Phase.STOPPING):
+                self._overdue.pop(name, None)
+                continue
+            since_s = self._overdue.setdefault(name, now_s)
+            number = reconcile.signal_for(job, now_s - since_s, self._agents.running[name].ending_s is not None)
+            if number is not None:
+                self._agents.signal(name, number)
+                self._agents.running[name].ending_s = now_s
+
+    def _publish(self, stays_out: str) -> None:
+        agents = {
+            job: LocalAgent(job, a.pid, a.config.slots, a.status, a.orders.draining)
+            for job, a in self._agents.running.items()
+        }
+        snapshot = Snapshot(
+            cluster=self._cluster,
+            contact=replace(self._contact, version=self._writer.version),
+            plan=self._plan,
+            agents=agents,
+            trouble={job: t.why for job, t in self._agents.trouble.items()},
+            registered=self._lease is not None,
+            stays_out=stays_out,
+            turn=self._turn,
+        )
+        self._board.publish(snapshot)
+
+    def _tell_systemd(self) -> None:
+        if not self._ready:
+            if self._contact.connected and self._lease is not None:
+                self._ready = True
+                self._notify.ready()
+                self._log.info("daemon.ready", turn=self._turn)
+            else:
+                self._notify.not_yet(30.0)
+        agents = len(self._agents.running)
+        etcd = "" if self._contact.connected else "; etcd cannot be reached"
+        self._notify.status(f"{agents} {'agent' if agents == 1 else 'agents'} here{etcd}")

@@ -1,0 +1,188 @@
+"""The command `elasticd`: read the settings, put the parts together, run until told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+import elastic
+from elastic.core.agentfile import EtcdAccess
+from elastic.core.timeouts import RELATIONS
+
+from . import config, host, launch
+from .ending import stop_all
+from .errors import AlreadyRuns, BadConfig, CannotStart, DaemonError
+from .notify import Notify
+from .settings import Settings
+from .views import SCHEMA, Identity, Json
+
+FLAGS = ("cluster", "node", "address", "state_dir", "socket", "slots", "log_level")
+"""Settings with a flag of their own; every other one is reached by --set."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code; see `errors`."""
+    args = _parser().parse_args(argv)
+    started_s = time.monotonic()
+    try:
+        loaded = config.load(args.config, os.environ, _flags(args))
+        gpus = host.gpus()
+        settings = host.complete(loaded.settings, gpus)
+        if args.check:
+            print(f"{args.config or 'defaults'}: good")
+            return 0
+        if args.stop:
+            print("\n".join(stop_all(Path(settings.state_dir))) or "nothing runs")
+            return 0
+        return _run(settings, loaded.sources, gpus, started_s)
+    except DaemonError as error:
+        print(f"elasticd: {error}", file=sys.stderr)
+        return error.code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="elasticd", description="The node's daemon: trains on, whatever fails.")
+    parser.add_argument("--config", type=Path, default=os.environ.get("ELASTICD_CONFIG"), help="TOML file of settings")
+    parser.add_argument("--check", action="store_true", help="check the settings and end")
+    parser.add_argument("--stop", action="store_true", help="end the daemon, its agents and its embedded etcd")
+    parser.add_argument("--version", action="version", version=f"elasticd {elastic.__version__}")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="e.g. timeouts.lease_ttl_s=4")
+    parser.add_argument("--etcd", dest="etcd.endpoints", metavar="HOST:PORT,…", help="etcd's endpoints")
+    for name in FLAGS:
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar="…", help=config.explain()[name])
+    return parser
+
+
+def _flags(args: argparse.Namespace) -> dict[str, str]:
+    given = {name: value for name in (*FLAGS, "etcd.endpoints") if (value := getattr(args, name)) is not None}
+    for text in args.set:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise BadConfig(f"--set {text}: write NAME=VALUE, as in timeouts.lease_ttl_s=4")
+        given[name.strip()] = value
+    return given
+
+
+def _run(settings: Settings, sources: Mapping[str, str], gpus: tuple[int, ...], started_s: float) -> int:
+    # What takes time to import comes after the embedded etcd has been started: they overlap.
+    notify = Notify.from_environment()
+    state_dir = Path(settings.state_dir)
+    lock = _own(state_dir)
+    from . import log as logs
+
+    log = logs.start(settings.log_level, settings.node)
+    log.info("daemon.settings", version=elastic.__version__, **_plain(settings, sources))
+    from .embedded_etcd import EmbeddedEtcd
+    from .threads import Threads
+
+    threads, launcher = Threads(log), launch.launcher()
+    embedded = None
+    endpoints = settings.etcd.endpoints
+    if not endpoints:
+        etcd_settings = settings.etcd
+        embedded = EmbeddedEtcd(state_dir, etcd_settings.embedded_listen, etcd_settings.embedded_binary, launcher, log)
+        endpoints = (embedded.start(),)
+        embedded.supervise(threads)
+    from .service import Daemon
+
+    identity = Identity(
+        cluster=settings.cluster,
+        node=settings.node,
+        version=elastic.__version__,
+        pid=os.getpid(),
+        started_s=started_s,
+        endpoints=endpoints,
+        embedded=embedded is not None,
+        metrics="",
+    )
+    daemon = Daemon(
+        settings, _access(settings, endpoints), identity, gpus, lambda: describe(settings, sources), launcher, threads,
+        notify, log,
+    )  # fmt: skip
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda n, _: daemon.stop(signal.Signals(n).name))
+    try:
+        return daemon.run()
+    finally:
+        notify.stopping()
+        if embedded is not None:
+            embedded.close()
+        daemon.close()
+        lock.close()
+
+
+def _own(state_dir: Path) -> IO[bytes]:
+    """Lock the state directory for as long as the file is open. Raises AlreadyRuns, CannotStart."""
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        lock = (state_dir / "lock").open("a+b")
+    except OSError as error:
+        raise CannotStart(f"state_dir = {str(state_dir)!r}: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        pid = lock.read(32).decode(errors="replace").strip() or "?"
+        raise AlreadyRuns(f"another elasticd (process {pid}) already works in {state_dir}") from None
+    lock.truncate(0)
+    lock.write(str(os.getpid()).encode())
+    lock.flush()
+    return lock
+
+
+def _access(settings: Settings, endpoints: tuple[str, ...]) -> EtcdAccess:
+    etcd = settings.etcd
+    password = ""
+    if etcd.password_file:
+        password = Path(etcd.password_file).read_text().partition("\n")[0].strip()
+    return EtcdAccess(
+        endpoints=endpoints,
+        user=etcd.user,
+        password=password,
+        ca_file=etcd.ca_file,
+        cert_file=etcd.cert_file,
+        key_file=etcd.key_file,
+    )
+
+
+def _plain(settings: Settings, sources: Mapping[str, str]) -> dict[str, object]:
+    given = ", ".join(f"{name} ({source})" for name, source in sources.items() if source != "default")
+    return {"settings": msgspec.to_builtins(settings), "given": given}
+
+
+def describe(settings: Settings, sources: Mapping[str, str]) -> Json:
+    """Every setting with its value, where that comes from and what it means; and the hierarchy of time-outs."""
+    docs = config.explain()
+
+    def value(name: str) -> object:
+        found: object = settings
+        for part in name.split("."):
+            found = getattr(found, part)
+        return msgspec.to_builtins(found)
+
+    times = settings.timeouts
+    return {
+        "schema": SCHEMA,
+        "settings": [
+            {"name": name, "value": value(name), "source": source, "doc": docs[name]}
+            for name, source in sources.items()
+        ],
+        "hierarchy": [
+            {"below": f"timeouts.{a}", "below_s": getattr(times, a), "factor": factor, "above": f"timeouts.{b}",
+             "above_s": getattr(times, b), "why": why}
+            for a, factor, b, why in RELATIONS
+        ],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

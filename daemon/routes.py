@@ -1,0 +1,284 @@
+"""What the API answers: one function for each path. See docs/api.md."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from . import views
+from .actions import Actions
+from .board import Board, Snapshot
+from .errors import Refused
+from .log import Log
+from .logs import Line, Tail
+from .views import SCHEMA, Identity, Json, Now
+
+LONGEST_WAIT_S = 60.0
+FOLLOW_S = 0.2
+"""Interval at which a followed log is looked at."""
+
+Query = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the answers are made from."""
+
+    board: Board
+    actions: Actions
+    identity: Identity
+    logs_dir: Callable[[str], Path]
+    config: Callable[[], Json]
+    log: Log
+
+
+class Request(Protocol):
+    """The request at hand, and the way to answer it."""
+
+    @property
+    def service(self) -> Service: ...
+    def body(self) -> dict[str, Any]: ...
+    def peer(self) -> str: ...
+    def send_json(self, status: int, content: Json) -> None: ...
+    def begin_stream(self) -> None: ...
+    def stream(self, content: Json) -> None: ...
+    def still_there(self) -> bool: ...
+
+
+def now() -> Now:
+    return Now(time.monotonic(), time.time())
+
+
+def get_status(h: Request, query: Query) -> None:
+    h.send_json(200, views.status(h.service.board.now, h.service.identity, now()))
+
+
+def get_jobs(h: Request, query: Query) -> None:
+    full = views.status(h.service.board.now, h.service.identity, now())
+    h.send_json(200, {key: full[key] for key in ("schema", "cluster", "etcd", "jobs")})
+
+
+def get_nodes(h: Request, query: Query) -> None:
+    full = views.status(h.service.board.now, h.service.identity, now())
+    h.send_json(200, {key: full[key] for key in ("schema", "cluster", "etcd", "nodes")})
+
+
+def get_job(h: Request, query: Query, job: str) -> None:
+    snapshot = h.service.board.now
+    if (wait_s := _number(query, "wait_over_s", 0.0)) > 0:
+        snapshot = h.service.board.wait(
+            lambda s: job not in s.cluster.jobs or s.cluster.jobs[job].over, min(wait_s, LONGEST_WAIT_S)
+        )
+    if job not in snapshot.cluster.jobs:
+        raise Refused(404, _no_job(job, snapshot.cluster.jobs))
+    detail = views.job_detail(snapshot, snapshot.cluster.jobs[job], now())
+    h.send_json(200, detail | {"etcd": views.etcd(snapshot, h.service.identity, now())})
+
+
+def get_incidents(h: Request, query: Query) -> None:
+    snapshot, job = h.service.board.now, query.get("job", "")
+    if job and job not in snapshot.cluster.jobs:
+        raise Refused(404, _no_job(job, snapshot.cluster.jobs))
+    found = views.incidents(snapshot, job, now())
+    if (last := int(_number(query, "last", 0))) > 0:
+        found = found[-last:]
+    h.send_json(200, {"schema": SCHEMA, "incidents": found})
+
+
+def get_config(h: Request, query: Query) -> None:
+    h.send_json(200, h.service.config())
+
+
+def get_logs(h: Request, query: Query, job: str) -> None:
+    board = h.service.board
+    rank = int(_number(query, "rank", -1))
+    tail = Tail(h.service.logs_dir(job), _slot_of(h, job, rank) if rank >= 0 else None)
+    last = tail.last(int(_number(query, "tail", 100)))
+    if not last and job not in board.now.cluster.jobs:
+        raise Refused(404, _no_job(job, board.now.cluster.jobs))
+    h.begin_stream()
+    for line in last:
+        h.stream(_line(h, job, line))
+    follow = query.get("follow", "0") in ("1", "true", "")
+    told = _told(board.now, job)
+    while follow and h.still_there():
+        for note in _told(board.now, job)[len(told) :]:
+            h.stream({"note": note})
+        told = _told(board.now, job)
+        for line in tail.more():
+            h.stream(_line(h, job, line))
+        follow = not _ended(board.wait(lambda s: _ended(s, job), FOLLOW_S), job)
+    for line in (*tail.more(), *tail.rest()):
+        h.stream(_line(h, job, line))
+    known = board.now.cluster.jobs.get(job)
+    phase = str(known.state.phase) if known else None
+    h.stream({"end": True, "phase": phase, "elsewhere": _elsewhere(h, job) if rank < 0 else {}})
+
+
+def _told(snapshot: Snapshot, job: str) -> tuple[str, ...]:
+    """What has happened to a job so far, in words; grows at its end."""
+    known = snapshot.cluster.jobs.get(job)
+    if known is None:
+        return ()
+    said = []
+    for incident in known.incidents:
+        took_s = max(incident.timeline_s.values(), default=None)
+        took = f" in {took_s:.2f} s" if took_s is not None else ""
+        lost = "" if incident.steps_lost is None else f", {incident.steps_lost} steps lost"
+        said.append(
+            f"{incident.kind} on {incident.node}: {incident.detail}; world {incident.world_before} → "
+            f"{incident.world_after} again{took}{lost}"
+        )
+    return tuple(said)
+
+
+def _ended(snapshot: Snapshot, job: str) -> bool:
+    """Whether nothing more is written here for this job."""
+    known = snapshot.cluster.jobs.get(job)
+    return job not in snapshot.agents and (known is None or known.over)
+
+
+def post_job(h: Request, query: Query) -> None:
+    body = h.body()
+    spec, replace = body.get("spec", body), bool(body.get("replace", False)) if "spec" in body else False
+    if not isinstance(spec, dict):
+        raise Refused(400, "spec must be a JSON object")
+    name = h.service.actions.submit(spec, h.peer(), replace)
+    h.service.log.info("job.submitted", job=name, by=h.peer())
+    h.send_json(201, {"schema": SCHEMA, "job": name})
+
+
+def post_stop(h: Request, query: Query, job: str) -> None:
+    reason = _text(h.body(), "reason", f"stopped by {h.peer()}")
+    h.service.actions.stop(job, reason)
+    _done(h, job)
+
+
+def post_scale(h: Request, query: Query, job: str) -> None:
+    h.service.actions.scale(job, _text(h.body(), "nodes"))
+    _done(h, job)
+
+
+def post_checkpoint(h: Request, query: Query, job: str) -> None:
+    h.service.actions.checkpoint(job)
+    _done(h, job)
+
+
+def delete_job(h: Request, query: Query, job: str) -> None:
+    h.service.actions.forget(job)
+    h.send_json(200, {"schema": SCHEMA, "job": job})
+
+
+def post_cordon(h: Request, query: Query, node: str) -> None:
+    h.service.actions.cordon(node, _text(h.body(), "reason", f"cordoned by {h.peer()}"))
+    h.send_json(200, {"schema": SCHEMA, "node": node})
+
+
+def post_uncordon(h: Request, query: Query, node: str) -> None:
+    h.service.actions.uncordon(node)
+    h.send_json(200, {"schema": SCHEMA, "node": node})
+
+
+def post_drain(h: Request, query: Query, node: str) -> None:
+    body = h.body()
+    deadline_s = body.get("deadline_s", 0)
+    if not isinstance(deadline_s, int | float) or deadline_s < 0:
+        raise Refused(400, f"deadline_s = {deadline_s!r}: seconds from 0")
+    h.service.actions.drain(node, _text(body, "reason", f"drained by {h.peer()}"), float(deadline_s))
+    h.send_json(200, {"schema": SCHEMA, "node": node})
+
+
+def _done(h: Request, job: str) -> None:
+    known = h.service.board.now.cluster.jobs.get(job)
+    h.send_json(200, {"schema": SCHEMA, "job": job, "phase": str(known.state.phase) if known else None})
+
+
+def _number(query: Query, name: str, default: float) -> float:
+    try:
+        return float(query.get(name, default))
+    except ValueError:
+        raise Refused(400, f"{name} = {query[name]!r}: a number") from None
+
+
+def _text(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
+    value = body.get(name, default)
+    if not isinstance(value, str) or not value:
+        raise Refused(400, f"{name} = {value!r}: a text is needed")
+    return value
+
+
+def _no_job(job: str, known: Mapping[str, Any]) -> str:
+    return f"there is no job {job!r}; there are: {', '.join(sorted(known)) or 'none'}"
+
+
+def _slot_of(h: Request, job: str, rank: int) -> int:
+    """The slot on this node that has `rank` now, or had it last."""
+    snapshot = h.service.board.now
+    known = snapshot.cluster.jobs.get(job)
+    generation = known.generation if known else None
+    if generation is None:
+        raise Refused(404, f"job {job!r} has no ranks (yet)")
+    me = h.service.identity.node
+    for slot, its_rank in generation.ranks(me).items():
+        if its_rank == rank:
+            return slot
+    for place in generation.places:
+        if rank in generation.ranks(place.node).values():
+            raise Refused(404, f"rank {rank} runs on node {place.node!r}: ask there (its logs lie on that node)")
+    raise Refused(404, f"job {job!r} has no rank {rank}: its world is {generation.world}")
+
+
+def _elsewhere(h: Request, job: str) -> dict[str, list[int]]:
+    known = h.service.board.now.cluster.jobs.get(job)
+    if known is None or known.generation is None:
+        return {}
+    me, generation = h.service.identity.node, known.generation
+    return {p.node: sorted(generation.ranks(p.node).values()) for p in generation.places if p.node != me}
+
+
+def _line(h: Request, job: str, line: Line) -> Json:
+    known = h.service.board.now.cluster.jobs.get(job)
+    ranks = known.generation.ranks(h.service.identity.node) if known and known.generation else {}
+    rank = ranks.get(line.slot) if line.slot is not None else None
+    return {"rank": rank, "slot": line.slot, "file": line.source, "line": line.text}
+
+
+_JOB, _NODE = "(?P<job>[^/]+)", "(?P<node>[^/]+)"
+Answer = Callable[..., None]
+ROUTES: tuple[tuple[str, re.Pattern[str], Answer], ...] = tuple(
+    (verb, re.compile(pattern), answer)
+    for verb, pattern, answer in (
+        ("GET", "/v1/status", get_status),
+        ("GET", "/v1/jobs", get_jobs),
+        ("GET", f"/v1/jobs/{_JOB}", get_job),
+        ("GET", f"/v1/jobs/{_JOB}/logs", get_logs),
+        ("GET", "/v1/nodes", get_nodes),
+        ("GET", "/v1/incidents", get_incidents),
+        ("GET", "/v1/config", get_config),
+        ("POST", "/v1/jobs", post_job),
+        ("POST", f"/v1/jobs/{_JOB}/stop", post_stop),
+        ("POST", f"/v1/jobs/{_JOB}/scale", post_scale),
+        ("POST", f"/v1/jobs/{_JOB}/checkpoint", post_checkpoint),
+        ("DELETE", f"/v1/jobs/{_JOB}", delete_job),
+        ("POST", f"/v1/nodes/{_NODE}/cordon", post_cordon),
+        ("POST", f"/v1/nodes/{_NODE}/uncordon", post_uncordon),
+        ("POST", f"/v1/nodes/{_NODE}/drain", post_drain),
+    )
+)
+
+
+def find(method: str, path: str) -> tuple[Answer, dict[str, str]]:
+    """The answer to a request and the names in its path. Raises Refused (404, 405)."""
+    others = []
+    for verb, pattern, answer in ROUTES:
+        if match := pattern.fullmatch(path):
+            if verb == method:
+                return answer, match.groupdict()
+            others.append(verb)
+    if others:
+        raise Refused(405, f"{path} takes {', '.join(others)}, not {method}")
+    raise Refused(404, f"no {path}; see docs/api.md")

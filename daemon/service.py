@@ -1,0 +1,109 @@
+"""The parts of a running daemon, put together: etcd, loop, agents, API, metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from elastic.core.agentfile import EtcdAccess
+from elastic.core.keys import ClusterKeys
+from elastic.etcd import Etcd
+
+from . import api
+from .actions import Actions
+from .agents import Agents
+from .board import Board
+from .launch import Launcher
+from .log import Log
+from .loop import Loop
+from .mailbox import Mailbox, Stop
+from .notify import Notify
+from .routes import Service
+from .settings import Settings
+from .threads import Threads, fail_stop
+from .views import Identity, Json
+from .writer import Writer
+
+
+class Daemon:
+    """Constructed by `main`; `run` blocks until `stop`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        access: EtcdAccess,
+        identity: Identity,
+        gpus: tuple[int, ...],
+        describe: Callable[[], Json],
+        launcher: Launcher,
+        threads: Threads,
+        notify: Notify,
+        log: Log,
+    ) -> None:
+        self._settings = settings
+        self._threads = threads
+        self._log = log
+        self._mailbox = Mailbox()
+        self._board = Board()
+        self._etcd = Etcd(access, call_s=settings.timeouts.etcd_call_s)
+        self._keys = ClusterKeys(settings.cluster)
+        self._writer = Writer(self._etcd, self._keys, self._mailbox, log)
+        self._agents = Agents(Path(settings.state_dir), launcher, threads, self._mailbox.post, log)
+        self._loop = Loop(
+            settings, access, gpus, self._mailbox, self._writer, self._agents, self._board, notify, log
+        )  # fmt: skip
+        self._identity = identity
+        self._describe = describe
+        self._servers: list[api.UnixServer | api.MetricsServer] = []
+
+    def run(self) -> int:
+        """Serve and turn until told to stop. Returns the exit code."""
+        self._serve()
+        self._threads.start("writer", self._writer.run)
+        self._etcd.watch(self._keys.root, self._mailbox.show)
+        try:
+            stop = self._loop.run()
+        except Exception:  # the second of the two places: a loop that failed must not seem alive
+            fail_stop(self._log, "loop")
+            raise
+        (self._log.error if stop.code else self._log.info)("daemon.stopping", why=stop.why, code=stop.code)
+        return stop.code
+
+    def stop(self, why: str) -> None:
+        """From a signal handler."""
+        self._mailbox.post(Stop(why))
+
+    def close(self) -> None:
+        """Leave the cluster; agents and the embedded etcd go on."""
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
+        self._loop.leave()
+        self._etcd.close()
+
+    def _serve(self) -> None:
+        settings, identity = self._settings, self._identity
+        if settings.http.listen:
+            holder: list[Callable[[], bytes]] = []
+
+            def exposition() -> bytes:
+                if not holder:  # prometheus-client is imported at the first scrape: it is not needed to be ready
+                    from . import metrics
+
+                    holder.append(metrics.exposition(lambda: self._board.now, self._identity))
+                return holder[0]()
+
+            server = api.metrics_server(settings.http.listen, self._board, exposition)
+            host, port = server.server_address[:2]
+            identity = dataclasses.replace(identity, metrics=f"http://{host!s}:{port}")
+            self._identity = identity
+            self._add("metrics", server)
+        actions = Actions(self._etcd, self._keys, self._board)
+        service = Service(self._board, actions, identity, self._agents.logs_dir, self._describe, self._log)
+        self._add("api", api.unix_server(settings.socket, settings.socket_group, service))
+        self._log.info("api.listening", socket=settings.socket, metrics=identity.metrics)
+
+    def _add(self, name: str, server: api.UnixServer | api.MetricsServer) -> None:
+        self._servers.append(server)
+        self._threads.start(name, lambda: server.serve_forever(poll_interval=0.5))

@@ -1,0 +1,37 @@
+"""Helper threads: they block and enqueue. One that fails ends the process, because a daemon that lost a limb and
+seems well is worse than one that systemd starts again."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+from .log import Log
+
+EXIT_CODE = 70
+"""EX_SOFTWARE: a bug of ours."""
+
+
+class Threads:
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+    def start(self, name: str, work: Callable[[], None]) -> threading.Thread:
+        def run() -> None:
+            try:
+                work()
+            except Exception:  # noqa: BLE001 - one of the two places: whatever it is, it must not go unseen
+                fail_stop(self._log, name)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        return thread
+
+
+def fail_stop(log: Log, where: str) -> None:
+    """Called while an exception is handled: log it, and end the process here and now."""
+    log.critical("daemon.failed", where=where, exc_info=True)
+    sys.stderr.flush()
+    os._exit(EXIT_CODE)

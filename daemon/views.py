@@ -1,0 +1,278 @@
+"""The daemon's snapshot as the JSON of its API. Pure; docs/api.md says what each field means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from elastic.core.records import IncidentRecord, Phase, ProgressRecord
+
+from .board import Snapshot
+from .cluster import Job
+
+SCHEMA = 1
+"""Version of every answer. A field may be added without a new one; none is removed or changed in meaning."""
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What does not change while the daemon runs."""
+
+    cluster: str
+    node: str
+    version: str
+    pid: int
+    started_s: float
+    endpoints: tuple[str, ...]
+    embedded: bool
+    metrics: str
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    monotonic_s: float
+    wall_s: float
+
+
+def status(snapshot: Snapshot, identity: Identity, now: Now) -> Json:
+    jobs = [job_row(snapshot, job, now) for job in _in_order(snapshot)]
+    nodes_ = nodes(snapshot)
+    problems = _problems(snapshot, nodes_)
+    return {
+        "schema": SCHEMA,
+        "cluster": identity.cluster,
+        "node": identity.node,
+        "version": identity.version,
+        "pid": identity.pid,
+        "uptime_s": round(now.monotonic_s - identity.started_s, 1),
+        "metrics": identity.metrics,
+        "wall_s": now.wall_s,
+        "etcd": etcd(snapshot, identity, now),
+        "health": _worst([*(j["health"] for j in jobs), "degraded" if problems else "healthy"]),
+        "problems": problems,
+        "nodes": nodes_,
+        "jobs": jobs,
+    }
+
+
+def etcd(snapshot: Snapshot, identity: Identity, now: Now) -> Json:
+    contact = snapshot.contact
+    age_s = now.monotonic_s - contact.as_of_s
+    return {
+        "connected": contact.connected,
+        "age_s": round(age_s, 1) if math.isfinite(age_s) else None,
+        "error": contact.error,
+        "version": contact.version,
+        "endpoints": list(identity.endpoints),
+        "embedded": identity.embedded,
+        "revision": snapshot.cluster.revision,
+    }
+
+
+def nodes(snapshot: Snapshot) -> list[Json]:
+    cluster = snapshot.cluster
+    used: dict[str, dict[str, int]] = {}
+    for job in cluster.jobs.values():
+        for name, member in job.members.items():
+            used.setdefault(name, {})[job.name] = member.record.slots
+    rows = []
+    for name in sorted({*cluster.nodes, *used}):
+        node = cluster.nodes.get(name)
+        jobs = used.get(name, {})
+        row: Json = {"node": name, "jobs": sorted(jobs), "slots_used": sum(jobs.values())}
+        if node is None:  # its agents live, its daemon does not: a restart, or a crash
+            why = "its elasticd does not answer; the agents there go on"
+            rows.append({**row, "state": "no daemon", "reason": why, "slots": None, "gpus": None, "address": "",
+                         "hostname": "", "version": "", "up_since_wall_s": None})  # fmt: skip
+            continue
+        record = node.record
+        state, _, reason = node.why_not.partition(": ")
+        rows.append(
+            row
+            | {
+                "state": state or "ready",
+                "reason": reason,
+                "slots": record.slots,
+                "gpus": record.gpus,
+                "address": record.address,
+                "hostname": record.hostname,
+                "version": record.version,
+                "up_since_wall_s": record.started_wall_s,
+            }
+        )
+    return rows
+
+
+def job_row(snapshot: Snapshot, job: Job, now: Now) -> Json:
+    """One job in short."""
+    spec = job.spec.spec if job.spec else None
+    progress = newest_progress(snapshot, job)
+    waiting = _waiting(snapshot, job, progress)
+    row: Json = {
+        "job": job.name,
+        "phase": str(job.state.phase),
+        "reason": job.state.reason,
+        "since_wall_s": job.state.since_wall_s,
+        "submitted_wall_s": job.spec.submitted_wall_s if job.spec else None,
+        "submitted_by": job.spec.submitted_by if job.spec else "",
+        "nodes": spec.nodes if spec else "",
+        "members": len(job.members),
+        "generation": job.generation.number if job.generation else 0,
+        "world": job.generation.world if job.generation else 0,
+        "step": progress.step if progress else None,
+        "steps_per_s": round(progress.steps_per_s, 3) if progress else None,
+        "loss": _number(progress.loss) if progress else None,
+        "progress_age_s": round(max(0.0, now.wall_s - progress.wall_s), 1) if progress else None,
+        "checkpoint": _checkpoint(progress, now),
+        "restarts": job.state.restarts,
+        "waiting_for": waiting,
+        "incidents": len(job.incidents),
+        "last_incident": incident(job, job.incidents[-1], now) if job.incidents else None,
+        "error": msgspec.to_builtins(job.state.error) if job.state.error else None,
+    }
+    return row | {"health": _health(job, row)}
+
+
+def job_detail(snapshot: Snapshot, job: Job, now: Now) -> Json:
+    """One job in full."""
+    progress = newest_progress(snapshot, job)
+    places = job.generation.places if job.generation else ()
+    ranks = {row.rank: row for row in progress.ranks} if progress else {}
+    for agent in snapshot.agents.values():
+        if agent.job == job.name and agent.status:
+            ranks |= {row.rank: row for row in agent.status.ranks}
+    return job_row(snapshot, job, now) | {
+        "schema": SCHEMA,
+        "spec": msgspec.to_builtins(job.spec.spec) if job.spec else None,
+        "failures_in_window": len(job.state.failures),
+        "avoid": list(job.state.avoid),
+        "places": [{"node": p.node, "host": p.host, "slots": list(p.slots)} for p in places],
+        "why_generation": job.generation.why if job.generation else "",
+        "member_nodes": {
+            name: {
+                "ready": list(m.record.ready),
+                "slots": m.record.slots,
+                "draining": m.record.draining,
+                "address": f"{m.record.host}:{m.record.port}",
+            }
+            for name, m in job.members.items()
+        },
+        "ranks": [msgspec.to_builtins(row) for _, row in sorted(ranks.items())],
+        "agent": _agent(snapshot, job.name),
+        "recent_incidents": [incident(job, i, now) for i in job.incidents[-10:]],
+    }
+
+
+def incident(job: Job, record: IncidentRecord, now: Now) -> Json:
+    row: Json = msgspec.to_builtins(record)
+    del row["protocol"]
+    total_s = max(record.timeline_s.values(), default=None)
+    return row | {"job": job.name, "age_s": round(max(0.0, now.wall_s - record.wall_s), 1), "took_s": total_s}
+
+
+def incidents(snapshot: Snapshot, job: str, now: Now) -> list[Json]:
+    """Those of one job, or of all ('' ), oldest first."""
+    found = [incident(j, i, now) for j in snapshot.cluster.jobs.values() if job in ("", j.name) for i in j.incidents]
+    return sorted(found, key=lambda row: float(row["wall_s"]))
+
+
+def newest_progress(snapshot: Snapshot, job: Job) -> ProgressRecord | None:
+    """What etcd says, or what an agent on this node says, whichever is newer."""
+    agent = snapshot.agents.get(job.name)
+    local = agent.status.progress if agent and agent.status else None
+    known = [p for p in (job.progress, local) if p is not None]
+    return max(known, key=lambda p: (p.generation, p.step, p.wall_s), default=None)
+
+
+def healthz(snapshot: Snapshot, now: Now) -> tuple[bool, Json]:
+    """Whether the daemon itself is alive: its loop turns. That etcd is away is no reason to restart it."""
+    age_s = now.monotonic_s - snapshot.turned_s
+    alive = age_s < 10.0
+    return alive, {"schema": SCHEMA, "alive": alive, "last_turn_s": round(age_s, 2),
+                   "etcd_connected": snapshot.contact.connected, "registered": snapshot.registered}  # fmt: skip
+
+
+# ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _in_order(snapshot: Snapshot) -> list[Job]:
+    return sorted(snapshot.cluster.jobs.values(), key=lambda j: (j.over, j.submitted))
+
+
+def _agent(snapshot: Snapshot, job: str) -> Json | None:
+    agent = snapshot.agents.get(job)
+    if agent is None:
+        return {"pid": None, "trouble": snapshot.trouble[job]} if job in snapshot.trouble else None
+    said = agent.status
+    return {
+        "pid": agent.pid,
+        "phase": said.phase if said else "starting",
+        "reason": said.reason if said else "",
+        "leader": said.leader if said else False,
+        "etcd_ok": said.etcd_ok if said else None,
+        "standbys": said.standbys if said else 0,
+        "draining": agent.draining,
+        "trouble": snapshot.trouble.get(job, ""),
+    }
+
+
+def _checkpoint(progress: ProgressRecord | None, now: Now) -> Json | None:
+    if progress is None or not (progress.checkpoint_step or progress.checkpoint_error or progress.checkpoint_interval):
+        return None
+    at_s = progress.checkpoint_wall_s
+    return {
+        "step": progress.checkpoint_step,
+        "age_s": round(max(0.0, now.wall_s - at_s), 1) if at_s is not None else None,
+        "error": progress.checkpoint_error,
+        "failed": int(bool(progress.checkpoint_error)),
+        "interval": progress.checkpoint_interval,
+    }
+
+
+def _waiting(snapshot: Snapshot, job: Job, progress: ProgressRecord | None) -> str:
+    if job.over:
+        return ""
+    if progress and progress.waiting_for:
+        return progress.waiting_for
+    if why := snapshot.plan.waiting.get(job.name):
+        return why
+    return snapshot.trouble.get(job.name, "") if job.name not in snapshot.agents else ""
+
+
+def _health(job: Job, row: Mapping[str, Any]) -> str:
+    phase = job.state.phase
+    if phase is Phase.FAILED:
+        return "failed"
+    if job.over:
+        return "healthy"
+    checkpoint = row["checkpoint"]
+    troubled = phase is Phase.WAITING or bool(row["waiting_for"]) or bool(checkpoint and checkpoint["error"])
+    return "degraded" if troubled else "healthy"
+
+
+def _problems(snapshot: Snapshot, rows: list[Json]) -> list[str]:
+    found = []
+    if not snapshot.contact.connected:
+        found.append("etcd cannot be reached: this is the last that was seen of it")
+    if snapshot.stays_out:
+        found.append(f"this node stays out of the cluster: {snapshot.stays_out}")
+    elif not snapshot.registered:
+        found.append("this node is not registered in the cluster (yet)")
+    found += [f"{r['node']} is {r['state']}: {r['reason']}" for r in rows if r["state"] in ("unhealthy", "no daemon")]
+    return found
+
+
+def _worst(healths: list[str]) -> str:
+    order = ("healthy", "degraded", "failed")
+    return max(healths, key=order.index)
+
+
+def _number(value: float | None) -> float | None:
+    """JSON has no NaN."""
+    return value if value is not None and math.isfinite(value) else None

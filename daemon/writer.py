@@ -1,0 +1,138 @@
+"""The thread that writes to etcd for the loop, so that a slow etcd never stops a turn."""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Callable
+
+import msgspec
+
+from elastic.core.keys import ClusterKeys
+from elastic.core.records import JobState, NodeRecord, SpeaksAnotherProtocol, decode, encode
+from elastic.etcd import Etcd, EtcdError, EtcdUnavailable, LeaseGone, ModIs, Put
+
+from .cluster import Job
+from .etcd_versions import Soundness, judge
+from .log import Log
+from .mailbox import LeaseLost, Mailbox, Registered, Stop, Written
+
+
+class Writer:
+    def __init__(self, etcd: Etcd, keys: ClusterKeys, mailbox: Mailbox, log: Log) -> None:
+        self._etcd = etcd
+        self._keys = keys
+        self._mailbox = mailbox
+        self._log = log
+        self._work: queue.Queue[tuple[str, Callable[[], None]]] = queue.Queue(maxsize=64)
+        self._pending: set[str] = set()
+        self.version = ""
+
+    def run(self) -> None:
+        """Body of the thread."""
+        while True:
+            name, work = self._work.get()
+            error = ""
+            try:
+                work()
+            except EtcdError as failure:
+                error = f"{type(failure).__name__}: {failure}"
+            self._mailbox.post(Written(name, error))
+
+    def written(self, event: Written) -> None:
+        """Called by the loop for each `Written`."""
+        self._pending.discard(event.name)
+
+    def _do(self, name: str, work: Callable[[], None]) -> None:
+        """Hand over `work`, unless the same is under way."""
+        if name not in self._pending:
+            self._pending.add(name)
+            self._work.put_nowait((name, work))
+
+    # ── what the loop may ask for ───────────────────────────────────────────────────────────────────────────
+
+    def register(self, record: NodeRecord, ttl_s: float, renew_s: float) -> None:
+        """Put our record under a new lease; answers with Registered."""
+
+        def work() -> None:
+            key = self._keys.node(record.node)
+            there = self._etcd.get(key)
+            if there is not None and (why := taken(there.value, record)):
+                raise EtcdError(why)
+            lease_id = 0
+            lease = self._etcd.keep(ttl_s, renew_s, lambda why: self._mailbox.post(LeaseLost(lease_id, why)))
+            lease_id = lease.id
+            put = Put(key, encode(record), lease.id)
+            try:
+                done = self._etcd.txn([ModIs(key, there.mod_revision if there else 0)], [put])
+            except EtcdError:
+                lease.close()
+                raise
+            if not done.ok:
+                lease.close()
+                raise EtcdUnavailable(f"somebody else wrote {key} meanwhile", maybe_done=False)
+            self._mailbox.post(Registered(lease, record))
+
+        self._do("register", work)
+
+    def update(self, record: NodeRecord, lease: int) -> None:
+        def work() -> None:
+            try:
+                self._etcd.put(self._keys.node(record.node), encode(record), lease)
+            except LeaseGone as gone:
+                self._mailbox.post(LeaseLost(lease, str(gone)))
+
+        self._do("update", work)
+
+    def put_state(self, job: Job, state: JobState) -> None:
+        """Change a job's state, unless somebody else does: then the next picture shows what they made of it."""
+        keys = self._keys.job(job.name)
+        compares = [ModIs(keys.state, job.state_revision), ModIs(keys.spec, job.spec_revision)]
+        self._do(f"state {job.name}", lambda: self._txn(compares, Put(keys.state, encode(state))))
+
+    def _txn(self, compares: list[ModIs], put: Put) -> None:
+        self._etcd.txn(compares, [put])
+
+    def check_version(self, refuse: bool) -> None:
+        """Look what etcd we talk to; with `refuse`, one that loses data stops the daemon."""
+
+        def work() -> None:
+            for member in self._etcd.members():
+                if not member.version:
+                    continue
+                soundness, why = judge(member.version)
+                self.version = member.version
+                if soundness is Soundness.SOUND:
+                    self._log.info("etcd.version", endpoint=member.endpoint, version=member.version)
+                elif refuse and soundness in (Soundness.UNSOUND, Soundness.UNKNOWN):
+                    help_ = "upgrade it, or set etcd.allow_unsound_version = true where nothing is to be lost"
+                    self._mailbox.post(Stop(f"{member.endpoint}: {why}; {help_}", code=78))
+                else:
+                    self._log.warning("etcd.version", endpoint=member.endpoint, why=why)
+
+        self._do("version", work)
+
+
+def taken(there: bytes, ours: NodeRecord) -> str:
+    """Why the record that stands under our name is not one of ours; empty: it is."""
+    try:
+        other = decode(NodeRecord, there)
+    except SpeaksAnotherProtocol as error:
+        return str(error)
+    except msgspec.DecodeError:
+        return ""  # no record at all: replace it
+    if other.hostname != ours.hostname:
+        return f"another host ({other.hostname}, {other.address}) is already called {ours.node!r}: set `node`"
+    if other.pid != ours.pid and other.started_wall_s != ours.started_wall_s and _is_elasticd(other.pid):
+        return f"process {other.pid} on this host is already called {ours.node!r}: set `node`"
+    return ""
+
+
+def _is_elasticd(pid: int) -> bool:
+    if pid == os.getpid():
+        return False
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"elasticd" in file.read()
+    except OSError:
+        return False
