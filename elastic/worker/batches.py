@@ -32,7 +32,8 @@ class MapDataset(Protocol):
 
 
 class HasStep(Protocol):
-    step: int
+    @property
+    def step(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,8 @@ class Batch:
                 self.share.begin(size / self.global_size, exchange=number == len(sizes) - 1)
             yield self if len(sizes) == 1 else self._slice(start, start + size)
             start += size
+        if self.share is not None:
+            self.share.finish()
 
     def _slice(self, start: int, stop: int) -> Batch:
         def cut(leaf: Any) -> Any:

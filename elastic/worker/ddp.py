@@ -9,7 +9,7 @@ that is a mean over the samples of the rank's batch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,14 +23,16 @@ class Share:
 
     def __init__(self) -> None:
         self._weight: float | None = None
-        self._models: list[DistributedDataParallel] = []
+        self._models: list[nn.Module] = []
 
     def __call__(self) -> float:
         """Samples of the backward under way / samples of the global batch. 1/world while no batch has been taken."""
         return self._weight if self._weight is not None else 1.0 / dist.get_world_size()
 
-    def attach(self, model: DistributedDataParallel) -> None:
-        self._models.append(model)
+    def attach(self, model: nn.Module) -> None:
+        """`model` is trained on the batches: wrapped for a group, or (a script that runs alone) as it is."""
+        if all(model is not known for known in self._models):
+            self._models.append(model)
 
     def detach_all(self) -> None:
         """Forget the models and the weight: their group is gone."""
@@ -41,13 +43,22 @@ class Share:
         """The next forward and backward have this weight; without `exchange` they only accumulate, as in `no_sync`."""
         self._weight = weight
         for model in self._models:
-            model.require_backward_grad_sync = exchange  # all that DDP.no_sync() does
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = exchange  # all that DDP.no_sync() does
 
     def rescale(self, factor: float) -> None:
         """Multiply the gradients accumulated so far, so that micro-batches of unequal size keep their proportion."""
-        grads = [p.grad for model in self._models for p in model.parameters() if p.grad is not None]
-        if grads and factor != 1.0:
-            torch._foreach_mul_(grads, factor)
+        _scale(self._models, factor)
+
+    def finish(self) -> None:
+        """After the last micro-batch: apply its weight where no gradient hook has."""
+        _scale([m for m in self._models if not isinstance(m, DistributedDataParallel)], self())
+
+
+def _scale(models: Sequence[nn.Module], factor: float) -> None:
+    grads = [p.grad for model in models for p in model.parameters() if p.grad is not None]
+    if grads and factor != 1.0:
+        torch._foreach_mul_(grads, factor)
 
 
 class Weight(Protocol):

@@ -101,10 +101,9 @@ class Job:
         (a script that runs alone) the model itself comes back. `options` go to DistributedDataParallel.
         """
         if not torch.distributed.is_initialized():
+            self._share.attach(model)  # for `Batch.parts`
             return model
-        wrapped = ddp.wrap(model, weight=self._share, on_contributed=self._link.contributed, **options)
-        self._share.attach(wrapped)
-        return wrapped
+        return ddp.wrap(model, weight=self._share, on_contributed=self._link.contributed, **options)
 
     def batches(self, dataset: Any, state: State, *, batch_size: int, **options: Any) -> Iterator[data.Batch]:
         """This rank's part of each global batch of `batch_size` samples, from step `state.step` on.

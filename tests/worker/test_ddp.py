@@ -10,14 +10,14 @@ import sys
 from typing import Any
 
 import pytest
-from support import ranks
+from support import gloo_scenarios
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def played() -> dict[str, list[Any]]:
-    script = pathlib.Path(ranks.__file__)
+    script = pathlib.Path(gloo_scenarios.__file__)
     env = os.environ | {"PYTHONPATH": str(script.parent.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=90, env=env, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -30,6 +30,11 @@ def test_the_gradient_is_the_exact_mean_over_the_global_batch(played: dict[str, 
         assert rank["got"] == [pytest.approx(step, rel=1e-12, abs=1e-14) for step in rank["want"]]
         assert any(abs(g) > 1e-3 for g in rank["got"][0])
         assert rank["contributed"] == 2  # once a step, whatever the micro-batches
+
+
+def test_micro_batches_add_up_without_a_group(played: dict[str, list[Any]]) -> None:
+    ((got,), (want,)) = (played["no group"][0][side] for side in ("got", "want"))
+    assert got == pytest.approx(want, rel=1e-12, abs=1e-14)
 
 
 def test_re_forming_does_not_change_a_bit(played: dict[str, list[Any]]) -> None:

@@ -1,0 +1,211 @@
+"""Scenarios of several gloo ranks, run in processes of their own: `python gloo_scenarios.py` prints one JSON object.
+
+One interpreter imports torch once and forks the ranks of each scenario from there.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import torch
+import torch._dynamo  # DDP and optimizers import it at their first use: once here instead of in every rank
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from elastic.worker import numbers
+from elastic.worker.batches import batches
+from elastic.worker.ddp import Share, wrap
+
+G = torch.Generator().manual_seed(0)
+X = torch.randn(64, 5, generator=G, dtype=torch.float64)
+Y = torch.randint(0, 3, (64,), generator=G)
+DATA = torch.utils.data.TensorDataset(X, Y)
+
+
+def model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 31), nn.LayerNorm(31), nn.Tanh(), nn.Linear(31, 3)).to(dtype)
+
+
+def join(folder: str, name: str, rank: int, world: int) -> None:
+    store = dist.FileStore(os.path.join(folder, name), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=20))
+
+
+def flat(tensors: Any) -> list[float]:
+    return torch.cat([t.detach().reshape(-1) for t in tensors]).tolist()
+
+
+def exact_gradient(rank: int, world: int, folder: str, *, batch_size: int, micro_batch: int | None, **ddp: Any) -> Any:
+    """The exchanged gradient, beside that of one process over the same samples; and how often we contributed."""
+    join(folder, "store", rank, world)
+    net, share, contributed = model(), Share(), []
+    wrapped = wrap(net, weight=share, on_contributed=lambda: contributed.append(1), **ddp)
+    state = SimpleNamespace(step=0)
+    gradients, ids = [], []
+    for batch in batches(
+        DATA, state, batch_size=batch_size, rank=rank, world=world, steps=2, share=share, micro_batch=micro_batch
+    ):
+        ids.append(batch.indices)
+        for part in batch.parts():
+            F.cross_entropy(wrapped(part.x), part.y).backward()
+        gradients.append(flat(p.grad for p in net.parameters()))
+        net.zero_grad(set_to_none=True)
+        state.step += 1
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, ids)
+    expected = []
+    for step in range(2):
+        whole = [i for theirs in gathered for i in theirs[step]]
+        assert len(whole) == batch_size
+        alone = model()
+        F.cross_entropy(alone(X[whole]), Y[whole]).backward()
+        expected.append(flat(p.grad for p in alone.parameters()))
+    return {"got": gradients, "want": expected, "contributed": len(contributed)}
+
+
+def without_a_group(rank: int, world: int, folder: str) -> Any:
+    """A script that runs alone, with micro-batches of unequal size: the model is not wrapped."""
+    net, share, state = model(), Share(), SimpleNamespace(step=0)
+    share.attach(net)
+    got = []
+    for batch in batches(DATA, state, batch_size=13, rank=0, world=1, steps=1, share=share, micro_batch=5):
+        for part in batch.parts():
+            F.cross_entropy(net(part.x), part.y).backward()
+        got = flat(p.grad for p in net.parameters())
+        net.zero_grad()
+        F.cross_entropy(net(batch.x), batch.y).backward()
+        state.step += 1
+    return {"got": [got], "want": [flat(p.grad for p in net.parameters())]}
+
+
+def same_bits(rank: int, world: int, folder: str, *, reform_at: tuple[int, ...]) -> Any:
+    """Weights after 6 steps, with new groups and new DDPs before the steps of `reform_at`."""
+    torch.set_num_threads(1)
+    net, share = model(torch.float32), Share()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    state = SimpleNamespace(step=0)
+    for start, stop in zip((0, *reform_at), (*reform_at, 6), strict=True):
+        join(folder, f"store{start}", rank, world)
+        wrapped = wrap(net, weight=share, on_contributed=lambda: None, bucket_cap_mb=0.0008)
+        for batch in batches(DATA, state, batch_size=11, rank=rank, world=world, steps=stop, share=share):
+            F.cross_entropy(wrapped(batch.x.float()), batch.y).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            state.step += 1
+        share.detach_all()
+        del wrapped
+        dist.destroy_process_group()
+    return flat(net.parameters())
+
+
+def buffers(rank: int, world: int, folder: str, *, sync: bool) -> Any:
+    """Running mean of a BatchNorm on each rank after a forward on data of its own and one more forward."""
+    join(folder, "store", rank, world)
+    net = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+    torch.manual_seed(0)
+    wrapped = wrap(net, weight=Share(), on_contributed=lambda: None, sync_buffers=sync)
+    for _ in range(2):
+        wrapped(torch.tensor([[rank + 1.0], [rank + 1.0]])).sum().backward()
+    return net[0].running_mean.tolist()
+
+
+def empty_loss_is_nan(rank: int, world: int, folder: str) -> Any:
+    """A rank of no weight whose gradients are NaN does not spoil the others'."""
+    join(folder, "store", rank, world)
+    net = nn.Linear(2, 1)
+    wrapped = wrap(net, weight=lambda: 1.0 - rank, on_contributed=lambda: None)
+    (wrapped(torch.ones(0 if rank else 4, 2)).mean()).backward()
+    return flat(p.grad for p in net.parameters())
+
+
+def drift(rank: int, world: int, folder: str) -> Any:
+    """Rank 1's weights differ in one unit in the last place: which checks see it."""
+    join(folder, "store", rank, world)
+    net = model(torch.float32)
+    print_of = numbers.Fingerprint(list(net.parameters()), window_bytes=64)
+    before = numbers.disagreeing(print_of.of(0), world=world)
+    with torch.no_grad():
+        if rank == 1:
+            bias = list(net.parameters())[-1]
+            bias[-1] = torch.nextafter(bias[-1], torch.tensor(torch.inf))
+    found = [numbers.disagreeing(print_of.of(check), world=world) for check in range(print_of.checks_per_round)]
+    return {"before": before, "found": found}
+
+
+def loader_orphans(rank: int, world: int, folder: str) -> Any:
+    """A process with two loader processes is killed: which of them live on."""
+    out, into = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(out)
+        loop = batches(DATA, SimpleNamespace(step=0), batch_size=1, rank=0, world=1, num_workers=2)
+        next(loop)
+        os.write(into, " ".join(str(c.pid) for c in psutil.Process().children()).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(into)
+    children = [psutil.Process(int(n)) for n in os.read(out, 100).split()]
+    os.waitpid(pid, 0)
+    _, left = psutil.wait_procs(children, timeout=2.0)
+    for child in left:
+        child.kill()
+    return {"children": len(children), "left": len(left)}
+
+
+SCENARIOS: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
+    "uneven": (3, exact_gradient, {"batch_size": 8, "micro_batch": None}),
+    "empty": (3, exact_gradient, {"batch_size": 2, "micro_batch": None}),
+    "alone": (1, exact_gradient, {"batch_size": 5, "micro_batch": None}),
+    "micro": (2, exact_gradient, {"batch_size": 13, "micro_batch": 3}),
+    "static": (2, exact_gradient, {"batch_size": 5, "micro_batch": None, "static_graph": True}),
+    "unused": (2, exact_gradient, {"batch_size": 5, "micro_batch": None, "find_unused_parameters": True}),
+    "no group": (1, without_a_group, {}),
+    "undisturbed": (3, same_bits, {"reform_at": ()}),
+    "disturbed": (3, same_bits, {"reform_at": (2, 3)}),
+    "buffers synced": (2, buffers, {"sync": True}),
+    "buffers apart": (2, buffers, {"sync": False}),
+    "nan": (2, empty_loss_is_nan, {}),
+    "drift": (3, drift, {}),
+    "orphans": (1, loader_orphans, {}),
+}
+
+
+def play(name: str) -> list[Any]:
+    """What each rank of a scenario returned, in rank order."""
+    world, scenario, options = SCENARIOS[name]
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [fork.Pipe(duplex=False) for _ in range(world)]
+
+        def rank_main(rank: int) -> None:
+            pipes[rank][1].send(scenario(rank, world, folder, **options))
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+        ranks = [fork.Process(target=rank_main, args=(rank,)) for rank in range(world)]
+        try:
+            for process in ranks:
+                process.start()
+            for _, into in pipes:
+                into.close()  # so that a rank that dies is seen at once
+            return [out.recv() for out, _ in pipes]
+        finally:
+            for process in ranks:
+                process.join(5.0)
+                process.kill()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    json.dump({name: play(name) for name in sys.argv[1:] or SCENARIOS}, sys.stdout)
