@@ -44,6 +44,8 @@ class Writer:
         self._arenas: dict[int, Arena] = {}
         """By inode: mapping two gigabytes anew for each save would cost more than the write itself."""
         self._pending: list[_Pending] = []
+        self._failed: dict[tuple[int, int], str] = {}
+        """Saves of which a share of ours failed: no use waiting for the others."""
 
     def run(self) -> None:
         """Until the other end is closed."""
@@ -83,7 +85,8 @@ class Writer:
                 raise SaveFailed(f"the arena is {state} with step {header.step} of generation {header.generation}")
             share = write_share(arena, order.directory, threads=order.threads)
         except (OSError, CheckpointError) as error:
-            return _with(result, error=orders.describe(error), seconds=time.monotonic() - started_s)
+            why = self._failed[order.step, order.generation] = orders.describe(error)
+            return _with(result, error=why, seconds=time.monotonic() - started_s)
         return _with(result, path=share.file, nbytes=share.nbytes, seconds=time.monotonic() - started_s)
 
     def _arena(self, fd: int) -> Arena:
@@ -101,6 +104,10 @@ class Writer:
     def _try_commit(self, pending: _Pending) -> bool:
         """True when the commit is done with, one way or the other."""
         order = pending.order
+        result = orders.Result(id=order.id, kind="Commit", step=order.step, generation=order.generation)
+        if why := self._failed.pop((order.step, order.generation), ""):
+            self._reply(_with(result, error=why))
+            return True
         waited_s = time.monotonic() - pending.started_s
         try:
             missing = shares_missing(order.directory, order.step, order.generation, order.shares)
@@ -108,7 +115,6 @@ class Writer:
                 return False
         except OSError:
             pass  # commit meets it again, and says so
-        result = orders.Result(id=order.id, kind="Commit", step=order.step, generation=order.generation)
         try:
             path = commit(
                 order.directory,

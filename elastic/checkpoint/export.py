@@ -1,0 +1,62 @@
+"""A checkpoint for other tools: one `torch.save` file, or a `torch.distributed.checkpoint` directory.
+
+What is exported is a dictionary: ``{"state": {name: tensor}, "extra": {…}, "step": n}``. Every byte is checked on
+the way. The result is other people's format; elastic never reads it back.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from ..core.tensors import TensorInfo
+from .dtypes import dtype_of
+from .errors import SaveFailed
+from .find import Found, verify
+from .read import load
+
+
+def read_all(path: str, job: str | None = None) -> dict[str, Any]:
+    """The whole checkpoint in memory. Raises Damaged."""
+    manifest = verify(path, job, hashes=False)
+    state: dict[str, torch.Tensor] = {}
+
+    def into(info: TensorInfo) -> torch.Tensor:
+        state[info.name] = torch.empty(info.shape, dtype=dtype_of(info.dtype))
+        return state[info.name]
+
+    load(Found(path, manifest), into)
+    return {"state": state, "extra": manifest.extra, "step": manifest.step}
+
+
+def to_torch_save(path: str, target: str) -> None:
+    """One file that `torch.load(target, weights_only=True)` reads. Raises Damaged, OSError, SaveFailed."""
+    whole = read_all(path)
+    aside = f"{target}.{os.getpid()}.part"
+    try:
+        try:
+            torch.save(whole, aside)
+        except RuntimeError as error:  # torch's zip writer says this of a full disk
+            raise SaveFailed(f"{target}: {error}") from error
+        with open(aside, "rb") as file:
+            os.fsync(file.fileno())
+        os.rename(aside, target)
+    except BaseException:
+        if os.path.exists(aside):
+            os.unlink(aside)
+        raise
+
+
+def to_dcp(path: str, target: str) -> None:
+    """A directory that `torch.distributed.checkpoint.load` reads; must not exist. Raises Damaged, SaveFailed."""
+    import torch.distributed.checkpoint as dcp
+
+    if os.path.exists(target):
+        raise SaveFailed(f"{target} exists")
+    whole = read_all(path)
+    try:
+        dcp.save(whole, storage_writer=dcp.FileSystemWriter(target), no_dist=True)  # type: ignore[attr-defined]
+    except dcp.CheckpointException as error:  # type: ignore[attr-defined]
+        raise SaveFailed(f"{target}: {error}") from error

@@ -1,0 +1,199 @@
+"""Checkpoints for a script that runs without an agent: alone, or under stock torchrun.
+
+The same arenas, the same writer process and the same form on disk; the script's own process owns them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..core.tensors import Table
+from . import orders
+from .arena import Arena
+from .client import WriterProcess
+from .errors import CheckpointError
+from .find import peek
+from .layout import arena_nbytes
+
+if TYPE_CHECKING:
+    import torch
+
+ESCALATE_AFTER = 3
+"""This many failed saves in a row are more than bad luck."""
+
+
+def versions() -> dict[str, str]:
+    """For the manifest."""
+    found = {"python": platform.python_version()}
+    for name in ("elasticd", "torch"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def next_generation(directory: str, job: str) -> int:
+    """A number above all in `directory`, so that this life's checkpoints are newer than the last one's."""
+    return 1 + max((generation for _, generation, _ in peek(directory, job)), default=0)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has become of the saves so far."""
+
+    started: int = 0
+    durable: int = 0
+    skipped: int = 0
+    """Asked for while another was in flight."""
+    failed: int = 0
+    failed_in_row: int = 0
+    remote_failed: int = 0
+    """Copies to the remote end; the local checkpoint is safe."""
+    last_error: str = ""
+    last_step: int | None = None
+    last_seconds: float = 0.0
+
+    @property
+    def escalate(self) -> bool:
+        return self.failed_in_row >= ESCALATE_AFTER
+
+
+class Saver:
+    """One per rank. `rank` saves share `rank` of `world`; rank 0 commits. Failures are counted and said, not raised.
+
+    Ranks need no collective, but all must call `save` for the same steps with the same `generation`.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        job: str,
+        *,
+        generation: int,
+        rank: int = 0,
+        world: int = 1,
+        keep: int = 3,
+        keep_every_steps: int = 0,
+        wait_for_others_s: float = 60.0,
+        remote: str = "",
+    ) -> None:
+        self._directory = os.path.abspath(directory)
+        self._job, self._generation, self._rank, self._world = job, generation, rank, world
+        self._keep, self._keep_every_steps = keep, keep_every_steps
+        self._wait_for_others_s = wait_for_others_s
+        self._remote = remote
+        self._writer = WriterProcess()
+        self._arenas: list[Arena] = []
+        self._turn = 0
+        self._in_flight: set[int] = set()
+        self._versions = versions()
+        self.counts = Counts()
+
+    def save(
+        self,
+        step: int,
+        table: Table,
+        tensors: Sequence[torch.Tensor],
+        extra: Mapping[str, Any] | None = None,
+        *,
+        volatile: Collection[int] = (),
+    ) -> bool:
+        """Copy this rank's share and have it written in the background. False: skipped, or failed at once.
+
+        `table` and `tensors` are those of this rank's share (see `core.shares`). The copy is complete on return.
+        """
+        self.poll()
+        if self._in_flight:
+            self.counts.skipped += 1
+            return False
+        try:
+            arena = self._arena(table)
+            arena.layout(table, share=self._rank, shares=self._world)
+            arena.fill(tensors, volatile=volatile).finish()
+            arena.seal(step, self._generation, extra)
+            self._order(arena, step)
+        except (OSError, CheckpointError) as error:
+            self._fail(orders.describe(error))
+            return False
+        self.counts.started += 1
+        return True
+
+    def poll(self) -> list[orders.Result]:
+        """Take in what the writer has finished. Never blocks."""
+        return self._take(self._writer.results())
+
+    def wait(self, timeout_s: float = 600.0) -> Counts:
+        """Until all saves are durable or have failed: call it at the end of the script."""
+        self._take(self._writer.wait(timeout_s))
+        self._take(self._writer.wait(timeout_s))  # copies to the remote end that the first round asked for
+        return self.counts
+
+    def close(self) -> None:
+        """Safe to call twice. What is not durable by now is lost; `wait` first."""
+        self._writer.close()
+        for arena in self._arenas:
+            arena.close()
+        self._arenas = []
+
+    def _arena(self, table: Table) -> Arena:
+        """The buffer whose turn it is, large enough."""
+        nbytes = arena_nbytes(table)
+        if len(self._arenas) < 2 or self._arenas[0].capacity < nbytes:
+            self._writer.submit(orders.Forget())
+            for arena in self._arenas:
+                arena.close()
+            self._arenas = []
+            self._arenas.append(Arena.create(nbytes))
+            self._arenas.append(Arena.create(nbytes))
+        self._turn = 1 - self._turn
+        return self._arenas[self._turn]
+
+    def _order(self, arena: Arena, step: int) -> None:
+        write = orders.Write(directory=self._directory, step=step, generation=self._generation)
+        self._in_flight.add(self._writer.submit(write, arena))
+        if self._rank == 0:
+            commit = orders.Commit(
+                directory=self._directory,
+                job=self._job,
+                step=step,
+                generation=self._generation,
+                shares=self._world,
+                world=self._world,
+                versions=self._versions,
+                wait_s=self._wait_for_others_s if self._world > 1 else 0.0,
+                keep=self._keep,
+                keep_every_steps=self._keep_every_steps,
+            )
+            self._in_flight.add(self._writer.submit(commit))
+
+    def _take(self, results: list[orders.Result]) -> list[orders.Result]:
+        last = "Commit" if self._rank == 0 else "Write"
+        for result in results:
+            self._in_flight.discard(result.id)
+            if result.kind == "CopyUp":
+                self.counts.remote_failed += bool(result.error)
+                self.counts.last_error = result.error or self.counts.last_error
+            elif result.error and result.kind == last:  # rank 0's commit carries the error of its share
+                self._fail(result.error)
+            elif result.kind == last and result.ok:
+                self.counts.durable += 1
+                self.counts.failed_in_row = 0
+                self.counts.last_step, self.counts.last_seconds = result.step, result.seconds
+                if self._remote and last == "Commit":
+                    self._writer.submit(
+                        orders.CopyUp(
+                            path=result.path, url=self._remote, keep=self._keep, keep_every_steps=self._keep_every_steps
+                        )
+                    )
+        return results
+
+    def _fail(self, error: str) -> None:
+        self.counts.failed += 1
+        self.counts.failed_in_row += 1
+        self.counts.last_error = error

@@ -1,0 +1,210 @@
+"""Damage of every kind is named and set aside, the checkpoint before is taken, and zero is never a silent answer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.ckpt import blank, flip, save, share_paths, state_at
+
+from elastic.checkpoint.errors import Damaged, NoGoodCheckpoint
+from elastic.checkpoint.find import newest_good, peek, verify
+from elastic.checkpoint.read import Mismatch, load, resume
+from elastic.checkpoint.write import digest
+from elastic.core import manifest as m
+
+
+def edit_manifest(path: str, old: bytes, new: bytes) -> None:
+    """With a right hash: as someone else's program would have written it."""
+    file = Path(path, m.MANIFEST)
+    body = file.read_bytes().split(b'"body":', 1)[1].rstrip()[:-1].replace(old, new, 1)
+    file.write_bytes(b'{"format":1,"xxh3":"' + digest(body).encode() + b'","body":' + body + b"}")
+
+
+DAMAGE: dict[str, tuple[str, Callable[[str], object]]] = {
+    "truncated": ("share-size", lambda path: os.truncate(share_paths(path)[0], 5000)),
+    "emptied": ("share-size", lambda path: os.truncate(share_paths(path)[1], 0)),
+    "grown": ("share-size", lambda path: os.truncate(share_paths(path)[1], 10**6)),
+    "bit in a tensor": ("share-hash", lambda path: flip(share_paths(path)[1], -3)),
+    "bit in the file's header": ("share-hash", lambda path: flip(share_paths(path)[0], 20)),
+    "share missing": ("share-missing", lambda path: os.unlink(share_paths(path)[1])),
+    "shares swapped": ("share-size", lambda path: shutil.copy(*share_paths(path))),
+    "manifest missing": ("manifest-missing", lambda path: os.unlink(f"{path}/{m.MANIFEST}")),
+    "manifest cut short": ("manifest-damaged", lambda path: os.truncate(f"{path}/{m.MANIFEST}", 100)),
+    "manifest empty": ("manifest-damaged", lambda path: os.truncate(f"{path}/{m.MANIFEST}", 0)),
+    "bit in the manifest": ("manifest-damaged", lambda path: flip(f"{path}/{m.MANIFEST}", 200)),
+    "manifest of another step": ("manifest-damaged", lambda path: edit_manifest(path, b'"step":20', b'"step":21')),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("by", ["newest_good", "resume"])
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_it_is_named_and_set_aside_and_the_one_before_is_taken(kind: str, by: str, tmp_path: Path) -> None:
+    directory = str(tmp_path)
+    save(directory, 10)
+    reason, damage = DAMAGE[kind]
+    damage(save(directory, 20))
+    tensors = blank()
+    if by == "resume":
+        found = resume(directory, "job", lambda info: tensors[info.name])
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in state_at(10).items())
+    else:
+        found = newest_good(directory, "job")
+    assert found is not None
+    assert found.step == 10
+    assert [(a.reason, os.path.basename(a.path)) for a in found.aside] == [(reason, f"step-20.damaged-{reason}")]
+    assert sorted(os.listdir(directory)) == ["step-10", f"step-20.damaged-{reason}"]
+    again = newest_good(directory, "job")
+    assert again is not None
+    assert (again.step, again.aside) == (10, ())
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_when_none_is_good_that_is_an_error_and_stays_one(kind: str, tmp_path: Path) -> None:
+    DAMAGE[kind][1](save(str(tmp_path), 20))
+    for _ in range(2):  # the second time nothing of a checkpoint's name is left
+        with pytest.raises(NoGoodCheckpoint, match=r"(?s)move these away to start from zero:.*step-20"):
+            newest_good(str(tmp_path), "job")
+
+
+def test_every_piece_is_checked(tmp_path: Path) -> None:
+    path = save(str(tmp_path), 20)
+    for share in share_paths(path):
+        for at in range(0, os.path.getsize(share), 1024):
+            flip(share, at)
+            with pytest.raises(Damaged, match="share-hash"):
+                verify(path, "job")
+            flip(share, at)
+    verify(path, "job")
+
+
+def test_another_jobs_and_a_newer_formats_checkpoints_are_passed_over_and_left_alone(tmp_path: Path) -> None:
+    directory = str(tmp_path)
+    save(directory, 10)
+    save(directory, 20, job="other")
+    newer = Path(save(directory, 30), m.MANIFEST)
+    newer.write_bytes(newer.read_bytes().replace(b'"format":1', b'"format":2'))
+    found = newest_good(directory, "job")
+    assert found is not None
+    assert found.step == 10
+    assert {a.reason for a in found.aside} == {"newer-format", "other-job"}
+    assert sorted(os.listdir(directory)) == ["step-10", "step-20", "step-30"]
+    shutil.rmtree(tmp_path / "step-10")
+    with pytest.raises(NoGoodCheckpoint, match="belongs to job 'other'"):
+        newest_good(directory, "job")
+
+
+def test_nothing_there_is_no_error(tmp_path: Path) -> None:
+    assert newest_good(str(tmp_path), "job") is None
+    assert newest_good(str(tmp_path / "not there"), "job") is None
+    (tmp_path / "step-7.g1.tmp").mkdir()
+    (tmp_path / "notes.txt").write_text("hello")
+    assert resume(str(tmp_path), "job", lambda info: None) is None
+
+
+def test_newest_means_the_later_generation(tmp_path: Path) -> None:
+    """After a roll-back the job comes to the same steps again; what it did before is not to be trusted."""
+    directory = str(tmp_path)
+    for step, generation in [(80, 4), (90, 4), (100, 4), (90, 5)]:
+        save(directory, step, generation=generation, tensors=state_at(step * generation))
+    assert [(step, generation) for step, generation, _ in peek(directory, "job")] == [
+        (90, 5),
+        (100, 4),
+        (90, 4),
+        (80, 4),
+    ]
+    tensors = blank()
+    found = resume(directory, "job", lambda info: tensors[info.name])
+    assert found is not None
+    assert (found.step, found.manifest.generation, os.path.basename(found.path)) == (90, 5, "step-90.g5")
+    assert torch.equal(tensors["weight"], state_at(450)["weight"])
+
+
+def test_a_read_only_disk_still_gives_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(str(tmp_path), 10)
+    flip(share_paths(save(str(tmp_path), 20))[0], -1)
+
+    def refuse(old: str, new: str) -> None:
+        raise OSError(30, "Read-only file system", old)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    for _ in range(2):
+        found = newest_good(str(tmp_path), "job")
+        assert found is not None
+        assert found.step == 10
+        assert [a.path for a in found.aside] == [str(tmp_path / "step-20")]
+
+
+def test_an_unreadable_one_is_left_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(str(tmp_path), 10)
+    save(str(tmp_path), 20)
+    real = os.preadv
+
+    def preadv(fd: int, buffers: list[memoryview], at: int) -> int:
+        if "step-20" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(5, "Input/output error")
+        return real(fd, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    found = newest_good(str(tmp_path), "job")
+    assert found is not None
+    assert found.step == 10
+    assert [(a.reason, a.path) for a in found.aside] == [("unreadable", str(tmp_path / "step-20"))]
+
+
+def test_many_processes_set_aside_at_once(tmp_path: Path) -> None:
+    directory = str(tmp_path)
+    save(directory, 10)
+    for step in (20, 30, 40):
+        flip(share_paths(save(directory, step))[0], -1)
+    code = (
+        "import sys\n"
+        "from elastic.checkpoint.find import newest_good\n"
+        "sys.stdin.readline()\n"
+        "print(newest_good(sys.argv[1], 'job').step)\n"
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, directory], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(6)
+    ]
+    try:
+        for rank in ranks:
+            assert rank.stdin is not None
+            rank.stdin.write("go\n")
+            rank.stdin.flush()
+        assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["10\n"] * 6
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert sorted(os.listdir(directory)) == ["step-10", *(f"step-{step}.damaged-share-hash" for step in (20, 30, 40))]
+
+
+def test_it_loads_into_other_strides_and_skips_what_is_not_wanted(tmp_path: Path) -> None:
+    path = save(str(tmp_path), 10, shares=3)
+    weight = torch.zeros(40, 60).t()
+    everything = torch.zeros(60, 80)
+    found = newest_good(str(tmp_path), "job")
+    assert found is not None
+    assert found.path == path
+    wanted = {"weight": weight, "moment": everything[:, ::2]}
+    load(found, lambda info: wanted.get(info.name), threads=3)
+    assert torch.equal(weight, state_at(10)["weight"])
+    assert torch.equal(everything[:, ::2], state_at(10)["moment"])
+    assert not everything[:, 1::2].any()
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(60, 41), torch.zeros(60, 40, dtype=torch.float64)])
+def test_a_tensor_of_another_kind_is_the_programs_fault(wrong: torch.Tensor, tmp_path: Path) -> None:
+    save(str(tmp_path), 10)
+    with pytest.raises(Mismatch, match=r"weight is F32 \[60, 40\] in the checkpoint"):
+        resume(str(tmp_path), "job", lambda info: wrong if info.name == "weight" else None)
+    assert os.listdir(tmp_path) == ["step-10"]

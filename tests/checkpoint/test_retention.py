@@ -1,0 +1,112 @@
+"""What stays: the newest good ones, every n-th, and never none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.ckpt import flip, save, share_paths
+
+from elastic.checkpoint.files import Files
+from elastic.checkpoint.find import newest_good
+from elastic.checkpoint.retention import leftovers, plan, prune
+
+entries = st.lists(st.integers(1, 50), unique=True, max_size=12).map(
+    lambda steps: [(step, 1, f"step-{step}") for step in sorted(steps, reverse=True)]
+)
+
+
+@given(entries, st.integers(0, 5), st.sampled_from([0, 2, 10]), st.sets(st.integers(1, 50)))
+def test_the_plan(found: list[tuple[int, int, str]], keep: int, every: int, bad_steps: set[int]) -> None:
+    def good(path: str) -> bool:
+        return int(path.removeprefix("step-")) not in bad_steps
+
+    removed = set(plan(found, keep, every, good))
+    sound = [path for _, _, path in found if good(path)]
+    assert not removed & set(sound[: max(keep, 1)]), "one of the newest good ones would go"
+    assert not any(every and step % every == 0 for step, _, path in found if path in removed)
+    if keep and len(sound) >= keep:
+        # Beyond the newest good ones nothing stays but what was asked for; unsound newer ones are not ours to judge.
+        oldest_kept = sound[keep - 1]
+        older = found[[path for _, _, path in found].index(oldest_kept) + 1 :]
+        assert removed == {path for step, _, path in older if not (every and step % every == 0)}
+    else:
+        assert not removed
+
+
+def test_old_ones_go_and_every_tenth_stays(tmp_path: Path) -> None:
+    for step in (10, 13, 16, 20, 23, 26):
+        save(str(tmp_path), step)
+    removed, failed = prune(str(tmp_path), "job", 2, 10)
+    assert [os.path.basename(path) for path in removed] == ["step-13", "step-16"]
+    assert not failed
+    assert sorted(os.listdir(tmp_path)) == ["step-10", "step-20", "step-23", "step-26"]
+
+
+def test_the_last_good_one_stays_when_all_newer_ones_are_damaged(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        path = save(str(tmp_path), step)
+        if step > 10:
+            flip(share_paths(path)[0], -1)
+    assert prune(str(tmp_path), "job", 1) == ([], [])
+    found = newest_good(str(tmp_path), "job")
+    assert found is not None
+    assert found.step == 10
+
+
+def test_leftovers_of_crashes_go_and_those_under_way_stay(tmp_path: Path) -> None:
+    save(str(tmp_path), 20, generation=2)
+    for name in (
+        "step-10.g1.tmp",
+        "step-20.g2.tmp",
+        "step-90.g1.tmp",
+        "step-5.gone",
+        "step-30.g2.tmp",
+        "step-20.g3.tmp",
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "share-00000-of-00001.safetensors").write_bytes(b"half")
+    (tmp_path / "step-15.damaged-share-hash").mkdir()
+    (tmp_path / "mine").mkdir()
+    prune(str(tmp_path), "job", 3)
+    assert sorted(os.listdir(tmp_path)) == [
+        "mine",
+        "step-15.damaged-share-hash",
+        "step-20",
+        "step-20.g3.tmp",
+        "step-30.g2.tmp",
+    ]
+
+
+def test_with_no_checkpoint_yet_nothing_under_way_is_touched() -> None:
+    assert leftovers(["step-10.g1.tmp", "step-5.gone"], None) == ["step-5.gone"]
+
+
+def test_another_jobs_checkpoints_are_not_ours_to_remove(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(str(tmp_path), step, job="other")
+        save(str(tmp_path), step + 5)
+    prune(str(tmp_path), "job", 1)
+    assert sorted(os.listdir(tmp_path)) == ["step-10", "step-20", "step-25"]
+
+
+@pytest.mark.parametrize("call", ["rename", "unlink", "rmdir"])
+def test_what_cannot_be_removed_is_said(call: str, tmp_path: Path) -> None:
+    class Refusing(Files):
+        pass
+
+    def refuse(self: Files, *paths: str) -> None:
+        raise OSError(13, "Permission denied", paths[0])
+
+    setattr(Refusing, call, refuse)
+    for step in (10, 20):
+        save(str(tmp_path), step)
+    removed, failed = prune(str(tmp_path), "job", 1, files=Refusing())
+    assert removed == []
+    assert len(failed) == 1
+    assert "Permission denied" in failed[0]
+    assert prune(str(tmp_path), "job", 1)[1] == []
+    assert os.listdir(tmp_path) == ["step-20"]

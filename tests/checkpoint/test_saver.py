@@ -1,0 +1,119 @@
+"""Checkpoints of a script without an agent."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.ckpt import blank, state_at, table_of
+
+from elastic.checkpoint.find import newest_good
+from elastic.checkpoint.read import resume
+from elastic.checkpoint.saver import ESCALATE_AFTER, Saver, next_generation
+from elastic.core.shares import assign_shares
+
+
+@pytest.fixture
+def saver(tmp_path: Path) -> Iterator[Saver]:
+    saver = Saver(str(tmp_path), "job", generation=1, keep=2)
+    yield saver
+    saver.close()
+    saver.close()
+
+
+def save(saver: Saver, step: int) -> bool:
+    state = state_at(step)
+    return saver.save(step, table_of(state), list(state.values()), {"lr": 0.1})
+
+
+def test_it_saves_in_the_background_keeps_two_and_resumes(saver: Saver, tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        assert save(saver, step)
+        saver.wait(20)
+    counts = saver.counts
+    assert (counts.started, counts.durable, counts.failed, counts.last_step) == (4, 4, 0, 40)
+    saver.close()
+    tensors = blank()
+    found = resume(str(tmp_path), "job", lambda info: tensors[info.name])
+    assert found is not None
+    assert (found.step, found.manifest.extra) == (40, {"lr": 0.1})
+    assert set(found.manifest.versions) == {"python", "torch", "elasticd"}
+    assert torch.equal(tensors["weight"], state_at(40)["weight"])
+    assert sorted(os.listdir(tmp_path)) == ["step-30", "step-40"]
+    assert next_generation(str(tmp_path), "job") == 2
+    assert next_generation(str(tmp_path), "another") == 1
+
+
+def test_a_save_while_one_is_in_flight_is_skipped_and_counted(saver: Saver, tmp_path: Path) -> None:
+    assert save(saver, 10)
+    pid = saver._writer.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    skipped = sum(not save(saver, step) for step in (11, 12, 13))
+    os.kill(pid, signal.SIGCONT)
+    assert skipped >= 2  # the first one may have been done before it was stopped
+    assert saver.wait(20).skipped == skipped
+    assert saver.counts.failed == 0
+    assert newest_good(str(tmp_path), "job") is not None
+
+
+def test_failures_are_counted_and_said_and_a_success_ends_the_row(tmp_path: Path) -> None:
+    blocked = tmp_path / "folder"
+    blocked.write_text("in the way")
+    saver = Saver(str(blocked), "job", generation=1)
+    try:
+        for step in range(ESCALATE_AFTER):
+            assert not saver.counts.escalate
+            save(saver, step)
+            saver.wait(20)
+        assert saver.counts.failed == saver.counts.failed_in_row == ESCALATE_AFTER
+        assert saver.counts.escalate
+        assert str(blocked) in saver.counts.last_error
+        blocked.unlink()
+        save(saver, 9)
+        saver.wait(20)
+        assert (saver.counts.durable, saver.counts.failed_in_row, saver.counts.escalate) == (1, 0, False)
+    finally:
+        saver.close()
+
+
+def test_a_larger_state_gets_larger_arenas(saver: Saver) -> None:
+    assert save(saver, 10)
+    saver.wait(20)
+    large = {"large": torch.ones(100_000)}
+    assert saver.save(20, table_of(large), list(large.values()))
+    assert saver.wait(20).durable == 2
+
+
+def test_two_ranks_without_a_collective(tmp_path: Path) -> None:
+    state = state_at(10)
+    table = table_of(state)
+    savers = [Saver(str(tmp_path), "job", generation=1, rank=rank, world=2) for rank in range(2)]
+    try:
+        for rank, (saver, share) in enumerate(zip(savers, assign_shares(table, 2), strict=True)):
+            part = tuple(table[i] for i in share)
+            assert saver.save(10, part, [state[info.name] for info in part], {"rank": rank})
+        assert [saver.wait(20).durable for saver in savers] == [1, 1]
+    finally:
+        for saver in savers:
+            saver.close()
+    found = newest_good(str(tmp_path), "job")
+    assert found is not None
+    assert [share.extra for share in found.manifest.shares] == [{"rank": 0}, {"rank": 1}]
+
+
+def test_a_copy_goes_up_after_the_local_one_is_safe(tmp_path: Path) -> None:
+    saver = Saver(str(tmp_path / "local"), "job", generation=1, remote=f"file://{tmp_path}/remote")
+    try:
+        save(saver, 10)
+        saver.wait(30)
+        assert saver.counts.remote_failed == 0, saver.counts.last_error
+    finally:
+        saver.close()
+    found = newest_good(str(tmp_path / "remote"), "job")
+    assert found is not None
+    assert found.step == 10

@@ -1,0 +1,225 @@
+"""The write path on a real disk: its order, its refusals, and what it leaves."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.ckpt import PIECE, blank, filled, save, state_at
+
+from elastic.checkpoint.errors import SaveFailed, SharesMissing
+from elastic.checkpoint.files import Files
+from elastic.checkpoint.find import newest_good, verify
+from elastic.checkpoint.read import resume
+from elastic.checkpoint.write import commit, shares_missing, write_share
+from elastic.core import manifest as m
+
+
+def commit_20(directory: str, **more: float) -> str:
+    return commit(directory, "job", step=20, generation=1, shares=2, world=2, **more)  # type: ignore[arg-type]
+
+
+def write_20(directory: str, *shares: int, files: Files | None = None) -> None:
+    for share in shares:
+        with filled(state_at(20), 20, 1, share, 2) as arena:
+            write_share(arena, directory, piece_nbytes=PIECE, files=files or Files())
+
+
+def test_a_checkpoint_is_two_files_a_share_and_a_manifest(tmp_path: Path) -> None:
+    path = save(str(tmp_path), 20)
+    assert sorted(os.listdir(path)) == [
+        "manifest.json",
+        "share-00000-of-00002.json",
+        "share-00000-of-00002.safetensors",
+        "share-00001-of-00002.json",
+        "share-00001-of-00002.safetensors",
+    ]
+    assert os.listdir(tmp_path) == ["step-20"]
+    manifest = verify(path, "job")
+    assert manifest.extra == {"step": 20, "share": 0}
+    assert manifest.shares[1].extra == {"step": 20, "share": 1}
+
+
+def test_space_is_reserved_before_the_first_byte_and_all_is_synced_before_the_rename(tmp_path: Path) -> None:
+    log: list[str] = []
+
+    class Logged(Files):
+        def __getattribute__(self, name: str) -> object:
+            if not name.startswith("_") and name not in ("read", "names", "size", "identity"):
+                log.append(name)
+            return super().__getattribute__(name)
+
+    save(str(tmp_path), 20, shares=1, files=Logged())
+    share = ["mkdir", "create", "reserve", "write_at", "write_at", "write_at", "write_at", "write_at", "write_at"]
+    small = ["create", "write_at", "sync", "close", "rename"]
+    assert log[:9] == share
+    assert [call for call in log[9:] if call != "write_at"] == [
+        *("truncate", "sync", "close"),
+        *[call for call in small if call != "write_at"],
+        "sync_dir",
+        *[call for call in small if call != "write_at"],
+        *("sync_dir", "rename", "sync_dir"),
+    ]
+
+
+def test_a_file_system_without_o_direct_gets_plain_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_open, real_pwrite = os.open, os.pwrite
+    refused = []
+
+    def refuse_open(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            refused.append("open")
+            raise OSError(errno.EINVAL, "Invalid argument", path)
+        return real_open(path, flags, mode)
+
+    def refuse_write(fd: int, data: memoryview, at: int) -> int:
+        import fcntl
+
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append("write")
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_pwrite(fd, data[: len(data) // 2 + 1], at)  # and it writes less than asked
+
+    monkeypatch.setattr(os, "open", refuse_open)
+    verify(save(str(tmp_path), 20), "job")
+    monkeypatch.setattr(os, "open", real_open)
+    monkeypatch.setattr(os, "pwrite", refuse_write)
+    verify(save(str(tmp_path), 30), "job")
+    assert set(refused) == {"open", "write"}
+
+
+def test_threads_write_the_same_bytes(tmp_path: Path) -> None:
+    with filled(state_at(20), 20) as arena:
+        one = write_share(arena, str(tmp_path / "one"), threads=1, piece_nbytes=PIECE)
+        four = write_share(arena, str(tmp_path / "four"), threads=4, piece_nbytes=PIECE)
+        assert one == four
+        name = f"step-20.g1.tmp/{one.file}"
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "four" / name).read_bytes() == bytes(arena.view())
+
+
+def test_commit_waits_for_the_last_share(tmp_path: Path) -> None:
+    directory = str(tmp_path)
+    assert shares_missing(directory, 20, 1, 2) == (0, 1)
+    write_20(directory, 0)
+    assert shares_missing(directory, 20, 1, 2) == (1,)
+    with pytest.raises(SharesMissing, match="step 20: 1 of 2 shares were not written: 1"):
+        commit_20(directory, wait_s=0.1)
+    assert newest_good(directory, "job") is None
+    late = threading.Timer(0.1, write_20, (directory, 1))
+    late.start()
+    commit_20(directory, wait_s=20)
+    late.join()
+    assert (tmp_path / "step-20").is_dir()
+
+
+def test_committing_twice_is_harmless(tmp_path: Path) -> None:
+    write_20(str(tmp_path), 0, 1)
+    assert commit_20(str(tmp_path)) == commit_20(str(tmp_path)) == str(tmp_path / "step-20")
+
+
+def test_two_leaders_commit_at_once(tmp_path: Path) -> None:
+    class Slow(Files):
+        """The other leader commits just before our rename."""
+
+        def rename(self, old: str, new: str) -> None:
+            if new.endswith("step-20"):
+                commit_20(str(tmp_path))
+            super().rename(old, new)
+
+    write_20(str(tmp_path), 0, 1)
+    path = commit(str(tmp_path), "job", step=20, generation=1, shares=2, world=2, files=Slow())
+    assert path == str(tmp_path / "step-20")
+    verify(path, "job")
+
+
+def test_shares_of_two_cuts_never_become_a_checkpoint(tmp_path: Path) -> None:
+    write_20(str(tmp_path), 0)
+    with filled({"moment": torch.ones(2), "weight": torch.ones(2)}, 20, 1, 1, 2) as arena:
+        write_share(arena, str(tmp_path))
+    with pytest.raises(SaveFailed, match="a tensor is listed twice"):
+        commit_20(str(tmp_path))
+
+
+def test_a_damaged_note_is_not_believed(tmp_path: Path) -> None:
+    write_20(str(tmp_path), 0, 1)
+    note = tmp_path / "step-20.g1.tmp" / m.share_note(1, 2)
+    note.write_bytes(note.read_bytes().replace(b'"step":20', b'"step":21'))
+    with pytest.raises(SaveFailed, match="share 1 of 2: the note's hash"):
+        commit_20(str(tmp_path))
+
+
+def test_an_arena_that_is_filled_again_meanwhile_is_never_taken(tmp_path: Path) -> None:
+    class Meanwhile(Files):
+        def truncate(self, fd: int, nbytes: int) -> None:
+            arena.fill(list(state_at(21).values()))
+            arena.seal(20, 1)
+            super().truncate(fd, nbytes)
+
+    with filled(state_at(20), 20) as arena, pytest.raises(SaveFailed, match="filled again"):
+        write_share(arena, str(tmp_path), files=Meanwhile())
+    assert os.listdir(tmp_path / "step-20.g1.tmp") == []
+
+
+def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with filled(state_at(20), 20) as arena, pytest.raises(NotADirectoryError):
+        write_share(arena, str(blocked / "checkpoints"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk takes root")
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "none", str(mount)], check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_a_full_disk_costs_that_checkpoint_and_gives_its_room_back(small_disk: Path) -> None:
+    save(str(small_disk), 10)
+    with pytest.raises(OSError, match="No space left") as error:
+        save(str(small_disk), 20, tensors={"large": torch.ones(40000)}, shares=1)
+    assert error.value.errno == errno.ENOSPC
+    tensors = blank()
+    found = resume(str(small_disk), "job", lambda info: tensors[info.name])
+    assert found is not None
+    assert found.step == 10
+    save(str(small_disk), 30)  # the failed one has left its room
+
+
+def test_a_read_only_disk(small_disk: Path) -> None:
+    save(str(small_disk), 10)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(OSError, match="Read-only file system"):
+        save(str(small_disk), 20)
+    found = newest_good(str(small_disk), "job")
+    assert found is not None
+    assert found.step == 10
+
+
+def test_three_thousand_tensors_take_a_handful_of_descriptors(tmp_path: Path) -> None:
+    tensors = {f"layer.{i}.weight": torch.full((i % 7, 3), float(i)) for i in range(3000)}
+    back = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = len(os.listdir("/proc/self/fd")) + 16
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, 1024), hard))
+    try:
+        save(str(tmp_path), 20, tensors=tensors, shares=4)
+        found = resume(str(tmp_path), "job", lambda info: back[info.name])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found is not None
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())

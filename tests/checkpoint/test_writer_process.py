@@ -1,0 +1,172 @@
+"""The writer as a real process: it never blocks its parent, dies with it, and its own death is not silent."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.ckpt import filled, state_at
+from support.wait import eventually
+
+from elastic.checkpoint import orders
+from elastic.checkpoint.client import MAX_WAITING, Busy, WriterProcess
+from elastic.checkpoint.find import newest_good
+
+
+@pytest.fixture
+def writer() -> Iterator[WriterProcess]:
+    writer = WriterProcess()
+    yield writer
+    writer.close()
+    writer.close()
+
+
+def write(directory: Path, step: int = 20) -> orders.Write:
+    return orders.Write(directory=str(directory), step=step, generation=1)
+
+
+def commit(directory: Path, step: int = 20, shares: int = 1, wait_s: float = 0.0) -> orders.Commit:
+    return orders.Commit(
+        directory=str(directory), job="job", step=step, generation=1, shares=shares, world=shares, wait_s=wait_s
+    )
+
+
+def submit_many(writer: WriterProcess, many: list[orders.Commit]) -> None:
+    for order in many:
+        writer.submit(order)
+
+
+def test_a_share_is_written_and_committed(writer: WriterProcess, tmp_path: Path) -> None:
+    with filled(state_at(20), 20) as arena:
+        assert writer.submit(write(tmp_path), arena) == 1
+        assert writer.submit(commit(tmp_path)) == 2
+        poller = select.poll()
+        poller.register(writer, select.POLLIN)
+        assert poller.poll(20_000)
+        results = writer.wait(20)
+    assert [(r.id, r.kind, r.step, r.error) for r in results] == [(1, "Write", 20, ""), (2, "Commit", 20, "")]
+    assert results[1].path == str(tmp_path / "step-20")
+    found = newest_good(str(tmp_path), "job")
+    assert found is not None
+    assert found.step == 20
+
+
+def test_it_imports_no_torch_and_steps_back(writer: WriterProcess, tmp_path: Path) -> None:
+    with filled(state_at(20), 20) as arena:
+        writer.submit(write(tmp_path), arena)
+        assert writer.wait(20)[0].ok
+        process = psutil.Process(writer.pid)
+        assert not any("torch" in entry.path for entry in process.memory_maps())
+        assert process.nice() == 5
+
+
+def test_errors_come_back_in_words(writer: WriterProcess, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with filled(state_at(20), 20) as arena:
+        writer.submit(write(tmp_path / "file" / "below"), arena)
+        writer.submit(write(tmp_path, step=21), arena)
+        first, second = writer.wait(20)
+    assert first.error.startswith("Not a directory: ")
+    assert second.error == "the arena is whole with step 20 of generation 1"
+
+
+def test_a_failed_share_fails_its_commit_at_once(writer: WriterProcess, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with filled(state_at(20), 20) as arena:
+        writer.submit(write(tmp_path / "file"), arena)
+        writer.submit(commit(tmp_path, shares=2, wait_s=600))
+        first, second = writer.wait(20)
+    assert second.kind == "Commit"
+    assert second.error == first.error != ""
+
+
+def test_a_commit_that_waits_for_others_holds_nothing_up(writer: WriterProcess, tmp_path: Path) -> None:
+    with filled(state_at(20), 20, 1, 0, 2) as mine, filled(state_at(20), 20, 1, 1, 2) as others:
+        writer.submit(write(tmp_path), mine)
+        writer.submit(commit(tmp_path, shares=2, wait_s=60))
+        writer.submit(commit(tmp_path, step=30, shares=2, wait_s=0.2))
+        eventually(lambda: len(writer.results()) > 0, deadline_s=20)
+        lonely = WriterProcess()  # another node's
+        lonely.submit(write(tmp_path), others)
+        assert lonely.wait(20)[0].ok
+        lonely.close()
+        results = {result.step: result for result in writer.wait(20)}
+    assert results[20].ok
+    assert results[30].error == "step 30: 2 of 2 shares were not written: 0, 1"
+
+
+def test_its_death_fails_what_it_had_not_answered_and_the_next_order_starts_another(
+    writer: WriterProcess, tmp_path: Path
+) -> None:
+    with filled(state_at(20), 20) as arena:
+        writer.start()
+        fileno, pid = writer.fileno(), writer.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        writer.submit(write(tmp_path), arena)
+        writer.submit(commit(tmp_path))
+        os.kill(pid, signal.SIGKILL)
+        results = writer.wait(20)
+        assert [r.error for r in results] == ["the writer process died (exit code -9)"] * 2
+        assert newest_good(str(tmp_path), "job") is None
+        writer.submit(write(tmp_path), arena)
+        writer.submit(commit(tmp_path))
+        assert all(result.ok for result in writer.wait(20))
+    assert (writer.fileno(), writer.starts) == (fileno, 2)
+
+
+def test_orders_are_bounded(writer: WriterProcess, tmp_path: Path) -> None:
+    writer.start()
+    assert writer.pid is not None
+    os.kill(writer.pid, signal.SIGSTOP)
+    started_s = time.monotonic()
+    with pytest.raises(Busy):
+        submit_many(writer, [commit(tmp_path, wait_s=60)] * (MAX_WAITING + 1))
+    assert time.monotonic() - started_s < 5
+    assert writer.waiting <= MAX_WAITING
+    writer.close(timeout_s=0.1)
+
+
+def test_forget_lets_go_of_the_memory(writer: WriterProcess, tmp_path: Path) -> None:
+    def mapped() -> bool:
+        return any("elastic-arena" in entry.path for entry in psutil.Process(writer.pid).memory_maps())
+
+    assert writer.submit(orders.Forget()) == 0  # with no process there is nothing to forget
+    with filled(state_at(20), 20) as arena:
+        writer.submit(write(tmp_path), arena)
+        assert writer.wait(20)[0].ok
+        assert mapped()
+        writer.submit(orders.Forget())
+        eventually(lambda: not mapped(), deadline_s=20)
+        writer.submit(write(tmp_path), arena)
+        assert writer.wait(20)[0].ok
+
+
+@pytest.mark.parametrize("how", ["signal", "return"])
+def test_it_dies_with_its_parent(how: str, tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from elastic.checkpoint.client import WriterProcess\n"
+        "writer = WriterProcess()\n"
+        "writer.start()\n"
+        "print(writer.pid, flush=True)\n"
+        "if sys.argv[1] == 'signal': os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    parent = subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, timeout=60, check=False)
+    pid = int(parent.stdout)
+
+    def gone() -> bool:
+        try:
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    eventually(gone, deadline_s=20)
