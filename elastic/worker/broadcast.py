@@ -205,7 +205,7 @@ def _receive(
 def digest(data: torch.Tensor) -> int:
     """64 bits that change when the bytes do: xxh3 on the CPU, a sum of words on a device (nothing leaves it)."""
     if data.device.type == "cpu":
-        unsigned = xxhash.xxh3_64_intdigest(memoryview(data.numpy()))
+        unsigned = xxhash.xxh3_64_intdigest(memoryview(data.numpy()))  # type: ignore[arg-type]
         return unsigned - (1 << 64) if unsigned >> 63 else unsigned
     words = data.numel() // 8 * 8
     total = data[words:].sum(dtype=torch.int64)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import threading
-import time
 from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_ranks
+from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 
-from elastic.worker.group import Group, is_communication_error
+from elastic.worker.group import Group
 from elastic.worker.state import State
 from elastic.worker.sync import synchronise
 
