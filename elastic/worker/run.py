@@ -254,6 +254,7 @@ class Managed:
                 Place(form.generation, form.rank, form.world, form.local_rank, form.local_world), state.step
             )
         job.enter(rank=form.rank, world=form.world, generation=form.generation, keeper=self._keeper)
+        state.forget_gradients()
         self._train(job, state)
         # Nobody is done before everybody is: until then a rank may die and need the others' state.
         session.beat(Doing.EXCHANGING)

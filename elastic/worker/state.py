@@ -218,6 +218,12 @@ class State:
         for part in self._parts.values():
             part.to(torch.device(device))
 
+    def forget_gradients(self) -> None:
+        """Drop what a backward that was cut short has left in `.grad`: the next one would add to it."""
+        for part in self._parts.values():
+            if isinstance(part.value, torch.nn.Module | torch.optim.Optimizer):
+                part.value.zero_grad(set_to_none=True)
+
     def _compare(self, table: Table, *, modules_only: bool) -> None:
         def relevant(info: TensorInfo) -> bool:
             part = self._parts.get(info.name.partition(".")[0])
