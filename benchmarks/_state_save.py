@@ -1,0 +1,283 @@
+"""Part of state.py: snapshot, checkpoint and resume, beside torch.save and torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from elastic.checkpoint import orders
+from elastic.checkpoint.arena import Arena
+from elastic.checkpoint.client import WriterProcess
+from elastic.checkpoint.dtypes import code_of, nbytes_of
+from elastic.checkpoint.files import Files
+from elastic.checkpoint.layout import arena_nbytes
+from elastic.checkpoint.read import resume
+from elastic.core.tensors import Table, TensorInfo
+
+if TYPE_CHECKING:
+    from state import Options
+
+PIECE = 16 * 2**20
+Tensors = dict[str, torch.Tensor]
+
+
+def clock() -> float:
+    return time.perf_counter()
+
+
+class Job:
+    """A model of GPT's shapes with AdamW's state, and a training step's worth of other work."""
+
+    def __init__(self, nbytes: int) -> None:
+        width = 512 if nbytes < 1e9 else 1024
+        block = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
+        self.params: Tensors = {}
+        layer = 0
+        while 12 * sum(p.numel() for p in self.params.values()) < nbytes:
+            for name, shape in block.items():
+                self.params[f"h.{layer}.{name}"] = torch.randn(shape)
+                self.params[f"h.{layer}.{name}.bias"] = torch.randn(shape[0])
+            layer += 1
+        self.moments = {
+            n: {"exp_avg": torch.randn_like(p), "exp_avg_sq": torch.rand_like(p)} for n, p in self.params.items()
+        }
+        self._a, self._b = torch.randn(512, 1024), torch.randn(1024, 1024)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": dict(self.params), "optimizer": {name: dict(m) for name, m in self.moments.items()}}
+
+    def flat(self) -> Tensors:
+        found = {f"model.{name}": tensor for name, tensor in self.params.items()}
+        for name, moments in self.moments.items():
+            found |= {f"optimizer.{name}.{key}": tensor for key, tensor in moments.items()}
+        return found
+
+    def step(self) -> None:
+        """Stands for forward and backward: both cores at work, for some 20 ms."""
+        for _ in range(3):
+            self._a @ self._b
+
+
+def table_of(tensors: Tensors) -> Table:
+    return tuple(TensorInfo(name, code_of(t.dtype), tuple(t.shape), nbytes_of(t)) for name, t in tensors.items())
+
+
+class Ours:
+    """Arena and writer process, as an agent uses them, with one rank."""
+
+    def __init__(self, tensors: Tensors, directory: str) -> None:
+        self.tensors, self.directory = list(tensors.values()), directory
+        self.table = table_of(tensors)
+        self.arenas = [Arena.create(arena_nbytes(self.table)) for _ in range(2)]
+        for arena in self.arenas:
+            arena.layout(self.table)
+        self.writer = WriterProcess()
+        self.writer.start()
+        self.saves = 0
+
+    def save(self) -> Callable[[], bool]:
+        """Blocks for the snapshot. What it returns says whether the checkpoint is durable."""
+        self.saves += 1
+        arena = self.arenas[self.saves % 2]
+        arena.fill(self.tensors).finish()
+        arena.seal(self.saves, 1)
+        self.writer.submit(orders.Write(directory=self.directory, step=self.saves, generation=1), arena)
+        self.writer.submit(
+            orders.Commit(directory=self.directory, job="j", step=self.saves, generation=1, shares=1, world=1, keep=1)
+        )
+
+        def done() -> bool:
+            for result in self.writer.results():
+                assert result.ok, result.error
+            return self.writer.waiting == 0
+
+        return done
+
+    def close(self) -> None:
+        self.writer.close()
+        for arena in self.arenas:
+            arena.close()
+
+
+def timed(work: Callable[[], object]) -> float:
+    start = clock()
+    work()
+    return clock() - start
+
+
+def until(done: Callable[[], bool], fileno: int | None = None) -> None:
+    import select
+
+    poller = select.poll()
+    if fileno is not None:
+        poller.register(fileno, select.POLLIN)
+    while not done():
+        poller.poll(2)
+
+
+def disk_limit(view: memoryview, directory: str, reserve: bool) -> None:
+    """The same bytes with O_DIRECT and fsync, and nothing else."""
+    files, path = Files(), os.path.join(directory, "raw")
+    fd = files.create(path, direct=True)
+    if reserve:
+        files.reserve(fd, len(view))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda at: files.write_at(fd, view[at : at + PIECE], at), range(0, len(view), PIECE)))
+    files.sync(fd)
+    files.close(fd)
+
+
+def torch_save(job: Job, directory: str) -> None:
+    with open(os.path.join(directory, "whole.pt"), "wb") as file:
+        torch.save(job.state_dict(), file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def lost(job: Job, save: Callable[[], Callable[[], bool]]) -> float:
+    """Seconds of training that one save costs: how much longer the steps take from its start until it is durable."""
+    usual = statistics.median(timed(job.step) for _ in range(30))
+    steps, start = 0, clock()
+    done = save()
+    while not done() or steps < 10:
+        job.step()
+        steps += 1
+    return clock() - start - steps * usual
+
+
+def dcp_save(job: Job, directory: str) -> Callable[[], bool]:
+    future = dcp.async_save(job.state_dict(), checkpoint_id=os.path.join(directory, "dcp"))
+    return future.done  # type: ignore[no-any-return, union-attr]
+
+
+@contextmanager
+def quiet_group() -> Iterator[None]:
+    """dcp.async_save asks for a process group; of one rank."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def forget_cached(folder: str) -> None:
+    """Drop the files' pages, so that the next read comes from the disk."""
+    for name in os.listdir(folder):
+        fd = os.open(os.path.join(folder, name), os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def read_file(folder: str, buffer: bytearray) -> None:
+    for name in sorted(os.listdir(folder)):
+        with open(os.path.join(folder, name), "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def run(options: Options) -> dict[str, float]:
+    directory = tempfile.mkdtemp(prefix="elastic-state-", dir=options.dir)
+    job = Job(options.nbytes)
+    tensors = job.flat()
+    ours = Ours(tensors, os.path.join(directory, "ours"))
+    try:
+        with quiet_group():
+            took = measure_saves(options, job, tensors, ours, directory)
+        took |= measure_resume(options, tensors, ours)
+    finally:
+        ours.close()
+        shutil.rmtree(directory)
+    return report(took, sum(t.nbytes for t in tensors.values()), len(tensors))
+
+
+def measure_saves(options: Options, job: Job, tensors: Tensors, ours: Ours, directory: str) -> dict[str, list[float]]:
+    took: dict[str, list[float]] = {}
+
+    def note(name: str, seconds: float) -> None:
+        took.setdefault(name, []).append(seconds)
+
+    sources = list(tensors.values())
+    warm = [torch.zeros_like(tensor) for tensor in sources]
+    for number in range(options.runs + 1):
+        if number == 1:
+            took.clear()  # the first round warmed everything up
+        note("memcpy, torch", timed(lambda: [to.copy_(source) for to, source in zip(warm, sources, strict=True)]))
+        note("memcpy, memmove", timed(lambda: [
+            ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
+            for to, source in zip(warm, sources, strict=True)
+        ]))  # fmt: skip
+        start = clock()
+        done = ours.save()
+        note("ours, blocked", clock() - start)
+        until(done, ours.writer.fileno())
+        note("ours, durable", clock() - start)
+        view = ours.arenas[ours.saves % 2].view(padded=True)
+        for reserve in (False, True):
+            note(f"disk, {'reserved' if reserve else 'plain'}", timed(lambda r=reserve: disk_limit(view, directory, r)))
+            os.unlink(os.path.join(directory, "raw"))
+        del view
+        note("torch.save + fsync", timed(lambda: torch_save(job, directory)))
+        os.unlink(os.path.join(directory, "whole.pt"))
+        start = clock()
+        done = dcp_save(job, directory)
+        note("dcp.async_save, blocked", clock() - start)
+        until(done)
+        note("dcp.async_save, done", clock() - start)
+        shutil.rmtree(os.path.join(directory, "dcp"))
+        note("ours, lost", lost(job, ours.save))
+        note("dcp.async_save, lost", lost(job, lambda: dcp_save(job, directory)))
+        shutil.rmtree(os.path.join(directory, "dcp"))
+    return took
+
+
+def measure_resume(options: Options, tensors: Tensors, ours: Ours) -> dict[str, list[float]]:
+    took: dict[str, list[float]] = {"read, cold": [], "resume, cold": [], "read, warm": [], "resume, warm": []}
+    back = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    (folder,) = (entry.path for entry in os.scandir(ours.directory) if entry.name.startswith("step-"))
+    buffer = bytearray(PIECE)
+
+    def ours_back() -> None:
+        assert resume(ours.directory, "j", lambda info: back[info.name]) is not None
+
+    for number in range(options.runs + 1):
+        for how in ("cold", "warm"):
+            for name, work in (("read", lambda: read_file(folder, buffer)), ("resume", ours_back)):
+                if how == "cold":
+                    forget_cached(folder)
+                seconds = timed(work)
+                if number:
+                    took[f"{name}, {how}"].append(seconds)
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+    return took
+
+
+def report(took: dict[str, list[float]], nbytes: int, count: int) -> dict[str, float]:
+    print(f"\n{nbytes / 1e9:.2f} GB in {count} tensors          median       best      worst  (seconds)")
+    for name, seconds in took.items():
+        print(f"  {name:28s} {statistics.median(seconds):9.3f}  {min(seconds):9.3f}  {max(seconds):9.3f}")
+    median = {name: statistics.median(seconds) for name, seconds in took.items()}
+    blocked = median["ours, blocked"]
+    return {
+        "stall_over_memcpy": blocked / min(median["memcpy, torch"], median["memcpy, memmove"]),
+        "torch_save_over_stall": median["torch.save + fsync"] / blocked,
+        "dcp_async_over_stall": median["dcp.async_save, blocked"] / blocked,
+        "durable_over_disk": median["ours, durable"] / min(median["disk, plain"], median["disk, reserved"]),
+        "lost_time_dcp_over_ours": median["dcp.async_save, lost"] / max(median["ours, lost"], 1e-3),
+        "resume_over_read": median["resume, cold"] / median["read, cold"],
+    }
