@@ -41,11 +41,11 @@ class Party:
         self.node = f"{socket.gethostname()}-{os.getpid()}-{self.incarnation[:6]}"
         self.changed = threading.Condition()
         self.view = JobView()
-        self.contact = ""
+        self.contact = "etcd has not answered yet"
         """Why there is no contact with etcd, or empty."""
         self.fault = ""
         """Why what stands in etcd cannot be read, or empty."""
-        self.waiting_for = "contact with etcd"
+        self.waiting_for = "nothing known"
         """What a new generation waits for, as far as we know."""
         self.active: GenerationRecord | None = None
         """The generation that this agent's workers run in, or ran in last."""
@@ -122,7 +122,7 @@ class Party:
 
     def _on_view(self, view: View) -> None:
         with self.changed:
-            was_away = bool(self.contact)
+            was_away = bool(self.contact) and self.view.revision > 0
             self.contact = view.error
             if view.connected:
                 try:
@@ -133,9 +133,8 @@ class Party:
                     if was_away or view.revision < self.view.revision:
                         # etcd was away, or lost its data: leases begin anew, members have yet to come back.
                         self._blind_until_s = time.monotonic() + self._settings.conf.lease_ttl + 1
-                    self.view = new
-                    if view.revision < self._written_revision and not was_away:
                         self._written_revision = 0
+                    self.view = new
             self._wake()
 
     # Our own thread
@@ -222,7 +221,8 @@ class Party:
 
     def _lead(self, view: JobView, current: GenerationRecord | None) -> None:
         if view.generation is None and current is not None:
-            return self._restore(current)
+            self._restore(current)
+            return
         now_s, last_call_s = time.monotonic(), self._limits.join_wait_s
         whole = current is not None and not self._gone(current)
         seated = {(p.node, p.incarnation) for p in current.places} if current else set()
@@ -244,23 +244,31 @@ class Party:
             min_reached_for_s=enough_for_s,
         )
         if isinstance(decision, Change):
-            return self._publish(view, current, decision)
+            self._publish(view, current, decision)
+            return
         self.waiting_for = decision.reason
         ends_s = [self._blind_until_s] + [s + last_call_s for s in (self._enough_since_s, self._newcomers_since_s) if s]
         with self.changed:
             self._again_s = min((s for s in ends_s if s > now_s), default=0.0)
-        return None
 
     def _restore(self, current: GenerationRecord) -> None:
         """etcd has lost the record of a generation that runs: put it back."""
         result = self.etcd.txn([Absent(self.keys.generation)], [Put(self.keys.generation, encode(current))])
-        self._written_revision = result.revision
+        if result.ok:
+            self._written_revision = result.revision
         log.warning("rendezvous.restored generation=%d", current.number)
 
     def _publish(self, view: JobView, current: GenerationRecord | None, change: Change) -> None:
         before = view.generation or current
         number = before.number + 1 if before else 1
-        host, port = self._stores.open(number)
+        try:
+            host, port = self._stores.open(number)
+        except (OSError, RuntimeError) as error:
+            self.waiting_for = f"cannot open a store on {self.host}: {error}"
+            log.warning("rendezvous.no_store host=%s error=%s", self.host, error)
+            with self.changed:
+                self._again_s = time.monotonic() + 1
+            return
         record = GenerationRecord(
             number=number, places=change.places, store_host=host, store_port=port, leader=self.node, why=change.why
         )
@@ -268,8 +276,8 @@ class Party:
         if view.broken is not None:
             then.append(Delete(self.keys.broken(view.broken.generation)))
         result = self.etcd.txn([ModIs(self.keys.generation, view.generation_revision)], then)
-        self._written_revision = result.revision
         if result.ok:
+            self._written_revision = result.revision
             self._enough_since_s = self._newcomers_since_s = None
             log.info("rendezvous.published generation=%d nodes=%d why=%s", number, len(change.places), change.why)
 
@@ -302,5 +310,14 @@ def _own_address(endpoint: str) -> str:
             probe.connect(target)  # sends nothing; only picks the route
             address = str(probe.getsockname()[0])
     except OSError:
-        return socket.getfqdn()
-    return socket.getfqdn() if address.startswith("127.") or address == "::1" else address
+        return _own_name()
+    return _own_name() if address.startswith("127.") or address == "::1" else address
+
+
+def _own_name() -> str:
+    name = socket.getfqdn()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return "127.0.0.1"
+    return name

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import DistError, TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -29,10 +29,7 @@ from .torchrun import BACKEND, Settings
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-_GLANCE_S = 0.25
-"""How long one wait on a store may take before we look whether it is still worth waiting for."""
-
-_CONNECT_S = 5.0
+_CONNECT_S = 2.0
 """Deadline of one try to reach a store."""
 
 
@@ -46,6 +43,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._etcd = Etcd(settings.access)
         self._party = Party(self._etcd, settings)
         self._shut = False
+        self._deadline_s = 0.0
 
     def start(self) -> None:
         """Connect. Raises RendezvousConnectionError when etcd refuses us; that it does not answer may pass."""
@@ -73,15 +71,17 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Block until a generation newer than ours has all its nodes at hand, us among them."""
-        deadline_s = time.monotonic() + self._settings.join_s
+        self._deadline_s = time.monotonic() + self._settings.join_s
         done = self._party.active
         self._party.join()
-        if done is not None:
+        if done is not None and not self._party.trouble(done):
             self._party.give_up(done, "its workers ended; the node asks for a new generation")
         while True:
-            generation = self._seat(done, deadline_s)
-            if (store := self._meet(generation, deadline_s)) is not None:
+            generation = self._seat(done)
+            if (store := self._meet(generation)) is not None:
                 break
+            if not self._party.trouble(generation):
+                self._party.give_up(generation, f"{self._party.node} cannot use its store")
             done = generation
         self._party.active = generation
         place = generation.place(self._party.node, self._party.incarnation)
@@ -128,7 +128,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._party.close()
         return told
 
-    def _seat(self, done: GenerationRecord | None, deadline_s: float) -> GenerationRecord:
+    def _seat(self, done: GenerationRecord | None) -> GenerationRecord:
         """Wait for a generation after `done` that has a place for us."""
         party = self._party
 
@@ -141,18 +141,21 @@ class EtcdRendezvousHandler(RendezvousHandler):
         with party.changed:
             while (generation := found()) is None:
                 self._refuse()
-                left_s = deadline_s - time.monotonic()
-                # While others run at full size without us, we are their spare, for as long as they run.
-                if left_s <= 0 and not self._spare():
+                if self._spare():  # others run at full size without us, for as long as they will
+                    self._deadline_s = time.monotonic() + self._settings.join_s
+                if (left_s := self._deadline_s - time.monotonic()) <= 0:
                     break
-                party.changed.wait(min(max(left_s, 0.1), 1.0))
+                party.changed.wait(min(left_s, 1.0))
         if generation is not None:
             return generation
-        contact, reason = party.contact, party.waiting_for
-        self.shutdown()
+        raise self._too_late(party.waiting_for)
+
+    def _too_late(self, reason: str) -> Exception:
+        contact = self._party.contact
+        self.shutdown()  # nobody shall count on us
         if contact:
-            raise RendezvousConnectionError(f"no contact with etcd: {contact}")
-        raise RendezvousTimeoutError(f"no rendezvous within {self._settings.join_s:g} s: {reason}")
+            return RendezvousConnectionError(f"no contact with etcd: {contact}")
+        return RendezvousTimeoutError(f"no rendezvous within {self._settings.join_s:g} s: {reason}")
 
     def _refuse(self) -> None:
         if self._party.fault:
@@ -165,14 +168,17 @@ class EtcdRendezvousHandler(RendezvousHandler):
         full = running is not None and len(running.places) >= self._settings.max_nodes
         return running is not None and full and not self._party.trouble(running)
 
-    def _meet(self, generation: GenerationRecord, deadline_s: float) -> TCPStore | None:
+    def _meet(self, generation: GenerationRecord) -> TCPStore | None:
         """Wait on the generation's store until all its nodes are there. None: it will not come to that."""
         party = self._party
 
         def worth_it() -> bool:
             with party.changed:
                 self._refuse()
-                return not party.trouble(generation) and time.monotonic() < deadline_s
+                going = not party.trouble(generation)
+            if going and time.monotonic() >= self._deadline_s:
+                raise self._too_late(f"not all {len(generation.places)} nodes came to generation {generation.number}")
+            return going
 
         store: TCPStore | None = None
         while store is None:
@@ -183,10 +189,14 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if here is None:
             return None
         if here == len(generation.places):
-            store.set("elastic/all_here", b"1")
-        while not _attempt(lambda: store.wait(["elastic/all_here"], timedelta(seconds=_GLANCE_S)) is None):
+            store.set("elastic/all_here", "1")
+        pause_s = 0.002
+        while not _attempt(lambda: store.check(["elastic/all_here"])):  # its wait() would fill the log with time-outs
             if not worth_it():
                 return None
+            with party.changed:
+                party.changed.wait(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
         return store
 
     def _connect(self, generation: GenerationRecord) -> TCPStore:
@@ -201,7 +211,7 @@ def _attempt(act: Callable[[], T]) -> T | None:
     """`act`, or None where the store did not answer in time."""
     try:
         return act()
-    except (DistError, TimeoutError, RuntimeError):
+    except (OSError, RuntimeError):
         return None
 
 

@@ -57,7 +57,7 @@ class Conf(msgspec.Struct, frozen=True, kw_only=True):
     """The same under torch's other name; above 0 it goes before `timeout`."""
 
     last_call_timeout: float = 1.0
-    """Seconds to wait for more nodes, up to the maximum, once the minimum is there, and for more newcomers after one."""
+    """Seconds to wait for more nodes once the minimum is there, and for more newcomers after the first."""
 
     read_timeout: float = 60.0
     """Time-out, in seconds, of the agents' store."""
