@@ -5,6 +5,7 @@ Owned by the loop's thread. The only helper threads wait for an agent's end and 
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -128,6 +129,10 @@ class Agents:
 
     def may_start(self, job: str, now_s: float) -> bool:
         return job not in self.running and now_s >= self.trouble.get(job, Trouble()).not_before_s
+
+    def next_start_s(self) -> float:
+        """Monotonic instant at which the next job may be tried again; inf: none waits."""
+        return min((t.not_before_s for job, t in self.trouble.items() if job not in self.running), default=math.inf)
 
     def start(self, config: AgentConfig, python: str, workdir: str) -> None:
         """Start an agent, or adopt the one that lives already. A failure is noted in `trouble`."""

@@ -39,7 +39,9 @@ class Main(click.Group):
 
 
 @click.group(cls=Main, context_settings={"help_option_names": ["-h", "--help"]}, epilog=__doc__.partition("\n\n")[2])
-@click.option("--socket", default=None, metavar="PATH", help="The daemon's socket; else $ELASTICD_SOCKET, else found.")
+@click.option(
+    "--socket", default=None, metavar="PATH", help="The daemon's socket; else $ELASTICCTL_SOCKET, else found."
+)
 @click.version_option(package_name="elasticd", prog_name="elasticctl")
 @click.pass_context
 def main(ctx: click.Context, socket: str | None) -> None:

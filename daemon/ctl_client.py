@@ -25,8 +25,8 @@ class Failed(Exception):
 
 
 def default_socket() -> str:
-    """$ELASTICD_SOCKET, else the first that exists of a system service's and one's own daemon's."""
-    if given := os.environ.get("ELASTICD_SOCKET"):
+    """$ELASTICCTL_SOCKET, else the first that exists of a system service's and one's own daemon's."""
+    if given := os.environ.get("ELASTICCTL_SOCKET"):
         return given
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     candidates = ("/run/elasticd/elasticd.sock", "/var/lib/elasticd/elasticd.sock", f"{home}/elasticd/elasticd.sock")
@@ -117,7 +117,7 @@ def _why(path: str, error: OSError) -> str:
         case FileNotFoundError():
             return (
                 f"no elasticd on this machine: there is no socket {path}. Start it (systemctl start elasticd, or "
-                f"just: elasticd), or name its socket with --socket or ELASTICD_SOCKET"
+                f"just: elasticd), or name its socket with --socket or ELASTICCTL_SOCKET"
             )
         case ConnectionRefusedError():
             return f"elasticd is not running: nobody listens on {path}. See: systemctl status elasticd"

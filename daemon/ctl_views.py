@@ -125,10 +125,9 @@ def ranks_table(rows: Sequence[Json]) -> Table:
     table = _table(">rank", "node", ">slot", ">pid", "phase", ">step", ">life", ">memory")
     for row in rows:
         memory = f"{row['rss_mb']:.0f} MB" if row["rss_mb"] is not None else "-"
-        table.add_row(
-            str(row["rank"]), row["node"], str(row["slot"]), str(row["pid"]), row["phase"], str(row["step"]),
-            str(row["incarnation"]), memory,
-        )  # fmt: skip
+        rank = str(row["rank"]) if row["rank"] >= 0 else "-"
+        life, step = str(row["incarnation"]), str(row["step"])
+        table.add_row(rank, row["node"], str(row["slot"]), str(row["pid"] or "-"), row["phase"], step, life, memory)
     return table
 
 

@@ -74,7 +74,9 @@ class Loop:
         self._agents.find()
         tick_s = min(TICK_S, self._notify.watchdog_s / 3 or TICK_S)
         while True:
-            events, view = self._mailbox.take(tick_s)
+            now_s = time.monotonic()
+            due_s = self._agents.next_start_s() - now_s
+            events, view = self._mailbox.take(min(tick_s, due_s) if due_s > 0 else tick_s)
             for event in events:
                 if isinstance(event, Stop):
                     return event
@@ -115,6 +117,10 @@ class Loop:
             self._log.info("etcd.contact", connected=view.connected, error=view.error, revision=view.revision)
         if view.revision or view.connected:  # an empty picture before the first contact says nothing
             self._cluster = self._reader.read(view.kvs, view.revision)
+        for name in list(self._agents.trouble):
+            job = self._cluster.jobs.get(name)
+            if job is None or job.over:
+                self._agents.forget(name)
         self._contact = Contact(view.connected, view.as_of_s, view.error)
         for key, why in self._cluster.foreign.items():
             self._say(f"record {key}", why)

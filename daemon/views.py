@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from elastic.core.records import IncidentRecord, Phase, ProgressRecord
+from elastic.core.records import IncidentRecord, Phase, ProgressRecord, RankRow
 
 from .board import Snapshot
 from .cluster import Job
@@ -143,10 +143,9 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now) -> Json:
     """One job in full."""
     progress = newest_progress(snapshot, job)
     places = job.generation.places if job.generation else ()
-    ranks = {row.rank: row for row in progress.ranks} if progress else {}
-    for agent in snapshot.agents.values():
-        if agent.job == job.name and agent.status:
-            ranks |= {row.rank: row for row in agent.status.ranks}
+    ranks = {(row.node, row.slot): row for row in progress.ranks} if progress and not job.over else {}
+    if (local := snapshot.agents.get(job.name)) and local.status:  # fresher than what its leader wrote to etcd
+        ranks |= {(row.node, row.slot): row for row in local.status.ranks}
     return job_row(snapshot, job, now) | {
         "schema": SCHEMA,
         "spec": msgspec.to_builtins(job.spec.spec) if job.spec else None,
@@ -163,7 +162,7 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now) -> Json:
             }
             for name, m in job.members.items()
         },
-        "ranks": [msgspec.to_builtins(row) for _, row in sorted(ranks.items())],
+        "ranks": [msgspec.to_builtins(row) for row in sorted(ranks.values(), key=_rank_order)],
         "agent": _agent(snapshot, job.name),
         "recent_incidents": [incident(job, i, now) for i in job.incidents[-10:]],
     }
@@ -203,6 +202,11 @@ def healthz(snapshot: Snapshot, now: Now) -> tuple[bool, Json]:
 
 def _in_order(snapshot: Snapshot) -> list[Job]:
     return sorted(snapshot.cluster.jobs.values(), key=lambda j: (j.over, j.submitted))
+
+
+def _rank_order(row: RankRow) -> tuple[bool, int, str, int]:
+    """By rank; those without one last."""
+    return row.rank < 0, row.rank, row.node, row.slot
 
 
 def _agent(snapshot: Snapshot, job: str) -> Json | None:

@@ -74,6 +74,7 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
             if not math.isnan(beat.loss):
                 loss = beat.loss
                 break
+    reason = "" if phase_of(agent) == "running" else agent.reason
     starting = [f"slot {w.slot} of {agent.policy.node}" for w in agent.workers.values() if w.stage is Stage.STARTING]
     return ProgressRecord(
         generation=agent.generation.number if agent.generation else 0,
@@ -82,7 +83,7 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
         steps_per_s=round(gauge.per_s(), 3),
         loss=loss,
         wall_s=time.time(),
-        waiting_for=agent.reason or (f"{', '.join(starting)} to start" if starting else ""),
+        waiting_for=reason or (f"{', '.join(starting)} to start" if starting else ""),
         ranks=rows,
         checkpoint_step=saved.step,
         checkpoint_wall_s=saved.wall_s,

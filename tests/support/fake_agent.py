@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Stands in for an agent in tests of the daemon: holds the lock, reports, obeys orders. No torch, no etcd.
 
 Run as the job's "python": `fake_agent.py -m elastic.agent <agent_dir>`. The job's environment and arguments do not

@@ -1,0 +1,289 @@
+"""Which node works for which job: the rules one by one, then thousands of random clusters."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import pytest
+
+from elastic.core.records import (
+    CordonRecord,
+    DrainRecord,
+    GenerationRecord,
+    JobState,
+    MemberRecord,
+    NodeRecord,
+    Phase,
+    Place,
+    SpecRecord,
+)
+from elastic.core.spec import JobSpec
+from elasticd.assignment import Plan, plan
+from elasticd.cluster import Cluster, Job, Member, Node, slots_wanted
+
+
+def node(name: str, slots: int = 2, seniority: int = 0, **record: object) -> Node:
+    facts = {"node": name, "hostname": name, "address": name, "slots": slots, "gpus": 0, "version": "1", "pid": 1}
+    return Node(msgspec.convert(facts | {"started_wall_s": 0.0} | record, NodeRecord), seniority or ord(name[-1]))
+
+
+def job(name: str, nodes: str = "1:1", workers: int | str = 2, submitted: int = 0, **state: object) -> Job:
+    spec = msgspec.convert({"name": name, "script": "t.py", "nodes": nodes, "workers_per_node": workers}, JobSpec)
+    return Job(
+        name=name,
+        spec=SpecRecord(spec=spec, submitted_wall_s=0.0, submitted_by="x"),
+        submitted=submitted or ord(name[-1]),
+        state=msgspec.convert({"phase": "pending"} | state, JobState),
+    )
+
+
+def member(name: str, slots: int = 2, seniority: int = 0) -> Member:
+    record = MemberRecord(node=name, incarnation="i", host=name, port=1, slots=slots)
+    return Member(record, seniority or ord(name[-1]))
+
+
+def cluster(nodes: list[Node], jobs: list[Job]) -> Cluster:
+    return Cluster(nodes={n.name: n for n in nodes}, jobs={j.name: j for j in jobs})
+
+
+def where(made: Plan) -> dict[str, list[str]]:
+    return {name: list(nodes) for name, nodes in made.places.items()}
+
+
+def test_the_oldest_job_is_served_first() -> None:
+    made = plan(cluster([node("a")], [job("j2"), job("j1")]), {}, "a")
+    assert where(made) == {"j2": [], "j1": ["a"]}
+    assert "a has 0 of 2 slots free, 2 are needed" in made.waiting["j2"]
+
+
+def test_the_oldest_nodes_come_first() -> None:
+    made = plan(cluster([node("c"), node("a"), node("b")], [job("j1", "1:2")]), {}, "a")
+    assert where(made) == {"j1": ["a", "b"]}
+
+
+def test_two_small_jobs_share_a_node() -> None:
+    made = plan(cluster([node("a", 3)], [job("j1", workers=1), job("j2", workers=2), job("j3", workers=1)]), {}, "a")
+    assert made.of("a") == {"j1": 1, "j2": 2}
+
+
+def test_auto_takes_the_whole_node() -> None:
+    made = plan(cluster([node("a", 3)], [job("j1", workers="auto"), job("j2", workers=1)]), {}, "a")
+    assert made.of("a") == {"j1": 3}
+
+
+def test_a_job_that_does_not_fit_lets_the_next_one_in() -> None:
+    made = plan(cluster([node("a")], [job("j1", workers=4), job("j2")]), {}, "a")
+    assert where(made) == {"j1": [], "j2": ["a"]}
+
+
+def test_what_runs_stays_though_an_older_job_waits() -> None:
+    younger = replace(job("j2"), members={"a": member("a")})
+    made = plan(cluster([node("a")], [job("j1"), younger]), {}, "a")
+    assert where(made) == {"j1": [], "j2": ["a"]}
+
+
+def test_our_own_agent_counts_before_it_is_a_member() -> None:
+    made = plan(cluster([node("a"), node("b")], [job("j1")]), {"j1": 2}, "b")
+    assert where(made) == {"j1": ["b"]}
+
+
+@pytest.mark.parametrize(
+    "sick",
+    [
+        replace(node("a"), cordon=CordonRecord(reason="r", since_wall_s=0)),
+        replace(node("a"), drain=DrainRecord(reason="r", since_wall_s=0)),
+        node("a", draining="r"),
+        node("a", healthy=False, reason="r"),
+    ],
+)
+def test_a_node_out_of_order_takes_no_new_job_but_keeps_its_old_one(sick: Node) -> None:
+    assert where(plan(cluster([sick], [job("j1")]), {}, "a")) == {"j1": []}
+    standing = replace(job("j1"), members={"a": member("a")})
+    assert where(plan(cluster([sick], [standing]), {}, "a")) == {"j1": ["a"]}
+
+
+def test_the_replacement_of_a_draining_node_comes_before_it_goes() -> None:
+    draining = replace(node("a"), drain=DrainRecord(reason="r", since_wall_s=0))
+    standing = replace(job("j1"), members={"a": member("a")})
+    assert where(plan(cluster([draining, node("b")], [standing]), {}, "b")) == {"j1": ["a", "b"]}
+
+
+def test_a_node_set_aside_is_replaced_and_told_to_leave() -> None:
+    standing = replace(job("j1", avoid=["a"]), members={"a": member("a")})
+    made = plan(cluster([node("a"), node("b")], [standing]), {}, "a")
+    assert where(made) == {"j1": ["a", "b"]}
+    assert "set aside" in made.leaving("a")["j1"]
+
+
+def test_a_job_scaled_down_gives_up_those_outside_its_generation_and_then_the_youngest() -> None:
+    places = tuple(Place(node=n, incarnation="i", host=n, slots=(0,)) for n in ("b", "c"))
+    generation = GenerationRecord(number=1, places=places, store_host="", store_port=1, leader="b", why="")
+    members = {n: member(n) for n in ("a", "b", "c")}
+    standing = replace(job("j1", "1:1"), members=members, generation=generation)
+    made = plan(cluster([node("a"), node("b"), node("c")], [standing]), {}, "a")
+    assert set(made.surplus["j1"]) == {"a", "c"}
+    assert made.surplus["j1"]["c"] == "j1 was scaled to 1:1 nodes"
+
+
+@pytest.mark.parametrize("phase", ["succeeded", "failed", "stopped"])
+def test_a_job_that_is_over_has_no_place(phase: str) -> None:
+    over = replace(job("j1", phase=phase), members={"a": member("a")})
+    made = plan(cluster([node("a")], [over, job("j2")]), {"j1": 2}, "a")
+    assert where(made) == {"j2": ["a"]}
+
+
+def test_a_job_that_stops_gets_no_new_node() -> None:
+    assert where(plan(cluster([node("a")], [job("j1", phase="stopping")]), {}, "a")) == {"j1": []}
+
+
+def test_a_job_wiped_from_etcd_keeps_its_agents() -> None:
+    wiped = Job(name="j1", members={"a": member("a")})
+    made = plan(cluster([node("a")], [wiped, job("j2")]), {"j1": 2}, "a")
+    assert made.of("a") == {"j1": 2}
+
+
+# ── random histories ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class World:
+    """Nodes whose daemons carry out their own part of the plan, each when its turn comes, each from what it sees."""
+
+    rng: random.Random
+    nodes: dict[str, Node] = field(default_factory=dict)
+    jobs: dict[str, Job] = field(default_factory=dict)
+    running: dict[tuple[str, str], int] = field(default_factory=dict)
+    """(node, job) -> workers, of living agents; members of the job a little later."""
+    clock: int = 0
+
+    def picture(self) -> Cluster:
+        return Cluster(nodes=dict(self.nodes), jobs=dict(self.jobs))
+
+    def mine(self, name: str) -> dict[str, int]:
+        return {j: slots for (n, j), slots in self.running.items() if n == name}
+
+    def change(self, name: str, **facts: object) -> None:
+        self.jobs[name] = replace(self.jobs[name], **facts)  # type: ignore[arg-type]
+
+    def event(self) -> None:
+        self.clock += 1
+        rng, some = self.rng, lambda d: self.rng.choice(sorted(d)) if d else None
+        name, target = some(self.nodes), some(self.jobs)
+        match rng.randrange(13):
+            case 0 | 1:
+                new = f"n{self.clock}"
+                self.nodes[new] = node(new, rng.choice((1, 2, 4)), self.clock)
+            case 2 | 3:
+                low = rng.randint(1, 3)
+                nodes = f"{low}:{low + rng.randint(0, 3)}"
+                made = job(f"j{self.clock}", nodes, rng.choice((1, 1, 2, 4, "auto")), self.clock)
+                self.jobs[made.name] = made
+            case 4 if name:  # power off
+                del self.nodes[name]
+                for _, j in [key for key in self.running if key[0] == name]:
+                    del self.running[name, j]
+                    self.leave(name, j)
+            case 5 if name:  # the daemon alone goes away and comes back younger: its agents stay
+                self.nodes[name] = replace(self.nodes[name], seniority=self.clock)
+            case 6 if name:
+                self.nodes[name] = replace(
+                    self.nodes[name], cordon=rng.choice((None, CordonRecord(reason="", since_wall_s=0)))
+                )
+            case 7 if name:
+                self.nodes[name] = replace(
+                    self.nodes[name], drain=rng.choice((None, DrainRecord(reason="", since_wall_s=0)))
+                )
+            case 8 if target:
+                spec = self.jobs[target].spec
+                assert spec is not None
+                scaled = msgspec.structs.replace(spec.spec, nodes=f"1:{rng.randint(1, 4)}")
+                self.change(target, spec=msgspec.structs.replace(spec, spec=scaled))
+            case 9 if target:
+                phase = rng.choice((Phase.SUCCEEDED, Phase.STOPPING))
+                self.change(target, state=msgspec.structs.replace(self.jobs[target].state, phase=phase))
+            case 10 if target and name:
+                self.change(target, state=msgspec.structs.replace(self.jobs[target].state, avoid=(name,)))
+            case _:
+                for each in rng.sample(sorted(self.nodes), min(len(self.nodes), rng.randint(1, 3))):
+                    self.act(each)
+
+    def leave(self, name: str, target: str) -> None:
+        members = {n: m for n, m in self.jobs[target].members.items() if n != name}
+        self.change(target, members=members)
+
+    def act(self, name: str) -> None:
+        """One turn of one daemon; agents become members, or leave when they are told to."""
+        seen, me = self.picture(), self.nodes[name]
+        made = plan(seen, self.mine(name), name)
+        for target, slots in made.of(name).items():
+            gone = target in made.leaving(name) or bool(me.drain)
+            if gone:
+                if self.running.pop((name, target), None):
+                    self.leave(name, target)
+                continue
+            fresh = (name, target) not in self.running
+            if fresh and name not in self.jobs[target].members:
+                assert not me.why_not
+                assert name not in self.jobs[target].state.avoid
+                assert self.jobs[target].state.phase is not Phase.STOPPING
+            self.running[name, target] = slots
+            if fresh:
+                self.clock += 1
+                joined = {**self.jobs[target].members, name: member(name, slots, self.clock)}
+                self.change(target, members=joined)
+        for _, target in [key for key in self.running if key[0] == name and self.jobs[key[1]].over]:
+            del self.running[name, target]
+            self.leave(name, target)
+
+    def check(self) -> None:
+        for name, me in self.nodes.items():
+            assert sum(self.mine(name).values()) <= me.record.slots, f"{name} is overbooked"
+
+    def settle(self) -> None:
+        """Let every daemon act until nothing changes any more."""
+        for _ in range(200):
+            before = dict(self.running)
+            for name in sorted(self.nodes):
+                self.act(name)
+                self.check()
+            if self.running == before:
+                return
+        raise AssertionError("the cluster does not settle")
+
+    def check_settled(self) -> None:
+        """Every job has what it may have; no node idles that a job could use."""
+        seen = self.picture()
+        used = {n: sum(self.mine(n).values()) for n in self.nodes}
+        for target in seen.by_age():
+            assert target.spec is not None
+            members = [n for (n, j) in self.running if j == target.name]
+            assert len(members) <= target.spec.spec.max_nodes or target.over, f"{target.name} has too many nodes"
+            if target.over or target.state.phase is Phase.STOPPING or len(members) == target.spec.spec.max_nodes:
+                continue
+            for name, me in self.nodes.items():
+                free = me.record.slots - used[name]
+                fits = slots_wanted(target.spec, me.record.slots) <= free
+                usable = not me.why_not and name not in target.state.avoid and name not in members
+                assert not (fits and usable), f"{name} idles though {target.name} could use it"
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_random_clusters_settle_and_are_never_overbooked(seed: int) -> None:
+    world = World(random.Random(seed))
+    for _ in range(60):
+        world.event()
+        world.check()
+    world.settle()
+    world.check_settled()
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_every_daemon_makes_the_same_plan(seed: int) -> None:
+    world = World(random.Random(1000 + seed))
+    for _ in range(60):
+        world.event()
+    world.settle()
+    plans = [plan(world.picture(), world.mine(name), name) for name in world.nodes]
+    assert all(made == plans[0] for made in plans)

@@ -1,0 +1,231 @@
+"""The daemon as a process: quick, small, and its agents and its etcd outlive it."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from support import procs
+from support.api import ApiError
+from support.daemons import Node, Nodes, rss_mb
+from support.etcd_server import EtcdServer
+from support.wait import eventually, holds
+
+pytestmark = pytest.mark.etcd
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with Nodes() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def node(nodes: Nodes) -> Node:
+    return nodes.add("solo", slots=4)
+
+
+def test_ready_soon_small_and_without_torch(nodes: Nodes) -> None:
+    first = nodes.add("quick")
+    assert first.kill(signal.SIGTERM) == 0
+    first.start()  # modules and etcd's data are warm now
+    assert first.ready_s < 3.0, "1 s on an idle machine"
+    assert rss_mb(first.pid) < 60
+    mapped = pathlib.Path(f"/proc/{first.pid}/maps").read_text()
+    assert "libtorch" not in mapped
+    assert "numpy" not in mapped
+
+
+def test_a_submitted_job_gets_an_agent_and_is_shown(node: Node) -> None:
+    node.submit("shown", workers_per_node=1)
+    eventually(lambda: node.agent_pid("shown"), 10)
+    row = eventually(lambda: next(r for r in node.get("/v1/jobs")["jobs"] if r["job"] == "shown" and r["step"]), 5)
+    assert row["phase"] == "pending"
+    assert row["loss"] == 0.5
+    detail = node.job("shown")
+    assert detail["spec"]["script"] == "/t.py"
+    assert [r["phase"] for r in detail["ranks"]] == ["running"]
+
+
+def test_the_agent_outlives_the_daemon_and_is_found_again(nodes: Nodes) -> None:
+    node = nodes.add("phoenix")
+    node.submit("train")
+    agent, etcd = eventually(lambda: node.agent_pid("train"), 10), node.etcd_pid()
+    assert node.kill(signal.SIGKILL) == -9
+    assert procs.alive(agent)
+    assert procs.alive(etcd)
+    node.start()
+    assert node.agent_pid("train") == agent
+    assert node.etcd_pid() == etcd
+    assert node.kill(signal.SIGTERM) == 0
+    assert procs.alive(agent)
+    node.start()
+    holds(lambda: node.agent_pid("train") == agent, 1.2)
+    procs.kill(agent)
+    eventually(lambda: node.agent_pid("train") != agent, 10, "an agent that was found is watched too")
+
+
+def test_a_dead_agent_is_started_again(node: Node) -> None:
+    node.submit("lively", workers_per_node=1)
+    before = eventually(lambda: node.agent_pid("lively"), 10)
+    procs.kill(before)
+    after = eventually(lambda: node.agent_pid("lively") not in (0, before) and node.agent_pid("lively"), 10)
+    assert procs.alive(after)
+
+
+def test_a_job_whose_agent_never_comes_up_fails_with_the_agents_words(node: Node) -> None:
+    node.submit("stillborn", {"silent": True, "exit_after_s": 0, "exit_code": 3}, workers_per_node=1)
+    detail = eventually(lambda: (d := node.job("stillborn"))["phase"] == "failed" and d, 15)
+    assert "ended with exit code 3" in detail["reason"]
+    assert "fake agent: as planned" in detail["reason"]
+    assert detail["health"] == "failed"
+    (node.state / "fake.json").unlink()
+
+
+def test_a_job_with_a_python_that_is_not_there_fails(node: Node) -> None:
+    node.submit("nopython", python="/nowhere/python", workers_per_node=1)
+    detail = eventually(lambda: (d := node.job("nopython"))["phase"] == "failed" and d, 15)
+    assert "/nowhere/python: No such file" in detail["reason"]
+
+
+def test_stop_ends_a_job_even_if_its_agent_is_deaf(node: Node) -> None:
+    from elasticd import reconcile
+
+    assert reconcile.END_AFTER_S == 10, "the test below would take that long: it is tested in test_reconcile"
+    node.submit("short", workers_per_node=1)
+    pid = eventually(lambda: node.agent_pid("short"), 10)
+    assert node.post("/v1/jobs/short/stop", {"reason": "enough"})["phase"] == "stopping"
+    procs.kill(pid, signal.SIGTERM)  # the stand-in does not look at etcd
+    detail = eventually(lambda: (d := node.job("short"))["phase"] == "stopped" and d, 5)
+    assert detail["reason"] == "enough"
+    assert not procs.alive(pid)
+    with pytest.raises(ApiError, match="choose another name, or submit with --replace"):
+        node.submit("short", workers_per_node=1)
+
+
+def test_drain_and_checkpoint_reach_the_agent_as_orders(nodes: Nodes) -> None:
+    node = nodes.add("drained")
+    node.submit("train", {"deaf": True})
+    eventually(lambda: node.agent_pid("train"), 10)
+    orders = node.state / "jobs" / "train" / "agent" / "orders.json"
+    node.post("/v1/jobs/train/checkpoint")
+    eventually(lambda: json.loads(orders.read_text())["checkpoint"] == 1, 5)
+    eventually(lambda: node.job("train")["agent"]["reason"] == "hups=1", 5)
+    node.post("/v1/nodes/drained/drain", {"reason": "new disk", "deadline_s": 30})
+    eventually(lambda: json.loads(orders.read_text())["draining"] == "new disk", 5)
+    assert json.loads(orders.read_text())["drain_deadline_s"] == 30
+    row = node.get("/v1/nodes")["nodes"][0]
+    assert (row["state"], row["reason"]) == ("draining", "new disk")
+    procs.kill(node.agent_pid("train"), signal.SIGKILL)
+    eventually(lambda: not (node.job("train")["agent"] or {}).get("pid"), 5)
+    holds(lambda: not (node.job("train")["agent"] or {}).get("pid"), 1.0, "no agent comes back on a draining node")
+    assert "draining" in node.job("train")["waiting_for"]
+    (node.state / "fake.json").unlink()
+    node.post("/v1/nodes/drained/uncordon")
+    eventually(lambda: node.agent_pid("train"), 5)
+    assert json.loads(orders.read_text())["draining"] is None
+
+
+def test_an_embedded_etcd_that_dies_is_started_again(nodes: Nodes) -> None:
+    node = nodes.add("etcdless")
+    before = node.etcd_pid()
+    procs.kill(before)
+    after = eventually(lambda: (pid := node.etcd_pid()) != before and pid, 10)
+    eventually(node.ready, 20)
+    assert procs.alive(after)
+    assert any(e["event"] == "etcd.died" and e["exit_code"] == -9 for e in node.events())
+
+
+def test_with_etcd_down_it_serves_what_it_saw_last(nodes: Nodes) -> None:
+    with EtcdServer() as server:
+        node = nodes.add("cut", etcd__endpoints=server.endpoint)
+        node.submit("train")
+        agent = eventually(lambda: node.agent_pid("train"), 10)
+        server.pause()
+        data = eventually(lambda: not (d := node.get("/v1/status"))["etcd"]["connected"] and d, 15)
+        assert data["etcd"]["age_s"] >= 0
+        assert [j["job"] for j in data["jobs"]] == ["train"]
+        assert data["health"] == "degraded"
+        with pytest.raises(ApiError, match="etcd cannot be reached") as refused:
+            node.submit("later")
+        assert refused.value.status == 503
+        assert procs.alive(agent)
+        server.cont()
+        eventually(node.ready, 20)
+        assert node.agent_pid("train") == agent
+
+
+def test_a_wiped_etcd_stops_no_agent(nodes: Nodes) -> None:
+    with EtcdServer() as server:
+        node = nodes.add("wiped", etcd__endpoints=server.endpoint)
+        node.submit("train")
+        agent = eventually(lambda: node.agent_pid("train"), 10)
+        server.wipe()
+        eventually(lambda: "train" not in [j["job"] for j in node.get("/v1/jobs")["jobs"]], 20)
+        eventually(node.ready, 20, "it registers itself again")
+        holds(lambda: procs.alive(agent), 1.0)
+
+
+def test_metrics_and_health(node: Node) -> None:
+    where = node.get("/v1/status")["metrics"]
+    with urllib.request.urlopen(f"{where}/metrics", timeout=5) as answer:
+        text = answer.read().decode()
+    assert "elasticd_etcd_up 1.0" in text
+    assert f'elasticd_node_ready{{node="{node.name}"}} 1.0' in text
+    with urllib.request.urlopen(f"{where}/healthz", timeout=5) as answer:
+        assert json.load(answer)["alive"] is True
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(f"{where}/other", timeout=5)
+
+
+def test_logs_can_be_read_and_followed_to_the_end(node: Node) -> None:
+    node.submit("chatty", {"exit_after_s": 1.0, "exit_code": 0}, workers_per_node=1)
+    pid = eventually(lambda: node.agent_pid("chatty"), 10)
+    node.post("/v1/jobs/chatty/stop")
+    done = node.ctl("logs", "-f", "chatty")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["[slot 0] step 1", "[slot 0] step 2"]
+    assert not procs.alive(pid)
+    (node.state / "fake.json").unlink()
+    last = node.ctl("logs", "-n", "1", "chatty", "--json").stdout.splitlines()
+    assert json.loads(last[0])["line"] == lines[-1].removeprefix("[slot 0] ")
+    assert json.loads(last[1]) == {"end": True, "phase": "stopped", "elsewhere": {}}
+
+
+def test_a_second_daemon_in_the_same_folder_is_refused(nodes: Nodes, node: Node) -> None:
+    twin = nodes.add("twin", start=False, state_dir=str(node.state))
+    twin.start(wait_s=0)
+    assert twin.process is not None
+    assert twin.process.wait(10) == 75
+    assert "another elasticd" in twin.log.read_text()
+
+
+def test_a_second_daemon_of_the_same_name_stays_out(nodes: Nodes, node: Node) -> None:
+    endpoint = node.get("/v1/status")["etcd"]["endpoints"][0]
+    twin = nodes.add("namesake", start=False, node="solo", etcd__endpoints=endpoint)
+    twin.start(wait_s=0)
+    eventually(lambda: any("is already called 'solo'" in str(e.get("what")) for e in twin.events()), 10)
+    assert node.get("/v1/nodes")["nodes"][0]["up_since_wall_s"]
+    assert "not registered" in twin.get("/v1/status")["problems"][0]
+    twin.kill(signal.SIGTERM)
+
+
+def test_the_socket_is_for_its_group_only(node: Node) -> None:
+    assert node.socket.stat().st_mode & 0o777 == 0o660
+
+
+def test_stop_everything(nodes: Nodes) -> None:
+    node = nodes.add("ended")
+    node.submit("train")
+    pids = [eventually(lambda: node.agent_pid("train"), 10), node.etcd_pid(), node.pid]
+    from elasticd.ending import stop_all
+
+    ended = stop_all(node.state)
+    assert [line.split(" (")[0] for line in ended] == ["elasticd", "agent of train", "etcd"]
+    assert not [pid for pid in pids if procs.alive(pid)]
