@@ -1,0 +1,435 @@
+"""Nodes with real daemons, agents, workers and etcd on one machine, struck by real faults.
+
+    with Cluster(nodes=2, slots=2) as cluster:
+        job = cluster.submit(nodes="2:2")
+        job.order("kill", rank=1, step=20, do="SIGKILL")      # struck by the rank itself, at that step
+        job.wait_over()
+        job.check()                                           # the recorded history, not the impression
+
+`network=True` puts each node, and etcd, on a host of its own (`cluster.hosts`, see support/lab.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from support import api
+from support.etcd_server import etcd_binary, free_ports
+from support.history import History, check
+from support.lab import Host, Hosts
+from support.procs import Procs, alive, describe, end_all, kill, tagged
+from support.wait import eventually
+
+SCRIPT = pathlib.Path(__file__).parents[1] / "support" / "train_chaos.py"
+BIN = pathlib.Path(sys.executable).parent
+NODE = "ELASTIC_TEST_NODE"
+
+
+class Etcd:
+    """One member, on loopback or on a host of its own."""
+
+    def __init__(self, name: str, folder: pathlib.Path, procs: Procs, host: Host | None) -> None:
+        self.name, self._folder, self._procs, self._host = name, folder, procs, host
+        self.address = host.address if host else "127.0.0.1"
+        self.port, self.peer_port = (2379, 2380) if host else free_ports(2)
+        self.endpoint = f"{self.address}:{self.port}"
+        self.peer = f"{name}=http://{self.address}:{self.peer_port}"
+        self._process: subprocess.Popen[bytes] | None = None
+        folder.mkdir()
+
+    def start(self, peers: str) -> None:
+        binary = etcd_binary()
+        assert binary is not None, "no etcd (mark the test with etcd)"
+        url, peer = f"http://{self.endpoint}", f"http://{self.address}:{self.peer_port}"
+        argv = [
+            binary, f"--name={self.name}", f"--data-dir={self._folder / 'data'}", "--unsafe-no-fsync",
+            f"--listen-client-urls={url}", f"--advertise-client-urls={url}", f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}", f"--initial-cluster={peers}", "--log-level=warn",
+        ]  # fmt: skip
+        with (self._folder / "log").open("ab") as log:
+            popen = self._host.popen if self._host else self._procs.popen
+            self._process = popen(argv, stdout=log, stderr=log)
+
+    def healthy(self) -> bool:
+        return self.ctl("endpoint", "health", check=False).returncode == 0
+
+    def ctl(self, *words: str, check: bool = True, timeout_s: float = 10.0) -> subprocess.CompletedProcess[str]:
+        binary = etcd_binary()
+        assert binary is not None
+        argv = [str(pathlib.Path(binary).with_name("etcdctl")), f"--endpoints={self.endpoint}", *words]
+        return subprocess.run(
+            argv, env={**os.environ, "ETCDCTL_API": "3"}, capture_output=True, text=True, timeout=timeout_s, check=check
+        )
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._procs.end(self._process)
+
+    def pause(self) -> None:
+        kill(self.pid, signal.SIGSTOP)
+
+    def cont(self) -> None:
+        kill(self.pid, signal.SIGCONT)
+
+    def wipe(self) -> None:
+        """Its data is gone; it must be killed before."""
+        shutil.rmtree(self._folder / "data")
+
+
+class Node:
+    """A daemon and what it starts."""
+
+    def __init__(self, cluster: Cluster, index: int, host: Host | None) -> None:
+        self.name, self.host, self._cluster = f"node{index}", host, cluster
+        self.folder = cluster.folder / self.name
+        self.folder.mkdir()
+        self.socket = self.folder / "s"
+        self._tag = f"{cluster.procs.tag}.{self.name}"
+        self.daemon: subprocess.Popen[bytes] | None = None
+
+    def start(self, wait: bool = True) -> None:
+        """Start its daemon; returns when that is in the cluster."""
+        cluster = self._cluster
+        address = self.host.address if self.host else "127.0.0.1"
+        config = {
+            "": {"cluster": "chaos", "node": self.name, "address": address, "slots": cluster.slots,
+                 "interface": "eth0" if self.host else "lo", "state_dir": str(self.folder / "state"),
+                 "socket": str(self.socket), **cluster.settings},
+            "etcd": {"endpoints": [e.endpoint for e in cluster.etcd], "allow_unsound_version": True},
+            "http": {"listen": ""},
+            "timeouts": cluster.timeouts,
+        }  # fmt: skip
+        lines = []
+        for table, fields in config.items():
+            lines += [f"[{table}]"] if table else []
+            lines += [f"{name} = {json.dumps(value)}" for name, value in fields.items()]
+        (self.folder / "elasticd.toml").write_text("\n".join(lines))
+        popen = self.host.popen if self.host else cluster.procs.popen
+        with (self.folder / "daemon.log").open("ab") as log:
+            self.daemon = popen(
+                [BIN / "elasticd", "--config", self.folder / "elasticd.toml"],
+                env={NODE: self.name, "ELASTIC_TEST_NODE_TAG": self._tag}, stdout=log, stderr=log,
+            )  # fmt: skip
+        if wait:
+            eventually(lambda: self.state() == "ready", 15.0, f"{self.name} is in the cluster")
+
+    def api(self, method: str, url: str, body: object = None, timeout_s: float = 10.0) -> dict[str, Any]:
+        return api.call(self.socket, method, url, body, timeout_s)
+
+    def state(self) -> str:
+        """This node's state as its own daemon says it; '' while that cannot be asked."""
+        assert self.daemon is not None
+        assert self.daemon.poll() is None, f"the daemon of {self.name} ended with {self.daemon.returncode}"
+        try:
+            rows = self.api("GET", "/v1/nodes")["nodes"]
+        except OSError:
+            return ""
+        return next((str(row["state"]) for row in rows if row["node"] == self.name), "")
+
+    def pids(self) -> list[int]:
+        """Daemon, agents and workers."""
+        return tagged(self._tag, "ELASTIC_TEST_NODE_TAG")
+
+    def kill_daemon(self) -> None:
+        assert self.daemon is not None
+        self._cluster.procs.end(self.daemon)
+
+    def stop_daemon(self, deadline_s: float = 10.0) -> int:
+        assert self.daemon is not None
+        self.daemon.terminate()
+        return self.daemon.wait(deadline_s)
+
+    def agent_pid(self, job: str = "job") -> int:
+        """Id of the agent of `job` here. Raises OSError, KeyError when there is none yet."""
+        status = self.folder / "state" / "jobs" / job / "agent" / "status.json"
+        return int(json.loads(status.read_text())["pid"])
+
+    def kill_all(self) -> None:
+        """The whole process tree at once, as far as this can be done: all are stopped before the first is killed."""
+        if self.host is not None:
+            self.host.kill_processes()
+            return
+        pids = self.pids()
+        for pid in pids:
+            kill(pid, signal.SIGSTOP)
+        end_all(pids)
+        end_all(self.pids())
+
+    def power_off(self) -> None:
+        """Nothing says goodbye. Needs `network=True`."""
+        assert self.host is not None, "made without network=True"
+        self.host.power_off()
+
+
+class Job:
+    """One run of train_chaos.py."""
+
+    def __init__(self, cluster: Cluster, name: str, spec: Mapping[str, Any], steps: int, batch: int) -> None:
+        self.cluster, self.name, self.spec, self.steps, self.batch = cluster, name, spec, steps, batch
+        self.folder = cluster.folder / f"record-{name}"
+        self._history = History(self.folder)
+
+    @property
+    def history(self) -> History:
+        """As written until now."""
+        return self._history.read()
+
+    def row(self) -> dict[str, Any]:
+        return self.cluster.api("GET", f"/v1/jobs/{self.name}")
+
+    def phase(self) -> str:
+        return str(self.row()["phase"])
+
+    def incidents(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.cluster.api("GET", f"/v1/incidents?job={self.name}")["incidents"]
+        return found
+
+    def wait_step(self, step: int, deadline_s: float = 30.0) -> History:
+        """Until `step` steps are committed somewhere."""
+        eventually(lambda: self._alive() and self.history.step() >= step, deadline_s, f"step {step}")
+        return self._history
+
+    def _alive(self) -> bool:
+        if self.cluster.reachable() and (phase := self.phase()) in ("failed", "stopped"):
+            raise RuntimeError(f"job {self.name} is {phase}: {self.row()['reason']}")
+        return True
+
+    def wait_over(self, phase: str = "succeeded", deadline_s: float = 60.0) -> History:
+        """Until the job is over, which must be in `phase`."""
+        over = eventually(
+            lambda: seen if (seen := self.phase()) in ("succeeded", "failed", "stopped") else "",
+            deadline_s, f"job {self.name} ends", every_s=0.1,
+        )  # fmt: skip
+        assert over == phase, f"job {self.name} is {over}: {self.row()['reason']}"
+        return self.history
+
+    def order(self, fault: str, *, rank: int, step: int, do: str, place: str = "forward", **more: object) -> None:
+        """Have the worker that has `rank` strike itself at `place` of `step`; see train_chaos.py."""
+        content = {"rank": rank, "step": step, "place": place, "do": do, **more}
+        half = self.folder / f"{fault}.half"
+        half.write_text(json.dumps(content))
+        half.rename(self.folder / f"fault.{fault}.json")
+
+    def wait_struck(self, fault: str, deadline_s: float = 30.0) -> dict[str, Any]:
+        return eventually(lambda: self._alive() and self.history.struck(fault), deadline_s, f"{fault} strikes")
+
+    def worker(self, rank: int) -> int:
+        """Process id of the worker that committed as `rank` last."""
+        return int([c for c in self.history.commits if c.rank == rank][-1].process.rpartition(".")[2])
+
+    def workers(self) -> dict[int, int]:
+        """rank -> process id, in the newest generation that committed."""
+        return self.workers_of(self.history.generations()[-1])
+
+    def workers_of(self, generation: int) -> dict[int, int]:
+        """rank -> process id, of those that have committed in `generation`."""
+        return {c.rank: int(c.process.rpartition(".")[2]) for c in self.history.of(generation)}
+
+    def check(self, *, lost: int = 0, frozen: Sequence[str] = ()) -> History:
+        """All that must hold for a complete run, in the workers' records and in etcd's."""
+        history = self.history
+        check(history, steps=self.steps, batch=self.batch, lost=lost, frozen=frozen)
+        self.cluster.check_etcd(self.name)
+        return history
+
+
+class Cluster:
+    """`nodes` nodes with `slots` slots each, and etcd with `members` members."""
+
+    def __init__(
+        self,
+        nodes: int = 2,
+        *,
+        slots: int = 1,
+        members: int = 1,
+        network: bool = False,
+        timeouts: Mapping[str, float] | None = None,
+        settings: Mapping[str, object] | None = None,
+    ) -> None:
+        self.slots, self.settings = slots, dict(settings or {})
+        self.timeouts = {"lease_ttl_s": 3.0, "lease_renew_s": 0.8, **(timeouts or {})}
+        self._sizes = (nodes, members)
+        self._network = network
+        self._stack = contextlib.ExitStack()
+        self.hosts: Hosts | None = None
+        self.etcd: list[Etcd] = []
+        self.nodes: list[Node] = []
+        self.jobs: list[Job] = []
+
+    def __enter__(self) -> Cluster:
+        count, members = self._sizes
+        try:
+            self.folder = pathlib.Path(tempfile.mkdtemp(prefix="elt-", dir="/dev/shm"))
+            self._stack.callback(shutil.rmtree, self.folder)
+            if self._network:
+                self.hosts = self._stack.enter_context(Hosts(count + members))
+            self.procs = self.hosts.procs if self.hosts else self._stack.enter_context(Procs())
+            for index in range(members):
+                host = self.hosts[count + index] if self.hosts else None
+                self.etcd.append(Etcd(f"etcd{index}", self.folder / f"etcd{index}", self.procs, host))
+            self.start_etcd()
+            for index in range(count):
+                self.nodes.append(Node(self, index, self.hosts[index] if self.hosts else None))
+            for node in self.nodes:
+                node.start(wait=False)
+            for node in self.nodes:
+                eventually(lambda node=node: node.state() == "ready", 15.0, f"{node.name} is ready")  # type: ignore[misc]
+        except BaseException:
+            self._tell()
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._tell()
+        self._stack.close()
+
+    def start_etcd(self) -> None:
+        """Start all members, on their data of before if there are any."""
+        peers = ",".join(member.peer for member in self.etcd)
+        for member in self.etcd:
+            member.start(peers)
+        for member in self.etcd:
+            eventually(member.healthy, 20.0, f"{member.name} has a leader", every_s=0.05)
+
+    def _asked(self) -> Node:
+        return next(n for n in self.nodes if n.daemon is not None and n.daemon.poll() is None and n.socket.exists())
+
+    def reachable(self) -> bool:
+        try:
+            self.api("GET", "/v1/nodes")
+        except (OSError, StopIteration):
+            return False
+        return True
+
+    def api(self, method: str, url: str, body: object = None) -> dict[str, Any]:
+        """Ask the first node whose daemon lives."""
+        return self._asked().api(method, url, body)
+
+    def submit(
+        self,
+        name: str = "job",
+        *,
+        nodes: str | None = None,
+        steps: int = 60,
+        batch: int = 8,
+        pace_s: float = 0.02,
+        setup_s: float = 0.0,
+        env: Mapping[str, str] | None = None,
+        **spec: object,
+    ) -> Job:
+        """Submit train_chaos.py. `spec`: further fields of the job."""
+        full = {
+            "name": name,
+            "script": str(SCRIPT),
+            "nodes": nodes or str(len(self.nodes)),
+            "workers_per_node": self.slots,
+            "workdir": str(self.folder),
+            "join_wait_s": 20.0,  # form with everybody: tests name ranks
+            "stop_grace_s": 1.0,
+            **spec,
+        }
+        job = Job(self, name, full, steps, batch)
+        job.folder.mkdir()
+        full["env"] = {
+            "RECORD_DIR": str(job.folder), "STEPS": str(steps), "BATCH": str(batch), "PACE_S": str(pace_s),
+            "SETUP_S": str(setup_s), **(env or {}),
+        }  # fmt: skip
+        self.api("POST", "/v1/jobs", {"spec": full})
+        self.jobs.append(job)
+        return job
+
+    def workers_gone(self, deadline_s: float = 10.0) -> None:
+        """Nothing but the daemons is left on the nodes."""
+
+        def left() -> bool:
+            daemons = {n.daemon.pid for n in self.nodes if n.daemon is not None}
+            others = [p for n in self.nodes for p in n.pids() if p not in daemons and alive(p)]
+            assert not others, describe(others)
+            return True
+
+        eventually(left, deadline_s, "agents and workers are gone")
+
+    # ── etcd's own record ───────────────────────────────────────────────────────────────────────────────────
+
+    def control_history(self, job: str) -> list[tuple[str, dict[str, Any] | None]]:
+        """Every write below the job in order: (key below the job, record; None for a deletion)."""
+        root = f"/elastic/chaos/jobs/{job}/"
+        member = next(m for m in self.etcd if m.healthy())
+        binary = etcd_binary()
+        assert binary is not None
+        # A progress notification would mark the end; with one member a key of our own does.
+        member.ctl("put", f"{root}zz-end-of-test", "{}")
+        watch = subprocess.Popen(
+            [str(pathlib.Path(binary).with_name("etcdctl")), f"--endpoints={member.endpoint}", "watch", "--prefix",
+             root, "--rev=1", "-w=json"],
+            env={**os.environ, "ETCDCTL_API": "3"}, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        found: list[tuple[str, dict[str, Any] | None]] = []
+        try:
+            assert watch.stdout is not None
+            for line in watch.stdout:
+                for event in json.loads(line).get("Events", []):
+                    key = _text(event["kv"]["key"]).removeprefix(root)
+                    if key == "zz-end-of-test":
+                        return found
+                    value = event["kv"].get("value")
+                    found.append((key, json.loads(_text(value)) if value else None))
+        finally:
+            watch.kill()
+            watch.wait(5)
+            if watch.stdout is not None:
+                watch.stdout.close()
+        raise AssertionError("etcd's history ended early")
+
+    def check_etcd(self, job: str) -> None:
+        """One plan per generation, numbers that only grow, the first failure of a generation final."""
+        numbers: list[int] = []
+        broken: dict[str, dict[str, Any]] = {}
+        for key, record in self.control_history(job):
+            if key == "generation" and record is not None:
+                numbers.append(record["number"])
+            if key.startswith("broken/") and record is not None:
+                assert broken.setdefault(key, record) == record, f"{key} was written over: {record}"
+        assert numbers == sorted(set(numbers)), f"generations were written in this order: {numbers}"
+
+    # ── telling ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _tell(self, lines: int = 25) -> None:
+        """Print the ends of all logs, for the report of a failed test."""
+        for path in sorted(self.folder.rglob("*")):
+            if path.is_file() and (path.suffix == ".log" or path.name in ("log", "agent.out")):
+                text = path.read_text(errors="replace").splitlines()[-lines:]
+                if text and "etcd" not in path.parts[-2]:
+                    print(f"── {path.relative_to(self.folder)}", *text, sep="\n")
+        with contextlib.suppress(Exception):  # whatever fails here must not hide the test's own failure
+            for job in self.jobs:
+                print(f"── {job.name}", json.dumps(job.row(), indent=1)[:3000], sep="\n")
+
+
+def _text(base64: str) -> str:
+    import base64 as codec
+
+    return codec.b64decode(base64).decode()
+
+
+def now_s() -> float:
+    """On the clock of the records."""
+    return time.monotonic()
