@@ -80,7 +80,7 @@ class Cluster:
 
     def phase(self, name: str) -> str:
         jobs = self.a.json("jobs")["jobs"]
-        return str(next(job["phase"] for job in jobs if job["name"] == name))
+        return str(next(job["phase"] for job in jobs if job["job"] == name))
 
 
 def ours(cluster: Cluster, folder: pathlib.Path, kills: int, rng: random.Random) -> list[Recovery]:
