@@ -34,6 +34,9 @@ SWEEP_S = 0.02
 CONNECT_TRY_S = 2.0
 """Longest single try to reach the store."""
 
+DIAL_LOOK_S = 0.02
+"""How often the wait for the store's connection looks whether it is still wanted, and its pause between tries."""
+
 OLDEST_NCCL = (2, 26, 2)
 """Older ones can dead-lock in the abort of a communicator."""
 
@@ -107,7 +110,7 @@ class Group:
             finally:
                 overdue.cancel()
             self._stop_if(interrupted)
-        except LetGoError:
+        except (LetGoError, FormError):
             raise
         except Exception as error:
             if self._aborted.is_set():
@@ -160,23 +163,33 @@ class Group:
         self._store = store
 
     def _connect(self, deadline_s: float, interrupted: Callable[[], bool]) -> TCPStore:
+        """A client of the store. Torch's constructor cannot be interrupted, so a thread of its own dials."""
         host, port = self._endpoint
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         self._store_addresses = {address[:2] for *_, address in found}
-        while True:
+        box: list[TCPStore] = []
+        dialled = threading.Thread(target=self._dial, args=[deadline_s, box], name="elastic-dial", daemon=True)
+        dialled.start()
+        while dialled.is_alive():
+            dialled.join(DIAL_LOOK_S)
             self._stop_if(interrupted)
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise FormError(f"no store at {host}:{port} within {self._timeout_s:g} s")
+        self._stop_if(interrupted)
+        if not box:
+            raise FormError(f"no store at {host}:{port} within {self._timeout_s:g} s")
+        return box[0]
+
+    def _dial(self, deadline_s: float, box: list[TCPStore]) -> None:
+        host, port = self._endpoint
+        while not self._aborted.is_set() and (left_s := deadline_s - time.monotonic()) > 0:
+            try_s = timedelta(seconds=min(CONNECT_TRY_S, left_s))
             try:
-                store = TCPStore(
-                    host, port, None, False, timeout=timedelta(seconds=CONNECT_TRY_S), wait_for_workers=False
-                )
+                store = TCPStore(host, port, None, False, timeout=try_s, wait_for_workers=False)
             except (dist.DistNetworkError, dist.DistStoreError):
-                self._aborted.wait(0.05)  # not there yet, or gone again: an answer comes by the deadline
+                self._aborted.wait(DIAL_LOOK_S)  # not there yet, or gone again: an answer comes by the deadline
             else:
                 store.set_timeout(timedelta(seconds=self._form_timeout_s))
-                return store
+                box.append(store)
+                return
 
     def _init(self) -> None:
         options: dict[str, Any] = {}

@@ -3,7 +3,8 @@
     results = run_ranks(my_function, world=4, size=100)     # my_function(rank, world, port, size=100) -> JSON
 
 The results come back by rank; a rank that died of a signal gives {"died": signal}; one that raises fails the test.
-Import the fixture `ranks` as well: it ends what this starts. A TCPStore listens on `port`. torch is imported once per test session, in a process that does nothing but fork.
+A TCPStore listens on `port`. torch is imported once per test session, in a process that does nothing but fork.
+Import the fixture `ranks` as well: it ends that process.
 """
 
 from __future__ import annotations

@@ -1,0 +1,228 @@
+"""Groups that are let go of and formed again in the same processes: real ranks, real sockets, gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
+
+from elastic.worker.group import FormError, Group, LetGoError, is_communication_error
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 1.5
+"""From an abort until the main thread is free; 0.01 to 0.1 on a machine with nothing else to do."""
+
+
+def make(rank: int, world: int, port: int, generation: int, **options: float) -> Group:
+    return Group(
+        backend="gloo",
+        rank=rank,
+        world=world,
+        store_host="127.0.0.1",
+        store_port=port,
+        generation=generation,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def summed(world: int) -> bool:
+    ones = torch.ones(1000)
+    dist.all_reduce(ones)
+    return bool((ones == world).all())
+
+
+def abort_later(group: Group, after_s: float) -> list[float]:
+    """Abort from another thread; the instant goes into the list that is returned."""
+    at_s: list[float] = []
+
+    def act() -> None:
+        at_s.append(time.monotonic())
+        group.abort("a rank died")
+
+    threading.Timer(after_s, act).start()
+    return at_s
+
+
+def block_in(what: str, rank: int, world: int) -> None:
+    """Collectives in which the victim, the last rank, never takes part."""
+    while True:
+        match what:
+            case "all_reduce":
+                dist.all_reduce(torch.ones(1 << 20))
+            case "neighbour":  # waits for a living rank that waits for the dead one: no socket of its own breaks
+                dist.recv(torch.ones(4), (rank + 1) % world)
+            case "sub-group":
+                dist.all_reduce(torch.ones(4), group=dist.new_group(list(range(world))))
+            case "broadcast":
+                dist.broadcast(torch.ones(1 << 20), world - 1)
+
+
+def lose_one(rank: int, world: int, port: int, what: str) -> Any:
+    group = make(rank, world, port, 1)
+    group.form()
+    assert summed(world)
+    if what == "sub-group":
+        dist.all_reduce(torch.ones(4), group=dist.new_group(list(range(world))))
+    if rank == world - 1:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    at_s = abort_later(group, 0.5)
+    with pytest.raises(RuntimeError) as caught:
+        block_in(what, rank, world)
+    assert is_communication_error(caught.value), caught.value
+    said = str(caught.value)
+    del caught
+    if not at_s:  # this rank's own connection to the dead one broke before anybody told it
+        group.abort("a collective failed")
+        at_s = [time.monotonic()]
+    freed_s = time.monotonic() - at_s[0]
+    group.close()
+    begun_s = time.monotonic()
+    group = make(rank, world - 1, port, 2)
+    group.form()
+    whole = summed(world - 1)
+    group.close()
+    return {"said": said, "freed_s": freed_s, "formed_s": time.monotonic() - begun_s, "whole": whole}
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "neighbour", "sub-group", "broadcast"])
+def test_survivors_of_a_kill_are_freed_and_form_again(what: str) -> None:
+    *survivors, dead = run_ranks(lose_one, world=4, what=what)
+    assert dead == {"died": signal.SIGKILL}
+    assert all(s["whole"] and s["said"] for s in survivors)
+    assert max(s["freed_s"] for s in survivors) < LIMIT_S
+
+
+def many_rounds(rank: int, world: int, port: int, rounds: int) -> Any:
+    hook = sys.excepthook
+    counts: list[tuple[int, int]] = []
+    for generation in range(rounds):
+        group = make(rank, world, port, generation)
+        group.form()
+        assert summed(world)
+        if generation % 2:
+            abort_later(group, 0.0)
+            with pytest.raises(RuntimeError) as caught:
+                dist.recv(torch.ones(4), 1 - rank)
+            assert is_communication_error(caught.value), caught.value
+            del caught
+        group.close()
+        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return {"early": max(counts[:10]), "late": min(counts[-10:]), "hook": sys.excepthook is hook}
+
+
+def test_two_hundred_rounds_leak_neither_descriptors_nor_threads() -> None:
+    for result in run_ranks(many_rounds, world=2, rounds=200):
+        assert result["hook"], "sys.excepthook is wrapped once more by each group"
+        assert result["late"][0] <= result["early"][0] + 2
+        assert result["late"][1] <= result["early"][1] + 1
+
+
+def abort_while_forming(rank: int, world: int, port: int, when_s: float) -> Any:
+    """Rank 1 arrives, but never forms: rank 0 is stuck inside init_process_group."""
+    if rank == 1:
+        try:
+            make(rank, world, port, 1, timeout_s=1.0)._arrive(lambda: False)
+        except FormError:
+            return 0.0  # the other one was aborted before it came
+        time.sleep(when_s + 0.5)
+        return 0.0
+    group = make(rank, world, port, 1)
+    at_s = abort_later(group, when_s)
+    with pytest.raises(LetGoError, match="a rank died"):
+        group.form()
+    freed_s = time.monotonic() - at_s[0]
+    group.close()
+    alone = make(0, 1, port, 2)
+    alone.form()
+    assert summed(1)
+    alone.close()
+    return freed_s
+
+
+@pytest.mark.parametrize("when_s", [0.0, 0.005, 0.3])
+def test_abort_while_forming(when_s: float) -> None:
+    assert run_ranks(abort_while_forming, world=2, when_s=when_s)[0] < LIMIT_S
+
+
+def abort_while_waiting(rank: int, world: int, port: int) -> Any:
+    group = make(0, 2, port, 1)  # the other one never comes
+    at_s = abort_later(group, 0.2)
+    with pytest.raises(LetGoError):
+        group.form()
+    freed_s = time.monotonic() - at_s[0]
+    group.close()
+    group.close()
+    group.abort("too late")
+    return [freed_s, group.aborted]
+
+
+def test_abort_while_waiting_for_the_others() -> None:
+    assert run_ranks(abort_while_waiting, world=1)[0][0] < 0.5
+
+
+def too_few(rank: int, world: int, port: int) -> Any:
+    said = []
+    for options, where in [({"timeout_s": 0.3}, port), ({"timeout_s": 0.3}, 9)]:
+        group = make(0, 3, where, 1, **options)
+        with pytest.raises(FormError) as caught:
+            group.form()
+        group.close()
+        said.append(str(caught.value))
+    overdue = make(0, 2, port, 2, form_timeout_s=0.3)
+    threading.Thread(target=make(1, 2, port, 2)._arrive, args=[lambda: False], daemon=True).start()
+    with pytest.raises(LetGoError) as late:
+        overdue.form()
+    overdue.close()
+    return [*said, str(late.value)]
+
+
+def test_forming_says_what_is_missing() -> None:
+    few, no_store, late = run_ranks(too_few, world=1)[0]
+    assert few == "only 1 of 3 ranks came within 0.3 s"
+    assert no_store == "no store at 127.0.0.1:9 within 0.3 s"
+    assert late == "forming took over 0.3 s"
+
+
+def other_sockets(rank: int, world: int, port: int) -> Any:
+    """The user's own connections, open before, during and after, among them an asyncio server's, stay whole."""
+    import asyncio
+
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def connected() -> tuple[socket.socket, socket.socket]:
+        client = socket.create_connection(listener.getsockname())
+        return client, listener.accept()[0]
+
+    pairs = [connected()]
+    loop = asyncio.new_event_loop()
+    server = loop.run_until_complete(asyncio.start_server(lambda r, w: w.write(b"hi"), "127.0.0.1", 0))
+    group = make(rank, world, port, 1)
+    group.form()
+    pairs.append(connected())
+    reader, writer = loop.run_until_complete(asyncio.open_connection(*server.sockets[0].getsockname()))
+    group.abort("test")
+    group.close()
+    answer = loop.run_until_complete(reader.readexactly(2))
+    writer.close()
+    server.close()
+    loop.run_until_complete(server.wait_closed())
+    loop.close()
+    for client, accepted in pairs:
+        client.sendall(b"x")
+        assert accepted.recv(1) == b"x"
+    return answer.decode()
+
+
+def test_the_users_own_sockets_are_left_alone() -> None:
+    assert run_ranks(other_sockets, world=2) == ["hi", "hi"]
