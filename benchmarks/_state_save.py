@@ -67,7 +67,7 @@ class Job:
 
     def step(self) -> None:
         """Stands for forward and backward: both cores at work, for some 20 ms."""
-        for _ in range(3):
+        for _ in range(2):
             self._a @ self._b
 
 
@@ -128,9 +128,11 @@ def until(done: Callable[[], bool], fileno: int | None = None) -> None:
         poller.poll(2)
 
 
-def disk_limit(view: memoryview, directory: str, reserve: bool) -> None:
-    """The same bytes with O_DIRECT and fsync, and nothing else."""
+def disk_limit(arena: Arena, directory: str, *, reserve: bool) -> float:
+    """The same bytes with O_DIRECT and fsync, and nothing else; seconds."""
     files, path = Files(), os.path.join(directory, "raw")
+    view = arena.view(padded=True)
+    start = clock()
     fd = files.create(path, direct=True)
     if reserve:
         files.reserve(fd, len(view))
@@ -138,6 +140,9 @@ def disk_limit(view: memoryview, directory: str, reserve: bool) -> None:
         list(pool.map(lambda at: files.write_at(fd, view[at : at + PIECE], at), range(0, len(view), PIECE)))
     files.sync(fd)
     files.close(fd)
+    took = clock() - start
+    os.unlink(path)
+    return took
 
 
 def torch_save(job: Job, directory: str) -> None:
@@ -147,19 +152,24 @@ def torch_save(job: Job, directory: str) -> None:
         os.fsync(file.fileno())
 
 
-def lost(job: Job, save: Callable[[], Callable[[], bool]]) -> float:
+def lost(job: Job, save: Callable[[], Callable[[], bool]], saves: int) -> float:
     """Seconds of training that one save costs: how much longer the steps take from its start until it is durable."""
-    usual = statistics.median(timed(job.step) for _ in range(30))
+    usual = [timed(job.step) for _ in range(12)]
     steps, start = 0, clock()
-    done = save()
-    while not done() or steps < 10:
-        job.step()
-        steps += 1
-    return clock() - start - steps * usual
+    for _ in range(saves):
+        done = save()
+        while not done():
+            job.step()
+            steps += 1
+    took = clock() - start
+    usual += [timed(job.step) for _ in range(12)]
+    return (took - steps * statistics.median(usual)) / saves
 
 
 def dcp_save(job: Job, directory: str) -> Callable[[], bool]:
-    future = dcp.async_save(job.state_dict(), checkpoint_id=os.path.join(directory, "dcp"))
+    target = os.path.join(directory, "dcp")
+    shutil.rmtree(target, ignore_errors=True)
+    future = dcp.async_save(job.state_dict(), checkpoint_id=target)
     return future.done  # type: ignore[no-any-return, union-attr]
 
 
@@ -213,6 +223,7 @@ def measure_saves(options: Options, job: Job, tensors: Tensors, ours: Ours, dire
         took.setdefault(name, []).append(seconds)
 
     sources = list(tensors.values())
+    saves = 1 if options.nbytes >= 1e9 else 3
     warm = [torch.zeros_like(tensor) for tensor in sources]
     for number in range(options.runs + 1):
         if number == 1:
@@ -227,11 +238,9 @@ def measure_saves(options: Options, job: Job, tensors: Tensors, ours: Ours, dire
         note("ours, blocked", clock() - start)
         until(done, ours.writer.fileno())
         note("ours, durable", clock() - start)
-        view = ours.arenas[ours.saves % 2].view(padded=True)
-        for reserve in (False, True):
-            note(f"disk, {'reserved' if reserve else 'plain'}", timed(lambda r=reserve: disk_limit(view, directory, r)))
-            os.unlink(os.path.join(directory, "raw"))
-        del view
+        arena = ours.arenas[ours.saves % 2]
+        note("disk, plain", disk_limit(arena, directory, reserve=False))
+        note("disk, reserved", disk_limit(arena, directory, reserve=True))
         note("torch.save + fsync", timed(lambda: torch_save(job, directory)))
         os.unlink(os.path.join(directory, "whole.pt"))
         start = clock()
@@ -239,10 +248,8 @@ def measure_saves(options: Options, job: Job, tensors: Tensors, ours: Ours, dire
         note("dcp.async_save, blocked", clock() - start)
         until(done)
         note("dcp.async_save, done", clock() - start)
-        shutil.rmtree(os.path.join(directory, "dcp"))
-        note("ours, lost", lost(job, ours.save))
-        note("dcp.async_save, lost", lost(job, lambda: dcp_save(job, directory)))
-        shutil.rmtree(os.path.join(directory, "dcp"))
+        note("ours, lost", lost(job, ours.save, saves))
+        note("dcp.async_save, lost", lost(job, lambda: dcp_save(job, directory), saves))
     return took
 
 

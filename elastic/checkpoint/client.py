@@ -17,6 +17,7 @@ from .errors import CheckpointError
 from .writer import MAX_PACKET_BYTES
 
 MAX_WAITING = 32
+_KILL_S = 2.0
 
 
 class Busy(CheckpointError):
@@ -143,8 +144,7 @@ class WriterProcess:
             try:
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+                _kill(self._process)
             self._process = None
         if not self._poller.closed:
             self._poller.close()
@@ -159,8 +159,7 @@ class WriterProcess:
         self._poller.unregister(self._channel.fileno())
         self._channel.close()
         self._channel = None
-        self._process.kill()
-        code = self._process.wait()
+        code = _kill(self._process)
         self._process = None
         if self._waiting:
             os.write(self._wake_w, b"!")
@@ -176,3 +175,12 @@ class WriterProcess:
                 )
             )
         self._waiting.clear()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> int | None:
+    """End it, and return its exit code. None: it hangs in the kernel, on a dead disk; it goes when that lets it."""
+    process.kill()
+    try:
+        return process.wait(_KILL_S)
+    except subprocess.TimeoutExpired:
+        return None

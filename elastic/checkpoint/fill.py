@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -29,10 +32,59 @@ def fill(pairs: Sequence[Pair], volatile: Sequence[bool]) -> Fill:
             if pair[1].is_cuda:
                 by_device.setdefault(pair[1].device, []).append((pair, eager))
         events = [_copy_cuda(device, some) for device, some in by_device.items()]
-        for to, source in pairs:
-            if not source.is_cuda:
-                to.copy_(source.detach())
+        _copy_cpu([pair for pair in pairs if not pair[1].is_cuda])
     return Fill(events)
+
+
+_CHUNK_BYTES = 4 * 1024 * 1024
+_HELPERS = 3
+_WORTH_HELP_BYTES = 32 * 1024 * 1024
+
+Move = tuple[int, int, int]
+"""(to, from, bytes): one memmove."""
+
+
+def _copy_cpu(pairs: Sequence[Pair]) -> None:
+    """A memcpy of each dense tensor; torch for those with strides.
+
+    Not torch's parallel copy for the dense ones: its threads meet at a barrier after every tensor, which on a busy
+    machine costs several times the copy. Here each thread takes the next chunk, and nobody waits for a thread that
+    the scheduler has put aside for longer than its one chunk.
+    """
+    chunks: deque[list[Move]] = deque()
+    total = room = 0
+    for to, source in pairs:
+        if not source.is_contiguous() or source.is_conj() or source.is_neg() or source.device.type != "cpu":
+            to.copy_(source.detach())
+            continue
+        left, at, start = source.numel() * source.element_size(), to.data_ptr(), source.data_ptr()
+        total += left
+        while left:
+            if not room:
+                chunks.append([])
+                room = _CHUNK_BYTES
+            part = min(left, room)
+            chunks[-1].append((at, start, part))
+            left, at, start, room = left - part, at + part, start + part, room - part
+    # As many threads as torch itself would use: a job with a rank per core has that at one.
+    helpers = min(torch.get_num_threads() - 1, _HELPERS) if total >= _WORTH_HELP_BYTES else 0
+    threads = [threading.Thread(target=_move, args=(chunks,), daemon=True) for _ in range(helpers)]
+    for thread in threads:
+        thread.start()
+    _move(chunks)
+    for thread in threads:
+        thread.join()
+
+
+def _move(chunks: deque[list[Move]]) -> None:
+    memmove = ctypes.memmove  # lets other threads run
+    while True:
+        try:
+            chunk = chunks.popleft()
+        except IndexError:
+            return
+        for to, start, nbytes in chunk:
+            memmove(to, start, nbytes)
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

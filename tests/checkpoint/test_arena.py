@@ -119,7 +119,7 @@ def test_a_process_that_dies_while_filling_leaves_it_half_filled_and_the_other_o
             "tensors = [t.clone() for t in arena.tensors().values()]\n"
             "arena.layout(arena.table())\n"
             "class Deadly(torch.Tensor):\n"
-            "    def detach(self): os.kill(os.getpid(), signal.SIGKILL)\n"
+            "    def data_ptr(self): os.kill(os.getpid(), signal.SIGKILL)\n"
             "tensors[-1] = torch.zeros(tensors[-1].shape).as_subclass(Deadly)\n"
             "arena.fill(tensors)\n"
         )

@@ -170,3 +170,27 @@ def test_it_dies_with_its_parent(how: str, tmp_path: Path) -> None:
             return True
 
     eventually(gone, deadline_s=20)
+
+
+def test_killed_at_any_moment_it_leaves_the_newest_whole(writer: WriterProcess, tmp_path: Path) -> None:
+    """The real process and the real disk: what was answered as committed is there, and nothing is damaged."""
+    committed = 0
+    with filled(state_at(0), 0) as arena:
+        for step in range(1, 25):
+            arena.fill(list(state_at(step).values()))
+            arena.seal(step, 1)
+            writer.submit(write(tmp_path, step), arena)
+            writer.submit(commit(tmp_path, step))
+            pid = writer.pid
+            assert pid is not None
+            if step % 2:
+                # A little later each time: from before the first call until after the commit.
+                select.select([], [], [], step * 0.0004)
+                os.kill(pid, signal.SIGKILL)
+            results = writer.wait(20)
+            committed = max([committed, *(r.step for r in results if r.ok and r.kind == "Commit")])
+            found = newest_good(str(tmp_path), "job")
+            assert (found.step if found else 0) in (committed, step)
+            assert found is None or (found.step >= committed and not found.aside)
+    assert committed == 24
+    assert writer.starts == 13

@@ -1,0 +1,107 @@
+"""``python -m elastic.checkpoint list|verify|export``: what elasticctl runs, and what works without it.
+
+Exit codes: 0 good · 1 damaged, or nothing that is good · 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+from ..core import manifest as m
+from .errors import CheckpointError, Damaged
+from .files import REAL
+from .find import verify
+from .names import is_aside, is_final, tmp_of
+
+
+def rows(directory: str, *, hashes: bool) -> list[dict[str, Any]]:
+    """One per checkpoint, newest first; then those set aside, and those being written."""
+    good, others = [], []
+    for name in REAL.names(directory):
+        path = os.path.join(directory, name)
+        row: dict[str, Any] = {"path": path, "state": "good", "detail": ""}
+        if is_final(name):
+            try:
+                row |= _facts(verify(path, hashes=hashes))
+            except Damaged as damage:
+                row |= {"state": damage.reason, "detail": damage.detail}
+            good.append(row)
+        elif is_aside(name):
+            others.append(row | {"state": "set aside", "detail": name.partition(".damaged-")[2]})
+        elif tmp_of(name):
+            others.append(row | {"state": "being written, or left over"})
+    good.sort(key=lambda row: (row.get("generation", -1), row.get("step", -1)), reverse=True)
+    return good + others
+
+
+def _facts(manifest: m.Manifest) -> dict[str, Any]:
+    return {
+        "job": manifest.job,
+        "step": manifest.step,
+        "generation": manifest.generation,
+        "world": manifest.world,
+        "nbytes": manifest.nbytes,
+        "created_wall_s": manifest.created_wall_s,
+        "versions": manifest.versions,
+    }
+
+
+def _is_checkpoint(path: str) -> bool:
+    return os.path.exists(os.path.join(path, m.MANIFEST)) or is_final(os.path.basename(os.path.abspath(path)))
+
+
+def show(args: argparse.Namespace) -> int:
+    """`list` and `verify`: sizes and manifests, or every byte."""
+    hashes = args.command == "verify"
+    if hashes and _is_checkpoint(args.path):
+        try:
+            found = [{"path": args.path, "state": "good", "detail": "", **_facts(verify(args.path))}]
+        except Damaged as damage:
+            found = [{"path": args.path, "state": damage.reason, "detail": damage.detail}]
+    else:
+        found = rows(args.path, hashes=hashes)
+    if args.json:
+        print(json.dumps(found))
+    else:
+        for row in found:
+            size = f"{row['nbytes'] / 1e6:10.1f} MB" if "nbytes" in row else ""
+            print(f"{os.path.basename(row['path']):28s} {row['state']:16s} {size:14s} {row['detail']}".rstrip())
+    checkpoints = [row for row in found if is_final(os.path.basename(row["path"])) or "nbytes" in row]
+    return int(not checkpoints or any(row["state"] != "good" for row in checkpoints))
+
+
+def export(args: argparse.Namespace) -> int:
+    from .export import to_dcp, to_torch_save
+
+    (to_dcp if args.format == "dcp" else to_torch_save)(args.path, args.target)
+    print(args.target)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m elastic.checkpoint", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, what in (("list", "sizes and manifests"), ("verify", "every byte against its hash")):
+        command = commands.add_parser(name, help=what)
+        command.add_argument("path", help="a checkpoint directory, or (verify) one checkpoint in it")
+        command.add_argument("--json", action="store_true")
+        command.set_defaults(run=show)
+    command = commands.add_parser("export", help="write it in another tool's format")
+    command.add_argument("path", help="one checkpoint: …/step-40")
+    command.add_argument("target")
+    command.add_argument("--format", choices=("torch", "dcp"), default="torch")
+    command.set_defaults(run=export)
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except (CheckpointError, OSError) as error:
+        print(f"{args.command}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""python -m elastic.checkpoint list, verify, export."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.ckpt import flip, save, share_paths
+
+from elastic.checkpoint.__main__ import main
+
+
+def test_list_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (10, 20):
+        path = save(str(tmp_path), step)
+    (tmp_path / "step-30.g1.tmp").mkdir()
+    (tmp_path / "step-5.damaged-share-hash").mkdir()
+    assert main(["list", str(tmp_path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row.get("step"), row["state"]) for row in rows] == [
+        (20, "good"),
+        (10, "good"),
+        (None, "being written, or left over"),
+        (None, "set aside"),
+    ]
+    flip(share_paths(path)[0], -1)
+    assert main(["list", str(tmp_path)]) == 0  # sizes alone do not show it
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "share-hash" in capsys.readouterr().out
+    assert main(["verify", path]) == 1
+    assert main(["verify", str(tmp_path / "step-10")]) == 0
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "step-10", "step-20", "step-30.g1.tmp", "step-5.damaged-share-hash"
+    ]  # fmt: skip
+
+
+def test_nothing_there_is_not_good(tmp_path: Path) -> None:
+    assert main(["list", str(tmp_path)]) == 1
+
+
+def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save(str(tmp_path), 10)
+    assert main(["export", path, str(tmp_path / "out.pt")]) == 0
+    assert torch.load(tmp_path / "out.pt", weights_only=True)["step"] == 10
+    flip(share_paths(path)[0], -1)
+    assert main(["export", path, str(tmp_path / "out2.pt")]) == 1
+    assert "share-hash" in capsys.readouterr().err
+
+
+def test_looking_takes_no_torch() -> None:
+    code = "import sys, elastic.checkpoint.__main__, elastic.checkpoint.client; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
