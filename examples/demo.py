@@ -1,0 +1,317 @@
+"""What elasticd does, shown on this machine in under two minutes: `make demo`.
+
+Two daemons, each with a state directory of its own, stand for two nodes; node a also runs the embedded etcd. A job of
+two workers on each trains a small GPT on the source of Python's standard library. Then things are broken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+HERE = pathlib.Path(__file__).resolve().parent
+BIN = pathlib.Path(sys.executable).parent
+JOB = "gpt"
+STEPS = 500
+TAG = "ELASTIC_DEMO"
+T = TypeVar("T")
+
+console = Console(highlight=False)
+
+
+class Failed(Exception):
+    """The demo did not go as it should."""
+
+
+def wait_for(check: Callable[[], T | None], deadline_s: float, what: str, every_s: float = 0.1) -> T:
+    """What `check` returns once it is something true. Raises Failed."""
+    end_s = time.monotonic() + deadline_s
+    while not (value := check()):
+        if time.monotonic() > end_s:
+            raise Failed(f"not within {deadline_s:g} s: {what}")
+        time.sleep(every_s)
+    return value
+
+
+# ── nodes and processes ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Node:
+    """One daemon; its agents and workers carry its tag in their environment."""
+
+    def __init__(self, folder: pathlib.Path, name: str, etcd: str) -> None:
+        self.name = name
+        self.folder = folder / name
+        self.folder.mkdir()
+        self.socket = self.folder / "elasticd.sock"
+        self.tag = f"{os.getpid()}.{name}"
+        (self.folder / "elasticd.toml").write_text(
+            f'cluster = "demo"\nnode = "{name}"\naddress = "127.0.0.1"\nslots = 2\nsocket = "{self.socket}"\n'
+            f'state_dir = "{self.folder}"\n[http]\nlisten = ""\n[etcd]\n{etcd}\n'
+        )
+
+    def start(self) -> None:
+        """Start elasticd; returns when it is ready."""
+        with (self.folder / "daemon.log").open("ab") as log:
+            subprocess.Popen(
+                [BIN / "elasticd", "--config", self.folder / "elasticd.toml"],
+                env=os.environ | {TAG: self.tag},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the demo, which then ends them in order
+            )
+        wait_for(self._ready, 30.0, f"elasticd of node {self.name} is ready")
+
+    def _ready(self) -> bool:
+        with contextlib.suppress(subprocess.CalledProcessError):
+            return any(n["node"] == self.name and n["state"] == "ready" for n in self.ask("nodes")["nodes"])
+        return False
+
+    def ctl(self, *words: str) -> str:
+        argv = [BIN / "elasticctl", "--socket", self.socket, *words]
+        env = os.environ | {"COLUMNS": str(console.width)}
+        return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True, env=env).stdout
+
+    def ask(self, *words: str) -> Any:
+        """What elasticctl answers with --json. Its exit code says health: 3 and 4 are answers too."""
+        argv = [BIN / "elasticctl", "--socket", self.socket, *words, "--json"]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+        if done.returncode not in (0, 3, 4):
+            raise subprocess.CalledProcessError(done.returncode, argv, done.stdout, done.stderr)
+        return json.loads(done.stdout)
+
+
+def tagged(tag: str) -> list[psutil.Process]:
+    """Living processes with this tag in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            theirs = process.environ().get(TAG, "")
+            if (theirs == tag or theirs.startswith(f"{tag}.")) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def kill_all(tag: str) -> int:
+    """SIGKILL them all, by their ids; returns how many. New ones may be born meanwhile: until none is left."""
+    killed = 0
+    for _ in range(50):
+        processes = tagged(tag)
+        if not processes:
+            return killed
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        killed += len(processes)
+        psutil.wait_procs(processes, timeout=1.0)
+    raise Failed(f"processes of {tag} do not end: {tagged(tag)}")
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[tuple[pathlib.Path, Node, Node]]:
+    """Two nodes, ready; everything is ended and removed at the end, after Ctrl-C and failure too."""
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="elastic-demo-"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    a = Node(folder, "a", f'embedded_listen = "{endpoint}"')
+    b = Node(folder, "b", f'endpoints = ["{endpoint}"]')
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        a.start()
+        b.start()
+        yield folder, a, b
+    except Failed:
+        for log in sorted(folder.glob("*/daemon.log")):
+            console.print(f"[dim]── the end of {log}[/]\n{log.read_text()[-1500:]}", markup=False)
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        kill_all(str(os.getpid()))
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# ── watching the job ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Watch:
+    """The job as node a's daemon sees it."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._said_s = 0.0
+        self.losses: dict[int, float] = {}
+        self.seen_incidents = 0
+
+    def job(self) -> Any:
+        row = self._node.ask("status", JOB)
+        row = row.get("job", row) if isinstance(row.get("job"), dict) else row
+        if row["phase"] in ("failed", "stopped"):
+            raise Failed(f"the job has {row['phase']}: {row['reason']} {row['error'] or ''}")
+        if row["loss"] is not None:
+            self.losses[row["step"]] = row["loss"]
+        return row
+
+    def until(self, done: Callable[[Any], bool], deadline_s: float, what: str) -> Any:
+        """Show the job's progress until `done(row)`."""
+
+        def look() -> Any:
+            row = self.job()
+            if row["step"] and time.monotonic() - self._said_s > 2.0:
+                self._said_s = time.monotonic()
+                loss = f"{row['loss']:.3f}" if row["loss"] is not None else "–"
+                console.print(
+                    f"    step [bold]{row['step']:>4}[/] of {STEPS}   loss {loss}   {row['world']} workers   "
+                    f"{row['steps_per_s'] or 0:.1f} steps/s   [dim]{row['waiting_for'] or ''}[/]"
+                )
+            return row if done(row) else None
+
+        return wait_for(look, deadline_s, what, every_s=0.2)
+
+    def steps_more(self, steps: int) -> Any:
+        start = self.job()["step"] or 0
+        return self.until(lambda row: (row["step"] or 0) >= start + steps, 60.0, f"{steps} more steps")
+
+    def new_incident(self, deadline_s: float, world: int) -> Any:
+        """The next incident after those shown that ends in a world of this size."""
+
+        def look() -> Any:
+            all_of_them = self._node.ask("incidents", JOB)["incidents"]
+            fresh = [i for i in all_of_them[self.seen_incidents :] if i["world_after"] == world]
+            if fresh:
+                self.seen_incidents = len(all_of_them)
+            return fresh[-1] if fresh else None
+
+        return wait_for(look, deadline_s, f"an incident that ends with {world} workers")
+
+
+def show_incident(incident: Any) -> None:
+    console.print(f"    [bold]{incident['detail'] or incident['kind']}[/]")
+    for phase, at_s in sorted(incident["timeline_s"].items(), key=lambda item: item[1]):
+        console.print(f"      {at_s * 1000:7.0f} ms  {phase}")
+    console.print(
+        f"    [green]{incident['steps_lost'] or 0} steps lost[/], {incident['world_before']} → "
+        f"{incident['world_after']} workers, state from: {incident['restored_from']}\n"
+    )
+
+
+def say(title: str, why: str) -> None:
+    console.print(f"\n[bold cyan]{title}[/]\n  {why}")
+
+
+# ── the show ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def submit(node: Node, folder: pathlib.Path) -> None:
+    job = folder / "job.toml"
+    job.write_text(
+        f'name = "{JOB}"\nscript = "{HERE / "train_gpt.py"}"\nargs = ["--steps", "{STEPS}"]\nworkdir = "{folder}"\n'
+        f'nodes = "1:2"\nworkers_per_node = 2\n[checkpoint]\ndir = "{folder / "checkpoints"}"\nevery_s = 10\n'
+    )
+    node.ctl("submit", str(job))
+
+
+def kill_a_worker(watch: Watch) -> None:
+    rank = max(watch.job()["ranks"], key=lambda row: row["rank"])
+    say(
+        f"2  kill -9 {rank['pid']}: the worker of rank {rank['rank']}",
+        "With torchrun every process would be stopped, started anew, and sent\n"
+        "  back to the last checkpoint. Here the others keep their process and\n"
+        "  their state, and wait for the one replacement: it is forked from a\n"
+        "  process that has torch imported, and gets the state from a survivor.",
+    )
+    psutil.Process(rank["pid"]).kill()
+    show_incident(watch.new_incident(30.0, world=4))
+    watch.steps_more(40)
+
+
+def lose_a_node(watch: Watch, b: Node) -> None:
+    say(
+        "3  node b is lost: daemon, agent and workers, all at once",
+        "Nobody says goodbye. The job asked for 1 to 2 nodes, so it goes on\n"
+        "  with one. The global batch stays the same: each worker takes a larger\n"
+        "  part of it, and no sample is skipped or taken twice.",
+    )
+    killed = kill_all(b.tag)
+    console.print(f"    {killed} processes killed")
+    show_incident(watch.new_incident(40.0, world=2))
+    watch.steps_more(40)
+
+
+def bring_it_back(watch: Watch, b: Node) -> None:
+    say(
+        "4  node b comes back",
+        "Its daemon registers, sees that the job has room, and starts an agent.\n"
+        "  The running workers finish their step, and the newcomers join at that\n"
+        "  boundary with the state as it is then.",
+    )
+    b.start()
+    show_incident(watch.new_incident(60.0, world=4))
+
+
+def finish(watch: Watch, a: Node) -> bool:
+    say("5  to the end", "What is left of the steps, undisturbed.")
+    watch.until(lambda row: row["phase"] == "succeeded", 120.0, "the job is done")
+    console.print("\n[dim]$ elasticctl status[/]")
+    console.print(a.ctl("status"), markup=False)
+    incidents = a.ask("incidents", JOB)["incidents"]
+    lost = sum(i["steps_lost"] or 0 for i in incidents)
+    first, last = (watch.losses[step] for step in (min(watch.losses), max(watch.losses)))
+    table = Table(title="what the failures cost")
+    for column in ("what happened", "workers", "seconds", "steps lost"):
+        table.add_column(column, justify="left" if column == "what happened" else "right")
+    for i in incidents:
+        worlds = f"{i['world_before']} → {i['world_after']}"
+        table.add_row(i["detail"] or i["kind"], worlds, f"{i['took_s'] or 0:.2f}", str(i["steps_lost"] or 0))
+    console.print(table)
+    good = lost == 0 and last < first
+    console.print(f"{STEPS} steps done, loss {first:.3f} → {last:.3f}, [bold green]{lost} steps lost[/]")
+    return good
+
+
+def main() -> int:
+    began_s = time.monotonic()
+    say("elasticd: a failure costs under a second and not one step", "Two nodes on this machine, two workers each.")
+    with cluster() as (folder, a, b):
+        watch = Watch(a)
+        say(
+            "1  a job is submitted",
+            "A small GPT learns to write Python from the standard library's own\n"
+            "  source, examples/train_gpt.py: a plain PyTorch loop.",
+        )
+        submit(a, folder)
+        watch.until(lambda row: row["world"] == 4 and (row["step"] or 0) >= 30, 60.0, "the job steps on 4 workers")
+        watch.seen_incidents = len(a.ask("incidents", JOB)["incidents"])
+        kill_a_worker(watch)
+        lose_a_node(watch, b)
+        bring_it_back(watch, b)
+        good = finish(watch, a)
+    console.print(f"[dim]{time.monotonic() - began_s:.0f} s in all; every process of the demo has been ended.[/]")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Failed as failed:
+        console.print(f"[bold red]{failed}[/]")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        console.print("stopped; every process of the demo has been ended")
+        sys.exit(130)
