@@ -134,7 +134,7 @@ class Agents:
         """Monotonic instant at which the next job may be tried again; inf: none waits."""
         return min((t.not_before_s for job, t in self.trouble.items() if job not in self.running), default=math.inf)
 
-    def start(self, config: AgentConfig, python: str, workdir: str) -> None:
+    def start(self, config: AgentConfig, python: str) -> None:
         """Start an agent, or adopt the one that lives already. A failure is noted in `trouble`."""
         job, folder = config.job, Path(config.agent_dir)
         if self.adopt(job):
@@ -149,7 +149,7 @@ class Agents:
                 f"elasticd-job-{job}",
                 [python or sys.executable, "-m", "elastic.agent", str(folder)],
                 launch.environment(),
-                Path(workdir) if workdir and os.path.isdir(workdir) else folder,
+                folder,  # not the job's: a file of its own there must not be imported in place of ours
                 folder / "agent.log",
             )
         except (CannotStart, OSError) as error:

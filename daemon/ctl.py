@@ -298,6 +298,41 @@ def checkpoint_now(client: Client, job: str, as_json: bool) -> None:
     _say(client.post(f"/v1/jobs/{name(job)}/checkpoint"), as_json, f"{job} is asked for a checkpoint")
 
 
+@checkpoint.command("list")
+@click.argument("where", metavar="DIR|JOB")
+@as_json
+@click.pass_obj
+def checkpoint_list(client: Client, where: str, as_json: bool) -> None:
+    """The checkpoints in DIR, or in JOB's folder: newest first, then those set aside as damaged."""
+    from . import ctl_checkpoints
+
+    sys.exit(ctl_checkpoints.show_list(client, where, as_json))
+
+
+@checkpoint.command("verify")
+@click.argument("where", metavar="PATH|DIR|JOB")
+@as_json
+@click.pass_obj
+def checkpoint_verify(client: Client, where: str, as_json: bool) -> None:
+    """Check every byte of one checkpoint, or of all in a folder. Exit code 1: one is damaged."""
+    from . import ctl_checkpoints
+
+    sys.exit(ctl_checkpoints.show_verify(client, where, as_json))
+
+
+@checkpoint.command("export")
+@click.argument("path", type=click.Path(exists=True, file_okay=False))
+@click.argument("target")
+@click.option("--format", "form", type=click.Choice(["torch", "dcp"]), default="torch", show_default=True,
+              help="One file for torch.load, or a torch.distributed.checkpoint directory.")  # fmt: skip
+@as_json
+def checkpoint_export(path: str, target: str, form: str, as_json: bool) -> None:
+    """Write the checkpoint at PATH to TARGET in a form for other tools. Every byte is checked on the way."""
+    from . import ctl_checkpoints
+
+    sys.exit(ctl_checkpoints.export(path, target, form, as_json))
+
+
 def _print(data: Json) -> None:
     click.echo(json.dumps(data, indent=2))
 

@@ -170,6 +170,17 @@ def print_error(out: Console, error: Json) -> None:
     out.print(Text(error["traceback"].rstrip() or error["message"]))
 
 
+def checkpoints(rows: Sequence[Json]) -> None:
+    table = _table("checkpoint", ">step", ">gen", "job", ">world", ">size", "written", "state")
+    for row in rows:
+        state = Text("set aside: damaged", "red") if row["aside"] else Text("committed")
+        table.add_row(
+            row["name"], _or(row["step"]), _or(row["generation"]), row["job"], _or(row["world"]),
+            f"{row['nbytes'] / 1e6:.1f} MB", clock(row["created_wall_s"]), state,
+        )  # fmt: skip
+    console().print(table)
+
+
 def config(data: Json, explain: bool) -> None:
     out = console()
     table = _table("setting", "value", "from")

@@ -212,7 +212,7 @@ class Loop:
                 agent_dir=str(self._agents.dir(job)),
                 logs_dir=str(self._agents.logs_dir(job)),
             )
-            self._agents.start(config, spec.spec.python, spec.spec.workdir)
+            self._agents.start(config, spec.spec.python)
 
     def _write_states(self) -> None:
         for job in self._cluster.by_age():

@@ -1,0 +1,152 @@
+"""Settings: where they come from, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import socket
+
+import pytest
+
+from elasticd import config, host, main
+from elasticd.errors import BadConfig
+from elasticd.settings import EtcdSettings, Settings
+
+
+def write(folder: pathlib.Path, text: str) -> pathlib.Path:
+    path = folder / "elasticd.toml"
+    path.write_text(text)
+    return path
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: pathlib.Path) -> None:
+    path = write(tmp_path, 'cluster = "file"\nnode = "file"\nslots = 1\n')
+    environment = {"ELASTICD_CLUSTER": "environment", "ELASTICD_NODE": "environment", "HOME": "/"}
+    loaded = config.load(path, environment, {"cluster": "flag"})
+    assert (loaded.settings.cluster, loaded.settings.node, loaded.settings.slots) == ("flag", "environment", 1)
+    assert loaded.settings.log_level == "info"
+    wanted = {"cluster": "flag", "node": "environment", "slots": "file", "log_level": "default"}
+    assert {name: loaded.sources[name] for name in wanted} == wanted
+
+
+def test_tables_lists_and_numbers_from_text() -> None:
+    environment = {
+        "ELASTICD_ETCD_ENDPOINTS": "a:1, b:2",
+        "ELASTICD_TIMEOUTS_LEASE_TTL_S": "4.5",
+        "ELASTICD_SLOTS": "auto",
+    }
+    flags = {"etcd.allow_unsound_version": "true", "timeouts.beat_s": "0.2"}
+    settings = config.load(None, environment, flags).settings
+    assert settings.etcd.endpoints == ("a:1", "b:2")
+    assert settings.timeouts.lease_ttl_s == 4.5
+    assert settings.slots == "auto"
+    assert settings.etcd.allow_unsound_version is True
+    assert settings.timeouts.beat_s == 0.2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('clutser = "x"', "clutser = 'x': no such field; did you mean 'cluster'?"),
+        ("[etcd]\nendpoint = []", "etcd.endpoint = []: no such field; did you mean 'endpoints'?"),
+        ("[timeouts]\nlease_ttl = 4", "timeouts.lease_ttl = 4: no such field; did you mean 'lease_ttl_s'?"),
+        ('etcd = "host:2379"', "etcd = 'host:2379': expected a table [etcd]"),
+        ('slots = "many"', "slots = 'many': "),
+        ("slots = 0", "slots = 0: "),
+        ('log_level = "loud"', "log_level = 'loud': invalid enum value 'loud'"),
+        ('cluster = "A B"', "cluster = 'A B': use 1 to 63 of"),
+        ('[etcd]\nendpoints = ["http://x:1"]', "etcd.endpoints = 'http://x:1': write host:port"),
+        ('[etcd]\nendpoints = ["x"]', "etcd.endpoints = 'x': write host:port"),
+        ('[http]\nlisten = "x:99999"', "http.listen = 'x:99999': write host:port"),
+        ('[etcd]\nuser = "root"', "etcd.user and etcd.password_file: give both or neither"),
+        ('[etcd]\nca_file = "/nowhere"', "etcd.ca_file = '/nowhere': cannot be read"),
+        ("[timeouts]\nlease_ttl_s = 2", "timeouts.lease_renew_s (1.5 s) must be below timeouts.lease_ttl_s (2 s)"),
+        ("[timeouts]\nbeat_s = -1", "timeouts.beat_s = -1.0: must be above 0"),
+        (f'socket = "/{"x" * 120}"', "longer than the 107 bytes"),
+        ("cluster = ", "is not TOML"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_value(tmp_path: pathlib.Path, text: str, words: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(BadConfig, match=re.escape(words)) as error:
+        config.load(path, {}, {})
+    assert str(path) in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(BadConfig, match=r"/nowhere/x.toml: cannot be read: No such file"):
+        config.load(pathlib.Path("/nowhere/x.toml"), {}, {})
+
+
+def test_unknown_variables_and_flags_are_refused() -> None:
+    with pytest.raises(BadConfig, match=r"environment variable ELASTICD_CLUSTR: .*did you mean 'cluster'"):
+        config.load(None, {"ELASTICD_CLUSTR": "x"}, {})
+    with pytest.raises(BadConfig, match=r"timeouts.beats = .*did you mean 'beat_s'"):
+        config.load(None, {}, {"timeouts.beats": "1"})
+
+
+def test_every_setting_explains_itself() -> None:
+    docs = config.explain()
+    assert set(docs) == set(config.HINTS)
+    assert not [name for name, text in docs.items() if len(text) < 20]
+
+
+def test_every_setting_is_described_with_its_source() -> None:
+    loaded = config.load(None, {}, {"cluster": "c"})
+    data = main.describe(loaded.settings, loaded.sources)
+    rows = {row["name"]: row for row in data["settings"]}
+    assert rows["cluster"] == {"name": "cluster", "value": "c", "source": "flag", "doc": config.explain()["cluster"]}
+    assert any(rule["below"] == "timeouts.let_go_s" for rule in data["hierarchy"])
+
+
+def test_blanks_are_filled_from_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "GPU_7.Example.org")
+    monkeypatch.setenv("STATE_DIRECTORY", "/var/lib/elasticd")
+    monkeypatch.setenv("RUNTIME_DIRECTORY", "/run/elasticd")
+    full = host.complete(Settings(), ())
+    assert (full.node, full.address, full.interface) == ("gpu_7", "127.0.0.1", "lo")
+    assert (full.state_dir, full.socket) == ("/var/lib/elasticd", "/run/elasticd/elasticd.sock")
+    assert isinstance(full.slots, int)
+    assert full.slots >= 1
+    assert host.complete(Settings(), (0, 1, 2)).slots == 3
+
+
+def test_the_address_follows_the_interface_and_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    far = Settings(etcd=EtcdSettings(endpoints=("10.0.0.1:2379",)))
+    monkeypatch.setattr(host, "route_address", lambda: "10.0.0.7")
+    assert host.complete(far, ()).address == "10.0.0.7"
+    assert host.complete(far, ()).interface == ""
+    assert host.complete(Settings(interface="lo"), ()).address == "127.0.0.1"
+    with pytest.raises(BadConfig, match=r"interface = 'eth99': does not exist here; there are: .*lo"):
+        host.complete(Settings(interface="eth99"), ())
+
+
+@pytest.mark.parametrize(
+    ("hostname", "name"),
+    [("a", "a"), ("Node-1.x.y", "node-1"), ("_w 1_", "w-1"), ("...", "node"), ("x" * 80, "x" * 63)],
+)
+def test_node_names_are_made_fit(hostname: str, name: str) -> None:
+    assert host.node_name(hostname) == name
+
+
+def test_check_only(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--config", str(write(tmp_path, "slots = 3")), "--check"]) == 0
+    assert main.main(["--config", str(write(tmp_path, "slot = 3")), "--check"]) == 78
+    assert "did you mean 'slots'" in capsys.readouterr().err
+
+
+def test_the_example_file_shows_every_setting_and_its_default(tmp_path: pathlib.Path) -> None:
+    example = pathlib.Path(__file__).parents[2] / "systemd" / "elasticd.toml"
+    text = example.read_text()
+    config.load(example, {}, {})  # as it comes
+    without_comments = re.sub(r"(?m)^#(?=[a-z_]+ = )", "", text)
+    loaded = config.load(write(tmp_path, without_comments), {}, {})
+    assert {name for name, source in loaded.sources.items() if source == "file"} == set(config.HINTS)
+    differs = {n for n in config.HINTS if _value(loaded.settings, n) != _value(Settings(), n)}
+    assert differs <= {"socket_group"}
+
+
+def _value(settings: object, name: str) -> object:
+    for part in name.split("."):
+        settings = getattr(settings, part)
+    return settings

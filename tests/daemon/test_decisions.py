@@ -1,0 +1,277 @@
+"""The daemon's smaller pure parts: reading the cluster, job states, signals, GPUs, versions, logs, job files."""
+
+from __future__ import annotations
+
+import pathlib
+import signal
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+from elastic.core.keys import ClusterKeys
+from elastic.core.records import (
+    CordonRecord,
+    DrainRecord,
+    JobState,
+    MemberRecord,
+    NodeRecord,
+    Phase,
+    SpecRecord,
+    encode,
+)
+from elastic.core.spec import JobSpec
+from elasticd import ctl_jobs, etcd_versions, reconcile
+from elasticd.cluster import Cluster, Job, Member, Node, Reader
+from elasticd.etcd_versions import Soundness
+from elasticd.logs import Tail
+from elasticd.settings import EtcdSettings, Settings
+from elasticd.writer import taken
+
+KEYS = ClusterKeys("main")
+NODE = NodeRecord(
+    node="a", hostname="h", address="10.0.0.1", slots=2, gpus=0, version="1", pid=1, started_wall_s=0.0
+)  # fmt: skip
+SPEC = SpecRecord(spec=JobSpec(name="j", script="/t.py"), submitted_wall_s=0.0, submitted_by="x")
+
+
+@dataclass(frozen=True)
+class KV:
+    key: str
+    value: bytes
+    create_revision: int = 1
+    mod_revision: int = 1
+
+
+def read(*kvs: KV) -> Cluster:
+    return Reader(KEYS).read({kv.key: kv for kv in kvs}, 9)
+
+
+# ── reading the cluster ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_records_are_put_together() -> None:
+    job = KEYS.job("j")
+    member = MemberRecord(node="a", incarnation="i", host="h", port=1, slots=2)
+    seen = read(
+        KV(KEYS.node("a"), encode(NODE), create_revision=5),
+        KV(KEYS.cordon("a"), encode(CordonRecord(reason="why", since_wall_s=0.0))),
+        KV(job.spec, encode(SPEC), create_revision=7, mod_revision=8),
+        KV(job.state, encode(JobState(phase=Phase.RUNNING)), mod_revision=9),
+        KV(job.member("a"), encode(member), create_revision=11),
+    )
+    assert seen.nodes["a"].seniority == 5
+    assert seen.nodes["a"].why_not == "cordoned: why"
+    found = seen.jobs["j"]
+    assert (found.submitted, found.spec_revision, found.state_revision) == (7, 8, 9)
+    assert found.members["a"].seniority == 11
+
+
+def test_a_drain_weighs_more_than_a_cordon() -> None:
+    drain = DrainRecord(reason="disk", since_wall_s=0.0)
+    assert Node(NODE, 1, CordonRecord(reason="x", since_wall_s=0.0), drain).why_not == "draining: disk"
+
+
+def test_an_unchanged_key_is_decoded_once() -> None:
+    reader, kv = Reader(KEYS), KV(KEYS.node("a"), encode(NODE))
+    first = reader.read({kv.key: kv}, 1)
+    second = reader.read({kv.key: kv}, 2)
+    assert second.nodes["a"].record is first.nodes["a"].record
+
+
+def test_a_record_of_another_protocol_is_named_and_left_alone() -> None:
+    job = KEYS.job("j")
+    foreign = msgspec.json.encode({"protocol": 99, "phase": "running"})
+    seen = read(KV(job.spec, encode(SPEC)), KV(job.state, foreign), KV(KEYS.node("b"), foreign))
+    assert "speaks protocol 99" in seen.foreign[job.state]
+    assert "same elasticd version" in seen.foreign[KEYS.node("b")]
+    assert seen.jobs["j"].spec is None, "nobody here may act on it"
+    assert not seen.nodes
+
+
+def test_rubbish_is_named_and_left_alone() -> None:
+    seen = read(KV(KEYS.node("b"), b"{"), KV(KEYS.job("j").spec, b'{"protocol": 1, "spec": 3}'))
+    assert "is not a NodeRecord" in seen.foreign[KEYS.node("b")]
+    assert "is not a SpecRecord" in seen.foreign[KEYS.job("j").spec]
+
+
+# ── job states ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def job(phase: Phase, **facts: object) -> Job:
+    return Job(name="j", spec=SPEC, state=JobState(phase=phase), **facts)  # type: ignore[arg-type]
+
+
+def state(of: Job, failed: str = "", here: bool = False, nodes: tuple[str, ...] = ("a",)) -> JobState | None:
+    there = {n: Node(msgspec.structs.replace(NODE, node=n), 1) for n in nodes}
+    return reconcile.job_state(of, Cluster(nodes=there), "a", here, failed, 5.0)
+
+
+def test_a_stopping_job_is_stopped_when_its_last_agent_is_gone() -> None:
+    member = Member(MemberRecord(node="b", incarnation="i", host="h", port=1, slots=1), 1)
+    assert state(job(Phase.STOPPING), here=True) is None
+    assert state(job(Phase.STOPPING, members={"b": member})) is None
+    stopped = state(job(Phase.STOPPING))
+    assert stopped is not None
+    assert (stopped.phase, stopped.since_wall_s) == (Phase.STOPPED, 5.0)
+
+
+def test_a_job_that_cannot_start_anywhere_fails_else_only_the_node_is_set_aside() -> None:
+    alone = state(job(Phase.PENDING), failed="no torch")
+    assert alone is not None
+    assert alone.phase is Phase.FAILED
+    assert alone.reason == "no agent comes up on a: no torch"
+    others = state(job(Phase.PENDING), failed="no torch", nodes=("a", "b"))
+    assert others is not None
+    assert (others.phase, others.avoid) == (Phase.PENDING, ("a",))
+    assert state(job(Phase.RUNNING), failed="x") == msgspec.structs.replace(
+        JobState(phase=Phase.RUNNING), avoid=("a",), reason="no agent comes up on a: x"
+    )
+
+
+def test_nothing_is_written_for_a_job_that_is_over_or_well() -> None:
+    assert state(job(Phase.FAILED), failed="x") is None
+    assert state(job(Phase.RUNNING)) is None
+    assert state(job(Phase.PENDING), failed="x", here=True) is None
+
+
+def test_an_agent_that_outlives_its_job_is_told_once_and_then_killed() -> None:
+    over = job(Phase.SUCCEEDED)
+    grace_s = SPEC.spec.stop_grace_s + reconcile.END_AFTER_S
+    assert reconcile.signal_for(over, grace_s - 1, False) is None
+    assert reconcile.signal_for(over, grace_s + 1, False) is signal.SIGTERM
+    assert reconcile.signal_for(over, grace_s + 1, True) is None
+    assert reconcile.signal_for(over, 2 * grace_s + 1, True) is signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("gpus", "slots", "taken", "picked"),
+    [
+        ((), 4, [], ()),
+        ((0, 1, 2, 3), 2, [], (0, 1)),
+        ((0, 1, 2, 3), 2, [(0, 1)], (2, 3)),
+        ((0, 1), 4, [], (0, 1, 0, 1)),
+        ((0, 1), 1, [(0,), (0,)], (1,)),
+    ],
+)
+def test_gpus_are_shared_out(gpus: tuple[int, ...], slots: int, taken: list[tuple[int, ...]], picked: object) -> None:
+    assert reconcile.pick_gpus(gpus, slots, taken) == picked
+
+
+@pytest.mark.parametrize(
+    ("version", "soundness"),
+    [
+        ("etcd Version: 3.4.23\nGit SHA: x", Soundness.SOUND),
+        ("3.3.25", Soundness.UNKNOWN),
+        ("3.5.0", Soundness.UNSOUND),
+        ("3.5.2", Soundness.UNSOUND),
+        ("3.5.3", Soundness.OLD),
+        ("3.5.12", Soundness.OLD),
+        ("3.5.13", Soundness.SOUND),
+        ("3.6.1", Soundness.SOUND),
+        ("", Soundness.UNKNOWN),
+    ],
+)
+def test_versions_of_etcd(version: str, soundness: Soundness) -> None:
+    assert etcd_versions.judge(version)[0] is soundness
+
+
+def test_an_unsound_etcd_is_refused_where_something_is_to_be_lost() -> None:
+    far = EtcdSettings(endpoints=("10.0.0.1:2379",))
+    assert reconcile.refuses_unsound(Settings(etcd=far))
+    assert not reconcile.refuses_unsound(Settings())
+    assert not reconcile.refuses_unsound(Settings(etcd=EtcdSettings(endpoints=("localhost:2379",))))
+    assert not reconcile.refuses_unsound(Settings(etcd=msgspec.structs.replace(far, allow_unsound_version=True)))
+
+
+def test_a_name_that_another_host_has_is_taken() -> None:
+    assert "another host (h, 10.0.0.1)" in taken(encode(NODE), msgspec.structs.replace(NODE, hostname="other"))
+    assert taken(encode(NODE), msgspec.structs.replace(NODE, pid=2)) == "", "process 1 is no elasticd"
+    assert taken(b"rubbish", NODE) == ""
+    assert "protocol 9" in taken(b'{"protocol": 9}', NODE)
+
+
+# ── logs ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_tail_follows_files_that_grow_appear_and_are_cut(tmp_path: pathlib.Path) -> None:
+    one, two = tmp_path / "slot0.ab.0001.log", tmp_path / "slot1.ab.0002.log"
+    (tmp_path / "slot0.ab.0001.error.json").write_text("{}")
+    one.write_text("a\nb\nc\nhalf")
+    tail = Tail(tmp_path)
+    assert [(line.slot, line.text) for line in tail.last(2)] == [(0, "b"), (0, "c")]
+    with one.open("a") as file:
+        file.write("-whole\n")
+    two.write_text("x\n")
+    assert [(line.slot, line.text) for line in tail.more()] == [(0, "half-whole"), (1, "x")]
+    one.write_text("new\n")
+    assert [line.text for line in tail.more()] == ["new"]
+    with two.open("a") as file:
+        file.write("last words")
+    assert list(tail.more()) == []
+    assert [line.text for line in tail.rest()] == ["last words"]
+    assert list(tail.rest()) == []
+
+
+def test_a_tail_of_one_slot_and_of_nothing(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "slot0.ab.0001.log").write_text("zero\n")
+    (tmp_path / "slot10.ab.0002.log").write_text("ten\n")
+    (tmp_path / "standby.ab.0003.log").write_text("s\n")
+    assert [line.text for line in Tail(tmp_path, 10).last(9)] == ["ten"]
+    assert {line.slot for line in Tail(tmp_path).last(9)} == {0, 10, None}
+    assert Tail(tmp_path / "none").last(9) == []
+
+
+def test_a_long_log_is_read_from_its_end(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "slot0.ab.0001.log").write_text("".join(f"line {i}\n" for i in range(100_000)))
+    assert [line.text for line in Tail(tmp_path).last(2)] == ["line 99998", "line 99999"]
+
+
+# ── job files ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_paths_are_made_absolute_from_here(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "train.py").touch()
+    raw = {"script": "train.py", "python": "venv/bin/python", "checkpoint": {"dir": "ckpt"}}
+    ctl_jobs.resolve(raw, tmp_path)
+    assert raw == {
+        "script": str(tmp_path / "train.py"),
+        "python": str(tmp_path / "venv/bin/python"),
+        "checkpoint": {"dir": str(tmp_path / "ckpt")},
+        "workdir": str(tmp_path),
+    }
+
+
+def test_a_script_may_stand_in_the_workdir(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").touch()
+    raw = {"script": "train.py", "workdir": "src", "python": "python3"}
+    ctl_jobs.resolve(raw, tmp_path)
+    assert (raw["script"], raw["python"]) == (str(tmp_path / "src" / "train.py"), "python3")
+    with pytest.raises(ctl_jobs.BadJob, match=r"script = 'gone.py': there is no such file"):
+        ctl_jobs.resolve({"script": "gone.py"}, tmp_path)
+
+
+def test_a_job_from_a_command(tmp_path: pathlib.Path) -> None:
+    raw = ctl_jobs.from_command(["My Train.py", "--lr", "1"], module=False)
+    assert raw == {"script": "My Train.py", "args": ["--lr", "1"], "name": "my-train"}
+    assert ctl_jobs.from_command(["pkg.train"], module=True)["name"] == "pkg.train"
+    ctl_jobs.override(raw, ["checkpoint.keep=5", "env.A=b", "preload=['numpy']"])
+    assert raw["checkpoint"] == {"keep": 5}
+    assert (raw["env"], raw["preload"]) == ({"A": "b"}, ["numpy"])
+    with pytest.raises(ctl_jobs.BadJob, match="write FIELD=VALUE"):
+        ctl_jobs.override(raw, ["keep"])
+
+
+def test_free_names() -> None:
+    assert ctl_jobs.free_name("t", []) == "t"
+    assert ctl_jobs.free_name("t", ["t", "t-2", "x"]) == "t-3"
+
+
+def test_a_job_file_takes_its_own_name(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "GPT small.toml"
+    path.write_text('script = "t.py"')
+    assert ctl_jobs.from_file(path) == {"script": "t.py", "name": "gpt-small"}
+    path.write_text("script = ")
+    with pytest.raises(ctl_jobs.BadJob, match="is not TOML"):
+        ctl_jobs.from_file(path)
