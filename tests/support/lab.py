@@ -141,10 +141,15 @@ class Host:
         self, argv: Sequence[str | os.PathLike[str]], timeout_s: float = 10.0, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
         """Run `argv` on this host to its end. Raises CalledProcessError for a non-zero exit, TimeoutExpired."""
-        return subprocess.run(
-            self._command(argv), capture_output=True, text=True, timeout=timeout_s, check=check,
+        done = subprocess.run(
+            self._command(argv), capture_output=True, text=True, timeout=timeout_s, check=False,
             env=self._env(None), stdin=subprocess.DEVNULL,
         )  # fmt: skip
+        if check and done.returncode:
+            error = subprocess.CalledProcessError(done.returncode, list(argv), done.stdout, done.stderr)
+            error.add_note(f"on {self.name}, it said:\n{done.stdout}{done.stderr}")
+            raise error
+        return done
 
     def pids(self) -> list[int]:
         """All processes that run on this host, whoever started them."""
@@ -187,8 +192,8 @@ class SystemdHost(Host):
         """Seen inside as /mnt; a file system of the outside."""
 
     def _command(self, argv: Sequence[str | os.PathLike[str]]) -> list[str]:
-        clean = ["env", "-i", "HOME=/root", "LANG=C.UTF-8", f"PATH={_PATH}"]
-        return ["nsenter", "--target", str(self.holder), "--all", "--wd=/", "--", *clean, *map(os.fspath, argv)]
+        clean = ["env", "-i", "--chdir=/", "HOME=/root", "LANG=C.UTF-8", f"PATH={_PATH}"]
+        return ["nsenter", "--target", str(self.holder), "--all", "--", *clean, *map(os.fspath, argv)]
 
     def popen(
         self, argv: Sequence[str | os.PathLike[str]], *, env: Mapping[str, str] | None = None, **options: Any
