@@ -56,7 +56,12 @@ class ModulePart:
         pass
 
     def to(self, device: torch.device) -> None:
+        before = list(self.value.parameters())
         self.value.to(device)
+        if any(a is not b for a, b in zip(before, self.value.parameters(), strict=True)):
+            raise RuntimeError(
+                f"state.{self.name} cannot move to {device} without new parameters; the optimizer has the old"
+            )
 
 
 class ObjectPart:
@@ -156,6 +161,8 @@ class OptimizerPart:
         for name, info in infos.items():
             index, _, key = name.removeprefix(prefix).partition(".")
             if name.startswith(prefix) and "." not in key:
+                if int(index) >= len(params):
+                    raise ValueError(f"{name}: there are only {len(params)} parameters here")
                 param = params[int(index)]
                 device = extra["on"].get(key, param.device.type)
                 fresh.setdefault(param, {})[key] = _fitting(mine.get(name), info, device, like=param)

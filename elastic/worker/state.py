@@ -186,10 +186,13 @@ class State:
         theirs = extra["parts"]
         if list(theirs) != list(self._parts):
             raise ValueError(f"this state has the parts {_listed(self._parts)}, the one that came {_listed(theirs)}")
+        strangers = [info.name for info in table if _part_of(info) not in self._parts]
+        if strangers:
+            raise ValueError(f"{strangers[0]} belongs to no part of this state: {_listed(self._parts)}")
         by_part: dict[str, dict[str, TensorInfo]] = {name: {} for name in self._parts}
-        for info in table:
-            by_part[info.name.partition(".")[0]][info.name] = info
         self._compare(table, modules_only=True)
+        for info in table:
+            by_part[_part_of(info)][info.name] = info
         self._whole = False
         for name, part in self._parts.items():
             part.adopt(by_part[name], theirs[name])
@@ -226,8 +229,7 @@ class State:
 
     def _compare(self, table: Table, *, modules_only: bool) -> None:
         def relevant(info: TensorInfo) -> bool:
-            part = self._parts.get(info.name.partition(".")[0])
-            return not modules_only or isinstance(part, ModulePart)
+            return not modules_only or isinstance(self._parts.get(_part_of(info)), ModulePart)
 
         mine = [info for info in self.table() if relevant(info)]
         theirs = [info for info in table if relevant(info)]
@@ -249,6 +251,10 @@ def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
             f"state.{name} is a {type(tensor).__name__} of layout {tensor.layout}: only dense, whole tensors"
         )
     return TensorInfo(name, code_of(tensor.dtype), tuple(tensor.shape), nbytes_of(tensor))
+
+
+def _part_of(info: TensorInfo) -> str:
+    return info.name.partition(".")[0]
 
 
 def _place(tensor: torch.Tensor) -> object:
