@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..core.model import Agent, Stage
 from ..core.records import BrokenRecord, IncidentRecord, WorkerError
-
-OPEN_ENDED_S = 3600.0
 
 
 @dataclass(slots=True)
@@ -46,16 +45,28 @@ class Incidents:
             self._open.resumed_step = step if self._open.resumed_step is None else self._open.resumed_step
 
     def turn(
-        self, before: Agent, after: Agent, local_broken: BrokenRecord | None, now_s: float, wall_s: float
+        self,
+        before: Agent,
+        after: Agent,
+        local_broken: BrokenRecord | None,
+        newest_step: Callable[[], int],
+        now_s: float,
+        wall_s: float,
     ) -> IncidentRecord | None:
-        self._begin(before, after, local_broken, now_s, wall_s)
+        self._begin(before, after, local_broken, newest_step, now_s, wall_s)
         if self._open is None:
             return None
         self._mark(before, after, now_s)
         return self._end(after, now_s)
 
     def _begin(
-        self, before: Agent, after: Agent, local_broken: BrokenRecord | None, now_s: float, wall_s: float
+        self,
+        before: Agent,
+        after: Agent,
+        local_broken: BrokenRecord | None,
+        newest_step: Callable[[], int],
+        now_s: float,
+        wall_s: float,
     ) -> None:
         number = before.generation.number if before.generation else 0
         broke = number and before.broken < number <= after.broken
@@ -76,7 +87,7 @@ class Incidents:
             node="",
             ranks=(),
             detail=after.generation.why if after.generation else "",
-            step=max([w.step for w in after.workers.values()] + [after.step]),
+            step=max(newest_step(), after.step),
             world_before=before.generation.world,
             stacks=self._stacks,
         )

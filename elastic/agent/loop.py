@@ -100,6 +100,7 @@ class Loop:
         self._contact_wall_s = 0.0
         self._ended: Leave | None = None
         self._terminating = False
+        self._newest_exit = 0
         self._broken_here: BrokenRecord | None = None
         self.saver = Saver(
             self._spec.checkpoint,
@@ -245,18 +246,26 @@ class Loop:
             self.config, self._lives.get(happening.life, slot), happening.life, self.agent.policy.incarnation
         )
         ranks = self.agent.generation.ranks(self.config.node) if self.agent.generation else {}
-        worker = self.agent.workers.get(slot)
         error, fingerprint = read_error(
             files,
             happening,
             node=self.config.node,
             slot=slot,
             rank=ranks.get(slot, -1),
-            step=worker.step if worker else None,
+            step=happening.step,
         )
         log.info("worker.exited", slot=slot, life=happening.life, cause=happening.cause)
+        self._newest_exit = happening.step
         self._turn(
-            WorkerExited(slot, happening.life, happening.cause, happening.code, error=error, fingerprint=fingerprint)
+            WorkerExited(
+                slot,
+                happening.life,
+                happening.cause,
+                happening.code,
+                error=error,
+                fingerprint=fingerprint,
+                step=happening.step,
+            )
         )
 
     def _read_orders(self) -> None:
@@ -287,12 +296,18 @@ class Loop:
         local = self._broken_here
         if local is not None and (self.agent.generation is None or local.generation != self.agent.generation.number):
             local = None
-        record = self._incidents.turn(before, self.agent, local, now_s, time.time())
+        record = self._incidents.turn(before, self.agent, local, self._newest_step, now_s, time.time())
         if record is not None and self._leads():
             self._registry.put_incident(record)
             log.info("incident", **msgspec.to_builtins(record))
         if self.agent.generation is not before.generation or self.agent.view.members != before.view.members:
             self._watch_peers()
+
+    def _newest_step(self) -> int:
+        """The newest step that a rank of this node is known to have committed."""
+        pages = [process.page.read().step for process in self.pool.processes.values()]
+        newest, self._newest_exit = max([*pages, self._newest_exit], default=0), 0
+        return newest
 
     def _leads(self) -> bool:
         return leader(self.agent.view, self.agent.dead, self.agent.generation) == self.config.node

@@ -40,6 +40,8 @@ class Exited:
     life: int
     code: int | None
     signal: str | None
+    step: int
+    """The last step that its beat page shows as committed."""
 
     @property
     def cause(self) -> str:
@@ -259,6 +261,7 @@ class Pool:
             life=process.life,
             code=None if by_signal else result.si_status,
             signal=signal.Signals(result.si_status).name if by_signal else None,
+            step=process.page.read().step,
         )
 
     def reap(self) -> None:

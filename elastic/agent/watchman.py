@@ -6,8 +6,8 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from ..core.model import Agent, Event, Progress, Stage, WorkerSick
 from ..core.spec import Hang
 from .pool import Pool, Process
 
-STACKS_S = 2.0
+STACKS_S = 1.5
 STACK_CHARS = 6000
 
 log = structlog.get_logger()
@@ -71,31 +71,33 @@ class Watchman:
         waiting = next(
             (life for life, b in beats.items() if life != process.life and b.doing is Doing.EXCHANGING), None
         )
-        pids = {f"slot {process.slot} (hung)": process.pid}
+        witnesses = [(f"slot {process.slot} (hung)", process.pid, _process_state(process.pid) != "T")]
         if waiting is not None:
-            pids[f"slot {slots[waiting]} (waits for it)"] = self.pool.processes[waiting].pid
+            # Only a look from outside: it has done nothing wrong and is not to be held up.
+            witnesses.append((f"slot {slots[waiting]} (waits for it)", self.pool.processes[waiting].pid, False))
         log.warning("worker.hung", slot=process.slot, pid=process.pid, evidence=evidence)
 
         def testify() -> None:
-            self.save_stacks({who: stack(pid) for who, pid in pids.items()})
+            with ThreadPoolExecutor(len(witnesses)) as pool:
+                stacks = {who: pool.submit(stack, pid, native) for who, pid, native in witnesses}
+                self.save_stacks({who: future.result() for who, future in stacks.items()})
             self.post(WorkerSick(process.slot, process.life, "hang", evidence))
 
         threading.Thread(target=testify, name="elastic-stacks", daemon=True).start()
 
 
-def stack(pid: int) -> str:
-    """Python and, where it can be had, native stack of a process that may not move. Ends within STACKS_S."""
+def stack(pid: int, native: bool) -> str:
+    """The stack of a process that may not move: Python's, and with `native` what lies below it. Ends within STACKS_S."""
     tool = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
     if tool is None:
         return "py-spy is not installed"
-    began_s = time.monotonic()
-    for options in (["--native"], ["--nonblocking"]):
-        left_s = STACKS_S - (time.monotonic() - began_s)
-        if left_s <= 0:
-            break
+    tries = (
+        [("--native", STACKS_S * 2 / 3), ("--nonblocking", STACKS_S / 3)] if native else [("--nonblocking", STACKS_S)]
+    )
+    for option, limit_s in tries:
         try:
             done = subprocess.run(
-                [tool, "dump", *options, "--pid", str(pid)], capture_output=True, text=True, timeout=left_s, check=False
+                [tool, "dump", option, "--pid", str(pid)], capture_output=True, text=True, timeout=limit_s, check=False
             )
         except subprocess.TimeoutExpired:
             continue

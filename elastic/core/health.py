@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from .beat import Beat, Doing
 from .spec import Hang
 
-STOPPED_STATES = frozenset("Tt")
-"""Process states that prove a worker cannot move: stopped by a signal, or by a debugger."""
+STOPPED_STATE = "T"
+"""The process state that proves a worker cannot move: stopped by a signal. Not 't': a debugger, or a tool that reads
+its stack, holds it for a moment."""
 
 INNOCENT = frozenset({Doing.WAITING, Doing.EXCHANGING, Doing.FORMING, Doing.SYNCING, Doing.DONE})
 
@@ -35,7 +36,7 @@ def patience_s(beat: Beat, rules: Hang) -> float:
 def judge(beat: Beat, process_state: str, rules: Hang, now_s: float) -> Sick | None:
     """`process_state`: the letter of /proc/PID/stat. Returns the evidence against the worker, or None."""
     silent_s = now_s - beat.beat_at_s
-    if process_state in STOPPED_STATES and silent_s >= min(rules.floor_s, patience_s(beat, rules)):
+    if process_state == STOPPED_STATE and silent_s >= min(rules.floor_s, patience_s(beat, rules)):
         return Sick(f"process is stopped (state {process_state}) and silent for {silent_s:.1f} s")
     if beat.doing in INNOCENT or now_s < beat.quiet_until_s:
         return None

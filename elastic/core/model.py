@@ -187,6 +187,8 @@ class WorkerExited:
     code: int | None = None
     error: WorkerError | None = None
     fingerprint: str = ""
+    step: int = 0
+    """The last it had committed, from its beat page."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -273,6 +273,7 @@ class _Turn:
         worker = self.find(event.slot, event.life)
         if worker is None or worker.stage is Stage.GONE:
             return
+        worker = replace(worker, step=max(worker.step, event.step))
         expected = worker.stage in (Stage.KILLED, Stage.LEAVING) or self._over()
         if not self.policy.managed:
             self._plain_exited(worker, event, expected)

@@ -71,13 +71,15 @@ def wrap(
     process_group: dist.ProcessGroup | None = None,
     weight: Weight,
     on_contributed: Callable[[], None],
+    on_received: Callable[[], None] = lambda: None,
     sync_buffers: bool = True,
     **options: Any,
 ) -> DistributedDataParallel:
     """Wrap `model`, whose parameters are already equal on all ranks: nothing is sent here but the bucket layout.
 
     `weight` is asked once per bucket. `on_contributed` is called when the last bucket of a backward has been handed
-    to the group: from then on this rank only waits for the others.
+    to the group: from then on this rank only waits for the others; `on_received` when the sums are here, at the end of
+    that backward: from then on the others may wait for this rank.
     `sync_buffers`: as in stock DDP, rank 0's buffers (BatchNorm's running statistics) are broadcast at the start of
     every training forward, so all ranks keep rank 0's. Without, each rank has its own, and what a lost rank had
     is replaced by the source's; switch it off for models whose buffers never change.
@@ -103,6 +105,8 @@ def wrap(
         work = dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=group, async_op=True)
         if bucket.is_last():
             on_contributed()
+            # DDP's own wait for the sums is queued right after this hook; what is queued from within comes after it.
+            _at_end_of_backward(lambda: _at_end_of_backward(on_received))
         assert work is not None  # only for ranks outside the group
         reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
         return reduced
@@ -112,6 +116,10 @@ def wrap(
     if isinstance(weight, Share):
         weight.attach(wrapped)
     return wrapped
+
+
+def _at_end_of_backward(callback: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
 def _first(future: torch.futures.Future[Any]) -> torch.Tensor:

@@ -103,7 +103,8 @@ class Job:
         if not torch.distributed.is_initialized():
             self._share.attach(model)  # for `Batch.parts`
             return model
-        return ddp.wrap(model, weight=self._share, on_contributed=self._link.contributed, **options)
+        link = self._link
+        return ddp.wrap(model, weight=self._share, on_contributed=link.contributed, on_received=link.entered, **options)
 
     def batches(self, dataset: Any, state: State, *, batch_size: int, **options: Any) -> Iterator[data.Batch]:
         """This rank's part of each global batch of `batch_size` samples, from step `state.step` on.

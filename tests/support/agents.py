@@ -165,13 +165,23 @@ class Job:
             decode(IncidentRecord, kv.value) for _, kv in sorted(self.etcd.get_prefix(self.keys.incidents).kvs.items())
         ]
 
+    def lines(self) -> list[dict[str, Any]]:
+        """All that the workers wrote down; the last line of a killed one may be cut short."""
+        texts = [path.read_text().rpartition("\n")[0] for path in self.record.glob("*.jsonl")]
+        return [json.loads(line) for text in texts for line in text.splitlines()]
+
     def commits(self) -> list[dict[str, Any]]:
         """Every commit of every worker process, in the order of their instants."""
-        lines = []
-        for path in self.record.glob("*.jsonl"):
-            for line in path.read_text().splitlines():
-                lines.append(json.loads(line))
-        return sorted((line for line in lines if "step" in line), key=lambda line: line["at_s"])
+        return sorted((line for line in self.lines() if "step" in line), key=lambda line: line["at_s"])
+
+    def samples(self) -> dict[int, list[int]]:
+        """step -> the samples that went into it, in the last generation in which somebody committed it."""
+        generation = {line["step"]: line["generation"] for line in self.commits()}
+        found: dict[int, list[int]] = {}
+        for line in self.lines():
+            if "part" in line and generation.get(line["part"]) == line["generation"]:
+                found.setdefault(line["part"], []).extend(line["samples"])
+        return found
 
     def steps(self) -> int:
         return max((line["step"] for line in self.commits()), default=0)

@@ -21,6 +21,7 @@ parser.add_argument("--samples", type=int, default=1000)
 parser.add_argument("--width", type=int, default=32)
 parser.add_argument("--step-ms", type=float, default=5.0)
 parser.add_argument("--setup-s", type=float, default=0.0)
+parser.add_argument("--hashes", type=int, default=0)  # of the weights, with each commit
 parser.add_argument("--fail", default="")  # rank:step:kind, struck in the first life of the process only
 ARGS = parser.parse_args()
 
@@ -52,9 +53,12 @@ def train(job: elastic.Job, state: elastic.State) -> None:
     with open(f"{ARGS.record}/{os.getpid()}.jsonl", "a", buffering=1) as log:
         log.write(json.dumps({"entered": state.step, "generation": job.generation, "rank": job.rank}) + "\n")
         for batch in job.batches(Numbers(), state, batch_size=ARGS.batch, steps=ARGS.steps):
+            # Before the exchange: if anybody commits this step, then all of these samples went into it.
+            part = {"part": state.step + 1, "generation": job.generation, "samples": list(batch.indices)}
+            log.write(json.dumps(part) + "\n")
+            fail(job, state)
             loss = F.cross_entropy(model(batch.x), batch.y)
             loss.backward()
-            fail(job, state)
             state.optimizer.step()
             state.optimizer.zero_grad(set_to_none=True)
             time.sleep(ARGS.step_ms / 1000)
@@ -65,18 +69,19 @@ def train(job: elastic.Job, state: elastic.State) -> None:
                 "world": job.world_size,
                 "slot": job.local_rank,
                 "pid": os.getpid(),
-                "samples": list(batch.indices),
-                "at_s": 0.0,
+                **({"hash": digest(state)[:12], "loss": float(loss)} if ARGS.hashes else {}),
             }
             try:
                 job.commit(state, loss=loss)
             finally:
                 if state.step == line["step"]:
-                    line["at_s"] = time.monotonic()
-                    log.write(json.dumps(line) + "\n")
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in state.model.parameters())).hexdigest()
+                    log.write(json.dumps({**line, "at_s": time.monotonic()}) + "\n")
     with open(f"{ARGS.record}/final-{job.rank}.txt", "w") as final:
-        final.write(digest)
+        final.write(digest(state))
+
+
+def digest(state: elastic.State) -> str:
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in state.model.parameters())).hexdigest()
 
 
 def fail(job: elastic.Job, state: elastic.State) -> None:
@@ -103,7 +108,7 @@ def fail(job: elastic.Job, state: elastic.State) -> None:
             pass
     if kind == "nan":
         for p in state.model.parameters():
-            p.grad.fill_(float("nan"))
+            p.data.fill_(float("nan"))
 
 
 if __name__ == "__main__":
