@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +14,9 @@ import torch
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 
-from elastic.worker.group import Group
+from elastic.core.source import NoStateError
+from elastic.worker import broadcast
+from elastic.worker.group import Group, LetGoError, is_communication_error
 from elastic.worker.state import State
 from elastic.worker.sync import synchronise
 
@@ -122,3 +128,155 @@ def test_newcomers_get_bit_identical_state_and_step_on_alike(kind: str) -> None:
     assert results[1]["nbytes"] == results[2]["nbytes"] == 0 < results[0]["nbytes"] == results[3]["nbytes"]
     assert {r["names"] for r in results} == {"('a', {1: [1]})"}
     assert {tuple(r["version"]) for r in results} == {(5, 4)}
+
+
+def first_start(rank: int, world: int, port: int) -> Any:
+    """Three fresh processes with different seeds; then one is replaced before anybody has committed."""
+    state = build(rank)
+    made = group(rank, world, port, 1)
+    synced = synchronise(state, rank=rank, world=world, generation=1)
+    made.close()
+    first = fingerprint(state)
+    if rank == 2:
+        state = build(7)
+    made = group(rank, world, port, 2)
+    again = synchronise(state, rank=rank, world=world, generation=2)
+    made.close()
+    return [synced.source, again.source, again.nbytes > 0, first, fingerprint(state), state.version]
+
+
+def test_fresh_ranks_start_from_one_set_up() -> None:
+    results = run_ranks(first_start, world=3)
+    assert [r[:3] for r in results] == [["setup", "live", False]] * 2 + [["setup", "live", True]]
+    assert len({fingerprint for r in results for fingerprint in r[3:5]}) == 1
+    assert {tuple(r[5]) for r in results} == {(1, 0)}
+
+
+def one_ahead(rank: int, world: int, port: int) -> Any:
+    """Rank 2 committed step 4, the others lost the group in step 4: rank 1 half-way through the optimizer."""
+    state = build(0)
+    for _ in range(3 + (rank == 2)):
+        step(state, generation=1)
+    if rank == 1:
+        state.optimizer.step()
+        assert not state.clean()
+    made = group(rank, world, port, 2)
+    synced = synchronise(state, rank=rank, world=world, generation=2)
+    made.close()
+    return [synced.step, state.clean(), fingerprint(state)]
+
+
+def test_the_rank_that_is_ahead_is_the_source() -> None:
+    results = run_ranks(one_ahead, world=3)
+    assert [r[:2] for r in results] == [[4, True]] * 3
+    assert len({r[2] for r in results}) == 1
+
+
+def from_disk(rank: int, world: int, port: int) -> Any:
+    """Only rank 1 can load; the one it offered is damaged, and `load` took the one before."""
+    state = build(rank)
+
+    def load(kind: str) -> str:
+        older = build(5)
+        for _ in range(2):
+            step(older, generation=3)
+        state.adopt(older.table(), older.extra())
+        for (_, here), (_, there) in zip(state.tensors(), older.tensors(), strict=True):
+            here.copy_(there)
+        state.filled()
+        return f"{kind} step 2 at /here"
+
+    made = group(rank, world, port, 9)
+    synced = synchronise(
+        state, rank=rank, world=world, generation=9, checkpoint=(3, 4) if rank else None, load=load if rank else None
+    )
+    made.close()
+    return [synced.step, synced.source, state.version, fingerprint(state)]
+
+
+def test_one_rank_loads_and_the_others_receive() -> None:
+    results = run_ranks(from_disk, world=3)
+    assert [r[:3] for r in results] == [[2, "checkpoint step 2 at /here", [3, 2]]] * 3
+    assert len({r[3] for r in results}) == 1
+
+
+class Large(nn.Module):
+    def __init__(self, rank: int, megabytes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((megabytes, 1 << 18), float(rank)))
+
+
+def interrupted(rank: int, world: int, port: int) -> Any:
+    """The source dies, or the generation is let go of, while a quarter of a gigabyte is on its way."""
+    state = State(model=Large(rank, 256))
+    if rank == 0:
+        state.committed(1)
+    made = group(rank, world, port, 2)
+    if rank == 0:
+        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGKILL]).start()
+        broadcast.digest = lambda data: time.sleep(0.05) or 0  # type: ignore[assignment,func-returns-value]
+    else:
+        threading.Timer(0.3, made.abort, ["rank 0 died"]).start()
+    with pytest.raises((RuntimeError, LetGoError)) as caught:
+        synchronise(state, rank=rank, world=world, generation=2, check=made.check)
+    assert is_communication_error(caught.value), caught.value
+    del caught
+    made.close()
+    touched = bool((state.model.weight == 0).any())
+    made = group(rank - 1, world - 1, port, 3)
+    with pytest.raises(NoStateError, match="half-changed"):
+        synchronise(state, rank=rank - 1, world=world - 1, generation=3)
+    made.close()
+    return [state.clean(), state.version, touched]
+
+
+def test_an_interrupted_transfer_leaves_no_usable_state() -> None:
+    dead, *others = run_ranks(interrupted, world=3)
+    assert dead == {"died": signal.SIGKILL}
+    assert others == [[False, [0, 0], True]] * 2
+
+
+def mismatch(rank: int, world: int, port: int) -> Any:
+    state = State(model=nn.Linear(3, 4 + rank))
+    if rank == 0:
+        state.committed(1)
+    made = group(rank, world, port, 2)
+    said = ""
+    try:
+        synchronise(state, rank=rank, world=world, generation=2)
+    except (ValueError, RuntimeError) as error:
+        said = str(error)
+    made.abort("one rank failed")
+    made.close()
+    return said
+
+
+def test_another_model_is_named() -> None:
+    said = run_ranks(mismatch, world=2)[1]
+    assert said.startswith("model.weight is F32 [5, 3] here and F32 [4, 3] in the state that came")
+
+
+def damaged(rank: int, world: int, port: int) -> Any:
+    """Rank 1 passes on other bytes than it received: rank 2 notices, rank 1 does not know."""
+    tensors = [torch.full((3 << 20,), float(rank)), torch.full((5,), float(rank))]
+    made = group(rank, world, port, 2)
+    if rank == 1:
+        really = broadcast.dist.isend
+
+        def spoil(data: torch.Tensor, target: int) -> Any:
+            bad = data.clone()
+            bad[-1] ^= 1
+            return really(bad, target)
+
+        broadcast.dist.isend = spoil  # type: ignore[assignment]
+    said = ""
+    try:
+        broadcast.relay(tensors, previous=rank - 1 if rank else None, following=rank + 1 if rank < world - 1 else None)
+    except broadcast.CorruptError as error:
+        said = str(error)
+    made.close()
+    return said
+
+
+def test_damage_on_the_way_is_found() -> None:
+    assert run_ranks(damaged, world=3) == ["", "", "2 of 2 slices of the state arrived damaged, the first is 0"]
