@@ -7,8 +7,10 @@ import logging
 import os
 import sys
 import threading
+import time
 import uuid
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import structlog
@@ -25,6 +27,7 @@ log = structlog.get_logger()
 
 ALREADY_RUNS_EXIT = 4
 NO_SPEC_EXIT = 5
+LOCK_S = 1.0
 
 
 def main(argv: list[str]) -> int:
@@ -33,9 +36,7 @@ def main(argv: list[str]) -> int:
     Path(config.logs_dir).mkdir(parents=True, exist_ok=True)
     _log_to(folder / "agent.log")
     lock = open(folder / "lock", "w")  # noqa: SIM115 - held as long as the process lives
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _take(lock):
         log.error("agent.already_runs", folder=str(folder))
         return ALREADY_RUNS_EXIT
     lock.write(str(os.getpid()))
@@ -54,6 +55,20 @@ def main(argv: list[str]) -> int:
         return 1
     finally:
         etcd.close()
+
+
+def _take(lock: IO[str]) -> bool:
+    """A starting daemon may hold the lock for a moment, to see whether an agent lives."""
+    deadline_s = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline_s:
+                return False
+            threading.Event().wait(0.02)  # flock has no time-out
+        else:
+            return True
 
 
 def _run(config: AgentConfig, etcd: Etcd, keys: JobKeys, spec: SpecRecord) -> int:

@@ -18,7 +18,16 @@ import msgspec
 from ..core import membership
 from ..core.keys import ClusterKeys
 from ..core.membership import Change, JobView, Limits
-from ..core.records import BrokenRecord, GenerationRecord, JobState, MemberRecord, Phase, SpeaksAnotherProtocol, encode
+from ..core.records import (
+    BrokenRecord,
+    GenerationRecord,
+    JobState,
+    MemberRecord,
+    Phase,
+    SpeaksAnotherProtocol,
+    decode,
+    encode,
+)
 from ..etcd import Absent, Delete, Etcd, EtcdError, Lease, ModIs, Op, Put, View
 from .store import Stores
 from .torchrun import Settings
@@ -105,9 +114,9 @@ class Party:
         lease, self._lease = self._lease, None
         told = True
         try:
-            self._clean_up()
             if lease is not None and not lease.lost:
                 self.etcd.revoke(lease.id)
+                self._clean_up()
         except EtcdError as error:
             told = False
             log.warning("rendezvous.left_unheard node=%s error=%s", self.node, error)
@@ -283,13 +292,12 @@ class Party:
 
     def _clean_up(self) -> None:
         """The last one out leaves nothing behind, except that a closed run stays closed for a while."""
-        view = self.view
-        if view.generation is None or set(view.members) - {self.node}:
+        if self.etcd.newest(self.keys.members).count:
             return
-        then: list[Op] = [Delete(self.keys.generation)]
-        if view.broken is not None:
-            then.append(Delete(self.keys.broken(view.broken.generation)))
-        self.etcd.txn([ModIs(self.keys.generation, view.generation_revision)], then)
+        if (last := self.etcd.get(self.keys.generation)) is not None:
+            number = decode(GenerationRecord, last.value).number
+            then = [Delete(self.keys.generation), Delete(self.keys.broken(number))]
+            self.etcd.txn([ModIs(self.keys.generation, last.mod_revision)], then)
 
     def close_run(self) -> None:
         """Nobody may form a generation of this run any more. Raises EtcdError."""

@@ -109,10 +109,7 @@ class Peers:
                 del self._lines[line.id]
         now_s = time.monotonic()
         for peer, address in wanted.items():
-            line = self._lines.get(peer)
-            if line is None:
-                line = _Line(peer, address)
-                self._lines[peer] = line
+            line = self._lines.setdefault(peer, _Line(peer, address))
             if line.sock is None and now_s >= line.deadline_s:
                 self._connect(line)
             elif line.sock is not None and not line.connected and now_s >= line.deadline_s:

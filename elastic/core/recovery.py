@@ -13,7 +13,7 @@ import math
 from dataclasses import replace
 
 from . import messages
-from .membership import Wait, leader, next_generation
+from .membership import Limits, Wait, leader, next_generation
 from .model import (
     IN_GROUP,
     Agent,
@@ -133,6 +133,13 @@ class _Turn:
         if generation is None or generation.place(self.policy.node, self.policy.incarnation) is None:
             return {}
         return generation.ranks(self.policy.node)
+
+    def limits(self) -> Limits:
+        """How many nodes the job may have, as its spec says now (`elasticctl scale`)."""
+        spec = self.agent.view.spec
+        if spec is None:
+            return self.policy.limits
+        return Limits(spec.spec.min_nodes, spec.spec.max_nodes, spec.spec.join_wait_s)
 
     def steps_advance(self) -> bool:
         if not self.policy.managed:
@@ -421,7 +428,7 @@ class _Turn:
             for m in agent.view.members.values()
             if m.record.node != self.policy.node and m.record.ready and m.record.draining is None
         )
-        if others < self.policy.limits.min_nodes and not due:
+        if others < self.limits().min_nodes and not due:
             if agent.drain_saved or not self.policy.spec.checkpoint.dir:
                 due = True
             else:
@@ -607,7 +614,7 @@ class _Turn:
             if view.state.phase is not Phase.SUCCEEDED:
                 self.ask(PutPhase(Phase.SUCCEEDED, "", view.state_revision), f"succeeded {view.state_revision}")
             return
-        limits = self.policy.limits
+        limits = self.limits()
         ready = sum(1 for m in view.members.values() if m.record.ready)
         if ready < limits.min_nodes:
             self.change(min_reached_s=None)

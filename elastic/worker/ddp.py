@@ -119,7 +119,7 @@ def wrap(
 
 
 def _at_end_of_backward(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
@@ -143,5 +143,5 @@ class _FixedLayout(DistributedDataParallel):
         self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
 
     def _build_params_for_reducer(self) -> Any:
-        parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        parameters, expect_sparse = super()._build_params_for_reducer()
         return parameters[::-1], expect_sparse[::-1]

@@ -184,11 +184,11 @@ class _LossReader:
         if loss.device.type != "cuda":
             return float(loss)
         value = None
-        if self._event is not None and self._copy is not None and self._event.query():
+        if self._event is not None and self._copy is not None and self._event.query():  # type: ignore[no-untyped-call]
             value, self._event = float(self._copy), None
         if self._event is None:
             self._copy = torch.empty((), dtype=loss.dtype, pin_memory=True) if self._copy is None else self._copy
             self._copy.copy_(loss, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
         return value

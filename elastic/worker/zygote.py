@@ -91,7 +91,8 @@ def _warm() -> list[str]:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
-        torch.nn.functional.cross_entropy(model(torch.ones(2, 4)), torch.zeros(2, dtype=torch.int64)).backward()
+        loss = torch.nn.functional.cross_entropy(model(torch.ones(2, 4)), torch.zeros(2, dtype=torch.int64))
+        torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     threads = len(os.listdir("/proc/self/task"))
