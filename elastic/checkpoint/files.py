@@ -16,8 +16,12 @@ class Files:
     """The real one. Methods raise OSError."""
 
     def mkdir(self, path: str) -> None:
-        """Like ``mkdir -p``."""
-        os.makedirs(path, exist_ok=True)
+        """One folder; it may be there already. Durable once its parent is synced."""
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            if not os.path.isdir(path):
+                raise
 
     def create(self, path: str, *, direct: bool = False) -> int:
         """A descriptor of a new, empty file. `direct` asks for O_DIRECT; a file system without it gets plain writes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -54,15 +55,22 @@ class Found:
 
 
 def newest_good(
-    directory: str, job: str, *, hashes: bool = True, threads: int = READ_THREADS, files: Files = REAL
+    directory: str,
+    job: str,
+    *,
+    hashes: bool = True,
+    skip: Iterable[Aside] = (),
+    threads: int = READ_THREADS,
+    files: Files = REAL,
 ) -> Found | None:
     """The newest checkpoint of `job` that passes its checks; None where there has never been one.
 
     `hashes=False` checks manifests and sizes only, for a caller that goes on to `load`, which checks while it reads.
+    `skip`: those that such a caller has found wanting; they head the answer's `aside`.
     Raises NoGoodCheckpoint when there are checkpoints, even ones set aside long ago, but none is good: starting from
     zero must then be a person's decision.
     """
-    aside: list[Aside] = []
+    aside = list(skip)
     for _ in range(_LOOKS):
         paths = _by_age(directory, files)
         for path in paths:

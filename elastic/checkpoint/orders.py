@@ -67,7 +67,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int = 0
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
-    """What retention removed, or could not."""
+    """Commit: old checkpoints that could not be removed the last time, and why."""
 
     @property
     def ok(self) -> bool:

@@ -10,7 +10,7 @@ import ctypes
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -21,7 +21,7 @@ from .errors import CheckpointError, Damaged
 from .files import REAL, Files
 from .find import READ_THREADS, Aside, Found, Spare, newest_good, read_piece, set_aside
 
-__all__ = ["Mismatch", "load", "resume"]
+__all__ = ["Mismatch", "load", "load_newest", "resume"]
 
 Into = Callable[[TensorInfo], torch.Tensor | None]
 """Where a tensor of the checkpoint goes; None: it is not wanted."""
@@ -32,20 +32,30 @@ class Mismatch(CheckpointError):
 
 
 def resume(directory: str, job: str, into: Into, *, threads: int = READ_THREADS, files: Files = REAL) -> Found | None:
+    """`load_newest` into tensors that are there already, whatever the checkpoint holds."""
+    return load_newest(directory, job, lambda _: into, threads=threads, files=files)
+
+
+def load_newest(
+    directory: str,
+    job: str,
+    prepare: Callable[[Found], Into],
+    *,
+    threads: int = READ_THREADS,
+    files: Files = REAL,
+) -> Found | None:
     """Load the newest good checkpoint; each byte is read once, and checked.
 
-    None where there has never been a checkpoint. A damaged one is set aside, and the one before is loaded over
-    whatever had been read of it. Raises NoGoodCheckpoint, Mismatch.
+    `prepare` is shown each candidate, to make room for its tensors, before it is loaded. None where there has never
+    been a checkpoint. A damaged one is set aside, one that cannot be read is passed over, and the one before is loaded
+    over whatever had been read of it. Raises NoGoodCheckpoint, Mismatch.
     """
     aside: tuple[Aside, ...] = ()
-    while found := newest_good(directory, job, hashes=False, files=files):
-        found = replace(found, aside=(*aside, *found.aside))
+    while found := newest_good(directory, job, hashes=False, skip=aside, files=files):
         before = files.identity(found.path)
         try:
-            load(found, into, threads=threads)
+            load(found, prepare(found), threads=threads)
         except Damaged as damage:
-            if damage.reason == "unreadable":
-                raise
             aside = (*found.aside, set_aside(found.path, damage, before=before, files=files))
         else:
             return found

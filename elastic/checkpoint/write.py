@@ -68,7 +68,7 @@ def write_share(
         extra=dict(extra) if extra is not None else arena.extra(),
     )
     path = os.path.join(folder, share.file)
-    files.mkdir(folder)
+    _make_folder(folder, files)
     try:
         hashes = _write_pieces(path, data, share, files, threads)
     except OSError:
@@ -81,6 +81,15 @@ def write_share(
     _write_whole(os.path.join(folder, m.share_note(share.share, share.shares)), m.encode(share, digest), files)
     files.sync_dir(folder)
     return share
+
+
+def _make_folder(path: str, files: Files) -> None:
+    """With the folders above it. Each new one is made durable: fsync of a folder does not reach to its own name."""
+    if files.identity(path) is None:
+        parent = os.path.dirname(os.path.abspath(path))
+        _make_folder(parent, files)
+        files.mkdir(path)
+        files.sync_dir(parent)
 
 
 def _write_pieces(path: str, data: memoryview, share: m.Share, files: Files, threads: int) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from .write import commit, shares_missing, write_share
 MAX_PACKET_BYTES = 64 * 1024
 _LOOK_EVERY_S = 0.05
 _PR_SET_PDEATHSIG = 1
+_FAILED_KEPT = 32
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class Writer:
         self._pending: list[_Pending] = []
         self._failed: dict[tuple[int, int], str] = {}
         """Saves of which a share of ours failed: no use waiting for the others."""
+        self._notes: tuple[str, ...] = ()
 
     def run(self) -> None:
         """Until the other end is closed."""
@@ -85,8 +87,10 @@ class Writer:
                 raise SaveFailed(f"the arena is {state} with step {header.step} of generation {header.generation}")
             share = write_share(arena, order.directory, threads=order.threads)
         except (OSError, CheckpointError) as error:
-            why = self._failed[order.step, order.generation] = orders.describe(error)
+            why = orders.describe(error)
+            self._failed = {**dict(list(self._failed.items())[-_FAILED_KEPT:]), (order.step, order.generation): why}
             return _with(result, error=why, seconds=time.monotonic() - started_s)
+        self._failed.pop((order.step, order.generation), None)
         return _with(result, path=share.file, nbytes=share.nbytes, seconds=time.monotonic() - started_s)
 
     def _arena(self, fd: int) -> Arena:
@@ -129,11 +133,12 @@ class Writer:
         except (OSError, CheckpointError) as error:
             result = _with(result, error=orders.describe(error))
         else:
-            result = _with(result, path=path)
+            result = _with(result, path=path, notes=self._notes)
         self._reply(_with(result, seconds=time.monotonic() - pending.started_s))
         if result.ok:
             # After the answer: nobody waits for old files to go. What could not be removed is said with the next one.
-            prune(order.directory, order.job, order.keep, order.keep_every_steps, trusted=result.path)
+            _, failed = prune(order.directory, order.job, order.keep, order.keep_every_steps, trusted=result.path)
+            self._notes = tuple(failed[:8])
         return True
 
     def _copy_up(self, order: orders.CopyUp) -> None:

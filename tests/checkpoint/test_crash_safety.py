@@ -25,7 +25,7 @@ from elastic.checkpoint.files import Files
 from elastic.checkpoint.read import resume
 from elastic.checkpoint.retention import prune
 
-ROOT = "/c"
+ROOT = "/disk/checkpoints"
 
 
 class Died(BaseException):
@@ -48,7 +48,7 @@ class Model(Files):
 
     def __init__(self, *, fail_at: int = -1, die_at: int = -1, error: int = errno.EIO) -> None:
         self.root = Node(folder=True)
-        self.root.names["c"] = self.root.safe_names["c"] = Node(folder=True)
+        self.root.names["disk"] = self.root.safe_names["disk"] = Node(folder=True)
         self.calls = 0
         self._fail_at, self._die_at, self._error = fail_at, die_at, error
         self._open: dict[int, Node] = {}
@@ -150,13 +150,19 @@ class Model(Files):
         return bytes(self._at(path).data)
 
     def names(self, path: str) -> list[str]:
-        return sorted(self._at(path).names)
+        try:
+            return sorted(self._at(path).names)
+        except FileNotFoundError:
+            return []
 
     def size(self, path: str) -> int:
         return len(self._at(path).data)
 
     def identity(self, path: str) -> tuple[int, int] | None:
-        return (0, id(self._at(path)))
+        try:
+            return (0, id(self._at(path)))
+        except FileNotFoundError:
+            return None
 
 
 Image = dict[str, bytes]
@@ -199,12 +205,12 @@ def history(model: Model) -> Iterator[int]:
 
 def on_disk(disk: Image, folder: Path) -> str:
     shutil.rmtree(folder, ignore_errors=True)
-    (folder / "c").mkdir(parents=True)
+    folder.mkdir(parents=True)
     for name, data in disk.items():
         path = folder / name[1:]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-    return str(folder / "c")
+    return str(folder) + ROOT
 
 
 def check(directory: str, least: int) -> int:

@@ -141,7 +141,8 @@ def test_a_read_only_disk_still_gives_the_one_before(tmp_path: Path, monkeypatch
         assert [a.path for a in found.aside] == [str(tmp_path / "step-20")]
 
 
-def test_an_unreadable_one_is_left_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["newest_good", "resume"])
+def test_an_unreadable_one_is_left_in_place(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(str(tmp_path), 10)
     save(str(tmp_path), 20)
     real = os.preadv
@@ -152,7 +153,12 @@ def test_an_unreadable_one_is_left_in_place(tmp_path: Path, monkeypatch: pytest.
         return real(fd, buffers, at)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    found = newest_good(str(tmp_path), "job")
+    tensors = blank()
+    if by == "resume":
+        found = resume(str(tmp_path), "job", lambda info: tensors[info.name])
+        assert torch.equal(tensors["weight"], state_at(10)["weight"])
+    else:
+        found = newest_good(str(tmp_path), "job")
     assert found is not None
     assert found.step == 10
     assert [(a.reason, a.path) for a in found.aside] == [("unreadable", str(tmp_path / "step-20"))]

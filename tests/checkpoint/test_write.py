@@ -57,10 +57,21 @@ def test_space_is_reserved_before_the_first_byte_and_all_is_synced_before_the_re
             return super().__getattribute__(name)
 
     save(str(tmp_path), 20, shares=1, files=Logged())
-    share = ["mkdir", "create", "reserve", "write_at", "write_at", "write_at", "write_at", "write_at", "write_at"]
+    share = [
+        "mkdir",
+        "sync_dir",
+        "create",
+        "reserve",
+        "write_at",
+        "write_at",
+        "write_at",
+        "write_at",
+        "write_at",
+        "write_at",
+    ]
     small = ["create", "write_at", "sync", "close", "rename"]
-    assert log[:9] == share
-    assert [call for call in log[9:] if call != "write_at"] == [
+    assert log[:10] == share
+    assert [call for call in log[10:] if call != "write_at"] == [
         *("truncate", "sync", "close"),
         *[call for call in small if call != "write_at"],
         "sync_dir",

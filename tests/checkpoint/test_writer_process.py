@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from support.ckpt import filled, state_at
@@ -101,6 +102,21 @@ def test_a_commit_that_waits_for_others_holds_nothing_up(writer: WriterProcess, 
         results = {result.step: result for result in writer.wait(20)}
     assert results[20].ok
     assert results[30].error == "step 30: 2 of 2 shares were not written: 0, 1"
+
+
+def test_old_ones_that_cannot_be_removed_are_said_with_the_next_commit(writer: WriterProcess, tmp_path: Path) -> None:
+    with filled(state_at(0), 0) as arena:
+        for step in (10, 20, 30):
+            arena.fill(list(state_at(step).values()))
+            arena.seal(step, 1)
+            writer.submit(write(tmp_path, step), arena)
+            writer.submit(msgspec.structs.replace(commit(tmp_path, step), keep=1))
+            result = writer.wait(20)[-1]
+            assert result.ok
+            if step == 10:
+                (tmp_path / "step-10" / "a folder").mkdir()  # not a file of ours: it is not removed
+    (note,) = result.notes
+    assert "step-10" in note
 
 
 def test_its_death_fails_what_it_had_not_answered_and_the_next_order_starts_another(
