@@ -128,6 +128,7 @@ def test_below_min_nobody_starts_and_the_deadline_says_what_was_missing(run: Run
     assert not run.etcd.get_prefix(run.keys.members).kvs, "who gave up is not counted"
 
 
+@pytest.mark.slow
 def test_max_is_not_exceeded_and_a_spare_takes_a_lost_ones_place(run: Run) -> None:
     a, b = run.node(2, 2), run.node(2, 2)
     run.formed(a, b)
@@ -174,6 +175,7 @@ def test_leaving_is_seen_at_once(run: Run) -> None:
     assert not stay[0].is_closed(), "leaving closes nothing for the others"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_lost_node_makes_the_others_re_form(run: Run, victim: int) -> None:
     nodes = [run.node(1, 2) for _ in range(2)]
@@ -219,6 +221,7 @@ def test_all_failing_at_once_make_one_new_generation(run: Run) -> None:
     assert run.generation().number == 2
 
 
+@pytest.mark.slow
 def test_a_node_lost_while_they_meet_does_not_hold_the_others(run: Run) -> None:
     a, b = run.node(1, 2), run.node(1, 2)
     run.formed(a, b)
@@ -248,15 +251,16 @@ def test_the_last_one_out_leaves_nothing_in_etcd(run: Run) -> None:
     assert not run.etcd.get_prefix(run.keys.root).kvs
 
 
+@pytest.mark.slow
 def test_an_id_is_used_again_after_everybody_was_killed(run: Run) -> None:
-    for node in (nodes := [run.node(2, 2) for _ in range(2)]):
-        assert node
+    nodes = [run.node(2, 2) for _ in range(2)]
     run.formed(*nodes)
     for node in nodes:
         kill(node)
     run.formed(*(run.node(2, 2, last_call_timeout="0.1") for _ in range(2)))
 
 
+@pytest.mark.slow
 def test_etcd_away_for_longer_than_the_leases_disturbs_nobody(run: Run) -> None:
     a, b = run.node(2, 2), run.node(2, 2)
     run.formed(a, b)
@@ -268,6 +272,7 @@ def test_etcd_away_for_longer_than_the_leases_disturbs_nobody(run: Run) -> None:
     assert ranks(run.formed(a, b)) == {0, 1}, "and it can re-form"
 
 
+@pytest.mark.slow
 def test_a_wiped_etcd_gets_its_generation_back(run: Run) -> None:
     a, b = run.node(2, 2), run.node(2, 2)
     run.formed(a, b)
@@ -278,6 +283,7 @@ def test_a_wiped_etcd_gets_its_generation_back(run: Run) -> None:
     holds(lambda: a.num_nodes_waiting() + b.num_nodes_waiting() == 0, 3.5)
 
 
+@pytest.mark.slow
 def test_begun_while_etcd_is_away(run: Run) -> None:
     run.server.stop()
     nodes = [run.node(2, 2) for _ in range(2)]
