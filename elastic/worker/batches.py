@@ -150,7 +150,7 @@ def batches(
         for step, (indices, data) in zip(range(state.step, end), loaded, strict=True):
             whole = plan.at(step)
             batch = Batch(
-                data=_to(device, data),
+                data=move(device, data),
                 indices=indices,
                 step=step,
                 epoch=whole.epoch,
@@ -264,11 +264,12 @@ def _as_is(loaded: Any) -> Any:
     return loaded
 
 
-def _to(device: torch.device | str | None, data: Any) -> Any:
+def move(device: torch.device | str | None, data: Any) -> Any:
+    """`data` with its tensors on `device`."""
     if device is None or torch.device(device).type == "cpu":
         return data
 
-    def move(leaf: Any) -> Any:
+    def moved(leaf: Any) -> Any:
         return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
 
-    return pytree.tree_map(move, data)
+    return pytree.tree_map(moved, data)

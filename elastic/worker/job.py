@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import batches as data
-from . import ddp
+from . import ddp, streams
 from .numbers import Fingerprint, disagreeing, is_bad
 from .state import State
 
@@ -115,6 +115,26 @@ class Job:
             dataset,
             state,
             batch_size=batch_size,
+            rank=self.rank,
+            world=self.world_size,
+            device=self.device,
+            share=self._share,
+            **options,
+        )
+
+    def streams(
+        self, make: streams.Make, state: State, *, count: int, batch_size: int, steps: int, **options: Any
+    ) -> Iterator[data.Batch]:
+        """As `batches`, for data that can only be read in order: `count` streams, `make(stream, count)` each.
+
+        The state needs a part for them: ``elastic.State(…, streams=None)``. See `streams.streams` for what is promised.
+        """
+        return streams.streams(
+            make,
+            state,
+            count=count,
+            batch_size=batch_size,
+            steps=steps,
             rank=self.rank,
             world=self.world_size,
             device=self.device,

@@ -1,0 +1,117 @@
+"""Streams: each sample once and in order, through changes of the world and restarts from the kept state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic.worker import streams as module
+from elastic.worker.batches import Batch
+from elastic.worker.streams import streams
+
+pytest.importorskip("torchdata")
+
+
+class Counting:
+    """Stream n gives n·1000, n·1000 + 1, …; counts what was read from it."""
+
+    def __init__(self, number: int, length: int, stateful: bool) -> None:
+        self.number, self.length, self.at, self.read = number, length, 0, 0
+        if stateful:
+            self.state_dict = lambda: {"at": self.at}
+            self.load_state_dict = self._load
+
+    def _load(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < self.length:
+            self.at += 1
+            self.read += 1
+            yield self.number * 1000 + self.at - 1
+        self.at = 0
+
+
+class Job:
+    """A job whose ranks run one after the other; what they exchange meets in `kept`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, length: int = 1000, stateful: bool = True) -> None:
+        self.step, self.kept = 0, None
+        self.taken: dict[int, list[int]] = {}
+        self.read = 0
+        self._length, self._stateful = length, stateful
+        self._exchange: dict[int, dict[str, Any]] = {}
+        monkeypatch.setattr(module, "_exchanged", lambda mine, world: {str(n): s.state() for n, s in mine.items()})
+
+    def run(self, world: int, until: int, **options: Any) -> None:
+        """All ranks of `world` from the present step on; then the state as a checkpoint would hold it."""
+        kept: dict[str, Any] | None = None
+        for rank in range(world):
+            state = SimpleNamespace(step=self.step, streams=json.loads(json.dumps(self.kept)))
+            made: list[Counting] = []
+
+            def make(number: int, count: int, made: list[Counting] = made) -> Counting:
+                made.append(Counting(number, self._length, self._stateful))
+                return made[-1]
+
+            options = {"count": 4, "batch_size": 8, "keep_every": 3} | options
+            for batch in streams(make, state, steps=until, rank=rank, world=world, **options):
+                self._take(batch)
+                state.step += 1
+            self.read += sum(stream.read for stream in made)
+            if kept is None or state.streams["step"] == kept["step"]:
+                kept = {
+                    "step": state.streams["step"],
+                    "states": (kept or {"states": {}})["states"] | state.streams["states"],
+                }
+        self.step, self.kept = until, kept
+
+    def _take(self, batch: Batch) -> None:
+        for value in batch.data.tolist():
+            self.taken.setdefault(value // 1000, []).append(value % 1000)
+
+
+@pytest.mark.parametrize("stateful", [True, False])
+def test_each_sample_once_and_in_order_over_changing_worlds(monkeypatch: pytest.MonkeyPatch, stateful: bool) -> None:
+    job = Job(monkeypatch, stateful=stateful)
+    for world, until in ((2, 4), (3, 5), (1, 11), (4, 13), (2, 20)):
+        job.run(world, until)
+    assert job.taken == {n: list(range(40)) for n in range(4)}
+
+
+def test_a_stateful_stream_is_not_read_again_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    job.run(1, 100)
+    before = job.read
+    job.run(2, 102)
+    assert job.read - before <= 4 * 2 * (2 + 1)  # the steps since the last exchange, and the new ones
+
+
+def test_a_stream_that_ends_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, length=6)
+    job.run(2, 4)
+    job.run(1, 7)
+    assert job.taken[3] == [0, 1, 2, 3, 4, 5] * 2 + [0, 1]
+
+
+def test_numbers_that_do_not_go_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    with pytest.raises(ValueError, match="batch_size = 9"):
+        job.run(1, 1, batch_size=9)
+    with pytest.raises(ValueError, match=r"count = 4 streams: not enough for a world of 5"):
+        job.run(5, 1)
+    with pytest.raises(ValueError, match="fewer samples"):
+        Job(monkeypatch, length=1).run(1, 1)
+
+
+def test_indices_number_the_samples_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for rank in range(2):
+        state = SimpleNamespace(step=3, streams=None)
+        loop = streams(lambda n, _: range(100), state, count=2, batch_size=4, steps=9, rank=rank, world=2)
+        found += next(loop).indices
+    assert found == [12, 13, 14, 15]
