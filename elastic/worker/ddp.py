@@ -143,5 +143,5 @@ class _FixedLayout(DistributedDataParallel):
         self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
 
     def _build_params_for_reducer(self) -> Any:
-        parameters, expect_sparse = super()._build_params_for_reducer()
+        parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         return parameters[::-1], expect_sparse[::-1]
