@@ -73,6 +73,7 @@ def _take(lock: IO[str]) -> bool:
 
 def _run(config: AgentConfig, etcd: Etcd, keys: JobKeys, spec: SpecRecord) -> int:
     # torch takes a second or two to import; the zygote does the same at the same time.
+    from . import torch_agent
     from .loop import Loop
     from .peers import Peers
     from .registry import Registry
@@ -108,7 +109,7 @@ def _run(config: AgentConfig, etcd: Etcd, keys: JobKeys, spec: SpecRecord) -> in
     peers.start()
     watch = etcd.watch(keys.root, loop.post)
     try:
-        return loop.run(env)
+        return torch_agent.run(torch_agent.NodeAgent(loop, stores, env, environment.argv(job)))
     finally:
         watch.close()
         registry.leave()

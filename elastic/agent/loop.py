@@ -9,7 +9,9 @@ import random
 import selectors
 import signal
 import socket
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -53,7 +55,7 @@ from ..core.model import (
     WorkerStepping,
     WorkerSynced,
 )
-from ..core.records import BrokenRecord, SpeaksAnotherProtocol, SpecRecord
+from ..core.records import BrokenRecord, GenerationRecord, IncidentRecord, SpeaksAnotherProtocol, SpecRecord
 from ..core.recovery import step
 from ..etcd import View
 from . import environment, status
@@ -100,6 +102,10 @@ class Loop:
         self._contact_wall_s = 0.0
         self._ended: Leave | None = None
         self._terminating = False
+        self.changed = threading.Event()
+        """Set at each new generation, for whoever waits for one."""
+        self.on_generation: Callable[[Agent, GenerationRecord], None] = lambda agent, generation: None
+        self.on_incident: Callable[[IncidentRecord], None] = lambda incident: None
         self._newest_exit = 0
         self._broken_here: BrokenRecord | None = None
         self.saver = Saver(
@@ -299,7 +305,11 @@ class Loop:
         record = self._incidents.turn(before, self.agent, local, self._newest_step, now_s, time.time())
         if record is not None and self._leads():
             self._registry.put_incident(record)
+            self.on_incident(record)
             log.info("incident", **msgspec.to_builtins(record))
+        if self.agent.generation is not None and self.agent.generation is not before.generation:
+            self.on_generation(self.agent, self.agent.generation)
+            self.changed.set()
         if self.agent.generation is not before.generation or self.agent.view.members != before.view.members:
             self._watch_peers()
 

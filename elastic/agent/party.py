@@ -69,6 +69,8 @@ class Party:
         self._enough_since_s: float | None = None
         self._newcomers_since_s: float | None = None
         self._written_revision = 0
+        self._unheard: tuple[int, str, int] | None = None
+        """Number, host and port of the store of a generation that we could not hear whether we published."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="elastic-party", daemon=True)
         self._again_s = 0.0
@@ -207,7 +209,9 @@ class Party:
             key = self.keys.broken(record.generation)
             unchanged = ModIs(self.keys.generation, view.generation_revision)
             self.etcd.txn([Absent(key), unchanged], [Put(key, encode(record))])
-        self._give_up = None
+        with self.changed:
+            if self._give_up is record:
+                self._give_up = None
 
     # Leading
 
@@ -271,13 +275,16 @@ class Party:
         before = view.generation or current
         number = before.number + 1 if before else 1
         try:
-            host, port = self._stores.open(number)
+            # After a publication of unknown outcome, the store that it named must live on.
+            if self._unheard is None or self._unheard[0] != number:
+                self._unheard = (number, *self._stores.open(number))
         except (OSError, RuntimeError) as error:
             self.waiting_for = f"cannot open a store on {self.host}: {error}"
             log.warning("rendezvous.no_store host=%s error=%s", self.host, error)
             with self.changed:
                 self._again_s = time.monotonic() + 1
             return
+        _, host, port = self._unheard
         record = GenerationRecord(
             number=number, places=change.places, store_host=host, store_port=port, leader=self.node, why=change.why
         )
@@ -285,6 +292,7 @@ class Party:
         if view.broken is not None:
             then.append(Delete(self.keys.broken(view.broken.generation)))
         result = self.etcd.txn([ModIs(self.keys.generation, view.generation_revision)], then)
+        self._unheard = None
         if result.ok:
             self._written_revision = result.revision
             self._enough_since_s = self._newcomers_since_s = None
@@ -292,7 +300,7 @@ class Party:
 
     def _clean_up(self) -> None:
         """The last one out leaves nothing behind, except that a closed run stays closed for a while."""
-        if self.etcd.newest(self.keys.members).count:
+        if self.fault or self.etcd.newest(self.keys.members).count:
             return
         if (last := self.etcd.get(self.keys.generation)) is not None:
             number = decode(GenerationRecord, last.value).number

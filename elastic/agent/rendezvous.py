@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
+import msgspec
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -21,7 +22,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from ..core.records import GenerationRecord, JobState, decode
+from ..core.records import GenerationRecord, JobState, SpeaksAnotherProtocol, decode
 from ..etcd import Etcd, EtcdDenied, EtcdError
 from .party import Party
 from .torchrun import BACKEND, Settings
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 
 _CONNECT_S = 2.0
 """Deadline of one try to reach a store."""
+
+_STORE_FAILURES = 30
+"""So many failed requests to a store in a row, 0.1 s apart, and it is given up."""
 
 
 class EtcdRendezvousHandler(RendezvousHandler):
@@ -109,7 +113,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
             kv = self._etcd.get(self._party.keys.state)
         except EtcdError as error:
             raise RendezvousConnectionError(str(error)) from error
-        return kv is not None and decode(JobState, kv.value).phase.over
+        try:
+            return kv is not None and decode(JobState, kv.value).phase.over
+        except (SpeaksAnotherProtocol, msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise RendezvousStateError(str(error)) from error
 
     def set_closed(self) -> None:
         try:
@@ -189,10 +196,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if here is None:
             return None
         if here == len(generation.places):
-            store.set("elastic/all_here", "1")
-        pause_s = 0.002
-        while not _attempt(lambda: store.check(["elastic/all_here"])):  # its wait() would fill the log with time-outs
-            if not worth_it():
+            _attempt(lambda: store.set("elastic/all_here", "1"))
+        pause_s, failed = 0.002, 0
+        # Not its wait(): that one writes a line about every time-out.
+        while not (all_here := _attempt(lambda: store.check(["elastic/all_here"]))):
+            failed = failed + 1 if all_here is None else 0
+            if failed > _STORE_FAILURES or not worth_it():
                 return None
             with party.changed:
                 party.changed.wait(pause_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 KEPT = 2
 """The present generation's and the one before: its clients may still be letting go."""
@@ -26,6 +26,13 @@ class Stores:
         for old in sorted(self._open)[:-KEPT]:
             del self._open[old]
         return self._host, store.port
+
+    def client(self, generation: int, host: str, port: int) -> Store:
+        """The store of `generation`, here or elsewhere, with its keys under a prefix of their own."""
+        store = self._open.get(generation) or TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        return PrefixStore(f"agents/{generation}", store)
 
     def close(self) -> None:
         self._open.clear()

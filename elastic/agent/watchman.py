@@ -87,7 +87,7 @@ class Watchman:
 
 
 def stack(pid: int, native: bool) -> str:
-    """The stack of a process that may not move: Python's, and with `native` what lies below it. Ends within STACKS_S."""
+    """The stack of a process that may not move: Python's, and with `native` what lies below. Ends within STACKS_S."""
     tool = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
     if tool is None:
         return "py-spy is not installed"

@@ -1,0 +1,191 @@
+"""The agent as torch.distributed.elastic knows one: its WorkerSpec, its rendezvous, its events and metrics.
+
+`SimpleElasticAgent.run` stays torch's; `_invoke_run` is ours: an event-driven loop in place of the stock one, which
+polls, and stops and starts every worker on each change.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.metrics.api import put_metric
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from ..core.model import Agent, Stage
+from ..core.records import GenerationRecord, IncidentRecord, Phase
+from .loop import Loop
+from .store import Stores
+
+NEXT_S = 600.0
+METRICS = "elasticd"
+
+_STATES = {
+    Stage.STARTING: WorkerState.INIT,
+    Stage.READY: WorkerState.INIT,
+    Stage.FORMING: WorkerState.INIT,
+    Stage.RUNNING: WorkerState.HEALTHY,
+    Stage.YIELDING: WorkerState.HEALTHY,
+    Stage.LEAVING: WorkerState.UNHEALTHY,
+    Stage.KILLED: WorkerState.STOPPED,
+    Stage.GONE: WorkerState.STOPPED,
+    Stage.DONE: WorkerState.SUCCEEDED,
+}
+
+
+class LoopRendezvous(RendezvousHandler):
+    """The generation that the loop knows, in torch's terms. The loop itself never waits for a rendezvous."""
+
+    def __init__(self, loop: Loop, stores: Stores) -> None:
+        self._loop = loop
+        self._stores = stores
+
+    def get_backend(self) -> str:
+        return "elastic"
+
+    def get_run_id(self) -> str:
+        return self._loop.config.job
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """The newest generation that this node is a member of. Raises RendezvousTimeoutError after NEXT_S seconds."""
+        policy, deadline_s = self._loop.agent.policy, time.monotonic() + NEXT_S
+        while not self.is_closed():
+            self._loop.changed.clear()
+            generation = self._loop.agent.generation
+            if generation is not None and generation.place(policy.node, policy.incarnation) is not None:
+                return self._info(generation)
+            if not self._loop.changed.wait(max(0.0, deadline_s - time.monotonic())):
+                raise RendezvousTimeoutError(f"no generation with node {policy.node} within {NEXT_S:g} s")
+        raise RendezvousClosedError(f"job {self.get_run_id()} is over")
+
+    def _info(self, generation: GenerationRecord) -> RendezvousInfo:
+        node = self._loop.agent.policy.node
+        rank = next(i for i, place in enumerate(generation.places) if place.node == node)
+        host, port = generation.store_host, generation.store_port
+        store = self._stores.client(generation.number, host, port)
+        return RendezvousInfo(store, rank, len(generation.places), RendezvousStoreInfo(host, port))
+
+    def is_closed(self) -> bool:
+        return self._loop.agent.view.state.phase.over
+
+    def set_closed(self) -> None:
+        """Nothing: whether the job is over stands in its state, not with one node."""
+
+    def num_nodes_waiting(self) -> int:
+        agent = self._loop.agent
+        placed = {place.node for place in agent.generation.places} if agent.generation else set()
+        return sum(1 for node, m in agent.view.members.items() if m.record.ready and node not in placed)
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class NodeAgent(SimpleElasticAgent):
+    """One job on this node, run by torch's own `SimpleElasticAgent.run`."""
+
+    def __init__(self, loop: Loop, stores: Stores, env: dict[str, str], script: tuple[str, ...]) -> None:
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=loop.config.slots,
+            rdzv_handler=LoopRendezvous(loop, stores),
+            entrypoint=script[0],
+            args=script[1:],
+            max_restarts=loop.agent.policy.spec.restarts.budget,
+            monitor_interval=loop.config.timeouts.beat_s,
+        )
+        super().__init__(spec)
+        self.loop = loop
+        self._env = env
+        loop.on_generation = self._adopted
+        loop.on_incident = self._metered
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        put_metric("agent.starts", 1, METRICS)
+        self.exit_code = self.loop.run(self._env)
+        return self._monitor_workers(self._worker_group)
+
+    def _adopted(self, agent: Agent, generation: GenerationRecord) -> None:
+        """Torch's books of who is who, for its events."""
+        group, ranks = self._worker_group, generation.ranks(agent.policy.node)
+        places = [place.node for place in generation.places]
+        group.group_rank = places.index(agent.policy.node) if ranks else None  # type: ignore[assignment]
+        group.group_world_size = len(places)  # type: ignore[assignment]
+        group.workers = [
+            Worker(
+                local_rank=slot,
+                global_rank=rank,
+                role_rank=rank,
+                world_size=generation.world,
+                role_world_size=generation.world,
+            )
+            for slot, rank in ranks.items()
+        ]
+
+    def _metered(self, incident: IncidentRecord) -> None:
+        put_metric("recovery.count", 1, METRICS)
+        if (stepping_s := incident.timeline_s.get("stepping")) is not None:
+            put_metric("recovery.duration.ms", int(stepping_s * 1000), METRICS)
+        put_metric("recovery.steps_lost", incident.steps_lost or 0, METRICS)
+
+    # ── torch's seam ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """The loop starts workers by itself; these are they: slot -> pid."""
+        processes = self.loop.pool.processes
+        return {slot: processes[w.life].pid for slot, w in self.loop.agent.workers.items() if w.life in processes}
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        for life in tuple(self.loop.pool.processes):
+            self.loop.pool.kill(life, gently=True)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        agent = self.loop.agent
+        phase = agent.view.state.phase
+        ranks = {w.global_rank for w in worker_group.workers}
+        if phase is Phase.SUCCEEDED:
+            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+        if phase is Phase.FAILED:
+            return RunResult(WorkerState.FAILED, failures=self._failures())
+        states = {_STATES[w.stage] for w in agent.workers.values()}
+        state = WorkerState.HEALTHY if states <= {WorkerState.HEALTHY, WorkerState.SUCCEEDED} else WorkerState.STOPPED
+        return RunResult(state, return_values=dict.fromkeys(ranks))
+
+    def _failures(self) -> dict[int, ProcessFailure]:
+        error = self.loop.agent.view.state.error
+        if error is None or error.node != self.loop.agent.policy.node:
+            return {}
+        code = error.exit_code or 1
+        if error.signal:
+            code = -signal.Signals[error.signal].value
+        failure = ProcessFailure(local_rank=error.slot, pid=0, exitcode=code, error_file="")
+        failure.error_file_data = {"message": error.message}
+        return {error.rank: failure}
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self.loop.pool.close()
+
+
+def run(agent: NodeAgent) -> int:
+    """To the end of the job on this node. Returns the agent's exit code."""
+    try:
+        agent.run("default")
+    except SignalException:
+        return 1
+    return agent.exit_code
