@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from support.etcd_server import EtcdServer
@@ -24,7 +25,7 @@ from elastic.agent.rendezvous import EtcdRendezvousHandler
 from elastic.agent.torchrun import create_handler
 from elastic.core.keys import ClusterKeys
 from elastic.core.records import GenerationRecord, decode
-from elastic.etcd import Etcd
+from elastic.etcd import Etcd, EtcdUnavailable, TxnResult
 
 pytestmark = pytest.mark.etcd
 
@@ -219,6 +220,24 @@ def test_all_failing_at_once_make_one_new_generation(run: Run) -> None:
     run.formed(*nodes)
     run.formed(*nodes)
     assert run.generation().number == 2
+
+
+def test_a_publication_whose_answer_is_lost(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = run.node(2, 2), run.node(2, 2)
+    lost = []
+    for node in (a, b):
+
+        def txn(*args: Any, real: Callable[..., TxnResult] = node._etcd.txn) -> TxnResult:
+            result = real(*args)
+            if not lost:
+                lost.append(result)
+                raise EtcdUnavailable("no answer")
+            return result
+
+        monkeypatch.setattr(node._etcd, "txn", txn)
+    assert ranks(run.formed(a, b)) == {0, 1}
+    assert lost[0].ok
+    assert run.generation().number == 1
 
 
 @pytest.mark.slow
