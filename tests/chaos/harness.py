@@ -200,7 +200,7 @@ class Job:
         found: list[dict[str, Any]] = self.cluster.api("GET", f"/v1/incidents?job={self.name}")["incidents"]
         return found
 
-    def wait_step(self, step: int, deadline_s: float = 30.0) -> History:
+    def wait_step(self, step: int, deadline_s: float = 60.0) -> History:
         """Until `step` steps are committed somewhere."""
         eventually(lambda: self._alive() and self.history.step() >= step, deadline_s, f"step {step}")
         return self._history
@@ -210,7 +210,7 @@ class Job:
             raise RuntimeError(f"job {self.name} is {phase}: {self.row()['reason']}")
         return True
 
-    def wait_over(self, phase: str = "succeeded", deadline_s: float = 60.0) -> History:
+    def wait_over(self, phase: str = "succeeded", deadline_s: float = 90.0) -> History:
         """Until the job is over, which must be in `phase`."""
         over = eventually(
             lambda: seen if (seen := self.phase()) in ("succeeded", "failed", "stopped") else "",
@@ -226,7 +226,7 @@ class Job:
         half.write_text(json.dumps(content))
         half.rename(self.folder / f"fault.{fault}.json")
 
-    def wait_struck(self, fault: str, deadline_s: float = 30.0) -> dict[str, Any]:
+    def wait_struck(self, fault: str, deadline_s: float = 60.0) -> dict[str, Any]:
         return eventually(lambda: self._alive() and self.history.struck(fault), deadline_s, f"{fault} strikes")
 
     def worker(self, rank: int) -> int:

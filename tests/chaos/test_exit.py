@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 from chaos.harness import Cluster
+from chaos.reference import undisturbed
 from support.history import final_sha256
 from support.procs import alive, kill
 from support.wait import eventually
@@ -13,15 +12,6 @@ from support.wait import eventually
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 
 STEPS = 40
-
-
-@functools.cache
-def undisturbed(world: int, steps: int) -> str:
-    """Fingerprint of the final weights of a run in which nothing happens."""
-    with Cluster(nodes=1, slots=world) as cluster:
-        job = cluster.submit(steps=steps, pace_s=0.0)
-        job.wait_over()
-        return final_sha256(job.check())
 
 
 def test_undisturbed() -> None:

@@ -1,0 +1,17 @@
+"""What a run comes to when nothing happens to it."""
+
+from __future__ import annotations
+
+import functools
+
+from chaos.harness import Cluster
+from support.history import final_sha256
+
+
+@functools.cache
+def undisturbed(world: int, steps: int) -> str:
+    """Fingerprint of the final weights, computed once a session."""
+    with Cluster(nodes=1, slots=world) as cluster:
+        job = cluster.submit(steps=steps, pace_s=0.0)
+        job.wait_over()
+        return final_sha256(job.check())

@@ -1,0 +1,87 @@
+"""etcd and the daemons fail: training does not notice; a failure meanwhile waits, with all state kept (G4, G5)."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from chaos.harness import Cluster, Job
+from chaos.reference import undisturbed
+from support.history import final_sha256
+from support.procs import kill
+from support.wait import eventually, holds
+
+pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
+
+
+def steps_on(job: Job, more: int = 40) -> None:
+    there = job.history.step()
+    eventually(lambda: job.history.step() >= there + more, 30.0, f"{more} steps after {there}")
+
+
+def test_etcd_and_daemons_come_and_go() -> None:
+    """In one run: daemons killed and started, etcd killed beyond every lease, paused, and back."""
+    steps, pace_s = 600, 0.05
+    with Cluster(nodes=2, slots=1) as cluster:
+        (etcd,) = cluster.etcd
+        job = cluster.submit(steps=steps, pace_s=pace_s)
+        job.wait_step(20)
+        workers = job.workers()
+
+        for node in cluster.nodes:
+            node.kill_daemon()
+        steps_on(job)
+        for node in cluster.nodes:
+            node.start()
+
+        etcd.kill()
+        lease_s = cluster.timeouts["lease_ttl_s"]
+        steps_on(job, int(2 * lease_s / pace_s))
+        cluster.start_etcd()
+        eventually(lambda: all(n.state() == "ready" for n in cluster.nodes), 15.0, "the daemons are back")
+        steps_on(job)
+
+        etcd.pause()
+        steps_on(job, int(2 * lease_s / pace_s))
+        etcd.cont()
+
+        assert job.workers() == workers
+        job.wait_over(deadline_s=90.0)
+        history = job.check()
+        assert history.generations() == [1]
+        assert final_sha256(history) == undisturbed(2, steps)
+        assert max(history.gaps_s()) < 1.0
+
+
+def test_a_failure_while_etcd_is_away_waits_and_is_repaired() -> None:
+    steps = 150
+    with Cluster(nodes=2, slots=1) as cluster:
+        (etcd,) = cluster.etcd
+        job = cluster.submit(steps=steps)
+        job.wait_step(20)
+        survivor = job.worker(0)
+        etcd.kill()
+        kill(job.worker(1), signal.SIGKILL)
+        there = eventually(lambda: job.history.step(), 5.0)
+        holds(lambda: job.history.step() <= there + 3, 4.0, "nobody steps on alone")
+        cluster.start_etcd()
+        job.wait_over(deadline_s=60.0)
+        history = job.check()
+        assert history.generations() == [1, 2]
+        assert survivor in job.workers().values()
+        assert final_sha256(history) == undisturbed(2, steps)
+
+
+def test_etcd_wiped_and_started_empty() -> None:
+    """What it forgot is written again by those who know it; no step is lost."""
+    steps = 300
+    with Cluster(nodes=2, slots=1) as cluster:
+        (etcd,) = cluster.etcd
+        job = cluster.submit(steps=steps)
+        job.wait_step(20)
+        workers = job.workers()
+        etcd.kill()
+        etcd.wipe()
+        cluster.start_etcd()
+        steps_on(job)
+        assert job.workers() == workers

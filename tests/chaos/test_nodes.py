@@ -1,0 +1,121 @@
+"""Nodes are lost, cut off, hang and come back, on a network of their own (G2, G9)."""
+
+from __future__ import annotations
+
+import pytest
+from chaos.harness import Cluster, Job, now_s
+from support.wait import eventually, holds
+
+pytestmark = [pytest.mark.chaos, pytest.mark.etcd, pytest.mark.netns]
+
+
+def world(job: Job) -> int:
+    """Size of the newest generation that commits."""
+    history = job.history
+    return history.of(history.generations()[-1])[0].world
+
+
+def until_world(job: Job, size: int, deadline_s: float = 40.0) -> None:
+    eventually(lambda: world(job) == size, deadline_s, f"a world of {size}")
+
+
+def test_power_off_shrinks_and_power_on_grows() -> None:
+    """Silent loss: the lease must run out. Then the job goes on smaller, and takes the node back at a boundary."""
+    with Cluster(nodes=3, slots=1, network=True) as cluster:
+        job = cluster.submit(nodes="2:3", steps=1200, pace_s=0.03, join_wait_s=30.0)
+        job.wait_step(20)
+        assert world(job) == 3
+        before = job.history.step()
+        struck_s = now_s()
+        cluster.nodes[2].power_off()
+        until_world(job, 2)
+        back_s = job.history.back_s(struck_s, 1)
+        assert back_s < cluster.timeouts["lease_ttl_s"] + 4.0, back_s
+        assert job.history.step() >= before
+
+        assert cluster.hosts is not None
+        cluster.hosts.heal()
+        cluster.nodes[2].start()
+        until_world(job, 3)
+        job.wait_over(deadline_s=120.0)
+        history = job.check()
+        assert len(history.generations()) == 3
+        cluster.workers_gone()
+
+
+def test_process_tree_killed_is_seen_at_once() -> None:
+    """The host answers with refusals: no lease is waited for."""
+    with Cluster(nodes=2, slots=1, network=True, timeouts={"lease_ttl_s": 20.0, "form_s": 60.0}) as cluster:
+        job = cluster.submit(nodes="1:2", steps=400)
+        job.wait_step(20)
+        struck_s = now_s()
+        cluster.nodes[1].kill_all()
+        until_world(job, 1, deadline_s=15.0)
+        assert job.history.back_s(struck_s, 1) < 5.0
+        job.wait_over()
+        job.check()
+
+
+def test_below_min_it_waits_with_its_state_kept() -> None:
+    with Cluster(nodes=2, slots=1, network=True) as cluster:
+        job = cluster.submit(nodes="2:2", steps=300)
+        job.wait_step(20)
+        survivor = job.worker(0)
+        victim = next(n for n in cluster.nodes if survivor not in n.pids())
+        victim.power_off()
+        eventually(lambda: job.phase() == "waiting", 20.0, "the job waits")
+        assert job.row()["waiting_for"]
+        at = job.history.step()
+        holds(lambda: job.history.step() == at, 1.5, "no step below min")
+        assert cluster.hosts is not None
+        cluster.hosts.heal()
+        victim.start()
+        job.wait_over()
+        job.check()
+        assert survivor in job.workers().values()
+
+
+@pytest.mark.parametrize("one_way", [False, True], ids=["both_ways", "one_way"])
+def test_cut_off_from_etcd_alone(one_way: bool) -> None:
+    """Its lease runs out though it works on with the others: steps prove its life, and nobody is condemned."""
+    with Cluster(nodes=2, slots=1, network=True) as cluster:
+        assert cluster.hosts is not None
+        job = cluster.submit(steps=400, pace_s=0.03)
+        job.wait_step(20)
+        workers = job.workers()
+        cluster.hosts.partition(1, 2, one_way=one_way)  # host 2 is etcd's
+        there = job.history.step()
+        eventually(lambda: job.history.step() >= there + 250, 40.0, "it trains on for more than two leases")
+        cluster.hosts.heal()
+        job.wait_over()
+        assert job.check().generations() == [1]
+        assert job.workers() == workers
+
+
+def test_cut_off_from_its_peers_alone() -> None:
+    """Both sides reach etcd: one world at most goes on, and it becomes whole when the network does."""
+    with Cluster(nodes=3, slots=1, network=True) as cluster:
+        assert cluster.hosts is not None
+        job = cluster.submit(nodes="1:3", steps=900, pace_s=0.03, hang={"floor_s": 1.0, "ceiling_s": 15.0})
+        job.wait_step(20)
+        cluster.hosts.isolate(2, keep=[3])
+        there = job.history.step()
+        eventually(lambda: job.history.step() >= there + 60, 60.0, "a world without the cut goes on")
+        cluster.hosts.heal()
+        job.wait_over(deadline_s=150.0)
+        job.check(frozen=["node2"])
+
+
+def test_a_frozen_node_is_left_behind_and_does_no_harm_when_it_thaws() -> None:
+    with Cluster(nodes=3, slots=1, network=True) as cluster:
+        job = cluster.submit(nodes="2:3", steps=900, pace_s=0.03, hang={"floor_s": 1.0, "ceiling_s": 15.0})
+        job.wait_step(20)
+        host = cluster.nodes[2].host
+        assert host is not None
+        host.freeze()
+        until_world(job, 2)
+        there = job.history.step()
+        eventually(lambda: job.history.step() >= there + 20, 20.0)
+        host.thaw()
+        job.wait_over(deadline_s=150.0)
+        job.check(frozen=["node2"])
