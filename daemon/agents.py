@@ -29,6 +29,8 @@ from .threads import Threads
 
 FIRST_PAUSE_S = 0.2
 """From an agent's death to the next start: long enough to hear from etcd that the job is over."""
+AFTER_LEAVING_S = 1.0
+"""From an agent's peaceful end to the next start for the same job."""
 LONGEST_PAUSE_S = 30.0
 T = TypeVar("T", AgentConfig, AgentStatus, AgentOrders)
 
@@ -96,10 +98,13 @@ class Agents:
         self.jobs_dir.mkdir(parents=True, exist_ok=True)
         for folder in sorted(self.jobs_dir.iterdir()):
             if folder.name not in self.running:
-                self.adopt(folder.name)
+                try:
+                    self.adopt(folder.name)
+                except OSError as error:  # out of descriptors, say: `start` will look again
+                    self._log.error("agent.cannot_look", job=folder.name, why=str(error))
 
-    def adopt(self, job: str) -> bool:
-        """Take up the agent of `job` if one lives."""
+    def adopt(self, job: str, fallback: AgentConfig | None = None) -> bool:
+        """Take up the agent of `job` if one lives. `fallback` stands in for a config.json that was damaged."""
         folder = self.dir(job)
         status = _read(folder / "status.json", AgentStatus)
         pid = launch.holder(folder / "lock")
@@ -108,7 +113,10 @@ class Agents:
         config = _read(folder / "config.json", AgentConfig)
         if config is None:
             self._log.error("agent.unreadable", job=job, pid=pid, file=str(folder / "config.json"))
-            return False
+            if fallback is None:
+                return False
+            write(folder / "config.json", fallback)
+            config = fallback
         running = Running(config, pid, time.monotonic())
         running.status = status if status and status.pid == pid else None
         running.orders = _read(folder / "orders.json", AgentOrders) or AgentOrders()
@@ -137,9 +145,9 @@ class Agents:
     def start(self, config: AgentConfig, python: str) -> None:
         """Start an agent, or adopt the one that lives already. A failure is noted in `trouble`."""
         job, folder = config.job, Path(config.agent_dir)
-        if self.adopt(job):
-            return
         try:
+            if self.adopt(job, config):
+                return
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             Path(config.logs_dir).mkdir(parents=True, exist_ok=True)
             (folder / "status.json").unlink(missing_ok=True)
@@ -166,6 +174,10 @@ class Agents:
             return
         del self.running[event.job]
         lived_s = time.monotonic() - running.since_s
+        if event.code == 0:  # it left in peace: the job is over, or leaves this node
+            self._log.info("agent.left", job=event.job, pid=event.pid, lived_s=round(lived_s, 3))
+            self.trouble[event.job] = Trouble(not_before_s=time.monotonic() + AFTER_LEAVING_S)
+            return
         self._log.warning("agent.gone", job=event.job, pid=event.pid, code=event.code, lived_s=round(lived_s, 3))
         if lived_s > STABLE_S:
             self.trouble.pop(event.job, None)
@@ -196,7 +208,11 @@ class Agents:
         running = self.running[job]
         if running.orders == orders:
             return
-        write(self.dir(job) / "orders.json", orders)
+        try:
+            write(self.dir(job) / "orders.json", orders)
+        except OSError as error:  # a full disk: the next turn tries again
+            self._log.error("agent.cannot_order", job=job, why=str(error))
+            return
         running.orders = orders
         self._log.info("agent.ordered", job=job, draining=orders.draining, checkpoint=orders.checkpoint)
         if running.status is not None:  # it reports, so its handler stands: before that, SIGHUP would end it

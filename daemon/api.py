@@ -16,6 +16,7 @@ import select
 import socket
 import socketserver
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -28,6 +29,8 @@ from .routes import Service
 from .views import SCHEMA, Json
 
 MAX_BODY_BYTES = 1024 * 1024
+MAX_REQUESTS = 64
+"""At one time; followed logs among them."""
 IDLE_S = 30.0
 """How long a request may take to arrive."""
 
@@ -36,6 +39,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     service: Service  # set by `serve`
     timeout = IDLE_S
     server_version = "elasticd"
+    _raw = b""
 
     def do_GET(self) -> None:
         self._route("GET")
@@ -50,6 +54,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
         try:
+            # Read in any case: a client must not be cut off while it still sends.
+            self._raw = self._receive()
             answer, names = routes.find(method, url.path)
             answer(self, query, **{name: unquote(value) for name, value in names.items()})
         except Refused as refused:
@@ -80,12 +86,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(content).encode() + b"\n")
         self.wfile.flush()
 
-    def body(self) -> dict[str, Any]:
+    def _receive(self) -> bytes:
         text = self.headers.get("Content-Length") or "0"
         length = int(text) if text.isdigit() else MAX_BODY_BYTES + 1
         if length > MAX_BODY_BYTES:
             raise Refused(413, f"the request's body may have {MAX_BODY_BYTES} bytes")
-        raw = self.rfile.read(length)
+        return self.rfile.read(length)
+
+    def body(self) -> dict[str, Any]:
+        raw = self._raw
         try:
             content = json.loads(raw or b"{}")
         except ValueError as error:
@@ -120,7 +129,27 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 class UnixServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
-    request_queue_size = 64
+    request_queue_size = MAX_REQUESTS
+
+    def __init__(self, path: str, handler: type[Handler]) -> None:
+        self._log = handler.service.log
+        self._room = threading.BoundedSemaphore(MAX_REQUESTS)
+        super().__init__(path, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._room.acquire(timeout=IDLE_S):
+            self._log.warning("api.full", requests=MAX_REQUESTS)
+            return self.shutdown_request(request)
+        return super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        self._log.error("api.failed", exc_info=True)  # this request only: its client sees the connection end
 
     def get_request(self) -> tuple[socket.socket, Any]:
         connection, _ = super().get_request()

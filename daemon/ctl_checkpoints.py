@@ -1,4 +1,7 @@
-"""elasticctl checkpoint list, verify, export: asks `python -m elastic.checkpoint`, a process of its own."""
+"""elasticctl checkpoint list, verify, export: asks `python -m elastic.checkpoint`, a process of its own.
+
+So neither torch nor the checkpoints' code is imported here.
+"""
 
 from __future__ import annotations
 
@@ -14,38 +17,55 @@ from .views import SCHEMA
 
 
 def show_list(client: Client, where: str, as_json: bool) -> int:
-    directory, job = _folder(client, where)
-    code, data = _ask("list", directory, *(("--job", job) if job else ()))
-    if as_json or "error" in data:
-        return _print(data, code, as_json)
-    if not data["checkpoints"]:
-        click.echo(f"no checkpoints in {directory}")
-        return code
-    from . import ctl_views
+    """Returns 0, also when there is none."""
+    rows = _rows(client, where, "list")
+    if as_json:
+        _print(rows)
+    elif rows:
+        from . import ctl_views
 
-    ctl_views.checkpoints(data["checkpoints"])
-    return code
+        ctl_views.checkpoints(rows)
+    else:
+        click.echo(f"no checkpoints in {where}")
+    return 0
 
 
 def show_verify(client: Client, where: str, as_json: bool) -> int:
-    directory, _ = _folder(client, where)
-    code, data = _ask("verify", directory)
-    if as_json or "error" in data:
-        return _print(data, code, as_json)
-    for row in data["checkpoints"]:
-        said = "good" if row["good"] else f"DAMAGED ({row['reason']}): {row['detail']}"
-        click.secho(f"{row['path']}: {said}", fg=None if row["good"] else "red")
-    if not data["checkpoints"]:
-        click.echo(f"no checkpoints in {directory}")
-    return code
+    """Returns 1 when one is damaged, or there is none."""
+    rows = [row for row in _rows(client, where, "verify") if row["state"] not in ("set aside", UNFINISHED)]
+    if as_json:
+        _print(rows)
+    for row in () if as_json else rows:
+        good = row["state"] == "good"
+        said = "good" if good else f"DAMAGED ({row['state']}): {row['detail']}"
+        click.secho(f"{row['path']}: {said}", fg=None if good else "red")
+    if not rows:
+        click.echo(f"no checkpoints in {where}", err=True)
+    return int(not rows or any(row["state"] != "good" for row in rows))
 
 
 def export(path: str, target: str, form: str, as_json: bool) -> int:
-    code, data = _ask("export", path, target, "--format", form)
-    if as_json or "error" in data:
-        return _print(data, code, as_json)
-    click.echo(f"{data['exported']} is written")
-    return code
+    done = _ask("export", path, target, "--format", form)
+    if done.returncode:
+        raise Failed(500, done.stderr.strip() or f"ended with exit code {done.returncode}")
+    click.echo(
+        json.dumps({"schema": SCHEMA, "exported": target, "format": form}) if as_json else f"{target} is written"
+    )
+    return 0
+
+
+UNFINISHED = "being written, or left over"
+
+
+def _rows(client: Client, where: str, command: str) -> list[Json]:
+    """What there is in a folder; in a job's folder, what belongs to that job or to nobody known."""
+    directory, job = _folder(client, where)
+    done = _ask(command, directory, "--json")
+    try:
+        rows: list[Json] = json.loads(done.stdout)
+    except ValueError:
+        raise Failed(500, done.stderr.strip() or f"ended with exit code {done.returncode}") from None
+    return [row for row in rows if job is None or row.get("job", job) == job]
 
 
 def _folder(client: Client, where: str) -> tuple[str, str | None]:
@@ -62,19 +82,10 @@ def _folder(client: Client, where: str) -> tuple[str, str | None]:
     return folder, where
 
 
-def _ask(*args: str) -> tuple[int, Json]:
+def _ask(*args: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "elastic.checkpoint", *args]
-    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False, stdin=subprocess.DEVNULL)
-    try:
-        data: Json = json.loads(done.stdout)
-    except ValueError:
-        return done.returncode or 1, {"error": done.stdout.strip() or f"ended with exit code {done.returncode}"}
-    return done.returncode, {"schema": SCHEMA} | data
+    return subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
 
 
-def _print(data: Json, code: int, as_json: bool) -> int:
-    if as_json:
-        click.echo(json.dumps(data, indent=2))
-    else:
-        click.echo(f"elasticctl: {data['error']}", err=True)
-    return code
+def _print(rows: list[Json]) -> None:
+    click.echo(json.dumps({"schema": SCHEMA, "checkpoints": rows}, indent=2))

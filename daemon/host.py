@@ -19,6 +19,9 @@ from .settings import Settings
 CORES_PER_SLOT = 2
 """A CPU worker's share when nothing is said: torch's own threads make use of a second core."""
 
+LEAST_FREE_MB = 50.0
+"""Free space in the state directory below which a node takes no new work."""
+
 
 def complete(settings: Settings, gpus: tuple[int, ...]) -> Settings:
     """Fill in what was left blank from what this machine says of itself. Raises BadConfig."""
@@ -66,6 +69,18 @@ def gpus() -> tuple[int, ...]:
         return tuple(range(pynvml.nvmlDeviceGetCount()))
     finally:
         pynvml.nvmlShutdown()
+
+
+def sickness(state_dir: str) -> str:
+    """Why this machine should take no work; empty: it may."""
+    try:
+        disk = os.statvfs(state_dir)
+    except OSError as error:
+        return f"state_dir {state_dir}: {error.strerror}"
+    free_mb = disk.f_bavail * disk.f_frsize / 1e6
+    if free_mb < LEAST_FREE_MB:
+        return f"state_dir {state_dir} has {free_mb:.0f} MB left, {LEAST_FREE_MB:g} MB are needed for logs and state"
+    return ""
 
 
 def as_system_service() -> bool:

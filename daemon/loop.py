@@ -16,7 +16,7 @@ from elastic.core.keys import ClusterKeys
 from elastic.core.records import NodeRecord, Phase
 from elastic.etcd import Lease, View
 
-from . import reconcile
+from . import host, reconcile
 from .agents import Agents, Gone
 from .assignment import Plan, plan
 from .board import Board, Contact, LocalAgent, Snapshot
@@ -190,6 +190,8 @@ class Loop:
             pid=os.getpid(),
             started_wall_s=self._started_wall_s,
             draining=drain.reason if drain else None,
+            healthy=not (reason := host.sickness(settings.state_dir)),
+            reason=reason or None,
         )
 
     def _start_agents(self, now_s: float) -> None:
@@ -229,7 +231,8 @@ class Loop:
         leaving = self._plan.leaving(self._settings.node)
         for name in list(self._agents.running):
             job = self._cluster.jobs.get(name)
-            if job is None or job.spec is None:  # etcd was wiped, or not heard of yet: no reason to tell it anything
+            # Wiped from etcd, or not heard of yet: no reason to tell it anything. Over: it ends by itself.
+            if job is None or job.spec is None or job.over:
                 continue
             orders = AgentOrders(
                 draining=drain.reason if drain else leaving.get(name),
@@ -261,7 +264,7 @@ class Loop:
             contact=replace(self._contact, version=self._writer.version),
             plan=self._plan,
             agents=agents,
-            trouble={job: t.why for job, t in self._agents.trouble.items()},
+            trouble={job: t.why for job, t in self._agents.trouble.items() if t.why},
             registered=self._lease is not None,
             stays_out=stays_out,
             turn=self._turn,

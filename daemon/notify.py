@@ -45,11 +45,11 @@ class Notify:
     def _send(self, text: str) -> None:
         if not self._path:
             return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
-            channel.setblocking(False)
-            try:
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
+                channel.setblocking(False)
                 channel.sendto(text.encode(), self._path)
-            except OSError:
-                # systemd itself restarts or its buffer is full: the next turn says it again, and a daemon must
-                # not die of not being heard.
-                pass
+        except OSError:
+            # systemd itself restarts, or its buffer is full: the next turn says it again, and a daemon must not die
+            # of not being heard.
+            pass

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import resource
 import signal
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -35,11 +34,13 @@ def script(tmp_path: pathlib.Path) -> pathlib.Path:
 
 def test_status_answers_at_once_and_needs_little(node: Node) -> None:
     def once() -> float:
-        began_s = time.monotonic()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert node.ctl("status").returncode == 0
-        return time.monotonic() - began_s
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    assert statistics.median(once() for _ in range(5)) < 0.6, "0.15 s on an idle machine"
+    # Processor time, because a busy machine stretches all else; 0.1 s where nothing disturbs.
+    assert min(once() for _ in range(5)) < 0.25
     lean = node.ctl("jobs", "--json")
     assert lean.returncode == 0
     code = "import sys, elasticd.ctl; print([m for m in ('rich', 'msgspec', 'grpc', 'http') if m in sys.modules])"

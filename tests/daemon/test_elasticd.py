@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import pathlib
 import signal
+import socket
+import subprocess
+import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +19,8 @@ from support.api import ApiError
 from support.daemons import Node, Nodes, rss_mb
 from support.etcd_server import EtcdServer
 from support.wait import eventually, holds
+
+from elastic.etcd import Etcd
 
 pytestmark = pytest.mark.etcd
 
@@ -229,3 +235,88 @@ def test_stop_everything(nodes: Nodes) -> None:
     ended = stop_all(node.state)
     assert [line.split(" (")[0] for line in ended] == ["elasticd", "agent of train", "etcd"]
     assert not [pid for pid in pids if procs.alive(pid)]
+
+
+def test_systemd_is_told(nodes: Nodes, tmp_path: pathlib.Path) -> None:
+    path, said = str(tmp_path / "notify"), []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        channel.bind(path)
+        channel.settimeout(20)
+
+        def listen() -> None:
+            while "STOPPING=1" not in said:
+                said.append(channel.recv(4096).decode())
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        node = nodes.add("told", start=False)
+        node.start(env={"NOTIFY_SOCKET": path, "WATCHDOG_USEC": "900000", "WATCHDOG_PID": ""})
+        eventually(lambda: "WATCHDOG=1" in said, 5)
+        node.kill(signal.SIGTERM)
+        listener.join(20)
+    assert said[-1] == "STOPPING=1"
+    assert "STATUS=0 agents here" in said
+    assert any(s.startswith("EXTEND_TIMEOUT_USEC=") for s in said[: said.index("READY=1")])
+
+
+def test_a_node_that_finds_another_protocol_stays_out(nodes: Nodes) -> None:
+    with EtcdServer() as server:
+        etcd = Etcd(server.access)
+        etcd.put("/elastic/main/nodes/newer", b'{"protocol": 2, "node": "newer"}')
+        node = nodes.add("older", start=False, etcd__endpoints=server.endpoint)
+        node.start(wait_s=0)
+        problems = eventually(lambda: [p for p in _problems(node) if "stays out" in p], 20)
+        assert "NodeRecord speaks protocol 2, this elasticd speaks 1" in problems[0]
+        assert etcd.get("/elastic/main/nodes/older") is None
+        etcd.delete("/elastic/main/nodes/newer")
+        eventually(node.ready, 10)
+        etcd.put("/elastic/main/nodes/newer", b'{"protocol": 2, "node": "newer"}')
+        holds(lambda: etcd.get("/elastic/main/nodes/older"), 1.5, "a member is not driven out by a newcomer")
+        etcd.close()
+        node.kill(signal.SIGTERM)
+
+
+def _problems(node: Node) -> list[str]:
+    try:
+        problems: list[str] = node.get("/v1/status")["problems"]
+    except OSError:
+        return []
+    return problems
+
+
+def test_two_nodes_share_a_job(nodes: Nodes, node: Node) -> None:
+    endpoint = node.get("/v1/status")["etcd"]["endpoints"][0]
+    second = nodes.add("second", etcd__endpoints=endpoint)
+    node.submit("wide", nodes="2:2", workers_per_node=1)
+    eventually(lambda: node.agent_pid("wide"), 10)
+    eventually(lambda: second.agent_pid("wide"), 10)
+    assert {row["node"] for row in second.get("/v1/nodes")["nodes"]} >= {"solo", "second"}
+    second.kill(signal.SIGTERM)
+    eventually(lambda: "second" not in [row["node"] for row in node.get("/v1/nodes")["nodes"]], 5, "it signed off")
+
+
+def test_damaged_files_cost_no_agent(nodes: Nodes) -> None:
+    node = nodes.add("damaged")
+    node.submit("train")
+    agent = eventually(lambda: node.agent_pid("train"), 10)
+    node.kill()
+    folder = node.state / "jobs" / "train" / "agent"
+    for name in ("config.json", "orders.json"):
+        (folder / name).write_text('{"cluster": "ma')
+    (node.state / "etcd" / "listen").chmod(0o600)
+    (node.state / "jobs" / "rubbish").mkdir()
+    node.start()
+    eventually(lambda: node.agent_pid("train") == agent, 10)
+    assert json.loads((folder / "config.json").read_text())["job"] == "train"
+
+
+def test_a_thread_that_fails_ends_the_process() -> None:
+    code = (
+        "import structlog, time\n"
+        "from elasticd.threads import Threads\n"
+        "Threads(structlog.get_logger()).start('limb', lambda: 1 / 0)\n"
+        "time.sleep(20)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=15, check=False)
+    assert done.returncode == 70
+    assert "ZeroDivisionError" in done.stdout + done.stderr

@@ -96,7 +96,9 @@ class Node:
         return int(agent["pid"])
 
     def etcd_pid(self) -> int:
-        return int((self.state / "etcd" / "lock").read_text())
+        text = (self.state / "etcd" / "lock").read_text()
+        assert text.isdigit(), "it is just being written"
+        return int(text)
 
     def events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]

@@ -69,7 +69,7 @@ with open(pathlib.Path(config["logs_dir"]) / f"slot0.fake{os.getpid()}.0001.log"
             sys.exit(plan.get("exit_code", 1))
         try:
             orders = json.loads((agent_dir / "orders.json").read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):
             orders = {}
         if orders.get("draining") and not plan.get("deaf"):
             sys.exit(0)
