@@ -111,9 +111,6 @@ class FakeServer:
 
     def put_all(self, ops: Sequence[Op]) -> int:
         """Do all operations at one revision; returns the revision afterwards."""
-        names = [op.key for op in ops]
-        if len(set(names)) < len(names):
-            raise EtcdError("duplicate key given in txn request")
         if missing := [op.lease for op in ops if isinstance(op, Put) and op.lease and op.lease not in self.leases]:
             raise LeaseGone(f"requested lease not found: {missing[0]}")
         revision = self.revision + 1
@@ -135,6 +132,15 @@ class FakeServer:
             self.writes += 1
             self._history.append((revision, tuple(changes)))
         return self.revision
+
+    def txn(self, compares: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]) -> TxnResult:
+        for ops in (then, otherwise):  # a real etcd looks at both, before it compares
+            puts = [op.key for op in ops if isinstance(op, Put)]
+            deleted = {op.key for op in ops if isinstance(op, Delete)}
+            if len(set(puts)) < len(puts) or deleted & set(puts):
+                raise EtcdError("duplicate key given in txn request")
+        ok = all(self.holds(compare) for compare in compares)
+        return TxnResult(ok, self.put_all(then if ok else otherwise))
 
     def holds(self, compare: Compare) -> bool:
         kv = self.kvs.get(compare.key)
@@ -361,11 +367,7 @@ class FakeClient:
         return len(there)
 
     def txn(self, compares: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op] = ()) -> TxnResult:
-        def act() -> TxnResult:
-            ok = all(self.server.holds(compare) for compare in compares)
-            return TxnResult(ok, self.server.put_all(then if ok else otherwise))
-
-        return self._do(act)
+        return self._do(lambda: self.server.txn(compares, then, otherwise))
 
     def compact(self, revision: int) -> None:
         self._do(lambda: self.server.compact(revision))

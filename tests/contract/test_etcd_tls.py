@@ -1,0 +1,90 @@
+"""etcd behind TLS with client certificates."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.etcd_server import EtcdServer
+from support.wait import eventually
+
+from elastic.etcd import Etcd, EtcdAccess, EtcdUnavailable, View
+
+pytestmark = [
+    pytest.mark.etcd,
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl"),
+]
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ca.pem, server.pem, server.key, client.pem, client.key"""
+    folder = tmp_path_factory.mktemp("tls")
+
+    def openssl(*argv: str) -> None:
+        subprocess.run(["openssl", *argv], cwd=folder, check=True, capture_output=True, timeout=30)
+
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca", "-days", "2")
+    (folder / "san").write_text("subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n")
+    for name in ("server", "client"):
+        openssl("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        sign = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "san", "-days", "2")
+        openssl("x509", "-req", "-in", f"{name}.csr", *sign, "-out", f"{name}.pem")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(certificates: Path) -> Iterator[EtcdServer]:
+    made = EtcdServer()
+    made._args = (
+        f"--listen-client-urls=https://{made.endpoint}",
+        f"--advertise-client-urls=https://{made.endpoint}",
+        f"--cert-file={certificates}/server.pem",
+        f"--key-file={certificates}/server.key",
+        f"--trusted-ca-file={certificates}/ca.pem",
+        "--client-cert-auth",
+    )
+    try:
+        yield made.start(wait_s=0)
+    finally:
+        made.close()
+
+
+def test_with_our_certificate_we_are_let_in(server: EtcdServer, certificates: Path) -> None:
+    access = EtcdAccess(
+        endpoints=(f"https://{server.endpoint}",),
+        ca_file=f"{certificates}/ca.pem",
+        cert_file=f"{certificates}/client.pem",
+        key_file=f"{certificates}/client.key",
+    )
+    etcd = Etcd(access)
+    try:
+        eventually(lambda: _answers(etcd), 15)
+        views: list[View] = []
+        etcd.watch("/t/", views.append)
+        kept = etcd.keep(3, 0.5, lambda reason: None)
+        etcd.put("/t/a", b"1", kept.id)
+        eventually(lambda: views and "/t/a" in views[-1].kvs, 5)
+        assert [member.ok for member in etcd.members()] == [True]
+    finally:
+        etcd.close()
+
+
+@pytest.mark.parametrize("ca", [True, False])
+def test_without_it_we_are_not(server: EtcdServer, certificates: Path, ca: bool) -> None:
+    access = EtcdAccess(endpoints=(server.endpoint,), ca_file=f"{certificates}/ca.pem" if ca else "")
+    etcd = Etcd(access, call_s=0.5)
+    with pytest.raises(EtcdUnavailable):
+        etcd.get("/t/a")
+    etcd.close()
+
+
+def _answers(etcd: Etcd) -> bool:
+    try:
+        return bool(etcd.version())
+    except EtcdUnavailable:
+        return False
