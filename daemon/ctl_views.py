@@ -20,6 +20,9 @@ COLOURS = {
 }
 
 
+OVER = ("succeeded", "failed", "stopped")
+
+
 def console() -> Console:
     """Wide enough for a table when its output is not a terminal."""
     made = Console(highlight=False, soft_wrap=False)
@@ -75,7 +78,7 @@ def jobs_table(rows: Sequence[Json]) -> Table:
             _coloured(row["phase"]),
             str(row["generation"] or "-"),
             str(row["world"] or "-"),
-            f"{row['members']} of {row['nodes']}" if row["nodes"] else str(row["members"]),
+            f"{row['members']} of {row['nodes']}" if row["phase"] not in OVER else row["nodes"] or "-",
             _or(row["step"]),
             f"{row['steps_per_s']:.1f}" if live and row["steps_per_s"] is not None else "-",
             f"{row['loss']:.4g}" if row["loss"] is not None else "-",
@@ -273,5 +276,5 @@ def _checkpoint_long(checkpoint: Json | None) -> str:
 def _incident_short(row: Json | None) -> str:
     if row is None:
         return "-"
-    lost = "" if row["steps_lost"] is None else f", {row['steps_lost']} steps lost"
-    return f"{row['kind']} {ago(row['age_s'])}: {seconds(row['took_s'])}{lost}"
+    lost = "" if row["steps_lost"] is None else f", {row['steps_lost']} lost"
+    return f"{row['kind']} {seconds(row['took_s'])}{lost}, {ago(row['age_s'])}"
