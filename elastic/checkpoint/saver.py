@@ -95,6 +95,11 @@ class Saver:
         self._versions = versions()
         self.counts = Counts()
 
+    @property
+    def busy(self) -> bool:
+        """A save is in flight: another one now would be skipped."""
+        return bool(self._in_flight)
+
     def save(
         self,
         step: int,

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from ..checkpoint.saver import Saver, next_generation
+from ..core.cadence import Rule
 from .job import Job
+from .keeper import Keeper, Part, Place
+from .restore import Disk
 from .state import State
 from .sync import synchronise
 
@@ -35,8 +40,32 @@ class NoLink:
     def check(self, step: int) -> None: ...
 
 
-def run_alone(setup: Setup, train: Train, *, checkpoint_dir: str | None) -> State:
-    """Form torchrun's group if there is one, restore, train."""
+class SaverSink:
+    """Into arenas of this process, written by a process of its own."""
+
+    def __init__(self, saver: Saver) -> None:
+        self._saver = saver
+
+    @property
+    def durable_s(self) -> float:
+        return self._saver.counts.last_seconds
+
+    def wanted(self) -> bool:
+        return False
+
+    def free(self) -> bool:
+        self._saver.poll()
+        return not self._saver.busy
+
+    def wait(self, limit_s: float) -> None:
+        self._saver.wait(limit_s)
+
+    def put(self, part: Part) -> bool:
+        return self._saver.save(part.step, part.table, part.tensors, part.extra)
+
+
+def run_alone(setup: Setup, train: Train, checkpoint_dir: str, rule: Rule) -> State:
+    """Form torchrun's group if there is one, restore, train, save."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
@@ -47,20 +76,58 @@ def run_alone(setup: Setup, train: Train, *, checkpoint_dir: str | None) -> Stat
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
-    job = Job(name=os.environ.get("TORCHELASTIC_RUN_ID", "alone"), device=device, local_rank=local_rank, link=NoLink())
+    job = Job(name=_name(), device=device, local_rank=local_rank, link=NoLink())
     job.rank, job.world_size = rank, world
     try:
         state = setup(job)
         state.watch_optimizers(job.guard())
         state.to(device)
-        generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
-        if world > 1:
-            synchronise(state, rank=rank, world=world, restore="newest")
-        job.enter(rank=rank, world=world, generation=generation, keeper=None)
-        train(job, state)
+        _train(job, state, train, Disk(checkpoint_dir, job.name) if checkpoint_dir else None, rule)
         if world > 1:
             dist.barrier()
     finally:
         if grouped:
             dist.destroy_process_group()
     return state
+
+
+def _name() -> str:
+    """Whose checkpoints these are: stable over restarts, unlike the random run id of `torchrun --standalone`."""
+    return os.environ.get("ELASTIC_JOB") or os.path.splitext(os.path.basename(sys.argv[0] or "job"))[0].lower()
+
+
+def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Rule) -> None:
+    generation = _restore(job, state, disk)
+    if disk is None:
+        job.enter(rank=job.rank, world=job.world_size, generation=generation, keeper=None)
+        train(job, state)
+        return
+    saver = Saver(disk.directory, disk.job, generation=generation, rank=job.rank, world=job.world_size)
+    keeper = Keeper(SaverSink(saver), rule, shared=True)
+    keeper.enter(Place(generation, job.rank, job.world_size, job.local_rank, 1), state.step)
+    job.enter(rank=job.rank, world=job.world_size, generation=generation, keeper=keeper)
+    try:
+        train(job, state)
+        keeper.finish(state)
+        saver.wait()
+    finally:
+        saver.close()
+
+
+def _restore(job: Job, state: State, disk: Disk | None) -> int:
+    """The newest state for all ranks. Returns this life's generation: above that of every checkpoint."""
+    newest = disk.newest() if disk else None
+    source = synchronise(
+        state,
+        rank=job.rank,
+        world=job.world_size,
+        restore="newest",
+        checkpoint=newest,
+        load=(lambda _: disk.load(state)) if disk and newest else None,
+    ).source
+    if source.startswith("checkpoint") and job.rank == 0:
+        print(f"elastic: resumed from {source}", flush=True)
+    number = torch.tensor([next_generation(disk.directory, disk.job) if disk else 1])
+    if job.world_size > 1:
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+    return int(number)

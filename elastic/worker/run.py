@@ -19,7 +19,7 @@ from ..core.beat import Doing
 from ..core.cadence import Rule
 from .group import FormError, Group, LetGoError, is_communication_error
 from .job import Job
-from .keeper import Keeper, Place
+from .keeper import AgentSink, Keeper, Place
 from .restore import Disk
 from .session import Session, ToldToLeave
 from .state import State
@@ -31,11 +31,13 @@ Train = Callable[[Job, State], None]
 COMPLAINT_CHARS = 2000
 
 
-def run(setup: Setup, train: Train, *, checkpoint_dir: str | None = None) -> State:
+def run(setup: Setup, train: Train, *, checkpoint_dir: str | None = None, checkpoint_every_steps: int = 0) -> State:
     """Train to the end, through whatever fails. Returns the final state.
 
     Under elasticd the worker survives failures elsewhere; under torchrun, and alone, the same script runs with the
-    group that torchrun made, or none, and resumes from `checkpoint_dir` (or $ELASTIC_CHECKPOINT_DIR).
+    group that torchrun made, or none, and checkpoints to and resumes from `checkpoint_dir`
+    (or $ELASTIC_CHECKPOINT_DIR; under elasticd the job's own settings count). Every `checkpoint_every_steps` steps;
+    0: as often as is worth its cost.
 
     `setup(job)` is called once per process and builds the `State`. `train(job, state)` is called once per
     generation, with `state.step` steps already committed, and returns when training is complete.
@@ -44,7 +46,8 @@ def run(setup: Setup, train: Train, *, checkpoint_dir: str | None = None) -> Sta
     if session is None:
         from .alone import run_alone
 
-        return run_alone(setup, train, checkpoint_dir=checkpoint_dir)
+        directory = checkpoint_dir or os.environ.get("ELASTIC_CHECKPOINT_DIR", "")
+        return run_alone(setup, train, directory, Rule(every_steps=checkpoint_every_steps))
     return Managed(session, setup, train, Settings.from_environment()).run()
 
 
@@ -141,7 +144,9 @@ class Managed:
         self._link = AgentLink(session)
         self._disk = Disk(settings.checkpoint_dir, settings.job) if settings.checkpoint_dir else None
         self._keeper = (
-            Keeper(session, settings.checkpoint_rule, shared=settings.checkpoint_shared) if self._disk else None
+            Keeper(AgentSink(session), settings.checkpoint_rule, shared=settings.checkpoint_shared)
+            if self._disk
+            else None
         )
 
     def run(self) -> State:
@@ -256,6 +261,8 @@ class Managed:
         job.enter(rank=form.rank, world=form.world, generation=form.generation, keeper=self._keeper)
         state.forget_gradients()
         self._train(job, state)
+        if self._keeper is not None:
+            self._keeper.finish(state)
         # Nobody is done before everybody is: until then a rank may die and need the others' state.
         session.beat(Doing.EXCHANGING)
         dist.barrier()
