@@ -216,13 +216,16 @@ class Watch:
                     item = None
                 if self._closing.is_set():
                     return
+                if isinstance(item, Batch):
+                    stands, wait_s = True, self._refresh_s
+                    changes, item, more = self._backlog(item)  # who lags gets one picture, not a thousand
+                    if changes:
+                        self._apply(changes)
+                    if not more:
+                        continue
                 if isinstance(item, EtcdError):
                     raise item
-                if item is None:
-                    self._confirm()
-                else:
-                    stands, wait_s = True, self._refresh_s
-                    self._apply(item)
+                self._confirm()
         finally:
             stream.cancel()
             while reader.is_alive():  # it may be waiting for room
@@ -246,12 +249,22 @@ class Watch:
             raise EtcdUnavailable(f"etcd went back from revision {self.view.revision} to {revision}: wiped?")
         self._show(View(self.view.kvs, self.view.revision, connected=True, as_of_s=asked_s))
 
-    def _apply(self, batch: Batch) -> None:
+    def _backlog(self, first: Batch) -> tuple[list[KV | tuple[str, int]], EtcdError | None, bool]:
+        """All changes that are here already; what came behind them; and whether anything came behind them."""
+        changes = list(first.changes)
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return changes, None, False
+            if not isinstance(item, Batch):
+                return changes, item, True
+            changes.extend(item.changes)
+
+    def _apply(self, changes: Iterable[KV | tuple[str, int]]) -> None:
         assert self.view is not None
-        if not batch.changes:
-            return
         kvs, revision = dict(self.view.kvs), self.view.revision
-        for change in batch.changes:
+        for change in changes:
             if isinstance(change, KV):
                 kvs[change.key], revision = change, max(revision, change.mod_revision)
             else:

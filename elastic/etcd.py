@@ -178,10 +178,11 @@ class Etcd:
     # Watches
 
     def watch(self, prefix: str, on_view: Callable[[View], None], *, refresh_s: float = 5.0) -> Watch:
-        """Call `on_view`, in a thread of its own, with the picture of `prefix` now and after every change.
+        """Call `on_view`, in a thread of its own, with the picture of `prefix` now and after changes.
 
-        Also every `refresh_s`, after etcd confirmed the contact, and with `connected=False` when it is lost; the
-        picture then stays as it was (revision 0 and empty, when there was no contact yet). After an outage, a
+        Changes that come faster than `on_view` takes them are shown together, as the newest picture only. It is
+        also called every `refresh_s`, after etcd confirmed the contact, and with `connected=False` when it is lost;
+        the picture then stays as it was (revision 0 and empty, when there was no contact yet). After an outage, a
         compaction or a wiped etcd the picture is read anew, so what came and went meanwhile is not seen.
         `on_view` must be quick and must not raise.
         """
