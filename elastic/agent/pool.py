@@ -68,6 +68,7 @@ class Process:
     error_file: str
     log_file: str
     started_s: float
+    """When it was forked; until then, when it was ordered, which may be long before: the zygote imports first."""
     pid: int = 0
     pidfd: int = -1
     killed: bool = False
@@ -182,6 +183,7 @@ class Pool:
             os.close(descriptor)
         process = self.processes[message.ticket]
         process.pid = message.pid
+        process.started_s = time.monotonic()
         process.pidfd = os.pidfd_open(message.pid)
         self._selector.register(process.pidfd, selectors.EVENT_READ, ("exit", process.life))
         if process.killed:

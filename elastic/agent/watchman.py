@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -44,7 +44,10 @@ class Watchman:
             process = self.pool.processes.get(worker.life)
             if process is None or not process.pid:
                 continue
-            beats[worker.life] = beat = process.page.read()
+            beat = process.page.read()
+            # Before it was forked it could not beat.
+            beat = replace(beat, beat_at_s=max(beat.beat_at_s, process.started_s))
+            beats[worker.life] = beat
             if worker.stage in (Stage.KILLED, Stage.GONE) or worker.life in self._accused:
                 continue
             if sick := judge(beat, _process_state(process.pid), self.rules, now_s):
@@ -82,6 +85,8 @@ class Watchman:
                 stacks = {who: pool.submit(stack, pid, native) for who, pid, native in witnesses}
                 self.save_stacks({who: future.result() for who, future in stacks.items()})
             self.post(WorkerSick(process.slot, process.life, "hang", evidence))
+            # If it went on meanwhile, nothing was done to it: it can be accused again.
+            self._accused.discard(process.life)
 
         threading.Thread(target=testify, name="elastic-stacks", daemon=True).start()
 

@@ -1,0 +1,79 @@
+"""Whom the watchman accuses, and when he looks again."""
+
+from __future__ import annotations
+
+import mmap
+import queue
+import socket
+import subprocess
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.procs import Procs
+from support.wait import eventually
+
+from elastic.agent.pool import Process
+from elastic.agent.watchman import Watchman
+from elastic.core.beat import PAGE_BYTES, BeatPage, Doing
+from elastic.core.model import Event, Stage, Worker, WorkerSick
+from elastic.core.spec import Hang
+
+RULES = Hang(floor_s=1.0, ceiling_s=5.0)
+
+
+class Scene:
+    """One worker (a sleeping process) and the watchman over it, on a clock of our own."""
+
+    def __init__(self, process: subprocess.Popen[Any]) -> None:
+        self.page = BeatPage(memoryview(mmap.mmap(-1, PAGE_BYTES)))
+        self.page.clear(100.0)
+        self.channel, other = socket.socketpair()
+        other.close()
+        self.process = Process(
+            life=1, slot=0, channel=self.channel, page=self.page, error_file="", log_file="", started_s=100.0,
+            pid=process.pid,
+        )  # fmt: skip
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        pool: Any = types.SimpleNamespace(processes={1: self.process})
+        self.watchman = Watchman(pool, RULES, self.events.put, lambda stacks: None)
+
+    def look(self, now_s: float) -> None:
+        worker = Worker(slot=0, life=1, stage=Stage.RUNNING, since_s=0.0, deadline_s=0.0)
+        agent: Any = types.SimpleNamespace(workers={0: worker})
+        self.watchman.look(agent, now_s)
+
+    def accused(self) -> WorkerSick | None:
+        try:
+            event = self.events.get_nowait()
+        except queue.Empty:
+            return None
+        assert isinstance(event, WorkerSick)
+        return event
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with Procs() as procs:
+        scene = Scene(procs.popen(["sleep", "60"]))
+        yield scene
+        scene.channel.close()
+
+
+def test_the_wait_for_the_zygote_is_not_the_workers_silence(scene: Scene) -> None:
+    scene.process.started_s = 130.0  # forked 30 s after it was ordered
+    scene.look(134.0)
+    assert not scene.watchman._accused
+    scene.look(136.0)
+    assert eventually(scene.accused, 10.0).evidence.startswith("no progress for 6.0 s while starting")
+
+
+def test_who_was_accused_and_went_on_can_be_accused_again(scene: Scene) -> None:
+    scene.look(106.0)
+    assert eventually(scene.accused, 10.0)
+    eventually(lambda: not scene.watchman._accused, 5.0)
+    scene.page.write(Doing.COMPUTING, 107.0)  # it moved while its stack was taken, and nobody killed it
+    scene.look(108.0)
+    scene.look(113.0)
+    assert eventually(scene.accused, 10.0)
