@@ -56,7 +56,7 @@ class Incidents:
         self._begin(before, after, local_broken, newest_step, now_s, wall_s)
         if self._open is None:
             return None
-        self._mark(before, after, now_s)
+        self._mark(before, after, newest_step, now_s)
         return self._end(after, now_s)
 
     def _begin(
@@ -102,7 +102,7 @@ class Incidents:
             opened.error = record.error
         self._open = opened
 
-    def _mark(self, before: Agent, after: Agent, now_s: float) -> None:
+    def _mark(self, before: Agent, after: Agent, newest_step: Callable[[], int], now_s: float) -> None:
         """Write down each phase when it is first complete for all workers of this node."""
         opened = self._open
         assert opened is not None
@@ -112,6 +112,11 @@ class Incidents:
             if opened.detail == "" and after.generation is not None:
                 opened.detail = after.generation.why
         stages = [w.stage for w in after.workers.values()]
+        if opened.kind == "planned" and "boundary" not in times and Stage.READY in stages:
+            # Until the boundary the old world steps on: what the change costs is counted from there.
+            opened.began_s, elapsed_s = now_s, 0.0
+            opened.timeline_s = times = {"boundary": 0.0}
+            opened.step = newest_step()
         free = (Stage.READY, Stage.FORMING, Stage.RUNNING, Stage.GONE, Stage.STARTING, Stage.KILLED)
         if "let_go" not in times and all(s in free for s in stages):
             times["let_go"] = elapsed_s

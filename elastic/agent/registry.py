@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
+from ..checkpoint.find import peek
 from ..core.keys import JobKeys
 from ..core.membership import JobView
 from ..core.model import Event, Joined, LeaseLost, Policy, Publish, PublishFailed
@@ -26,7 +27,7 @@ from ..core.records import (
     encode,
 )
 from ..core.restarts import Verdict, charge
-from ..etcd import Absent, Etcd, EtcdError, EtcdUnavailable, Lease, ModIs, Op, Put
+from ..etcd import Absent, Delete, Etcd, EtcdError, EtcdUnavailable, Lease, ModIs, Op, Put
 from .desk import Desk
 from .store import Stores
 
@@ -34,6 +35,8 @@ log = structlog.get_logger()
 
 Post = Callable[[Event], None]
 LEAVE_S = 3.0
+KEPT_RECORDS = 200
+"""Failures and incidents of so many generations stay in etcd."""
 
 
 @dataclass
@@ -131,9 +134,10 @@ class Registry:
         if verdict.stopped:
             log.error("job.stopped", reason=verdict.stopped)
             return self.etcd.txn(guards, [Put(self.keys.state, encode(verdict.state))]).ok
-        host, port = self.stores.open(effect.number)
+        number = self._number(effect.number)
+        host, port = self.stores.open(number)
         record = GenerationRecord(
-            number=effect.number,
+            number=number,
             places=effect.change.places,
             store_host=host,
             store_port=port,
@@ -148,6 +152,8 @@ class Registry:
             ops.append(Put(self.keys.state, encode(changed)))
         elif verdict.state != view.state:
             ops.append(Put(self.keys.state, encode(verdict.state)))
+        if number > KEPT_RECORDS:
+            ops += [Delete(self.keys.broken(number - KEPT_RECORDS)), Delete(self.keys.incident(number - KEPT_RECORDS))]
         expected = effect.expect_revision
         guards.append(ModIs(self.keys.generation, expected) if expected else Absent(self.keys.generation))
         done = self.etcd.txn(guards, ops).ok
@@ -160,6 +166,13 @@ class Registry:
             at_step=record.at_step,
         )
         return done
+
+    def _number(self, number: int) -> int:
+        """Generations count on from those of the job's checkpoints: newer state has the larger number, always."""
+        directory = self.policy.spec.checkpoint.dir
+        if number > 1 or not directory:
+            return number
+        return 1 + max((generation for _, generation, _ in peek(directory, self.policy.spec.name)), default=0)
 
     def _state_guard(self, view: JobView) -> ModIs | Absent:
         return ModIs(self.keys.state, view.state_revision) if view.state_revision else Absent(self.keys.state)

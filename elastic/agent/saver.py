@@ -39,6 +39,8 @@ class Saved:
     """In a row."""
     skipped: int = 0
     copied: str = ""
+    """Newest copy at the remote end."""
+    interval: str = ""
 
 
 @dataclass(slots=True)
@@ -91,6 +93,7 @@ class Saver:
 
     def filled(self, slot: int, message: messages.Filled, *, lead: bool, world: int) -> None:
         """A share is whole in its arena: write it, and once per step commit, if that is ours to do."""
+        self.last.interval = message.interval
         held = self._slots.get(slot)
         if held is None or not held.arenas:
             return
@@ -150,13 +153,9 @@ class Saver:
         if result.error:
             self._fail(result.step, result.error)
             return
-        self.last = Saved(
-            step=result.step,
-            wall_s=time.time(),
-            seconds=result.seconds,
-            skipped=self.last.skipped,
-            copied=self.last.copied,
-        )
+        last = self.last
+        last.step, last.wall_s, last.seconds = result.step, time.time(), result.seconds
+        last.error, last.failures = None, 0
         log.info("checkpoint.saved", step=result.step, path=result.path, seconds=round(result.seconds, 3))
         self.on_saved(result.step)
         if self.rules.remote:

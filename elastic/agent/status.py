@@ -88,6 +88,7 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
         checkpoint_step=saved.step,
         checkpoint_wall_s=saved.wall_s,
         checkpoint_error=saved.error,
+        checkpoint_interval=saved.interval,
     )
 
 

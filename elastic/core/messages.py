@@ -6,8 +6,6 @@ one that names an older generation than the receiver knows is stale and is ignor
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 MAX_MESSAGE_BYTES = 192 * 1024
@@ -155,10 +153,8 @@ class Filled(Message, frozen=True, kw_only=True):
     share: int
     shares: int
     stall_s: float
-    extra: dict[str, Any] = {}
-    """JSON part of the state (share 0 only): goes into the manifest."""
-    save: bool = True
-    """Also write it to disk; False: a snapshot only."""
+    interval: str = ""
+    """How often this job saves, in words."""
 
 
 class BadNumbers(Message, frozen=True, kw_only=True):

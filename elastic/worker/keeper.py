@@ -53,6 +53,8 @@ class Part:
     table: Table
     tensors: Sequence[torch.Tensor]
     extra: dict[str, Any]
+    interval: str
+    """How often snapshots are taken, in words."""
 
 
 class Sink(Protocol):
@@ -188,6 +190,7 @@ class Keeper:
             table=tuple(table[i] for i in mine),
             tensors=[tensors[i][1] for i in mine],
             extra=extra_of(state, mine),
+            interval=self.describe(),
         )
 
 
@@ -253,6 +256,7 @@ class AgentSink:
                 share=part.share,
                 shares=part.shares,
                 stall_s=time.monotonic() - began_s,
+                interval=part.interval,
             )
         )
         return True
