@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import json
 import os
 import shutil
 import statistics
@@ -12,7 +14,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,11 +30,18 @@ from elastic.checkpoint.layout import arena_nbytes
 from elastic.checkpoint.read import resume
 from elastic.core.tensors import Table, TensorInfo
 
-if TYPE_CHECKING:
-    from state import Options
-
 PIECE = 16 * 2**20
 Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Options:
+    nbytes: int
+    """Size of the state: fp32 parameters and Adam's two moments."""
+    runs: int
+    """Medians are over this many."""
+    dir: str
+    """Where files go; a folder on the disk that is to be measured."""
 
 
 def clock() -> float:
@@ -288,3 +298,17 @@ def report(took: dict[str, list[float]], nbytes: int, count: int) -> dict[str, f
         "lost_time_dcp_over_ours": median["dcp.async_save, lost"] / max(median["ours, lost"], 1e-3),
         "resume_over_read": median["resume, cold"] / median["read, cold"],
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mb", type=int, default=2000)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--dir", default="/var/tmp")
+    args = parser.parse_args()
+    ratios = run(Options(nbytes=args.mb * 10**6, runs=args.runs, dir=args.dir))
+    print(json.dumps({name: round(value, 3) for name, value in ratios.items()}))
+
+
+if __name__ == "__main__":
+    main()
