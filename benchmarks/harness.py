@@ -117,13 +117,17 @@ def _zombie(pid: int) -> bool:
         return True
 
 
+def _ended(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # `timeout` sends it twice: the second must not break into the clean-up
+    sys.exit(128 + number)
+
+
 @contextlib.contextmanager
 def workplace(keep: bool = False) -> Iterator[tuple[pathlib.Path, Processes]]:
     """A temporary folder and the processes working in it; both gone at the end, also after Ctrl-C."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="elastic-bench-"))
     processes = Processes(folder)
-    # A first Ctrl-C or SIGTERM raises; a second one during the clean-up is ignored.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, _ended)
     try:
         yield folder, processes
     finally:

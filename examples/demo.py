@@ -123,6 +123,11 @@ def kill_all(tag: str) -> int:
     raise Failed(f"processes of {tag} do not end: {tagged(tag)}")
 
 
+def _ended(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # `timeout` sends it twice: the second must not break into the clean-up
+    sys.exit(128 + number)
+
+
 @contextlib.contextmanager
 def cluster() -> Iterator[tuple[pathlib.Path, Node, Node]]:
     """Two nodes, ready; everything is ended and removed at the end, after Ctrl-C and failure too."""
@@ -132,7 +137,7 @@ def cluster() -> Iterator[tuple[pathlib.Path, Node, Node]]:
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
     a = Node(folder, "a", f'embedded_listen = "{endpoint}"')
     b = Node(folder, "b", f'endpoints = ["{endpoint}"]')
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, _ended)
     try:
         a.start()
         b.start()
