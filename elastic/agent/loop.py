@@ -61,6 +61,7 @@ from ..etcd import View
 from . import environment, status
 from .errors import read_error
 from .incidents import Incidents
+from .logs import Trimmer
 from .peers import Peers
 from .pool import Exited, Happening, Pool, Said, ZygoteUp
 from .registry import Registry
@@ -94,6 +95,7 @@ class Loop:
         self._incidents = Incidents()
         self._watchman = Watchman(self.pool, self._spec.hang, self.post, self._incidents.stacks)
         self._gauge = status.Gauge()
+        self._trimmer = Trimmer(self._spec.log_limit_mb)
         self._env: dict[str, str] = {}
         self._lives: dict[int, int] = {}
         self._workdir = environment.workdir(self._spec)
@@ -217,6 +219,8 @@ class Loop:
         if now_s >= self._status_due_s:
             self._status_due_s = now_s + STATUS_S
             self._gauge.mark(self.agent.step, now_s)
+            for process in self.pool.processes.values():
+                self._trimmer.trim(process.log_file)
             self._write_status()
 
     # ── what happened ───────────────────────────────────────────────────────────────────────────────────────

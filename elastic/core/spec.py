@@ -119,7 +119,7 @@ class JobSpec(Table, frozen=True, kw_only=True):
     """From SIGTERM to SIGKILL when the job is stopped."""
 
     log_limit_mb: Annotated[float, msgspec.Meta(gt=0)] = 64.0
-    """Size at which a worker's log file is continued in a next one; the oldest middle parts go first."""
+    """What one worker's log may take on disk; above that its middle goes: the beginning and the newest lines stay."""
 
     on_bad_numbers: Literal["stop", "rollback", "ignore"] = "stop"
     """When the loss is NaN or infinite, or replicas drifted apart."""

@@ -93,7 +93,7 @@ def test_all_workers_killed_resume_from_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_lost_node_shrinks_the_world_and_is_taken_back() -> None:
-    """G2: a node's whole process tree is killed; the others go on at once, and take it in again without losing a step."""
+    """G2: a node's process tree is killed; the others go on at once, and take it in again without losing a step."""
     with Job(nodes="1:2", args={"steps": 2500, "batch": BATCH, "step-ms": 8}) as job:
         job.wait_step(30)
         job.kill_node("n1")

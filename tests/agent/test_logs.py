@@ -1,0 +1,36 @@
+"""A log that grows too large loses its middle, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from elastic.agent.logs import trim
+
+LIMIT = 1 << 20
+
+
+def test_a_small_log_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"x" * 1000)
+    assert trim(str(path), LIMIT) == 0
+    assert path.read_bytes() == b"x" * 1000
+
+
+def test_the_middle_goes_while_the_writer_writes_on(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    lines = [b"line %08d\n" % i for i in range(300_000)]
+    with open(path, "ab", buffering=0) as writer:
+        writer.write(b"".join(lines))
+        assert trim(str(path), LIMIT) > 1_500_000
+        writer.write(b"the end\n")
+        trim(str(path), LIMIT)
+        assert os.stat(path).st_blocks * 512 <= LIMIT
+    kept = path.read_bytes().replace(b"\0", b"").splitlines()
+    assert kept[0] == b"line 00000000"
+    assert kept[-2:] == [b"line 00299999", b"the end"]
+    assert len(kept) > 20_000
+
+
+def test_no_file_is_no_error(tmp_path: Path) -> None:
+    assert trim(str(tmp_path / "none"), LIMIT) == 0
