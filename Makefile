@@ -29,7 +29,7 @@ bench: venv
 	@for b in benchmarks/[a-z]*.py; do echo "== $$b"; $(BIN)/python $$b $(ARGS) || exit 1; done
 
 chaos: venv
-	@$(BIN)/python -m tests.chaos.random_faults --seed $(SEED) --minutes $(MINUTES)
+	@PYTHONPATH=tests $(BIN)/python -m chaos.random_faults --seed $(SEED) --minutes $(MINUTES)
 
 simulate: venv
 	@$(BIN)/python -m tests.simulation.run --minutes $(MINUTES)

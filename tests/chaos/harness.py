@@ -291,14 +291,14 @@ class Cluster:
             for node in self.nodes:
                 eventually(lambda node=node: node.state() == "ready", 15.0, f"{node.name} is ready")  # type: ignore[misc]
         except BaseException:
-            self._tell()
+            self.tell()
             self._stack.close()
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self._tell()
+            self.tell()
         self._stack.close()
 
     def start_etcd(self) -> None:
@@ -412,7 +412,7 @@ class Cluster:
 
     # ── telling ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _tell(self, lines: int = 25) -> None:
+    def tell(self, lines: int = 25) -> None:
         """Print the ends of all logs, for the report of a failed test."""
         for path in sorted(self.folder.rglob("*")):
             if path.is_file() and (path.suffix == ".log" or path.name in ("log", "agent.out")):

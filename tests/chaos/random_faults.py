@@ -1,0 +1,267 @@
+"""Random compositions of all faults, for as long as asked: `make chaos SEED=7 MINUTES=10`.
+
+Each round is one job on four nodes, run to its end under faults drawn from the seed, and judged by its recorded
+history. Prints the seed of each round and, at the end, a table by kind of fault. Exit code 1 when a history is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from chaos.harness import Cluster, Job, Node, now_s
+from support import machine
+from support.procs import kill
+from support.wait import eventually
+
+NODES = 4
+
+
+@dataclass
+class Strike:
+    kind: str
+    node: str
+    at_s: float
+    step: int
+    recovered_s: float | None = None
+    """Until every rank of a full world has stepped again, counted from the strike, or from the end of the fault
+    where the node was away until then."""
+
+
+@dataclass
+class Round:
+    seed: int
+    strikes: list[Strike] = field(default_factory=list)
+    steps: int = 0
+    redone: int = 0
+    """Committed steps that were lost and done again."""
+    goodput: float = 0.0
+    trouble: str = ""
+
+
+Fault = Callable[["Chaos", Node], float]
+"""Strikes a node; returns the instant from which recovery counts."""
+
+
+class Chaos:
+    """One round."""
+
+    def __init__(self, cluster: Cluster, job: Job, dice: random.Random) -> None:
+        self.cluster, self.job, self.dice = cluster, job, dice
+
+    def worker(self, node: Node) -> int:
+        """The worker of `node` that committed last."""
+        commits = [c for c in self.job.history.commits if c.process.startswith(f"{node.name}.")]
+        return int(commits[-1].process.rpartition(".")[2])
+
+    def wait(self, at_least_s: float, at_most_s: float) -> None:
+        time.sleep(self.dice.uniform(at_least_s, at_most_s))
+
+
+def worker_signal(number: int) -> Fault:
+    def strike(chaos: Chaos, node: Node) -> float:
+        at_s = now_s()
+        kill(chaos.worker(node), number)
+        return at_s
+
+    return strike
+
+
+def agent_killed(chaos: Chaos, node: Node) -> float:
+    at_s = now_s()
+    kill(node.agent_pid())
+    return at_s
+
+
+def daemon_killed(chaos: Chaos, node: Node) -> float:
+    at_s = now_s()
+    node.kill_daemon()
+    chaos.wait(0.1, 2.0)
+    node.start()
+    return at_s
+
+
+def tree_killed(chaos: Chaos, node: Node) -> float:
+    node.kill_all()
+    chaos.wait(0.1, 2.0)
+    at_s = now_s()
+    node.start()
+    return at_s
+
+
+def etcd_killed(chaos: Chaos, node: Node) -> float:
+    at_s = now_s()
+    chaos.cluster.etcd[0].kill()
+    chaos.wait(0.5, 5.0)
+    chaos.cluster.start_etcd()
+    return at_s
+
+
+def powered_off(chaos: Chaos, node: Node) -> float:
+    assert node.host is not None
+    node.power_off()
+    chaos.wait(0.5, 6.0)
+    node.host.link_up()
+    at_s = now_s()
+    node.start()
+    return at_s
+
+
+def frozen(chaos: Chaos, node: Node) -> float:
+    assert node.host is not None
+    node.host.freeze()
+    chaos.wait(0.2, 6.0)
+    node.host.thaw()
+    return now_s()
+
+
+def cut_from_etcd(chaos: Chaos, node: Node) -> float:
+    hosts = chaos.cluster.hosts
+    assert hosts is not None
+    hosts.partition(chaos.cluster.nodes.index(node), NODES, one_way=chaos.dice.random() < 0.5)
+    chaos.wait(0.5, 6.0)
+    hosts.heal()
+    return now_s()
+
+
+def link_flaps(chaos: Chaos, node: Node) -> float:
+    assert node.host is not None
+    for _ in range(3):
+        node.host.link_down()
+        chaos.wait(0.05, 0.3)
+        node.host.link_up()
+        chaos.wait(0.05, 0.3)
+    return now_s()
+
+
+ANYWHERE: dict[str, Fault] = {
+    "worker SIGKILL": worker_signal(signal.SIGKILL),
+    "worker SIGSEGV": worker_signal(signal.SIGSEGV),
+    "worker SIGSTOP": worker_signal(signal.SIGSTOP),
+    "agent SIGKILL": agent_killed,
+    "daemon SIGKILL": daemon_killed,
+    "node's process tree killed": tree_killed,
+    "etcd killed, back after up to 5 s": etcd_killed,
+}
+ON_A_NETWORK: dict[str, Fault] = {
+    "power off, back after up to 6 s": powered_off,
+    "node frozen for up to 6 s": frozen,
+    "cut off from etcd for up to 6 s": cut_from_etcd,
+    "link flaps": link_flaps,
+}
+UNNOTICED = {"daemon SIGKILL", "etcd killed, back after up to 5 s", "cut off from etcd for up to 6 s", "link flaps"}
+"""Those that need not end a generation."""
+
+
+def whole_again(job: Job, since_s: float, newer_than: int) -> float | None:
+    """The instant at which the last of all ranks had stepped after `since_s`, in a world of full size."""
+    history = job.history
+    first: dict[tuple[int, int], float] = {}
+    for commit in history.commits:
+        if commit.at_s > since_s and commit.generation > newer_than and commit.world == NODES:
+            first.setdefault((commit.generation, commit.rank), commit.at_s)
+    generations = sorted({g for g, _ in first}, reverse=True)
+    for generation in generations:
+        ranks = [at_s for (g, _), at_s in first.items() if g == generation]
+        if len(ranks) == NODES:
+            return max(ranks)
+    return None
+
+
+def one_round(seed: int, steps: int, every_s: float, network: bool, recover_s: float = 60.0) -> Round:
+    """Run one job under faults. Raises nothing that the job does wrong: that is `trouble`."""
+    dice = random.Random(seed)
+    kinds = {**ANYWHERE, **(ON_A_NETWORK if network else {})}
+    result = Round(seed, steps=steps)
+    with Cluster(nodes=NODES, slots=1, network=network, timeouts={"lease_ttl_s": 2.5, "lease_renew_s": 0.6}) as cluster:
+        job = cluster.submit(
+            nodes=f"2:{NODES}", steps=steps, pace_s=0.03, hang={"floor_s": 1.0, "ceiling_s": 15.0},
+            restarts={"budget": 10_000, "same_failure": 1000},
+        )  # fmt: skip
+        chaos = Chaos(cluster, job, dice)
+        try:
+            job.wait_step(10, 90.0)
+            while True:
+                chaos.wait(0.2, 2 * every_s - 0.2)
+                if job.history.step() > steps - 100:  # so that recovery can be seen
+                    break
+                kind = dice.choice(sorted(kinds))
+                node = dice.choice(cluster.nodes)
+                strike = Strike(kind, node.name, now_s(), job.history.step())
+                result.strikes.append(strike)
+                generation = job.history.generations()[-1]
+                since_s = kinds[kind](chaos, node)
+                newer_than = generation - 1 if kind in UNNOTICED else generation
+                whole_s = eventually(
+                    lambda s=since_s, n=newer_than: whole_again(job, s, n), recover_s, f"recovery from {strike}"
+                )  # type: ignore[misc]
+                assert whole_s is not None
+                strike.recovered_s = whole_s - since_s
+            job.wait_over()
+            # A node that is stopped or cut off may write down its last commit late.
+            history = job.check(lost=len(result.strikes), frozen=[n.name for n in cluster.nodes])
+        except (AssertionError, RuntimeError) as error:
+            cluster.tell()
+            result.trouble = str(error)
+            return result
+        seen: dict[int, set[int]] = {}
+        for commit in history.commits:
+            seen.setdefault(commit.step, set()).add(commit.generation)
+        result.redone = sum(len(generations) > 1 for generations in seen.values())
+        gaps = history.gaps_s()
+        result.goodput = min(1.0, statistics.median(gaps) * len(gaps) / sum(gaps))
+    return result
+
+
+def table(rounds: list[Round]) -> str:
+    """Faults struck and recovered, and how long that took, by kind."""
+    by_kind: dict[str, list[Strike]] = {}
+    for one in rounds:
+        for strike in one.strikes:
+            by_kind.setdefault(strike.kind, []).append(strike)
+    lines = [f"{'fault':36} {'struck':>6} {'recovered':>9} {'median s':>9} {'p99 s':>7} {'worst s':>8}"]
+    for kind, strikes in sorted(by_kind.items()):
+        times = sorted(s.recovered_s for s in strikes if s.recovered_s is not None)
+        p99 = times[min(len(times) - 1, int(len(times) * 0.99))] if times else 0.0
+        middle = statistics.median(times) if times else 0.0
+        worst = times[-1] if times else 0.0
+        lines.append(f"{kind:36} {len(strikes):6} {len(times):9} {middle:9.2f} {p99:7.2f} {worst:8.2f}")
+    whole = [one for one in rounds if not one.trouble]
+    goodput = statistics.mean(one.goodput for one in whole) if whole else 0.0
+    lines.append(
+        f"rounds {len(rounds)}, finished and right {len(whole)}; steps {sum(one.steps for one in whole)}, "
+        f"committed and done again {sum(one.redone for one in whole)}; goodput {goodput:.0%}"
+    )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--every-s", type=float, default=5.0, help="mean time between a recovery and the next fault")
+    parser.add_argument("--steps", type=int, default=1500, help="of each round's job")
+    args = parser.parse_args()
+    network = not machine.no_netns()
+    if not network:
+        print(f"without faults of the network: {machine.no_netns()}")
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    end_s, rounds = time.monotonic() + args.minutes * 60, list[Round]()
+    while not rounds or time.monotonic() < end_s:
+        seed = args.seed * 1000 + len(rounds)
+        one = one_round(seed, args.steps, args.every_s, network)
+        rounds.append(one)
+        print(f"round {len(rounds)}, seed {seed}: {len(one.strikes)} faults, {one.trouble or 'right'}", flush=True)
+    print(table(rounds))
+    return 1 if any(one.trouble for one in rounds) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

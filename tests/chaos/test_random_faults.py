@@ -1,0 +1,24 @@
+"""The short, fixed part of `make chaos`: one round, its faults drawn from a seed."""
+
+from __future__ import annotations
+
+import pytest
+from chaos.random_faults import Round, Strike, one_round, table
+from support import machine
+
+pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
+
+
+@pytest.mark.timeout(300)
+def test_one_round_of_random_faults() -> None:
+    result = one_round(seed=42, steps=700, every_s=2.0, network=not machine.no_netns(), recover_s=60.0)
+    assert not result.trouble, result.trouble
+    assert len(result.strikes) >= 2
+    assert all(strike.recovered_s is not None for strike in result.strikes)
+
+
+def test_the_table_counts_what_was_struck_and_what_recovered() -> None:
+    strikes = [Strike("worker SIGKILL", "node1", 0.0, 5, 0.5), Strike("worker SIGKILL", "node2", 9.0, 70, None)]
+    said = table([Round(1, strikes, steps=100, redone=1, goodput=0.8), Round(2, [], trouble="a step back")])
+    assert "worker SIGKILL                            2         1      0.50" in said
+    assert "rounds 2, finished and right 1; steps 100, committed and done again 1; goodput 80%" in said
