@@ -34,7 +34,7 @@ def _said(what: str) -> Iterator[None]:
         raise RemoteError(
             f"{what}: {error} (pip install 'elasticd[remote]' and the file system's own package)"
         ) from error
-    except Exception as error:
+    except Exception as error:  # each of fsspec's file systems raises what its own library raises
         raise RemoteError(f"{what}: {type(error).__name__}: {error}") from error
 
 

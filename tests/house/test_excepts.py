@@ -10,7 +10,7 @@ from support.source import modules, tree, where
 
 BROAD = {
     "elasticd.threads:Threads.start.run": "the thread wrapper: ends the process",
-    "elastic.checkpoint.remote:_said": "fsspec's file systems share no base of errors: always raised again as RemoteError",
+    "elastic.checkpoint.remote:_said": "fsspec's back ends share no base of errors: always raised again",
     "elastic.worker.zygote:_import": "modules that the job names: any mistake in them is reported, not ours",
     "elastic.worker.bootstrap:_run": "the top of the training process, as the interpreter's own: report, exit code 1",
     "elastic.worker.run:Managed._one_generation": "the user's code: raised again unless the group's end caused it",
