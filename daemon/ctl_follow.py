@@ -42,7 +42,17 @@ def show(
     if not as_json and (elsewhere := end.get("elsewhere")):
         where = ", ".join(f"{', '.join(map(str, ranks))} on {node}" for node, ranks in elsewhere.items())
         click.secho(f"(other ranks write on their own nodes: {where})", dim=True, err=True)
+    if not as_json and end.get("phase") == "failed":
+        _tell_error(client.get(f"/v1/jobs/{name(job)}"))
     return end
+
+
+def _tell_error(data: Json) -> None:
+    """The rank that failed first, with its traceback."""
+    if error := data["error"]:
+        step = f" at step {error['step']}" if error["step"] is not None else ""
+        click.secho(f"── rank {error['rank']} on {error['node']} failed first{step}:", fg="red", err=True)
+        click.echo(error["traceback"].rstrip() or error["message"], err=True)
 
 
 def until_over(client: Client, job: str, as_json: bool) -> int:
@@ -95,8 +105,6 @@ def _result(data: Json, as_json: bool) -> int:
         reason = f": {data['reason']}" if data["reason"] else ""
         click.secho(f"── {data['job']} has {'been stopped' if phase == 'stopped' else phase}{reason}",
                     fg="green" if phase == "succeeded" else "red", err=True)  # fmt: skip
-        if phase == "failed" and data["error"]:
-            click.echo(data["error"]["traceback"].rstrip() or data["error"]["message"], err=True)
     return RESULTS[phase]
 
 

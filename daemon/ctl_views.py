@@ -129,7 +129,7 @@ def ranks_table(rows: Sequence[Json]) -> Table:
     for row in rows:
         memory = f"{row['rss_mb']:.0f} MB" if row["rss_mb"] is not None else "-"
         rank = str(row["rank"]) if row["rank"] >= 0 else "-"
-        life, step = str(row["incarnation"]), str(row["step"])
+        life, step = _or(row["incarnation"]), _or(row["step"])
         table.add_row(rank, row["node"], str(row["slot"]), str(row["pid"] or "-"), row["phase"], step, life, memory)
     return table
 
@@ -170,7 +170,7 @@ def print_error(out: Console, error: Json) -> None:
     how = error["signal"] or (f"exit code {error['exit_code']}" if error["exit_code"] is not None else "")
     step = f" at step {error['step']}" if error["step"] is not None else ""
     out.print(Text(f"rank {error['rank']} on {error['node']} failed first{step} {how and f'({how})'}", "bold red"))
-    out.print(Text(error["traceback"].rstrip() or error["message"]))
+    out.print(Text(error["traceback"].rstrip() or error["message"]), soft_wrap=True)
 
 
 def checkpoints(rows: Sequence[Json]) -> None:

@@ -71,11 +71,23 @@ class TransientUnit:
         command += [f"--property={p}" for p in PROPERTIES]
         command += [f"--property=StandardOutput=append:{output}", f"--property=StandardError=append:{output}"]
         command += [f"--setenv={key}" for key in env]  # the value is taken from our environment: not to be seen in ps
-        self._run([*command, "--", *argv], env)
+        command += ["--", *argv]
+        try:
+            self._run(command, env)
+        except CannotStart:
+            self._clear(unit)
+            self._run(command, env)
         pid = self._run(["systemctl", "show", "--property=MainPID", "--value", unit], os.environ).strip()
         if not pid.isdigit() or pid == "0":
             raise CannotStart(f"{unit} ended at once; see: journalctl -u {unit}, {output}")
         return Started(int(pid), None, unit)
+
+    def _clear(self, unit: str) -> None:
+        """End what is left of an earlier process of that name, if its main process has ended."""
+        state = self._run(["systemctl", "show", "--property=ActiveState", "--value", unit], os.environ).strip()
+        if state in ("deactivating", "failed"):
+            self._run(["systemctl", "kill", "--signal=SIGKILL", unit], os.environ)
+            self._run(["systemctl", "stop", unit], os.environ)
 
     @staticmethod
     def _run(command: Sequence[str], env: Mapping[str, str]) -> str:
@@ -97,7 +109,8 @@ def launcher() -> Launcher:
 
 def environment() -> dict[str, str]:
     """Ours, without what is meant for this very process."""
-    env = {k: v for k, v in os.environ.items() if k not in STRIPPED and not k.startswith(("ELASTICD_", "BASH_FUNC_"))}
+    env = {k: v for k, v in os.environ.items() if k.isidentifier() and k not in STRIPPED}
+    env = {k: v for k, v in env.items() if not k.startswith("ELASTICD_")}
     return env | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 
 

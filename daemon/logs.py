@@ -75,7 +75,8 @@ class Tail:
                 file.seek(offset)
                 while chunk := file.read(CHUNK_BYTES):
                     offset += len(chunk)
-                    *whole, rest = (self._partial.pop(path.name, b"") + chunk).split(b"\n")
+                    text = chunk.replace(b"\0", b"")  # where the agent has freed the middle of a large log
+                    *whole, rest = (self._partial.pop(path.name, b"") + text).split(b"\n")
                     self._partial[path.name] = rest
                     self._offsets[path.name] = offset
                     for raw in whole:

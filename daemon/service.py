@@ -55,7 +55,6 @@ class Daemon:
         )  # fmt: skip
         self._identity = identity
         self._describe = describe
-        self._servers: list[api.UnixServer | api.MetricsServer] = []
 
     def run(self) -> int:
         """Serve and turn until told to stop. Returns the exit code."""
@@ -76,9 +75,8 @@ class Daemon:
 
     def close(self) -> None:
         """Leave the cluster; agents and the embedded etcd go on."""
-        for server in self._servers:
-            server.shutdown()
-            server.server_close()
+        # The servers end with the process: to stop them first would only cost the time of their polls.
+        Path(self._settings.socket).unlink(missing_ok=True)
         self._loop.leave()
         self._etcd.close()
 
@@ -105,5 +103,4 @@ class Daemon:
         self._log.info("api.listening", socket=settings.socket, metrics=identity.metrics)
 
     def _add(self, name: str, server: api.UnixServer | api.MetricsServer) -> None:
-        self._servers.append(server)
         self._threads.start(name, lambda: server.serve_forever(poll_interval=0.5))

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from elastic.core.records import IncidentRecord, Phase, ProgressRecord, RankRow
+from elastic.core.records import IncidentRecord, Phase, ProgressRecord
 
 from .board import Snapshot
 from .cluster import Job
@@ -143,9 +143,7 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now) -> Json:
     """One job in full."""
     progress = newest_progress(snapshot, job)
     places = job.generation.places if job.generation else ()
-    ranks = {(row.node, row.slot): row for row in progress.ranks} if progress and not job.over else {}
-    if (local := snapshot.agents.get(job.name)) and local.status:  # fresher than what its leader wrote to etcd
-        ranks |= {(row.node, row.slot): row for row in local.status.ranks}
+    ranks = {} if job.over else _ranks(snapshot, job, progress)
     return job_row(snapshot, job, now) | {
         "schema": SCHEMA,
         "spec": msgspec.to_builtins(job.spec.spec) if job.spec else None,
@@ -162,7 +160,7 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now) -> Json:
             }
             for name, m in job.members.items()
         },
-        "ranks": [msgspec.to_builtins(row) for row in sorted(ranks.values(), key=_rank_order)],
+        "ranks": sorted(ranks.values(), key=_rank_order),
         "agent": _agent(snapshot, job.name),
         "recent_incidents": [incident(job, i, now) for i in job.incidents[-10:]],
     }
@@ -204,9 +202,21 @@ def _in_order(snapshot: Snapshot) -> list[Job]:
     return sorted(snapshot.cluster.jobs.values(), key=lambda j: (j.over, j.submitted))
 
 
-def _rank_order(row: RankRow) -> tuple[bool, int, str, int]:
+def _ranks(snapshot: Snapshot, job: Job, progress: ProgressRecord | None) -> dict[tuple[str, int], Json]:
+    """(node, slot) -> row: what its own agent says, else what the leader wrote, else only that it is there."""
+    rows: dict[tuple[str, int], Json] = {}
+    for place in job.generation.places if job.generation else ():
+        for slot, rank in job.generation.ranks(place.node).items() if job.generation else ():
+            rows[place.node, slot] = {"rank": rank, "node": place.node, "slot": slot, "pid": None, "phase": "",
+                                      "step": None, "incarnation": None, "rss_mb": None}  # fmt: skip
+    local = snapshot.agents.get(job.name)
+    said = [*(progress.ranks if progress else ()), *(local.status.ranks if local and local.status else ())]
+    return rows | {(row.node, row.slot): msgspec.to_builtins(row) for row in said}
+
+
+def _rank_order(row: Json) -> tuple[bool, int, str, int]:
     """By rank; those without one last."""
-    return row.rank < 0, row.rank, row.node, row.slot
+    return row["rank"] < 0, row["rank"], row["node"], row["slot"]
 
 
 def _agent(snapshot: Snapshot, job: str) -> Json | None:
