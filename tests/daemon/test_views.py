@@ -1,0 +1,227 @@
+"""What the API and the screen say of a given picture."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from elastic.core.agentfile import AgentStatus
+from elastic.core.records import (
+    GenerationRecord,
+    IncidentRecord,
+    JobState,
+    MemberRecord,
+    NodeRecord,
+    Phase,
+    Place,
+    ProgressRecord,
+    RankRow,
+    SpecRecord,
+    WorkerError,
+)
+from elastic.core.spec import JobSpec
+from elasticd import ctl_views, metrics, views
+from elasticd.assignment import Plan
+from elasticd.board import Contact, LocalAgent, Snapshot
+from elasticd.cluster import Cluster, Job, Member, Node
+from elasticd.views import Identity, Now
+
+NOW = Now(monotonic_s=100.0, wall_s=1000.0)
+SPEC = JobSpec(name="train", script="/t.py", args=("-x",), nodes="1:2")
+IDENTITY = Identity("main", "a", "0.1", 7, 40.0, ("127.0.0.1:2379",), False, "")
+
+
+def row(rank: int, node: str, slot: int, step: int = 40, **facts: object) -> RankRow:
+    base = {"rank": rank, "node": node, "slot": slot, "pid": 10 + rank, "phase": "computing", "step": step}
+    return msgspec.convert(base | {"incarnation": 1} | facts, RankRow)
+
+
+def progress(step: int = 40, **facts: object) -> ProgressRecord:
+    base = {"generation": 2, "world": 3, "step": step, "steps_per_s": 9.8765, "loss": 0.25, "wall_s": 998.0}
+    return msgspec.convert(base | facts, ProgressRecord)
+
+
+def job(**facts: object) -> Job:
+    places = (
+        Place(node="a", incarnation="i", host="h", slots=(0, 1)),
+        Place(node="b", incarnation="i", host="h", slots=(0,)),
+    )
+    base = Job(
+        name="train",
+        spec=SpecRecord(spec=SPEC, submitted_wall_s=900.0, submitted_by="ada"),
+        submitted=5,
+        state=JobState(phase=Phase.RUNNING, restarts=1),
+        members={n: Member(MemberRecord(node=n, incarnation="i", host="h", port=1, slots=2), 1) for n in "ab"},
+        generation=GenerationRecord(
+            number=2, places=places, store_host="h", store_port=1, leader="b", why="exit on a: killed by SIGKILL"
+        ),
+        progress=progress(ranks=[msgspec.to_builtins(row(2, "b", 0))]),
+        incidents=(
+            IncidentRecord(
+                generation=2, kind="exit", node="a", ranks=(1,), detail="killed by SIGKILL", wall_s=990.0,
+                timeline_s={"let_go": 0.01, "stepping": 0.144}, steps_lost=0, world_before=3, world_after=3,
+                restored_from="live",
+            ),
+        ),
+    )  # fmt: skip
+    return replace(base, **facts)  # type: ignore[arg-type]
+
+
+def snapshot(*jobs: Job, **facts: object) -> Snapshot:
+    record = NodeRecord(
+        node="a", hostname="h", address="10.0.0.1", slots=2, gpus=0, version="0.1", pid=1, started_wall_s=5.0
+    )  # fmt: skip
+    base = Snapshot(
+        cluster=Cluster(nodes={"a": Node(record, 1)}, jobs={j.name: j for j in jobs}, revision=9),
+        contact=Contact(True, 99.5, "", "3.5.21"),
+        registered=True,
+        turned_s=99.9,
+    )
+    return replace(base, **facts)  # type: ignore[arg-type]
+
+
+def status(*jobs: Job, **facts: object) -> views.Json:
+    return views.status(snapshot(*jobs, **facts), IDENTITY, NOW)
+
+
+def local(**facts: object) -> dict[str, LocalAgent]:
+    base = {
+        "pid": 3,
+        "incarnation": "i",
+        "job": "train",
+        "node": "a",
+        "phase": "running",
+        "reason": "",
+        "leader": False,
+    }
+    base |= {"generation": 2, "etcd_ok": True, "written_wall_s": 999.0}
+    return {"train": LocalAgent("train", 3, 2, msgspec.convert(base | facts, AgentStatus), None)}
+
+
+def test_a_running_job_in_short() -> None:
+    seen = status(job())["jobs"][0]
+    wanted = {
+        "phase": "running", "health": "healthy", "generation": 2, "world": 3, "step": 40, "steps_per_s": 9.877,
+        "loss": 0.25, "progress_age_s": 2.0, "members": 2, "nodes": "1:2", "restarts": 1, "waiting_for": "",
+        "submitted_by": "ada", "checkpoint": None, "incidents": 1,
+    }  # fmt: skip
+    assert {key: seen[key] for key in wanted} == wanted
+    assert (seen["last_incident"]["took_s"], seen["last_incident"]["age_s"]) == (0.144, 10.0)
+
+
+def test_what_the_agent_here_knows_is_fresher_than_etcd() -> None:
+    agents = local(progress=msgspec.to_builtins(progress(44, wall_s=999.5)))
+    assert status(job(), agents=agents)["jobs"][0]["step"] == 44
+    old = local(progress=msgspec.to_builtins(progress(99, generation=1)))
+    assert status(job(), agents=old)["jobs"][0]["step"] == 40, "a higher step of an older generation is older"
+
+
+def test_every_rank_has_a_row_from_whoever_knows_it_best() -> None:
+    agents = local(ranks=[msgspec.to_builtins(r) for r in (row(0, "a", 0, 41), row(-1, "a", 2, 0))])
+    ranks = views.job_detail(snapshot(job(), agents=agents), job(), NOW)["ranks"]
+    assert [(r["rank"], r["node"], r["slot"], r["step"]) for r in ranks] == [
+        (0, "a", 0, 41),  # our own agent
+        (1, "a", 1, None),  # only known to be there
+        (2, "b", 0, 40),  # what the leader wrote
+        (-1, "a", 2, 0),  # a worker that has no rank yet
+    ]
+
+
+def test_numbers_that_json_lacks_are_null() -> None:
+    seen = status(job(progress=progress(loss=float("nan"))))
+    assert seen["jobs"][0]["loss"] is None
+    json.dumps(seen, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("changed", "health"),
+    [
+        ({}, "healthy"),
+        ({"state": JobState(phase=Phase.WAITING)}, "degraded"),
+        ({"state": JobState(phase=Phase.FAILED)}, "failed"),
+        ({"state": JobState(phase=Phase.STOPPED)}, "healthy"),
+        ({"progress": progress(checkpoint_error="disk full", checkpoint_step=20, checkpoint_wall_s=900.0)}, "degraded"),
+        ({"progress": progress(waiting_for="slot 1 of b to start")}, "degraded"),
+    ],
+)
+def test_health_of_a_job(changed: dict[str, object], health: str) -> None:
+    assert status(job(**changed))["jobs"][0]["health"] == health
+
+
+def test_what_wants_attention_is_said() -> None:
+    assert status()["problems"] == []
+    gone = status(contact=Contact(False, 40.0, "connection refused"))
+    assert gone["problems"] == ["etcd cannot be reached: this is the last that was seen of it"]
+    assert (gone["health"], gone["etcd"]["age_s"]) == ("degraded", 60.0)
+    assert "not registered" in status(registered=False)["problems"][0]
+    assert status(registered=False, stays_out="x")["problems"] == ["this node stays out of the cluster: x"]
+    assert status(job())["problems"] == ["b is no daemon: its elasticd does not answer; the agents there go on"]
+
+
+def test_never_seen_etcd() -> None:
+    assert status(contact=Contact())["etcd"]["age_s"] is None
+
+
+def test_a_plan_says_why_a_job_waits() -> None:
+    seen = status(job(state=JobState(), progress=None), plan=Plan(waiting={"train": "0 of at least 1 nodes"}))
+    assert seen["jobs"][0]["waiting_for"] == "0 of at least 1 nodes"
+
+
+def test_jobs_that_are_over_come_last() -> None:
+    over = job(name="old", submitted=1, state=JobState(phase=Phase.SUCCEEDED))
+    assert [j["job"] for j in status(over, job())["jobs"]] == ["train", "old"]
+
+
+def test_the_health_check_is_about_the_loop_alone() -> None:
+    assert views.healthz(snapshot(contact=Contact()), NOW)[0]
+    assert not views.healthz(snapshot(turned_s=50.0), NOW)[0]
+
+
+def test_metrics_of_a_job() -> None:
+    text = metrics.exposition(lambda: snapshot(job()), IDENTITY)().decode()
+    assert 'elasticd_job_step{job="train"} 40.0' in text
+    assert 'elasticd_job_phase{job="train",phase="running"} 1.0' in text
+    assert 'elasticd_job_last_incident_seconds{job="train"} 0.144' in text
+    assert "elasticd_job_checkpoint_age_seconds{" not in text, "no value, no sample"
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    out = io.StringIO()
+    monkeypatch.setattr(ctl_views, "console", lambda: Console(file=out, width=140, highlight=False))
+    return out
+
+
+def test_the_screen(screen: io.StringIO) -> None:
+    waits = job(state=JobState(phase=Phase.WAITING, reason="node b is gone"))
+    ctl_views.status(status(waits, contact=Contact(False, 40.0, "refused")))
+    text = screen.getvalue()
+    assert "etcd (127.0.0.1:2379) not connected, last seen 60 s ago; all below is as of then: refused" in text
+    assert "b     no daemon" in text
+    assert "exit 144 ms, 0 lost, 10 s ago" in text
+    assert "! train reason: node b is gone" in text
+
+
+def test_the_screen_of_one_job(screen: io.StringIO) -> None:
+    error = WorkerError(node="a", slot=1, rank=1, message="boom", traceback="Traceback:\n  boom", exit_code=1, step=39)
+    failed = job(state=JobState(phase=Phase.FAILED, reason="crash loop", error=error, avoid=("a",)))
+    detail = views.job_detail(snapshot(failed), failed, NOW) | {"etcd": status()["etcd"]}
+    ctl_views.job(detail)
+    text = screen.getvalue()
+    assert "runs  /t.py -x" in text
+    assert "rank 1 on a failed first at step 39 (exit code 1)" in text
+    assert "Traceback:\n  boom" in text
+    ctl_views.incident(detail["recent_incidents"][0])
+    assert "     144 ms  stepping" in screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("age_s", "said"), [(None, "-"), (3.4, "3 s ago"), (119, "119 s ago"), (150, "2 min ago"), (90000, "25 h ago")]
+)
+def test_ages(age_s: float | None, said: str) -> None:
+    assert ctl_views.ago(age_s) == said
