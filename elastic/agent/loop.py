@@ -301,6 +301,8 @@ class Loop:
         self.agent, effects = step(before, event, now_s, random.random())
         if not isinstance(event, Tick | Viewed | Progress):
             log.debug("event", what=repr(event))
+        if isinstance(event, WorkerReady) and any(s.life == event.life for s in self.agent.standbys):
+            log.info("standby.ready", life=event.life)
         for effect in effects:
             self._do(effect)
         local = self._broken_here
@@ -338,6 +340,10 @@ class Loop:
     def _do(self, effect: Effect) -> None:
         registry = self._registry
         match effect:
+            case Tell(slot, life, messages.Assign() as message):
+                log.info("standby.assigned", slot=slot, life=life)
+                self._lives[life] = slot
+                self.pool.tell(life, message)
             case Tell(_, life, message):
                 self.pool.tell(life, message)
             case ForkWorker(slot, life, _):

@@ -576,7 +576,7 @@ class _Turn:
         before = agent.published.ready if agent.published else ()
         starting = (Stage.STARTING, Stage.GONE, Stage.KILLED)
         standing = tuple(s for s, w in sorted(agent.workers.items()) if w.stage not in starting)
-        if policy.shrink and policy.managed:
+        if policy.shrink and policy.managed and before:
             ready = standing
         else:
             ready = tuple(range(policy.slots)) if before or len(standing) == policy.slots else ()

@@ -1,0 +1,93 @@
+"""Drains, standbys, shrinking and bad numbers, with real agents, workers and etcd."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.agents import Job
+from support.wait import eventually
+
+from elastic.core.agentfile import AgentOrders
+from elastic.core.records import Phase
+
+pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
+
+
+def order(job: Job, node: str, orders: AgentOrders) -> None:
+    (job.folder / node / "orders.json").write_bytes(msgspec.json.encode(orders))
+
+
+def test_a_drained_node_leaves_at_a_boundary() -> None:
+    with Job(nodes="1:2", args={"steps": 2000, "step-ms": 8}) as job:
+        job.wait_step(30)
+        order(job, "n0", AgentOrders(draining="maintenance"))
+        job.agents["n0"].wait(timeout=20)
+        eventually(lambda: job.incidents(), 10.0, "the planned change")
+        incident = job.incidents()[0]
+        assert (incident.kind, incident.world_before, incident.world_after, incident.steps_lost) == ("planned", 4, 2, 0)
+        assert "maintenance" in incident.detail
+        job.wait_step(incident.step + 20)
+        # At the boundary nobody was cut off in the middle of a step: every step was committed by all of its world.
+        by_step: dict[tuple[int, int], int] = {}
+        for line in job.commits():
+            by_step[line["step"], line["generation"]] = by_step.get((line["step"], line["generation"]), 0) + 1
+        newest = job.steps()
+        assert {n for (s, g), n in by_step.items() if g == 1} == {4}
+        assert {n for (s, g), n in by_step.items() if g == 2 and s < newest - 2} == {2}
+        assert job.state().restarts == 0
+
+
+def test_a_standby_takes_the_place_of_the_dead() -> None:
+    """With a set-up of some seconds, a death costs what it costs a quick job; the standby is replaced."""
+    args = {"steps": 5000, "step-ms": 8, "setup-s": 4}
+    with Job(nodes="1:1", args=args, spec={"standby": 1}) as job:
+        job.wait_step(30, 60.0)
+        eventually(lambda: job.statuses()["n0"].standbys == 1, 10.0)
+        for count in (1, 2):
+            eventually(lambda: standby_ready(job), 20.0, "a standby")
+            job.kill_rank(0)
+            eventually(lambda count=count: len(job.incidents()) >= count, 20.0, "recovery")
+            incident = job.incidents()[-1]
+            assert incident.steps_lost == 0
+            assert incident.timeline_s["stepping"] < 3.0  # a worker from scratch takes over 4 s
+
+
+def standby_ready(job: Job) -> bool:
+    """A standby is parked: it has got through its set-up."""
+    log = (job.folder / "n0" / "agent.log").read_text()
+    return log.count('"event": "standby.ready"') > log.count('"event": "standby.assigned"')
+
+
+def test_shrink_goes_on_at_once_and_takes_the_newcomer_in() -> None:
+    args = {"steps": 5000, "step-ms": 8, "setup-s": 4}
+    with Job(nodes="1:1", workers=3, args=args, spec={"on_loss": "shrink"}) as job:
+        job.wait_step(30, 60.0)
+        job.kill_rank(2)
+        eventually(lambda: job.incidents(), 10.0, "recovery")
+        first = job.incidents()[0]
+        assert (first.world_before, first.world_after, first.steps_lost) == (3, 2, 0)
+        assert first.timeline_s["stepping"] < 3.0
+        eventually(lambda: len(job.incidents()) >= 2, 30.0, "growth")
+        grown = job.incidents()[1]
+        assert (grown.kind, grown.world_before, grown.world_after, grown.steps_lost) == ("planned", 2, 3, 0)
+
+
+def test_bad_numbers_stop_the_job_by_default() -> None:
+    with Job(nodes="1:1", args={"steps": 60, "fail": "1:20:nan"}) as job:
+        state = eventually(lambda: (s := job.state()).phase.over and s, 40.0, "the end")
+        assert state.phase is Phase.FAILED
+        assert "bad loss" in state.reason
+        assert "rank 1" in state.reason
+
+
+def test_bad_numbers_roll_back_to_the_last_good_state(tmp_path: Path) -> None:
+    spec = {"on_bad_numbers": "rollback", "checkpoint": {"dir": str(tmp_path), "every_steps": 10}}
+    with Job(nodes="1:1", args={"steps": 80, "step-ms": 10, "fail": "1:45:nan"}, spec=spec) as job:
+        job.wait_phase(Phase.SUCCEEDED)
+        incident = next(i for i in job.incidents() if i.kind == "bad loss")
+        assert "checkpoint" in incident.restored_from
+        assert incident.steps_lost is not None
+        assert 0 < incident.steps_lost <= 30
+        assert job.steps() == 80
