@@ -5,12 +5,15 @@ A file belongs to one life of one worker: slot<slot>.<agent's incarnation>.<life
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 NAME = re.compile(r"(?:slot(?P<slot>\d+)|standby)\..+\.log")
+GAP = b"\n[... the middle of this log is gone: log_limit_mb ...]\n"
 CHUNK_BYTES = 256 * 1024
 """Most that is read of one file at once; of its past, when only the last lines are asked for."""
 
@@ -67,25 +70,42 @@ class Tail:
         return self._slot is None or match["slot"] == str(self._slot)
 
     def _read(self, path: Path) -> Iterator[Line]:
-        offset = self._offsets.get(path.name, 0)
         try:
-            with path.open("rb") as file:
-                if offset > file.seek(0, 2):  # it was cut: begin anew
-                    offset = 0
-                file.seek(offset)
-                while chunk := file.read(CHUNK_BYTES):
-                    offset += len(chunk)
-                    text = chunk.replace(b"\0", b"")  # where the agent has freed the middle of a large log
-                    *whole, rest = (self._partial.pop(path.name, b"") + text).split(b"\n")
-                    self._partial[path.name] = rest
-                    self._offsets[path.name] = offset
-                    for raw in whole:
-                        yield self._line(path.name, raw)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             self._offsets.pop(path.name, None)
+            return
+        try:
+            offset, size = self._offsets.get(path.name, 0), os.fstat(descriptor).st_size
+            if offset > size:  # it was cut: begin anew
+                offset = 0
+            while offset < size:
+                chunk, offset = _next(descriptor, offset, size)
+                self._offsets[path.name] = offset
+                *whole, rest = (self._partial.pop(path.name, b"") + chunk).split(b"\n")
+                self._partial[path.name] = rest
+                for raw in whole:
+                    yield self._line(path.name, raw)
+        finally:
+            os.close(descriptor)
 
     @staticmethod
     def _line(name: str, raw: bytes) -> Line:
         match = NAME.fullmatch(name)
         slot = match["slot"] if match else None
         return Line(int(slot) if slot else None, name, raw.decode(errors="replace").rstrip("\r"))
+
+
+def _next(descriptor: int, offset: int, size: int) -> tuple[bytes, int]:
+    """What stands at `offset`, at most CHUNK_BYTES, and where it ends. A hole (the agent frees the middle of a log that
+    has grown too large) is passed over in one go, with a line that says so."""
+    try:
+        begin = os.lseek(descriptor, offset, os.SEEK_DATA)
+        end = os.lseek(descriptor, begin, os.SEEK_HOLE)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return GAP, size  # nothing but hole up to the end
+    read = os.pread(descriptor, min(CHUNK_BYTES, end - begin), begin)
+    chunk = read.replace(b"\0", b"")  # the rest of the block in which a hole begins
+    return (GAP if begin > offset else b"") + chunk, begin + len(read)

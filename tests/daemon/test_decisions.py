@@ -227,6 +227,17 @@ def test_a_long_log_is_read_from_its_end(tmp_path: pathlib.Path) -> None:
     assert [line.text for line in Tail(tmp_path).last(2)] == ["line 99998", "line 99999"]
 
 
+def test_the_hole_of_a_trimmed_log_is_passed_over(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "slot0.ab.0001.log"
+    with path.open("wb") as file:
+        file.write(b"begin\n")
+        file.seek(8 * 1024**3)  # sparse: takes no space
+        file.write(b"newest\n")
+    gap = "[... the middle of this log is gone: log_limit_mb ...]"
+    assert [line.text for line in Tail(tmp_path).more()] == ["begin", "", gap, "newest"]
+    assert [line.text for line in Tail(tmp_path).last(1)] == ["newest"]
+
+
 # ── job files ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
