@@ -1,4 +1,4 @@
-"""Send a state along a chain of ranks: in slices, straight between the tensors' own storage, each slice checked.
+"""Send tensors along a chain of ranks: in slices, straight between the tensors' own storage, each slice checked.
 
 A chain moves every byte once over every link, and ranks are numbered node by node, so that each network link carries
 the state once. Ranks outside the chain take no part. Big tensors go in slices of their own memory; small ones, and
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-SLICE_BYTES = 32 << 20
-"""Longest slice. Two are in flight, and at most four staging buffers exist."""
+SLICE_BYTES = 8 << 20
+"""Longest slice: it is hashed while it is in the cache still. Two are in flight; at most four staging buffers exist."""
 
 SMALL_BYTES = 1 << 20
 """Tensors below this are packed together."""
@@ -111,6 +111,12 @@ def relay(
             f"{len(wrong)} of {len(slices)} slices of the state arrived damaged, the first is {wrong[0]}"
         )
     return sum(part.nbytes for part in slices)
+
+
+def compare(mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Raises CorruptError where digests differ."""
+    if wrong := (mine != theirs).nonzero().flatten().tolist():
+        raise CorruptError(f"{len(wrong)} of {len(mine)} slices of the state arrived damaged, the first is {wrong[0]}")
 
 
 def exchange(tensor: torch.Tensor, *, source: int | None = None, target: int | None = None) -> None:
@@ -246,10 +252,11 @@ def _direct(part: Slice, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None
     tensor = tensors[segment.tensor]
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
-    return _bytes(tensor)[segment.start * tensor.element_size() :][: part.nbytes]
+    return byte_view(tensor)[segment.start * tensor.element_size() :][: part.nbytes]
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor, flat, sharing its memory."""
     flat = tensor.view(-1)
     return (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..core.source import Choice, Offer, Version, choose
 from ..core.tensors import Table
-from . import broadcast
+from . import broadcast, pull
 from .state import State
 
 Load = Callable[[Literal["snapshot", "checkpoint"]], str]
@@ -43,6 +43,8 @@ class Head(msgspec.Struct, frozen=True):
     source: str
     devices: tuple[str, ...]
     """Kind of device of each tensor: NCCL and gloo must not wait for each other."""
+    window: pull.Window
+    """Where ranks on the source's host can read the tensors."""
 
 
 def synchronise(
@@ -118,40 +120,99 @@ def _bring(
             said = load(choice.kind)
     elif rank not in choice.needs:
         return said, 0
-    chain = (choice.source, *choice.needs)
-    place = chain.index(rank)
-    previous = chain[place - 1] if place else None
-    following = chain[place + 1] if place + 1 < len(chain) else None
-    if previous is None and following is None:
+    if rank == choice.source:
+        if choice.needs:
+            _give(state, said, choice, check)
         return said, 0
-    if previous is None:
-        tensors = _tell(state, said, following)
-        broadcast.relay(tensors, previous=None, following=following, check=check)
-        return said, 0
-    head, tensors = _hear(state, previous, following)
-    nbytes = broadcast.relay(tensors, previous=previous, following=following, check=check)
-    state.filled()
-    return head.source, nbytes
+    return _take(state, choice, rank, check)
 
 
-def _tell(state: State, said: str, following: int | None) -> list[torch.Tensor]:
+def _give(state: State, said: str, choice: Choice, check: Callable[[], None]) -> None:
     held = state.tensors()
-    devices = tuple(tensor.device.type for _, tensor in held)
-    head = Head(tuple(info for info, _ in held), state.extra(), said, devices)
-    _send_bytes(msgspec.json.encode(head), following)
-    return [tensor for _, tensor in held]
+    tensors = [tensor for _, tensor in held]
+    devices = tuple(tensor.device.type for tensor in tensors)
+    with pull.open_to_readers(tensors) as window:
+        head = Head(tuple(info for info, _ in held), state.extra(), said, devices, window)
+        _send_bytes(msgspec.json.encode(head), choice.needs[0])
+        readers = [bool(_number(source=rank)) for rank in choice.needs]
+        for rank in choice.needs:
+            broadcast.exchange(torch.tensor(readers, dtype=torch.int64), target=rank)
+        dense, rest = _split(tensors, window)
+        _relay(rest, (choice.source, *choice.needs), choice.source, check)
+        waiting = [rank for rank, reads in zip(choice.needs, readers, strict=True) if not reads]
+        _relay(dense, (choice.source, *waiting), choice.source, check)
+        reading = [rank for rank in choice.needs if rank not in waiting]
+        if reading:
+            digests = torch.tensor(pull.digests(dense, check), dtype=torch.int64)
+            for rank in reading:
+                broadcast.exchange(digests, target=rank)
+            for rank in reading:
+                _number(source=rank)  # until it has read everything, nothing here may change
+    check()
 
 
-def _hear(state: State, previous: int, following: int | None) -> tuple[Head, list[torch.Tensor]]:
+def _take(state: State, choice: Choice, rank: int, check: Callable[[], None]) -> tuple[str, int]:
+    chain = (choice.source, *choice.needs)
+    previous, following = _neighbours(chain, rank)
+    assert previous is not None
     raw = _receive_bytes(previous)
     _send_bytes(raw, following)
     head = msgspec.json.decode(raw, type=Head)
+    reads = pull.can_read(head.window)
+    broadcast.exchange(torch.tensor([int(reads)]), target=choice.source)
+    readers = torch.zeros(len(choice.needs), dtype=torch.int64)
+    broadcast.exchange(readers, source=choice.source)
+    tensors = _adopt(state, head)
+    dense, rest = _split(tensors, head.window)
+    _relay(rest, chain, rank, check)
+    if reads:
+        addresses = [address for address in head.window.addresses if address]
+        mine = torch.tensor(pull.pull(dense, addresses, head.window.pid, check), dtype=torch.int64)
+        theirs = torch.empty_like(mine)
+        broadcast.exchange(theirs, source=choice.source)
+        broadcast.exchange(torch.ones(1, dtype=torch.int64), target=choice.source)
+        broadcast.compare(mine, theirs)
+    else:
+        waiting = [r for r, flag in zip(choice.needs, readers.tolist(), strict=True) if not flag]
+        _relay(dense, (choice.source, *waiting), rank, check)
+    check()
+    state.filled()
+    return head.source, sum(info.nbytes for info in head.table)
+
+
+def _adopt(state: State, head: Head) -> list[torch.Tensor]:
     state.adopt(head.table, head.extra)
     tensors = [tensor for _, tensor in state.tensors()]
     for info, tensor, device in zip(head.table, tensors, head.devices, strict=True):
         if tensor.device.type != device:
             raise ValueError(f"{info.name} lies on {tensor.device.type} here and on {device} at the source")
-    return head, tensors
+    return tensors
+
+
+def _split(tensors: Sequence[torch.Tensor], window: pull.Window) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Those that can be read out of the source's memory, and the others."""
+    dense: list[torch.Tensor] = []
+    rest: list[torch.Tensor] = []
+    for tensor, address in zip(tensors, window.addresses, strict=True):
+        (dense if address else rest).append(tensor)
+    return dense, rest
+
+
+def _relay(tensors: Sequence[torch.Tensor], chain: Sequence[int], rank: int, check: Callable[[], None]) -> None:
+    previous, following = _neighbours(chain, rank)
+    if len(chain) > 1 and any(tensor.numel() for tensor in tensors):
+        broadcast.relay(tensors, previous=previous, following=following, check=check)
+
+
+def _neighbours(chain: Sequence[int], rank: int) -> tuple[int | None, int | None]:
+    place = chain.index(rank)
+    return chain[place - 1] if place else None, chain[place + 1] if place + 1 < len(chain) else None
+
+
+def _number(*, source: int) -> int:
+    number = torch.zeros(1, dtype=torch.int64)
+    broadcast.exchange(number, source=source)
+    return int(number)
 
 
 def _send_bytes(raw: bytes, following: int | None) -> None:

@@ -1,0 +1,264 @@
+"""How long recovered state takes to the ranks that lack it, beside a raw socket and beside torch's own ways.
+
+    python benchmarks/broadcast.py [--quick] [--mb 2000] [--runs 5] [--worlds 2,4]
+
+Real processes on one machine, gloo over loopback. The state is that of a GPT under AdamW: fp32 parameters and two
+moments. Every way fills the same, warm storage; the ways take turns, so that a busy machine is busy for all of them.
+What is timed is from the moment all ranks are ready until the last one is done; ours includes agreeing on the source,
+the table, the copy into the tensors' own storage and the check of every byte. 'ours_sockets' is forbidden to read
+the source's memory, as between hosts; 'ours_fresh' has to make the optimizer's storage first, as a new process has.
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastic.worker import pull
+from elastic.worker.group import Group
+from elastic.worker.state import State
+from elastic.worker.sync import synchronise
+
+SLOW = ("object_list",)
+"""Ways that take so long that one run in the middle of the others is enough."""
+
+
+class Blocks(nn.Module):
+    """The tensors of a GPT: a few large, many small."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        width = 1024
+        layers = max(1, round(nbytes / 12 / (12 * width * width)))
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm": nn.LayerNorm(width),
+                    "qkv": nn.Linear(width, 3 * width),
+                    "out": nn.Linear(width, width),
+                    "up": nn.Linear(width, 4 * width),
+                    "down": nn.Linear(4 * width, width),
+                }
+            )
+            for _ in range(layers)
+        )
+
+
+def build(nbytes: int, fill: float) -> State:
+    with torch.device("meta"):
+        model = Blocks(nbytes)
+    model = model.to_empty(device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for param in model.parameters():
+        param.data.fill_(fill)
+        moments = {key: torch.full_like(param.data, fill) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[param] = {"step": torch.tensor(fill), **moments}
+    return State(model=model, optimizer=optimizer)
+
+
+class Rank:
+    """One process; every way is a method that leaves the source's bytes in every rank's storage."""
+
+    def __init__(self, rank: int, world: int, nbytes: int) -> None:
+        self.rank = rank
+        self.world = world
+        self.state = build(nbytes, 2.0 if rank == 0 else 1.0)
+        self.tensors = [tensor for _, tensor in self.state.tensors()]
+        self.sockets: list[socket.socket] = []
+        if rank == 0:
+            self.state.establish(1)
+
+    def socket(self) -> None:
+        """What one connection can do: the same bytes, no table, no check; along a chain where there are more ranks."""
+        for tensor in self.tensors:
+            view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+            for start in range(0, len(view), 8 << 20):
+                part = view[start : start + (8 << 20)]
+                if self.rank:
+                    got = 0
+                    while got < len(part):
+                        got += self.sockets[0].recv_into(part[got:])
+                if self.rank < self.world - 1:
+                    self.sockets[-1].sendall(part)
+
+    def ours(self) -> None:
+        if self.rank:
+            self.state._whole = False
+        synchronise(self.state, rank=self.rank, world=self.world, generation=1)
+
+    def ours_sockets(self) -> None:
+        """As between hosts: nobody reads the source's memory."""
+        really, pull.can_read = pull.can_read, lambda window: False
+        self.ours()
+        pull.can_read = really
+
+    def ours_fresh(self) -> None:
+        """As for a process that has just come: the optimizer's storage does not exist yet."""
+        if self.rank:
+            self.state.optimizer.state.clear()
+        self.ours()
+        self.tensors = [tensor for _, tensor in self.state.tensors()]
+
+    def per_tensor(self) -> None:
+        for tensor in self.tensors:
+            dist.broadcast(tensor, 0)
+
+    def all_in_flight(self) -> None:
+        for work in [dist.broadcast(tensor, 0, async_op=True) for tensor in self.tensors]:
+            work.wait()
+
+    def coalesced(self) -> None:
+        dist._broadcast_coalesced(dist.group.WORLD, self.tensors, 25 << 20, 0)
+
+    def object_list(self) -> None:
+        held = [dict(enumerate(self.tensors)) if self.rank == 0 else None]
+        dist.broadcast_object_list(held, 0)
+        if self.rank:
+            for tensor, came in zip(self.tensors, held[0].values(), strict=True):
+                tensor.copy_(came)
+
+
+WAYS = ("socket", "ours", "ours_sockets", "ours_fresh", "per_tensor", "all_in_flight", "coalesced", "object_list")
+
+
+def _connect(rank: Rank, ports: list[socket.socket]) -> None:
+    """Rank r listens on ports[r]; a chain 0 → 1 → 2 …"""
+    if rank.rank:
+        rank.sockets.append(ports[rank.rank].accept()[0])
+    if rank.rank < rank.world - 1:
+        rank.sockets.append(socket.create_connection(ports[rank.rank + 1].getsockname()))
+
+
+def _run(rank_number: int, world: int, nbytes: int, runs: int, port: int, ports: list[socket.socket]) -> Any:
+    torch.set_num_threads(1)
+    group = Group(backend="gloo", rank=rank_number, world=world, store_host="127.0.0.1", store_port=port, generation=1)
+    rank = Rank(rank_number, world, nbytes)
+    _connect(rank, ports)
+    group.form()
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    extra_mb = 0.0
+    for turn in range(-1, runs):  # the first turn warms connections and memory and is not counted
+        for way in WAYS:
+            if way in SLOW and turn != runs // 2:
+                continue
+            if rank_number:
+                for tensor in rank.tensors:
+                    tensor.fill_(1.0)
+            before_mb = _peak_mb(reset=True)
+            dist.barrier()
+            begun_s = time.monotonic()
+            getattr(rank, way)()
+            dist.barrier()
+            if turn >= 0:
+                seconds[way].append(time.monotonic() - begun_s)
+            if way in ("ours", "ours_sockets"):
+                extra_mb = max(extra_mb, _peak_mb() - before_mb)
+            assert all(bool((tensor == 2.0).all()) for tensor in rank.tensors), f"{way} did not deliver"
+    group.close()
+    return {"seconds": seconds, "extra_mb": extra_mb, "nbytes": rank.state.nbytes()}
+
+
+def _peak_mb(*, reset: bool = False) -> float:
+    """Peak resident memory, from now on if `reset` (then what is resident now)."""
+    if reset:
+        with open("/proc/self/clear_refs", "w") as refs:
+            refs.write("5")
+    with open("/proc/self/status") as status:
+        field = next(line for line in status if line.startswith("VmHWM"))
+    return int(field.split()[1]) / 1024
+
+
+def measure(nbytes: int, runs: int, world: int) -> dict[str, Any]:
+    """Medians in seconds by way, the number of bytes, and the most extra memory of any rank in MB."""
+    ports = [socket.create_server(("127.0.0.1", 0)) for _ in range(world)]
+    store = socket.create_server(("127.0.0.1", 0), backlog=128)
+    port = store.getsockname()[1]
+    children = []
+    for rank in range(world):
+        reading, writing = os.pipe()
+        if (pid := os.fork()) == 0:
+            os.close(reading)
+            if rank == 0:
+                server = dist.TCPStore(
+                    "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=store.fileno()
+                )
+            result = _run(rank, world, nbytes, runs, port, ports)
+            os.write(writing, json.dumps(result).encode())
+            if rank == 0:
+                del server
+            os._exit(0)
+        os.close(writing)
+        children.append((pid, reading))
+    for listener in (*ports, store):
+        listener.close()
+    results = []
+    for pid, reading in children:
+        with open(reading) as pipe:
+            raw = pipe.read()
+        os.waitpid(pid, 0)
+        if not raw:
+            raise SystemExit(f"a rank of {world} failed, see above")
+        results.append(json.loads(raw))
+    seconds = {way: statistics.median(times) for way, times in results[0]["seconds"].items()}
+    return {
+        "seconds": seconds,
+        "nbytes": results[0]["nbytes"],
+        "extra_mb": max(result["extra_mb"] for result in results),
+    }
+
+
+def report(found: dict[str, Any], world: int, say: Callable[[str], object] = print) -> None:
+    nbytes = found["nbytes"]
+    base = found["seconds"]["socket"]
+    say(f"{world} ranks, {nbytes / 1e9:.2f} GB, extra memory {found['extra_mb']:.0f} MB")
+    for way, seconds in sorted(found["seconds"].items(), key=lambda item: item[1]):
+        say(f"  {way:14} {seconds:7.3f} s  {nbytes / seconds / 1e9:6.2f} GB/s  {seconds / base:6.2f} × socket")
+
+
+def summary(two: dict[str, Any], more: dict[str, Any] | None) -> dict[str, float]:
+    """The figures that the project promises."""
+    seconds = two["seconds"]
+    figures = {
+        "broadcast_over_socket": seconds["ours"] / seconds["socket"],
+        "broadcast_by_socket_over_socket": seconds["ours_sockets"] / seconds["socket"],
+        "object_list_over_broadcast": seconds["object_list"] / seconds["ours"],
+        "broadcast_extra_mb": two["extra_mb"],
+    }
+    if more is not None:
+        theirs = [more["seconds"][way] for way in ("per_tensor", "all_in_flight", "coalesced", "object_list")]
+        figures["four_rank_best_of_torch_over_broadcast"] = min(theirs) / more["seconds"]["ours"]
+    return {name: round(value, 3) for name, value in figures.items()}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--quick", action="store_true", help="a tenth of the size, three runs")
+    options.add_argument("--mb", type=int, default=2000)
+    options.add_argument("--runs", type=int, default=5)
+    options.add_argument("--worlds", default="2,4")
+    given = options.parse_args()
+    nbytes, runs = (given.mb * 10**5, 3) if given.quick else (given.mb * 10**6, given.runs)
+    print(f"{platform.node()}, {os.cpu_count()} CPUs, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}")
+    found = {}
+    for world in map(int, given.worlds.split(",")):
+        found[world] = measure(nbytes, runs, world)
+        report(found[world], world)
+    print(json.dumps(summary(found[2], found.get(4))))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch's store asks DNS for each connection
+    sys.exit(main())

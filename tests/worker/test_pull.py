@@ -1,0 +1,75 @@
+"""Reading tensors out of a process's memory; here the process is this one."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic.worker import pull
+
+
+def tensors(fill: float) -> list[torch.Tensor]:
+    large = torch.full((3 << 20,), fill)
+    small = [torch.full((n,), fill, dtype=torch.bfloat16) for n in range(1, 700)]
+    return [small[0], large, *small[1:], torch.full((), fill), torch.full((2, 3), fill, dtype=torch.complex64)]
+
+
+def test_every_byte_arrives_and_the_digests_agree() -> None:
+    source, target = tensors(2), tensors(1)
+    with pull.open_to_readers(source) as window:
+        assert pull.can_read(window)
+        found = pull.pull(target, window.addresses, window.pid)
+    assert all(torch.equal(a, b) for a, b in zip(source, target, strict=True))
+    assert found == pull.digests(source)
+    source[1][-1] += 1
+    assert found != pull.digests(source)
+
+
+def test_into_tensors_that_are_not_dense() -> None:
+    source = [torch.randn(1500, 1000), torch.randn(4, 5), torch.randn(7)]
+    target = [torch.zeros(1000, 1500).t(), torch.zeros(5, 4).t(), torch.zeros(7)]
+    with pull.open_to_readers(source) as window:
+        found = pull.pull(target, window.addresses, window.pid)
+    assert all(torch.equal(a, b) for a, b in zip(source, target, strict=True))
+    assert found == pull.digests(source)
+
+
+def test_what_cannot_be_read_has_no_address() -> None:
+    odd = [
+        torch.randn(3, 4).t(),
+        torch.empty(0),
+        torch.empty(3, device="meta"),
+        torch.ones(3, dtype=torch.complex64).conj(),
+    ]
+    with pull.open_to_readers(odd) as window:
+        assert window.addresses == (0, 0, 0, 0)
+
+
+def test_another_process_is_not_taken_for_the_source() -> None:
+    with pull.open_to_readers([]) as window:
+        pass
+    stranger = pull.Window(os.getpid(), "11" * 16, window.secret_address, ())
+    gone = pull.Window(1 << 22, window.secret, window.secret_address, ())
+    nowhere = pull.Window(os.getpid(), window.secret, 8, ())
+    assert [pull.can_read(w) for w in (stranger, gone, nowhere)] == [False] * 3
+
+
+def test_a_source_that_goes_away_is_a_communication_error() -> None:
+    with pytest.raises(dist.DistNetworkError, match="process 4194304, the source of the state, is gone"):
+        pull.pull(tensors(0), [8] * 702, 1 << 22)
+
+
+def test_it_stops_when_told() -> None:
+    calls = []
+
+    def check() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise TimeoutError
+
+    source, target = tensors(2), tensors(1)
+    with pull.open_to_readers(source) as window, pytest.raises(TimeoutError):
+        pull.pull(target, window.addresses, window.pid, check)
