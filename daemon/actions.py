@@ -26,7 +26,7 @@ from elastic.core.records import (
     encode,
 )
 from elastic.core.spec import BadSpec, parse_job
-from elastic.etcd import Absent, Compare, Delete, Etcd, EtcdError, ModIs, Op, Put
+from elastic.etcd import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, ModIs, Op, Put
 
 from .board import Board
 from .errors import Refused
@@ -189,6 +189,9 @@ class Actions:
         """Whether it was done; then this daemon has seen it too, unless it is slow."""
         try:
             result = self._etcd.txn(compares, then)
+        except EtcdUnavailable as error:
+            unknown = "; whether it was done all the same is not known: look before you repeat it"
+            raise Refused(503, f"{_unavailable(error)}{unknown if error.maybe_done else ''}") from error
         except EtcdError as error:
             raise _unavailable(error) from error
         if result.ok:

@@ -24,20 +24,25 @@ class Writer:
         self._keys = keys
         self._mailbox = mailbox
         self._log = log
-        self._work: queue.Queue[tuple[str, Callable[[], None]]] = queue.Queue(maxsize=64)
+        self._work: queue.SimpleQueue[tuple[str, Callable[[], None]]] = queue.SimpleQueue()
         self._pending: set[str] = set()
+        """Names of what is in the queue: each is there once, which bounds it by the number of jobs."""
         self.version = ""
 
     def run(self) -> None:
         """Body of the thread."""
         while True:
-            name, work = self._work.get()
-            error = ""
-            try:
-                work()
-            except EtcdError as failure:
-                error = f"{type(failure).__name__}: {failure}"
-            self._mailbox.post(Written(name, error))
+            self.run_one()
+
+    def run_one(self) -> None:
+        """Wait for one piece of work, and do it."""
+        name, work = self._work.get()
+        error = ""
+        try:
+            work()
+        except EtcdError as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        self._mailbox.post(Written(name, error))
 
     def written(self, event: Written) -> None:
         """Called by the loop for each `Written`."""
@@ -47,7 +52,7 @@ class Writer:
         """Hand over `work`, unless the same is under way."""
         if name not in self._pending:
             self._pending.add(name)
-            self._work.put_nowait((name, work))
+            self._work.put((name, work))
 
     # ── what the loop may ask for ───────────────────────────────────────────────────────────────────────────
 
