@@ -76,6 +76,7 @@ class Job:
         self._share = ddp.Share()
         self._began_s = 0.0
         self._loss = _LossReader()
+        self._summed: torch.cuda.Event | None = None
         self._fingerprint_every = fingerprint_every_steps
         self._fingerprint: Fingerprint | None = None
         self._ignore_bad_numbers = ignore_bad_numbers
@@ -89,6 +90,7 @@ class Job:
         self._keeper = keeper
         self._share.detach_all()
         self._fingerprint = None
+        self._summed = None
         self._began_s = time.monotonic()
         self._link.entered()
 
@@ -177,7 +179,26 @@ class Job:
 
     def guard(self) -> Callable[[], None]:
         """What the optimizer's pre-step hook calls: the state is about to be changed."""
-        return self._link.applying
+        return self._before_optimizer
+
+    def _received(self) -> None:
+        """At the end of a backward. On a GPU the sums are only promised then: mark the place in the stream."""
+        if self.device.type == "cuda":
+            self._summed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._summed.record()
+        self._link.entered()
+
+    def _before_optimizer(self) -> None:
+        """No gradient is applied whose all-reduce was not seen to complete here.
+
+        An abort ends the kernels in flight with anything in their buffers, and what is queued behind them runs all the
+        same. So the host waits for the sums first, and only then asks whether the group was let go of: the flag is set
+        before the abort begins, so sums that an abort cut short are never taken for whole.
+        """
+        if self._summed is not None:
+            self._summed.synchronize()
+            self._summed = None
+        self._link.applying()
 
     def _compare_replicas(self, state: State) -> None:
         if self.world_size == 1:
