@@ -213,10 +213,15 @@ def digest(data: torch.Tensor) -> int:
     if data.device.type == "cpu":
         unsigned = xxhash.xxh3_64_intdigest(memoryview(data.numpy()))  # type: ignore[arg-type]
         return unsigned - (1 << 64) if unsigned >> 63 else unsigned
-    words = data.numel() // 8 * 8
+    return word_sum(data)
+
+
+def word_sum(data: torch.Tensor) -> int:
+    """Sum of the bytes' 64-bit words, and of the bytes that are left over; wraps around."""
+    words = data.numel() // 8 * 8 if data.storage_offset() % 8 == 0 else 0
     total = data[words:].sum(dtype=torch.int64)
     if words:
-        total += data[:words].view(torch.int64).sum()
+        total = total + data[:words].view(torch.int64).sum()
     return int(total)
 
 

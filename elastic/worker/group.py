@@ -80,6 +80,7 @@ class Group:
         self._aborted = threading.Event()
         self._closed = threading.Event()
         self._sweeper: threading.Thread | None = None
+        self._aborted_communicators: set[int] = set()
         self.why = ""
 
     @property
@@ -142,7 +143,12 @@ class Group:
         if self._sweeper is not None:
             self._sweeper.join()
         if dist.is_initialized():
-            dist.destroy_process_group()
+            try:
+                dist.destroy_process_group()
+            except RuntimeError:
+                if not self._aborted.is_set():
+                    raise
+                c10d._abort_process_group()  # an aborted communicator that will not be shut down: strike it off
         self._store = None
 
     # ── forming ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -221,7 +227,10 @@ class Group:
     def _cut(self) -> None:
         """NCCL first: its kernels wait on the device, and only its own abort frees them."""
         if self.backend == "nccl":
-            abort_nccl()
+            try:
+                abort_nccl(self._aborted_communicators)
+            except RuntimeError as error:  # the sockets are cut all the same; a miss costs the process (rung 2)
+                self.why += f"; its NCCL communicator could not be aborted: {error}"
         for sock in sockets.gloo_sockets():
             sockets.cut(sock)
         for sock in sockets.sockets_to(self._store_addresses):
@@ -232,10 +241,11 @@ class Group:
             self._cut()
 
 
-def abort_nccl() -> None:
+def abort_nccl(done: set[int]) -> None:
     """Abort the NCCL communicators of all groups, inside one group call so that several cannot dead-lock.
 
-    Only the communicators: the books that torch keeps of its groups belong to the main thread (``close``).
+    `done` holds the ids of those aborted before, and gets the new ones. Only the communicators: the books that torch
+    keeps of its groups belong to the main thread (``close``). Raises RuntimeError when NCCL refuses.
     """
     if not dist.is_nccl_available():
         return
@@ -245,13 +255,14 @@ def abort_nccl() -> None:
             communicator = group._get_backend(torch.device("cuda"))
         except RuntimeError:
             continue  # a group of the CPU only
-        if isinstance(communicator, c10d.ProcessGroupNCCL):
+        if isinstance(communicator, c10d.ProcessGroupNCCL) and id(communicator) not in done:
             found.append(communicator)
     if not found:
         return
     found[-1]._group_start()
     try:
         for communicator in found:
+            done.add(id(communicator))
             communicator.abort()
     finally:
         found[-1]._group_end()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -47,11 +49,13 @@ def test_every_byte_is_in_exactly_one_slice(kinds: list[tuple[list[int], torch.d
         assert ends == part.nbytes
 
 
-def test_a_digest_changes_with_each_byte() -> None:
-    data = torch.arange(1001, dtype=torch.int32).view(torch.uint8)
-    digest = broadcast.digest(data)
+@pytest.mark.parametrize("how", [broadcast.digest, broadcast.word_sum])
+@pytest.mark.parametrize("offset", [0, 3])
+def test_a_digest_changes_with_each_byte(how: Callable[[torch.Tensor], int], offset: int) -> None:
+    data = torch.arange(1001, dtype=torch.int32).view(torch.uint8)[offset:]
+    digest = how(data)
     for at in (0, 7, 2000, data.numel() - 1):
         data[at] ^= 1
-        assert broadcast.digest(data) != digest
+        assert how(data) != digest
         data[at] ^= 1
-    assert broadcast.digest(data) == digest
+    assert how(data) == digest
