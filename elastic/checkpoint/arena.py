@@ -74,15 +74,20 @@ class Arena:
         self._registered = 0
 
     @classmethod
-    def create(cls, nbytes: int) -> Arena:
-        """Room for a file of `nbytes` (see `layout.arena_nbytes`), every page of it present. Raises ArenaError."""
+    def create(cls, nbytes: int, *, warm: bool = True) -> Arena:
+        """Room for a file of `nbytes` (see `layout.arena_nbytes`). Raises ArenaError.
+
+        `warm` makes every page present, which takes 0.3 s per gigabyte and more on fresh memory. False: at once, for
+        an owner that must not be held up; then `from_fd` in the process that fills it does that.
+        """
         capacity = pad(nbytes)
         fd = os.memfd_create("elastic-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, PAGE_BYTES + capacity)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # nobody can pull the pages from under another
             memory = mmap.mmap(fd, PAGE_BYTES + capacity)
-            _fault_in(memory, _POPULATE_WRITE)
+            if warm:
+                _fault_in(memory, _POPULATE_WRITE)
         except OSError as error:
             os.close(fd)
             raise ArenaError(f"no shared memory for {nbytes / 1e6:.0f} MB of state: {error.strerror}") from error
@@ -101,9 +106,14 @@ class Arena:
         head = memoryview(os.pread(fd, _FIELDS * 8, 0)).cast("q")
         if head[_MAGIC_AT] != _MAGIC or head[_VERSION_AT] != _VERSION or size < PAGE_BYTES + head[_CAPACITY]:
             raise ArenaError(f"descriptor {fd} is no arena of version {_VERSION}")
-        memory = mmap.mmap(fd, PAGE_BYTES + head[_CAPACITY])
-        if warm:
-            _fault_in(memory, _POPULATE_WRITE)
+        try:
+            memory = mmap.mmap(fd, PAGE_BYTES + head[_CAPACITY])
+            if warm:
+                _fault_in(memory, _POPULATE_WRITE)
+        except OSError as error:
+            raise ArenaError(
+                f"no shared memory for {head[_CAPACITY] / 1e6:.0f} MB of state: {error.strerror}"
+            ) from error
         return cls(fd, memory)
 
     @property

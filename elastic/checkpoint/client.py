@@ -39,7 +39,8 @@ class WriterProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._next = 1
         self._waiting: dict[int, orders.Write | orders.Commit | orders.CopyUp] = {}
-        self._lost: list[orders.Result] = []
+        self._ready: list[orders.Result] = []
+        """Results taken off the socket of a writer that died; the wake pipe says that there are some."""
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._poller.register(self._wake_r, select.EPOLLIN)
         self.starts = 0
@@ -92,21 +93,35 @@ class WriterProcess:
         if len(raw) > MAX_PACKET_BYTES:
             raise ValueError(f"an order of {len(raw)} bytes; at most {MAX_PACKET_BYTES}")
         self._next += 1
-        assert self._channel is not None
+        try:
+            self._send(raw, arena)
+        except (BrokenPipeError, ConnectionResetError):
+            # It died since the last order: what it left is kept for `results`, and another one is started.
+            self._ready += self._drain()
+            if self._ready:
+                os.write(self._wake_w, b"!")
+            self.start()
+            self._send(raw, arena)
         if not isinstance(order, orders.Forget):
             self._waiting[order.id] = order
+        return order.id
+
+    def _send(self, raw: bytes, arena: Arena | None) -> None:
+        assert self._channel is not None
         try:
             socket.send_fds(self._channel, [raw], [arena.fd] if arena is not None else [])
         except BlockingIOError:
-            self._waiting.pop(order.id, None)
             raise Busy("the writer is behind") from None
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it has died: `results` reads what it had answered, and fails the rest
-        return order.id
 
     def results(self) -> list[orders.Result]:
         """What has come since the last call."""
-        found = []
+        if self._ready:
+            os.read(self._wake_r, 64)
+        found, self._ready = self._ready, []
+        return found + self._drain()
+
+    def _drain(self) -> list[orders.Result]:
+        found: list[orders.Result] = []
         while self._channel is not None:
             try:
                 raw = self._channel.recv(MAX_PACKET_BYTES)
@@ -115,14 +130,10 @@ class WriterProcess:
             except ConnectionResetError:
                 continue  # it died with an order unread; what it had answered comes first, then the end
             if not raw:
-                self._died()
-                break
+                return found + self._died()
             result = orders.decode_result(raw)
             if self._waiting.pop(result.id, None) is not None:
                 found.append(result)
-        if self._lost:
-            os.read(self._wake_r, 64)
-        found, self._lost = found + self._lost, []
         return found
 
     def wait(self, timeout_s: float) -> list[orders.Result]:
@@ -152,7 +163,7 @@ class WriterProcess:
             os.close(self._wake_w)
         self._waiting.clear()
 
-    def _died(self) -> None:
+    def _died(self) -> list[orders.Result]:
         """The writer is gone: what it had not answered has failed. The next order starts another."""
         assert self._channel is not None
         assert self._process is not None
@@ -161,20 +172,17 @@ class WriterProcess:
         self._channel = None
         code = _kill(self._process)
         self._process = None
-        if self._waiting:
-            os.write(self._wake_w, b"!")
-        for order in self._waiting.values():
-            step, generation = (-1, -1) if isinstance(order, orders.CopyUp) else (order.step, order.generation)
-            self._lost.append(
-                orders.Result(
-                    id=order.id,
-                    kind=type(order).__name__,
-                    step=step,
-                    generation=generation,
-                    error=f"the writer process died (exit code {code})",
-                )
+        waiting, self._waiting = self._waiting, {}
+        return [
+            orders.Result(
+                id=order.id,
+                kind=type(order).__name__,
+                step=-1 if isinstance(order, orders.CopyUp) else order.step,
+                generation=-1 if isinstance(order, orders.CopyUp) else order.generation,
+                error=f"the writer process died (exit code {code})",
             )
-        self._waiting.clear()
+            for order in waiting.values()
+        ]
 
 
 def _kill(process: subprocess.Popen[bytes]) -> int | None:

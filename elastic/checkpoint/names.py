@@ -21,7 +21,8 @@ from .files import REAL, Files
 _FINAL = re.compile(r"step-(\d+)(?:\.g(\d+))?")
 _TMP = re.compile(r"step-(\d+)\.g(\d+)\.tmp")
 _ASIDE = re.compile(r"step-(\d+)(?:\.g\d+)?\.damaged-.+")
-_GONE = re.compile(r"step-(\d+)(?:\.g\d+)?\.gone")
+_GONE = re.compile(r"step-\d+(\..+)?\.gone")
+_FETCH = re.compile(r"step-\d+(?:\.g\d+)?\.fetch-[^.]+")
 
 
 def tmp_name(step: int, generation: int) -> str:
@@ -56,6 +57,10 @@ def is_aside(name: str) -> bool:
 
 def is_gone(name: str) -> bool:
     return _GONE.fullmatch(name) is not None
+
+
+def is_fetch(name: str) -> bool:
+    return _FETCH.fullmatch(name) is not None
 
 
 def head_of(path: str, files: Files = REAL) -> m.Head | None:

@@ -17,7 +17,7 @@ import torch
 from ..core import manifest as m
 from ..core.tensors import TensorInfo
 from .dtypes import dtype_of
-from .errors import CheckpointError, Damaged
+from .errors import CheckpointError, Damaged, NoGoodCheckpoint
 from .files import REAL, Files
 from .find import READ_THREADS, Aside, Found, Spare, newest_good, read_piece, set_aside
 
@@ -41,15 +41,32 @@ def load_newest(
     job: str,
     prepare: Callable[[Found], Into],
     *,
+    remote: str = "",
     threads: int = READ_THREADS,
     files: Files = REAL,
 ) -> Found | None:
     """Load the newest good checkpoint; each byte is read once, and checked.
 
+    Where `directory` has no good one, the newest good one at the URL `remote`, if given, is brought there first.
+
     `prepare` is shown each candidate, to make room for its tensors, before it is loaded. None where there has never
     been a checkpoint. A damaged one is set aside, one that cannot be read is passed over, and the one before is loaded
-    over whatever had been read of it. Raises NoGoodCheckpoint, Mismatch.
+    over whatever had been read of it. Raises NoGoodCheckpoint, Mismatch; with `remote` RemoteError.
     """
+    try:
+        if (found := _load_local(directory, job, prepare, threads, files)) or not remote:
+            return found
+    except NoGoodCheckpoint:
+        if not remote:
+            raise
+    from .remote import fetch_newest
+
+    if fetch_newest(remote, job, directory) is None:
+        return newest_good(directory, job, files=files)  # raises again what `directory` has to say
+    return _load_local(directory, job, prepare, threads, files)
+
+
+def _load_local(directory: str, job: str, prepare: Callable[[Found], Into], threads: int, files: Files) -> Found | None:
     aside: tuple[Aside, ...] = ()
     while found := newest_good(directory, job, hashes=False, skip=aside, files=files):
         before = files.identity(found.path)

@@ -6,16 +6,20 @@ checkpoint. Object stores have no rename, so the manifest is the commit there.
 
 from __future__ import annotations
 
+import errno
 import os
 import posixpath
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ..core import manifest as m
-from .errors import CheckpointError, SaveFailed
+from .errors import CheckpointError, Damaged, NoGoodCheckpoint, SaveFailed
+from .files import REAL
 from .find import verify
-from .names import is_final, tmp_name
+from .names import is_final
 from .retention import Entry, plan
 from .write import digest
 
@@ -98,18 +102,44 @@ def list_remote(url: str, job: str) -> list[Entry]:
 def fetch(url: str, name: str, directory: str) -> str:
     """Bring checkpoint `name` from `url` into `directory`, check every byte of it, and return its folder.
 
-    One that is there already is taken as it is. Raises RemoteError, Damaged, OSError.
+    One that is there already is taken as it is; several processes may do this at once. Raises RemoteError, Damaged,
+    OSError.
     """
     target = os.path.join(directory, name)
     if os.path.exists(os.path.join(target, m.MANIFEST)):
         return target
-    with _said(f"fetching {name} from {url}"):
-        filesystem, root = _open(url)
-        head = m.decode_head(filesystem.cat_file(posixpath.join(root, name, m.MANIFEST)), digest)
-        aside = os.path.join(directory, f"{tmp_name(head.step, head.generation)}.{os.getpid()}")
-        os.makedirs(aside, exist_ok=True)
-        for there in filesystem.ls(posixpath.join(root, name), detail=False):
-            filesystem.get_file(there, os.path.join(aside, posixpath.basename(there)))
-    verify(aside)
-    os.rename(aside, target)
+    os.makedirs(directory, exist_ok=True)
+    aside = tempfile.mkdtemp(prefix=f"{name}.fetch-", dir=directory)
+    try:
+        with _said(f"fetching {name} from {url}"):
+            filesystem, root = _open(url)
+            for there in filesystem.ls(posixpath.join(root, name), detail=False):
+                here = os.path.join(aside, posixpath.basename(there))
+                filesystem.get_file(there, here)
+                with open(here, "rb") as file:
+                    os.fsync(file.fileno())
+        verify(aside)
+        REAL.sync_dir(aside)
+        os.chmod(aside, 0o755)
+        try:
+            os.rename(aside, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        REAL.sync_dir(directory)  # another process may have been faster: then its copy is the one
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     return target
+
+
+def fetch_newest(url: str, job: str, directory: str) -> str | None:
+    """Bring the newest checkpoint that is good; None where there is none. Raises RemoteError, NoGoodCheckpoint."""
+    damaged = []
+    for _, _, name in list_remote(url, job):
+        try:
+            return fetch(url, name, directory)
+        except Damaged as damage:
+            damaged.append(f"{name}: {damage.detail}")
+    if damaged:
+        raise NoGoodCheckpoint(f"{url} has no good checkpoint of job {job!r}:\n  " + "\n  ".join(damaged))
+    return None

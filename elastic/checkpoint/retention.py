@@ -6,12 +6,12 @@ Removing is a rename first, so a crash in the middle leaves a folder that is no 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from .errors import Damaged
 from .files import REAL, Files
 from .find import peek, verify
-from .names import is_gone, tmp_of
+from .names import is_fetch, is_gone, tmp_of
 
 Entry = tuple[int, int, str]
 """(step, generation, path), as `peek` gives them, newest first."""
@@ -42,7 +42,8 @@ def leftovers(names: Iterable[str], newest: Entry | None) -> list[str]:
     """Folders of saves that will never be committed, given the newest commit; and removals that a crash cut short."""
     found = []
     for name in names:
-        if is_gone(name):
+        # Fetching is done before training starts, so with a new commit it is over.
+        if is_gone(name) or (newest is not None and is_fetch(name)):
             found.append(name)
         elif newest is not None and (save := tmp_of(name)):
             step, generation = save
@@ -90,6 +91,25 @@ def prune(
         except OSError as error:
             failed.append(f"{path}: {error.strerror}")
     return removed, failed
+
+
+def discard(
+    directory: str, step: int, generation: int, *, spare: Collection[tuple[int, int]] = (), files: Files = REAL
+) -> None:
+    """A save has failed: give back the room that its shares took, and those of older ones. Raises nothing.
+
+    On a full disk nothing newer would ever be committed otherwise. `spare`: (step, generation) of saves under way.
+    """
+    try:
+        names = leftovers(files.names(directory), (step, generation, ""))
+    except OSError:
+        return
+    for name in names:
+        if tmp_of(name) not in spare:
+            try:
+                remove(os.path.join(directory, name), files)
+            except OSError:
+                pass  # the disk is in trouble; the next commit tries again
 
 
 def remove(path: str, files: Files = REAL) -> None:

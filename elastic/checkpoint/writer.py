@@ -22,7 +22,7 @@ import msgspec
 from . import orders
 from .arena import Arena
 from .errors import CheckpointError, SaveFailed
-from .retention import prune
+from .retention import discard, prune
 from .write import commit, shares_missing, write_share
 
 MAX_PACKET_BYTES = 64 * 1024
@@ -111,6 +111,7 @@ class Writer:
         result = orders.Result(id=order.id, kind="Commit", step=order.step, generation=order.generation)
         if why := self._failed.pop((order.step, order.generation), ""):
             self._reply(_with(result, error=why))
+            self._discard(order)
             return True
         waited_s = time.monotonic() - pending.started_s
         try:
@@ -135,11 +136,17 @@ class Writer:
         else:
             result = _with(result, path=path, notes=self._notes)
         self._reply(_with(result, seconds=time.monotonic() - pending.started_s))
-        if result.ok:
+        if not result.ok:
+            self._discard(order)
+        else:
             # After the answer: nobody waits for old files to go. What could not be removed is said with the next one.
             _, failed = prune(order.directory, order.job, order.keep, order.keep_every_steps, trusted=result.path)
             self._notes = tuple(failed[:8])
         return True
+
+    def _discard(self, order: orders.Commit) -> None:
+        spare = [(p.order.step, p.order.generation) for p in self._pending if p.order is not order]
+        discard(order.directory, order.step, order.generation, spare=spare)
 
     def _copy_up(self, order: orders.CopyUp) -> None:
         from .names import head_of

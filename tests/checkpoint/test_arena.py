@@ -164,6 +164,14 @@ def test_another_kind_of_descriptor_is_refused() -> None:
     os.close(fd)
 
 
+def test_one_made_cold_is_warmed_by_who_fills_it() -> None:
+    cold = Arena.create(64 * PAGE_BYTES, warm=False)
+    assert os.fstat(cold.fd).st_blocks * 512 < 4 * PAGE_BYTES
+    Arena.from_fd(os.dup(cold.fd)).close()
+    assert os.fstat(cold.fd).st_blocks * 512 >= 64 * PAGE_BYTES
+    cold.close()
+
+
 def test_nobody_can_shrink_it_under_another() -> None:
     with filled(state_at(1), 1) as arena, pytest.raises(PermissionError):
         os.ftruncate(arena.fd, 0)

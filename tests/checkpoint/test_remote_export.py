@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.ckpt import flip, save, share_paths, state_at
+from support.ckpt import blank, flip, save, share_paths, state_at
 
-from elastic.checkpoint.errors import Damaged, SaveFailed
+from elastic.checkpoint.errors import Damaged, NoGoodCheckpoint, SaveFailed
 from elastic.checkpoint.export import to_dcp, to_torch_save
 from elastic.checkpoint.find import newest_good
-from elastic.checkpoint.remote import RemoteError, copy_up, fetch, list_remote
+from elastic.checkpoint.read import load_newest
+from elastic.checkpoint.remote import RemoteError, copy_up, fetch, fetch_newest, list_remote
 
 
 @pytest.fixture
@@ -72,6 +75,52 @@ def test_damage_there_is_found_on_the_way_back(tmp_path: Path) -> None:
     with pytest.raises(Damaged, match="share-hash"):
         fetch(url, "step-10", str(tmp_path / "back"))
     assert newest_good(str(tmp_path / "back"), "job") is None
+
+
+def test_the_remote_copy_is_the_last_resort(tmp_path: Path, url: str) -> None:
+    here = tmp_path / "here"
+    for step in (10, 20):
+        copy_up(save(str(tmp_path / "first life"), step), url)
+    tensors = blank()
+
+    def resumed() -> int:
+        found = load_newest(str(here), "job", lambda _: lambda info: tensors[info.name], remote=url)
+        assert found is not None
+        assert torch.equal(tensors["weight"], state_at(found.step)["weight"])
+        return found.step
+
+    assert resumed() == 20  # nothing here
+    assert sorted(os.listdir(here)) == ["step-20"]
+    shutil.rmtree(here)
+    save(str(here), 5)
+    assert resumed() == 5  # the local one comes first
+    flip(share_paths(str(here / "step-5"))[0], -1)
+    assert resumed() == 20  # but not when it is damaged
+    assert sorted(os.listdir(here)) == ["step-20", "step-5.damaged-share-hash"]
+
+
+def test_the_newest_good_one_there(tmp_path: Path) -> None:
+    url, there = f"file://{tmp_path}/remote", tmp_path / "remote"
+    for step in (10, 20):
+        copy_up(save(str(tmp_path), step), url)
+    flip(share_paths(str(there / "step-20"))[0], -1)
+    assert fetch_newest(url, "job", str(tmp_path / "back")) == str(tmp_path / "back" / "step-10")
+    assert os.listdir(tmp_path / "back") == ["step-10"]
+    flip(share_paths(str(there / "step-10"))[0], -1)
+    with pytest.raises(NoGoodCheckpoint, match=r"step-20: piece .* has hash"):
+        fetch_newest(url, "job", str(tmp_path / "again"))
+    assert fetch_newest(url, "another", str(tmp_path / "again")) is None
+    with pytest.raises(NoGoodCheckpoint):
+        load_newest(str(tmp_path / "again"), "job", lambda _: lambda info: None, remote=url)
+
+
+def test_several_fetch_at_once(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/remote"
+    copy_up(save(str(tmp_path / "here"), 10), url)
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(lambda _: fetch(url, "step-10", str(tmp_path / "there")), range(8)))
+    assert set(paths) == {str(tmp_path / "there" / "step-10")}
+    assert os.listdir(tmp_path / "there") == ["step-10"]
 
 
 def test_an_unknown_scheme_says_so(tmp_path: Path) -> None:

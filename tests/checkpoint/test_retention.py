@@ -63,7 +63,8 @@ def test_leftovers_of_crashes_go_and_those_under_way_stay(tmp_path: Path) -> Non
         "step-10.g1.tmp",
         "step-20.g2.tmp",
         "step-90.g1.tmp",
-        "step-5.gone",
+        "step-5.g1.gone",
+        "step-9.fetch-a_1",
         "step-30.g2.tmp",
         "step-20.g3.tmp",
     ):
