@@ -25,7 +25,7 @@ from elastic.agent.rendezvous import EtcdRendezvousHandler
 from elastic.agent.torchrun import create_handler
 from elastic.core.keys import ClusterKeys
 from elastic.core.records import GenerationRecord, decode
-from elastic.etcd import Etcd, EtcdUnavailable, TxnResult
+from elastic.etcd import Etcd, EtcdUnavailable, TxnResult, View
 
 pytestmark = pytest.mark.etcd
 
@@ -235,6 +235,14 @@ def test_a_publication_whose_answer_is_lost(run: Run, monkeypatch: pytest.Monkey
             return result
 
         monkeypatch.setattr(node._etcd, "txn", txn)
+        [watch] = node._etcd._watches
+
+        def late(view: View, real: Callable[[View], None] = watch._on_view) -> None:
+            if run.keys.generation in view.kvs:
+                time.sleep(1)  # long enough for the publication to be tried again
+            real(view)
+
+        monkeypatch.setattr(watch, "_on_view", late)
     assert ranks(run.formed(a, b)) == {0, 1}
     assert lost[0].ok
     assert run.generation().number == 1

@@ -59,12 +59,12 @@ class Lab:
         self._procs = started
         self._count = 0
 
-    def agent(self, nodes: str, workers: int, want_world: int) -> subprocess.Popen[bytes]:
+    def agent(self, nodes: str, workers: int, want_world: int, lease_s: int = 2) -> subprocess.Popen[bytes]:
         """One torchrun. Its output goes to `agent-N.log`."""
         self._count += 1
         argv = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={workers}"]
         argv += ["--rdzv-backend=elastic", f"--rdzv-endpoint={self.server.endpoint}", "--rdzv-id=stock"]
-        argv += ["--rdzv-conf=lease_ttl=2,last_call_timeout=0.5,timeout=40", "--max-restarts=3"]
+        argv += [f"--rdzv-conf=lease_ttl={lease_s},last_call_timeout=0.5,timeout=40", "--max-restarts=3"]
         argv += ["--local-addr=127.0.0.1", str(self.script), str(self.folder), str(want_world)]
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with (self.folder / f"agent-{self._count}.log").open("wb") as log:
@@ -135,7 +135,7 @@ def test_a_late_joiner_and_then_the_loss_of_the_first_node_with_its_store(lab: L
 
 
 def test_a_node_ended_by_sigterm_is_done_without_at_once(lab: Lab) -> None:
-    agents = [lab.agent("1:2", 1, want_world=1) for _ in range(2)]
+    agents = [lab.agent("1:2", 1, want_world=1, lease_s=60) for _ in range(2)]
     lab.stepped(2, 2)
     agents[1].send_signal(signal.SIGTERM)
     assert agents[1].wait(20) != 0

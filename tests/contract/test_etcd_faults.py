@@ -54,9 +54,10 @@ def test_a_lease_is_lost_by_the_own_clock_when_the_server_is_stopped(server: Etc
     kept = etcd.keep(3, 0.5, lambda reason: lost.append((time.monotonic(), reason)))
     time.sleep(0.7)  # one renewal
     server.pause()
+    paused_s = time.monotonic()
     eventually(lambda: lost, 5)
     assert kept.lost
-    assert 3.0 <= lost[0][0] - kept.renewed_s < 3.3
+    assert 2.2 < lost[0][0] - paused_s < 3.2, "counted from the last renewal that was sent, not from the first miss"
     began_s = time.monotonic()
     kept.close()
     assert time.monotonic() - began_s < 0.1, "nothing left to revoke"
@@ -183,15 +184,16 @@ def test_no_quorum_is_an_error_in_time_and_not_a_hang() -> None:
         views: list[View] = []
         try:
             etcd.put("/t/a", b"1")
-            etcd.watch("/t/", views.append, refresh_s=0.5)
+            etcd.watch("/t/", views.append, refresh_s=60)
             eventually(lambda: views, 3)
-            cluster.members[0].kill()
-            cluster.members[1].kill()
+            mine = etcd._next % 3
+            for i in {0, 1, 2} - {mine}:
+                cluster.members[i].kill()
+            eventually(lambda: not views[-1].connected, 8, "the member left over says that it has no leader")
             began_s = time.monotonic()
             with pytest.raises(EtcdUnavailable):
                 etcd.get("/t/a")
             assert time.monotonic() - began_s < 1.5
-            eventually(lambda: not views[-1].connected, 5, "the watch does not hang on the member left over")
             assert [member.ok for member in etcd.members()].count(True) <= 1
         finally:
             etcd.close()
