@@ -51,17 +51,23 @@ def main(ctx: click.Context, socket: str | None) -> None:
 
 @main.command()
 @click.argument("job", required=False)
+@click.option("-w", "--watch", is_flag=True, help="Show it anew every second, until Ctrl-C.")
 @as_json
 @click.pass_obj
-def status(client: Client, job: str | None, as_json: bool) -> None:
+def status(client: Client, job: str | None, watch: bool, as_json: bool) -> None:
     """The cluster on one screen, or one JOB with its ranks."""
-    data = client.get(f"/v1/jobs/{name(job)}" if job else "/v1/status")
+    path = f"/v1/jobs/{name(job)}" if job else "/v1/status"
+    data = client.get(path)
     if as_json:
         _print(data)
     else:
         from . import ctl_views
 
-        (ctl_views.job if job else ctl_views.status)(data)
+        show = ctl_views.job if job else ctl_views.status
+        if watch:
+            ctl_views.watch(lambda: show(client.get(path)))
+            return
+        show(data)
     sys.exit(max(HEALTH[data["health"]], OK if data["etcd"]["connected"] else DEGRADED))
 
 
@@ -104,11 +110,11 @@ def incidents(client: Client, job: str | None, last: int, full: bool, as_json: b
         return _print(data)
     from . import ctl_views
 
-    if full:
-        for row in data["incidents"]:
+    found = data["incidents"]
+    if full and found:
+        for row in found:
             ctl_views.incident(row)
         return None
-    found = data["incidents"]
     return ctl_views.console().print(ctl_views.incidents_table(found) if found else "no incidents")
 
 

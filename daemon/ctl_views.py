@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.control import Control
 from rich.table import Table
 from rich.text import Text
 
@@ -27,6 +29,18 @@ def console() -> Console:
     """Wide enough for a table when its output is not a terminal."""
     made = Console(highlight=False, soft_wrap=False)
     return made if made.is_terminal else Console(highlight=False, width=200)
+
+
+def watch(show: Callable[[], None]) -> None:
+    """Call `show` every second on a cleared screen, until Ctrl-C."""
+    pause = threading.Event()
+    try:
+        while True:
+            console().control(Control.home(), Control.clear())
+            show()
+            pause.wait(1.0)
+    except KeyboardInterrupt:
+        pass  # the way to end it
 
 
 def status(data: Json) -> None:

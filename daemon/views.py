@@ -17,6 +17,9 @@ from .cluster import Job
 SCHEMA = 1
 """Version of every answer. A field may be added without a new one; none is removed or changed in meaning."""
 
+SILENT_S = 10.0
+"""An agent replaces its status once a second; after so long it is stopped, or its disk is full."""
+
 Json = dict[str, Any]
 
 
@@ -43,7 +46,7 @@ class Now:
 def status(snapshot: Snapshot, identity: Identity, now: Now) -> Json:
     jobs = [job_row(snapshot, job, now) for job in _in_order(snapshot)]
     nodes_ = nodes(snapshot)
-    problems = _problems(snapshot, nodes_)
+    problems = _problems(snapshot, nodes_, now)
     return {
         "schema": SCHEMA,
         "cluster": identity.cluster,
@@ -270,7 +273,7 @@ def _health(job: Job, row: Mapping[str, Any]) -> str:
     return "degraded" if troubled else "healthy"
 
 
-def _problems(snapshot: Snapshot, rows: list[Json]) -> list[str]:
+def _problems(snapshot: Snapshot, rows: list[Json], now: Now) -> list[str]:
     found = []
     if not snapshot.contact.connected:
         found.append("etcd cannot be reached: this is the last that was seen of it")
@@ -278,6 +281,9 @@ def _problems(snapshot: Snapshot, rows: list[Json]) -> list[str]:
         found.append(f"this node stays out of the cluster: {snapshot.stays_out}")
     elif not snapshot.registered:
         found.append("this node is not registered in the cluster (yet)")
+    for agent in snapshot.agents.values():
+        if agent.status and (silent_s := now.wall_s - agent.status.written_wall_s) > SILENT_S:
+            found.append(f"the agent of {agent.job} on this node has said nothing for {silent_s:.0f} s")
     found += [f"{r['node']} is {r['state']}: {r['reason']}" for r in rows if r["state"] in ("unhealthy", "no daemon")]
     return found
 

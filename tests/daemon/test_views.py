@@ -163,6 +163,12 @@ def test_what_wants_attention_is_said() -> None:
     assert status(job())["problems"] == ["b is no daemon: its elasticd does not answer; the agents there go on"]
 
 
+def test_an_agent_that_says_nothing_is_a_problem() -> None:
+    assert status(agents=local())["problems"] == []
+    silent = status(agents=local(written_wall_s=960.0))["problems"]
+    assert silent == ["the agent of train on this node has said nothing for 40 s"]
+
+
 def test_never_seen_etcd() -> None:
     assert status(contact=Contact())["etcd"]["age_s"] is None
 
