@@ -72,6 +72,7 @@ def _take(lock: IO[str]) -> bool:
 
 
 def _run(config: AgentConfig, etcd: Etcd, keys: JobKeys, spec: SpecRecord) -> int:
+    os.environ.setdefault("RES_OPTIONS", environment.QUICK_DNS)
     # torch takes a second or two to import; the zygote does the same at the same time.
     from . import torch_agent
     from .loop import Loop
