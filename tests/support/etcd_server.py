@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -87,6 +88,8 @@ class EtcdServer:
             "log-level": "warn",
         }
         argv = [binary, *(f"--{name}={value}" for name, value in options.items()), "--unsafe-no-fsync", *self._args]
+        if threading.current_thread() is threading.main_thread() and (setpriv := shutil.which("setpriv")):
+            argv = [setpriv, "--pdeathsig", "KILL", *argv]  # a test run that is killed leaves no etcd behind
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
