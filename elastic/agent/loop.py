@@ -211,6 +211,7 @@ class Loop:
     def _on_tick(self, now_s: float) -> None:
         self.pool.tick()
         self.pool.reap()
+        self.saver.answer()
         self._watchman.look(self.agent, now_s)
         self._read_orders()
         if self._terminating and self.agent.draining is None:
@@ -240,6 +241,8 @@ class Loop:
                     log.info("worker.synced", slot=slot, step=message.step, source=message.source)
                 if isinstance(message, messages.NeedArena):
                     self.saver.need_arena(slot, life, message.nbytes)
+                elif isinstance(message, messages.AskKept):
+                    self.saver.ask_kept(life, message.generation)
                 elif isinstance(message, messages.Filled):
                     generation = self.agent.generation
                     lead = self._leads() if self._spec.checkpoint.shared else True

@@ -16,9 +16,13 @@ from ..checkpoint.arena import Arena
 from ..checkpoint.client import Busy, WriterProcess
 from ..checkpoint.errors import ArenaError
 from ..core import messages
+from ..core.shares import newest_whole
 from ..core.spec import Checkpoint
 
 COMMIT_WAIT_S = 60.0
+KEPT_WRITE_S, KEPT_COMMIT_S = 60.0, 3.0
+"""How long a recovery without live state waits for the checkpoint under way: for our own writes, and for other nodes'
+shares, which may never come."""
 ESCALATE_AFTER = 3
 """So many failed checkpoints in a row are said louder."""
 
@@ -66,6 +70,7 @@ class Saver:
         self._slots: dict[int, _Slot] = {}
         self._writes: dict[int, tuple[int, int, int]] = {}
         self._committing: set[tuple[int, int]] = set()
+        self._asking: dict[int, tuple[int, float]] = {}
 
     @property
     def on(self) -> bool:
@@ -138,6 +143,8 @@ class Saver:
                     if not result.ok:
                         self._fail(result.step, f"copy to {self.rules.remote}: {result.error}")
 
+        self.answer()
+
     def _written(self, result: orders.Result) -> None:
         slot, step, buffer = self._writes.pop(result.id, (-1, result.step, 0))
         if result.error:
@@ -176,6 +183,35 @@ class Saver:
         say = log.error if self.last.failures >= ESCALATE_AFTER else log.warning
         say("checkpoint.failed", step=step, error=error, in_a_row=self.last.failures)
         self.on_failed(step, error)
+
+    # ── what is left when no worker lives ───────────────────────────────────────────────────────────────────
+
+    def ask_kept(self, life: int, generation: int) -> None:
+        """Answered at once, or when what is being written is on disk: it may be the newest there is."""
+        self._asking[life] = (generation, time.monotonic())
+        self.answer()
+
+    def answer(self) -> None:
+        """Called when the writer has said something, and on every tick."""
+        now_s = time.monotonic()
+        for life, (generation, since_s) in tuple(self._asking.items()):
+            waited_s = now_s - since_s
+            if (self._writes and waited_s < KEPT_WRITE_S) or (self._committing and waited_s < KEPT_COMMIT_S):
+                continue
+            del self._asking[life]
+            arenas = self._whole()
+            self.tell(life, messages.Kept(generation=generation), tuple(arena.fd for arena in arenas))
+
+    def _whole(self) -> list[Arena]:
+        """The arenas of the newest snapshot of which this node has every share."""
+        found = [
+            (arena.header(), arena) for held in self._slots.values() for arena in held.arenas if arena.header().whole
+        ]
+        newest = newest_whole([(h.generation, h.step, h.share, h.shares) for h, _ in found])
+        if newest is None:
+            return []
+        chosen = {h.share: arena for h, arena in found if (h.generation, h.step, h.shares) == newest}
+        return [chosen[share] for share in sorted(chosen)]
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -79,11 +79,18 @@ class Saved(Message, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
+class Kept(Message, frozen=True, kw_only=True):
+    """Answer to AskKept, once what was being written is on disk: descriptors of the arenas that together hold the
+    newest whole snapshot ride along; none when this node does not have all of it."""
+
+    generation: int
+
+
 class Finish(Message, frozen=True, kw_only=True):
     """The job is over for everybody: end with exit code 0."""
 
 
-ToWorker = Form | LetGo | Yield | Assign | SaveSoon | Arena | Saved | Finish
+ToWorker = Form | LetGo | Yield | Assign | SaveSoon | Arena | Saved | Kept | Finish
 
 
 # ── worker → agent ──────────────────────────────────────────────────────────────────────────────────────────
@@ -99,6 +106,12 @@ class NeedArena(Message, frozen=True, kw_only=True):
     """This worker's share of the state takes `nbytes`: make two buffers of that size."""
 
     nbytes: int
+
+
+class AskKept(Message, frozen=True, kw_only=True):
+    """No rank has live state: what is left of the snapshots?"""
+
+    generation: int
 
 
 class Formed(Message, frozen=True, kw_only=True):
@@ -174,7 +187,9 @@ class Done(Message, frozen=True, kw_only=True):
     step: int
 
 
-FromWorker = Ready | NeedArena | Formed | Synced | Stepping | Released | CommFailed | Filled | BadNumbers | Done
+FromWorker = (
+    Ready | NeedArena | AskKept | Formed | Synced | Stepping | Released | CommFailed | Filled | BadNumbers | Done
+)
 
 
 # ── agent ⇄ zygote ──────────────────────────────────────────────────────────────────────────────────────────

@@ -116,14 +116,13 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Rule) 
 
 def _restore(job: Job, state: State, disk: Disk | None) -> int:
     """The newest state for all ranks. Returns this life's generation: above that of every checkpoint."""
-    newest = disk.newest() if disk else None
     source = synchronise(
         state,
         rank=job.rank,
         world=job.world_size,
         restore="newest",
-        checkpoint=newest,
-        load=(lambda _: disk.load(state)) if disk and newest else None,
+        saved=(lambda: (None, disk.newest())) if disk else None,
+        load=(lambda _: disk.load(state)) if disk else None,
     ).source
     if source.startswith("checkpoint") and job.rank == 0:
         print(f"elastic: resumed from {source}", flush=True)

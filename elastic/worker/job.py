@@ -155,11 +155,12 @@ class Job:
         now_s = time.monotonic()
         step_s, self._began_s = now_s - self._began_s, now_s
         self._link.committed(state.step, step_s, value)
-        if value is not None and is_bad(value) and not self._ignore_bad_numbers:
+        bad = value is not None and is_bad(value) and not self._ignore_bad_numbers
+        if bad:
             self._link.bad_numbers(state.step, "bad loss", f"loss is {value}", (self.rank,))
         if self._fingerprint_every and state.step % self._fingerprint_every == 0:
             self._compare_replicas(state)
-        if self._keeper is not None:
+        if self._keeper is not None and not bad:
             self._keeper.after(state)
         self._link.check(state.step)
         self._link.entered()

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import queue
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ..checkpoint import find, read
+from ..checkpoint.arena import Arena
 from ..checkpoint.errors import Damaged
 from ..checkpoint.files import REAL
-from ..core.manifest import Manifest
+from ..core import messages
 from ..core.source import Version
 from ..core.tensors import Table, TensorInfo
+from .session import Session
 from .state import State
+
+ASK_S = 90.0
+"""Longer than the agent takes to answer, whatever it waits for."""
 
 
 def extra_of(state: State, positions: Sequence[int]) -> dict[str, Any]:
@@ -22,12 +28,41 @@ def extra_of(state: State, positions: Sequence[int]) -> dict[str, Any]:
     return {"state": state.extra(), "positions": list(positions)}
 
 
-def whole_table(manifest: Manifest) -> Table:
-    """The table as the state had it, put together from the shares'."""
+def whole_table(shares: Iterable[tuple[Mapping[str, Any], Table]]) -> Table:
+    """The table as the state had it, put together from the shares' (extra, table)."""
     placed: list[tuple[int, TensorInfo]] = []
-    for share in manifest.shares:
-        placed += zip(share.extra["positions"], share.tensors, strict=True)
+    for extra, table in shares:
+        placed += zip(extra["positions"], table, strict=True)
     return tuple(info for _, info in sorted(placed, key=lambda pair: pair[0]))
+
+
+class Kept:
+    """The newest whole snapshot in the memory of this node's agent."""
+
+    def __init__(self, arenas: Sequence[Arena]) -> None:
+        self._arenas = arenas
+
+    def version(self) -> Version | None:
+        if not self._arenas:
+            return None
+        header = self._arenas[0].header()
+        return (header.generation, header.step) if header.whole else None
+
+    def load(self, state: State) -> str:
+        """Copy it into `state`. Raises NotWhole when an arena is being filled anew."""
+        extras = [arena.extra() for arena in self._arenas]
+        state.adopt(
+            whole_table((extra, a.table()) for extra, a in zip(extras, self._arenas, strict=True)), extras[0]["state"]
+        )
+        kept = {name: tensor for arena in self._arenas for name, tensor in arena.tensors().items()}
+        for info, tensor in state.tensors():
+            tensor.copy_(kept[info.name])
+        state.filled()
+        return f"snapshot step {state.step} in this node's memory"
+
+    def close(self) -> None:
+        for arena in self._arenas:
+            arena.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +88,8 @@ class Disk:
         while found := find.newest_good(self.directory, self.job, hashes=False):
             aside += found.aside
             before = REAL.identity(found.path)
-            state.adopt(whole_table(found.manifest), found.manifest.extra["state"])
+            shares = ((share.extra, share.tensors) for share in found.manifest.shares)
+            state.adopt(whole_table(shares), found.manifest.extra["state"])
             here: dict[str, torch.Tensor] = {info.name: tensor for info, tensor in state.tensors()}
             try:
                 read.load(found, lambda info, here=here: here[info.name])  # type: ignore[misc]
@@ -66,3 +102,32 @@ class Disk:
             said = f"checkpoint step {found.step} at {found.path}"
             return said + "".join(f"; set aside {one}" for one in aside)
         raise FileNotFoundError(f"no checkpoint of job {self.job!r} in {self.directory}")
+
+
+class Store:
+    """All that is saved, as one worker can get at it: the agent's memory and the disk."""
+
+    def __init__(self, session: Session, disk: Disk, state: State, generation: int) -> None:
+        self._session = session
+        self._disk = disk
+        self._state = state
+        self._generation = generation
+        self._kept = Kept([])
+
+    def saved(self) -> tuple[Version | None, Version | None]:
+        """(snapshot, checkpoint). The agent answers once what it was writing is on disk."""
+        answers: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        self._session.on(messages.Kept, lambda _, descriptors: answers.put(descriptors))
+        self._session.send(messages.AskKept(generation=self._generation))
+        try:
+            descriptors = answers.get(timeout=ASK_S)
+        except queue.Empty:
+            descriptors = []
+        self._kept = Kept([Arena.from_fd(descriptor, warm=False) for descriptor in descriptors])
+        return self._kept.version(), self._disk.newest()
+
+    def load(self, kind: Literal["snapshot", "checkpoint"]) -> str:
+        return self._kept.load(self._state) if kind == "snapshot" else self._disk.load(self._state)
+
+    def close(self) -> None:
+        self._kept.close()

@@ -20,7 +20,7 @@ from ..core.cadence import Rule
 from .group import FormError, Group, LetGoError, is_communication_error
 from .job import Job
 from .keeper import AgentSink, Keeper, Place
-from .restore import Disk
+from .restore import Disk, Store
 from .session import Session, ToldToLeave
 from .state import State
 from .sync import synchronise
@@ -230,19 +230,21 @@ class Managed:
         session.beat(Doing.SYNCING)
         _announce(form, job)
         state.to(job.device)
-        disk = self._disk
-        # Live state makes looking at the disk needless, unless it is not to be trusted.
-        look = disk is not None and (form.restore == "snapshot" or not (state.clean() and state.established))
-        synced = synchronise(
-            state,
-            rank=form.rank,
-            world=form.world,
-            restore=form.restore,
-            generation=form.generation,
-            checkpoint=disk.newest() if look and disk is not None else None,
-            load=(lambda _: disk.load(state)) if look and disk is not None else None,
-            check=lambda: session.check(form.generation, -1),
-        )
+        store = Store(session, self._disk, state, form.generation) if self._disk else None
+        try:
+            synced = synchronise(
+                state,
+                rank=form.rank,
+                world=form.world,
+                restore=form.restore,
+                generation=form.generation,
+                saved=store.saved if store else None,
+                load=store.load if store else None,
+                check=lambda: session.check(form.generation, -1),
+            )
+        finally:
+            if store:
+                store.close()
         self._link.enter(form.generation, state.step)
         session.send(
             messages.Synced(

@@ -16,6 +16,9 @@ from ..core.tensors import Table
 from . import broadcast, pull
 from .state import State
 
+Saved = Callable[[], tuple[Version | None, Version | None]]
+"""(newest snapshot, newest checkpoint) that this rank could load; may take a while."""
+
 Load = Callable[[Literal["snapshot", "checkpoint"]], str]
 """Load this rank's newest snapshot or checkpoint into the state (adopt, fill, filled); returns words for it, such as
 'checkpoint step 40 at /ckpt/step-40'. Raises if nothing can be loaded."""
@@ -54,14 +57,14 @@ def synchronise(
     world: int,
     restore: str = "newest",
     generation: int = 0,
-    snapshot: Version | None = None,
-    checkpoint: Version | None = None,
+    saved: Saved | None = None,
     load: Load | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Synced:
     """Make every rank's `state` the newest there is, over torch's default group. All ranks call it.
 
-    `snapshot` and `checkpoint` are the versions `load` could load here. `check` raises once the group was let go of.
+    `saved` says what `load` could load here; it is asked only when nobody's live state will do, and must be given on
+    all ranks or none. `check` raises once the group was let go of.
     If this raises half-way, `state.clean()` is False and the rank needs the state from another one. Raises
     NoStateError, ValueError (this rank's model is another one), broadcast.CorruptError, what `load` raises.
     """
@@ -71,10 +74,14 @@ def synchronise(
         version=state.version,
         clean=state.clean(),
         established=state.established,
-        snapshot=snapshot if load else None,
-        checkpoint=checkpoint if load else None,
     )
-    choice = choose(_gather(mine, world), restore)
+    offers = _gather(mine, world)
+    alive = restore == "newest" and any(offer.clean and offer.established for offer in offers)
+    if saved is not None and not alive:
+        snapshot, checkpoint = saved()
+        check()
+        offers = _gather(msgspec.structs.replace(mine, snapshot=snapshot, checkpoint=checkpoint), world)
+    choice = choose(offers, restore)
     source, nbytes = _bring(state, choice, rank, generation, load, check)
     check()
     seconds = time.monotonic() - begun_s

@@ -92,6 +92,19 @@ def test_all_workers_killed_resume_from_the_checkpoint(tmp_path: Path) -> None:
         assert job.weights() == undisturbed()
 
 
+def test_all_workers_of_one_node_resume_from_its_memory(tmp_path: Path) -> None:
+    """Rung 4: the agent still holds every share of the newest snapshot."""
+    spec = {"checkpoint": {"dir": str(tmp_path), "every_steps": 20}}
+    with Job(nodes="1:1", args={"steps": STEPS, "batch": BATCH, "step-ms": 5}, spec=spec) as job:
+        job.wait_step(50)
+        for rank in range(2):
+            job.kill_rank(rank)
+        eventually(lambda: job.incidents(), 20.0, "a resume")
+        assert "snapshot step 40" in job.incidents()[0].restored_from
+        job.wait_phase(Phase.SUCCEEDED)
+        check_samples(job)
+
+
 def test_a_lost_node_shrinks_the_world_and_is_taken_back() -> None:
     """G2: a node's process tree is killed; the others go on at once, and take it in again without losing a step."""
     with Job(nodes="1:2", args={"steps": 2500, "batch": BATCH, "step-ms": 8}) as job:
