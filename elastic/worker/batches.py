@@ -15,12 +15,14 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
-from ..core.sharding import GlobalBatch, Order, Plan, derive, micro_sizes, share
+from ..core.sharding import Order, Plan, derive, micro_sizes, share
 from .ddp import Share
 from .inherited import leave_parents_sockets
 
-_FEW = 48
-"""Below so many samples plain integers are quicker than arrays."""
+_BLOCK = 4096
+"""Positions whose samples are computed at once, with arrays: 0.3 ms a block instead of 5 µs a sample."""
+
+_WORD = 0xFFFFFFFFFFFFFFFF
 
 
 class MapDataset(Protocol):
@@ -171,12 +173,25 @@ def batches(
 
 def seed_everything(seed: int, *path: int) -> None:
     """Seed the global generators of Python, numpy and torch from (seed, *path). A few microseconds without CUDA."""
-    words = derive(seed, *path)
-    random.seed(words[0] << 32 | words[1])
-    np.random.seed(words[2])
-    torch.default_generator.manual_seed(words[3] << 32 | words[4])
+    low, high = derive(seed, *path)[:2]
+    _seed(high << 32 | low)
+
+
+def _seed(word: int) -> None:
+    """From 64 bits."""
+    random.seed(word)
+    np.random.seed(word >> 32)
+    torch.default_generator.manual_seed(word)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(words[3] << 32 | words[4])
+        torch.cuda.manual_seed_all(word)
+
+
+def _scatter(word: int) -> int:
+    """64 bits into 64 bits, each depending on all (the finalizer of splitmix64)."""
+    word = (word + 0x9E3779B97F4A7C15) & _WORD
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
+    return word ^ word >> 31
 
 
 class _Parts:
@@ -199,30 +214,44 @@ class _Parts:
         self._seed = seed
         self._shuffle = shuffle
         self._collate = collate
-        self._order: tuple[int, Order] | None = None
+        self._epoch = -1
+        self._order: Order
+        self._draws = 0
+        self._block: tuple[int, tuple[int, ...]] = (-1, ())
 
     def __getitem__(self, step: int) -> tuple[tuple[int, ...], Any]:
         whole = self._plan.at(step)
+        if whole.epoch != self._epoch:
+            self._epoch, self._block = whole.epoch, (-1, ())
+            self._order = Order(self._plan.samples, self._seed, whole.epoch, shuffle=self._shuffle)
+            low, high = derive(self._seed, 0, whole.epoch)[:2]
+            self._draws = high << 32 | low
         start, stop = share(whole.start, whole.stop, self._rank, self._world)
-        indices = self._indices(whole, start, stop)
-        stand_in = self._indices(whole, whole.start, whole.start + 1) if start == stop else ()
-        return indices, self._collate(self._fetch(whole.epoch, start, indices or stand_in))
+        indices = self._indices(start, stop)
+        stand_in = self._indices(whole.start, whole.start + 1) if start == stop else ()
+        return indices, self._collate(self._fetch(start, indices or stand_in))
 
-    def _indices(self, whole: GlobalBatch, start: int, stop: int) -> tuple[int, ...]:
-        if self._order is None or self._order[0] != whole.epoch:
-            self._order = whole.epoch, Order(self._plan.samples, self._seed, whole.epoch, shuffle=self._shuffle)
-        order = self._order[1]
-        if not self._shuffle or stop - start < _FEW:
-            return tuple(order.take(start, stop))
-        return take_many(order, start, stop)
+    def _indices(self, start: int, stop: int) -> tuple[int, ...]:
+        if not self._shuffle:
+            return tuple(range(start, stop))
+        found: tuple[int, ...] = ()
+        while start < stop:
+            number, offset = divmod(start, _BLOCK)
+            if self._block[0] != number:
+                first = number * _BLOCK
+                self._block = number, take_many(self._order, first, min(first + _BLOCK, self._plan.samples))
+            part = self._block[1][offset : offset + stop - start]
+            found += part
+            start += len(part)
+        return found
 
-    def _fetch(self, epoch: int, start: int, indices: tuple[int, ...]) -> list[Any]:
+    def _fetch(self, start: int, indices: tuple[int, ...]) -> list[Any]:
         if many := getattr(self._dataset, "__getitems__", None):
-            seed_everything(self._seed, 0, epoch, start)
+            _seed(_scatter(self._draws ^ start))
             return list(many(list(indices)))
         samples = []
         for position, index in enumerate(indices, start):
-            seed_everything(self._seed, 0, epoch, position)
+            _seed(_scatter(self._draws ^ position))
             samples.append(self._dataset[index])
         return samples
 

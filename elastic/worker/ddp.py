@@ -83,8 +83,10 @@ def wrap(
     `sync_buffers`: as in stock DDP, rank 0's buffers (BatchNorm's running statistics) are broadcast at the start of
     every training forward, so all ranks keep rank 0's. Without, each rank has its own, and what a lost rank had
     is replaced by the source's; switch it off for models whose buffers never change.
-    `options` go to DistributedDataParallel.
+    `options` go to DistributedDataParallel. Gradients are views of its buckets unless they say otherwise: it saves the
+    copy back, which makes up for the multiplication by the weight, and as much memory as the gradients take.
     """
+    options.setdefault("gradient_as_bucket_view", True)
     if not sync_buffers:
         # torch 2.13 renamed it and warns at the old name; either means no broadcast here, as init_sync is off.
         known = inspect.signature(DistributedDataParallel).parameters
