@@ -165,6 +165,8 @@ def next_generation(
         restore = "snapshot" if broken and broken.rollback else "newest"
         return Change(arrange(current, chosen, lost), why, planned=False, restore=restore)
 
+    if unheard := [p.node for p in current.places if p.node not in alive]:
+        return Wait(f"{', '.join(unheard)} cannot be heard of, and lives: steps advance")
     places = arrange(current, chosen, set())
     if _same(places, current.places):
         return Wait("as it should be")

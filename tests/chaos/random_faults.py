@@ -156,7 +156,13 @@ ON_A_NETWORK: dict[str, Fault] = {
     "cut off from etcd for up to 6 s": cut_from_etcd,
     "link flaps": link_flaps,
 }
-UNNOTICED = {"daemon SIGKILL", "etcd killed, back after up to 5 s", "cut off from etcd for up to 6 s", "link flaps"}
+UNNOTICED = {
+    "daemon SIGKILL",
+    "etcd killed, back after up to 5 s",
+    "cut off from etcd for up to 6 s",
+    "link flaps",
+    "node frozen for up to 6 s",
+}
 """Those that need not end a generation."""
 
 
@@ -200,9 +206,11 @@ def one_round(seed: int, steps: int, every_s: float, network: bool, recover_s: f
                 since_s = kinds[kind](chaos, node)
                 newer_than = generation - 1 if kind in UNNOTICED else generation
                 whole_s = eventually(
-                    lambda s=since_s, n=newer_than: whole_again(job, s, n), recover_s, f"recovery from {strike}"
-                )  # type: ignore[misc]
-                assert whole_s is not None
+                    lambda s=since_s, n=newer_than: whole_again(job, s, n) or (job.phase() == "succeeded" and -1.0),
+                    recover_s, f"recovery from {strike}", every_s=0.1,
+                )  # type: ignore[misc]  # fmt: skip
+                if whole_s < 0:  # the others were done before it was back
+                    break
                 strike.recovered_s = whole_s - since_s
             job.wait_over()
             # A node that is stopped or cut off may write down its last commit late.

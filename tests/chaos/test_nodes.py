@@ -80,7 +80,7 @@ def test_cut_off_from_etcd_alone(one_way: bool) -> None:
     """Its lease runs out though it works on with the others: steps prove its life, and nobody is condemned."""
     with Cluster(nodes=2, slots=1, network=True) as cluster:
         assert cluster.hosts is not None
-        job = cluster.submit(steps=400, pace_s=0.03)
+        job = cluster.submit(nodes="1:2", steps=400, pace_s=0.03)
         job.wait_step(20)
         workers = job.workers()
         cluster.hosts.partition(1, 2, one_way=one_way)  # host 2 is etcd's

@@ -14,6 +14,7 @@ and anonymous namespaces held by a process that dies with its parent, so that no
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -420,16 +421,23 @@ class Hosts:
                 self.set_quality(host.index)
 
     def close(self) -> None:
-        """End everything. Safe to call twice."""
-        self.procs.close()
-        if self._cgroup is not None:
-            self._cgroup.remove()
-        for work in self._work:
-            shutil.rmtree(work)
-        self._work.clear()
+        """End everything, whatever of it fails. Safe to call twice."""
+        with contextlib.ExitStack() as last_first:
+            if self._lock is not None:
+                last_first.callback(self._lock.close)
+            last_first.callback(self._remove_link)
+            for work in self._work:
+                last_first.callback(shutil.rmtree, work)
+            if self._cgroup is not None:
+                last_first.callback(self._cgroup.remove)
+            last_first.callback(self.procs.close)
+            self._hosts.clear()
+            self._work = []
+            self._cgroup = self._lock = self._switch = None
+
+    def _remove_link(self) -> None:
         if pathlib.Path(f"/sys/class/net/{self._label}").exists():
-            _ip([f"link del {self._label}"])
-        if self._lock is not None:
-            self._lock.close()
-        self._hosts.clear()
-        self._cgroup = self._lock = self._switch = None
+            try:
+                _ip([f"link del {self._label}"])
+            except RuntimeError:  # it goes by itself, a moment after its other end
+                eventually(lambda: not pathlib.Path(f"/sys/class/net/{self._label}").exists(), 5.0)

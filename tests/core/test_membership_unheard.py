@@ -1,0 +1,43 @@
+"""A node whose lease has run out while the job's steps advance is cut off from etcd, not dead (G4)."""
+
+from __future__ import annotations
+
+from elastic.core.membership import Change, JobView, Limits, Member, Wait, next_generation
+from elastic.core.records import GenerationRecord, MemberRecord, Place
+
+LIMITS = Limits(min_nodes=1, max_nodes=3, join_wait_s=0.0)
+
+
+def member(node: str, seniority: int) -> Member:
+    return Member(MemberRecord(node=node, incarnation=f"{node}-1", host="h", port=1, slots=1, ready=(0,)), seniority)
+
+
+def decide(present: list[str], *, steps_advance: bool) -> Change | Wait:
+    places = tuple(Place(node=n, incarnation=f"{n}-1", host="h", slots=(0,)) for n in ("a", "b"))
+    current = GenerationRecord(number=1, places=places, store_host="h", store_port=1, leader="a", why="first")
+    view = JobView(members={n: member(n, i) for i, n in enumerate(present)}, generation=current)
+    return next_generation(
+        view, current, LIMITS, frozenset(), steps_advance=steps_advance, settled=True, min_reached_for_s=9.0
+    )
+
+
+def test_while_steps_advance_nobody_is_left_out() -> None:
+    verdict = decide(["a"], steps_advance=True)
+    assert isinstance(verdict, Wait)
+    assert "b cannot be heard of" in verdict.reason
+
+
+def test_nor_is_anybody_taken_in_meanwhile() -> None:
+    assert isinstance(decide(["a", "c"], steps_advance=True), Wait)
+
+
+def test_once_steps_stop_it_is_gone() -> None:
+    verdict = decide(["a"], steps_advance=False)
+    assert isinstance(verdict, Change)
+    assert [place.node for place in verdict.places] == ["a"]
+
+
+def test_with_everybody_there_a_newcomer_is_taken_in() -> None:
+    verdict = decide(["a", "b", "c"], steps_advance=True)
+    assert isinstance(verdict, Change)
+    assert verdict.planned
