@@ -132,9 +132,20 @@ class Actions:
         self._txn([], [Put(self._keys.drain(node), encode(record))])
 
     def uncordon(self, node: str) -> None:
-        """Take back a cordon or a drain."""
+        """Take back a cordon or a drain, and whatever made jobs set this node aside."""
         self._node(node)
         self._txn([], [Delete(self._keys.cordon(node)), Delete(self._keys.drain(node))])
+
+        def pardoned(state: JobState) -> JobState | None:
+            if node not in state.avoid:
+                return None
+            avoid = tuple(n for n in state.avoid if n != node)
+            failures = tuple(f for f in state.failures if f.node != node)  # else the next one sets it aside again
+            return msgspec.structs.replace(state, avoid=avoid, failures=failures)
+
+        for job in self._board.now.cluster.jobs.values():
+            if node in job.state.avoid and not job.over:
+                self._change(JobState, self._job(job.name).state, pardoned, JobState())
 
     # ── etcd ────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -121,7 +121,7 @@ def _why(cluster: Cluster, job: Job, mine: Mapping[str, int], used: Mapping[str,
         if node.why_not:
             reasons.append(f"{node.name} is {node.why_not}")
         elif node.name in job.state.avoid:
-            reasons.append(f"{node.name} is set aside for this job")
+            reasons.append(f"{node.name} is set aside for this job (elasticctl uncordon {node.name} takes it back)")
         elif wanted > free:
             reasons.append(f"{node.name} has {free} of {node.record.slots} slots free, {wanted} are needed")
     return "; ".join([f"{len(mine)} of at least {spec.min_nodes} nodes", *reasons])

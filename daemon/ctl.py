@@ -267,7 +267,7 @@ def cordon(client: Client, node: str, reason: str, as_json: bool) -> None:
 @as_json
 @click.pass_obj
 def uncordon(client: Client, node: str, as_json: bool) -> None:
-    """Take back a cordon or a drain of NODE."""
+    """Take back a cordon or a drain of NODE, and let the jobs that set it aside use it again."""
     _say(client.post(f"/v1/nodes/{name(node)}/uncordon"), as_json, f"{node} takes work again")
 
 

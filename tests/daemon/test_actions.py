@@ -11,6 +11,7 @@ from support.fake_etcd import FakeClient, FakeServer
 from elastic.core.keys import ClusterKeys
 from elastic.core.records import (
     AskedRecord,
+    Failure,
     JobState,
     MemberRecord,
     NodeRecord,
@@ -22,7 +23,7 @@ from elastic.core.records import (
 from elastic.etcd import Etcd
 from elasticd import actions
 from elasticd.actions import Actions
-from elasticd.board import Board
+from elasticd.board import Board, Snapshot
 from elasticd.cluster import Job, Reader
 from elasticd.errors import Refused
 from elasticd.mailbox import Event, LeaseLost, Mailbox, Registered, Stop, Written
@@ -44,7 +45,8 @@ class Desk:
         self.server = FakeServer()
         self.client = FakeClient(self.server)
         etcd = cast(Etcd, self.client)
-        self.actions = Actions(etcd, KEYS, Board())
+        self.board = Board()
+        self.actions = Actions(etcd, KEYS, self.board)
         self.mailbox = Mailbox()
         self.writer = Writer(etcd, KEYS, self.mailbox, structlog.get_logger())
 
@@ -195,6 +197,20 @@ def test_a_record_of_another_protocol_is_not_overwritten(desk: Desk) -> None:
 def test_a_drain_and_its_end(desk: Desk) -> None:
     with pytest.raises(Refused, match="there is no node 'a'; there are: none"):
         desk.actions.drain("a", "x", 0.0)
+
+
+def test_uncordon_is_the_way_back_for_a_node_set_aside(desk: Desk) -> None:
+    desk.actions.submit(RAW, by="x")
+    desk.client.put(KEYS.node("a"), encode(NODE))
+    failures = tuple(Failure(wall_s=1.0, generation=1, node=n, fingerprint="x") for n in "aab")
+    aside = JobState(phase=Phase.RUNNING, avoid=("a", "c"), failures=failures, restarts=3)
+    desk.client.put(JOB.state, encode(aside))
+    desk.board.publish(Snapshot(cluster=Reader(KEYS).read(desk.server.kvs, 1)))
+    desk.actions.cordon("a", "look at it")
+    assert KEYS.cordon("a") in desk.server.kvs
+    desk.actions.uncordon("a")
+    assert KEYS.cordon("a") not in desk.server.kvs
+    assert (desk.state().avoid, [f.node for f in desk.state().failures], desk.state().restarts) == (("c",), ["b"], 3)
 
 
 # ── the writer ──────────────────────────────────────────────────────────────────────────────────────────────
