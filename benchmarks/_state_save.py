@@ -91,9 +91,9 @@ class Ours:
     def __init__(self, tensors: Tensors, directory: str) -> None:
         self.tensors, self.directory = list(tensors.values()), directory
         self.table = table_of(tensors)
-        self.arenas = [Arena.create(arena_nbytes(self.table)) for _ in range(2)]
-        for arena in self.arenas:
-            arena.layout(self.table)
+        # One buffer is enough here, where a save is durable before the next begins.
+        self.arena = Arena.create(arena_nbytes(self.table))
+        self.arena.layout(self.table)
         self.writer = WriterProcess()
         self.writer.start()
         self.saves = 0
@@ -101,10 +101,9 @@ class Ours:
     def save(self) -> Callable[[], bool]:
         """Blocks for the snapshot. What it returns says whether the checkpoint is durable."""
         self.saves += 1
-        arena = self.arenas[self.saves % 2]
-        arena.fill(self.tensors).finish()
-        arena.seal(self.saves, 1)
-        self.writer.submit(orders.Write(directory=self.directory, step=self.saves, generation=1), arena)
+        self.arena.fill(self.tensors).finish()
+        self.arena.seal(self.saves, 1)
+        self.writer.submit(orders.Write(directory=self.directory, step=self.saves, generation=1), self.arena)
         self.writer.submit(
             orders.Commit(directory=self.directory, job="j", step=self.saves, generation=1, shares=1, world=1, keep=1)
         )
@@ -118,8 +117,7 @@ class Ours:
 
     def close(self) -> None:
         self.writer.close()
-        for arena in self.arenas:
-            arena.close()
+        self.arena.close()
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -215,26 +213,28 @@ def run(options: Options) -> dict[str, float]:
     directory = tempfile.mkdtemp(prefix="elastic-state-", dir=options.dir)
     job = Job(options.nbytes)
     tensors = job.flat()
+    spare = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     ours = Ours(tensors, os.path.join(directory, "ours"))
     try:
         with quiet_group():
-            took = measure_saves(options, job, tensors, ours, directory)
-        took |= measure_resume(options, tensors, ours)
+            took = measure_saves(options, job, tensors, spare, ours, directory)
+        took |= measure_resume(options, tensors, spare, ours)
     finally:
         ours.close()
         shutil.rmtree(directory)
     return report(took, sum(t.nbytes for t in tensors.values()), len(tensors))
 
 
-def measure_saves(options: Options, job: Job, tensors: Tensors, ours: Ours, directory: str) -> dict[str, list[float]]:
+def measure_saves(
+    options: Options, job: Job, tensors: Tensors, spare: Tensors, ours: Ours, directory: str
+) -> dict[str, list[float]]:
     took: dict[str, list[float]] = {}
 
     def note(name: str, seconds: float) -> None:
         took.setdefault(name, []).append(seconds)
 
-    sources = list(tensors.values())
     saves = 1 if options.nbytes >= 1e9 else 3
-    warm = [torch.zeros_like(tensor) for tensor in sources]
+    sources, warm = list(tensors.values()), list(spare.values())
     for number in range(options.runs + 1):
         if number == 1:
             took.clear()  # the first round warmed everything up
@@ -248,9 +248,8 @@ def measure_saves(options: Options, job: Job, tensors: Tensors, ours: Ours, dire
         note("ours, blocked", clock() - start)
         until(done, ours.writer.fileno())
         note("ours, durable", clock() - start)
-        arena = ours.arenas[ours.saves % 2]
-        note("disk, plain", disk_limit(arena, directory, reserve=False))
-        note("disk, reserved", disk_limit(arena, directory, reserve=True))
+        note("disk, plain", disk_limit(ours.arena, directory, reserve=False))
+        note("disk, reserved", disk_limit(ours.arena, directory, reserve=True))
         note("torch.save + fsync", timed(lambda: torch_save(job, directory)))
         os.unlink(os.path.join(directory, "whole.pt"))
         start = clock()
@@ -263,9 +262,10 @@ def measure_saves(options: Options, job: Job, tensors: Tensors, ours: Ours, dire
     return took
 
 
-def measure_resume(options: Options, tensors: Tensors, ours: Ours) -> dict[str, list[float]]:
+def measure_resume(options: Options, tensors: Tensors, back: Tensors, ours: Ours) -> dict[str, list[float]]:
     took: dict[str, list[float]] = {"read, cold": [], "resume, cold": [], "read, warm": [], "resume, warm": []}
-    back = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    for tensor in back.values():
+        tensor.zero_()
     (folder,) = (entry.path for entry in os.scandir(ours.directory) if entry.name.startswith("step-"))
     buffer = bytearray(PIECE)
 

@@ -1,6 +1,6 @@
 """What a checkpoint costs training, how fast it is safe, and how fast the state comes back from disk or from a peer.
 
-    python benchmarks/state.py            2 GB of state, some ten minutes
+    python benchmarks/state.py            2 GB of state, some ten minutes, 9 GB of memory
     python benchmarks/state.py --quick    256 MB, under two minutes on an idle machine
 
 Everything it is compared with is measured in the same run, in turn. The last line is one JSON object of ratios.
@@ -17,6 +17,7 @@ import pathlib
 import platform
 import subprocess
 import sys
+import tempfile
 
 HERE = pathlib.Path(__file__).parent
 PARTS = {"save": "_state_save.py", "broadcast": "broadcast.py"}
@@ -63,7 +64,8 @@ def main() -> None:
     )
     ratios: dict[str, float] = {}
     if args.part in (None, "save"):
-        ratios |= run("save", [*common, "--dir", args.dir])
+        with tempfile.TemporaryDirectory(prefix="elastic-state-", dir=args.dir) as directory:
+            ratios |= run("save", [*common, "--dir", directory])
     if args.part in (None, "broadcast"):
         ratios |= run("broadcast", [*common, "--worlds", "2" if args.quick else "2,4"])
     print(json.dumps({key: ratios[key] for key in KEYS if key in ratios} | ratios))
