@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import random
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -28,8 +29,7 @@ from ..core.records import (
 )
 from ..core.restarts import Verdict, charge
 from ..etcd import Absent, Delete, Etcd, EtcdError, EtcdUnavailable, Lease, ModIs, Op, Put
-from .desk import Desk
-from .store import Stores
+from .desk import Desk, Order
 
 log = structlog.get_logger()
 
@@ -39,6 +39,20 @@ KEPT_RECORDS = 200
 """Failures and incidents of so many generations stay in etcd."""
 
 
+class OpensStores(Protocol):
+    """See `store.Stores`."""
+
+    def open(self, generation: int) -> tuple[str, int]: ...
+
+
+class TakesOrders(Protocol):
+    """See `desk.Desk`."""
+
+    def start(self) -> None: ...
+    def ask(self, key: str, order: Order, *, persist: bool) -> None: ...
+    def close(self, wait_s: float) -> None: ...
+
+
 @dataclass
 class Registry:
     """One agent's pen. Methods return at once; what came of it arrives by `post` or by the watch."""
@@ -46,12 +60,15 @@ class Registry:
     etcd: Etcd
     keys: JobKeys
     policy: Policy
-    stores: Stores
+    stores: OpensStores
     post: Post
     spec: SpecRecord
+    desk: Callable[[str], TakesOrders] = Desk
+    wall: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
-        self._urgent, self._lazy = Desk("urgent"), Desk("lazy")
+        self._urgent, self._lazy = self.desk("urgent"), self.desk("lazy")
+        self._charges = itertools.count()
         self._lease: Lease | None = None
         self._member: MemberRecord | None = None
         self._state = JobState()
@@ -148,7 +165,7 @@ class Registry:
         )
         ops: list[Op] = [Put(self.keys.generation, encode(record))]
         if verdict.state.phase is not Phase.RUNNING:
-            changed = msgspec.structs.replace(verdict.state, phase=Phase.RUNNING, reason="", since_wall_s=time.time())
+            changed = msgspec.structs.replace(verdict.state, phase=Phase.RUNNING, reason="", since_wall_s=self.wall())
             ops.append(Put(self.keys.state, encode(changed)))
         elif verdict.state != view.state:
             ops.append(Put(self.keys.state, encode(verdict.state)))
@@ -181,12 +198,12 @@ class Registry:
         if broken is None:
             return Verdict(view.state)
         spare = sum(1 for m in view.members.values() if m.record.ready) - self.policy.limits.min_nodes
-        return charge(view.state, broken, self.policy.spec.restarts, time.time(), max(0, spare))
+        return charge(view.state, broken, self.policy.spec.restarts, self.wall(), max(0, spare))
 
     # ── the job's state ─────────────────────────────────────────────────────────────────────────────────────
 
     def put_phase(self, phase: Phase, reason: str, view: JobView) -> None:
-        changed = msgspec.structs.replace(view.state, phase=phase, reason=reason, since_wall_s=time.time())
+        changed = msgspec.structs.replace(view.state, phase=phase, reason=reason, since_wall_s=self.wall())
 
         def order() -> None:
             done = self.etcd.txn([self._state_guard(view)], [Put(self.keys.state, encode(changed))]).ok
@@ -201,13 +218,13 @@ class Registry:
             for _ in range(10):
                 kv = self.etcd.get(self.keys.state)
                 state = decode(JobState, kv.value) if kv else JobState()
-                verdict = charge(state, record, self.policy.spec.restarts, time.time(), 0)
+                verdict = charge(state, record, self.policy.spec.restarts, self.wall(), 0)
                 guard = ModIs(self.keys.state, kv.mod_revision) if kv else Absent(self.keys.state)
                 if self.etcd.txn([guard], [Put(self.keys.state, encode(verdict.state))]).ok:
                     return
             raise EtcdUnavailable("the job's state changed under ten tries in a row", maybe_done=False)
 
-        self._lazy.ask(f"charge {random.random()}", order, persist=True)
+        self._lazy.ask(f"charge {next(self._charges)}", order, persist=True)
 
     def restore(self, generation: GenerationRecord, state: JobState) -> None:
         """etcd came back empty: write what this job is and where it stands, unless somebody else already has."""
@@ -249,7 +266,7 @@ class Registry:
                 return
             state = decode(JobState, kv.value)
             if state.phase is Phase.STOPPING:
-                stopped = msgspec.structs.replace(state, phase=Phase.STOPPED, since_wall_s=time.time())
+                stopped = msgspec.structs.replace(state, phase=Phase.STOPPED, since_wall_s=self.wall())
                 self.etcd.txn([ModIs(self.keys.state, kv.mod_revision)], [Put(self.keys.state, encode(stopped))])
         except EtcdError as error:
             log.warning("member.left_without_goodbye", error=str(error))
