@@ -115,7 +115,7 @@ class Loop:
             config.job,
             self.pool.tell,
             on_saved=lambda step: self.post(Saved(step)),
-            on_failed=lambda step, error: None,
+            on_failed=self._save_failed,
             versions=versions(),
         )
 
@@ -153,11 +153,29 @@ class Loop:
                 due_s = now_s + beat_s
                 self._on_tick(now_s)
         self._finish_saving()
+        self._progress_due_s = 0.0  # the last word on where the job ended
         self._write_status()
         self.pool.close()
         self.saver.close()
         self._selector.close()
         return self._ended.code
+
+    def _save_failed(self, step: int, error: str) -> None:
+        """A checkpoint that failed is an incident too, though it costs no step."""
+        generation = self.agent.generation
+        record = IncidentRecord(
+            generation=generation.number if generation else 0,
+            kind="checkpoint",
+            node=self.config.node,
+            ranks=(),
+            detail=f"checkpoint of step {step} failed: {error}",
+            wall_s=time.time(),
+            step=step,
+            steps_lost=0,
+            world_before=generation.world if generation else 0,
+            world_after=generation.world if generation else 0,
+        )
+        self._registry.put_incident(record)
 
     def _finish_saving(self) -> None:
         """What the workers have handed over is still written."""
@@ -373,8 +391,8 @@ class Loop:
                 registry.put_phase(phase, reason, self.agent.view)
             case ChargeFailure(record):
                 registry.charge_failure(record)
-            case Restore(generation):
-                registry.restore(generation, self.agent.view.state)
+            case Restore(generation, state):
+                registry.restore(generation, state)
             case SaveNow(reason):
                 self._save_now(reason)
             case Leave():

@@ -226,7 +226,7 @@ class Registry:
 
         self._lazy.ask(f"charge {next(self._charges)}", order, persist=True)
 
-    def restore(self, generation: GenerationRecord, state: JobState) -> None:
+    def restore(self, generation: GenerationRecord | None, state: JobState) -> None:
         """etcd came back empty: write what this job is and where it stands, unless somebody else already has."""
 
         def order() -> None:
@@ -235,14 +235,17 @@ class Registry:
                 (self.keys.state, state),
                 (self.keys.generation, generation),
             ):
-                self.etcd.txn([Absent(key)], [Put(key, encode(record))])
-            log.warning("etcd.restored", generation=generation.number)
+                if record is not None:
+                    self.etcd.txn([Absent(key)], [Put(key, encode(record))])
+            log.warning("etcd.restored", generation=generation.number if generation else 0)
 
         self._urgent.ask("restore", order, persist=False)
 
     def put_incident(self, record: IncidentRecord) -> None:
         key = self.keys.incident(record.generation)
-        self._lazy.ask(f"incident {record.generation}", lambda: self._put(key, encode(record)), persist=True)
+        if record.kind == "checkpoint":
+            key = self.keys.save_incident(record.generation, record.node, record.step or 0)
+        self._lazy.ask(key, lambda: self._put(key, encode(record)), persist=True)
 
     def put_progress(self, record: ProgressRecord) -> None:
         self._lazy.ask("progress", lambda: self._put(self.keys.progress, encode(record)), persist=False)

@@ -26,6 +26,8 @@ class Gauge:
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int]] = deque()
+        self.loss: float | None = None
+        """The last that was reported: outlives the worker."""
 
     def mark(self, step: int, now_s: float) -> None:
         self._marks.append((now_s, step))
@@ -67,12 +69,11 @@ def rank_rows(agent: Agent, pool: Pool) -> tuple[RankRow, ...]:
 
 
 def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], saved: Saved) -> ProgressRecord:
-    loss = None
     for worker in agent.workers.values():
         if process := pool.processes.get(worker.life):
             beat = process.page.read()
             if not math.isnan(beat.loss):
-                loss = beat.loss
+                gauge.loss = beat.loss
                 break
     reason = "" if phase_of(agent) == "running" else agent.reason
     starting = [f"slot {w.slot} of {agent.policy.node}" for w in agent.workers.values() if w.stage is Stage.STARTING]
@@ -81,7 +82,7 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
         world=agent.generation.world if agent.generation else 0,
         step=max((row.step for row in rows), default=agent.step),
         steps_per_s=round(gauge.per_s(), 3),
-        loss=loss,
+        loss=gauge.loss,
         wall_s=time.time(),
         waiting_for=reason or (f"{', '.join(starting)} to start" if starting else ""),
         ranks=rows,

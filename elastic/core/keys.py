@@ -75,3 +75,7 @@ class JobKeys:
 
     def incident(self, generation: int) -> str:
         return f"{self.incidents}{generation:010d}"
+
+    def save_incident(self, generation: int, node: str, step: int) -> str:
+        """A checkpoint that failed; beside the incident of its generation."""
+        return f"{self.incident(generation)}.save.{node}.{step}"
