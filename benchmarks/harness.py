@@ -256,6 +256,7 @@ class Recovery:
     steps_lost: int
     rank: int
     step: int
+    killed_wall_s: float
 
 
 def kill_and_measure(
@@ -269,7 +270,7 @@ def kill_and_measure(
     victim = before[rng.randrange(world)]
     generation = max(c.generation for c in before.values())
     old_pids = {c.pid for c in before.values()}
-    at_s = time.monotonic()
+    at_s, wall_s = time.monotonic(), time.time()
     kill(victim.pid, number)
     back: dict[int, Commit] = {}
     mark = len(record.commits)
@@ -293,6 +294,7 @@ def kill_and_measure(
         steps_lost=max(0, reached - (first_new - 1)),
         rank=victim.rank,
         step=victim.step,
+        killed_wall_s=wall_s,
     )
 
 

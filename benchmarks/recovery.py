@@ -16,7 +16,9 @@ import pathlib
 import random
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from harness import (
     BIN,
@@ -87,7 +89,21 @@ def ours(cluster: Cluster, folder: pathlib.Path, kills: int, rng: random.Random)
     record = Record(folder / "ours")
     cluster.submit("kills", record)
     found = kill_series(record, kills, rng, limit_s=30.0)
+    incidents = cluster.a.json("incidents", "kills")["incidents"][-kills:]
+    seen_s = [i["wall_s"] - recovery.killed_wall_s for i, recovery in zip(incidents, found, strict=True)]
+    say(f"  seen by the leader: {spread(seen_s)} s after the kill; then, after that:")
+    for phase, times_s in phases(incidents).items():
+        say(f"  {phase}: {spread(times_s)} s")
     cluster.stop("kills")
+    return found
+
+
+def phases(incidents: Sequence[Any]) -> dict[str, list[float]]:
+    """phase of recovery -> seconds since detection, of each incident."""
+    found: dict[str, list[float]] = {}
+    for incident in incidents:
+        for phase, at_s in sorted(incident["timeline_s"].items(), key=lambda item: float(item[1])):
+            found.setdefault(phase, []).append(at_s)
     return found
 
 
