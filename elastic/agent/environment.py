@@ -68,6 +68,7 @@ def managed(
         env["ELASTIC_GPU"] = "1"
     if spec.checkpoint.dir:
         env["ELASTIC_CHECKPOINT_DIR"] = spec.checkpoint.dir
+        env["ELASTIC_CHECKPOINT_REMOTE"] = spec.checkpoint.remote
         env["ELASTIC_CHECKPOINT_EVERY_STEPS"] = str(spec.checkpoint.every_steps)
         env["ELASTIC_CHECKPOINT_EVERY_S"] = str(spec.checkpoint.every_s)
         env["ELASTIC_CHECKPOINT_SHARED"] = "1" if spec.checkpoint.shared else "0"

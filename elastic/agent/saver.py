@@ -83,9 +83,10 @@ class Saver:
         held = self._slots.get(slot)
         if held is None or not held.arenas or held.arenas[0].capacity < nbytes:
             try:
-                fresh = (Arena.create(nbytes), Arena.create(nbytes))
+                fresh = (Arena.create(nbytes, warm=False), Arena.create(nbytes, warm=False))  # the worker warms them
             except ArenaError as error:
                 self._fail(0, f"no shared memory for snapshots: {error}")
+                self.tell(life, messages.Arena(nbytes=0), ())
                 return
             if held is not None:
                 self.writer.submit(orders.Forget())

@@ -65,7 +65,7 @@ class SaveSoon(Message, frozen=True, kw_only=True):
 
 
 class Arena(Message, frozen=True, kw_only=True):
-    """Two shared-memory buffers (descriptors ride along) in answer to NeedArena."""
+    """One of two shared-memory buffers (its descriptor rides along) in answer to NeedArena; 0 bytes: no memory."""
 
     nbytes: int
 

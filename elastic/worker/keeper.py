@@ -27,6 +27,7 @@ from .session import Session
 from .state import State
 
 ARENA_WAIT_S = 30.0
+NO_MEMORY = -1
 FINISH_S = 60.0
 """How long the last checkpoint of a job waits for the one before it."""
 
@@ -208,7 +209,7 @@ class AgentSink:
         session.on(messages.Saved, self._on_saved)
 
     def _on_arena(self, _: messages.Message, descriptors: list[int]) -> None:
-        for descriptor in descriptors:
+        for descriptor in descriptors or [NO_MEMORY]:
             self._offers.put(descriptor)
 
     def _on_saved(self, message: messages.Message, _: list[int]) -> None:
@@ -279,7 +280,10 @@ class AgentSink:
         deadline_s = time.monotonic() + ARENA_WAIT_S
         while len(self._arenas) < 2:
             try:
-                self._arenas.append(Arena.from_fd(self._offers.get(timeout=max(0.0, deadline_s - time.monotonic()))))
+                descriptor = self._offers.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                if descriptor == NO_MEMORY:
+                    return
+                self._arenas.append(Arena.from_fd(descriptor))
             except (queue.Empty, ArenaError):
                 self._arenas = []
                 return

@@ -7,12 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 from ..checkpoint import find, read
 from ..checkpoint.arena import Arena
-from ..checkpoint.errors import Damaged
-from ..checkpoint.files import REAL
+from ..checkpoint.remote import list_remote
 from ..core import messages
 from ..core.source import Version
 from ..core.tensors import Table, TensorInfo
@@ -67,16 +64,16 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """The job's checkpoints on a file system."""
+    """The job's checkpoints on a file system, with a remote copy behind it."""
 
     directory: str
     job: str
+    remote: str = ""
 
     def newest(self) -> Version | None:
         """What `load` would most likely bring; a look at names and manifests only."""
-        for step, generation, _ in find.peek(self.directory, self.job):
-            return generation, step
-        return None
+        found = find.peek(self.directory, self.job) or (list_remote(self.remote, self.job) if self.remote else [])
+        return next(((generation, step) for step, generation, _ in found), None)
 
     def load(self, state: State) -> str:
         """The newest good checkpoint into `state`; returns words for it. A damaged one is set aside on the way.
@@ -84,24 +81,19 @@ class Disk:
         Raises NoGoodCheckpoint when there are checkpoints but none is good: starting from zero is for a person to
         decide.
         """
-        aside: list[find.Aside] = []
-        while found := find.newest_good(self.directory, self.job, hashes=False):
-            aside += found.aside
-            before = REAL.identity(found.path)
+
+        def prepare(found: find.Found) -> read.Into:
             shares = ((share.extra, share.tensors) for share in found.manifest.shares)
             state.adopt(whole_table(shares), found.manifest.extra["state"])
-            here: dict[str, torch.Tensor] = {info.name: tensor for info, tensor in state.tensors()}
-            try:
-                read.load(found, lambda info, here=here: here[info.name])  # type: ignore[misc]
-            except Damaged as damage:
-                if damage.reason == "unreadable":
-                    raise
-                aside.append(find.set_aside(found.path, damage, before=before))
-                continue
-            state.filled()
-            said = f"checkpoint step {found.step} at {found.path}"
-            return said + "".join(f"; set aside {one}" for one in aside)
-        raise FileNotFoundError(f"no checkpoint of job {self.job!r} in {self.directory}")
+            here = {info.name: tensor for info, tensor in state.tensors()}
+            return lambda info: here[info.name]
+
+        found = read.load_newest(self.directory, self.job, prepare, remote=self.remote)
+        if found is None:
+            raise FileNotFoundError(f"no checkpoint of job {self.job!r} in {self.directory}")
+        state.filled()
+        said = f"checkpoint step {found.step} at {found.path}"
+        return said + "".join(f"; set aside {one}" for one in found.aside)
 
 
 class Store:

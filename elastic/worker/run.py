@@ -62,6 +62,7 @@ class Settings:
     fingerprint_every_steps: int
     ignore_bad_numbers: bool
     checkpoint_dir: str
+    checkpoint_remote: str
     checkpoint_rule: Rule
     checkpoint_shared: bool
 
@@ -80,6 +81,7 @@ class Settings:
             fingerprint_every_steps=int(env.get("ELASTIC_FINGERPRINT_EVERY", "0")),
             ignore_bad_numbers=env.get("ELASTIC_ON_BAD_NUMBERS") == "ignore",
             checkpoint_dir=env.get("ELASTIC_CHECKPOINT_DIR", ""),
+            checkpoint_remote=env.get("ELASTIC_CHECKPOINT_REMOTE", ""),
             checkpoint_rule=Rule(
                 every_steps=int(env.get("ELASTIC_CHECKPOINT_EVERY_STEPS", "0")),
                 every_s=float(env.get("ELASTIC_CHECKPOINT_EVERY_S", "0")),
@@ -142,7 +144,9 @@ class Managed:
         self._train = train
         self._settings = settings
         self._link = AgentLink(session)
-        self._disk = Disk(settings.checkpoint_dir, settings.job) if settings.checkpoint_dir else None
+        self._disk = (
+            Disk(settings.checkpoint_dir, settings.job, settings.checkpoint_remote) if settings.checkpoint_dir else None
+        )
         self._keeper = (
             Keeper(AgentSink(session), settings.checkpoint_rule, shared=settings.checkpoint_shared)
             if self._disk
