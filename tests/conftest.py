@@ -22,6 +22,12 @@ def pytest_configure() -> None:
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("chaos") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(300))  # starts real jobs, on machines that may be busy
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, why_not in machine.REASONS.items():
         if item.get_closest_marker(marker) and (reason := why_not()):
@@ -62,13 +68,27 @@ def _processes(run: str) -> list[int]:
     return [pid for pid in children | set(procs.tagged(run, RUN)) if "resource_tracker" not in procs.describe([pid])]
 
 
+def _another_run(run: str) -> bool:
+    """Whether other tests run on this machine: theirs cannot be told from ours in /dev/shm."""
+    for entry in pathlib.Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                argv = (entry / "cmdline").read_bytes()
+            except OSError:  # gone meanwhile
+                continue
+            if b"support/reaper.py" in argv and run.encode() not in argv:
+                return True
+    return False
+
+
 def _left_behind(run: str, shm_before: set[str]) -> str:
     """What this run of the tests has left, in words; '' when nothing."""
     left = []
     if pids := _processes(run):
         left.append(f"processes:\n{procs.describe(pids)}")
-    if names := _shared_memory() - shm_before:
-        held = _held()  # another test run on this machine may be at work: what is in use is not left behind
+    names = _shared_memory() - shm_before
+    if names and not _another_run(run):
+        held = _held()  # and a demo or a benchmark may be at work: what is in use is not left behind
         if orphans := sorted(name for name in names if name not in held):
             left.append(f"in /dev/shm: {', '.join(orphans)}")
     if names := _namespaces():
