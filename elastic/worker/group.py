@@ -40,6 +40,9 @@ DIAL_LOOK_S = 0.02
 OLDEST_NCCL = (2, 26, 2)
 """Older ones can dead-lock in the abort of a communicator."""
 
+ABORT_S = 60.0
+"""Longest wait for NCCL's aborts. The agent replaces the worker long before (`timeouts.let_go_s`)."""
+
 
 class LetGoError(Exception):
     """The group was aborted: this generation is over, the process and its state are not."""
@@ -80,7 +83,9 @@ class Group:
         self._aborted = threading.Event()
         self._closed = threading.Event()
         self._sweeper: threading.Thread | None = None
-        self._aborted_communicators: set[int] = set()
+        self._aborted_communicators: list[Any] = []
+        self._before_init: set[sockets.Sock] | None = None
+        self._seen: set[sockets.Sock] = set()
         self.why = ""
 
     @property
@@ -144,11 +149,15 @@ class Group:
             self._sweeper.join()
         if dist.is_initialized():
             try:
-                dist.destroy_process_group()
+                if self.backend == "nccl" and self._aborted.is_set():
+                    c10d._abort_process_group()  # to destroy it would wait for its kernels and join its watchdog
+                else:
+                    dist.destroy_process_group()
             except RuntimeError:
                 if not self._aborted.is_set():
                     raise
-                c10d._abort_process_group()  # an aborted communicator that will not be shut down: strike it off
+                c10d._abort_process_group()  # strikes it off all the same
+        self._aborted_communicators.clear()
         self._store = None
 
     # ── forming ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -204,6 +213,7 @@ class Group:
             prepare_nccl()
             name = "cpu:gloo,cuda:nccl"
             options["device_id"] = self.device  # forms the communicator here and not in the first collective
+            self._before_init = set(sockets.tcp_sockets())
         hook = sys.excepthook
         try:
             dist.init_process_group(
@@ -215,6 +225,7 @@ class Group:
                 **options,
             )
         finally:
+            self._before_init = None
             sys.excepthook = hook  # torch wraps it once more each time, and each adds its '[rank0]: ' to every line
 
     def _stop_if(self, interrupted: Callable[[], bool]) -> None:
@@ -225,47 +236,74 @@ class Group:
     # ── letting go ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _cut(self) -> None:
-        """NCCL first: its kernels wait on the device, and only its own abort frees them."""
-        if self.backend == "nccl":
-            try:
-                abort_nccl(self._aborted_communicators)
-            except RuntimeError as error:  # the sockets are cut all the same; a miss costs the process (rung 2)
-                self.why += f"; its NCCL communicator could not be aborted: {error}"
-        for sock in sockets.gloo_sockets():
+        """The sockets first: that takes no time. NCCL's kernels wait on the device, and only its own abort frees them.
+
+        A communicator that is still being made cannot be aborted: torch does not know it yet. What it waits for is
+        sockets, so those that were opened since forming began are cut, the listening ones too. Never gloo's listening
+        one, which would end the process: so at the second look, by when gloo has put it where it can be recognised.
+        """
+        found = [*sockets.gloo_sockets(), *sockets.sockets_to(self._store_addresses)]
+        if (before := self._before_init) is not None:
+            new = set(sockets.tcp_sockets()) - set(sockets.gloo_listeners()) - before
+            found += new & self._seen
+            self._seen = new
+        for sock in found:
             sockets.cut(sock)
-        for sock in sockets.sockets_to(self._store_addresses):
-            sockets.cut(sock)
+        if self.backend == "nccl" and (trouble := abort_nccl(self._aborted_communicators)):
+            self.why += f"; {trouble}"  # a miss costs the process: rung 2
 
     def _sweep(self) -> None:
         while not self._closed.wait(SWEEP_S):
             self._cut()
 
 
-def abort_nccl(done: set[int]) -> None:
-    """Abort the NCCL communicators of all groups, inside one group call so that several cannot dead-lock.
+def abort_nccl(done: list[Any], wait_s: float = ABORT_S) -> str:
+    """Abort the NCCL communicators of all groups that are not in `done` yet, and add them to it.
 
-    `done` holds the ids of those aborted before, and gets the new ones. Only the communicators: the books that torch
-    keeps of its groups belong to the main thread (``close``). Raises RuntimeError when NCCL refuses.
+    Returns what went wrong, or ''. Only the communicators: the books that torch keeps of its groups belong to the
+    main thread (``close``).
+
+    All at the same time, each in a thread of its own. One after the other could dead-lock: an abort waits until the
+    device is rid of its own kernels, which may wait behind those of the next. A group call around them
+    (``ncclGroupStart``) is bound to its thread, and torch's abort does the work in a thread of its own.
     """
-    if not dist.is_nccl_available():
-        return
-    found = []
-    for group in sorted(c10d._world.pg_names, key=lambda g: c10d._world.pg_names[g], reverse=True):
+    found = [communicator for communicator in _communicators() if all(communicator is not known for known in done)]
+    done += found  # held on to: a wrapper that is collected gives its identity to another
+    troubles: list[str] = []
+
+    def abort(communicator: Any) -> None:
         try:
-            communicator = group._get_backend(torch.device("cuda"))
+            communicator.abort()
+        except RuntimeError as error:
+            troubles.append(f"an NCCL communicator could not be aborted: {error}")
+
+    threads = [threading.Thread(target=abort, args=[c], name="elastic-abort", daemon=True) for c in found]
+    for thread in threads:
+        thread.start()
+    deadline_s = time.monotonic() + wait_s
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        troubles.append(f"the abort of an NCCL communicator has not returned within {wait_s:g} s")
+    return "; ".join(troubles)
+
+
+def _communicators() -> list[Any]:
+    """The NCCL back ends of all groups, the newest group first."""
+    if not dist.is_nccl_available():
+        return []
+    names = dict(c10d._world.pg_names)  # the main thread may make another one meanwhile
+    found: list[Any] = []
+    for group in sorted(names, key=lambda g: names[g], reverse=True):
+        try:
+            backend = group._get_backend(torch.device("cuda"))
         except RuntimeError:
             continue  # a group of the CPU only
-        if isinstance(communicator, c10d.ProcessGroupNCCL) and id(communicator) not in done:
-            found.append(communicator)
-    if not found:
-        return
-    found[-1]._group_start()
-    try:
-        for communicator in found:
-            done.add(id(communicator))
-            communicator.abort()
-    finally:
-        found[-1]._group_end()
+        while hasattr(backend, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+            backend = backend.wrapped_pg
+        if isinstance(backend, c10d.ProcessGroupNCCL) and all(backend is not other for other in found):
+            found.append(backend)
+    return found
 
 
 def prepare_nccl() -> None:

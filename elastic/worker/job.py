@@ -186,7 +186,8 @@ class Job:
         """At the end of a backward. On a GPU the sums are only promised then: mark the place in the stream."""
         if self.device.type == "cuda":
             self._summed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._summed.record()
+            # This may be a thread of autograd's: the script's device is not always the current one here.
+            self._summed.record(torch.cuda.current_stream(self.device))
         self._link.entered()
 
     def _before_optimizer(self) -> None:
@@ -194,11 +195,14 @@ class Job:
 
         An abort ends the kernels in flight with anything in their buffers, and what is queued behind them runs all the
         same. So the host waits for the sums first, and only then asks whether the group was let go of: the flag is set
-        before the abort begins, so sums that an abort cut short are never taken for whole.
+        before the abort begins, so sums that an abort cut short are never taken for whole. Without `job.ddp` nobody
+        says where the sums are: then for all that is queued.
         """
         if self._summed is not None:
             self._summed.synchronize()
             self._summed = None
+        elif self.device.type == "cuda" and self.world_size > 1:
+            torch.cuda.current_stream(self.device).synchronize()
         self._link.applying()
 
     def _compare_replicas(self, state: State) -> None:

@@ -34,6 +34,22 @@ def gloo_sockets() -> list[Sock]:
     return found
 
 
+def gloo_listeners() -> list[Sock]:
+    """The sockets that gloo groups listen on: to cut one ends the process."""
+    links = _links()
+    found: list[Sock] = []
+    for fd, link in links.items():
+        if link == "anon_inode:[eventpoll]":
+            found += [sock for sock in _epoll_sockets(fd, links) if _listens(sock)]
+    return found
+
+
+def tcp_sockets() -> list[Sock]:
+    """Every TCP socket of this process."""
+    found = [sock for fd, link in _links().items() if (sock := _as_socket(fd, link))]
+    return [sock for sock in found if any(True for _ in _open(sock))]
+
+
 def sockets_to(addresses: Collection[tuple[str, int]]) -> list[Sock]:
     """The TCP sockets connected to one of `addresses` (numeric host, port): the store's clients."""
     if not addresses:
@@ -71,6 +87,13 @@ def _links() -> dict[int, str]:
 
 
 def _gloo_members(epoll_fd: int, links: dict[int, str]) -> list[Sock]:
+    sockets = _epoll_sockets(epoll_fd, links)
+    connected = [sock for sock in sockets if not _listens(sock)]
+    return connected if len(connected) < len(sockets) else []
+
+
+def _epoll_sockets(epoll_fd: int, links: dict[int, str]) -> list[Sock]:
+    """The sockets in an epoll instance of gloo's kind; none of any other."""
     try:
         with open(f"/proc/self/fdinfo/{epoll_fd}") as info:
             entries = [(int(fd), int(data, 16)) for fd, data in _ENTRY.findall(info.read())]
@@ -78,9 +101,7 @@ def _gloo_members(epoll_fd: int, links: dict[int, str]) -> list[Sock]:
         return []
     if not any(links.get(fd, "").startswith("pipe:") for fd, _ in entries) or any(fd == data for fd, data in entries):
         return []
-    sockets = [sock for fd, _ in entries if (sock := _as_socket(fd, links.get(fd, "")))]
-    connected = [sock for sock in sockets if not _listens(sock)]
-    return connected if len(connected) < len(sockets) else []
+    return [sock for fd, _ in entries if (sock := _as_socket(fd, links.get(fd, "")))]
 
 
 def _as_socket(fd: int, link: str) -> Sock | None:

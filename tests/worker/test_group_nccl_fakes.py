@@ -1,0 +1,271 @@
+"""NCCL groups without a GPU: torch's calls replaced by fakes that keep to what torch documents and does.
+
+The contracts are those of `torch/distributed/distributed_c10d.py` and of ProcessGroupNCCL: `abort` may block, and an
+abort of one communicator may wait for the kernels of another; a wrapper is the same object only while somebody holds
+it; a group in whose forming the thread is blocked is in none of torch's books yet. `tests/gpu` has the real thing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
+
+from elastic.worker import group
+from elastic.worker.group import Group, LetGoError
+
+
+class FakeNccl:
+    """What `_get_backend` hands out for a GPU."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.abort = act
+
+
+class FakeGroup:
+    """A process group as torch keeps it. `act` is what aborting its NCCL communicator does; None: it has none."""
+
+    def __init__(self, act: Callable[[], None] | None) -> None:
+        self.act = act
+        self.wrapper: weakref.ref[Any] | None = None
+
+    def _get_backend(self, device: torch.device) -> Any:
+        assert device.type == "cuda"
+        if self.act is None:
+            raise RuntimeError("No backend type associated with device type cuda")
+        found = self.wrapper() if self.wrapper else None
+        if found is None:
+            found = FakeNccl(self.act)
+            self.wrapper = weakref.ref(found)
+        return found
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> dict[Any, str]:
+    """torch's book of its groups, by name."""
+    groups: dict[Any, str] = {}
+    monkeypatch.setattr(group.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(group.c10d, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setattr(type(group.c10d._world), "pg_names", property(lambda self: groups))
+    return groups
+
+
+def make(**options: Any) -> Group:
+    return Group(backend="nccl", rank=0, world=2, store_host="127.0.0.1", store_port=9, generation=1, **options)
+
+
+# ── aborting ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_aborts_that_wait_for_each_other_do_not_dead_lock(world: dict[Any, str]) -> None:
+    together = threading.Barrier(3)  # each returns when the kernels of all three are gone
+    for name in "abc":
+        world[FakeGroup(lambda: together.wait(5.0) and None)] = name
+    begun_s = time.monotonic()
+    assert group.abort_nccl([]) == ""
+    assert time.monotonic() - begun_s < 2.0
+
+
+def test_each_communicator_is_aborted_once_and_new_ones_too(world: dict[Any, str]) -> None:
+    log: list[str] = []
+    done: list[Any] = []
+    world[FakeGroup(lambda: log.append("a"))] = "a"
+    world[FakeGroup(None)] = "cpu"
+    for _ in range(50):  # the sweep after an abort; a forgotten wrapper would give its identity to the next one
+        assert group.abort_nccl(done) == ""
+    assert log == ["a"]
+    world[FakeGroup(lambda: log.append("late"))] = "late"
+    group.abort_nccl(done)
+    group.abort_nccl(done)
+    assert log == ["a", "late"]
+
+
+def test_one_communicator_in_two_groups_is_aborted_once(world: dict[Any, str]) -> None:
+    log: list[str] = []
+    twice = FakeGroup(lambda: log.append("a"))
+    other = FakeGroup(lambda: None)
+    other._get_backend = twice._get_backend  # type: ignore[method-assign]
+    world |= {twice: "a", other: "b"}
+    group.abort_nccl([])
+    assert log == ["a"]
+
+
+def test_the_wrapper_of_torchs_debug_mode_is_looked_through(world: dict[Any, str]) -> None:
+    log: list[str] = []
+
+    class Wrapper:
+        wrapped_pg = FakeNccl(lambda: log.append("inner"))
+
+    wrapped = FakeGroup(lambda: None)
+    wrapped._get_backend = lambda device: Wrapper()  # type: ignore[method-assign, assignment]
+    world[wrapped] = "a"
+    group.abort_nccl([])
+    assert log == ["inner"]
+
+
+def test_one_that_refuses_keeps_none_of_the_others_alive(world: dict[Any, str]) -> None:
+    log: list[str] = []
+
+    def refuse() -> None:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    world |= {FakeGroup(refuse): "b", FakeGroup(lambda: log.append("a")): "a"}
+    assert group.abort_nccl([]) == "an NCCL communicator could not be aborted: NCCL error: unhandled system error"
+    assert log == ["a"]
+
+
+def test_an_abort_that_does_not_return_is_told_and_not_waited_for_for_ever(world: dict[Any, str]) -> None:
+    stuck = threading.Event()
+    world[FakeGroup(lambda: stuck.wait(30.0) and None)] = "a"
+    begun_s = time.monotonic()
+    try:
+        assert group.abort_nccl([], wait_s=0.2) == "the abort of an NCCL communicator has not returned within 0.2 s"
+        assert time.monotonic() - begun_s < 2.0
+    finally:
+        stuck.set()
+
+
+def test_what_went_wrong_in_an_abort_is_part_of_the_reason(world: dict[Any, str]) -> None:
+    def refuse() -> None:
+        raise RuntimeError("unhandled cuda error")
+
+    world[FakeGroup(refuse)] = "a"
+    made = make()
+    made.abort("a rank died")
+    made.close()
+    assert made.why == "a rank died; an NCCL communicator could not be aborted: unhandled cuda error"
+
+
+def test_the_gloo_side_is_free_while_the_abort_is_stuck(world: dict[Any, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck, cut = threading.Event(), threading.Event()
+    world[FakeGroup(lambda: stuck.wait(30.0) and None)] = "a"
+    monkeypatch.setattr(group.sockets, "sockets_to", lambda addresses: cut.set() or [])
+    made = make()
+    aborting = threading.Thread(target=made.abort, args=["a rank died"])
+    aborting.start()
+    try:
+        assert cut.wait(5.0)
+        assert made.aborted
+        with pytest.raises(LetGoError):
+            made.check()
+    finally:
+        stuck.set()
+        aborting.join()
+        made.close()
+
+
+# ── forming ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def formable(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Groups that skip the store. What torch was called with."""
+    called: dict[str, Any] = {}
+    monkeypatch.setattr(Group, "_arrive", lambda self, interrupted: None)
+    monkeypatch.setattr(group, "nccl_problems", list)
+    monkeypatch.setattr(group.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(group.dist, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(group.dist, "init_process_group", lambda name, **given: called.update(given, name=name))
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
+        monkeypatch.delenv(name, raising=False)
+    return called
+
+
+def test_a_group_is_gloo_and_nccl_and_formed_at_once(formable: dict[str, Any]) -> None:
+    made = make(device=torch.device("cuda", 1), timeout_s=7.0)
+    made.form()
+    made.close()
+    assert formable["name"] == "cpu:gloo,cuda:nccl"
+    assert formable["device_id"] == torch.device("cuda", 1)  # with an index: torch connects eagerly only then
+    assert formable["timeout"].total_seconds() == 7.0
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+def test_a_communicator_in_the_making_is_freed_by_its_sockets(
+    formable: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NCCL's bootstrap: the thread waits in accept, on a socket that nobody else knows."""
+    users = socket.create_server(("127.0.0.1", 0))
+    mine = socket.create_connection(users.getsockname())
+    theirs, _ = users.accept()
+    blocked = threading.Event()
+
+    def init(name: str, **given: Any) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            blocked.set()
+            try:
+                listener.accept()
+            except OSError as error:
+                raise dist.DistBackendError(f"NCCL error: ncclSystemError: {error}") from error
+
+    monkeypatch.setattr(group.dist, "init_process_group", init)
+    made = make(device=torch.device("cuda", 0))
+    threading.Thread(target=lambda: blocked.wait(5.0) and made.abort("a rank died")).start()
+    begun_s = time.monotonic()
+    with pytest.raises(LetGoError, match="a rank died"):
+        made.form()
+    made.close()
+    assert time.monotonic() - begun_s < 2.0
+    mine.sendall(b"still here")
+    assert theirs.recv(64) == b"still here"
+    for sock in (users, mine, theirs):
+        sock.close()
+
+
+def freed_beside_gloo(rank: int, world: int, port: int) -> Any:
+    """A real gloo group stands already; NCCL's part, which is blocked, is a listening socket."""
+    real, blocked = dist.init_process_group, threading.Event()
+
+    def init(name: str, device_id: torch.device, **given: Any) -> None:
+        real("gloo", **given)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            blocked.set()
+            try:
+                listener.accept()
+            except OSError as error:
+                raise dist.DistBackendError(f"NCCL error: {error}") from error
+
+    group.dist.init_process_group = init
+    group.nccl_problems = list
+    made = Group(
+        backend="nccl", rank=rank, world=world, store_host="127.0.0.1", store_port=port, generation=1,
+        device=torch.device("cuda", 0),
+    )  # fmt: skip
+    threading.Thread(target=lambda: blocked.wait(20.0) and made.abort("a rank died"), daemon=True).start()
+    try:
+        made.form()
+    except LetGoError as error:
+        group.c10d._abort_process_group = dist.destroy_process_group  # this torch has no NCCL
+        made.close()
+        return str(error)
+    return "formed"
+
+
+@pytest.mark.slow
+def test_gloos_own_listening_socket_is_spared() -> None:
+    """To cut it would end the process."""
+    assert run_ranks(freed_beside_gloo, world=2) == ["a rank died"] * 2
+
+
+def test_an_aborted_group_is_struck_off_and_not_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`destroy_process_group` waits for NCCL's kernels and joins its watchdog; an abort has no patience for either."""
+    log: list[str] = []
+    monkeypatch.setattr(group.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(group.dist, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(group.dist, "destroy_process_group", lambda: log.append("destroy"))
+    monkeypatch.setattr(group.c10d, "_abort_process_group", lambda: log.append("abort"))
+    aborted = make()
+    aborted.abort("a rank died")
+    aborted.close()
+    orderly = make()
+    orderly.close()
+    assert log == ["abort", "destroy"]
