@@ -275,13 +275,26 @@ class Pool:
                     os.waitpid(child, os.WNOHANG)
 
     def close(self) -> None:
-        """End everything that is left."""
+        """End everything that is left, and wait until it is gone. Safe to call twice."""
         for process in tuple(self.processes.values()):
-            if process.pid:
+            if process.pidfd >= 0:
                 _signal_group(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED)
+                os.close(process.pidfd)
+            process.channel.close()
+        self.processes.clear()
+        for _, descriptors in self._waiting.values():
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._waiting.clear()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
         if self._zygote is not None:
             self._zygote.kill()
             self._zygote.wait(timeout=10)
+            self._zygote = None
 
 
 def _signal_group(pid: int, number: int) -> None:
