@@ -93,8 +93,10 @@ class Settings:
 class AgentLink:
     """Tells the agent how this worker is doing: mostly by the beat page, which costs next to nothing."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, *, backward_waits: bool) -> None:
+        """`backward_waits`: a backward returns only when its exchange is complete on this rank (gloo, not NCCL)."""
         self._session = session
+        self._backward_waits = backward_waits
         self.generation = 0
         self._first = True
 
@@ -110,8 +112,9 @@ class AgentLink:
         self._session.beat(Doing.EXCHANGING)
 
     def applying(self) -> None:
-        if self._session.over(self.generation):
-            # The gradients may come from an all-reduce that was cut short.
+        # Where the gradients may come from an all-reduce that was cut short, they are not to be applied. Where they
+        # cannot, the step is finished: a rank that has committed it already may be the one that died.
+        if self._session.over(self.generation) and not self._backward_waits:
             raise ToldToLeave(self._session.why())
         self._session.beat(Doing.APPLYING)
 
@@ -143,7 +146,7 @@ class Managed:
         self._setup = setup
         self._train = train
         self._settings = settings
-        self._link = AgentLink(session)
+        self._link = AgentLink(session, backward_waits=settings.backend == "gloo")
         self._disk = (
             Disk(settings.checkpoint_dir, settings.job, settings.checkpoint_remote) if settings.checkpoint_dir else None
         )

@@ -93,6 +93,20 @@ def test_again_while_a_recovery_is_under_way() -> None:
         assert final_sha256(history) == undisturbed(4, STEPS)
 
 
+def test_the_first_to_commit_dies_while_the_others_still_apply() -> None:
+    """They have seen the same all-reduce complete: they finish the step, so that it is not lost with the dead."""
+    with Cluster(nodes=2, slots=2) as cluster:
+        job = cluster.submit(steps=STEPS)
+        job.order("kill", rank=3, step=20, do="SIGKILL", place="committed")
+        for rank in range(3):
+            job.order(f"late{rank}", rank=rank, step=20, do="sleep", seconds=0.7, place="apply")
+        job.wait_over()
+        history = job.check(lost=0)
+        history.struck("kill")
+        assert {c.rank for c in history.of(1) if c.step == 20} == {0, 1, 2, 3}
+        assert final_sha256(history) == undisturbed(4, STEPS)
+
+
 def test_the_agent_dies_and_the_daemon_starts_another() -> None:
     with Cluster(nodes=2, slots=1) as cluster:
         job = cluster.submit(steps=120)
