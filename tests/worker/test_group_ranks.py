@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -171,6 +172,22 @@ def test_abort_while_waiting_for_the_others() -> None:
     assert run_ranks(abort_while_waiting, world=1)[0][0] < 0.5
 
 
+def silent_store(rank: int, world: int, port: int) -> Any:
+    """The store's host accepts, and never answers: torch's constructor waits, but not this process."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        group = make(0, 2, silent.getsockname()[1], 1)
+        at_s = abort_later(group, 0.2)
+        with pytest.raises(LetGoError):
+            group.form()
+        freed_s = time.monotonic() - at_s[0]
+        group.close()
+    return freed_s
+
+
+def test_abort_while_the_store_does_not_answer() -> None:
+    assert run_ranks(silent_store, world=1)[0] < LIMIT_S
+
+
 def too_few(rank: int, world: int, port: int) -> Any:
     said = []
     for options, where in [({"timeout_s": 0.3}, port), ({"timeout_s": 0.3}, 9)]:
@@ -211,6 +228,8 @@ def other_sockets(rank: int, world: int, port: int) -> Any:
     group.form()
     pairs.append(connected())
     reader, writer = loop.run_until_complete(asyncio.open_connection(*server.sockets[0].getsockname()))
+    with contextlib.suppress(RuntimeError):  # the other one may abort before this one is through
+        summed(world)
     group.abort("test")
     group.close()
     answer = loop.run_until_complete(reader.readexactly(2))
