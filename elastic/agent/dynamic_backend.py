@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 
 from ..core.keys import ClusterKeys
 from ..etcd import Etcd, EtcdError, ModIs, Put
-from .torchrun import settings
+from .torchrun_settings import settings
 
 T = TypeVar("T")
 

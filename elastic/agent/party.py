@@ -30,7 +30,7 @@ from ..core.records import (
 )
 from ..etcd import Absent, Delete, Etcd, EtcdError, Lease, ModIs, Op, Put, View
 from .store import Stores
-from .torchrun import Settings
+from .torchrun_settings import Settings
 
 # torch's logging, not structlog: this runs inside torchrun, whose output is the user's.
 log = logging.getLogger(__name__)

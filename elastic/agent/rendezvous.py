@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from ..core.records import GenerationRecord, JobState, SpeaksAnotherProtocol, decode
 from ..etcd import Etcd, EtcdDenied, EtcdError
 from .party import Party
-from .torchrun import BACKEND, Settings
+from .torchrun_settings import BACKEND, Settings
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

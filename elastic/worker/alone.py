@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from ..checkpoint.saver import Saver, next_generation
 from ..core.cadence import Rule
-from .job import Job
+from .job import Job, Setup, Train
 from .keeper import Keeper, Part, Place
 from .restore import Disk
 from .state import State
 from .sync import synchronise
-
-if TYPE_CHECKING:
-    from .run import Setup, Train
 
 
 class NoLink:

@@ -238,3 +238,10 @@ class _LossReader:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
         return value
+
+
+Setup = Callable[[Job], State]
+"""Called once per process."""
+
+Train = Callable[[Job, State], None]
+"""Called once per generation."""

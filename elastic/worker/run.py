@@ -7,7 +7,6 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,15 +17,12 @@ from ..core import messages
 from ..core.beat import Doing
 from ..core.cadence import Rule
 from .group import FormError, Group, LetGoError, is_communication_error
-from .job import Job
+from .job import Job, Setup, Train
 from .keeper import AgentSink, Keeper, Place
 from .restore import Disk, Store
 from .session import Session, ToldToLeave
 from .state import State
 from .sync import synchronise
-
-Setup = Callable[[Job], State]
-Train = Callable[[Job, State], None]
 
 COMPLAINT_CHARS = 2000
 

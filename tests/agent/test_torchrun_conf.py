@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from elastic.agent.torchrun import create_handler, settings
+from elastic.agent.torchrun import create_handler
+from elastic.agent.torchrun_settings import settings
 from elastic.core.keys import check_name
 
 
