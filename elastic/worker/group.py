@@ -8,6 +8,7 @@ other ranks, the forming itself, or a collective. What then comes out of torch i
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import socket
@@ -183,7 +184,10 @@ class Group:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         self._store_addresses = {address[:2] for *_, address in found}
         box: list[TCPStore] = []
-        dialled = threading.Thread(target=self._dial, args=[deadline_s, box], name="elastic-dial", daemon=True)
+        addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+        dialled = threading.Thread(
+            target=self._dial, args=[addresses, deadline_s, box], name="elastic-dial", daemon=True
+        )
         dialled.start()
         while dialled.is_alive():
             dialled.join(DIAL_LOOK_S)
@@ -193,12 +197,13 @@ class Group:
             raise FormError(f"no store at {host}:{port} within {self._timeout_s:g} s")
         return box[0]
 
-    def _dial(self, deadline_s: float, box: list[TCPStore]) -> None:
-        host, port = self._endpoint
+    def _dial(self, addresses: list[str], deadline_s: float, box: list[TCPStore]) -> None:
+        turn = itertools.cycle(addresses)
         while not self._aborted.is_set() and (left_s := deadline_s - time.monotonic()) > 0:
             try_s = timedelta(seconds=min(CONNECT_TRY_S, left_s))
             try:
-                store = TCPStore(host, port, None, False, timeout=try_s, wait_for_workers=False)
+                with sockets.without_dns():
+                    store = TCPStore(next(turn), self._endpoint[1], None, False, timeout=try_s, wait_for_workers=False)
             except (dist.DistNetworkError, dist.DistStoreError):
                 self._aborted.wait(DIAL_LOOK_S)  # not there yet, or gone again: an answer comes by the deadline
             else:

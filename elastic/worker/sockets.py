@@ -8,6 +8,7 @@ those of groups made with ``new_group``, are found as well.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -144,3 +145,21 @@ def _open(sock: Sock) -> Iterator[socket.socket]:
     finally:
         if copy >= 0:
             os.close(copy)
+
+
+@contextlib.contextmanager
+def without_dns() -> Iterator[None]:
+    """For a thread that has not asked DNS before: it gets no answers, at once, for as long as it lives.
+
+    torch's TCPStore asks for the name of its peer's address, for messages only; each lost answer would cost a second.
+    glibc reads RES_OPTIONS when a thread first asks, so the other threads keep their resolver.
+    """
+    before = os.environ.get("RES_OPTIONS")
+    os.environ["RES_OPTIONS"] = "attempts:0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["RES_OPTIONS"]
+        else:
+            os.environ["RES_OPTIONS"] = before
