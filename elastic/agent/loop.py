@@ -391,8 +391,8 @@ class Loop:
                 registry.put_phase(phase, reason, self.agent.view)
             case ChargeFailure(record):
                 registry.charge_failure(record)
-            case Restore(generation, state):
-                registry.restore(generation, state)
+            case Restore(generation, state, spec):
+                registry.restore(generation, state, spec)
             case SaveNow(reason):
                 self._save_now(reason)
             case Leave():

@@ -116,12 +116,14 @@ class Registry:
     def put_broken(self, record: BrokenRecord, member: MemberRecord | None) -> None:
         """First failure wins. Tried until etcd has heard of it."""
         key = self.keys.broken(record.generation)
+        if member is not None:
+            self._member = member
 
         def order() -> None:
             also: list[Op] = []
-            if member is not None and self._lease is not None:
-                self._member = member
-                also = [Put(self.keys.member(self.policy.node), encode(member), self._lease.id)]
+            if member is not None and self._member is not None and self._lease is not None:
+                # The newest: this may be a late try, and the record may have changed since.
+                also = [Put(self.keys.member(self.policy.node), encode(self._member), self._lease.id)]
             result = self.etcd.txn([Absent(key)], [Put(key, encode(record)), *also], also)
             log.info(
                 "generation.broken",
@@ -226,20 +228,27 @@ class Registry:
 
         self._lazy.ask(f"charge {next(self._charges)}", order, persist=True)
 
-    def restore(self, generation: GenerationRecord | None, state: JobState) -> None:
-        """etcd came back empty: write what this job is and where it stands, unless somebody else already has."""
+    def restore(self, generation: GenerationRecord | None, state: JobState, spec: SpecRecord | None) -> None:
+        """etcd came back empty, or set back: write what this job is and where it stands, unless somebody else
+        already has."""
 
         def order() -> None:
-            for key, record in (
-                (self.keys.spec, self.spec),
-                (self.keys.state, state),
-                (self.keys.generation, generation),
-            ):
-                if record is not None:
-                    self.etcd.txn([Absent(key)], [Put(key, encode(record))])
+            if generation is not None:
+                self._restore_generation(generation)
+            # The spec last: without it nobody leads.
+            for key, record in ((self.keys.state, state), (self.keys.spec, spec or self.spec)):
+                self.etcd.txn([Absent(key)], [Put(key, encode(record))])
             log.warning("etcd.restored", generation=generation.number if generation else 0)
 
         self._urgent.ask("restore", order, persist=False)
+
+    def _restore_generation(self, generation: GenerationRecord) -> None:
+        key, put = self.keys.generation, Put(self.keys.generation, encode(generation))
+        kv = self.etcd.get(key)
+        if kv is None:
+            self.etcd.txn([Absent(key)], [put])
+        elif decode(GenerationRecord, kv.value).number < generation.number:
+            self.etcd.txn([ModIs(key, kv.mod_revision)], [put])
 
     def put_incident(self, record: IncidentRecord) -> None:
         key = self.keys.incident(record.generation)

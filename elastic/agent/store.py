@@ -11,14 +11,19 @@ KEPT = 2
 
 
 class Stores:
-    """Opens a fresh store for each generation; never reuses one."""
+    """Opens a fresh store for each generation; never reuses one of another generation."""
 
     def __init__(self, host: str) -> None:
         self._host = host
         self._open: dict[int, TCPStore] = {}
 
     def open(self, generation: int) -> tuple[str, int]:
-        """Returns (host, port) to publish."""
+        """Returns (host, port) to publish.
+
+        Asked again for a generation, it is the same store: the first publication may have got through unheard.
+        """
+        if known := self._open.get(generation):
+            return self._host, known.port
         store = TCPStore(
             self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), multi_tenant=True
         )

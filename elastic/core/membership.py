@@ -90,16 +90,22 @@ def living(view: JobView, dead: Dead) -> dict[str, Member]:
 
 
 def leader(view: JobView, dead: Dead, current: GenerationRecord | None) -> str | None:
-    """The living member of the current generation with the lowest node rank; without one, the oldest member.
+    """The living member of the current generation with the lowest node rank that is to stay; without one, one that
+    is about to leave; without one, the oldest member.
 
-    So the leader's own workers tell it how the job is doing. Two agents may think themselves the leader for a
+    So the leader's own workers tell it how the job is doing, and the next generation's store outlives the change. Two agents may think themselves the leader for a
     moment; the compare-and-swap on the generation lets one of them win.
     """
     alive = living(view, dead)
+    leaves = None
     for place in current.places if current else ():
         member = alive.get(place.node)
         if member and member.record.incarnation == place.incarnation:
-            return place.node
+            if member.record.draining is None and place.node not in view.state.avoid:
+                return place.node
+            leaves = leaves or place.node
+    if leaves is not None:
+        return leaves
     return min(alive.values(), key=lambda m: m.seniority).record.node if alive else None
 
 
@@ -138,12 +144,14 @@ def next_generation(
     steps_advance: bool,
     settled: bool,
     min_reached_for_s: float,
+    blind: bool = False,
 ) -> Change | Wait:
     """What should follow `current`.
 
     steps_advance: the leader's own workers commit steps, so every rank of `current` lives, whatever leases say.
     settled: `current` has committed a step here, so that a planned change may follow.
     min_reached_for_s: how long enough members have been there (first forming only).
+    blind: etcd was away; who is absent may be about to come back.
     """
     alive = living(view, dead)
     fit = [
@@ -154,10 +162,16 @@ def next_generation(
     if current is None:
         return _first(fit, limits, min_reached_for_s)
 
-    missing = _missing(current, alive, dead, steps_advance)
+    missing = _missing(current, alive, dead, steps_advance or blind)
+    if not (settled or blind) and _store_lost(view, current, alive):
+        missing.append(current.leader)
+    absent = [p.node for p in current.places if p.node not in alive and p.node not in missing]
     broken = view.broken if view.broken and view.broken.generation == current.number else None
     chosen = _choose(current, fit, limits.max_nodes)
     if broken or missing:
+        if absent and blind:
+            return Wait(f"etcd was away: {', '.join(absent)} may not have come back yet")
+        chosen = _with_witness(current, chosen, alive, broken)
         why = _why(broken, missing)
         if len(chosen) < limits.min_nodes:
             return Wait(f"{why}; {len(chosen)} of at least {limits.min_nodes} nodes are there", below_min=True)
@@ -165,8 +179,9 @@ def next_generation(
         restore = "snapshot" if broken and broken.rollback else "newest"
         return Change(arrange(current, chosen, lost), why, planned=False, restore=restore)
 
-    if unheard := [p.node for p in current.places if p.node not in alive]:
-        return Wait(f"{', '.join(unheard)} cannot be heard of, and lives: steps advance")
+    if absent:
+        return Wait(f"{', '.join(absent)} cannot be heard of, {'and lives: steps advance' if steps_advance else 'yet'}")
+    chosen = _with_witness(current, chosen, alive, None)
     places = arrange(current, chosen, set())
     if _same(places, current.places):
         return Wait("as it should be")
@@ -200,10 +215,38 @@ def _missing(current: GenerationRecord, alive: Mapping[str, Member], dead: Dead,
     return gone
 
 
+def _store_lost(view: JobView, current: GenerationRecord, alive: Mapping[str, Member]) -> bool:
+    """Its host takes no part, and is gone or another since: nobody can form `current` any more."""
+    if any(place.node == current.leader for place in current.places):
+        return False
+    host = alive.get(current.leader)
+    return host is None or host.seniority > view.generation_revision
+
+
 def _choose(current: GenerationRecord | None, fit: list[Member], max_nodes: int) -> list[Member]:
     """At most `max_nodes`: those of the present generation first, then by age."""
     rank = {(p.node, p.incarnation): i for i, p in enumerate(current.places)} if current else {}
     return sorted(fit, key=lambda m: (m.id not in rank, rank.get(m.id, 0), m.seniority))[:max_nodes]
+
+
+def _with_witness(
+    current: GenerationRecord, chosen: list[Member], alive: Mapping[str, Member], broken: BrokenRecord | None
+) -> list[Member]:
+    """`chosen`, and if none of them holds the job's state, one who does: it hands it over before it leaves."""
+
+    def holds(place: Place) -> bool:
+        member = alive.get(place.node)
+        lost = broken.slots if broken and broken.node == place.node else ()
+        return (
+            member is not None
+            and member.record.incarnation == place.incarnation
+            and any(s in member.record.ready and s not in lost for s in place.slots)
+        )
+
+    holders = [p.node for p in current.places if holds(p)]
+    if not holders or not chosen or any(m.record.node in holders for m in chosen):
+        return chosen
+    return [alive[holders[0]], *chosen]
 
 
 def arrange(current: GenerationRecord | None, chosen: list[Member], lost: set[tuple[str, int]]) -> tuple[Place, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from .membership import Change, Dead, JobView, Limits
 from .messages import ToWorker
-from .records import BrokenRecord, GenerationRecord, MemberRecord, Phase, WorkerError
+from .records import BrokenRecord, GenerationRecord, JobState, MemberRecord, Phase, SpecRecord, WorkerError
 from .spec import JobSpec
 from .timeouts import Timeouts
 
@@ -73,6 +73,18 @@ class Agent:
     """The newest this agent knows; outlives etcd."""
     broken: int = 0
     """The newest generation known to be broken."""
+    broken_record: BrokenRecord | None = None
+    """Who said so, and why; outlives etcd."""
+    state: JobState = field(default_factory=JobState)
+    """The newest that etcd has shown; outlives etcd."""
+    spec: SpecRecord | None = None
+    """The newest that etcd has shown; outlives etcd."""
+    blind_until_s: float = float("-inf")
+    """etcd was wiped or away: until then, who is absent may only not have come back to it yet."""
+    wiped_until_s: float = float("-inf")
+    """etcd has lost its data: until then, somebody may still come with a newer generation than stands there."""
+    orphaned_s: float | None = None
+    """Since when nobody of the generation can be heard of."""
     dead: Dead = frozenset()
     workers: Mapping[int, Worker] = field(default_factory=dict)
     standbys: tuple[Worker, ...] = ()
@@ -358,7 +370,10 @@ class ChargeFailure:
 class Restore:
     """etcd was wiped: write spec, state and generation back where they are absent."""
 
-    generation: GenerationRecord
+    generation: GenerationRecord | None
+    state: JobState
+    spec: SpecRecord | None
+    """None: none was ever seen; the shell knows the one it was started with."""
 
 
 @dataclass(frozen=True, slots=True)

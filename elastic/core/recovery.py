@@ -13,7 +13,7 @@ import math
 from dataclasses import replace
 
 from . import messages
-from .membership import Limits, Wait, leader, next_generation
+from .membership import JobView, Limits, Wait, leader, next_generation
 from .model import (
     IN_GROUP,
     Agent,
@@ -144,7 +144,15 @@ class _Turn:
     def steps_advance(self) -> bool:
         if not self.policy.managed:
             return False
+        if self.done_here():
+            return True  # all ranks have got to the end; who is silent has nothing left to do
         return self.now_s - self.agent.stepped_at_s < max(STALL_S, 3 * self.agent.step_s)
+
+    def done_here(self) -> bool:
+        """All our workers have got to the end, and so have all others."""
+        number = self.agent.generation.number if self.agent.generation else 0
+        mine = [w for s, w in self.agent.workers.items() if s in self.my_ranks()]
+        return bool(mine) and all(w.stage is Stage.DONE and w.generation == number for w in mine)
 
     # ── what happened ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -158,10 +166,7 @@ class _Turn:
                 self.change(joined=False)
                 self._rejoin()
             case Viewed(view, connected):
-                known = {m.id for m in view.members.values()}
-                self.change(view=view, connected=connected, dead=frozenset(d for d in self.agent.dead if d in known))
-                if view.broken and view.generation and view.broken.generation == view.generation.number:
-                    self.change(broken=max(self.agent.broken, view.broken.generation))
+                self._viewed(view, connected)
             case PublishFailed(number):
                 if self.agent.publishing == number:
                     self.change(publishing=0)
@@ -219,11 +224,27 @@ class _Turn:
                 if worker.stage in IN_GROUP and generation == worker.generation:
                     self.move(worker, Stage.DONE, step=at_step)
             case WorkerSick(_, _, kind, evidence):
-                if worker.stage in IN_GROUP | {Stage.STARTING}:
-                    self._break(kind, evidence, (worker.slot,), step=worker.step, fingerprint=kind)
+                if worker.stage in IN_GROUP | {Stage.STARTING, Stage.READY}:
+                    if worker.slot in self.my_ranks():
+                        self._break(kind, evidence, (worker.slot,), step=worker.step, fingerprint=kind)
                     self._kill(worker, evidence)
             case NumbersBad():
                 self._bad_numbers(worker, event)
+
+    def _viewed(self, view: JobView, connected: bool) -> None:
+        before = self.agent
+        wiped = view.revision < before.view.revision or (before.view.spec is not None and view.spec is None)
+        if connected and (wiped or not before.connected):
+            # Wiped or away, or we are new. The others come back with their next renewals, each at its own time.
+            self.change(blind_until_s=self.now_s + self.policy.timeouts.lease_ttl_s)
+            if wiped:  # and with it what we may have published
+                self.change(wiped_until_s=self.agent.blind_until_s, publishing=0)
+        places = before.generation.places if before.generation else ()
+        known = {m.id for m in view.members.values()} | {(p.node, p.incarnation) for p in places}
+        self.change(view=view, connected=connected, dead=frozenset(d for d in before.dead if d in known))
+        self.change(state=view.state if view.state_revision else before.state, spec=view.spec or before.spec)
+        if view.broken and view.generation and view.broken.generation == view.generation.number > before.broken:
+            self.change(broken=view.broken.generation, broken_record=view.broken)
 
     def _start(self) -> None:
         for slot in range(self.policy.slots):
@@ -373,7 +394,8 @@ class _Turn:
         if generation is None or self.is_broken() or self._over():
             return
         record = self._broken_record(generation.number, kind, detail, slots, **more)  # type: ignore[arg-type]
-        self.change(broken=generation.number, suspicious_since_s=None)
+        self.change(broken=generation.number, broken_record=record, suspicious_since_s=None)
+        self.change(asked={**self.agent.asked, f"broken {generation.number}": self.now_s})
         member = None
         if self.policy.shrink and (wanted := self._member_record()) != self.agent.published:
             member = wanted
@@ -404,8 +426,15 @@ class _Turn:
         seen, held = self.agent.view.generation, self.agent.generation
         if seen is not None and (held is None or seen.number > held.number):
             self.change(generation=seen, suspicious_since_s=None, publishing=0)
-        elif held and self.agent.connected and (seen is None or seen.number < held.number):
-            self.ask(Restore(held), "restore")  # etcd was wiped or set back; what we hold is newer
+        elif self.agent.connected and (
+            self.agent.view.spec is None or (held and (seen is None or seen.number < held.number))
+        ):
+            self.ask(
+                Restore(held, self.agent.state, self.agent.spec), "restore"
+            )  # etcd was wiped or set back; what we hold is newer
+        record = self.agent.broken_record
+        if record and held and seen == held and record.generation == held.number and not self.agent.view.broken:
+            self.ask(PutBroken(record), f"broken {held.number}")
 
     def _check_suspicion(self) -> None:
         since = self.agent.suspicious_since_s
@@ -581,8 +610,6 @@ class _Turn:
         else:
             ready = tuple(range(policy.slots)) if before or len(standing) == policy.slots else ()
         number = agent.generation.number if agent.generation else 0
-        mine = [w for s, w in agent.workers.items() if s in self.my_ranks()]
-        done = bool(mine) and all(w.stage is Stage.DONE and w.generation == number for w in mine)
         return MemberRecord(
             node=policy.node,
             incarnation=policy.incarnation,
@@ -591,7 +618,7 @@ class _Turn:
             slots=policy.slots,
             ready=ready,
             draining=agent.draining,
-            done=number if done else 0,
+            done=number if self.done_here() else 0,
         )
 
     def _settle_member(self) -> None:
@@ -630,11 +657,19 @@ class _Turn:
             settled=not self.policy.managed
             or (agent.generation is not None and agent.settled >= agent.generation.number),
             min_reached_for_s=self.now_s - reached if reached is not None else 0.0,
+            blind=self.now_s < self._blind_until_s(),
         )
+        wiped = self.now_s < agent.wiped_until_s
+        if wiped and not isinstance(verdict, Wait) and verdict.planned:
+            verdict = Wait("a planned change waits: etcd has lost its data a moment ago")
+        if not isinstance(verdict, Wait) and verdict.planned and self.done_here():
+            verdict = Wait("training is complete; the others are finishing")
         if isinstance(verdict, Wait):
             self._wait(verdict)
             return
         number = agent.generation.number + 1 if agent.generation else 1
+        if wiped and agent.generation:
+            number += 1  # somebody may hold one more, published just before etcd was wiped
         lead = max(2, math.ceil(LEAD_S / agent.step_s)) if agent.step_s > 0 else 2
         at_step = agent.step + lead if verdict.planned and self.policy.managed else None
         charge = (
@@ -645,16 +680,27 @@ class _Turn:
         self.change(publishing=number, reason="", below_min=False)
         self.do(Publish(number, verdict, view.generation_revision, at_step, charge))
 
+    def _blind_until_s(self) -> float:
+        """Until when absence proves nothing. Longer when all who hold the job's state are absent and none is known
+        to be dead: they may train on without etcd, and to go on without them costs steps."""
+        agent = self.agent
+        members = agent.view.members
+        places = agent.generation.places if agent.generation else ()
+        if not places or any(p.node in members or (p.node, p.incarnation) in agent.dead for p in places):
+            self.change(orphaned_s=None)
+            return agent.blind_until_s
+        if agent.orphaned_s is None:
+            self.change(orphaned_s=self.now_s)
+        assert self.agent.orphaned_s is not None
+        return max(agent.blind_until_s, self.agent.orphaned_s + self.policy.timeouts.form_s)
+
     def _all_done(self) -> bool:
         generation, members = self.agent.generation, self.agent.view.members
         if generation is None or self.is_broken():
             return False
-        return all(
-            (m := members.get(p.node)) is not None
-            and m.record.incarnation == p.incarnation
-            and m.record.done == generation.number
-            for p in generation.places
-        )
+        # A rank is done only when all have got to the end. So who is not there any more need not say it too.
+        there = [m for p in generation.places if (m := members.get(p.node)) and m.record.incarnation == p.incarnation]
+        return bool(there) and all(m.record.done == generation.number for m in there)
 
     def _wait(self, verdict: Wait) -> None:
         self.change(reason=verdict.reason, below_min=verdict.below_min)
