@@ -26,17 +26,17 @@ WIDTH = 512
 
 
 class Points(torch.utils.data.Dataset):
-    """100,000 points in memory, made in a few milliseconds."""
+    """100,000 samples out of 1,000 points: made in no time, so that a start is a start and not the making of data."""
 
     def __init__(self) -> None:
-        self.x = torch.randn(100_000, 32, generator=torch.Generator().manual_seed(0))
+        self.x = torch.randn(1000, 32, generator=torch.Generator().manual_seed(0))
         self.y = (self.x[:, 0] * self.x[:, 1] > 0).long()
 
     def __len__(self) -> int:
-        return len(self.x)
+        return 100_000
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.x[index], self.y[index]
+        return self.x[index % 1000], self.y[index % 1000]
 
 
 def network() -> nn.Module:

@@ -46,6 +46,9 @@ class Source(torch.utils.data.Dataset):
         return piece[:-1], piece[1:]
 
 
+SOURCE = Source()  # once per process, not on each entry of `train`
+
+
 class Block(nn.Module):
     """Attention to what came before, then a small network for each byte."""
 
@@ -87,7 +90,7 @@ def setup(job: elastic.Job) -> elastic.State:
 
 def train(job: elastic.Job, state: elastic.State) -> None:
     model = job.ddp(state.model)
-    for batch in job.batches(Source(), state, batch_size=ARGS.batch, steps=ARGS.steps, seed=ARGS.seed):
+    for batch in job.batches(SOURCE, state, batch_size=ARGS.batch, steps=ARGS.steps, seed=ARGS.seed):
         loss = F.cross_entropy(model(batch.x).flatten(0, 1), batch.y.flatten())
         loss.backward()
         state.optimizer.step()
