@@ -21,6 +21,7 @@ from .agents import Agents, Gone
 from .assignment import Plan, plan
 from .board import Board, Contact, LocalAgent, Snapshot
 from .cluster import Cluster, Reader
+from .gpus import Health
 from .log import Log
 from .mailbox import Event, LeaseLost, Mailbox, Registered, Stop, Written
 from .notify import Notify
@@ -45,6 +46,7 @@ class Loop:
         board: Board,
         notify: Notify,
         log: Log,
+        health: Health,
     ) -> None:
         self._settings = settings
         self._access = access
@@ -55,6 +57,7 @@ class Loop:
         self._board = board
         self._notify = notify
         self._log = log
+        self._health = health
         self._reader = Reader(ClusterKeys(settings.cluster))
         self._started_wall_s = time.time()
         self._cluster = Cluster()
@@ -189,8 +192,8 @@ class Loop:
             version=elastic.__version__,
             pid=os.getpid(),
             started_wall_s=self._started_wall_s,
-            draining=drain.reason if drain else None,
-            healthy=not (reason := host.sickness(settings.state_dir)),
+            draining=drain.reason if drain else self._health.sick or None,
+            healthy=not (reason := host.sickness(settings.state_dir) or self._health.reason),
             reason=reason or None,
         )
 
@@ -235,11 +238,15 @@ class Loop:
             if job is None or job.spec is None or job.over:
                 continue
             orders = AgentOrders(
-                draining=drain.reason if drain else leaving.get(name),
+                draining=drain.reason if drain else self._gpu_reason(name) or leaving.get(name),
                 drain_deadline_s=drain.deadline_s if drain else 0.0,
                 checkpoint=job.asked.checkpoint,
             )
             self._agents.order(name, orders)
+
+    def _gpu_reason(self, job: str) -> str:
+        """Why a job that uses GPUs should leave this node; empty: it need not."""
+        return self._health.sick if self._agents.running[job].config.gpus else ""
 
     def _end_overdue(self, now_s: float) -> None:
         """Agents end by themselves when their job is over or told to stop; one that does not is ended."""

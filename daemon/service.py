@@ -14,6 +14,7 @@ from . import api
 from .actions import Actions
 from .agents import Agents
 from .board import Board
+from .gpus import Health
 from .launch import Launcher
 from .log import Log
 from .loop import Loop
@@ -50,8 +51,10 @@ class Daemon:
         self._keys = ClusterKeys(settings.cluster)
         self._writer = Writer(self._etcd, self._keys, self._mailbox, log)
         self._agents = Agents(Path(settings.state_dir), launcher, threads, self._mailbox.post, log)
+        self._health = Health(gpus, log, self_test=settings.gpu_self_test)
         self._loop = Loop(
-            settings, access, gpus, self._mailbox, self._writer, self._agents, self._board, notify, log
+            settings, access, gpus, self._mailbox, self._writer, self._agents, self._board, notify, log,
+            self._health,
         )  # fmt: skip
         self._identity = identity
         self._describe = describe
@@ -60,6 +63,7 @@ class Daemon:
         """Serve and turn until told to stop. Returns the exit code."""
         self._serve()
         self._threads.start("writer", self._writer.run)
+        self._threads.start("gpus", self._health.run)
         self._etcd.watch(self._keys.root, self._mailbox.show)
         try:
             stop = self._loop.run()
@@ -77,6 +81,7 @@ class Daemon:
         """Leave the cluster; agents and the embedded etcd go on."""
         # The servers end with the process: to stop them first would only cost the time of their polls.
         Path(self._settings.socket).unlink(missing_ok=True)
+        self._health.stop()
         self._loop.leave()
         self._etcd.close()
 

@@ -67,6 +67,10 @@ class Settings(Table, frozen=True, kw_only=True):
     slots: Annotated[int, msgspec.Meta(ge=1)] | Literal["auto"] = "auto"
     """Workers that this node can hold; 'auto': one per GPU, without GPUs one per two CPU cores, at least one."""
 
+    gpu_self_test: bool = True
+    """Before this node takes work: copy to each GPU and back, compute there, and compare with known results. A GPU
+    that fails keeps the node out of work until the daemon is restarted."""
+
     state_dir: str = ""
     """Folder for what must outlive a restart: agents' folders, workers' logs, the embedded etcd's data. Empty:
     $STATE_DIRECTORY (set by systemd), else /var/lib/elasticd for a system service, else ~/.local/state/elasticd."""

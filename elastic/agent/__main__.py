@@ -74,7 +74,7 @@ def _take(lock: IO[str]) -> bool:
 def _run(config: AgentConfig, etcd: Etcd, keys: JobKeys, spec: SpecRecord) -> int:
     os.environ.setdefault("RES_OPTIONS", environment.QUICK_DNS)
     # torch takes a second or two to import; the zygote does the same at the same time.
-    from . import torch_agent
+    from . import gpus, torch_agent
     from .loop import Loop
     from .peers import Peers
     from .registry import Registry
@@ -104,6 +104,7 @@ def _run(config: AgentConfig, etcd: Etcd, keys: JobKeys, spec: SpecRecord) -> in
     log.info(
         "agent.starts", job=config.job, node=config.node, incarnation=incarnation, managed=managed, pid=os.getpid()
     )
+    loop.pool.gate = gpus.gate(config.gpus, config.timeouts.respawn_s)
     env = environment.base(config, job, scrub_environment(os.environ))
     loop.pool.start(env, str(Path(config.logs_dir) / f"zygote.{incarnation[:8]}.log"))
     registry.start()

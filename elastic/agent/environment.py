@@ -41,6 +41,11 @@ def base(config: AgentConfig, spec: JobSpec, inherited: Mapping[str, str]) -> di
     env["PYTHONUNBUFFERED"] = "1"
     if config.interface:
         env["GLOO_SOCKET_IFNAME"] = env["NCCL_SOCKET_IFNAME"] = config.interface
+    if config.gpus:
+        # LOCAL_RANK counts this job's own GPUs, as NVML numbers them. dict: two slots may share one.
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, dict.fromkeys(config.gpus)))
+        env.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() would start CUDA in the zygote
     env.update(spec.env)
     return env
 

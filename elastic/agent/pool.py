@@ -23,6 +23,7 @@ import structlog
 from ..core import messages
 from ..core.beat import PAGE_BYTES, BeatPage
 from ..core.messages import Forked, FromWorker, Message, ZygoteReady
+from .gpus import Gate
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -90,6 +91,9 @@ class Pool:
         self._zygote_log = ""
         self._up = False
         self._waiting: dict[int, tuple[messages.Fork, tuple[int, int, int]]] = {}
+        self._held: set[int] = set()
+        self.gate = Gate((), 0.0, lambda gpu: {})
+        """Holds a worker back until its GPU is free; as constructed it never does."""
         self.processes: dict[int, Process] = {}
 
     # ── zygote ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -128,7 +132,7 @@ class Pool:
             self._up = True
             yield ZygoteUp(message.seconds, message.problems)
             for ticket in tuple(self._waiting):
-                self._order(ticket)
+                self._order_when_free(ticket)
         elif isinstance(message, Forked):
             self._forked(message)
 
@@ -168,6 +172,13 @@ class Pool:
         order = messages.Fork(ticket=life, env=dict(env), argv=tuple(argv), workdir=workdir)
         self._waiting[life] = (order, (theirs.detach(), memory, output))
         if self._up:
+            self._order_when_free(life)
+
+    def _order_when_free(self, life: int) -> None:
+        self._held.discard(life)
+        if self.gate.closed(self.processes[life].slot, time.monotonic()):
+            self._held.add(life)  # `tick` tries again
+        else:
             self._order(life)
 
     def _order(self, life: int) -> None:
@@ -212,6 +223,8 @@ class Pool:
 
     def tick(self) -> None:
         now_s = time.monotonic()
+        for life in tuple(self._held) if self._up else ():
+            self._order_when_free(life)
         for process in self.processes.values():
             if now_s >= process.terminate_deadline_s:
                 process.terminate_deadline_s = float("inf")
@@ -258,6 +271,7 @@ class Pool:
         os.close(process.pidfd)
         process.channel.close()
         del self.processes[process.life]
+        self.gate.died(process.pid, time.monotonic())
         by_signal = result.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
         yield Exited(
             life=process.life,

@@ -217,6 +217,7 @@ class Group:
         if self.backend == "nccl":
             prepare_nccl()
             name = "cpu:gloo,cuda:nccl"
+            torch.cuda.set_device(self.device)  # what a script does without naming a device belongs there
             options["device_id"] = self.device  # forms the communicator here and not in the first collective
             self._before_init = set(sockets.tcp_sockets())
         hook = sys.excepthook

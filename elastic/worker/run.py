@@ -166,6 +166,8 @@ class Managed:
             ignore_bad_numbers=settings.ignore_bad_numbers,
         )
         session.on(messages.Assign, lambda message, _: self._assigned(job, message))
+        if job.device.type == "cuda":
+            torch.cuda.set_device(job.device)  # starts CUDA, while the survivors let go of their group
         state = self._setup(job)
         if not isinstance(state, State):
             raise TypeError(f"setup returned {type(state).__name__}: return elastic.State(model=…, optimizer=…)")

@@ -9,6 +9,7 @@ they outlive this process.
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -17,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..core import messages
 
@@ -44,7 +45,9 @@ def main(argv: Sequence[str]) -> int:
     control = socket.socket(fileno=control_fd)
     began_s = time.monotonic()
     problems = _import([*WARM_MODULES, *preload])
+    _load_cuda_libraries(os.environ)
     problems += _warm()
+    problems += _cuda_problems(_open_files())
     gc.collect()
     gc.freeze()  # collections in the children leave the shared pages alone
     _send(
@@ -98,6 +101,34 @@ def _warm() -> list[str]:
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         return [f"{threads} threads run in the zygote: a module named in preload started them; forks may hang"]
+    return []
+
+
+def _load_cuda_libraries(environment: Mapping[str, str]) -> None:
+    """The driver's library, which a worker's first CUDA call would load. Loading starts nothing: `cuInit` does that.
+
+    CUDA's other libraries come with `import torch`, which is linked against them.
+    """
+    if environment.get("CUDA_VISIBLE_DEVICES"):
+        with contextlib.suppress(OSError):  # a worker that needs it says what is missing
+            ctypes.CDLL("libcuda.so.1")
+
+
+def _open_files() -> list[str]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return found
+
+
+def _cuda_problems(open_files: Sequence[str]) -> list[str]:
+    """CUDA does not survive a fork. Whoever starts it opens the driver's memory device, torch or not."""
+    import torch
+
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if started or "/dev/nvidia-uvm" in open_files:
+        return ["CUDA was started in the zygote, by a module named in preload: workers cannot use their GPUs"]
     return []
 
 

@@ -175,6 +175,7 @@ def formable(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(group.dist, "is_initialized", lambda: False)
     monkeypatch.setattr(group.dist, "is_nccl_available", lambda: False)
     monkeypatch.setattr(group.dist, "init_process_group", lambda name, **given: called.update(given, name=name))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.update(current=device))
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
         monkeypatch.delenv(name, raising=False)
     return called
@@ -186,6 +187,7 @@ def test_a_group_is_gloo_and_nccl_and_formed_at_once(formable: dict[str, Any]) -
     made.close()
     assert formable["name"] == "cpu:gloo,cuda:nccl"
     assert formable["device_id"] == torch.device("cuda", 1)  # with an index: torch connects eagerly only then
+    assert formable["current"] == torch.device("cuda", 1)
     assert formable["timeout"].total_seconds() == 7.0
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
 
@@ -236,6 +238,7 @@ def freed_beside_gloo(rank: int, world: int, port: int) -> Any:
 
     group.dist.init_process_group = init
     group.nccl_problems = list
+    torch.cuda.set_device = lambda device: None
     made = Group(
         backend="nccl", rank=rank, world=world, store_host="127.0.0.1", store_port=port, generation=1,
         device=torch.device("cuda", 0),
