@@ -27,7 +27,7 @@ from rich.table import Table
 HERE = pathlib.Path(__file__).resolve().parent
 BIN = pathlib.Path(sys.executable).parent
 JOB = "gpt"
-STEPS = 500
+STEPS = 400
 TAG = "ELASTIC_DEMO"
 T = TypeVar("T")
 
@@ -233,7 +233,8 @@ def submit(node: Node, folder: pathlib.Path) -> None:
 
 
 def kill_a_worker(watch: Watch) -> None:
-    rank = max(watch.job()["ranks"], key=lambda row: row["rank"])
+    ranks = watch.until(lambda row: all(r["pid"] for r in row["ranks"]), 30.0, "the ids of all workers")["ranks"]
+    rank = max(ranks, key=lambda row: row["rank"])
     say(
         f"2  kill -9 {rank['pid']}: the worker of rank {rank['rank']}",
         "With torchrun every process would be stopped, started anew, and sent\n"

@@ -26,3 +26,28 @@ def test_the_readmes_script_runs(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == "steps: 471\n"
     assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_the_small_gpt_learns_alone() -> None:
+    small = ["--steps", "50", "--batch", "8", "--context", "32", "--width", "32", "--layers", "1", "--lr", "1e-2"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "train_gpt.py", *small],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)  world 1", done.stdout)]
+    assert len(losses) == 2
+    assert losses[1] < 3.5  # 5.5 is knowing nothing
+
+
+def test_the_readme_names_files_that_exist() -> None:
+    text = (ROOT / "README.md").read_text()
+    named = re.findall(r"`((?:elastic|daemon|docs|systemd|examples|benchmarks)/[\w./-]*)`", text)
+    assert len(named) >= 10
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing
