@@ -9,16 +9,40 @@ import os
 import pathlib
 import random
 import signal
+import socket
 import statistics
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 sys.path.insert(0, os.fspath(pathlib.Path(__file__).resolve().parents[1] / "tests"))
-from chaos.harness import Cluster, Job, Node, now_s
+from chaos.harness import Cluster, Job, Node
+from chaos.harness import now_s as now_s
 from harness import wait_for
 from support.history import Commit, History
 from support.procs import alive, state
+
+TEN_MB = {"WIDTH": "262144"}
+"""Environment of train_chaos.py for a model of that size."""
+RESTARTS = {"budget": 10_000, "same_failure": 1000}
+Result = dict[str, float | int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    exits: int
+    """Of each kind."""
+    times: int
+    """Repetitions of each other fault."""
+    setup_s: float
+    """What `setup` of the slow starter takes."""
+    lease_ttl_s: float
+    baseline_s: float
+    """How long steps are watched before something is done to the control plane."""
+    etcd_away_s: float
+    chaos_s: float
+    torchrun_kills: int
 
 
 class NotStruck(Exception):
@@ -172,3 +196,13 @@ def stopped(pid: int) -> bool:
 
 def slowest_ratio(gaps_s: list[float], undisturbed_s: list[float]) -> float:
     return max(gaps_s) / statistics.median(undisturbed_s)
+
+
+def reachable(address: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((address, port), 1.0):
+        return True
+    return False
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -13,42 +13,36 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import pathlib
 import random
 import signal
-import socket
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
-import recovery
-from _faults_run import NotStruck, Run, cluster_of, now_s, slowest_ratio, stopped
-from chaos import random_faults
+from _faults_chaos import four_nodes, random_chaos
+from _faults_run import (
+    RESTARTS,
+    TEN_MB,
+    NotStruck,
+    Plan,
+    Result,
+    Run,
+    cluster_of,
+    now_s,
+    reachable,
+    say,
+    slowest_ratio,
+    stopped,
+)
+from _faults_torchrun import torchrun
 from chaos.harness import Node
-from harness import BIN, Processes, Record, TooLate, free_port, machine, spread, wait_for, workplace
+from harness import TooLate, machine, spread, wait_for
 from support import machine as able
 from support.api import ApiError
 from support.procs import alive, kill
 
 from elastic.core.timeouts import Timeouts
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    exits: int
-    """Of each kind."""
-    times: int
-    """Repetitions of each other fault."""
-    setup_s: float
-    """What `setup` of the slow starter takes."""
-    lease_ttl_s: float
-    baseline_s: float
-    etcd_away_s: float
-    chaos_s: float
-    torchrun_kills: int
-
 
 FULL = Plan(
     exits=4, times=5, setup_s=20.0, lease_ttl_s=Timeouts().lease_ttl_s, baseline_s=30.0, etcd_away_s=60.0,
@@ -57,7 +51,6 @@ FULL = Plan(
 QUICK = Plan(
     exits=1, times=1, setup_s=4.0, lease_ttl_s=3.0, baseline_s=4.0, etcd_away_s=10.0, chaos_s=20.0, torchrun_kills=1
 )
-TEN_MB = {"WIDTH": "262144"}
 PLACES = ("forward", "backward", "apply", "commit", "committed")
 ENDS: dict[str, dict[str, object]] = {
     "SIGKILL": {"do": "SIGKILL"},
@@ -67,15 +60,7 @@ ENDS: dict[str, dict[str, object]] = {
     "exit 3": {"do": "exit", "code": 3},
     "exit 0": {"do": "exit", "code": 0},
 }
-CHAOS_PACE_S = 0.03
-CHAOS_EVERY_S = 5.0
-RESTARTS = {"budget": 10_000, "same_failure": 1000}
-Result = dict[str, float | int | None]
 ERRORS = (TooLate, NotStruck, AssertionError, RuntimeError, OSError, ApiError)
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 # ── processes ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -227,7 +212,7 @@ def planned(run: Run, url: str, body: dict[str, str], world: int) -> float:
     run.cluster.api("POST", url, body)
     there_s = run.stepping(generation, world, 60.0)
     run.incident(generation, "planned")
-    wait_for(lambda: now_s() > there_s + 0.5, 5.0, "", every_s=0.1)
+    time.sleep(max(0.0, there_s + 0.5 - now_s()))
     return max(run.gaps_s(asked_s, there_s + 0.5))
 
 
@@ -247,10 +232,10 @@ def etcd_away(run: Run, plan: Plan) -> Result:
     (etcd,) = run.cluster.etcd
     struck_s = now_s()
     etcd.kill()
-    rest(plan.etcd_away_s / 2)
+    time.sleep(plan.etcd_away_s / 2)
     if alive(etcd.pid) or reachable(etcd.address, etcd.port):
         raise NotStruck("etcd answers while it is away")
-    rest(plan.etcd_away_s / 2)
+    time.sleep(plan.etcd_away_s / 2)
     etcd.start(etcd.peer)
     gaps_s = after(run, struck_s)
     return said(run, "etcd_outage", f"etcd away for {plan.etcd_away_s:g} s", generation, undisturbed, gaps_s)
@@ -265,7 +250,7 @@ def daemon_killed(run: Run, plan: Plan) -> Result:
         node.kill_daemon()
         if node.daemon is None or alive(node.daemon.pid):
             raise NotStruck(f"the daemon of {node.name} lives on")
-        rest(1.0)
+        time.sleep(1.0)
         node.start(wait=False)
         gaps_s += after(run, struck_s)
     return said(run, "daemon_kill", "elasticd killed and restarted", generation, undisturbed, gaps_s)
@@ -278,7 +263,7 @@ def after(run: Run, struck_s: float) -> list[float]:
         return all(node.socket.exists() and node.state() == "ready" for node in run.cluster.nodes)
 
     wait_for(back, 60.0, "all nodes are ready", every_s=0.25)
-    rest(3.0)
+    time.sleep(3.0)
     return run.gaps_s(struck_s, now_s())
 
 
@@ -297,139 +282,6 @@ def said(
     }
 
 
-def rest(seconds: float) -> None:
-    time.sleep(seconds)
-
-
-def reachable(address: str, port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((address, port), 1.0):
-        return True
-    return False
-
-
-# ── random chaos ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Striker(random_faults.Chaos):
-    """Finds living victims without reading the whole history."""
-
-    def worker(self, node: Node) -> int:
-        path = node.folder / "state" / "jobs" / self.job.name / "agent" / "status.json"
-        try:
-            pids = [row["pid"] for row in json.loads(path.read_text())["ranks"] if row["pid"]]
-        except FileNotFoundError:
-            pids = []
-        if not pids or not alive(pids[0]) or stopped(pids[0]):
-            raise NotStruck(f"no worker on {node.name} now")
-        return int(pids[0])
-
-    def strike(self, kind: str, node: Node, fault: random_faults.Fault) -> None:
-        """Raises NotStruck when there is nothing to strike just now."""
-        if kind == "agent SIGKILL":
-            try:
-                there = alive(node.agent_pid(self.job.name))
-            except (OSError, KeyError):
-                there = False
-            if not there:
-                raise NotStruck(f"no agent on {node.name} now")
-        fault(self, node)
-
-
-@contextlib.contextmanager
-def four_nodes(plan: Plan, dice: random.Random) -> Iterator[Run]:
-    timeouts = {"lease_ttl_s": 2.5, "lease_renew_s": 0.6}
-    with cluster_of(4, 1, network=not able.no_netns(), timeouts=timeouts) as cluster:
-        # No step is shorter than the pace: the job cannot be over before the faults are.
-        job = cluster.submit(
-            nodes="2:4", steps=int(plan.chaos_s / CHAOS_PACE_S) + 300, pace_s=CHAOS_PACE_S,
-            hang={"floor_s": 1.0, "ceiling_s": 15.0}, restarts=RESTARTS,
-        )  # fmt: skip
-        yield Run(cluster, job, 4, dice)
-
-
-def chaos(run: Run, plan: Plan) -> Result:
-    """All faults, drawn at random, also while others are being recovered from; then the job goes on to its end."""
-    calm_s = statistics.median(run.undisturbed(4.0))
-    kinds = {**random_faults.ANYWHERE, **(random_faults.ON_A_NETWORK if run.cluster.hosts else {})}
-    striker = Striker(run.cluster, run.job, run.dice)
-    began_s = now_s()
-    first = run.tail.step()
-    struck: dict[str, int] = {}
-    next_s = began_s + run.dice.uniform(0.2, CHAOS_EVERY_S)
-    while next_s < began_s + plan.chaos_s:
-        rest(max(0.0, next_s - now_s()))
-        kind, node = run.dice.choice(sorted(kinds)), run.dice.choice(run.cluster.nodes)
-        try:
-            striker.strike(kind, node, kinds[kind])
-        except NotStruck as why:
-            say(f"  {now_s() - began_s:6.1f} s: {kind}: {why}; another")
-            rest(0.1)
-            continue
-        struck[kind] = struck.get(kind, 0) + 1
-        say(f"  {now_s() - began_s:6.1f} s: {kind} on {node.name}")
-        next_s = max(now_s(), next_s + run.dice.uniform(0.2, 2 * CHAOS_EVERY_S - 0.2))
-    rest(max(0.0, began_s + plan.chaos_s - now_s()))
-    if not struck:
-        raise NotStruck("no fault in the time of the chaos")
-    span_s = now_s() - began_s
-    steps = run.tail.read().step() - first
-    run.job.wait_over(deadline_s=120.0 + 2 * plan.chaos_s)
-    redone = finished(run, sum(struck.values()))
-    calm_s = min(calm_s, statistics.median(run.gaps_s(began_s, began_s + span_s)))
-    goodput = min(1.0, steps * calm_s / span_s)
-    count = sum(struck.values())
-    print(f"random chaos: {count} faults in {span_s:.0f} s, one every {span_s / count:.1f} s, of {len(struck)} kinds; "
-          f"{steps} steps of {calm_s * 1e3:.0f} ms: goodput {goodput:.1%}; {redone} steps done again; "
-          "the job finished, its history is right")  # fmt: skip
-    return {"chaos_goodput": goodput, "chaos_faults": count}
-
-
-def finished(run: Run, faults: int) -> int:
-    """Judge the history of the whole job; steps done again. Raises AssertionError when it is wrong."""
-    run.job.check(lost=faults, frozen=[node.name for node in run.cluster.nodes])
-    return run.lost()
-
-
-# ── torchrun ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def torchrun(plan: Plan, dice: random.Random) -> Result:
-    """What stock torchrun does about the two that it handles; its default time-outs, its shared store off."""
-    with workplace() as (folder, processes):
-        kills = recovery.torchrun(folder, processes, plan.torchrun_kills, dice, recovery.SHARE_OFF, "kills", 90.0)
-        print(f"torchrun, worker exit: {spread([k.seconds for k in kills])} s, "
-              f"steps lost {spread([k.steps_lost for k in kills], 0)}")  # fmt: skip
-        node_s = torchrun_node(folder, processes)
-        print(f"torchrun, node's process tree killed: {node_s:.1f} s")
-    return {"torchrun_exit_median_s": statistics.median(k.seconds for k in kills), "torchrun_node_kill_s": node_s}
-
-
-def torchrun_node(folder: pathlib.Path, processes: Processes) -> float:
-    """The agent that does not host the store is killed with its workers. Raises TooLate."""
-    port, record, tags = free_port(), Record(folder / "node"), []
-    for index in range(2):
-        agent = [
-            BIN / "torchrun", "--nnodes=1:2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--max-restarts=100",
-            f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=node", recovery.SCRIPT, "--stock",
-            "--record", record.folder, "--checkpoint", folder / "node.pt",
-        ]  # fmt: skip
-        tags.append(processes.start(f"node-agent{index}", agent, recovery.SHARE_OFF))
-        wait_for(lambda: reachable("127.0.0.1", port), 60.0, "the store of torchrun", every_s=0.1)
-    record.wait_step(25, 4, 120.0)
-    struck_s = now_s()
-    processes.end(tags[1])
-    back: dict[int, float] = {}
-
-    def there() -> bool:
-        for commit in record.update():
-            if commit.world == 2 and commit.at_s > struck_s:
-                back.setdefault(commit.rank, commit.at_s)
-        return len(back) == 2
-
-    wait_for(there, 180.0, "torchrun steps on with one node", every_s=0.05)
-    return max(back.values()) - struck_s
-
-
 # ── all of it ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 Opened = Callable[[Plan, random.Random], contextlib.AbstractContextManager[Run]]
@@ -439,7 +291,7 @@ GROUPS: tuple[tuple[Opened, dict[str, Scenario]], ...] = (
     (slow_starters, {"standby": standby_exit}),
     (three_nodes, {"node_kill": node_killed, "node_silent": node_silent, "drain": drain_and_growth}),
     (two_workers, {"etcd": etcd_away, "daemon": daemon_killed}),
-    (four_nodes, {"chaos": chaos}),
+    (four_nodes, {"chaos": random_chaos}),
 )
 NAMES = [*(name for _, scenarios in GROUPS for name in scenarios), "torchrun"]
 KEYS = (

@@ -137,11 +137,14 @@ def _each_sample_once(commits: Sequence[Commit], steps: int, batch: int) -> None
     """Over the steps of one epoch no sample comes twice. One world's parts make a step: the last that did it."""
     plan = Plan(SAMPLES, batch)
     last = {c.step: c.generation for c in sorted(commits, key=lambda c: c.generation)}
+    parts: dict[int, dict[int, tuple[int, ...]]] = {}
+    for commit in commits:
+        if commit.generation == last[commit.step]:
+            parts.setdefault(commit.step, {})[commit.rank] = commit.ids
     seen: dict[int, set[int]] = {}
     for step in range(steps):
         whole = plan.at(step)
-        parts = {c.rank: c.ids for c in commits if c.step == step and c.generation == last[step]}
-        taken = [sample for part in parts.values() for sample in part]
+        taken = [sample for part in parts[step].values() for sample in part]
         epoch = seen.setdefault(whole.epoch, set())
         assert len(set(taken)) == len(taken), f"step {step}: samples twice within the step"
         assert not epoch & set(taken), f"step {step}: samples that were taken before"
@@ -178,11 +181,7 @@ def _one_live_world(commits: Sequence[Commit], frozen: Collection[str]) -> None:
 
 def _done_again(commits: Sequence[Commit]) -> int:
     """Steps that had been committed somewhere and were committed again in a later generation."""
-    return len(
-        {
-            c.step
-            for c in commits
-            for later in commits
-            if later.step == c.step and later.generation > c.generation
-        }
-    )  # fmt: skip
+    generations: dict[int, set[int]] = {}
+    for commit in commits:
+        generations.setdefault(commit.step, set()).add(commit.generation)
+    return sum(len(of_step) > 1 for of_step in generations.values())
