@@ -32,7 +32,7 @@ chaos: venv
 	@PYTHONPATH=tests $(BIN)/python -m chaos.random_faults --seed $(SEED) --minutes $(MINUTES)
 
 simulate: venv
-	@$(BIN)/python -m tests.simulation.run --minutes $(MINUTES)
+	@PYTHONPATH=tests $(BIN)/python -m simulation.run --minutes $(MINUTES)
 
 test-gpu:
 	@python3 -m pytest -q -m gpu tests/gpu

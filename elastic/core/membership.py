@@ -13,6 +13,7 @@ from .records import (
     JobState,
     MemberRecord,
     Place,
+    ProgressRecord,
     SpecRecord,
     decode,
 )
@@ -50,6 +51,8 @@ class JobView:
     members: Mapping[str, Member] = field(default_factory=dict)
     generation: GenerationRecord | None = None
     generation_revision: int = 0
+    saved_step: int = 0
+    """The newest checkpoint that the leader has told of."""
     broken: BrokenRecord | None = None
     """The record of `generation`'s failure, if it has one."""
     revision: int = 0
@@ -62,6 +65,7 @@ class JobView:
             return kvs.get(key)
 
         spec, state, generation = find(keys.spec), find(keys.state), find(keys.generation)
+        progress = find(keys.progress)
         members = {
             key.removeprefix(keys.members): Member(decode(MemberRecord, kv.value), kv.create_revision)
             for key, kv in kvs.items()
@@ -78,6 +82,7 @@ class JobView:
             generation_revision=generation.mod_revision if generation else 0,
             broken=decode(BrokenRecord, broken.value) if broken else None,
             revision=revision,
+            saved_step=(decode(ProgressRecord, progress.value).checkpoint_step or 0) if progress else 0,
         )
 
 
@@ -93,8 +98,9 @@ def leader(view: JobView, dead: Dead, current: GenerationRecord | None) -> str |
     """The living member of the current generation with the lowest node rank that is to stay; without one, one that
     is about to leave; without one, the oldest member.
 
-    So the leader's own workers tell it how the job is doing, and the next generation's store outlives the change. Two agents may think themselves the leader for a
-    moment; the compare-and-swap on the generation lets one of them win.
+    So the leader's own workers tell it how the job is doing, and the next generation's store outlives the change.
+    Two agents may think themselves the leader for a moment; the compare-and-swap on the generation lets one of them
+    win.
     """
     alive = living(view, dead)
     leaves = None
@@ -122,6 +128,8 @@ class Wait:
 
     reason: str
     below_min: bool = False
+    fine: bool = False
+    """Nothing is waited for: all is as it should be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +153,14 @@ def next_generation(
     settled: bool,
     min_reached_for_s: float,
     blind: bool = False,
+    in_place: bool = True,
 ) -> Change | Wait:
     """What should follow `current`.
 
     steps_advance: the leader's own workers commit steps, so every rank of `current` lives, whatever leases say.
     settled: `current` has committed a step here, so that a planned change may follow.
     min_reached_for_s: how long enough members have been there (first forming only).
+    in_place: workers survive a re-formation; without it they are started anew, and their steps are not known.
     blind: etcd was away; who is absent may be about to come back.
     """
     alive = living(view, dead)
@@ -176,7 +186,9 @@ def next_generation(
         if len(chosen) < limits.min_nodes:
             return Wait(f"{why}; {len(chosen)} of at least {limits.min_nodes} nodes are there", below_min=True)
         lost = {(broken.node, slot) for slot in broken.slots} if broken else set()
-        restore = "snapshot" if broken and broken.rollback else "newest"
+        # A roll-back that was itself cut short is not over: what is live may still be what it went back from.
+        rollback = (broken and broken.rollback) or (current.restore == "snapshot" and not settled)
+        restore = "snapshot" if rollback else "newest"
         return Change(arrange(current, chosen, lost), why, planned=False, restore=restore)
 
     if absent:
@@ -184,12 +196,12 @@ def next_generation(
     chosen = _with_witness(current, chosen, alive, None)
     places = arrange(current, chosen, set())
     if _same(places, current.places):
-        return Wait("as it should be")
+        return Wait("as it should be", fine=True)
     if not settled:
         return Wait("a planned change waits until this generation has stepped")
     if len(chosen) < limits.min_nodes:
         return Wait(f"leaving now would leave {len(chosen)} of at least {limits.min_nodes} nodes", below_min=True)
-    if not steps_advance:
+    if in_place and not steps_advance:
         return Wait("a planned change waits for steps to advance")
     return Change(places, _difference(current, places, alive), planned=True)
 

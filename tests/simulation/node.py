@@ -1,0 +1,392 @@
+"""One virtual machine with its agent: the real recovery machine and the real registry, on virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from support.fake_etcd import FakeClient
+
+from elastic.agent.registry import Registry
+from elastic.core import recovery
+from elastic.core.membership import JobView, Limits, leader, living
+from elastic.core.model import (
+    Agent,
+    ChargeFailure,
+    Effect,
+    Event,
+    ForkWorker,
+    Kill,
+    Leave,
+    Policy,
+    Progress,
+    Publish,
+    PutBroken,
+    PutMember,
+    PutPhase,
+    Rejoin,
+    Restore,
+    SaveNow,
+    Stage,
+    Start,
+    Tell,
+    Tick,
+    Viewed,
+)
+from elastic.core.timeouts import Timeouts
+from elastic.etcd import EtcdError, View
+
+from .training import Worker
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+BEAT_S = 0.1
+AT_REST = ("", "as it should be")
+Order = Callable[[], None]
+
+
+class Desk:
+    """As `agent.desk.Desk`: orders by key, one after another, again until done."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._orders: dict[str, tuple[Order, bool]] = {}
+        self._due = False
+
+    def start(self) -> None:
+        pass
+
+    def ask(self, key: str, order: Order, *, persist: bool) -> None:
+        self._orders[key] = (order, persist)
+        self._call(self._node.cluster.delay(0.001, 0.01))
+
+    def close(self, wait_s: float) -> None:
+        self._run(self._node.incarnation)
+
+    def _call(self, delay_s: float) -> None:
+        if not self._due:
+            self._due = True
+            self._node.cluster.clock.after(delay_s, self._run, self._node.incarnation)
+
+    def _run(self, incarnation: str) -> None:
+        node = self._node
+        self._due = False
+        if node.incarnation != incarnation or node.agent is None:
+            return
+        if node.paused:
+            self._call(0.2)
+            return
+        for key, (order, persist) in tuple(self._orders.items()):
+            if node.agent is None or node.dies_now():
+                return
+            try:
+                order()
+            except EtcdError:
+                if persist:
+                    continue
+            if self._orders.get(key, (None,))[0] is order:
+                del self._orders[key]
+        node.cluster.etcd_changed()
+        if self._orders:
+            self._call(0.2)
+
+
+class Stores:
+    """As `agent.store.Stores`."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.open_ports: dict[int, int] = {}
+
+    def open(self, generation: int) -> tuple[str, int]:
+        if generation in self.open_ports:
+            return self._node.name, self.open_ports[generation]
+        self.open_ports[generation] = self._node.cluster.training.open_store(self._node, generation)
+        for old in sorted(self.open_ports)[:-2]:
+            del self.open_ports[old]
+        return self._node.name, self.open_ports[generation]
+
+
+class Node:
+    def __init__(self, cluster: Cluster, index: int, rate: float) -> None:
+        self.cluster = cluster
+        self.index = index
+        self.name = f"n{index}"
+        self.rate = rate
+        """How fast its clock runs."""
+        self.agent: Agent | None = None
+        self.incarnation = ""
+        self.up = True
+        """The machine has power."""
+        self.paused = False
+        self.processes: dict[int, Worker] = {}
+        self.watched: set[tuple[str, str]] = set()
+        self.effects_left: int | None = None
+        """After so many more effects the agent's process dies; None: it does not."""
+        self._starts = 0
+        self._client: FakeClient | None = None
+        self._view: View | None = None
+        self._queue: list[Event] = []
+        self._tick_due_s = float("inf")
+        self._seen = (0, 0)
+        self._phone = 0
+
+    def now_s(self) -> float:
+        return 100.0 * self.index + self.cluster.clock.now_s * self.rate
+
+    # ── the process ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self) -> None:
+        """The node's daemon starts an agent where none runs."""
+        cluster = self.cluster
+        if self.agent is not None or not self.up or not cluster.wants_agent(self):
+            return
+        client = FakeClient(cluster.etcd, call_s=0.5)
+        if not cluster.etcd.up or self.name in cluster.cut_off or cluster.keys.spec not in cluster.etcd.kvs:
+            client.close()
+            cluster.clock.after(1.0, self.start)
+            return
+        self._starts += 1
+        self.incarnation = f"{self.name}.{self._starts}"
+        self._client, self._view, self._queue = client, None, []
+        self.paused, self.effects_left, self._seen, self.watched = False, None, (0, 0), set()
+        self._tick_due_s = float("inf")
+        spec = cluster.spec
+        limits = Limits(spec.min_nodes, spec.max_nodes, spec.join_wait_s)
+        policy = Policy(
+            node=self.name,
+            incarnation=self.incarnation,
+            host=self.name,
+            port=1,
+            slots=cluster.slots,
+            limits=limits,
+            shrink=spec.on_loss == "shrink",
+            standbys=spec.standby,
+            managed=True,
+            spec=spec,
+            timeouts=Timeouts(),
+        )
+        self.stores = Stores(self)
+        self.registry = Registry(
+            client,  # type: ignore[arg-type]
+            cluster.keys,
+            policy,
+            self.stores,
+            self.soon,
+            cluster.spec_record,
+            desk=lambda _: Desk(self),
+            wall=lambda: cluster.clock.now_s,
+        )
+        self.agent = Agent(policy)
+        client.watch(cluster.keys.root, self._on_view)
+        self.take(Start())
+        self.pump()
+
+    def crash(self) -> None:
+        """The agent's process dies, and its workers with it."""
+        if self.agent is None:
+            return
+        self.agent = None
+        cluster = self.cluster
+        assert self._client is not None
+        self._client.crash()
+        for worker in tuple(self.processes.values()):
+            worker.die()
+        self.processes.clear()
+        for group in cluster.training.groups.values():
+            if group.host is self:
+                group.host_died()
+        cluster.check_doors()
+        if cluster.healing or cluster.rng.random() < 0.8:
+            cluster.clock.after(cluster.delay(0.3, 2.0), self.start)
+
+    def serves(self, port: int) -> bool:
+        return self.agent is not None and port in self.stores.open_ports.values()
+
+    def dies_now(self) -> bool:
+        if self.effects_left is None:
+            return False
+        self.effects_left -= 1
+        if self.effects_left >= 0:
+            return False
+        self.crash()
+        return True
+
+    def link(self) -> None:
+        """Its line to etcd as the cluster's faults have it."""
+        if self._client is not None and self.agent is not None:
+            (self._client.cut if self.name in self.cluster.cut_off else self._client.heal)()
+            self._client.lose_answers = self.name in self.cluster.unanswered
+            self._client.paused = self.paused
+
+    # ── events ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _on_view(self, view: View) -> None:
+        self._view = view
+
+    def pump(self) -> None:
+        """What etcd has to tell arrives."""
+        if self.agent is None or self.paused:
+            return
+        assert self._client is not None
+        self._client.pump()
+        if self._view is not None:
+            view, self._view = self._view, None
+            self.take(Viewed(JobView.read(self.cluster.keys, view.kvs, view.revision), view.connected))
+
+    def soon(self, event: Event) -> None:
+        """From a worker or a thread of the agent: taken in the loop's turn, in order."""
+        self.cluster.clock.after(0.0005, self._arrives, self.incarnation, event)
+
+    def _arrives(self, incarnation: str, event: Event) -> None:
+        if incarnation == self.incarnation:
+            self.take(event)
+
+    def take(self, event: Event) -> None:
+        if self.agent is None:
+            return
+        if self.paused:
+            self._queue.append(event)
+            return
+        self._look_at_pages()
+        self._turn(event)
+
+    def resume(self) -> None:
+        if self.paused and self.agent is not None:
+            self.paused = False
+            self.link()
+            queue, self._queue = self._queue, []
+            for event in queue:
+                self.take(event)
+            self.pump()
+            self.take(Tick())
+
+    def _look_at_pages(self) -> None:
+        """What the watchman's last look at the beat pages has shown."""
+        agent = self.agent
+        assert agent is not None
+        newest = (0, 0)
+        for worker in self.processes.values():
+            mine = agent.workers.get(worker.slot)
+            if mine and mine.life == worker.life and mine.stage in (Stage.RUNNING, Stage.YIELDING) and worker.group:
+                newest = max(
+                    newest, (worker.group.generation, worker.state()[0][1]) if not worker.group.fresh else newest
+                )
+        if newest > self._seen:
+            self._seen = newest
+            self._turn(Progress(*newest, self.cluster.training.step_s))
+
+    def _turn(self, event: Event) -> None:
+        before = self.agent
+        if before is None:
+            return
+        cluster = self.cluster
+        now_s = self.now_s()
+        cluster.events += 1
+        self.agent, effects = recovery.step(before, event, now_s, cluster.rng.random())
+        cluster.judge.turned(self, before, self.agent, effects)
+        if cluster.listener is not None:
+            cluster.listener(self, event, effects)
+        for effect in effects:
+            if self.dies_now():
+                return
+            self._do(effect)
+        agent = self.agent
+        if agent is None:
+            return
+        if agent.generation is not before.generation or agent.view.members != before.view.members:
+            self._watch_peers()
+        self._schedule_tick()
+
+    def _watch_peers(self) -> None:
+        agent = self.agent
+        assert agent is not None
+        others = {m.id for m in living(agent.view, agent.dead).values() if m.record.node != self.name}
+        chief = leader(agent.view, agent.dead, agent.generation)
+        if chief != self.name:
+            others = {key for key in others if key[0] == chief}
+        if others - self.watched:
+            self.watched = others
+            self.cluster.check_doors()
+        self.watched = others
+
+    def _do(self, effect: Effect) -> None:
+        registry, agent = self.registry, self.agent
+        assert agent is not None
+        match effect:
+            case Tell(_, life, message):
+                if worker := self.processes.get(life):
+                    self.cluster.clock.after(0.0005, worker.hear, message)
+            case ForkWorker(slot, life, _):
+                worker = self.processes[life] = Worker(self, slot, life)
+                self.cluster.clock.after(self.cluster.delay(0.05, self.cluster.setup_s), worker.ready)
+            case Kill(_, life, _, gently):
+                if worker := self.processes.get(life):
+                    self.cluster.clock.after(0.05 if gently else 0.002, worker.die, "killed by SIGTERM")
+            case PutBroken(record, member):
+                registry.put_broken(record, member)
+            case Publish():
+                registry.publish(effect, agent.view, self.name)
+            case PutMember(record):
+                registry.put_member(record)
+            case Rejoin(record):
+                registry.rejoin(record)
+            case PutPhase(phase, reason):
+                registry.put_phase(phase, reason, agent.view)
+            case ChargeFailure(record):
+                registry.charge_failure(record)
+            case Restore(generation, state, spec):
+                registry.restore(generation, state, spec)
+            case SaveNow():
+                self.cluster.save_now(self)
+            case Leave():
+                self._left()
+            case _:
+                raise AssertionError(f"no way to do {effect!r}")
+
+    def _left(self) -> None:
+        assert self._client is not None
+        self.registry.leave()
+        self._client.close()
+        self.agent = None
+        for group in self.cluster.training.groups.values():
+            if group.host is self:
+                group.host_died()
+        self.cluster.check_doors()
+        self.cluster.etcd_changed()
+        self.cluster.left(self)
+
+    # ── ticks ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _schedule_tick(self) -> None:
+        """A tick at the next instant at which one can matter: with nothing due, ten a second change nothing."""
+        due_s = self._due_s()
+        if due_s == float("inf"):
+            return
+        at_s = max((due_s - 100.0 * self.index) / self.rate, self.cluster.clock.now_s) + BEAT_S / 2
+        if at_s < self._tick_due_s - 1e-6:
+            self._tick_due_s = at_s
+            self._phone += 1
+            self.cluster.clock.at(at_s, self._tick, self.incarnation, self._phone)
+
+    def _tick(self, incarnation: str, phone: int) -> None:
+        if incarnation != self.incarnation or phone != self._phone:
+            return
+        self._tick_due_s = float("inf")
+        if self.paused:
+            return
+        self.take(Tick())
+
+    def _due_s(self) -> float:
+        agent = self.agent
+        assert agent is not None
+        now_s = self.now_s()
+        due = [w.deadline_s for w in agent.workers.values()]
+        due += [w.deadline_s for w in agent.standbys]
+        if agent.suspicious_since_s is not None:
+            due.append(agent.suspicious_since_s + recovery.SUSPICION_S)
+        due += [at + recovery.ASK_AGAIN_S for at in agent.asked.values() if at + recovery.ASK_AGAIN_S > now_s]
+        if agent.draining is not None or agent.reason not in AT_REST:
+            due.append(now_s + 0.5)
+        return min(due, default=float("inf"))

@@ -1,0 +1,67 @@
+"""``make simulate MINUTES=…``: random histories for as long as asked, on two processes; a failing one is shrunk."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import random
+import sys
+import time
+from collections.abc import Iterable, Iterator
+
+import structlog
+
+from .histories import Outcome, draw, play, shrink
+
+PROCESSES = 2
+CHUNK = 50
+
+
+def silent() -> None:
+    """The agents' own log lines are not wanted here."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL), cache_logger_on_first_use=True
+    )
+
+
+def _play_seed(seed: int) -> Outcome:
+    return play(draw(seed))
+
+
+def many(seeds: Iterable[int]) -> Iterator[Outcome]:
+    """The outcome of each seed's history, in no order."""
+    # Not forked: gRPC is imported here, and tests have threads.
+    with multiprocessing.get_context("spawn").Pool(PROCESSES, initializer=silent) as pool:
+        yield from pool.imap_unordered(_play_seed, seeds, chunksize=CHUNK)
+
+
+def explain(outcome: Outcome) -> str:
+    """A failing history, as short as it gets."""
+    silent()
+    small = shrink(outcome.history)
+    return f"seed {outcome.history.setting.seed}: {play(small).failure}\nshortest history that fails:\n{small}"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=None, help="first seed; default: at random")
+    options = parser.parse_args(argv)
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**9)
+    end_s = time.monotonic() + 60 * options.minutes
+    print(f"first seed: {seed}", flush=True)
+    histories = events = steps = 0
+    while time.monotonic() < end_s:
+        for outcome in many(range(seed, seed + 10 * CHUNK)):
+            histories, events, steps = histories + 1, events + outcome.events, steps + outcome.steps
+            if outcome.failure:
+                print(explain(outcome))
+                return 1
+        seed += 10 * CHUNK
+    print(f"{histories} histories, {events} events, {steps} steps: every promise kept")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

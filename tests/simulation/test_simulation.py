@@ -1,0 +1,37 @@
+"""Random histories of whole clusters: see `cluster`, `judge` and `histories`."""
+
+from __future__ import annotations
+
+import collections
+import os
+
+import pytest
+from simulation.histories import draw, play
+from simulation.run import explain, many
+
+from elastic.core.records import Phase
+
+HISTORIES = 10_000
+
+
+@pytest.mark.timeout(400)
+def test_every_promise_is_kept_in_ten_thousand_histories() -> None:
+    first = int(os.environ.get("ELASTIC_SEED", "0"))
+    print(f"ELASTIC_SEED={first}")
+    phases: collections.Counter[Phase] = collections.Counter()
+    longest = generations = 0
+    for outcome in many(range(first, first + HISTORIES)):
+        if outcome.failure:
+            pytest.fail(explain(outcome))
+        phases[outcome.phase] += 1
+        longest, generations = max(longest, outcome.events), generations + outcome.generations
+    # The histories are worth something: they are long, they re-form, and jobs end in every way.
+    assert longest >= 200
+    assert generations > 1.5 * HISTORIES
+    assert {Phase.RUNNING, Phase.SUCCEEDED, Phase.FAILED, Phase.STOPPED} <= set(phases)
+
+
+def test_a_history_is_the_same_each_time() -> None:
+    """A printed seed is enough to see a failure again."""
+    for seed in range(40, 60):
+        assert play(draw(seed)) == play(draw(seed))

@@ -1,0 +1,444 @@
+"""A model of what the workers do: processes that hold a state, and groups of them that step together.
+
+A step's all-reduce completes when every rank has taken part. When a rank dies or lets go in the middle of one, it may
+have completed on some ranks and not on others: those are a step ahead. A state is known by its version and by the
+chain of all that went into it, so that a lost, doubled or forked step shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from elastic.core import messages
+from elastic.core.model import (
+    Event,
+    WorkerDone,
+    WorkerExited,
+    WorkerFormed,
+    WorkerReady,
+    WorkerReleased,
+    WorkerSick,
+    WorkerStepping,
+    WorkerSynced,
+)
+from elastic.core.records import WorkerError
+from elastic.core.source import NoStateError, Offer, Version, choose
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+    from .node import Node
+
+SETUP = 0
+"""The chain of a state that nothing has gone into."""
+
+
+@dataclass(eq=False)
+class Worker:
+    """One worker process."""
+
+    node: Node
+    slot: int
+    life: int
+    doing: str = "setup"  # setup, idle, arriving, forming, syncing, running, done, dead
+    group: Group | None = None
+    rank: int = -1
+    version: Version = (0, 0)
+    chain: int = SETUP
+    whole: bool = True
+    established: bool = False
+    stopped: bool = False
+    deaf: bool = False
+    """Does not let go when told to."""
+    let_go: int = 0
+    leave: tuple[int, int] = (0, 0)
+    """(generation, step after which to leave it)"""
+    forms: list[messages.Form] = field(default_factory=list)
+    unheard: list[messages.Message] = field(default_factory=list)
+    """What came while the process was stopped."""
+    finish: bool = False
+
+    @property
+    def alive(self) -> bool:
+        return self.doing != "dead"
+
+    @property
+    def name(self) -> str:
+        return f"{self.node.name}/{self.slot}"
+
+    def state(self) -> tuple[Version, int]:
+        group = self.group
+        return (
+            (group.version, group.chain) if group and self.doing in ("running", "done") else (self.version, self.chain)
+        )
+
+    # ── what the agent says ─────────────────────────────────────────────────────────────────────────────────
+
+    def hear(self, message: messages.Message) -> None:
+        if not self.alive:
+            return
+        if self.stopped:
+            self.unheard.append(message)
+            return
+        match message:
+            case messages.Form():
+                self.forms.append(message)
+                self.look()
+            case messages.LetGo(generation=generation):
+                if self.deaf:
+                    return
+                self.let_go = max(self.let_go, generation)
+                if self.group and self.group.generation <= generation:
+                    self.group.leave(self, "", partial=True)
+                elif self.doing == "arriving" and self.group is None:  # it still dials
+                    self.doing = "idle"
+                    self.say(WorkerReleased(self.slot, self.life, generation, self.version[1]))
+                    self.look()
+            case messages.Yield(generation=generation, at_step=at_step):
+                self.leave = (generation, at_step)
+                if self.group and self.group.generation == generation:
+                    self.group.yields = True
+                    if self.state()[0][1] > at_step:
+                        self.let_go = max(self.let_go, generation)
+                        self.group.leave(self, "", partial=True)
+            case messages.Assign(slot=slot):
+                self.slot = slot
+            case messages.Finish():
+                self.finish = True
+                if self.doing in ("idle", "done"):
+                    self.node.cluster.clock.after(0.01, self.die, "exit code 0", 0)
+
+    def look(self) -> None:
+        """Idle: take the next generation to form."""
+        if self.doing != "idle" or self.stopped:
+            return
+        while self.forms:
+            form = self.forms.pop(0)
+            if form.generation > self.let_go:
+                self.doing, self.rank = "arriving", form.rank
+                self.node.cluster.training.arrive(self, form)
+                return
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self.stopped = False
+        unheard, self.unheard = self.unheard, []
+        for message in unheard:
+            self.hear(message)
+        if self.group:
+            self.group.kick()
+
+    # ── what it says ────────────────────────────────────────────────────────────────────────────────────────
+
+    def say(self, event: Event) -> None:
+        self.node.soon(event)
+
+    def ready(self) -> None:
+        if self.doing == "setup" and not self.stopped:
+            self.doing = "idle"
+            self.say(WorkerReady(self.slot, self.life))
+        elif self.doing == "setup":
+            self.node.cluster.clock.after(1.0, self.ready)
+
+    def die(
+        self, cause: str = "killed by SIGKILL", code: int | None = None, error: str = "", fingerprint: str = ""
+    ) -> None:
+        if not self.alive:
+            return
+        step = self.state()[0][1]
+        group = self.group
+        if group is not None:
+            if code == 0 and self.doing == "done":
+                group.part(self)
+            else:
+                group.leave(self, None, partial=True)
+                step = self.version[1]
+        self.doing = "dead"
+        self.node.processes.pop(self.life, None)
+        said = (
+            WorkerError(node=self.node.name, slot=self.slot, rank=self.rank, message=error, step=step)
+            if error
+            else None
+        )
+        self.say(WorkerExited(self.slot, self.life, cause, code, said, fingerprint or cause, step))
+
+
+@dataclass(eq=False)
+class Group:
+    """The ranks of one published generation, as they meet at its store."""
+
+    training: Training
+    generation: int
+    port: int
+    host: Node
+    world: int
+    restore: str = "newest"
+    ranks: dict[int, Worker] = field(default_factory=dict)
+    phase: str = "arriving"  # arriving, forming, syncing, running, broken, done
+    version: Version = (0, 0)
+    chain: int = SETUP
+    fresh: bool = True
+    """No step of this generation is committed yet."""
+    yields: bool = False
+    stalled: bool = False
+    turn: int = 0
+    came: int = 0
+
+    # ── together ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def together(self) -> bool:
+        """Every rank can take part now."""
+        cluster = self.training.cluster
+        first = self.ranks[0].node
+        return not any(w.stopped or not cluster.reaches(first, w.node) for w in self.ranks.values())
+
+    def kick(self) -> None:
+        """Something that may have held it up has changed."""
+        if self.stalled and self.phase in ("forming", "syncing", "running"):
+            self.stalled = False
+            self._next(0.001)
+
+    def _next(self, delay_s: float) -> None:
+        self.turn += 1
+        self.training.cluster.clock.after(delay_s, self._advance, self.turn)
+
+    def _advance(self, turn: int) -> None:
+        if turn != self.turn or self.phase in ("broken", "done"):
+            return
+        if not self.together():
+            self.stalled = True
+            return
+        match self.phase:
+            case "forming":
+                self.phase = "syncing"
+                for worker in self.ranks.values():
+                    worker.doing = "syncing"
+                    worker.say(WorkerFormed(worker.slot, worker.life, self.generation))
+                self._choose()
+            case "syncing":
+                self._run()
+            case "running":
+                self._step()
+
+    def arrived(self, worker: Worker, rank: int) -> None:
+        if rank in self.ranks or len(self.ranks) >= self.world:
+            raise AssertionError(f"rank {rank} of generation {self.generation} came twice: {worker.name}")
+        worker.group, worker.rank = self, rank
+        self.ranks[rank] = worker
+        self.came += 1
+        if self.came < self.world:
+            return
+        for other in self.ranks.values():
+            other.doing = "forming"
+        if len(self.ranks) == self.world:
+            self.phase = "forming"
+            self._next(self.training.cluster.delay(0.01, 0.05))
+        else:  # somebody came and died: the others find nobody at its address
+            self.phase = "broken"
+            for other in tuple(self.ranks.values()):
+                self.training.cluster.clock.after(0.05, self._fails, other)
+
+    def _choose(self) -> None:
+        """As `worker.sync`: one offer per rank, one choice."""
+        checkpoint = self.training.newest_checkpoint()
+        offers = []
+        for rank, w in sorted(self.ranks.items()):
+            look = self.restore == "snapshot" or not (w.whole and w.established)
+            saved = checkpoint[0] if checkpoint and look else None
+            offers.append(
+                Offer(rank=rank, version=w.version, clean=w.whole, established=w.established, checkpoint=saved)
+            )
+        try:
+            choice = choose(offers, self.restore)
+        except NoStateError as error:
+            for worker in tuple(self.ranks.values()):
+                self.training.cluster.clock.after(0.001, worker.die, "exit code 1", 1, str(error), "NoStateError")
+            return
+        source = self.ranks[choice.source]
+        if choice.kind == "checkpoint":
+            assert checkpoint is not None
+            self.version, self.chain = checkpoint
+        elif choice.kind == "setup":
+            self.version, self.chain = (self.generation, 0), SETUP
+        else:
+            self.version, self.chain = source.version, source.chain
+        self.training.cluster.judge.chosen(self, choice)
+        for rank in choice.needs:
+            self.ranks[rank].whole = False
+        if choice.kind != "live":
+            source.whole = choice.kind == "setup"
+        self._next(self.training.cluster.delay(0.01, 0.1 if choice.needs else 0.02))
+
+    def _run(self) -> None:
+        self.phase = "running"
+        for worker in self.ranks.values():
+            worker.doing, worker.whole, worker.established = "running", True, True
+            worker.version, worker.chain = self.version, self.chain
+            worker.say(WorkerSynced(worker.slot, worker.life, self.generation, self.version[1]))
+        self._leavers()
+        if self.phase == "running":
+            self._work_or_finish()
+
+    def _work_or_finish(self) -> None:
+        training = self.training
+        if training.steps and self.version[1] >= training.steps:
+            self.phase = "done"
+            for worker in self.ranks.values():
+                worker.doing = "done"
+                worker.say(WorkerDone(worker.slot, worker.life, self.generation, self.version[1]))
+            return
+        self._next(training.step_s)
+
+    def _step(self) -> None:
+        """The all-reduce of one step has completed on all ranks."""
+        training = self.training
+        step = self.version[1] + 1
+        if training.bug == step:
+            victim = self.ranks[training.bug_rank % self.world]
+            victim.die("exit code 1", 1, "ValueError: planted", "ValueError at train.py:1")
+            return
+        self._commit()
+        training.committed(self, step)
+        if self.fresh:
+            self.fresh = False
+            for worker in self.ranks.values():
+                worker.say(WorkerStepping(worker.slot, worker.life, self.generation, step))
+        if self.yields:
+            self._leavers()
+        if self.phase == "running":
+            self._work_or_finish()
+
+    def _commit(self) -> None:
+        step = self.version[1] + 1
+        self.version = (max(self.version[0], self.generation), step)
+        self.chain = hash((self.chain, self.generation, step, self.world))
+        self.training.cluster.judge.committed(self)
+
+    def _leavers(self) -> None:
+        due = [w for w in self.ranks.values() if w.leave[0] == self.generation and self.version[1] >= w.leave[1]]
+        for worker in due:
+            self.leave(worker, "", partial=False)
+
+    # ── apart ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def part(self, worker: Worker) -> None:
+        """`worker` is no longer of this group; nobody else notices."""
+        if self.phase in ("running", "done") and worker.doing in ("running", "done"):
+            worker.version, worker.chain = self.version, self.chain
+        self.ranks.pop(worker.rank, None)
+        worker.group = None
+
+    def leave(self, worker: Worker, error: str | None, *, partial: bool) -> None:
+        """`worker` lets go ('': told to; None: it dies; else: a collective failed). The others are held up."""
+        cluster = self.training.cluster
+        if worker.group is not self:
+            return
+        if self.phase == "running":
+            self._materialise(partial and cluster.rng.random() < 0.3 and self.together())
+        elif self.phase == "done":
+            worker.version, worker.chain = self.version, self.chain
+        if self.phase in ("forming", "syncing", "running"):
+            self.phase = "broken"
+        self.ranks.pop(worker.rank, None)
+        worker.group = None
+        if self.phase == "broken":
+            for other in tuple(self.ranks.values()):
+                if cluster.rng.random() < 0.6:
+                    cluster.clock.after(cluster.delay(0.001, 0.05), self._fails, other)
+        if error is not None:
+            worker.doing = "idle"
+            release = WorkerReleased(worker.slot, worker.life, self.generation, worker.version[1], error)
+            worker.say(release)
+            cluster.clock.after(0.001, worker.look)
+
+    def _materialise(self, partial: bool) -> None:
+        """The group breaks up: each rank keeps its own state from here on. `partial`: the step under way completed
+        on some of them."""
+        before = (self.version, self.chain)
+        for worker in self.ranks.values():
+            worker.version, worker.chain = before
+            worker.doing = "broken"
+        training = self.training
+        if (
+            partial
+            and training.bug != self.version[1] + 1
+            and not (training.steps and self.version[1] >= training.steps)
+        ):
+            ahead = [w for w in self.ranks.values() if training.cluster.rng.random() < 0.5]
+            if ahead and not all(w.leave == (self.generation, before[0][1]) for w in ahead):
+                self._commit()
+                for worker in ahead:
+                    worker.version, worker.chain = self.version, self.chain
+
+    def _fails(self, worker: Worker) -> None:
+        if worker.group is self and not worker.stopped:
+            self.leave(worker, "RuntimeError: connection closed by peer", partial=False)
+
+    def host_died(self) -> None:
+        """The store is gone: who still waits there sees it."""
+        if self.phase == "arriving":
+            cluster = self.training.cluster
+            for worker in tuple(self.ranks.values()):
+                cluster.clock.after(cluster.delay(0.001, 0.05), self._lost_store, worker)
+
+    def _lost_store(self, worker: Worker) -> None:
+        if worker.group is self and not worker.stopped:
+            self.leave(worker, "FormError: the store is gone", partial=False)
+
+
+class Training:
+    """All workers of the cluster's one job."""
+
+    def __init__(self, cluster: Cluster, step_s: float, steps: int, checkpoint_every: int) -> None:
+        self.cluster = cluster
+        self.step_s = step_s
+        self.steps = steps
+        """After so many the training is complete; 0: never."""
+        self.bug = 0
+        """The step at which the script fails, each time; 0: none."""
+        self.bug_rank = 0
+        self.groups: dict[int, Group] = {}
+        self.checkpoint_every = checkpoint_every
+        self.checkpoints: list[tuple[Version, int]] = []
+        self.latest: Group | None = None
+        self._ports = 0
+
+    def open_store(self, host: Node, generation: int) -> int:
+        self._ports += 1
+        self.groups[self._ports] = Group(self, generation, self._ports, host, 0)
+        return self._ports
+
+    def arrive(self, worker: Worker, form: messages.Form) -> None:
+        group = self.groups[form.store_port]
+        group.world, group.restore = form.world, form.restore
+        if not group.host.serves(form.store_port):
+            return  # dials until it is told to let go
+        if not self.cluster.reaches(worker.node, group.host):
+            self.cluster.clock.after(0.5, self._again, worker, form)
+            return
+        if group.phase != "arriving" or form.rank in group.ranks:
+            return  # waits for ever: its place is taken
+        group.arrived(worker, form.rank)
+
+    def _again(self, worker: Worker, form: messages.Form) -> None:
+        if worker.doing == "arriving" and worker.group is None and worker.let_go < form.generation:
+            self.arrive(worker, form)
+
+    def committed(self, group: Group, step: int) -> None:
+        self.latest = group
+        if self.checkpoint_every and step % self.checkpoint_every == 0:
+            self.cluster.clock.after(0.05, self.checkpoints.append, (group.version, group.chain))
+
+    def newest_checkpoint(self) -> tuple[Version, int] | None:
+        return max(self.checkpoints, default=None)
+
+    def kick(self) -> None:
+        for group in self.groups.values():
+            if group.stalled:
+                group.kick()
+
+    def hang(self, worker: Worker) -> None:
+        """The agent's watchman finds a stopped worker by the state of its process."""
+        if worker.alive and worker.stopped:
+            worker.say(WorkerSick(worker.slot, worker.life, "hang", "process is stopped (state T)"))
+            self.cluster.clock.after(2.0, self.hang, worker)
