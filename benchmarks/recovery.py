@@ -11,12 +11,13 @@ without any failure, runs of both in turn.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import pathlib
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,7 +179,7 @@ def steady(cluster: Cluster, folder: pathlib.Path, processes: Processes, plan: P
                 cluster.submit(f"steady{number}", record, *steps)
             else:
                 tags = start_torchrun(processes, record, SHARE_OFF, *steps)
-            record.wait_step(plan.steady_steps, WORLD, 180.0)
+            record.wait_step(plan.steady_steps, WORLD, 90.0)
             if who == "ours":
                 cluster.stop(f"steady{number}")
             for tag in tags:
@@ -187,6 +188,16 @@ def steady(cluster: Cluster, folder: pathlib.Path, processes: Processes, plan: P
             (mine if who == "ours" else theirs).extend(times_s)
             say(f"  {who}: {statistics.median(times_s) * 1e3:.2f} ms a step")
     return mine, theirs
+
+
+@contextlib.contextmanager
+def explained(cluster: Cluster) -> Iterator[None]:
+    """What the daemon says of it, when something does not happen in its time."""
+    try:
+        yield
+    except TooLate:
+        say(cluster.a.ctl("status", check=False).stdout)
+        raise
 
 
 def say(text: str) -> None:
@@ -211,10 +222,12 @@ def main() -> None:
             cluster = Cluster(folder, processes)
         if args.only in (None, "ours"):
             say("elasticd, 2 nodes × 2 workers:")
-            mine = ours(cluster, folder, plan.kills, rng)
+            with explained(cluster):
+                mine = ours(cluster, folder, plan.kills, rng)
         if args.only in (None, "steady"):
             say("steady state, in turn:")
-            a, b = steady(cluster, folder, processes, plan)
+            with explained(cluster):
+                a, b = steady(cluster, folder, processes, plan)
             middle_ms = [statistics.median(times) * 1e3 for times in (a, b)]
             print(f"median step: elasticd {middle_ms[0]:.2f} ms, torchrun {middle_ms[1]:.2f} ms, of {len(a)} each")
             result["steady_ratio"] = round(statistics.median(a) / statistics.median(b), 4)
