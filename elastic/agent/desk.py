@@ -17,7 +17,8 @@ RETRY_S = 0.2
 log = structlog.get_logger()
 
 Order = Callable[[], None]
-"""Raises EtcdError when it could not be done now."""
+"""Raises EtcdError when it could not be done now. Whatever else it raises is a fault of ours, or of the disk that it
+looks at: the order has failed as well, and the agent lives on."""
 
 
 class Desk:
@@ -74,6 +75,12 @@ class Desk:
             if key not in self._failing:
                 self._failing.add(key)
                 log.warning("etcd.order_failed", order=key, error=str(error), again=persist)
+            if persist:
+                return False
+        except Exception:  # the workers of this node must not die of one bad order
+            if key not in self._failing:
+                self._failing.add(key)
+                log.error("etcd.order_raised", order=key, again=persist, exc_info=True)
             if persist:
                 return False
         else:

@@ -12,6 +12,9 @@ from ..core.records import GenerationRecord
 from ..core.spec import JobSpec
 
 PATH_ENV = "PYTHONPATH"
+PLAIN_ENV = "ELASTIC_PLAIN"
+"""Set: the agent has taken the script for one that knows nothing of elastic. Should it import elastic after all,
+through another module, it runs as under torchrun: nobody would tell it to form."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ def plain(env: dict[str, str], config: AgentConfig, generation: GenerationRecord
         MASTER_ADDR=generation.store_host,
         MASTER_PORT=str(generation.store_port),
         TORCHELASTIC_RESTART_COUNT=str(generation.number - 1),
+        **{PLAIN_ENV: "1"},
         # Stock torch aborts hung NCCL groups by itself only with this; nobody else would here.
         TORCH_NCCL_ASYNC_ERROR_HANDLING=env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ..core.records import WorkerError
-from .environment import WorkerFiles
 from .pool import Exited
 
 MESSAGE_CHARS = 500
@@ -16,16 +15,14 @@ TRACEBACK_CHARS = 8000
 TAIL_BYTES = 4000
 
 
-def read_error(
-    files: WorkerFiles, ended: Exited, *, node: str, slot: int, rank: int, step: int | None
-) -> tuple[WorkerError | None, str]:
+def read_error(ended: Exited, *, node: str, slot: int, rank: int, step: int | None) -> tuple[WorkerError | None, str]:
     """(error, fingerprint). None when nothing but the exit status is known.
 
     The fingerprint is the exception's type and the place it came from: equal for the same bug, whatever the values.
     """
-    message, trace = _from_error_file(files.error_file)
+    message, trace = _from_error_file(ended.error_file)
     if not message and ended.code not in (0, None):
-        message, trace = f"{ended.cause}", _tail(files.log_file)
+        message, trace = f"{ended.cause}", _tail(ended.log_file)
     if not message:
         return None, ended.cause
     error = WorkerError(

@@ -110,6 +110,7 @@ class Loop:
         self.on_incident: Callable[[IncidentRecord], None] = lambda incident: None
         self._newest_exit = 0
         self._broken_here: BrokenRecord | None = None
+        self._unreadable = ""
         self.saver = Saver(
             self._spec.checkpoint,
             config.job,
@@ -217,17 +218,31 @@ class Loop:
         try:
             job = JobView.read(self._keys, view.kvs, view.revision)
         except SpeaksAnotherProtocol as error:
-            log.error("protocol.unknown", error=str(error))
-            self._ended = Leave(str(error), code=3)
-            return
+            if self.agent.generation is None:
+                log.error("protocol.unknown", error=str(error))
+                self._ended = Leave(str(error), code=3)
+                return
+            job = self._last_view(str(error))  # training goes on as it is; what is new is not for us
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            job = self._last_view(f"a record in etcd cannot be read: {error}")
+        else:
+            self._unreadable = ""
         if view.connected:
             self._contact_wall_s = time.time()
         if view.connected != self.agent.connected:
             log.info("etcd.connected" if view.connected else "etcd.lost")
         self._turn(Viewed(job, view.connected))
 
+    def _last_view(self, why: str) -> JobView:
+        """What is in etcd now cannot be read: we keep to what was there before, and say so."""
+        if why != self._unreadable:
+            log.error("etcd.unreadable", error=why)
+            self._unreadable = why
+        return self.agent.view
+
     def _on_tick(self, now_s: float) -> None:
-        self.pool.tick()
+        for happening in self.pool.tick():
+            self._happened(happening)
         self.pool.reap()
         self.saver.answer()
         self._watchman.look(self.agent, now_s)
@@ -273,12 +288,8 @@ class Loop:
 
     def _exited(self, happening: Exited) -> None:
         slot = self._slot(happening.life)
-        files = environment.files(
-            self.config, self._lives.get(happening.life, slot), happening.life, self.agent.policy.incarnation
-        )
         ranks = self.agent.generation.ranks(self.config.node) if self.agent.generation else {}
         error, fingerprint = read_error(
-            files,
             happening,
             node=self.config.node,
             slot=slot,
@@ -424,7 +435,7 @@ class Loop:
             job=self.config.job,
             node=self.config.node,
             phase=status.phase_of(agent),
-            reason=agent.reason,
+            reason=self._unreadable or agent.reason,
             leader=leads,
             generation=agent.generation.number if agent.generation else 0,
             etcd_ok=agent.connected,

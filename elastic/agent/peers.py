@@ -13,11 +13,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
 
 CONNECT_S = 2.0
 RETRY_S = 1.0
 HELLO_BYTES = 64
+IDLE_S, PROBE_S, PROBES = 30, 10, 3
+"""Keepalive of lines from others: one that lost power is forgotten after a minute."""
+
+log = structlog.get_logger()
 
 Id = tuple[str, str]
 """(node, incarnation)"""
@@ -31,16 +38,20 @@ class _Line:
     connected: bool = False
     deadline_s: float = 0.0
     """When to give up connecting, or to try again."""
+    untried: list[Any] = field(default_factory=list)
+    """Addresses of the host still to dial, as getaddrinfo gives them."""
+    refused: bool | None = None
+    """Whether all dialled so far have refused; None: none could be dialled."""
 
 
 class Peers:
-    """Listens for other agents and watches those it is told to. `on_dead(node, incarnation, evidence)` is called
-    from the thread in here."""
+    """Listens for other agents, on every address, and watches those it is told to.
+    `on_dead(node, incarnation, evidence)` is called from the thread in here."""
 
-    def __init__(self, host: str, incarnation: str, on_dead: Callable[[str, str, str], None]) -> None:
+    def __init__(self, incarnation: str, on_dead: Callable[[str, str, str], None]) -> None:
         self._incarnation = incarnation
         self._on_dead = on_dead
-        self._listener = socket.create_server((host, 0), backlog=1024)
+        self._listener = _listen()
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
@@ -50,6 +61,8 @@ class Peers:
         self._wanted: dict[Id, tuple[str, int]] = {}
         self._lines: dict[Id, _Line] = {}
         self._inbound: set[socket.socket] = set()
+        self._deaf_until_s: float | None = None
+        """No descriptors are left for those who call; until then nobody is let in."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="elastic-peers", daemon=True)
 
@@ -82,6 +95,8 @@ class Peers:
         while not self._stopping:
             self._reconcile()
             due = [line.deadline_s for line in self._lines.values() if not line.connected]
+            if self._deaf_until_s is not None:
+                due.append(self._deaf_until_s)
             timeout = min(max(0.0, min(due) - time.monotonic()), RETRY_S) if due else None
             for key, _ in self._selector.select(timeout):
                 if key.fileobj is self._wake_read:
@@ -108,24 +123,37 @@ class Peers:
                 self._drop(line)
                 del self._lines[line.id]
         now_s = time.monotonic()
+        if self._deaf_until_s is not None and now_s >= self._deaf_until_s:
+            self._deaf_until_s = None
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
         for peer, address in wanted.items():
             line = self._lines.setdefault(peer, _Line(peer, address))
             if line.sock is None and now_s >= line.deadline_s:
                 self._connect(line)
             elif line.sock is not None and not line.connected and now_s >= line.deadline_s:
                 self._drop(line)
-                line.deadline_s = now_s + RETRY_S  # no answer proves nothing
+                self._failed(line, errno.ETIMEDOUT)  # no answer proves nothing
 
     def _connect(self, line: _Line) -> None:
-        line.deadline_s = time.monotonic() + CONNECT_S
+        """Dial the host's addresses, from the first."""
         try:
-            family, kind, proto, _, address = socket.getaddrinfo(*line.address, type=socket.SOCK_STREAM)[0]
-            sock = socket.socket(family, kind, proto)
-            sock.setblocking(False)
-            code = sock.connect_ex(address)
+            line.untried = socket.getaddrinfo(*line.address, type=socket.SOCK_STREAM)
         except OSError:
             line.deadline_s = time.monotonic() + RETRY_S
             return
+        line.refused = None
+        self._dial(line)
+
+    def _dial(self, line: _Line) -> None:
+        line.deadline_s = time.monotonic() + CONNECT_S
+        family, kind, proto, _, address = line.untried.pop(0)
+        try:
+            sock = socket.socket(family, kind, proto)
+        except OSError as error:  # no descriptors, or not such a family here
+            self._failed(line, error.errno or errno.EIO)
+            return
+        sock.setblocking(False)
+        code = sock.connect_ex(address)
         if code not in (0, errno.EINPROGRESS):
             sock.close()
             self._failed(line, code)
@@ -157,7 +185,11 @@ class Peers:
             self._dead(line, "another agent answers on its port")
 
     def _failed(self, line: _Line, code: int) -> None:
-        if code == errno.ECONNREFUSED:
+        if code not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # this host has no such family
+            line.refused = line.refused is not False and code == errno.ECONNREFUSED
+        if line.untried:
+            self._dial(line)
+        elif line.refused:
             self._dead(line, f"connection to {line.address[0]}:{line.address[1]} refused")
         else:
             line.deadline_s = time.monotonic() + RETRY_S
@@ -174,12 +206,24 @@ class Peers:
         line.sock, line.connected = None, False
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             sock, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                # The call stays in the queue, and with it the listener readable: do not look for a while.
+                log.warning("peers.cannot_accept", error=str(error))
+                self._selector.unregister(self._listener)
+                self._deaf_until_s = time.monotonic() + RETRY_S
+            return
+        try:
             sock.setblocking(False)
+            _keep_alive(sock)
             sock.send(self._incarnation.encode())
-            self._inbound.add(sock)
             self._selector.register(sock, selectors.EVENT_READ, None)
+        except OSError:
+            sock.close()
+        else:
+            self._inbound.add(sock)
 
     def _inbound_ready(self, sock: socket.socket) -> None:
         try:
@@ -192,3 +236,18 @@ class Peers:
             self._selector.unregister(sock)
             self._inbound.discard(sock)
             sock.close()
+
+
+def _listen() -> socket.socket:
+    """On every address of both families: what is advertised may be a name with either."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # a network namespace may be without IPv6
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=1024)
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)

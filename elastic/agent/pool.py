@@ -10,13 +10,14 @@ import contextlib
 import ctypes
 import mmap
 import os
+import select
 import selectors
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 
@@ -26,6 +27,13 @@ from ..core.messages import Forked, FromWorker, Message, ZygoteReady
 from .gpus import Gate
 
 PR_SET_CHILD_SUBREAPER = 36
+RESTART_S, RESTART_MAX_S = 0.2, 10.0
+"""Pause before a zygote that died is started again: the first, and the longest."""
+BARREN_DEATHS = 3
+"""A zygote that died so often without forking anything in between has a fault of its own: whoever waits is told."""
+ANSWER_S = 60.0
+"""A zygote that does not answer an order for so long is stuck, and replaced."""
+CLOSE_S = 5.0
 
 log = structlog.get_logger()
 
@@ -43,9 +51,15 @@ class Exited:
     signal: str | None
     step: int
     """The last step that its beat page shows as committed."""
+    error_file: str = ""
+    log_file: str = ""
+    why: str = ""
+    """Why there never was a process; empty when there was."""
 
     @property
     def cause(self) -> str:
+        if self.why:
+            return self.why
         return f"killed by {self.signal}" if self.signal else f"exit code {self.code}"
 
 
@@ -74,7 +88,6 @@ class Process:
     pidfd: int = -1
     killed: bool = False
     terminate_deadline_s: float = float("inf")
-    said_last: list[Message] = field(default_factory=list)
 
 
 class Pool:
@@ -92,6 +105,12 @@ class Pool:
         self._up = False
         self._waiting: dict[int, tuple[messages.Fork, tuple[int, int, int]]] = {}
         self._held: set[int] = set()
+        self._ordered: dict[int, float] = {}
+        """Orders that the zygote has and has not answered, and since when."""
+        self._never_began: list[Exited] = []
+        self._deaths = 0
+        """Of zygotes, since one has forked something."""
+        self._restart_s = float("inf")
         self.gate = Gate((), 0.0, lambda gpu: {})
         """Holds a worker back until its GPU is free; as constructed it never does."""
         self.processes: dict[int, Process] = {}
@@ -106,26 +125,43 @@ class Pool:
         self._start_zygote()
 
     def _start_zygote(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [self._python, "-m", "elastic.worker.zygote", str(theirs.fileno()), str(os.getpid()), *self._preload]
-        with theirs, open(self._zygote_log, "ab") as output:
-            self._zygote = subprocess.Popen(
-                command,
-                env=self._zygote_env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        self._control, self._up = ours, False
-        self._selector.register(ours, selectors.EVENT_READ, ("zygote", 0))
+        self._restart_s = float("inf")
+        try:
+            self._zygote, self._control = self._popen_zygote()
+        except OSError as error:
+            self._zygote = self._control = None
+            self._zygote_died(str(error))
+            return
+        self._up = False
+        self._selector.register(self._control, selectors.EVENT_READ, ("zygote", 0))
+
+    def _popen_zygote(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            undo.enter_context(ours)
+            command = [self._python, "-m", "elastic.worker.zygote", str(theirs.fileno()), str(os.getpid())]
+            with theirs, open(self._zygote_log, "ab") as output:
+                zygote = subprocess.Popen(
+                    [*command, *self._preload],
+                    env=self._zygote_env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
+            undo.pop_all()
+        return zygote, ours
 
     def _zygote_event(self) -> Iterator[Happening]:
-        assert self._control is not None
-        raw = self._control.recv(messages.MAX_MESSAGE_BYTES)
+        if self._control is None:
+            return
+        try:
+            raw = self._control.recv(messages.MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+        except (BlockingIOError, ConnectionResetError):
+            return  # reset: it died with an order unread. What it had said comes next, then the end
         if not raw:
-            self._restart_zygote()
+            yield from self._zygote_gone()
             return
         message = messages.from_zygote(raw)
         if isinstance(message, ZygoteReady):
@@ -134,80 +170,154 @@ class Pool:
             for ticket in tuple(self._waiting):
                 self._order_when_free(ticket)
         elif isinstance(message, Forked):
-            self._forked(message)
+            yield from self._forked(message)
 
-    def _restart_zygote(self) -> None:
-        """It died. Workers live on; those whose fork was under way are asked for again."""
+    def _zygote_gone(self) -> Iterator[Happening]:
         assert self._control is not None
         assert self._zygote is not None
         self._selector.unregister(self._control)
         self._control.close()
-        code = self._zygote.wait(timeout=10)
-        log.warning("zygote.died", code=code)
-        self._start_zygote()
+        self._control = None
+        self._zygote.kill()  # it may have closed its end only
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._zygote.wait(timeout=2)
+        self._zygote_died(f"exit code {code}")
+        yield from self._take_never_began()
+
+    def _zygote_died(self, how: str) -> None:
+        """Workers live on; those whose fork was under way are asked for again, of the next one."""
+        self._up = False
+        self._ordered.clear()
+        self._held.clear()
+        self._deaths += 1
+        pause_s = min(RESTART_MAX_S, RESTART_S * 2.0 ** min(self._deaths - 1, 10))
+        self._restart_s = time.monotonic() + pause_s
+        log.warning("zygote.died", how=how, deaths=self._deaths, again_in_s=pause_s)
+        if self._deaths >= BARREN_DEATHS:
+            for life in tuple(self._waiting):
+                self._give_up(
+                    life,
+                    f"the process that forks workers (zygote) dies before it has forked one: {how}",
+                    self._zygote_log,
+                )
+        elif not self._waiting:
+            self._deaths = 1  # nothing was asked of it: that is no fault that anybody meets
+
+    def _give_up(self, life: int, why: str, log_file: str = "") -> None:
+        """A worker that was ordered and never was."""
+        _, descriptors = self._waiting.pop(life)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._ordered.pop(life, None)
+        self._held.discard(life)
+        process = self.processes.pop(life)
+        if process.channel in self._selector.get_map():
+            self._selector.unregister(process.channel)
+        process.channel.close()
+        log.warning("worker.never_began", slot=process.slot, life=life, why=why)
+        self._never_began.append(
+            Exited(life, 1, None, 0, process.error_file, log_file or process.log_file, why),
+        )
+
+    def _take_never_began(self) -> list[Exited]:
+        taken, self._never_began = self._never_began, []
+        return taken
 
     # ── workers ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def fork(
         self, life: int, slot: int, env: Mapping[str, str], argv: Sequence[str], workdir: str, log_file: str
     ) -> None:
-        """Order a worker; it exists once the zygote is up."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        memory = os.memfd_create(f"elastic-beat-{life}")
-        os.ftruncate(memory, PAGE_BYTES)
-        page = BeatPage(memoryview(mmap.mmap(memory, PAGE_BYTES)))
-        now_s = time.monotonic()
-        page.clear(now_s)
-        output = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self.processes[life] = Process(
-            life=life,
-            slot=slot,
-            channel=ours,
-            page=page,
-            error_file=env.get("TORCHELASTIC_ERROR_FILE", ""),
-            log_file=log_file,
-            started_s=now_s,
-        )
-        self._selector.register(ours, selectors.EVENT_READ, ("worker", life))
+        """Order a worker; it exists once the zygote is up. Where there is no room for one (descriptors, memory,
+        disk), `tick` reports it as exited."""
+        error_file = env.get("TORCHELASTIC_ERROR_FILE", "")
         order = messages.Fork(ticket=life, env=dict(env), argv=tuple(argv), workdir=workdir)
-        self._waiting[life] = (order, (theirs.detach(), memory, output))
+        try:
+            self._prepare(life, slot, error_file, log_file, order)
+        except OSError as error:
+            log.warning("worker.never_began", slot=slot, life=life, why=str(error))
+            why = f"a worker cannot be started: {error}"
+            self._never_began.append(Exited(life, 1, None, 0, error_file, log_file, why))
+            return
         if self._up:
             self._order_when_free(life)
 
+    def _prepare(self, life: int, slot: int, error_file: str, log_file: str, order: messages.Fork) -> None:
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            undo.enter_context(ours)
+            undo.enter_context(theirs)
+            memory = os.memfd_create(f"elastic-beat-{life}")
+            undo.callback(os.close, memory)
+            os.ftruncate(memory, PAGE_BYTES)
+            page = BeatPage(memoryview(mmap.mmap(memory, PAGE_BYTES)))
+            now_s = time.monotonic()
+            page.clear(now_s)
+            output = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            undo.callback(os.close, output)
+            self._selector.register(ours, selectors.EVENT_READ, ("worker", life))
+            undo.pop_all()
+        self._waiting[life] = (order, (theirs.detach(), memory, output))
+        self.processes[life] = Process(
+            life=life, slot=slot, channel=ours, page=page, error_file=error_file, log_file=log_file, started_s=now_s
+        )
+
     def _order_when_free(self, life: int) -> None:
         self._held.discard(life)
-        if self.gate.closed(self.processes[life].slot, time.monotonic()):
+        if self.gate.closed(self.processes[life].slot, time.monotonic()) or not self._order(life):
             self._held.add(life)  # `tick` tries again
-        else:
-            self._order(life)
 
-    def _order(self, life: int) -> None:
+    def _order(self, life: int) -> bool:
+        """Whether the zygote has the order."""
         assert self._control is not None
         order, descriptors = self._waiting[life]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death is seen on the next read
-            self._control.sendmsg([messages.encode(order)], rights)
+        self._ordered[life] = time.monotonic()
+        try:
+            self._control.sendmsg([messages.encode(order)], rights, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            del self._ordered[life]
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # its death is seen on the next read
+        return True
 
-    def _forked(self, message: Forked) -> None:
+    def _forked(self, message: Forked) -> Iterator[Happening]:
+        self._ordered.pop(message.ticket, None)
+        if message.ticket not in self._waiting:
+            return
+        process = self.processes[message.ticket]
+        try:
+            if message.pid <= 0:
+                raise OSError("fork failed: no memory, or too many processes")
+            pidfd = os.pidfd_open(message.pid)
+        except OSError as error:
+            self._give_up(message.ticket, f"a worker cannot be started: {error}")
+            yield from self._take_never_began()
+            return
+        self._deaths = 0
         _, descriptors = self._waiting.pop(message.ticket)
         for descriptor in descriptors:
             os.close(descriptor)
-        process = self.processes[message.ticket]
-        process.pid = message.pid
+        process.pid, process.pidfd = message.pid, pidfd
         process.started_s = time.monotonic()
-        process.pidfd = os.pidfd_open(message.pid)
         self._selector.register(process.pidfd, selectors.EVENT_READ, ("exit", process.life))
         if process.killed:
             self.kill(process.life)
 
     def tell(self, life: int, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Say something to a worker; one that is gone already hears nothing."""
+        """Say something to a worker; one that is gone already hears nothing, nor does one that reads nothing."""
         process = self.processes.get(life)
         if process is None:
             return
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            process.channel.sendmsg([messages.encode(message)], rights)
+        try:
+            process.channel.sendmsg([messages.encode(message)], rights, socket.MSG_DONTWAIT)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        except OSError as error:  # it is stopped and its socket full; or too many descriptors are in flight
+            log.warning("worker.cannot_be_told", slot=process.slot, what=type(message).__name__, error=str(error))
 
     def kill(self, life: int, gently: bool = False) -> None:
         """SIGKILL to the worker and all it has started; `gently`: SIGTERM, and SIGKILL after the grace."""
@@ -221,14 +331,22 @@ class Pool:
             process.terminate_deadline_s = time.monotonic() + self._grace_s
         _signal_group(process.pid, signal.SIGTERM if gently else signal.SIGKILL)
 
-    def tick(self) -> None:
+    def tick(self) -> list[Happening]:
+        """To be called every beat. Returns workers that could not be started."""
         now_s = time.monotonic()
+        if now_s >= self._restart_s:
+            self._start_zygote()
+        if self._ordered and self._zygote is not None and now_s - min(self._ordered.values()) > ANSWER_S:
+            log.error("zygote.stuck", orders=len(self._ordered), after_s=ANSWER_S)
+            self._ordered.clear()
+            self._zygote.kill()  # its end is seen on its socket
         for life in tuple(self._held) if self._up else ():
             self._order_when_free(life)
         for process in self.processes.values():
             if now_s >= process.terminate_deadline_s:
                 process.terminate_deadline_s = float("inf")
                 self.kill(process.life)
+        return list(self._take_never_began())
 
     def handle(self, key: tuple[str, int]) -> list[Happening]:
         """What a readable descriptor of ours means."""
@@ -261,10 +379,13 @@ class Pool:
             if not before:
                 break
             yield from before
-        result = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOHANG)
-        if result is None:
+        if os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
-        _signal_group(process.pid, signal.SIGKILL)  # children that it left behind keep its sockets open
+        # Children that it left behind keep its sockets open. While it is a zombie its number is nobody else's.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        result = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED)
+        assert result is not None
         self._selector.unregister(process.pidfd)
         if process.channel in self._selector.get_map():
             self._selector.unregister(process.channel)
@@ -278,23 +399,34 @@ class Pool:
             code=None if by_signal else result.si_status,
             signal=signal.Signals(result.si_status).name if by_signal else None,
             step=process.page.read().step,
+            error_file=process.error_file,
+            log_file=process.log_file,
         )
 
     def reap(self) -> None:
-        """Collect orphans of workers, which have become our children too."""
+        """Collect dead orphans of workers, which have become our children too."""
+        if self._ordered:
+            return  # a worker that died at birth is not known by its number yet
         known = {p.pid for p in self.processes.values()} | ({self._zygote.pid} if self._zygote else set())
+        ours = os.getsid(0)
         for child in _children():
-            if child not in known:
+            # Whatever we started ourselves (py-spy, the writer) is in our session, and waited for by its Popen.
+            if child not in known and _dead_in_session(child) not in (None, ours):
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child, os.WNOHANG)
 
     def close(self) -> None:
-        """End everything that is left, and wait until it is gone. Safe to call twice."""
-        for process in tuple(self.processes.values()):
+        """End everything that is left, and wait until it is gone, CLOSE_S seconds at most: what hangs in the kernel
+        goes when that lets it. Safe to call twice."""
+        self._restart_s = float("inf")
+        deadline_s = time.monotonic() + CLOSE_S
+        for process in self.processes.values():
             if process.pidfd >= 0:
                 _signal_group(process.pid, signal.SIGKILL)
-                with contextlib.suppress(ChildProcessError):
-                    os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED)
+        for process in self.processes.values():
+            if process.pidfd >= 0:
+                if not _ended(process.pidfd, deadline_s):
+                    log.error("worker.does_not_end", slot=process.slot, pid=process.pid)
                 os.close(process.pidfd)
             process.channel.close()
         self.processes.clear()
@@ -302,13 +434,38 @@ class Pool:
             for descriptor in descriptors:
                 os.close(descriptor)
         self._waiting.clear()
+        self._ordered.clear()
         if self._control is not None:
             self._control.close()
             self._control = None
         if self._zygote is not None:
             self._zygote.kill()
-            self._zygote.wait(timeout=10)
+            try:
+                self._zygote.wait(timeout=CLOSE_S)
+            except subprocess.TimeoutExpired:
+                log.error("zygote.does_not_end", pid=self._zygote.pid)
             self._zygote = None
+
+
+def _ended(pidfd: int, deadline_s: float) -> bool:
+    """Wait for a child's end, and take its exit status."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    if not poller.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
+        return False
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+    return True
+
+
+def _dead_in_session(pid: int) -> int | None:
+    """The session of a zombie; None: it lives, or is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            state, _parent, _group, session = file.read().rpartition(")")[2].split()[:4]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(session) if state == "Z" else None
 
 
 def _signal_group(pid: int, number: int) -> None:
@@ -318,6 +475,8 @@ def _signal_group(pid: int, number: int) -> None:
         # Not (yet) the leader of its group: killed between its fork and its setsid.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+    except PermissionError:
+        log.warning("worker.cannot_be_signalled", pid=pid)
 
 
 def _children() -> list[int]:

@@ -137,13 +137,15 @@ class Registry:
 
     def publish(self, effect: Publish, view: JobView, leader: str) -> None:
         def order() -> None:
+            done = False
             try:
                 done = self._publish(effect, view, leader)
-            except EtcdError:
-                self.post(PublishFailed(effect.number))
+            except OSError as error:  # the checkpoints' folder
+                self._say(view, f"checkpoint.dir cannot be read: {error}")
                 raise
-            if not done:
-                self.post(PublishFailed(effect.number))
+            finally:
+                if not done:
+                    self.post(PublishFailed(effect.number))
 
         self._urgent.ask("publish", order, persist=False)
 
@@ -193,6 +195,12 @@ class Registry:
             return number
         return 1 + max((generation for _, generation, _ in peek(directory, self.policy.spec.name)), default=0)
 
+    def _say(self, view: JobView, reason: str) -> None:
+        """Why the job does not begin, for people."""
+        if not view.state.phase.over and view.state.reason != reason:
+            changed = msgspec.structs.replace(view.state, reason=reason, since_wall_s=self.wall())
+            self.etcd.txn([self._state_guard(view)], [Put(self.keys.state, encode(changed))])
+
     def _state_guard(self, view: JobView) -> ModIs | Absent:
         return ModIs(self.keys.state, view.state_revision) if view.state_revision else Absent(self.keys.state)
 
@@ -214,13 +222,16 @@ class Registry:
         self._urgent.ask("phase", order, persist=False)
 
     def charge_failure(self, record: BrokenRecord) -> None:
-        """Book a failure outside any generation; tried until it is booked."""
+        """Book a failure outside any generation, once; tried until it is booked, or the job is over."""
+        wall_s = self.wall()
 
         def order() -> None:
             for _ in range(10):
                 kv = self.etcd.get(self.keys.state)
                 state = decode(JobState, kv.value) if kv else JobState()
-                verdict = charge(state, record, self.policy.spec.restarts, self.wall(), 0)
+                if state.phase.over or _booked(state, record, wall_s):
+                    return  # booked: by the try before, which was not heard of
+                verdict = charge(state, record, self.policy.spec.restarts, wall_s, 0)
                 guard = ModIs(self.keys.state, kv.mod_revision) if kv else Absent(self.keys.state)
                 if self.etcd.txn([guard], [Put(self.keys.state, encode(verdict.state))]).ok:
                     return
@@ -282,3 +293,9 @@ class Registry:
                 self.etcd.txn([ModIs(self.keys.state, kv.mod_revision)], [Put(self.keys.state, encode(stopped))])
         except EtcdError as error:
             log.warning("member.left_without_goodbye", error=str(error))
+
+
+def _booked(state: JobState, record: BrokenRecord, wall_s: float) -> bool:
+    """Whether this very failure is in the books: `wall_s`, when it was reported first, tells it from others alike."""
+    this = (wall_s, record.generation, record.node)
+    return any((f.wall_s, f.generation, f.node) == this for f in state.failures)

@@ -23,6 +23,8 @@ COMMIT_WAIT_S = 60.0
 KEPT_WRITE_S, KEPT_COMMIT_S = 60.0, 3.0
 """How long a recovery without live state waits for the checkpoint under way: for our own writes, and for other nodes'
 shares, which may never come."""
+MAX_KEPT = 250
+"""Descriptors in one message: the kernel takes 253. Half a snapshot is worth nothing, so beyond this there is none."""
 ESCALATE_AFTER = 3
 """So many failed checkpoints in a row are said louder."""
 
@@ -106,15 +108,18 @@ class Saver:
         try:
             order = orders.Write(directory=self.rules.dir, step=message.step, generation=message.generation)
             ticket = self.writer.submit(order, held.arenas[message.buffer])
-            self._writes[ticket] = (slot, message.step, message.buffer)
-            if lead and (message.generation, message.step) not in self._committing:
-                self._commit(message, world)
         except (Busy, OSError) as error:
             self._fail(message.step, str(error))
             self._free(slot, message.step, message.buffer, str(error))
+            return
+        self._writes[ticket] = (slot, message.step, message.buffer)
+        if lead and (message.generation, message.step) not in self._committing:
+            try:
+                self._commit(message, world)
+            except (Busy, OSError) as error:
+                self._fail(message.step, f"commit: {error}")  # the buffer is freed when it is written
 
     def _commit(self, message: messages.Filled, world: int) -> None:
-        self._committing.add((message.generation, message.step))
         self.writer.submit(
             orders.Commit(
                 directory=self.rules.dir,
@@ -129,6 +134,7 @@ class Saver:
                 keep_every_steps=self.rules.keep_every_steps,
             )
         )
+        self._committing.add((message.generation, message.step))
 
     # ── what the writer says ────────────────────────────────────────────────────────────────────────────────
 
@@ -201,6 +207,9 @@ class Saver:
                 continue
             del self._asking[life]
             arenas = self._whole()
+            if len(arenas) > MAX_KEPT:
+                log.warning("checkpoint.kept_too_many", arenas=len(arenas), limit=MAX_KEPT)
+                arenas = []
             self.tell(life, messages.Kept(generation=generation), tuple(arena.fd for arena in arenas))
 
     def _whole(self) -> list[Arena]:

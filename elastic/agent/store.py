@@ -6,6 +6,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+OWN_HOST = "localhost"
 KEPT = 2
 """The present generation's and the one before: its clients may still be letting go."""
 
@@ -24,8 +25,9 @@ class Stores:
         """
         if known := self._open.get(generation):
             return self._host, known.port
+        # It listens on every address. Its own client takes the one that no dead link or changed address can cut.
         store = TCPStore(
-            self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), multi_tenant=True
+            OWN_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), multi_tenant=True
         )
         self._open[generation] = store
         for old in sorted(self._open)[:-KEPT]:

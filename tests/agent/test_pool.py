@@ -7,6 +7,8 @@ import gc
 import os
 import selectors
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,17 +16,20 @@ from pathlib import Path
 
 import pytest
 from support.procs import alive
+from support.wait import eventually
 
+from elastic.agent.errors import read_error
 from elastic.agent.pool import PR_SET_CHILD_SUBREAPER, Exited, Happening, Pool, ZygoteUp
+from elastic.core.messages import Forked, SaveSoon
 
 
 class Bench:
     """A pool and the small loop that it needs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: str = sys.executable) -> None:
         self.folder = folder
         self.selector = selectors.DefaultSelector()
-        self.pool = Pool(self.selector, sys.executable, (), grace_s=0.5)
+        self.pool = Pool(self.selector, python, (), grace_s=0.5)
         self.seen: list[Happening] = []
         self.pool.start(dict(os.environ), str(folder / "zygote.log"))
 
@@ -34,7 +39,7 @@ class Bench:
             assert time.monotonic() < end_s, f"not within {deadline_s:g} s; seen: {self.seen}"
             for key, _ in self.selector.select(0.1):
                 self.seen += self.pool.handle(key.data)
-            self.pool.tick()
+            self.seen += self.pool.tick()
 
     def worker(self, life: int, text: str) -> int:
         """Fork a worker that runs `text`; returns its pid."""
@@ -106,5 +111,110 @@ def test_the_zygote_dies_and_the_workers_do_not(bench: Bench) -> None:
     second = bench.worker(2, ASLEEP)
     assert alive(first)
     assert alive(second)
+    bench.pool.kill(1)
+    bench.until(lambda: bench.exit_of(1))
+
+
+def test_a_zygote_that_dies_with_an_unread_order_is_replaced(bench: Bench) -> None:
+    bench.until(lambda: bench.seen)
+    zygote = bench.pool._zygote
+    assert zygote is not None
+    zygote.send_signal(signal.SIGSTOP)
+    script = bench.folder / "1.py"
+    script.write_text("raise SystemExit(3)\n")
+    bench.pool.fork(1, 0, dict(os.environ), [str(script)], str(bench.folder), str(bench.folder / "1.log"))
+    bench.pool.fork(2, 0, dict(os.environ), [str(script)], str(bench.folder), str(bench.folder / "2.log"))
+    zygote.kill()
+    bench.until(lambda: bench.exit_of(1) and bench.exit_of(2))
+    ends = [bench.exit_of(1), bench.exit_of(2)]
+    assert [end.code for end in ends if end] == [3, 3]
+
+
+class TestBroken:
+    """A zygote that cannot start."""
+
+    @pytest.fixture
+    def bench(self, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
+        false = tmp_path / "python"
+        false.write_text("#!/bin/sh\necho no torch here >&2\nexit 7\n")
+        false.chmod(0o755)
+        made = Bench(tmp_path, str(false if request.param == "dies" else tmp_path / "absent"))
+        yield made
+        made.pool.close()
+        made.selector.close()
+        gc.collect()
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+    @pytest.mark.parametrize(
+        ("bench", "said"), [("dies", "exit code 7"), ("absent", "No such file")], indirect=["bench"]
+    )
+    def test_whoever_waits_is_told_why(self, bench: Bench, said: str) -> None:
+        bench.pool.fork(1, 0, dict(os.environ), ["x.py"], str(bench.folder), str(bench.folder / "1.log"))
+        bench.until(lambda: bench.exit_of(1), 10.0)
+        end = bench.exit_of(1)
+        assert end is not None
+        assert said in end.cause
+        error, fingerprint = read_error(end, node="n", slot=0, rank=-1, step=None)
+        assert error is not None
+        assert "dies before it has forked one" in error.message
+        assert fingerprint == "the process that forks workers (zygote) dies before it has forked one"
+        if said == "exit code 7":
+            assert error.traceback.count("no torch here") == 3
+        assert not bench.pool.processes
+
+
+def test_where_no_worker_can_be_made_one_has_exited(bench: Bench) -> None:
+    for life, log_file in ((1, bench.folder / "absent" / "1.log"), (2, bench.folder)):
+        bench.pool.fork(life, 0, dict(os.environ), ["x.py"], str(bench.folder), str(log_file))
+    bench.until(lambda: bench.exit_of(1) and bench.exit_of(2), 5.0)
+    end = bench.exit_of(1)
+    assert end is not None
+    assert end.code == 1
+    assert "cannot be started" in end.cause
+    assert not bench.pool.processes
+
+
+@pytest.mark.parametrize("pid", [0, 2**22 + 1])
+def test_a_fork_that_failed_is_an_exit(bench: Bench, pid: int) -> None:
+    bench.pool.fork(1, 0, dict(os.environ), ["x.py"], str(bench.folder), str(bench.folder / "1.log"))
+    end = next(iter(bench.pool._forked(Forked(ticket=1, pid=pid))))
+    assert isinstance(end, Exited)
+    assert end.code == 1
+    assert not bench.pool.processes
+
+
+def test_reaping_takes_orphans_only(bench: Bench) -> None:
+    """Not what somebody of ours waits for: its exit status would be lost."""
+    ours = subprocess.Popen([sys.executable, "-c", "raise SystemExit(5)"])
+    eventually(lambda: state(ours.pid) == "Z", 10.0)
+    text = "import subprocess\nprint(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)\n"
+    bench.worker(1, text)
+    bench.until(lambda: bench.exit_of(1))
+    orphan = int((bench.folder / "1.log").read_text())
+    os.kill(orphan, signal.SIGKILL)
+    eventually(lambda: state(orphan) == "Z", 5.0)
+    bench.pool._ordered[9] = time.monotonic()
+    bench.pool.reap()
+    assert state(orphan) == "Z", "one whose number is still to come may be among them"
+    bench.pool._ordered.clear()
+    bench.pool.reap()
+    assert not alive(orphan)
+    assert ours.wait() == 5
+
+
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+def test_a_worker_that_reads_nothing_stops_nobody(bench: Bench) -> None:
+    bench.worker(1, ASLEEP)
+    channel = bench.pool.processes[1].channel
+    channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    os.kill(bench.pool.processes[1].pid, signal.SIGSTOP)
+    for _ in range(1000):
+        bench.pool.tell(1, SaveSoon(reason="x" * 100))
     bench.pool.kill(1)
     bench.until(lambda: bench.exit_of(1))
