@@ -1,0 +1,113 @@
+"""Ranks as processes on one GPU.
+
+    results = run(function, world=3, timeout_s=60.0, env={…}, size=100)    # function(rank, world, port, size=100)
+
+`function` stands in a test file and returns what JSON can hold; results come by rank, {"died": N} for one that a signal
+ended, {"raised": …} for one that raised. Nothing is forked: CUDA does not survive that. A TCPStore listens on `port`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve()
+ROOT = HERE.parents[2]
+
+ONE_CARD = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+"""With a host id of its own for each rank, which `spawn` adds: NCCL refuses two ranks of one host on one GPU."""
+
+
+def environment(rank: int, given: Mapping[str, str] = ONE_CARD, *, own_host: bool = True) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "TORCH_NCCL_"))}
+    paths = [str(ROOT), str(ROOT / "tests"), str(HERE.parent), env.get("PYTHONPATH", "")]
+    env |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **given}
+    env["GLOO_SOCKET_IFNAME"] = "lo"
+    if own_host:
+        env["NCCL_HOSTID"] = f"elastic-rank-{rank}"
+    return env
+
+
+def spawn(
+    function: Callable[..., Any], rank: int, world: int, port: int, env: Mapping[str, str], **args: Any
+) -> subprocess.Popen[str]:
+    """One rank; what it printed last is its result."""
+    code = function.__code__
+    argv = [sys.executable, str(HERE), code.co_filename, code.co_name, str(rank), str(world), str(port)]
+    return subprocess.Popen(
+        [*argv, json.dumps(args)],
+        env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def collect(process: subprocess.Popen[str], deadline_s: float) -> Any:
+    """The result of a rank; one that is not done by then is killed and says so."""
+    try:
+        out, err = process.communicate(timeout=max(0.1, deadline_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        return {"raised": f"not done in time; said last: {err[-2000:]}"}
+    if process.returncode < 0:
+        return {"died": -process.returncode}
+    lines = out.strip().splitlines()
+    return json.loads(lines[-1]) if lines else {"raised": f"code {process.returncode}: {err[-2000:]}"}
+
+
+def run(
+    function: Callable[..., Any],
+    *,
+    world: int,
+    timeout_s: float = 90.0,
+    env: Mapping[str, str] = ONE_CARD,
+    own_hosts: bool = True,
+    check: bool = True,
+    **args: Any,
+) -> list[Any]:
+    """With `check`, raises AssertionError for a rank that raised."""
+    from torch.distributed import TCPStore
+
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    deadline_s = time.monotonic() + timeout_s
+    processes = [
+        spawn(function, rank, world, server.port, environment(rank, env, own_host=own_hosts), **args)
+        for rank in range(world)
+    ]
+    try:
+        results = [collect(process, deadline_s) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+    for rank, result in enumerate(results):
+        assert not (check and isinstance(result, dict) and "raised" in result), f"rank {rank}: {result['raised']}"
+    return results
+
+
+def _main(path: str, name: str, rank: str, world: str, port: str, args: str) -> None:
+    spec = importlib.util.spec_from_file_location("cards_case", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["cards_case"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        result = getattr(module, name)(int(rank), int(world), int(port), **json.loads(args))
+    except BaseException:  # noqa: BLE001 - the report of a process that ends here
+        result = {"raised": traceback.format_exc()[-4000:]}
+    print(f"\n{json.dumps(result)}", flush=True)
+    os._exit(0)  # an NCCL group that was cut short may not let the interpreter end
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,39 @@
+"""For a machine with a GPU where elasticd is not installed: the tests bring what they need, and say what they measured.
+
+Needs torch with CUDA, pytest, pytest-timeout and psutil; a test that needs more says what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+for path in (ROOT, ROOT / "tests", pathlib.Path(__file__).parent):
+    if str(path) not in sys.path:
+        sys.path.insert(0, str(path))
+
+_measured: dict[str, object] = {}
+
+
+@pytest.fixture
+def measured(request: pytest.FixtureRequest) -> dict[str, object]:
+    """What goes in here is printed at the end, and written to $ELASTIC_GPU_REPORT as JSON."""
+    mine: dict[str, object] = {}
+    _measured[request.node.name] = mine
+    return mine
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    found = {name: values for name, values in _measured.items() if values}
+    if not found:
+        return
+    terminalreporter.section("measured")
+    for name, values in found.items():
+        terminalreporter.write_line(f"{name}: {json.dumps(values)}")
+    if path := os.environ.get("ELASTIC_GPU_REPORT"):
+        pathlib.Path(path).write_text(json.dumps(found, indent=1))

@@ -1,0 +1,165 @@
+"""The optimizer guard on a GPU: groups are aborted at any moment, and the weights stay those of an undisturbed run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import threading
+from typing import Any
+
+import cards
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(400)]
+
+STEPS = 2000
+"""More than the rounds can take."""
+ROUNDS = int(os.environ.get("ELASTIC_GPU_ROUNDS", "40"))
+
+
+class Link:
+    """As the agent's: the flag is set before the abort begins."""
+
+    def __init__(self) -> None:
+        self.let_go = False
+
+    def applying(self) -> None:
+        if self.let_go:
+            from elastic.worker.session import ToldToLeave
+
+            raise ToldToLeave("told to let go")
+
+    def entered(self) -> None: ...
+    def contributed(self) -> None: ...
+
+
+class Training:
+    """A small model whose step is a function of (weights, step, rank) alone."""
+
+    def __init__(self, job: Any) -> None:
+        torch.manual_seed(1)
+        self.job = job
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256), torch.nn.Linear(256, 8)
+        ).cuda()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, foreach=True)
+        self.optimizer.register_step_pre_hook(lambda *_: job.guard()())
+        self.step = 0
+        self.one(self.model)  # so that the momentum exists
+        self.step = 0
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.model.parameters(), *(s["momentum_buffer"] for s in self.optimizer.state.values())]
+
+    def digest(self) -> str:
+        torch.cuda.synchronize()
+        found = hashlib.blake2b(digest_size=8)
+        for tensor in self.tensors():
+            found.update(tensor.detach().cpu().numpy().tobytes())
+        return found.hexdigest()
+
+    def one(self, wrapped: Any) -> None:
+        generator = torch.Generator().manual_seed(self.step * 64 + self.job.rank)
+        samples = torch.randn(64, 64, generator=generator).cuda()
+        self.optimizer.zero_grad()
+        wrapped(samples).square().mean().backward()
+        self.optimizer.step()
+        self.step += 1
+
+    def catch_up(self) -> None:
+        """The newest state wins."""
+        mine = torch.tensor([self.step])
+        rows = [torch.zeros_like(mine) for _ in range(self.job.world_size)]
+        dist.all_gather(rows, mine)
+        steps = [int(row) for row in rows]
+        source = steps.index(max(steps))
+        if min(steps) < max(steps):
+            for tensor in self.tensors():
+                dist.broadcast(tensor.data, source)
+            self.step = max(steps)
+
+
+def alone(job: Any) -> Training:
+    job.rank, job.world_size = 0, 1  # the set-up is the same on every rank
+    return Training(job)
+
+
+def undisturbed(job: Any, rank: int, world: int, port: int, steps: int) -> list[str]:
+    """Digest of the state after each step."""
+    from test_nccl_groups import make
+
+    training = alone(job)
+    group = make(rank, world, port, 0)
+    group.form()
+    job.enter(rank=rank, world=world, generation=0, keeper=None)
+    wrapped = job.ddp(training.model)
+    digests = [training.digest()]
+    for _ in range(steps):
+        training.one(wrapped)
+        digests.append(training.digest())
+    del wrapped
+    group.close()
+    return digests
+
+
+def disturbed_round(training: Training, group: Any, link: Link, after_s: float, steps: int) -> str:
+    """Train until the abort; returns how this rank came to leave."""
+    from elastic.worker.session import ToldToLeave
+
+    def let_go() -> None:
+        link.let_go = True
+        group.abort("a rank died")
+
+    wrapped = training.job.ddp(training.model)
+    timer = threading.Timer(after_s, let_go)
+    timer.start()
+    try:
+        while training.step < steps:
+            training.one(wrapped)
+        left = "at the end"
+    except ToldToLeave:
+        left = "by the guard"
+    except RuntimeError as error:  # what an aborted group does to whoever calls it
+        left = f"by an error: {str(error)[:100]}"
+    timer.join()
+    training.optimizer.zero_grad()
+    return left
+
+
+def train(rank: int, world: int, port: int, rounds: int, steps: int) -> Any:
+    from test_nccl_groups import make
+
+    from elastic.worker.job import Job
+
+    torch.use_deterministic_algorithms(True)
+    link = Link()
+    job = Job(name="j", device=torch.device("cuda:0"), local_rank=0, link=link)  # type: ignore[arg-type]
+    reference = undisturbed(job, rank, world, port, steps)
+    training = alone(job)
+    pauses = random.Random(rank)
+    wrong, left = [], []
+    for generation in range(1, rounds + 1):
+        link.let_go = False
+        group = make(rank, world, port, generation)
+        group.form()
+        job.enter(rank=rank, world=world, generation=generation, keeper=None)
+        training.catch_up()
+        left.append(disturbed_round(training, group, link, 0.02 + pauses.random() * 0.2, steps))
+        group.close()
+        if training.digest() != reference[training.step]:
+            wrong.append([generation, training.step])
+    by_guard = sum(how == "by the guard" for how in left)
+    return {"wrong": wrong, "by_guard": by_guard, "step": training.step, "left": sorted(set(left))[:6]}
+
+
+def test_weights_stay_exact_through_aborts_at_any_moment(measured: dict[str, object]) -> None:
+    pytest.importorskip("msgspec", reason="the job needs msgspec")
+    pytest.importorskip("xxhash", reason="the job needs xxhash")
+    env = {**cards.ONE_CARD, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    results = cards.run(train, world=2, env=env, rounds=ROUNDS, steps=STEPS, timeout_s=360.0)
+    measured["ranks"] = [{k: v for k, v in r.items() if k != "wrong"} for r in results]
+    assert [r["wrong"] for r in results] == [[], []]
+    assert sum(r["by_guard"] for r in results) > 0, "no abort fell between a backward and its step"

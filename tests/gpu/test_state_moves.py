@@ -1,0 +1,122 @@
+"""State on a GPU: snapshots into the arena beside the card's own copy speed, and the broadcast over NCCL."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import cards
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(240)]
+
+MB = 1000
+BLOCKED_S = 0.010
+SHARE_OF_COPY = 0.8
+
+
+def timed(act: Any) -> float:
+    torch.cuda.synchronize()
+    begun_s = time.monotonic()
+    act()
+    return time.monotonic() - begun_s
+
+
+def snapshot(rank: int, world: int, port: int) -> Any:
+    from elastic.checkpoint.arena import Arena
+    from elastic.checkpoint.layout import arena_nbytes
+    from elastic.core.tensors import TensorInfo
+
+    tensors = [torch.randn(MB * 1_000_000 // 4 // 20, device="cuda") for _ in range(20)]
+    table = tuple(TensorInfo(f"t{i}", "F32", tuple(t.shape)) for i, t in enumerate(tensors))
+    nbytes = sum(t.numel() * 4 for t in tensors)
+    pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    copy_s = min(timed(lambda: pinned.copy_(device)) for _ in range(5))
+    arena = Arena.create(arena_nbytes(table))
+    arena.layout(table)
+    first_s = timed(lambda: arena.fill(tensors).finish())
+    blocked, whole = [], []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begun_s = time.monotonic()
+        fill = arena.fill(tensors)
+        blocked.append(time.monotonic() - begun_s)
+        fill.finish()
+        whole.append(time.monotonic() - begun_s)
+    arena.seal(1, 1)
+    same = all(torch.equal(arena.tensors()[f"t{i}"], t.cpu()) for i, t in enumerate(tensors))
+    result = {"same": same, "first_s": first_s, "copy_s": copy_s, "whole_s": min(whole), "blocked_s": min(blocked),
+              "copy_gb_s": nbytes / copy_s / 1e9}  # fmt: skip
+    arena.close()
+    return result
+
+
+def test_a_snapshot_runs_beside_the_steps_at_the_cards_speed(measured: dict[str, object]) -> None:
+    pytest.importorskip("msgspec", reason="the arena needs msgspec")
+    (found,) = cards.run(snapshot, world=1, timeout_s=180.0)
+    measured |= {k: round(v, 4) for k, v in found.items() if k != "same"}
+    assert found["same"]
+    assert found["blocked_s"] < BLOCKED_S
+    assert found["copy_s"] / found["whole_s"] >= SHARE_OF_COPY
+
+
+def changed_behind(rank: int, world: int, port: int) -> Any:
+    """What is filled is what the stream had when `fill` was called, though kernels were still queued before it."""
+    from elastic.checkpoint.arena import Arena
+    from elastic.checkpoint.layout import arena_nbytes
+    from elastic.core.tensors import TensorInfo
+
+    values, buffer = torch.zeros(1 << 24, device="cuda"), torch.zeros(1 << 20, device="cuda")
+    table = (TensorInfo("w", "F32", tuple(values.shape)), TensorInfo("b", "F32", tuple(buffer.shape)))
+    arena = Arena.create(arena_nbytes(table))
+    arena.layout(table)
+    wrong = 0
+    for step in range(1, 30):
+        torch.cuda._sleep(10**7)
+        values.fill_(step)
+        buffer.fill_(step)
+        fill = arena.fill([values, buffer], volatile={1})
+        buffer.fill_(-1)  # the next forward pass: allowed for what is volatile
+        fill.finish()
+        values.fill_(-1)  # the optimizer: after `finish`
+        arena.seal(step, 1)
+        kept = arena.tensors()
+        wrong += not (bool((kept["w"] == step).all()) and bool((kept["b"] == step).all()))
+    return wrong
+
+
+def test_a_snapshot_holds_the_step_it_was_taken_at() -> None:
+    pytest.importorskip("msgspec", reason="the arena needs msgspec")
+    assert cards.run(changed_behind, world=1) == [0]
+
+
+def relayed(rank: int, world: int, port: int) -> Any:
+    from test_nccl_groups import make
+
+    from elastic.worker import broadcast
+
+    group = make(rank, world, port, 1)
+    group.form()
+    generator = torch.Generator("cuda").manual_seed(rank)
+    tensors = [torch.randn(MB * 1_000_000 // 8 // 10, device="cuda", generator=generator) for _ in range(10)]
+    tensors += [torch.randn(shape, device="cuda", generator=generator) for shape in ((3,), (), (7, 5))]
+    begun_s = time.monotonic()
+    nbytes = broadcast.relay(
+        tensors, previous=rank - 1 if rank else None, following=rank + 1 if rank + 1 < world else None
+    )
+    torch.cuda.synchronize()
+    seconds = time.monotonic() - begun_s
+    source = torch.Generator("cuda").manual_seed(0)
+    same = all(torch.equal(t, torch.randn(t.shape, device="cuda", generator=source)) for t in tensors)
+    group.close()
+    return {"same": same, "gb_s": nbytes / seconds / 1e9}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_state_is_sent_over_nccl(world: int, measured: dict[str, object]) -> None:
+    pytest.importorskip("xxhash", reason="the broadcast needs xxhash")
+    results = cards.run(relayed, world=world)
+    measured["gb_s"] = round(min(r["gb_s"] for r in results), 2)
+    assert all(r["same"] for r in results)
