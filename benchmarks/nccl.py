@@ -1,0 +1,340 @@
+"""What the NCCL path costs on one GPU: recovery from a killed rank, the optimizer guard, and a snapshot.
+
+    python benchmarks/nccl.py            some ten minutes
+    python benchmarks/nccl.py --quick    two minutes
+    python benchmarks/nccl.py --part recovery|guard|snapshot
+
+Real processes and real NCCL groups, two to four ranks on one GPU, which talk over loopback because each takes itself
+for a host of its own. No agents and no etcd: what is timed is the group, its communicator and the replacement, which
+waits with torch imported, as a fork of the zygote does. Beside it torchrun with the same script on the same card.
+Instants are CLOCK_MONOTONIC, which all processes share. The last line is JSON; without a GPU it says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+ONE_CARD = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+DEADLINE_S = 120.0
+GENERATIONS_S = 0.2
+"""Steps before the kill."""
+
+_TORCHRUN = """
+import os, sys, time
+os.environ["NCCL_HOSTID"] = "rank-" + os.environ["RANK"]
+import torch, torch.distributed as dist
+torch.cuda.set_device(0)
+dist.init_process_group("nccl")
+values = torch.ones(1 << 16, device="cuda")
+for step in range(10**9):
+    dist.all_reduce(values)
+    torch.cuda.synchronize()
+    with open(sys.argv[1] + "." + os.environ["RANK"], "a") as log:
+        log.write(f"{os.getpid()} {time.monotonic()}\\n")
+    time.sleep(0.02)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--part", choices=PARTS)
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        rank, world, port, generation = map(int, args.child)
+        _rank(rank, world, port, generation)
+        return
+    if not torch.cuda.is_available():
+        print(json.dumps({"skipped": "no GPU"}))
+        return
+    found: dict[str, Any] = {"hardware": hardware(), "quick": args.quick}
+    for name in [args.part] if args.part else PARTS:
+        print(f"── {name}", flush=True)
+        found |= PARTS[name](args.quick)
+        print(json.dumps(found), flush=True)
+    print(json.dumps(found))
+
+
+def hardware() -> dict[str, str]:
+    """What a number is worth nothing without. Asked in a process of its own: this one stays off the card."""
+    code = "import torch; print(torch.cuda.get_device_name(0)); print('.'.join(map(str, torch.cuda.nccl.version())))"
+    card, nccl = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )[:2]
+    driver = pathlib.Path("/proc/driver/nvidia/version")
+    version = driver.read_text().splitlines()[0] if driver.exists() else "not known"
+    return {"card": card, "driver": version, "torch": torch.__version__, "nccl": nccl, "cuda": str(torch.version.cuda),
+            "python": platform.python_version(), "cores": str(os.cpu_count()),
+            "date": datetime.now(UTC).date().isoformat()}  # fmt: skip
+
+
+# ── recovery ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def recovery(quick: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for world in (2,) if quick else (2, 3, 4):
+        rounds = [_recover(world) for _ in range(3 if quick else 7)]
+        for key in rounds[0]:
+            found[f"recovery_{world}_{key}"] = round(statistics.median(r[key] for r in rounds), 3)
+    with contextlib.suppress(TimeoutError):
+        found["torchrun_2_s"] = round(statistics.median(_torchrun() for _ in range(1 if quick else 3)), 3)
+    return found
+
+
+class _Child:
+    def __init__(self, rank: int, world: int, port: int, generation: int) -> None:
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "TORCH_NCCL_"))}
+        env |= ONE_CARD | {"NCCL_HOSTID": f"slot-{rank}-{time.monotonic_ns()}", "GLOO_SOCKET_IFNAME": "lo"}
+        argv = [sys.executable, __file__, "--child", str(rank), str(world), str(port), str(generation)]
+        self.process = subprocess.Popen(
+            argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def tell(self, word: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.flush()
+
+    def hear(self, wanted: str) -> dict[str, float]:
+        """The numbers that come with the word."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            word, _, rest = line.partition(" ")
+            if word.strip() == wanted:
+                return dict(json.loads(rest or "{}"))
+        raise RuntimeError(f"a rank ended before it said {wanted!r}")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def _recover(world: int) -> dict[str, float]:
+    """Seconds from the SIGKILL of the last rank until all ranks have stepped again, and where they went."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    children = [_Child(rank, world, server.port, 1) for rank in range(world)]
+    spare = _Child(world - 1, world, server.port, 2)
+    try:
+        spare.hear("parked")
+        for child in children:
+            child.hear("parked")
+            child.tell("go")
+        for child in children:
+            child.hear("stepping")
+        time.sleep(GENERATIONS_S)
+        dead = children.pop()
+        killed_s = time.monotonic()
+        dead.process.kill()
+        dead.process.wait()
+        spare.tell("go")
+        for child in children:
+            child.tell("let go")
+        parts = [child.hear("stepping") for child in [*children, spare]]
+        dead.end()
+    finally:
+        for child in [*children, spare]:
+            child.end()
+    survivors, fresh = parts[:-1], parts[-1]
+    forming_s = max(p["formed_s"] - p["began_forming_s"] for p in parts)
+    return {
+        "total_s": max(p["stepped_s"] for p in parts) - killed_s,
+        "abort_s": max(p["freed_s"] for p in survivors) - killed_s,
+        "context_s": fresh["context_s"],
+        "nccl_init_s": forming_s,
+    }
+
+
+def _rank(rank: int, world: int, port: int, generation: int) -> None:
+    """One rank; a survivor is told to let go while it steps."""
+    import threading
+
+    from elastic.worker.group import Group
+
+    def listen() -> None:
+        sys.stdin.readline()
+        told.set()
+        group.abort("a rank died")
+
+    print("parked", flush=True)
+    sys.stdin.readline()
+    times: dict[str, float] = {}
+    begun_s = time.monotonic()
+    values = torch.ones(1 << 16, device="cuda")
+    torch.cuda.synchronize()
+    times["context_s"] = time.monotonic() - begun_s
+    while True:
+        told = threading.Event()
+        group = Group(
+            backend="nccl", rank=rank, world=world, store_host="127.0.0.1", store_port=port, generation=generation,
+            device=torch.device("cuda", 0), form_timeout_s=DEADLINE_S, timeout_s=DEADLINE_S,
+        )  # fmt: skip
+        group._arrive(lambda: False)
+        times["began_forming_s"] = time.monotonic()
+        group._init()
+        times["formed_s"] = time.monotonic()
+        dist.all_reduce(values)
+        torch.cuda.synchronize()
+        times["stepped_s"] = time.monotonic()
+        threading.Thread(target=listen, daemon=True).start()
+        print("stepping", json.dumps(times), flush=True)
+        try:
+            while not told.is_set():
+                dist.all_reduce(values)
+                torch.cuda.synchronize()
+        except RuntimeError:
+            told.wait(DEADLINE_S)
+        times["freed_s"] = time.monotonic()
+        group.close()
+        generation += 1
+
+
+def _torchrun() -> float:
+    """Seconds until both ranks of a new attempt have stepped. Raises TimeoutError."""
+    with tempfile.TemporaryDirectory() as folder:
+        script, log = pathlib.Path(folder, "train.py"), str(pathlib.Path(folder, "log"))
+        script.write_text(_TORCHRUN)
+        argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3"]
+        argv += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--monitor-interval=0.1", str(script), log]
+        env = {**os.environ, **ONE_CARD, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        agent = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0)
+        try:
+            before = _pids(log, [])
+            time.sleep(GENERATIONS_S)
+            killed_s = time.monotonic()
+            os.kill(int(before["1"][0]), signal.SIGKILL)
+            after = _pids(log, [row[0] for row in before.values()])
+            return max(float(row[1]) for row in after.values()) - killed_s
+        finally:
+            agent.terminate()
+            try:
+                agent.wait(45.0)
+            except subprocess.TimeoutExpired:
+                os.killpg(agent.pid, signal.SIGKILL)
+                agent.wait()
+
+
+def _pids(log: str, old: list[str]) -> dict[str, list[str]]:
+    """Rank -> (pid, instant) of the first step by a process that is not in `old`, once both ranks have one."""
+    end_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end_s:
+        found: dict[str, list[str]] = {}
+        for rank in "01":
+            with contextlib.suppress(FileNotFoundError):
+                rows = [line.split() for line in pathlib.Path(f"{log}.{rank}").read_text().splitlines()]
+                if new := [row for row in rows if len(row) == 2 and row[0] not in old]:
+                    found[rank] = new[0]
+        if len(found) == 2:
+            return found
+        time.sleep(0.01)
+    raise TimeoutError
+
+
+# ── guard ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def guard(quick: bool) -> dict[str, Any]:
+    """What the wait in the optimizer's hook adds to a step: with and without it in turn, in one process.
+
+    A group of one rank: what the guard costs is that the host no longer runs ahead of the card, whatever the world.
+    """
+    width, layers = 1024, 8  # 100 million parameters
+    layer = torch.nn.TransformerEncoderLayer(width, 16, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+    model = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).cuda().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    samples = torch.randn(8, 1024, width, device="cuda", dtype=torch.bfloat16)
+    guarded = False
+
+    def before(*_: Any) -> None:
+        if guarded:
+            done = torch.cuda.Event()
+            done.record()
+            done.synchronize()
+
+    optimizer.register_step_pre_hook(before)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(samples).float().square().mean().backward()
+        optimizer.step()
+
+    for _ in range(10):
+        step()
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(4 if quick else 12):
+        for guarded in (False, True):
+            times[guarded].append(_timed(step, 10 if quick else 30))
+    plain, with_guard = statistics.median(times[False]), statistics.median(times[True])
+    parameters = sum(p.numel() for p in model.parameters())
+    return {"guard_parameters": parameters, "step_ms": round(plain * 1e3, 3),
+            "guard_share_of_step": round(with_guard / plain - 1, 4)}  # fmt: skip
+
+
+def _timed(act: Callable[[], None], times: int = 1) -> float:
+    torch.cuda.synchronize()
+    begun_s = time.monotonic()
+    for _ in range(times):
+        act()
+    torch.cuda.synchronize()
+    return (time.monotonic() - begun_s) / times
+
+
+# ── snapshot ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def snapshot(quick: bool) -> dict[str, Any]:
+    """A snapshot into the arena beside a copy of as many bytes into pinned memory, in turn."""
+    from elastic.checkpoint.arena import Arena
+    from elastic.checkpoint.layout import arena_nbytes
+    from elastic.core.tensors import TensorInfo
+
+    nbytes = (256 if quick else 2000) * 1_000_000
+    tensors = [torch.randn(nbytes // 4 // 100, device="cuda") for _ in range(100)]
+    table = tuple(TensorInfo(f"t{i}", "F32", tuple(t.shape)) for i, t in enumerate(tensors))
+    arena = Arena.create(arena_nbytes(table))
+    arena.layout(table)
+    pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    flat = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    registered_s = _timed(lambda: arena.fill(tensors).finish())
+    copies, blocked, whole = [], [], []
+    for _ in range(3 if quick else 9):
+        copies.append(_timed(lambda: pinned.copy_(flat, non_blocking=True)))
+        torch.cuda.synchronize()
+        begun_s = time.monotonic()
+        fill = arena.fill(tensors)
+        blocked.append(time.monotonic() - begun_s)
+        fill.finish()
+        whole.append(time.monotonic() - begun_s)
+    arena.close()
+    copy_s, whole_s = statistics.median(copies), statistics.median(whole)
+    return {"snapshot_gb": nbytes / 1e9, "snapshot_blocked_ms": round(statistics.median(blocked) * 1e3, 3),
+            "snapshot_over_copy": round(copy_s / whole_s, 3), "copy_gb_s": round(nbytes / copy_s / 1e9, 1),
+            "first_snapshot_s": round(registered_s, 3)}  # fmt: skip
+
+
+PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {"recovery": recovery, "guard": guard, "snapshot": snapshot}
+
+
+if __name__ == "__main__":
+    main()
