@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-
 MOST = 50_000
 """No history has as many things to happen as this."""
 

@@ -11,9 +11,9 @@ from support.fake_etcd import FakeServer
 
 from elastic.core import records
 from elastic.core.keys import ClusterKeys
-from elastic.core.model import Drain, Effect, Event, PeerDead, Saved, Undrain
+from elastic.core.model import Drain, Effect, Event, PeerDead, Undrain
 from elastic.core.records import GenerationRecord, JobState, Phase, SpecRecord, decode, encode
-from elastic.core.spec import JobSpec
+from elastic.core.spec import Checkpoint, JobSpec
 from elastic.etcd import Put
 
 from .clock import Clock
@@ -63,6 +63,7 @@ class Cluster:
             workers_per_node=setting.slots,
             standby=setting.standby,
             on_loss="shrink" if setting.shrink else "wait",
+            checkpoint=Checkpoint(dir="/nowhere/checkpoints") if setting.checkpoint_every else Checkpoint(),
         )
         self.spec_record = SpecRecord(spec=self.spec, submitted_wall_s=0.0, submitted_by="sim")
         self.events = 0
@@ -147,12 +148,6 @@ class Cluster:
     def left(self, node: Node) -> None:
         if node.name not in self.drained and not self.state().phase.over:
             self.clock.after(1.0, node.start)
-
-    def save_now(self, node: Node) -> None:
-        group = self.training.latest
-        if group is not None and group.phase == "running" and self.training.checkpoint_every:
-            self.training.checkpoints.append((group.version, group.chain))
-            node.soon(Saved(group.version[1]))
 
     # ── faults ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -323,7 +323,9 @@ class Node:
                 self.cluster.clock.after(self.cluster.delay(0.05, self.cluster.setup_s), worker.ready)
             case Kill(_, life, _, gently):
                 if worker := self.processes.get(life):
-                    self.cluster.clock.after(0.05 if gently else 0.002, worker.die, "killed by SIGTERM")
+                    self.cluster.clock.after(
+                        0.05 if gently else 0.002, worker.die, f"killed by {'SIGTERM' if gently else 'SIGKILL'}"
+                    )
             case PutBroken(record, member):
                 registry.put_broken(record, member)
             case Publish():
@@ -338,8 +340,8 @@ class Node:
                 registry.charge_failure(record)
             case Restore(generation, state, spec):
                 registry.restore(generation, state, spec)
-            case SaveNow():
-                self.cluster.save_now(self)
+            case SaveNow(_, stop):
+                self.cluster.training.save_soon(self, stop)
             case Leave():
                 self._left()
             case _:

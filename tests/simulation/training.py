@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from elastic.core import messages
 from elastic.core.model import (
     Event,
+    Saved,
     WorkerDone,
     WorkerExited,
     WorkerFormed,
@@ -180,6 +181,9 @@ class Group:
     fresh: bool = True
     """No step of this generation is committed yet."""
     yields: bool = False
+    save: bool = False
+    stop: bool = False
+    """All leave after the next step, which is saved."""
     stalled: bool = False
     turn: int = 0
     came: int = 0
@@ -303,7 +307,7 @@ class Group:
             self.fresh = False
             for worker in self.ranks.values():
                 worker.say(WorkerStepping(worker.slot, worker.life, self.generation, step))
-        if self.yields:
+        if self.yields or self.stop:
             self._leavers()
         if self.phase == "running":
             self._work_or_finish()
@@ -315,7 +319,8 @@ class Group:
         self.training.cluster.judge.committed(self)
 
     def _leavers(self) -> None:
-        due = [w for w in self.ranks.values() if w.leave[0] == self.generation and self.version[1] >= w.leave[1]]
+        step = self.version[1]
+        due = [w for w in self.ranks.values() if self.stop or (w.leave[0] == self.generation and step >= w.leave[1])]
         for worker in due:
             self.leave(worker, "", partial=False)
 
@@ -426,8 +431,21 @@ class Training:
 
     def committed(self, group: Group, step: int) -> None:
         self.latest = group
-        if self.checkpoint_every and step % self.checkpoint_every == 0:
-            self.cluster.clock.after(0.05, self.checkpoints.append, (group.version, group.chain))
+        if self.checkpoint_every and (step % self.checkpoint_every == 0 or group.save or group.stop):
+            group.save = False
+            self.cluster.clock.after(0.05, self._saved, (group.version, group.chain))
+
+    def save_soon(self, node: Node, stop: bool) -> None:
+        """Rank 0 hears it, and at the next step it is for all; `stop`: they end there."""
+        for worker in node.processes.values():
+            if worker.group is not None and worker.rank == 0 and worker.group.phase == "running":
+                worker.group.save = True
+                worker.group.stop = worker.group.stop or stop
+
+    def _saved(self, checkpoint: tuple[Version, int]) -> None:
+        self.checkpoints.append(checkpoint)
+        for node in self.cluster.nodes:
+            node.soon(Saved(checkpoint[0][1]))
 
     def newest_checkpoint(self) -> tuple[Version, int] | None:
         return max(self.checkpoints, default=None)
