@@ -1,0 +1,148 @@
+"""What an agent writes: failures once, nothing after the end, and why a generation could not be published."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.fake_etcd import FakeClient, FakeServer
+
+from elastic.agent.desk import Order
+from elastic.agent.registry import Registry
+from elastic.agent.store import Stores
+from elastic.core.keys import ClusterKeys
+from elastic.core.membership import Change, JobView, Limits
+from elastic.core.model import Event, Policy, Publish, PublishFailed
+from elastic.core.records import BrokenRecord, JobState, Phase, SpecRecord, decode, encode
+from elastic.core.spec import Checkpoint, JobSpec
+from elastic.core.timeouts import Timeouts
+from elastic.etcd import EtcdUnavailable
+
+KEYS = ClusterKeys("c").job("job")
+
+
+class AtOnce:
+    """A desk whose orders are done as they are asked for, and again as often as the test says."""
+
+    def __init__(self, name: str) -> None:
+        self.orders: list[Order] = []
+
+    def start(self) -> None: ...
+
+    def ask(self, key: str, order: Order, *, persist: bool) -> None:
+        self.orders.append(order)
+
+    def close(self, wait_s: float) -> None: ...
+
+
+class Office:
+    def __init__(self, **checkpoint: object) -> None:
+        spec = JobSpec(name="job", script="x.py", checkpoint=msgspec.convert(checkpoint, Checkpoint))
+        self.policy = Policy(
+            node="n",
+            incarnation="i",
+            host="127.0.0.1",
+            port=1,
+            slots=1,
+            limits=Limits(1, 1, 0.0),
+            shrink=False,
+            standbys=0,
+            managed=True,
+            spec=spec,
+            timeouts=Timeouts(),
+        )
+        self.client = FakeClient(FakeServer())
+        self.posted: list[Event] = []
+        self.desks: dict[str, AtOnce] = {}
+        self.now_s = 1000.0
+        self.stores = Stores("203.0.113.1")  # an address that is not ours
+        self.registry = Registry(
+            self.client,  # type: ignore[arg-type]
+            KEYS,
+            self.policy,
+            self.stores,
+            self.posted.append,
+            SpecRecord(spec=spec, submitted_wall_s=0.0, submitted_by="me"),
+            desk=self._desk,
+            wall=lambda: self.now_s,
+        )
+
+    def _desk(self, name: str) -> AtOnce:
+        return self.desks.setdefault(name, AtOnce(name))
+
+    def state(self) -> JobState:
+        kv = self.client.get(KEYS.state)
+        return decode(JobState, kv.value) if kv else JobState()
+
+
+BROKEN = BrokenRecord(generation=0, node="n", kind="exit", detail="ValueError", fingerprint="ValueError at x.py:1")
+
+
+def test_a_failure_is_booked_once_however_often_it_is_tried() -> None:
+    office = Office()
+    for _ in range(2):
+        office.registry.charge_failure(BROKEN)
+        office.now_s += 1.0
+    for order in office.desks["lazy"].orders:
+        order()
+        office.now_s += 5.0
+        order()
+    assert office.state().restarts == 2
+    assert [f.wall_s for f in office.state().failures] == [1000.0, 1001.0]
+
+
+@pytest.mark.parametrize("phase", [Phase.SUCCEEDED, Phase.STOPPED])
+def test_a_late_failure_does_not_change_how_the_job_ended(phase: Phase) -> None:
+    office = Office()
+    office.client.put(KEYS.state, encode(JobState(phase=phase)))
+    for _ in range(40):
+        office.registry.charge_failure(BROKEN)
+        office.now_s += 1.0
+    for order in office.desks["lazy"].orders:
+        order()
+    assert office.state().phase is phase
+
+
+def publish(office: Office) -> Order:
+    effect = Publish(1, Change((), "first", planned=False), 0, None, None)
+    office.registry.publish(effect, JobView(), "n")
+    return office.desks["urgent"].orders[-1]
+
+
+def test_a_checkpoint_folder_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "file"
+    folder.write_text("")
+    office = Office(dir=str(folder))
+    with pytest.raises(OSError, match="Not a directory"):
+        publish(office)()
+    assert office.posted == [PublishFailed(1)]
+    assert "checkpoint.dir cannot be read" in office.state().reason
+
+
+def test_a_publication_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    office = Office()
+
+    def broken(generation: int) -> tuple[str, int]:
+        raise RuntimeError("no store")
+
+    monkeypatch.setattr(office.stores, "open", broken)
+    with pytest.raises(RuntimeError):
+        publish(office)()
+    assert office.posted == [PublishFailed(1)]
+    monkeypatch.setattr(office.client, "txn", lambda *_: (_ for _ in ()).throw(EtcdUnavailable("x", maybe_done=False)))
+    office.registry.stores = Stores("203.0.113.1")
+    with pytest.raises(EtcdUnavailable):
+        publish(office)()
+    assert office.posted == [PublishFailed(1)] * 2
+
+
+def test_a_store_opens_whether_its_address_can_be_reached_or_not() -> None:
+    stores = Stores("203.0.113.1")
+    host, port = stores.open(1)
+    assert host == "203.0.113.1"
+    with socket.create_connection(("127.0.0.1", port), timeout=5):
+        pass
+    assert stores.open(1) == (host, port)
+    stores.close()

@@ -1,0 +1,85 @@
+"""The saver when its writer is behind: nothing is waited for that was never begun, no buffer freed that is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from elastic.agent.saver import MAX_KEPT, Saver
+from elastic.checkpoint import orders
+from elastic.checkpoint.client import Busy
+from elastic.core import messages
+from elastic.core.spec import Checkpoint
+
+
+class Writer:
+    """In place of the writer process; `refuses` names the orders it has no room for."""
+
+    def __init__(self) -> None:
+        self.refuses: set[type] = set()
+        self.taken: list[object] = []
+
+    def submit(self, order: object, arena: object = None) -> int:
+        if type(order) in self.refuses:
+            raise Busy("too many")
+        self.taken.append(order)
+        return len(self.taken)
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.told: list[tuple[messages.Message, int]] = []
+        self.failed: list[int] = []
+        self.saver = Saver(
+            Checkpoint(dir="/nowhere"),
+            "job",
+            lambda life, message, fds: self.told.append((message, len(fds))),
+            on_saved=lambda step: None,
+            on_failed=lambda step, error: self.failed.append(step),
+        )
+        self.saver.writer.close()
+        self.writer = Writer()
+        self.saver.writer = self.writer  # type: ignore[assignment]
+        self.saver.need_arena(0, 1, 4096)
+        self.told.clear()
+
+    def filled(self) -> None:
+        message = messages.Filled(step=7, generation=2, buffer=1, nbytes=9, share=0, shares=1, stall_s=0.0)
+        self.saver.filled(0, message, lead=True, world=1)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    for held in made.saver._slots.values():
+        for arena in held.arenas:
+            arena.close()
+
+
+def test_a_commit_that_found_no_room_is_tried_with_the_next_share(bench: Bench) -> None:
+    bench.writer.refuses = {orders.Commit}
+    bench.filled()
+    assert bench.failed == [7]
+    assert not bench.told, "its write is under way: the buffer is not free"
+    assert not bench.saver._committing
+    bench.writer.refuses = set()
+    bench.filled()
+    assert bench.saver._committing == {(2, 7)}
+
+
+def test_a_write_that_found_no_room_frees_the_buffer(bench: Bench) -> None:
+    bench.writer.refuses = {orders.Write}
+    bench.filled()
+    assert [message for message, _ in bench.told] == [messages.Saved(step=7, buffer=1, error="too many", seconds=0.0)]
+    assert not bench.saver._committing
+    assert not bench.saver._writes
+
+
+def test_more_arenas_than_a_message_takes_are_none(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = bench.saver._slots[0].arenas[0]
+    for count in (MAX_KEPT, MAX_KEPT + 1):
+        monkeypatch.setattr(bench.saver, "_whole", lambda count=count: [arena] * count)
+        bench.saver.ask_kept(1, 3)
+    assert [fds for _, fds in bench.told] == [MAX_KEPT, 0]
