@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -14,12 +16,14 @@ from pathlib import Path
 import structlog
 
 from ..core.beat import Beat, Doing
-from ..core.health import judge
-from ..core.model import Agent, Event, Progress, Stage, WorkerSick
+from ..core.health import STOPPED_STATE, judge
+from ..core.model import Agent, Event, Progress, Stage, StillBusy, WorkerSick
 from ..core.spec import Hang
 from .pool import Pool, Process
 
 STACKS_S = 1.5
+STOPPED_S = 1.0
+"""A pause this long between two looks means that this process did not run."""
 STACK_CHARS = 6000
 
 log = structlog.get_logger()
@@ -36,9 +40,16 @@ class Watchman:
 
     def __post_init__(self) -> None:
         self._seen: tuple[int, int] = (0, 0)
+        self._step_times: deque[float] = deque(maxlen=8)
+        self._looked_s = 0.0
+        self._amnesty_s = 0.0
         self._accused: set[int] = set()
 
     def look(self, agent: Agent, now_s: float) -> None:
+        if now_s - self._looked_s > STOPPED_S and self._looked_s:
+            # We were stopped ourselves, and with us perhaps the whole node: nobody could beat.
+            self._amnesty_s = now_s + self.rules.floor_s
+        self._looked_s = now_s
         beats: dict[int, Beat] = {}
         for worker in agent.workers.values():
             process = self.pool.processes.get(worker.life)
@@ -50,7 +61,12 @@ class Watchman:
             beats[worker.life] = beat
             if worker.stage in (Stage.KILLED, Stage.GONE) or worker.life in self._accused:
                 continue
-            if sick := judge(beat, _process_state(process.pid), self.rules, now_s):
+            if worker.stage in (Stage.LEAVING, Stage.YIELDING) and now_s < beat.quiet_until_s:
+                self.post(StillBusy(worker.slot, worker.life))
+            state = _process_state(process.pid)
+            if now_s < self._amnesty_s or (not agent.policy.managed and state != STOPPED_STATE):
+                continue  # a script without elastic never beats
+            if sick := judge(beat, state, self.rules, now_s):
                 self._accuse(process, beats, agent, sick.evidence)
         self._report_progress(agent, beats)
 
@@ -62,11 +78,12 @@ class Watchman:
         ]
         if not running:
             return
-        newest = max(running, key=lambda beat: (beat.generation, beat.step))
-        seen = (newest.generation, newest.step)
-        if seen > self._seen and newest.doing is not Doing.SYNCING:
+        newest = max(running, key=lambda beat: (beat.committed_in, beat.step))
+        seen = (newest.committed_in, newest.step)
+        if seen > self._seen:
             self._seen = seen
-            self.post(Progress(newest.generation, newest.step, newest.step_s))
+            self._step_times.append(newest.step_s)  # one long step must not stretch everybody's patience
+            self.post(Progress(newest.committed_in, newest.step, statistics.median(self._step_times)))
 
     def _accuse(self, process: Process, beats: Mapping[int, Beat], agent: Agent, evidence: str) -> None:
         self._accused.add(process.life)
@@ -78,14 +95,18 @@ class Watchman:
         if waiting is not None:
             # Only a look from outside: it has done nothing wrong and is not to be held up.
             witnesses.append((f"slot {slots[waiting]} (waits for it)", self.pool.processes[waiting].pid, False))
+        beats_then = process.page.read().beats
         log.warning("worker.hung", slot=process.slot, pid=process.pid, evidence=evidence)
 
         def testify() -> None:
             with ThreadPoolExecutor(len(witnesses)) as pool:
                 stacks = {who: pool.submit(stack, pid, native) for who, pid, native in witnesses}
-                self.save_stacks({who: future.result() for who, future in stacks.items()})
-            self.post(WorkerSick(process.slot, process.life, "hang", evidence))
-            # If it went on meanwhile, nothing was done to it: it can be accused again.
+                told = {who: future.result() for who, future in stacks.items()}
+            if process.page.read().beats == beats_then:
+                self.save_stacks(told)
+                self.post(WorkerSick(process.slot, process.life, "hang", evidence))
+            else:
+                log.info("worker.went_on", slot=process.slot, pid=process.pid)
             self._accused.discard(process.life)
 
         threading.Thread(target=testify, name="elastic-stacks", daemon=True).start()

@@ -28,7 +28,7 @@ class Doing(enum.IntEnum):
     DONE = 9
 
 
-_DOING, _GENERATION, _STEP, _BEATS, _BEAT_AT_NS, _LOSS, _STEP_NS, _QUIET_UNTIL_NS, _RANK = range(9)
+_DOING, _GENERATION, _STEP, _BEATS, _BEAT_AT_NS, _LOSS, _STEP_NS, _QUIET_UNTIL_NS, _RANK, _COMMITTED_IN = range(10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class Beat:
     """Duration of the last step; 0 before the first."""
     quiet_until_s: float
     rank: int
+    committed_in: int
+    """Generation of the last commit here."""
 
 
 class BeatPage:
@@ -74,6 +76,7 @@ class BeatPage:
 
     def committed(self, step: int, step_s: float, loss: float | None, now_s: float) -> None:
         self._ints[_STEP] = step
+        self._ints[_COMMITTED_IN] = self._ints[_GENERATION]
         self._ints[_STEP_NS] = int(step_s * 1e9)
         if loss is not None:
             self._floats[_LOSS] = loss
@@ -97,4 +100,5 @@ class BeatPage:
             step_s=ints[_STEP_NS] / 1e9,
             quiet_until_s=ints[_QUIET_UNTIL_NS] / 1e9,
             rank=ints[_RANK],
+            committed_in=ints[_COMMITTED_IN],
         )

@@ -62,6 +62,8 @@ class SaveSoon(Message, frozen=True, kw_only=True):
     """Take a checkpoint at the next step that all ranks agree on (rank 0 decides; the others ignore it)."""
 
     reason: str = "asked"
+    stop: bool = False
+    """All ranks stop at the step that is saved, and say Released."""
 
 
 class Arena(Message, frozen=True, kw_only=True):

@@ -86,6 +86,7 @@ class Agent:
     orphaned_s: float | None = None
     """Since when nobody of the generation can be heard of."""
     dead: Dead = frozenset()
+    dead_since_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
     workers: Mapping[int, Worker] = field(default_factory=dict)
     standbys: tuple[Worker, ...] = ()
     lives: int = 0
@@ -103,7 +104,8 @@ class Agent:
     suspicion: str = ""
     draining: str | None = None
     drain_deadline_s: float = float("inf")
-    drain_saved: bool = False
+    drain_saved: int = 0
+    """The newest step that a checkpoint has made durable since the drain was ordered."""
     leaving: str | None = None
     reason: str = ""
     """Why the agent waits, for people."""
@@ -214,6 +216,14 @@ class WorkerSick:
 
 
 @dataclass(frozen=True, slots=True)
+class StillBusy:
+    """It was told to let go, and has declared a span without steps: it cannot hear, and is not stuck."""
+
+    slot: int
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
 class NumbersBad:
     slot: int
     life: int
@@ -279,6 +289,7 @@ Event = (
     | WorkerDone
     | WorkerExited
     | WorkerSick
+    | StillBusy
     | NumbersBad
     | PeerDead
     | Progress
@@ -386,6 +397,8 @@ class Rejoin:
 @dataclass(frozen=True, slots=True)
 class SaveNow:
     reason: str
+    stop: bool = False
+    """The world stops at the step that is saved."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from .model import (
     SaveNow,
     Stage,
     Start,
+    StillBusy,
     Tell,
     Tick,
     Undrain,
@@ -171,21 +172,40 @@ class _Turn:
                 if self.agent.publishing == number:
                     self.change(publishing=0)
             case PeerDead(node, incarnation):
-                self.change(dead=self.agent.dead | {(node, incarnation)})
+                self.change(
+                    dead=self.agent.dead | {(node, incarnation)},
+                    dead_since_s={**self.agent.dead_since_s, (node, incarnation): self.now_s},
+                )
             case Progress(generation, at_step, step_s):
                 if at_step > self.agent.step or generation > self.agent.settled:
                     self.change(stepped_at_s=self.now_s)
                 self.change(step=at_step, step_s=step_s, settled=max(self.agent.settled, generation))
             case Drain(reason, deadline_s):
-                self.change(draining=reason, drain_deadline_s=deadline_s, drain_saved=False)
+                self.change(draining=reason, drain_deadline_s=deadline_s, drain_saved=0)
             case Undrain():
                 self.change(draining=None, drain_deadline_s=math.inf)
-            case Saved():
-                self.change(drain_saved=self.agent.draining is not None)
+                current = self.agent.generation
+                if current and any(
+                    w.stage is Stage.READY and w.generation == current.number for w in self.agent.workers.values()
+                ):
+                    self._break("undrain", "stopped for a drain that was called off", (), charged=False)
+            case Saved(at_step):
+                self.change(drain_saved=at_step)
             case Tick():
-                pass
+                self._forgive()
             case _:
                 self._take_from_worker(event)
+
+    def _forgive(self) -> None:
+        """Who is called dead and still renews its lease after more than its time-to-live was called so wrongly."""
+        agent = self.agent
+        if not agent.connected or not agent.dead:
+            return
+        limit_s = self.policy.timeouts.lease_ttl_s + 1.0
+        standing = {m.id for m in agent.view.members.values()}
+        alive = {d for d in agent.dead & standing if self.now_s - agent.dead_since_s.get(d, self.now_s) > limit_s}
+        if alive:
+            self.change(dead=agent.dead - alive)
 
     def _take_from_worker(self, event: Event) -> None:
         match event:
@@ -199,7 +219,7 @@ class _Turn:
                 worker = self.find(slot, life)
             case WorkerStepping(slot, life) | WorkerReleased(slot, life) | WorkerDone(slot, life):
                 worker = self.find(slot, life)
-            case WorkerSick(slot, life) | NumbersBad(slot, life):
+            case WorkerSick(slot, life) | NumbersBad(slot, life) | StillBusy(slot, life):
                 worker = self.find(slot, life)
             case _:
                 raise AssertionError(f"no transition on {event!r}")
@@ -228,6 +248,9 @@ class _Turn:
                     if worker.slot in self.my_ranks():
                         self._break(kind, evidence, (worker.slot,), step=worker.step, fingerprint=kind)
                     self._kill(worker, evidence)
+            case StillBusy():
+                if worker.stage in (Stage.LEAVING, Stage.YIELDING):
+                    self.put(replace(worker, deadline_s=self.now_s + self.policy.timeouts.let_go_s))
             case NumbersBad():
                 self._bad_numbers(worker, event)
 
@@ -452,19 +475,29 @@ class _Turn:
                 self.change(leaving=f"drained: {agent.draining}")
             return
         due = self.now_s >= agent.drain_deadline_s
-        others = sum(
-            1
+        stay = [
+            m
             for m in agent.view.members.values()
             if m.record.node != self.policy.node and m.record.ready and m.record.draining is None
-        )
-        if others < self.limits().min_nodes and not due:
-            if agent.drain_saved or not self.policy.spec.checkpoint.dir:
-                due = True
-            else:
-                self.ask(SaveNow(f"drain: {agent.draining}"), "save")
+        ]
+        if len(stay) < self.limits().min_nodes and not due:
+            due = self._may_fall_below_min(bool(stay))
         if due:
+            self._settle_member()  # the next generation is to be made without this node
             self._break("drain", agent.draining, tuple(self.my_ranks()), charged=False)
             self.change(leaving=f"drained: {agent.draining}")
+
+    def _may_fall_below_min(self, others: bool) -> bool:
+        """Leaving would stop the job: only once its state is safe. The world stops at the step that is saved."""
+        agent = self.agent
+        if not self.policy.spec.checkpoint.dir:
+            return others  # they keep the state, and wait
+        stopped = all(w.stage is Stage.READY for w in agent.workers.values() if w.slot in self.my_ranks())
+        at_step = max((w.step for w in agent.workers.values()), default=0)
+        if stopped and max(agent.drain_saved, agent.view.saved_step) >= at_step > 0:
+            return True
+        self.ask(SaveNow(f"drain: {agent.draining}", stop=True), "save")
+        return False
 
     def _check_end(self) -> None:
         phase, reason = self.agent.view.state.phase, self.agent.view.state.reason
@@ -656,6 +689,7 @@ class _Turn:
             steps_advance=self.steps_advance(),
             settled=not self.policy.managed
             or (agent.generation is not None and agent.settled >= agent.generation.number),
+            in_place=self.policy.managed,
             min_reached_for_s=self.now_s - reached if reached is not None else 0.0,
             blind=self.now_s < self._blind_until_s(),
         )
@@ -703,8 +737,13 @@ class _Turn:
         return bool(there) and all(m.record.done == generation.number for m in there)
 
     def _wait(self, verdict: Wait) -> None:
-        self.change(reason=verdict.reason, below_min=verdict.below_min)
-        view = self.agent.view
+        view, reason = self.agent.view, verdict.reason
+        if self.agent.draining and verdict.below_min and not self.policy.spec.checkpoint.dir:
+            reason += "; the job has no checkpoint.dir, so its state would be lost"
+        self.change(reason="" if verdict.fine else reason, below_min=verdict.below_min)
+        if verdict.below_min and any(m.record.draining for m in view.members.values()):
+            # The one who leaves may not hold rank 0, and only rank 0 hears this.
+            self.ask(SaveNow("a node leaves, and the job falls below its minimum", stop=True), "save")
         lost = self.is_broken() or not self.steps_advance()
         if verdict.below_min and lost and self.agent.generation and view.state.phase is Phase.RUNNING:
             self.ask(PutPhase(Phase.WAITING, verdict.reason, view.state_revision), f"waiting {view.state_revision}")

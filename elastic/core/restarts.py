@@ -66,11 +66,7 @@ def _stop(state: JobState, wall_s: float, reason: str) -> Verdict:
 
 def _avoid(failures: tuple[Failure, ...]) -> tuple[str, ...]:
     counts = Counter(f.node for f in failures)
-    return tuple(
-        sorted(
-            n for n, c in counts.items() if c >= BAD_NODE_FAILURES and c > sum(counts.values()) - c and len(counts) > 1
-        )
-    )
+    return tuple(sorted(n for n, c in counts.items() if c >= BAD_NODE_FAILURES and c > sum(counts.values()) - c))
 
 
 def backoff_s(failures_without_progress: int, rules: Restarts, jitter: float) -> float:

@@ -170,6 +170,8 @@ def parse_job(raw: Mapping[str, Any]) -> JobSpec:
         raise BadSpec(f"workers_per_node = {spec.workers_per_node}: a number from 1, or 'auto'")
     if spec.hang.floor_s > spec.hang.ceiling_s:
         raise BadSpec(f"hang.floor_s = {spec.hang.floor_s} is above hang.ceiling_s = {spec.hang.ceiling_s}")
+    if spec.on_bad_numbers == "rollback" and not spec.checkpoint.dir:
+        raise BadSpec("on_bad_numbers = 'rollback': needs checkpoint.dir, there is nothing else to go back to")
     if spec.checkpoint.every_steps and spec.checkpoint.every_s:
         raise BadSpec("checkpoint.every_steps and checkpoint.every_s: give one of them, or neither for 'auto'")
     return spec

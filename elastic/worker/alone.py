@@ -49,6 +49,9 @@ class SaverSink:
     def wanted(self) -> bool:
         return False
 
+    def stops(self) -> bool:
+        return False
+
     def free(self) -> bool:
         self._saver.poll()
         return not self._saver.busy

@@ -42,8 +42,11 @@ class Link(Protocol):
 class Keeper(Protocol):
     """Takes snapshots and checkpoints."""
 
-    def after(self, state: State) -> None:
-        """Called after each commit, on every rank at the same step; copies this rank's share when one is due."""
+    def after(self, state: State, *, keep: bool) -> None:
+        """Called after each commit, on every rank at the same step; copies this rank's share when one is due.
+
+        Without `keep` this rank's state is bad, and no rank saves.
+        """
 
 
 class Job:
@@ -160,8 +163,9 @@ class Job:
             self._link.bad_numbers(state.step, "bad loss", f"loss is {value}", (self.rank,))
         if self._fingerprint_every and state.step % self._fingerprint_every == 0:
             self._compare_replicas(state)
-        if self._keeper is not None and not bad:
-            self._keeper.after(state)
+        if self._keeper is not None:
+            self._link.contributed()
+            self._keeper.after(state, keep=not bad)
         self._link.check(state.step)
         self._link.entered()
 

@@ -23,7 +23,7 @@ from ..core.beat import Doing
 from ..core.shares import assign_shares
 from ..core.tensors import Table
 from .restore import extra_of
-from .session import Session
+from .session import Session, ToldToLeave
 from .state import State
 
 ARENA_WAIT_S = 30.0
@@ -68,6 +68,9 @@ class Sink(Protocol):
     def wanted(self) -> bool:
         """Whether somebody asked for a checkpoint since the last call."""
 
+    def stops(self) -> bool:
+        """Whether training is to stop at the checkpoint that was asked for."""
+
     def free(self) -> bool:
         """Whether there is room for one more."""
 
@@ -99,13 +102,14 @@ class Keeper:
         """A new generation, entered at `step`."""
         self._place = place
         self._generations += 1
+        self._saved_step = -1  # alike on all ranks, newcomers among them
         self._marked = (step, time.monotonic())
         first = cadence.first_plan(self._rule, step)
         # Two steps in, the step time is known well enough to plan by it.
         self._plan = cadence.Plan(save_at=first.save_at, agree_at=step + 2)
 
-    def after(self, state: State) -> None:
-        """After each commit, on every rank at the same step."""
+    def after(self, state: State, *, keep: bool = True) -> None:
+        """After each commit, on every rank at the same step. Without `keep` no rank saves: this one's state is bad."""
         step = state.step
         if step not in (self._plan.save_at, self._plan.agree_at):
             return
@@ -118,15 +122,20 @@ class Keeper:
         if save:
             self._saved_s = now_s
         plan = self._next_plan(step, now_s, save) if self._place.rank == 0 else cadence.Plan()
-        save_at, agree_at, busy = self._exchange(plan, save and not self._sink.free())
+        stop = self._place.rank == 0 and self._sink.stops()
+        save_at, agree_at, busy, stop = self._exchange(plan, save and not (keep and self._sink.free()), stop)
         self._plan = cadence.Plan(save_at=save_at, agree_at=agree_at)
         if not save:
             return
-        began_s = time.monotonic()
-        if busy or not self._sink.put(self._part(state)):
+        if busy:
             self.skipped += 1  # the one before is still being written
             return
-        self._saved_step = step
+        self._saved_step = step  # agreed by all, whether or not it works out on each
+        began_s = time.monotonic()
+        if not self._sink.put(self._part(state)):
+            self.skipped += 1
+        elif stop:
+            raise ToldToLeave(f"stopped at step {step}, which is saved")
         stall_s = time.monotonic() - began_s
         self._cost_s = stall_s if self._cost_s is None else 0.7 * self._cost_s + 0.3 * stall_s
 
@@ -135,10 +144,8 @@ class Keeper:
         if state.step == self._saved_step:
             return
         self._sink.wait(FINISH_S)
-        *_, busy = self._exchange(cadence.Plan(), not self._sink.free())
-        if not busy and self._sink.put(self._part(state)):
-            self._saved_step = state.step
-        else:
+        _, _, busy, _ = self._exchange(cadence.Plan(), not self._sink.free())
+        if busy or not self._sink.put(self._part(state)):
             self.skipped += 1
 
     def describe(self) -> str:
@@ -168,14 +175,14 @@ class Keeper:
         ahead = max(1, round(cadence.AGREE_EVERY_S / max(self._step_s, 1e-6)))
         return cadence.Plan(save_at=plan.save_at, agree_at=step + min(ahead, cadence.FARTHEST_AGREEMENT_STEPS))
 
-    def _exchange(self, plan: cadence.Plan, busy: bool) -> tuple[int, int, bool]:
-        """(save_at, agree_at) of rank 0, and whether anybody is busy."""
+    def _exchange(self, plan: cadence.Plan, busy: bool, stop: bool = False) -> tuple[int, int, bool, bool]:
+        """(save_at, agree_at) of rank 0, whether anybody is busy, whether rank 0 says to stop."""
         if self._place.world == 1:
-            return plan.save_at, plan.agree_at, busy
-        numbers = torch.tensor([plan.save_at, plan.agree_at, int(busy)], dtype=torch.int64)
+            return plan.save_at, plan.agree_at, busy, stop
+        numbers = torch.tensor([plan.save_at, plan.agree_at, int(busy), int(stop)], dtype=torch.int64)
         dist.all_reduce(numbers)
-        save_at, agree_at, busy_ranks = numbers.tolist()
-        return save_at, agree_at, busy_ranks > 0
+        save_at, agree_at, busy_ranks, stopping = numbers.tolist()
+        return save_at, agree_at, busy_ranks > 0, stopping > 0
 
     def _part(self, state: State) -> Part:
         place = self._place
@@ -223,6 +230,9 @@ class AgentSink:
     def wanted(self) -> bool:
         asked, self._session.save_wanted = self._session.save_wanted, False
         return asked
+
+    def stops(self) -> bool:
+        return self._session.stop_wanted
 
     def free(self) -> bool:
         self._take_results()

@@ -276,6 +276,9 @@ class Managed:
         session.beat(Doing.DONE)
         session.send(messages.Done(generation=form.generation, step=state.step))
         session.wait_after_done(form.generation)
+        if not session.finished:
+            # Somebody died after all: this state may be what its replacement needs.
+            raise ToldToLeave(session.why())
 
     def _released(self, state: State, form: messages.Form, failure: BaseException) -> None:
         session = self._session

@@ -26,6 +26,12 @@ PAGE_ENV = "ELASTIC_BEAT_FD"
 AGENT_GONE_EXIT = 78
 """Exit code of a worker whose agent has died: nobody is left to say what the job does next."""
 
+MAX_DESCRIPTORS = 253
+"""The kernel's limit for one message."""
+
+PLAIN_ENV = "ELASTIC_PLAIN"
+"""Set for a script that was taken for one without elastic: it has its rank already, as under torchrun."""
+
 
 class Abortable(Protocol):
     def abort(self, why: str) -> None: ...
@@ -51,13 +57,14 @@ class Session:
         self._group_generation = 0
         self._handlers: dict[type[Message], Callable[[Message, list[int]], None]] = {}
         self.save_wanted = False
+        self.stop_wanted = False
         self.step = 0
         """Steps committed: kept here for the monitor."""
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> Session | None:
         """None when no agent started this process."""
-        if CHANNEL_ENV not in environment:
+        if CHANNEL_ENV not in environment or environment.get(PLAIN_ENV):
             return None
         channel = socket.socket(fileno=int(environment[CHANNEL_ENV]))
         page = mmap.mmap(int(environment[PAGE_ENV]), PAGE_BYTES)
@@ -112,9 +119,10 @@ class Session:
     def over(self, generation: int) -> bool:
         return self._let_go >= generation
 
-    def leave_at(self, generation: int) -> int | None:
-        """The step after which to leave `generation`, if one is planned."""
-        return self._yield_step if self._yield_generation == generation else None
+    @property
+    def finished(self) -> bool:
+        """The job is over for everybody."""
+        return self._finished
 
     def check(self, generation: int, step: int) -> None:
         """Raises ToldToLeave when `generation` is over, or planned to end at `step`."""
@@ -132,7 +140,9 @@ class Session:
     def _monitor(self) -> None:
         while True:
             try:
-                raw, ancillary, _, _ = self._channel.recvmsg(messages.MAX_MESSAGE_BYTES, socket.CMSG_SPACE(16 * 4))
+                raw, ancillary, _, _ = self._channel.recvmsg(
+                    messages.MAX_MESSAGE_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)
+                )
             except OSError:
                 raw, ancillary = b"", []
             if not raw:
@@ -155,6 +165,7 @@ class Session:
                 if self.step > at_step:
                     self._abort(generation, why)
             case Form():
+                self.stop_wanted = False
                 with self._changed:
                     self._forms.append(message)
                     self._changed.notify_all()
@@ -162,8 +173,9 @@ class Session:
                 with self._changed:
                     self._finished = True
                     self._changed.notify_all()
-            case SaveSoon():
+            case SaveSoon(stop=stop):
                 self.save_wanted = True
+                self.stop_wanted = self.stop_wanted or stop
             case _:
                 if handler := self._handlers.get(type(message)):
                     handler(message, descriptors)

@@ -76,7 +76,10 @@ def synchronise(
         established=state.established,
     )
     offers = _gather(mine, world)
-    alive = restore == "newest" and any(offer.clean and offer.established for offer in offers)
+    # Live state of an older generation may be that of a node which was cut off while the others went on and saved.
+    alive = restore == "newest" and any(
+        offer.clean and offer.established and offer.version[0] >= generation - 1 for offer in offers
+    )
     if saved is not None and not alive:
         snapshot, checkpoint = saved()
         check()

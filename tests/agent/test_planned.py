@@ -9,6 +9,7 @@ import pytest
 from support.agents import Job
 from support.wait import eventually
 
+from elastic.checkpoint import find
 from elastic.core.agentfile import AgentOrders
 from elastic.core.records import Phase
 
@@ -37,6 +38,30 @@ def test_a_drained_node_leaves_at_a_boundary() -> None:
         assert {n for (s, g), n in by_step.items() if g == 1} == {4}
         assert {n for (s, g), n in by_step.items() if g == 2 and s < newest - 2} == {2}
         assert job.state().restarts == 0
+
+
+def test_draining_the_last_node_stops_at_a_saved_step(tmp_path: Path) -> None:
+    spec = {"checkpoint": {"dir": str(tmp_path), "every_s": 3600.0}}
+    with Job(nodes="1:1", args={"steps": 5000, "step-ms": 8}, spec=spec) as job:
+        job.wait_step(30)
+        order(job, "n0", AgentOrders(draining="the machine is taken back"))
+        job.agents["n0"].wait(timeout=30)
+        assert max(step for step, _, _ in find.peek(str(tmp_path), "job")) == job.steps()
+        job.start_agent("n0")
+        (job.folder / "n0" / "orders.json").unlink()
+        stopped_at = job.steps()
+        job.wait_step(stopped_at + 10)
+        again = [line["step"] for line in job.commits() if line["step"] <= stopped_at]
+        assert len(again) == 2 * stopped_at, "no step was taken twice"
+
+
+def test_draining_the_last_node_without_a_checkpoint_waits(tmp_path: Path) -> None:
+    with Job(nodes="1:1", workers=1, args={"steps": 5000, "step-ms": 8}) as job:
+        job.wait_step(30)
+        order(job, "n0", AgentOrders(draining="the machine is taken back"))
+        eventually(lambda: "no checkpoint.dir" in job.statuses()["n0"].reason, 10.0, "the reason in status")
+        stepped = job.steps()
+        job.wait_step(stepped + 20)
 
 
 def test_a_standby_takes_the_place_of_the_dead() -> None:
