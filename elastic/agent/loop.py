@@ -404,8 +404,8 @@ class Loop:
                 registry.charge_failure(record)
             case Restore(generation, state, spec):
                 registry.restore(generation, state, spec)
-            case SaveNow(reason):
-                self._save_now(reason)
+            case SaveNow(reason, stop):
+                self._save_now(reason, stop)
             case Leave():
                 log.info("agent.leaves", reason=effect.reason)
                 self._ended = effect
@@ -418,9 +418,9 @@ class Loop:
         env = environment.managed(self.config, self._spec, self._env, slot=slot, error_file=files.error_file)
         self.pool.fork(life, slot, env, environment.argv(self._spec), self._workdir, files.log_file)
 
-    def _save_now(self, reason: str) -> None:
+    def _save_now(self, reason: str, stop: bool = False) -> None:
         for worker in self.agent.workers.values():
-            self.pool.tell(worker.life, messages.SaveSoon(reason=reason))
+            self.pool.tell(worker.life, messages.SaveSoon(reason=reason, stop=stop))
 
     # ── status ──────────────────────────────────────────────────────────────────────────────────────────────
 
