@@ -67,6 +67,9 @@ the one who knows the reason to say so first."""
 STALL_S = 1.0
 """With no step for this long (or three step times), an expired lease is believed."""
 
+IDLE_S = 1.0
+"""A worker outside of the generation that it was in, with nothing to wait for, is not left there for longer."""
+
 LEAD_S = 0.25
 """How far ahead a planned boundary is set, so that every rank hears of it before it gets there."""
 
@@ -434,6 +437,7 @@ class _Turn:
     def settle(self) -> None:
         self._adopt()
         self._check_suspicion()
+        self._check_idle()
         self._check_drain()
         self._check_end()
         if self.agent.leaving is not None:
@@ -465,6 +469,20 @@ class _Turn:
             return
         self.change(suspicious_since_s=None)
         self._break("comm", self.agent.suspicion, (), charged=False)
+
+    def _check_idle(self) -> None:
+        """A worker has let go of a generation that stands: what it left for was called off, or never came."""
+        current = self.agent.generation
+        if current is None or self.is_broken() or self.agent.draining is not None or not self.policy.managed:
+            return
+        if any(m.record.draining is not None for m in self.agent.view.members.values()):
+            return  # it waits for that node to leave
+        ranks = self.my_ranks()
+        for worker in self.agent.workers.values():
+            left = worker.stage is Stage.READY and worker.generation == current.number and worker.slot in ranks
+            if left and self.now_s - worker.since_s >= IDLE_S:
+                self._break("idle", "left its group, and nothing followed", (), charged=False)
+                return
 
     def _check_drain(self) -> None:
         agent = self.agent

@@ -389,6 +389,9 @@ class Node:
         if agent.suspicious_since_s is not None:
             due.append(agent.suspicious_since_s + recovery.SUSPICION_S)
         due += [at + recovery.ASK_AGAIN_S for at in agent.asked.values() if at + recovery.ASK_AGAIN_S > now_s]
+        number = agent.generation.number if agent.generation else -1
+        if any(w.stage is Stage.READY and w.generation == number for w in agent.workers.values()):
+            due.append(now_s + 0.5)
         if agent.draining is not None or agent.reason not in AT_REST:
             due.append(now_s + 0.5)
         return min(due, default=float("inf"))
