@@ -321,8 +321,9 @@ class Bench:
                         for name in list(left):
                             say(f"{name}:")
                             scenario = left.pop(name)
-                            self.result.update(scenario(run, self.plan))
-                            self.result["steps_lost"] = (self.result["steps_lost"] or 0) + run.lost_since()
+                            found = scenario(run, self.plan)
+                            lost = run.lost_since()
+                            self.result.update(found, steps_lost=(self.result["steps_lost"] or 0) + lost)
                     except ERRORS:
                         with contextlib.redirect_stdout(sys.stderr):
                             run.cluster.tell()
