@@ -1,0 +1,118 @@
+"""Records in etcd that an agent cannot read: its workers do not notice."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.agent.loop import Loop
+from elastic.core.agentfile import AgentConfig, EtcdAccess
+from elastic.core.keys import ClusterKeys
+from elastic.core.membership import Limits
+from elastic.core.model import Agent, Policy
+from elastic.core.records import GenerationRecord, JobState, MemberRecord, Phase, Place, SpecRecord, encode
+from elastic.core.spec import JobSpec
+from elastic.core.timeouts import Timeouts
+from elastic.etcd import KV, View
+
+KEYS = ClusterKeys("c").job("job")
+SPEC = SpecRecord(spec=JobSpec(name="job", script="x.py"), submitted_wall_s=0.0, submitted_by="me")
+GENERATION = GenerationRecord(
+    number=3,
+    places=(
+        Place(node="n", incarnation="i", host="h", slots=(0,)),
+        Place(node="b", incarnation="j", host="h", slots=(0,)),
+    ),
+    store_host="h",
+    store_port=1,
+    leader="b",
+    why="first",
+)
+GOOD = {
+    KEYS.spec: encode(SPEC),
+    KEYS.state: encode(JobState(phase=Phase.RUNNING)),
+    KEYS.generation: encode(GENERATION),
+    KEYS.member("b"): encode(MemberRecord(node="b", incarnation="j", host="h", port=1, slots=1, ready=(0,))),
+}
+FOREIGN = {
+    "another protocol": {KEYS.state: b'{"protocol": 2}'},
+    "no such record": {KEYS.member("c"): b'{"protocol": 1, "node": 7}'},
+    "no JSON": {KEYS.generation: b"\xff{"},
+}
+
+
+def view(kvs: dict[str, bytes], revision: int, connected: bool = True) -> View:
+    return View({k: KV(k, v, 1, revision, 0) for k, v in kvs.items()}, revision, connected, time.monotonic())
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Loop]:
+    config = AgentConfig(
+        cluster="c",
+        node="n",
+        job="job",
+        address="h",
+        slots=1,
+        etcd=EtcdAccess(endpoints=()),
+        agent_dir=str(tmp_path),
+        logs_dir=str(tmp_path),
+    )
+    policy = Policy(
+        node="n",
+        incarnation="i",
+        host="h",
+        port=1,
+        slots=1,
+        limits=Limits(1, 2, 0.0),
+        shrink=False,
+        standbys=0,
+        managed=True,
+        spec=SPEC.spec,
+        timeouts=Timeouts(),
+    )
+    made = Loop(config, Agent(policy), Mute(), Mute(), KEYS, SPEC)  # type: ignore[arg-type]
+    yield made
+    made.saver.close()
+    made._selector.close()
+    made._wake_read.close()
+    made._wake_write.close()
+    gc.collect()
+
+
+class Mute:
+    """A registry that writes nothing, peers that watch nobody."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+@pytest.mark.parametrize("foreign", FOREIGN.values(), ids=FOREIGN.keys())
+def test_in_a_generation_the_last_view_is_kept(loop: Loop, foreign: dict[str, bytes]) -> None:
+    loop._viewed(view(GOOD, 10))
+    before = loop.agent
+    assert before.generation == GENERATION
+    loop._viewed(view({**GOOD, **foreign}, 11))
+    assert loop._ended is None
+    assert loop.agent.view == before.view
+    loop._write_status()
+    said = loop._unreadable
+    assert said
+    assert said in (Path(loop.config.agent_dir) / "status.json").read_text().replace('\\"', '"')
+    loop._viewed(view({**GOOD, **foreign}, 12, connected=False))
+    assert not loop.agent.connected
+    loop._viewed(view(GOOD, 13))
+    assert not loop._unreadable
+    assert loop.agent.view.revision == 13
+
+
+def test_before_the_first_generation_another_protocol_is_the_end(loop: Loop) -> None:
+    loop._viewed(view({**GOOD, **FOREIGN["no JSON"]}, 10))
+    assert loop._ended is None
+    loop._viewed(view({**GOOD, **FOREIGN["another protocol"]}, 11))
+    assert loop._ended is not None
+    assert "protocol 2" in loop._ended.reason
