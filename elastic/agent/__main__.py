@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
             log.error("agent.no_spec", key=keys.spec)
             return NO_SPEC_EXIT
         return _run(config, etcd, keys, decode(SpecRecord, kv.value))
-    except (EtcdError, SpeaksAnotherProtocol) as error:
+    except (EtcdError, SpeaksAnotherProtocol, msgspec.MsgspecError) as error:
         log.error("agent.cannot_start", error=str(error))
         return 1
     finally:

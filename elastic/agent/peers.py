@@ -138,7 +138,7 @@ class Peers:
         """Dial the host's addresses, from the first."""
         try:
             line.untried = socket.getaddrinfo(*line.address, type=socket.SOCK_STREAM)
-        except OSError:
+        except (OSError, UnicodeError):  # not known, or no name at all
             line.deadline_s = time.monotonic() + RETRY_S
             return
         line.refused = None

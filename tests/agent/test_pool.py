@@ -18,6 +18,7 @@ import pytest
 from support.procs import alive
 from support.wait import eventually
 
+from elastic.agent import pool
 from elastic.agent.errors import read_error
 from elastic.agent.pool import PR_SET_CHILD_SUBREAPER, Exited, Happening, Pool, ZygoteUp
 from elastic.core.messages import Forked, SaveSoon
@@ -115,7 +116,10 @@ def test_the_zygote_dies_and_the_workers_do_not(bench: Bench) -> None:
     bench.until(lambda: bench.exit_of(1))
 
 
-def test_a_zygote_that_dies_with_an_unread_order_is_replaced(bench: Bench) -> None:
+def test_a_stuck_zygote_is_replaced_and_its_orders_are_given_to_the_next(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies with orders unread: that resets the connection."""
     bench.until(lambda: bench.seen)
     zygote = bench.pool._zygote
     assert zygote is not None
@@ -124,7 +128,9 @@ def test_a_zygote_that_dies_with_an_unread_order_is_replaced(bench: Bench) -> No
     script.write_text("raise SystemExit(3)\n")
     bench.pool.fork(1, 0, dict(os.environ), [str(script)], str(bench.folder), str(bench.folder / "1.log"))
     bench.pool.fork(2, 0, dict(os.environ), [str(script)], str(bench.folder), str(bench.folder / "2.log"))
-    zygote.kill()
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "ANSWER_S", 0.2)
+        bench.until(lambda: bench.pool._zygote is not zygote, 10.0)
     bench.until(lambda: bench.exit_of(1) and bench.exit_of(2))
     ends = [bench.exit_of(1), bench.exit_of(2)]
     assert [end.code for end in ends if end] == [3, 3]
