@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -26,9 +29,10 @@ class Stores:
         if known := self._open.get(generation):
             return self._host, known.port
         # It listens on every address. Its own client takes the one that no dead link or changed address can cut.
-        store = TCPStore(
-            OWN_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), multi_tenant=True
-        )
+        with _without_dns():
+            store = TCPStore(
+                OWN_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), multi_tenant=True
+            )
         self._open[generation] = store
         for old in sorted(self._open)[:-KEPT]:
             del self._open[old]
@@ -43,3 +47,20 @@ class Stores:
 
     def close(self) -> None:
         self._open.clear()
+
+
+@contextlib.contextmanager
+def _without_dns() -> Iterator[None]:
+    """torch's store asks DNS for the name of each peer that connects, one after another; an answer that is lost holds
+    up everybody for seconds. glibc reads RES_OPTIONS when a thread first asks: the store's own thread does so for its
+    own first client, in here, and never asks anybody again. Other threads keep their resolver.
+    """
+    before = os.environ.get("RES_OPTIONS")
+    os.environ["RES_OPTIONS"] = "attempts:0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["RES_OPTIONS"]
+        else:
+            os.environ["RES_OPTIONS"] = before

@@ -125,13 +125,16 @@ class Job:
             )
 
     def kill_rank(self, rank: int, number: int = signal.SIGKILL) -> int:
-        """Returns the pid that was struck."""
-        for status in self.statuses().values():
-            for row in status.ranks:
-                if row.rank == rank and row.pid and procs.alive(row.pid):
-                    os.kill(row.pid, number)
-                    return row.pid
-        raise AssertionError(f"no rank {rank} to strike")
+        """Returns the pid that was struck. Waits until the rank has a living process."""
+
+        def find() -> int | None:
+            rows = [row for status in self.statuses().values() for row in status.ranks]
+            return next((row.pid for row in rows if row.rank == rank and row.pid and procs.alive(row.pid)), None)
+
+        pid = eventually(find, 10.0, f"a living rank {rank}")
+        assert pid
+        os.kill(pid, number)
+        return pid
 
     def kill_node(self, node: str) -> None:
         """The agent and, with it, all that it started."""
