@@ -225,6 +225,7 @@ class Cluster:
         self._links()
 
     def heal_etcd_links(self) -> None:
+        self.note_trouble()
         self.cut_off.clear()
         self.unanswered.clear()
         self._links()
@@ -239,6 +240,7 @@ class Cluster:
         self.islands[self.nodes[node].name] = node + 1
 
     def heal_network(self) -> None:
+        self.note_trouble()
         self.islands.clear()
         self.training.kick()
         self.check_doors()
@@ -249,6 +251,7 @@ class Cluster:
 
     def start_etcd(self) -> None:
         if not self.etcd.up:
+            self.note_trouble()
             self.etcd.now_s = max(self.etcd.now_s, self.clock.now_s)
             self.etcd.start()
             self.etcd_changed()
@@ -264,6 +267,7 @@ class Cluster:
             self.etcd.compact(self.etcd.revision)
 
     def slow_views(self, seconds: float) -> None:
+        self.note_trouble()
         self.etcd_slow_s = seconds
 
     def drain(self, node: int, deadline_s: float) -> None:
@@ -302,6 +306,7 @@ class Cluster:
 
     def heal(self) -> None:
         """All faults end."""
+        self.note_trouble()
         self.healing = True
         self.heal_network()
         if not self.etcd.up:
@@ -328,12 +333,16 @@ class Cluster:
     @property
     def troubled(self) -> set[str]:
         """Nodes that etcd, or the other nodes, cannot rely on now, or could not a moment ago."""
+        self.note_trouble()
+        return {name for name, at_s in self._trouble.items() if self.clock.now_s - at_s < MEMORY_S}
+
+    def note_trouble(self) -> None:
+        """To be called before a trouble ends."""
         now_s = self.clock.now_s
         for node in self.nodes:
             away = node.paused or not node.up or not self.etcd.up or self.etcd_slow_s
             if away or node.name in self.cut_off or node.name in self.unanswered or node.name in self.islands:
                 self._trouble[node.name] = now_s
-        return {name for name, at_s in self._trouble.items() if now_s - at_s < MEMORY_S}
 
     def whole(self) -> bool:
         """As many nodes train as can, with all their workers."""

@@ -31,6 +31,8 @@ class Judge:
         self._cluster = cluster
         self.only_etcd = False
         """Nothing but etcd fails in this history: training must not notice (G4)."""
+        self.plain_deaths = False
+        """Workers die in this history, and nothing else happens: rank 0 is then always a survivor."""
         self.chains: dict[Version, int] = {}
         self.newest: dict[int, int] = {}
         """Generation -> newest step committed in it."""
@@ -65,6 +67,10 @@ class Judge:
     def chosen(self, group: Group, choice: Choice) -> None:
         """A generation has chosen the state that it goes on from."""
         version = choice.version if choice.kind != "setup" else (0, 0)
+        if choice.kind == "live" and not group.ranks[choice.source].whole:
+            raise Broken("G1", f"generation {group.generation} goes on from half a state, of rank {choice.source}")
+        if self.plain_deaths and choice.kind == "live" and not group.ranks[0].established:
+            raise Broken("survivors first", f"rank 0 of generation {group.generation} is a newcomer")
         if group.restore != "newest":
             return
         for node in self._cluster.nodes:

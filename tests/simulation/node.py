@@ -254,6 +254,7 @@ class Node:
 
     def resume(self) -> None:
         if self.paused and self.agent is not None:
+            self.cluster.note_trouble()
             self.paused = False
             self.link()
             queue, self._queue = self._queue, []

@@ -1,0 +1,135 @@
+"""Plays a scenario: prose (#), a setting and commands (> faults at instants, as in `cluster`), and below each command
+what the agents' machines saw from there on and what they asked for. An event without effects is not shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from elastic.core import messages, model
+from elastic.core.records import BrokenRecord, GenerationRecord, MemberRecord
+
+from .cluster import Cluster, Setting
+from .node import Node
+
+FILES = sorted((Path(__file__).parent.parent / "scenarios").glob("*.txt"))
+
+
+class Player:
+    """Plays one file; `lines` is the file as it should be."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.cluster: Cluster | None = None
+
+    def play(self, text: str) -> str:
+        for line in text.splitlines():
+            if line.startswith("#") or not line.strip():
+                self.lines.append(line)
+            elif line.startswith("> "):
+                self.lines.append(line)
+                self._command(line[2:].split())
+        assert self.cluster is not None
+        self.lines.append(self._end(self.cluster))
+        return "\n".join(self.lines) + "\n"
+
+    def _command(self, words: list[str]) -> None:
+        if words[0] == "setting":
+            given = dict(word.split("=") for word in words[1:])
+            self.cluster = Cluster(Setting(calm=True, **{k: _value(v) for k, v in given.items()}))  # type: ignore[arg-type]
+            self.cluster.listener = self._listen
+            return
+        assert self.cluster is not None, "a setting first"
+        self.cluster.run(float(words[0].removeprefix("t=")))
+        if len(words) > 1:
+            getattr(self.cluster, words[1])(*map(_value, words[2:]))
+
+    def _listen(self, node: Node, event: model.Event, effects: tuple[model.Effect, ...]) -> None:
+        if effects and self.cluster is not None:
+            self.lines.append(f"t={self.cluster.clock.now_s:.2f} {node.name} {_event(event)}")
+            self.lines += [f"  {_effect(effect)}" for effect in effects]
+
+    def _end(self, cluster: Cluster) -> str:
+        record, top = cluster.record(), cluster.judge.top
+        formed = _generation(record) if record else "no generation"
+        return f"= {cluster.state().phase.value}, {formed}, step {top[1]} committed in generation {top[0]}"
+
+
+def _value(text: str) -> object:
+    if text in ("True", "False"):
+        return text == "True"
+    return float(text) if "." in text else int(text)
+
+
+def _generation(record: GenerationRecord) -> str:
+    places = ", ".join(f"{p.node}{list(p.slots)}" for p in record.places)
+    return f"generation {record.number}: {places}"
+
+
+def _member(record: MemberRecord) -> str:
+    said = f"{record.node} ready {list(record.ready)}"
+    said += f", draining: {record.draining}" if record.draining else ""
+    return said + (f", done {record.done}" if record.done else "")
+
+
+def _broken(record: BrokenRecord) -> str:
+    lost = f", slots {list(record.slots)} lost" if record.slots else ""
+    return f"generation {record.generation}: {record.kind}, {record.detail}{lost}"
+
+
+def _event(event: model.Event) -> str:
+    match event:
+        case model.Viewed(view, connected):
+            if not connected:
+                return "Viewed: etcd is away"
+            number = view.generation.number if view.generation else "none"
+            broken = ", broken" if view.broken else ""
+            members = ", ".join(sorted(view.members)) or "nobody"
+            return f"Viewed: {view.state.phase.value}, generation {number}{broken}, members {members}"
+        case model.WorkerExited(slot, life, cause):
+            return f"WorkerExited slot {slot} life {life}: {cause}"
+        case model.WorkerReleased(slot, life, generation, step, error):
+            return f"WorkerReleased slot {slot} life {life}: generation {generation}, step {step}" + (
+                error and f", {error}"
+            )
+        case model.Drain(reason):
+            return f"Drain: {reason}"
+        case _:
+            return repr(event)
+
+
+def _message(message: messages.Message) -> str:
+    match message:
+        case messages.Form():
+            return f"Form generation {message.generation} as rank {message.rank} of {message.world}"
+        case messages.Yield():
+            return f"Yield after step {message.at_step} ({message.why})"
+        case messages.LetGo():
+            return f"LetGo ({message.why})"
+        case _:
+            return repr(message)
+
+
+def _effect(effect: model.Effect) -> str:
+    match effect:
+        case model.Tell(slot, _, message):
+            return f"Tell slot {slot}: {_message(message)}"
+        case model.Publish(number, change, _, at_step, charge):
+            places = ", ".join(f"{p.node}{list(p.slots)}" for p in change.places)
+            more = f" after step {at_step}" if at_step is not None else ""
+            return f"Publish generation {number}: {places}{more} ({change.why})" + (
+                ", charged" if charge and charge.charged else ""
+            )
+        case model.PutMember(record):
+            return f"PutMember {_member(record)}"
+        case model.Rejoin(record):
+            return f"Rejoin {_member(record)}"
+        case model.PutBroken(record):
+            return f"PutBroken {_broken(record)}"
+        case model.Restore(generation):
+            return f"Restore {_generation(generation)}" if generation else "Restore the spec"
+        case model.PutPhase(phase, reason):
+            return f"PutPhase {phase.value}" + (reason and f": {reason}")
+        case model.ChargeFailure(record):
+            return f"ChargeFailure {_broken(record)}"
+        case _:
+            return repr(effect)
