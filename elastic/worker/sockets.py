@@ -63,14 +63,14 @@ def sockets_to(addresses: Collection[tuple[str, int]]) -> list[Sock]:
     return found
 
 
-def cut(sock: Sock) -> bool:
-    """Shut `sock` down in both directions: who waits for it, here or at the other end, gets an error at once.
+def cut(sock: Sock, how: int = socket.SHUT_RDWR) -> bool:
+    """Shut `sock` down, in both directions: who waits for it, here or at the other end, gets an error at once.
 
     False if it is not connected, or gone.
     """
     for handle in _open(sock):
         try:
-            handle.shutdown(socket.SHUT_RDWR)
+            handle.shutdown(how)
         except OSError:
             return False
         return True
