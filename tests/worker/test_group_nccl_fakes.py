@@ -229,6 +229,9 @@ def freed_beside_gloo(rank: int, world: int, port: int) -> Any:
 
     def init(name: str, device_id: torch.device, **given: Any) -> None:
         real("gloo", **given)
+        if given["store"].add("formed", 1) == world:
+            given["store"].set("all formed", "1")
+        given["store"].wait(["all formed"])  # else an abort here would fail the forming of a rank that is still at it
         with socket.create_server(("127.0.0.1", 0)) as listener:
             blocked.set()
             try:
