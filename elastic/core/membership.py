@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -28,6 +29,19 @@ class Stored(Protocol):
     def create_revision(self) -> int: ...
     @property
     def mod_revision(self) -> int: ...
+
+
+# A view comes whole, with thousands of members in a large job, and next to nothing in it has changed.
+
+
+@functools.lru_cache(maxsize=16384)
+def _member(raw: bytes) -> MemberRecord:
+    return decode(MemberRecord, raw)
+
+
+@functools.lru_cache(maxsize=16)
+def _generation(raw: bytes) -> GenerationRecord:
+    return decode(GenerationRecord, raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +81,11 @@ class JobView:
         spec, state, generation = find(keys.spec), find(keys.state), find(keys.generation)
         progress = find(keys.progress)
         members = {
-            key.removeprefix(keys.members): Member(decode(MemberRecord, kv.value), kv.create_revision)
+            key.removeprefix(keys.members): Member(_member(kv.value), kv.create_revision)
             for key, kv in kvs.items()
             if key.startswith(keys.members)
         }
-        formed = decode(GenerationRecord, generation.value) if generation else None
+        formed = _generation(generation.value) if generation else None
         broken = find(keys.broken(formed.number)) if formed else None
         return JobView(
             spec=decode(SpecRecord, spec.value) if spec else None,

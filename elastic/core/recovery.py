@@ -94,6 +94,7 @@ class _Turn:
         self.now_s = now_s
         self.jitter = jitter
         self.effects: list[Effect] = []
+        self._ranks: tuple[GenerationRecord | None, dict[int, int]] = (None, {})
 
     # ── small helpers ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -134,9 +135,12 @@ class _Turn:
     def my_ranks(self) -> dict[int, int]:
         """slot -> rank of our workers in the newest generation; empty when it goes on without us."""
         generation = self.agent.generation
-        if generation is None or generation.place(self.policy.node, self.policy.incarnation) is None:
+        if generation is None:
             return {}
-        return generation.ranks(self.policy.node)
+        if self._ranks[0] is not generation:  # asked many times a turn, and a generation may have thousands of places
+            mine = generation.place(self.policy.node, self.policy.incarnation) is not None
+            self._ranks = generation, generation.ranks(self.policy.node) if mine else {}
+        return self._ranks[1]
 
     def limits(self) -> Limits:
         """How many nodes the job may have, as its spec says now (`elasticctl scale`)."""
