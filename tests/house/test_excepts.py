@@ -10,6 +10,7 @@ from support.source import modules, tree, where
 
 BROAD = {
     "elasticd.threads:Threads.start.run": "the thread wrapper: ends the process",
+    "elastic.agent.desk:Desk._try": "one bad order must not end the agent and its workers: logged with its traceback",
     "elastic.checkpoint.remote:_said": "fsspec's back ends share no base of errors: always raised again",
     "elastic.worker.zygote:_import": "modules that the job names: any mistake in them is reported, not ours",
     "elastic.worker.bootstrap:_run": "the top of the training process, as the interpreter's own: report, exit code 1",
