@@ -189,8 +189,10 @@ def next_generation(
     missing = _missing(current, alive, dead, steps_advance or blind)
     if not (settled or blind) and _store_lost(view, current, alive):
         missing.append(current.leader)
-    absent = [p.node for p in current.places if p.node not in alive and p.node not in missing]
     broken = view.broken if view.broken and view.broken.generation == current.number else None
+    absent = [p.node for p in current.places if p.node not in alive and p.node not in missing]
+    missing += [node for node in absent if not blind and bereft(current, node, broken)]
+    absent = [node for node in absent if node not in missing]
     chosen = _choose(current, fit, limits.max_nodes)
     if broken or missing:
         if absent and blind:
@@ -253,6 +255,13 @@ def _choose(current: GenerationRecord | None, fit: list[Member], max_nodes: int)
     """At most `max_nodes`: those of the present generation first, then by age."""
     rank = {(p.node, p.incarnation): i for i, p in enumerate(current.places)} if current else {}
     return sorted(fit, key=lambda m: (m.id not in rank, rank.get(m.id, 0), m.seniority))[:max_nodes]
+
+
+def bereft(current: GenerationRecord, node: str, broken: BrokenRecord | None) -> bool:
+    """All workers of `node` were lost: nothing of the job's state is to be had there."""
+    if broken is None or broken.generation != current.number or broken.node != node:
+        return False
+    return all(set(p.slots) <= set(broken.slots) for p in current.places if p.node == node)
 
 
 def _with_witness(

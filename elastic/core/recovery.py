@@ -13,7 +13,7 @@ import math
 from dataclasses import replace
 
 from . import messages
-from .membership import JobView, Limits, Wait, leader, next_generation
+from .membership import JobView, Limits, Wait, bereft, leader, next_generation
 from .model import (
     IN_GROUP,
     Agent,
@@ -477,10 +477,12 @@ class _Turn:
     def _check_idle(self) -> None:
         """A worker has let go of a generation that stands: what it left for was called off, or never came."""
         current = self.agent.generation
-        if current is None or self.is_broken() or self.agent.draining is not None or not self.policy.managed:
+        if current is None or self.is_broken() or not self.policy.managed:
             return
-        if any(m.record.draining is not None for m in self.agent.view.members.values()):
-            return  # it waits for that node to leave
+        members = self.agent.view.members.values()
+        stay = sum(1 for m in members if m.record.ready and m.record.draining is None)
+        if any(m.record.draining is not None for m in members) and stay < self.limits().min_nodes:
+            return  # it waits for the one who leaves, and the job for a node in its place
         ranks = self.my_ranks()
         for worker in self.agent.workers.values():
             left = worker.stage is Stage.READY and worker.generation == current.number and worker.slot in ranks
@@ -741,7 +743,8 @@ class _Turn:
         to be dead: they may train on without etcd, and to go on without them costs steps."""
         agent = self.agent
         members = agent.view.members
-        places = agent.generation.places if agent.generation else ()
+        current = agent.generation
+        places = [p for p in current.places if not bereft(current, p.node, agent.view.broken)] if current else []
         if not places or any(p.node in members or (p.node, p.incarnation) in agent.dead for p in places):
             self.change(orphaned_s=None)
             return agent.blind_until_s

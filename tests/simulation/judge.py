@@ -32,7 +32,7 @@ class Judge:
         self.only_etcd = False
         """Nothing but etcd fails in this history: training must not notice (G4)."""
         self.plain_deaths = False
-        """Workers die in this history, and nothing else happens: rank 0 is then always a survivor."""
+        """One worker dies in this history, and nothing else happens: rank 0 is then always a survivor."""
         self.chains: dict[Version, int] = {}
         self.newest: dict[int, int] = {}
         """Generation -> newest step committed in it."""

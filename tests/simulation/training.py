@@ -438,7 +438,9 @@ class Training:
     def save_soon(self, node: Node, stop: bool) -> None:
         """Rank 0 hears it, and at the next step it is for all; `stop`: they end there."""
         for worker in node.processes.values():
-            if worker.group is not None and worker.rank == 0 and worker.group.phase == "running":
+            if not self.checkpoint_every or worker.group is None:
+                continue  # without a folder for checkpoints nobody listens
+            if worker.rank == 0 and worker.group.phase == "running":
                 worker.group.save = True
                 worker.group.stop = worker.group.stop or stop
 
