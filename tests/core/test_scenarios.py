@@ -6,6 +6,7 @@ import os
 import pathlib
 
 import pytest
+from simulation import diagram
 from simulation.player import FILES, Player
 from simulation.run import silent
 
@@ -21,3 +22,8 @@ def test_scenario(path: pathlib.Path) -> None:
 
 def test_there_are_scenarios() -> None:
     assert len(FILES) >= 15
+
+
+def test_the_state_diagrams_are_up_to_date() -> None:
+    silent()
+    assert (pathlib.Path(__file__).parents[2] / "docs" / "states.md").read_text() == diagram.text()

@@ -1,0 +1,303 @@
+"""Many agents in a few processes: the real loop, registry, peers and etcd client, and a pool that has no processes.
+
+Run as a program it is one of those processes: it reads orders as JSON lines and writes what happened.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import msgspec  # noqa: E402
+import psutil  # noqa: E402
+import structlog  # noqa: E402
+
+from elastic.agent.loop import Loop  # noqa: E402
+from elastic.agent.peers import Peers  # noqa: E402
+from elastic.agent.registry import Registry  # noqa: E402
+from elastic.agent.store import Stores  # noqa: E402
+from elastic.core import messages  # noqa: E402
+from elastic.core.agentfile import AgentConfig, EtcdAccess  # noqa: E402
+from elastic.core.keys import ClusterKeys  # noqa: E402
+from elastic.core.membership import Limits  # noqa: E402
+from elastic.core.model import (  # noqa: E402
+    Agent,
+    Policy,
+    Progress,
+    Start,
+    WorkerExited,
+    WorkerFormed,
+    WorkerReady,
+    WorkerReleased,
+    WorkerStepping,
+    WorkerSynced,
+)
+from elastic.core.records import GenerationRecord, SpecRecord  # noqa: E402
+from elastic.core.spec import JobSpec  # noqa: E402
+from elastic.core.timeouts import Timeouts  # noqa: E402
+from elastic.etcd import Etcd  # noqa: E402
+
+PROCESSES = 4
+STEP_S = 1.0
+"""What the workers that are not there pretend to take for a step."""
+TIMEOUTS = Timeouts(beat_s=1.0, let_go_s=3.0, respawn_s=20.0, lease_ttl_s=15.0, lease_renew_s=5.0)
+
+
+class NoProcesses:
+    """A pool whose workers do at once what they are told."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.processes: dict[int, Any] = {}
+        self._loop = loop
+        self._generation = 0
+        self._step = 0
+        self._yield: tuple[int, messages.Yield] | None = None
+
+    def fork(
+        self, life: int, slot: int, env: Mapping[str, str], argv: Sequence[str], workdir: str, log_file: str
+    ) -> None:
+        self._loop.post(WorkerReady(0, life))
+
+    def tell(self, life: int, message: messages.Message, descriptors: Sequence[int] = ()) -> None:
+        post = self._loop.post
+        match message:
+            case messages.Form(generation=generation):
+                self._generation = generation
+                self._step += 1
+                post(WorkerFormed(0, life, generation))
+                post(WorkerSynced(0, life, generation, self._step))
+                post(WorkerStepping(0, life, generation, self._step))
+                post(Progress(generation, self._step, STEP_S))
+            case messages.LetGo(generation=generation):
+                post(WorkerReleased(0, life, generation, self._step))
+            case messages.Yield():
+                self._yield = (life, message)
+
+    def kill(self, life: int, gently: bool = False) -> None:
+        self._loop.post(WorkerExited(0, life, "killed"))
+
+    def tick(self) -> list[Any]:
+        """A step has passed."""
+        if self._generation:
+            self._step += 1
+            self._loop.post(Progress(self._generation, self._step, STEP_S))
+        if self._yield and self._step >= self._yield[1].at_step:
+            life, message = self._yield
+            self._yield = None
+            self._loop.post(WorkerReleased(0, life, message.generation, self._step))
+        return []
+
+    def reap(self) -> None:
+        pass
+
+    def handle(self, key: tuple[str, int]) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class OneAgent(Loop):
+    """The loop without signals, in a thread of its own; it can vanish as a killed process does."""
+
+    vanished = False
+
+    def run(self, env: dict[str, str]) -> int:
+        self._env = env
+        beat_s = self.config.timeouts.beat_s
+        self._turn(Start())
+        due_s = time.monotonic() + beat_s * (0.5 + hash(self.config.node) % 100 / 100)
+        while self._ended is None and not self.vanished:
+            for key, _ in self._selector.select(max(0.0, due_s - time.monotonic())):
+                self._readable(key.data)
+            self._drain_inbox()
+            if (now_s := time.monotonic()) >= due_s and not self.vanished:
+                due_s = now_s + beat_s
+                self._on_tick(now_s)
+        return 0
+
+    def prepare(self) -> None:
+        import selectors
+
+        for sock in (self._wake_read, self._wake_write):
+            sock.setblocking(False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, ("wake", 0))
+
+
+class Host:
+    """The agents of one process."""
+
+    def __init__(self, access: EtcdAccess, spec: JobSpec, folder: Path) -> None:
+        self._access, self._spec, self._folder = access, spec, folder
+        self._agents: dict[int, tuple[OneAgent, Peers, Etcd, Registry]] = {}
+        self._said = threading.Lock()
+
+    def say(self, **what: object) -> None:
+        with self._said:
+            print(json.dumps(what), flush=True)
+
+    def start(self, index: int) -> None:
+        node, incarnation = f"n{index}", f"i{index}"
+        folder = self._folder / node
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        etcd = Etcd(self._access, call_s=10.0)
+        keys = ClusterKeys("scale").job("job")
+        config = AgentConfig(
+            cluster="scale", node=node, job="job", address="127.0.0.1", slots=1, etcd=self._access,
+            timeouts=TIMEOUTS, agent_dir=str(folder), logs_dir=str(folder / "logs"),
+        )  # fmt: skip
+        loop: OneAgent | None = None
+        peers = Peers(incarnation, lambda *dead: loop.on_dead(*dead) if loop else None)
+        limits = Limits(self._spec.min_nodes, self._spec.max_nodes, self._spec.join_wait_s)
+        policy = Policy(
+            node=node, incarnation=incarnation, host="127.0.0.1", port=peers.port, slots=1, limits=limits,
+            shrink=False, standbys=0, managed=True, spec=self._spec, timeouts=TIMEOUTS,
+        )  # fmt: skip
+        record = SpecRecord(spec=self._spec, submitted_wall_s=0.0, submitted_by="benchmark")
+        registry = Registry(
+            etcd, keys, policy, Stores("127.0.0.1"), lambda event: loop.post(event) if loop else None, record
+        )
+        loop = OneAgent(config, Agent(policy), registry, peers, keys, record)
+        loop.pool = NoProcesses(loop)  # type: ignore[assignment]
+        loop._watchman.pool = loop.pool
+
+        def formed(agent: Agent, generation: GenerationRecord) -> None:
+            self.say(agent=index, generation=generation.number, at_s=time.monotonic())
+
+        loop.on_generation = formed
+        loop.prepare()
+        self._agents[index] = (loop, peers, etcd, registry)
+        registry.start()
+        peers.start()
+        self.say(agent=index, ready_s=time.monotonic())
+        etcd.watch(keys.root, loop.post)
+        threading.Thread(target=loop.run, args=[{}], daemon=True).start()
+
+    def lose(self, index: int) -> None:
+        """As SIGKILL would: nothing is revoked, the port is refused."""
+        loop, peers, etcd, _ = self._agents.pop(index)
+        loop.vanished = True
+        peers.close()
+        etcd.close()
+
+
+def main() -> None:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    first = json.loads(sys.stdin.readline())
+    access = msgspec.convert(first["access"], EtcdAccess)
+    host = Host(access, msgspec.convert(first["spec"], JobSpec), Path(first["folder"]))
+    for line in sys.stdin:
+        order = json.loads(line)
+        for index in order.get("start", ()):
+            host.start(index)
+        for index in order.get("lose", ()):
+            host.lose(index)
+    os._exit(0)  # our stdin is closed: the benchmark is over
+
+
+class Fleet:
+    """`count` agents and those that join, spread over a few processes."""
+
+    def __init__(self, access: EtcdAccess, spec: JobSpec, folder: Path, count: int) -> None:
+        self._held: dict[tuple[int, int], float] = {}
+        """(agent, generation) -> when it had it."""
+        self._numbers: list[int] = []
+        self._ready: dict[int, float] = {}
+        self._changed = threading.Condition()
+        first = {"access": msgspec.to_builtins(access), "spec": msgspec.to_builtins(spec), "folder": str(folder)}
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            )
+            for _ in range(min(PROCESSES, count))
+        ]
+        for process in self._processes:
+            self._send(process, first)
+            threading.Thread(target=self._listen, args=[process], daemon=True).start()
+
+    def _send(self, process: subprocess.Popen[str], order: object) -> None:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(order) + "\n")
+        process.stdin.flush()
+
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said = json.loads(line)
+            with self._changed:
+                if "ready_s" in said:
+                    self._ready[said["agent"]] = said["ready_s"]
+                else:
+                    self._held[said["agent"], said["generation"]] = said["at_s"]
+                self._changed.notify_all()
+
+    def _order(self, what: str, agents: Iterable[int]) -> float:
+        began_s = time.monotonic()
+        spread: dict[int, list[int]] = {}
+        for agent in agents:
+            spread.setdefault(agent % len(self._processes), []).append(agent)
+        for index, some in spread.items():
+            self._send(self._processes[index], {what: some})
+        return began_s
+
+    def start(self, agents: Iterable[int]) -> float:
+        return self._order("start", agents)
+
+    def lose(self, agents: Iterable[int]) -> float:
+        """Returns the instant of the order."""
+        return self._order("lose", agents)
+
+    def ready_s(self, agent: int) -> float:
+        return self._ready[agent]
+
+    def wait(self, generation: int, agents: Iterable[int], limit_s: float) -> float:
+        """The instant at which the last of `agents` held a generation of at least this number."""
+        wanted = list(agents)
+
+        def late() -> int | None:
+            return next(
+                (a for a in wanted if not any((a, g) in self._held for g in range(generation, generation + 3))), None
+            )
+
+        with self._changed:
+            if not self._changed.wait_for(lambda: late() is None, limit_s):
+                raise TimeoutError(f"agent {late()} has no generation {generation} after {limit_s:g} s")
+            return max(
+                min(at for (a, g), at in self._held.items() if a == agent and g >= generation) for agent in wanted
+            )
+
+    def settle(self) -> None:
+        """Until the generation has stepped, so that the next change can be measured alone."""
+        threading.Event().wait(4.0)
+
+    def cpu_s(self) -> float:
+        return sum(sum(psutil.Process(p.pid).cpu_times()[:2]) for p in self._processes)
+
+    def memory_mb(self) -> float:
+        return sum(psutil.Process(p.pid).memory_info().rss for p in self._processes) / 1e6
+
+    def close(self) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(timeout=5)
+
+
+if __name__ == "__main__":
+    main()
