@@ -186,10 +186,11 @@ class Host:
 
     def lose(self, index: int) -> None:
         """As SIGKILL would: nothing is revoked, the port is refused."""
-        loop, peers, etcd, _ = self._agents.pop(index)
+        loop, peers, _, registry = self._agents[index]
         loop.vanished = True
         peers.close()
-        etcd.close()
+        if registry._lease is not None:
+            registry._lease.close(revoke=False)  # nobody renews it any more
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ from elastic.core.records import SpecRecord, encode  # noqa: E402
 from elastic.core.spec import JobSpec  # noqa: E402
 from elastic.etcd import Etcd  # noqa: E402
 
-SIZES = (8, 16, 32, 64, 128, 256, 512, 1000)
+SIZES = (8, 32, 64, 128, 256, 512, 1000)
 TORCH_SIZES = (8, 16, 32, 64)
 STEADY_S = 6.0
 LIMIT_S = 120.0

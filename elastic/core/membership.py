@@ -116,16 +116,16 @@ def leader(view: JobView, dead: Dead, current: GenerationRecord | None) -> str |
     Two agents may think themselves the leader for a moment; the compare-and-swap on the generation lets one of them
     win.
     """
-    alive = living(view, dead)
     leaves = None
     for place in current.places if current else ():
-        member = alive.get(place.node)
-        if member and member.record.incarnation == place.incarnation:
+        member = view.members.get(place.node)
+        if member and member.id not in dead and member.record.incarnation == place.incarnation:
             if member.record.draining is None and place.node not in view.state.avoid:
                 return place.node
             leaves = leaves or place.node
     if leaves is not None:
         return leaves
+    alive = living(view, dead)
     return min(alive.values(), key=lambda m: m.seniority).record.node if alive else None
 
 
