@@ -12,6 +12,7 @@ import msgspec
 import structlog
 
 from ..checkpoint.find import peek
+from ..checkpoint.remote import list_remote
 from ..core.keys import JobKeys
 from ..core.membership import JobView
 from ..core.model import Event, Joined, LeaseLost, Policy, Publish, PublishFailed
@@ -191,10 +192,13 @@ class Registry:
 
     def _number(self, number: int) -> int:
         """Generations count on from those of the job's checkpoints: newer state has the larger number, always."""
-        directory = self.policy.spec.checkpoint.dir
-        if number > 1 or not directory:
+        rules, name = self.policy.spec.checkpoint, self.policy.spec.name
+        if number > 1 or not rules.dir:
             return number
-        return 1 + max((generation for _, generation, _ in peek(directory, self.policy.spec.name)), default=0)
+        found = [generation for _, generation, _ in peek(rules.dir, name)]
+        if not found and rules.remote:
+            found = [generation for _, generation, _ in list_remote(rules.remote, name)]
+        return 1 + max(found, default=0)
 
     def _say(self, view: JobView, reason: str) -> None:
         """Why the job does not begin, for people."""

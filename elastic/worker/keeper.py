@@ -145,6 +145,8 @@ class Keeper:
             return
         self._sink.wait(FINISH_S)
         _, _, busy, _ = self._exchange(cadence.Plan(), not self._sink.free())
+        if not busy:
+            self._saved_step = state.step
         if busy or not self._sink.put(self._part(state)):
             self.skipped += 1
 
