@@ -348,9 +348,11 @@ class Cluster:
         """As many nodes train as can, with all their workers."""
         record, latest = self.record(), self.training.latest
         fit = sum(1 for n in self.nodes if n.name not in self.drained and n.name not in self.state().avoid)
-        want = min(fit, self.spec.max_nodes)
+        spec = self.etcd.kvs.get(self.keys.spec)  # a change of it may have been lost with etcd's data
+        want = min(fit, decode(SpecRecord, spec.value).spec.max_nodes) if spec else 0
         return (
-            record is not None
+            spec is not None
+            and record is not None
             and latest is not None
             and latest.generation == record.number
             and len(record.places) >= want
