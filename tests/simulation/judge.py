@@ -50,7 +50,7 @@ class Judge:
         if after.generation is not before.generation:
             self._generation(node, before.generation, after.generation)
         steps = self._cluster.training.steps
-        done = bool(steps) and self.top[1] >= steps or any(w.stage is Stage.DONE for w in before.workers.values())
+        done = (bool(steps) and self.top[1] >= steps) or any(w.stage is Stage.DONE for w in before.workers.values())
         if self.only_etcd and self.commits and not after.view.state.phase.over and not done:
             for effect in effects:
                 told = isinstance(effect, Tell) and isinstance(effect.message, messages.LetGo)
