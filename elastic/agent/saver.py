@@ -34,19 +34,36 @@ Tell = Callable[[int, messages.Message, tuple[int, ...]], None]
 
 
 @dataclass(slots=True)
+class Row:
+    """Failures in a row."""
+
+    error: str | None = None
+    count: int = 0
+    last: tuple[int, int] | None = None
+    """(generation, step) of the last one: its share and its commit may both say that it failed."""
+
+
+@dataclass(slots=True)
 class Saved:
     """What status shows of checkpoints."""
 
     step: int | None = None
     wall_s: float | None = None
     seconds: float = 0.0
-    error: str | None = None
-    failures: int = 0
-    """In a row."""
+    failing: Row = field(default_factory=Row)
+    """Of checkpoints."""
+    copying: Row = field(default_factory=Row)
+    """Of copies to the remote end."""
     skipped: int = 0
+    """Due while the one before was still being written, over the life of a worker."""
     copied: str = ""
     """Newest copy at the remote end."""
     interval: str = ""
+
+    @property
+    def error(self) -> str | None:
+        """What is wrong just now; None: the newest one is safe, and so is its copy."""
+        return self.failing.error or self.copying.error
 
 
 @dataclass(slots=True)
@@ -87,7 +104,7 @@ class Saver:
             try:
                 fresh = (Arena.create(nbytes, warm=False), Arena.create(nbytes, warm=False))  # the worker warms them
             except ArenaError as error:
-                self._fail(0, f"no shared memory for snapshots: {error}")
+                self._fail(0, 0, f"no shared memory for snapshots: {error}")
                 self.tell(life, messages.Arena(nbytes=0), ())
                 return
             if held is not None:
@@ -109,7 +126,7 @@ class Saver:
             order = orders.Write(directory=self.rules.dir, step=message.step, generation=message.generation)
             ticket = self.writer.submit(order, held.arenas[message.buffer])
         except (Busy, OSError) as error:
-            self._fail(message.step, str(error))
+            self._fail(message.generation, message.step, str(error))
             self._free(slot, message.step, message.buffer, str(error))
             return
         self._writes[ticket] = (slot, message.step, message.buffer)
@@ -117,7 +134,8 @@ class Saver:
             try:
                 self._commit(message, world)
             except (Busy, OSError) as error:
-                self._fail(message.step, f"commit: {error}")  # the buffer is freed when it is written
+                # The buffer is freed when it is written.
+                self._fail(message.generation, message.step, f"commit: {error}")
 
     def _commit(self, message: messages.Filled, world: int) -> None:
         self.writer.submit(
@@ -146,16 +164,15 @@ class Saver:
                 case "Commit":
                     self._committed(result)
                 case "CopyUp":
-                    self.last.copied = result.path if result.ok else self.last.copied
-                    if not result.ok:
-                        self._fail(result.step, f"copy to {self.rules.remote}: {result.error}")
-
+                    self._copied(result)
         self.answer()
 
     def _written(self, result: orders.Result) -> None:
         slot, step, buffer = self._writes.pop(result.id, (-1, result.step, 0))
         if result.error:
-            self._fail(step, result.error)
+            self._fail(result.generation, step, result.error)
+        elif (result.generation, step) not in self._committing | {self.last.failing.last}:
+            self.last.failing = Row()  # another node commits: what was ours to do is done
         self._free(slot, step, buffer, result.error, result.seconds)
 
     def _free(self, slot: int, step: int, buffer: int, error: str, seconds: float = 0.0) -> None:
@@ -165,30 +182,47 @@ class Saver:
     def _committed(self, result: orders.Result) -> None:
         self._committing.discard((result.generation, result.step))
         if result.error:
-            self._fail(result.step, result.error)
+            self._fail(result.generation, result.step, result.error)
             return
         last = self.last
         last.step, last.wall_s, last.seconds = result.step, time.time(), result.seconds
-        last.error, last.failures = None, 0
+        last.failing = Row()
         log.info("checkpoint.saved", step=result.step, path=result.path, seconds=round(result.seconds, 3))
         self.on_saved(result.step)
         if self.rules.remote:
+            order = orders.CopyUp(
+                path=result.path,
+                url=self.rules.remote,
+                keep=self.rules.keep,
+                keep_every_steps=self.rules.keep_every_steps,
+            )
             try:
-                order = orders.CopyUp(
-                    path=result.path,
-                    url=self.rules.remote,
-                    keep=self.rules.keep,
-                    keep_every_steps=self.rules.keep_every_steps,
-                )
                 self.writer.submit(order)
             except (Busy, OSError) as error:
-                self._fail(result.step, f"copy to {self.rules.remote}: {error}")
+                self._copy_failed(result.generation, result.step, str(error))
 
-    def _fail(self, step: int, error: str) -> None:
-        """A checkpoint that failed is said loudly and costs the job nothing."""
-        self.last.error, self.last.failures = f"step {step}: {error}", self.last.failures + 1
-        say = log.error if self.last.failures >= ESCALATE_AFTER else log.warning
-        say("checkpoint.failed", step=step, error=error, in_a_row=self.last.failures)
+    def _copied(self, result: orders.Result) -> None:
+        if result.ok:
+            self.last.copied, self.last.copying = result.path, Row()
+        else:
+            self._copy_failed(result.generation, result.step, result.error)
+
+    def _copy_failed(self, generation: int, step: int, error: str) -> None:
+        self._count(self.last.copying, "copy", generation, step, f"copy to {self.rules.remote}: {error}")
+
+    def _fail(self, generation: int, step: int, error: str) -> None:
+        """A checkpoint that failed is said loudly and costs the job nothing. Step 0 or less: of none in particular."""
+        self._count(self.last.failing, "checkpoint", generation, step, error)
+
+    def _count(self, row: Row, what: str, generation: int, step: int, error: str) -> None:
+        if step > 0 and row.last == (generation, step):
+            return
+        row.last, row.count = (generation, step), row.count + 1
+        if row.count >= ESCALATE_AFTER:
+            error = f"{error} ({row.count} in a row)"
+        row.error = f"step {step}: {error}"
+        say = log.error if row.count >= ESCALATE_AFTER else log.warning
+        say("checkpoint.failed", step=step, what=what, error=error, in_a_row=row.count)
         self.on_failed(step, error)
 
     # ── what is left when no worker lives ───────────────────────────────────────────────────────────────────

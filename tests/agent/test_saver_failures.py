@@ -1,0 +1,109 @@
+"""Failed checkpoints and copies, as status and incidents tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from elastic.agent.saver import ESCALATE_AFTER, Saver
+from elastic.checkpoint import orders
+from elastic.core import messages
+from elastic.core.spec import Checkpoint
+
+
+class Writer:
+    """In place of the writer process: answers what the test says."""
+
+    def __init__(self) -> None:
+        self.orders: list[orders.AnyOrder] = []
+        self.answers: list[orders.Result] = []
+
+    def submit(self, order: orders.AnyOrder, arena: object = None) -> int:
+        self.orders.append(order)
+        return len(self.orders)
+
+    def results(self) -> list[orders.Result]:
+        found, self.answers = self.answers, []
+        return found
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+        self.saver = Saver(
+            Checkpoint(dir="/nowhere", remote="memory://there"),
+            "job",
+            lambda life, message, fds: None,
+            on_saved=lambda step: None,
+            on_failed=lambda step, error: self.failed.append(f"{step}: {error}"),
+        )
+        self.saver.writer.close()
+        self.writer = Writer()
+        self.saver.writer = self.writer  # type: ignore[assignment]
+        self.saver.need_arena(0, 1, 4096)
+
+    def save(self, step: int, error: str = "", *, lead: bool = True) -> None:
+        """One share, and its commit if this node leads: both answered alike."""
+        first = len(self.writer.orders)
+        filled = messages.Filled(step=step, generation=2, buffer=0, nbytes=9, share=0, shares=1, stall_s=0.0)
+        self.saver.filled(0, filled, lead=lead, world=1)
+        self._answer(first, step, error)
+
+    def copied(self, step: int, error: str = "") -> None:
+        assert isinstance(self.writer.orders[-1], orders.CopyUp)
+        self._answer(len(self.writer.orders) - 1, step, error)
+
+    def _answer(self, first: int, step: int, error: str) -> None:
+        for number, order in enumerate(self.writer.orders[first:], first + 1):
+            kind = type(order).__name__
+            self.writer.answers.append(orders.Result(id=number, kind=kind, step=step, generation=2, error=error))
+        self.saver.readable()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    for held in made.saver._slots.values():
+        for arena in held.arenas:
+            arena.close()
+
+
+def test_a_failed_checkpoint_is_one_failure_though_its_share_and_its_commit_both_failed(bench: Bench) -> None:
+    bench.save(7, "no space")
+    assert bench.failed == ["7: no space"]
+    assert bench.saver.last.error == "step 7: no space"
+    bench.save(8)
+    assert bench.saver.last.error is None
+
+
+def test_several_in_a_row_are_escalated_and_a_good_one_ends_the_row(bench: Bench) -> None:
+    for step in range(1, ESCALATE_AFTER):
+        bench.save(step, "no space")
+    assert not any("in a row" in said for said in bench.failed)
+    bench.save(9, "no space")
+    assert bench.failed[-1] == f"9: no space ({ESCALATE_AFTER} in a row)"
+    assert bench.saver.last.error == f"step 9: no space ({ESCALATE_AFTER} in a row)"
+    bench.save(10)
+    bench.save(11, "no space")
+    assert bench.failed[-1] == "11: no space"
+
+
+def test_copies_that_fail_again_and_again_are_escalated_though_the_checkpoints_are_good(bench: Bench) -> None:
+    for step in range(1, ESCALATE_AFTER + 1):
+        bench.save(step)
+        bench.copied(step, "unreachable")
+    assert bench.saver.last.step == ESCALATE_AFTER
+    assert bench.failed[-1].endswith(f"copy to memory://there: unreachable ({ESCALATE_AFTER} in a row)")
+    bench.save(8)
+    assert bench.saver.last.error is not None, "the newest copy is still an old one"
+    bench.copied(8)
+    assert bench.saver.last.error is None
+
+
+def test_where_another_node_commits_a_share_that_was_written_ends_the_row(bench: Bench) -> None:
+    bench.save(7, "no space", lead=False)
+    assert bench.saver.last.error == "step 7: no space"
+    bench.save(8, lead=False)
+    assert bench.saver.last.error is None
