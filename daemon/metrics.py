@@ -29,6 +29,7 @@ JOB_GAUGES = (
     ("elasticd_job_checkpoint_age_seconds", "Age of the newest checkpoint.", ("checkpoint", "age_s")),
     ("elasticd_job_checkpoint_step", "Step of the newest checkpoint.", ("checkpoint", "step")),
     ("elasticd_job_checkpoint_failed", "1 while the newest checkpoint failed.", ("checkpoint", "failed")),
+    ("elasticd_job_checkpoint_skipped", "Due while another was still being written.", ("checkpoint", "skipped")),
 )
 """Name, help, and where the value stands in the job's row."""
 

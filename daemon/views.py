@@ -249,6 +249,7 @@ def _checkpoint(progress: ProgressRecord | None, now: Now) -> Json | None:
         "error": progress.checkpoint_error,
         "failed": int(bool(progress.checkpoint_error)),
         "interval": progress.checkpoint_interval,
+        "skipped": progress.checkpoint_skipped,
     }
 
 

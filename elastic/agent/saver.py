@@ -118,7 +118,7 @@ class Saver:
 
     def filled(self, slot: int, message: messages.Filled, *, lead: bool, world: int) -> None:
         """A share is whole in its arena: write it, and once per step commit, if that is ours to do."""
-        self.last.interval = message.interval
+        self.last.interval, self.last.skipped = message.interval, message.skipped
         held = self._slots.get(slot)
         if held is None or not held.arenas:
             return

@@ -90,6 +90,7 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
         checkpoint_wall_s=saved.wall_s,
         checkpoint_error=saved.error,
         checkpoint_interval=saved.interval,
+        checkpoint_skipped=saved.skipped,
     )
 
 

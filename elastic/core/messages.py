@@ -170,6 +170,8 @@ class Filled(Message, frozen=True, kw_only=True):
     stall_s: float
     interval: str = ""
     """How often this job saves, in words."""
+    skipped: int = 0
+    """Snapshots that were due while the one before was still being written, so far in this worker's life."""
 
 
 class BadNumbers(Message, frozen=True, kw_only=True):

@@ -255,6 +255,7 @@ class ProgressRecord(Record, frozen=True, kw_only=True):
     checkpoint_wall_s: float | None = None
     checkpoint_error: str | None = None
     checkpoint_interval: str = ""
+    checkpoint_skipped: int = 0
     waiting_for: str = ""
     ranks: tuple[RankRow, ...] = ()
 
