@@ -120,6 +120,29 @@ class Ours:
         self.arena.close()
 
 
+def peak_mb(*, reset: bool = False) -> float:
+    """Peak resident memory of this process, from now on if `reset` (then what is resident now)."""
+    if reset:
+        with open("/proc/self/clear_refs", "w") as refs:
+            refs.write("5")
+    with open("/proc/self/status") as status:
+        field = next(line for line in status if line.startswith("VmHWM"))
+    return int(field.split()[1]) / 1024
+
+
+class Extra:
+    """The most memory that some work has taken beyond what was there before it."""
+
+    def __init__(self) -> None:
+        self.mb = 0.0
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        before_mb = peak_mb(reset=True)
+        yield
+        self.mb = max(self.mb, peak_mb() - before_mb)
+
+
 def timed(work: Callable[[], object]) -> float:
     start = clock()
     work()
@@ -214,19 +237,19 @@ def run(options: Options) -> dict[str, float]:
     job = Job(options.nbytes)
     tensors = job.flat()
     spare = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    ours = Ours(tensors, os.path.join(directory, "ours"))
+    ours, extra = Ours(tensors, os.path.join(directory, "ours")), Extra()
     try:
         with quiet_group():
-            took = measure_saves(options, job, tensors, spare, ours, directory)
-        took |= measure_resume(options, tensors, spare, ours)
+            took = measure_saves(options, job, tensors, spare, ours, directory, extra)
+        took |= measure_resume(options, tensors, spare, ours, extra)
     finally:
         ours.close()
         shutil.rmtree(directory)
-    return report(took, sum(t.nbytes for t in tensors.values()), len(tensors))
+    return report(took, sum(t.nbytes for t in tensors.values()), len(tensors)) | {"save_resume_extra_mb": extra.mb}
 
 
 def measure_saves(
-    options: Options, job: Job, tensors: Tensors, spare: Tensors, ours: Ours, directory: str
+    options: Options, job: Job, tensors: Tensors, spare: Tensors, ours: Ours, directory: str, extra: Extra
 ) -> dict[str, list[float]]:
     took: dict[str, list[float]] = {}
 
@@ -243,11 +266,12 @@ def measure_saves(
             ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
             for to, source in zip(warm, sources, strict=True)
         ]))  # fmt: skip
-        start = clock()
-        done = ours.save()
-        note("ours, blocked", clock() - start)
-        until(done, ours.writer.fileno())
-        note("ours, durable", clock() - start)
+        with extra.watch():
+            start = clock()
+            done = ours.save()
+            note("ours, blocked", clock() - start)
+            until(done, ours.writer.fileno())
+            note("ours, durable", clock() - start)
         note("disk, plain", disk_limit(ours.arena, directory, reserve=False))
         note("disk, reserved", disk_limit(ours.arena, directory, reserve=True))
         note("torch.save + fsync", timed(lambda: torch_save(job, directory)))
@@ -262,7 +286,9 @@ def measure_saves(
     return took
 
 
-def measure_resume(options: Options, tensors: Tensors, back: Tensors, ours: Ours) -> dict[str, list[float]]:
+def measure_resume(
+    options: Options, tensors: Tensors, back: Tensors, ours: Ours, extra: Extra
+) -> dict[str, list[float]]:
     took: dict[str, list[float]] = {"read, cold": [], "resume, cold": [], "read, warm": [], "resume, warm": []}
     for tensor in back.values():
         tensor.zero_()
@@ -270,6 +296,10 @@ def measure_resume(options: Options, tensors: Tensors, back: Tensors, ours: Ours
     buffer = bytearray(PIECE)
 
     def ours_back() -> None:
+        with extra.watch():
+            load()
+
+    def load() -> None:
         assert resume(ours.directory, "j", lambda info: back[info.name]) is not None
 
     for number in range(options.runs + 1):

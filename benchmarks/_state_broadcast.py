@@ -1,6 +1,4 @@
-"""How long recovered state takes to the ranks that lack it, beside a raw socket and beside torch's own ways.
-
-    python benchmarks/broadcast.py [--quick] [--mb 2000] [--runs 5] [--worlds 2,4]
+"""Part of state.py: how long recovered state takes to the ranks that lack it, beside a raw socket and torch's own ways.
 
 Real processes on one machine, gloo over loopback. The state is that of a GPT under AdamW: fp32 parameters and two
 moments. Every way fills the same, warm storage; the ways take turns, so that a busy machine is busy for all of them.
@@ -16,7 +14,6 @@ import argparse
 import ctypes
 import json
 import os
-import platform
 import signal
 import socket
 import statistics
@@ -27,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _state_save import peak_mb
 from torch import nn
 
 from elastic.worker import pull
@@ -35,8 +33,6 @@ from elastic.worker.state import State
 from elastic.worker.sync import synchronise
 
 PR_SET_PDEATHSIG = 1
-SLOW = ("object_list",)
-"""Ways that take so long that one run in the middle of the others is enough."""
 
 
 class Blocks(nn.Module):
@@ -155,12 +151,10 @@ def _run(rank_number: int, world: int, nbytes: int, runs: int, port: int, ports:
     extra_mb = 0.0
     for turn in range(-1, runs):  # the first turn warms connections and memory and is not counted
         for way in WAYS:
-            if way in SLOW and turn != runs // 2:
-                continue
             if rank_number:
                 for tensor in rank.tensors:
                     tensor.fill_(1.0)
-            before_mb = _peak_mb(reset=True)
+            before_mb = peak_mb(reset=True)
             dist.barrier()
             begun_s = time.monotonic()
             getattr(rank, way)()
@@ -168,20 +162,10 @@ def _run(rank_number: int, world: int, nbytes: int, runs: int, port: int, ports:
             if turn >= 0:
                 seconds[way].append(time.monotonic() - begun_s)
             if way in ("ours", "ours_sockets"):
-                extra_mb = max(extra_mb, _peak_mb() - before_mb)
+                extra_mb = max(extra_mb, peak_mb() - before_mb)
             assert all(bool((tensor == 2.0).all()) for tensor in rank.tensors), f"{way} did not deliver"
     group.close()
     return {"seconds": seconds, "extra_mb": extra_mb, "nbytes": rank.state.nbytes()}
-
-
-def _peak_mb(*, reset: bool = False) -> float:
-    """Peak resident memory, from now on if `reset` (then what is resident now)."""
-    if reset:
-        with open("/proc/self/clear_refs", "w") as refs:
-            refs.write("5")
-    with open("/proc/self/status") as status:
-        field = next(line for line in status if line.startswith("VmHWM"))
-    return int(field.split()[1]) / 1024
 
 
 def measure(nbytes: int, runs: int, world: int) -> dict[str, Any]:
@@ -227,7 +211,7 @@ def measure(nbytes: int, runs: int, world: int) -> dict[str, Any]:
 def report(found: dict[str, Any], world: int, say: Callable[[str], object] = print) -> None:
     nbytes = found["nbytes"]
     base = found["seconds"]["socket"]
-    say(f"{world} ranks, {nbytes / 1e9:.2f} GB, extra memory {found['extra_mb']:.0f} MB")
+    say(f"\n{world} ranks, {nbytes / 1e9:.2f} GB; ours: at most {found['extra_mb']:.0f} MB of extra memory in any rank")
     for way, seconds in sorted(found["seconds"].items(), key=lambda item: item[1]):
         say(f"  {way:14} {seconds:7.3f} s  {nbytes / seconds / 1e9:6.2f} GB/s  {seconds / base:6.2f} × socket")
 
@@ -243,19 +227,19 @@ def summary(two: dict[str, Any], more: dict[str, Any] | None) -> dict[str, float
     }
     if more is not None:
         theirs = [more["seconds"][way] for way in ("per_tensor", "all_in_flight", "coalesced", "object_list")]
-        figures["four_rank_best_of_torch_over_broadcast"] = min(theirs) / more["seconds"]["ours"]
+        figures["four_ranks_best_of_torch_over_broadcast"] = min(theirs) / more["seconds"]["ours"]
+        figures["four_ranks_by_socket_best_of_torch_over_broadcast"] = min(theirs) / more["seconds"]["ours_sockets"]
+        figures["broadcast_extra_mb"] = max(two["extra_mb"], more["extra_mb"])
     return {name: round(value, 3) for name, value in figures.items()}
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--quick", action="store_true", help="a tenth of the size, three runs")
     options.add_argument("--mb", type=int, default=2000)
     options.add_argument("--runs", type=int, default=5)
     options.add_argument("--worlds", default="2,4")
     given = options.parse_args()
-    nbytes, runs = (given.mb * 10**5, 3) if given.quick else (given.mb * 10**6, given.runs)
-    print(f"{platform.node()}, {os.cpu_count()} CPUs, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}")
+    nbytes, runs = given.mb * 10**6, given.runs
     found = {}
     for world in map(int, given.worlds.split(",")):
         # The object list needs five times the state in every rank: with more ranks it must be less.
