@@ -198,10 +198,19 @@ def lost(job: Job, save: Callable[[], Callable[[], bool]], saves: int) -> float:
 
 
 def dcp_save(job: Job, directory: str) -> Callable[[], bool]:
-    target = os.path.join(directory, "dcp")
-    shutil.rmtree(target, ignore_errors=True)
+    target = tempfile.mkdtemp(prefix="dcp-", dir=directory)
     future = dcp.async_save(job.state_dict(), checkpoint_id=target)
     return future.done  # type: ignore[no-any-return, union-attr]
+
+
+def settle(directory: str, ours: Ours) -> None:
+    """What was saved and is not the newest is removed and off the disk: nobody pays for the one before him."""
+    for name in os.listdir(directory):
+        if name.startswith("dcp-"):
+            shutil.rmtree(os.path.join(directory, name))
+    while len(os.listdir(ours.directory)) > 1:  # the writer removes the checkpoint before, when nobody waits
+        time.sleep(0.005)
+    os.sync()
 
 
 @contextmanager
@@ -256,6 +265,10 @@ def measure_saves(
     def note(name: str, seconds: float) -> None:
         took.setdefault(name, []).append(seconds)
 
+    def rest() -> None:
+        settle(directory, ours)
+
+    os.mkdir(ours.directory)
     saves = 1 if options.nbytes >= 1e9 else 3
     sources, warm = list(tensors.values()), list(spare.values())
     for number in range(options.runs + 1):
@@ -266,22 +279,29 @@ def measure_saves(
             ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
             for to, source in zip(warm, sources, strict=True)
         ]))  # fmt: skip
+        rest()
         with extra.watch():
             start = clock()
             done = ours.save()
             note("ours, blocked", clock() - start)
             until(done, ours.writer.fileno())
             note("ours, durable", clock() - start)
+        rest()
         note("disk, plain", disk_limit(ours.arena, directory, reserve=False))
+        rest()
         note("disk, reserved", disk_limit(ours.arena, directory, reserve=True))
+        rest()
         note("torch.save + fsync", timed(lambda: torch_save(job, directory)))
         os.unlink(os.path.join(directory, "whole.pt"))
+        rest()
         start = clock()
         done = dcp_save(job, directory)
         note("dcp.async_save, blocked", clock() - start)
         until(done)
         note("dcp.async_save, done", clock() - start)
+        rest()
         note("ours, lost", lost(job, ours.save, saves))
+        rest()
         note("dcp.async_save, lost", lost(job, lambda: dcp_save(job, directory), saves))
     return took
 

@@ -2,7 +2,7 @@
 
     step-40.g3.tmp/                         made by the first writer
         share-00000-of-00002.safetensors    space reserved, written past the page cache, hashed, fsynced
-        share-00000-of-00002.json           its note: sizes, hashes, tensors. Written aside, fsynced, renamed
+        share-00000-of-00002.json           its note: sizes, hashes, tensors. Written aside and renamed, last
         share-00001-of-00002.…
         manifest.json                       when all notes are there. Written aside, fsynced, renamed; folder fsynced
     step-40/                                the rename is the commit; then the parent is fsynced
@@ -68,7 +68,8 @@ def write_share(
         extra=dict(extra) if extra is not None else arena.extra(),
     )
     path = os.path.join(folder, share.file)
-    _make_folder(folder, files)
+    _make_folder(directory, files)
+    files.mkdir(folder)  # that its name is safe does not matter until it is a checkpoint's
     try:
         hashes = _write_pieces(path, data, share, files, threads)
     except OSError:
@@ -78,8 +79,11 @@ def write_share(
         _give_back(path, files)
         raise SaveFailed(f"step {before.step}: the arena was filled again while it was written")
     share = msgspec.structs.replace(share, xxh3=hashes)
-    _write_whole(os.path.join(folder, m.share_note(share.share, share.shares)), m.encode(share, digest), files)
     files.sync_dir(folder)
+    # Whoever sees the note may count on the share. The note itself is of no use after a crash: the save is then over.
+    _write_whole(
+        os.path.join(folder, m.share_note(share.share, share.shares)), m.encode(share, digest), files, safe=False
+    )
     return share
 
 
@@ -116,13 +120,14 @@ def _write_pieces(path: str, data: memoryview, share: m.Share, files: Files, thr
     return hashes
 
 
-def _write_whole(path: str, raw: bytes, files: Files) -> None:
-    """A small file that is there completely or not at all, once its folder is synced."""
+def _write_whole(path: str, raw: bytes, files: Files, *, safe: bool = True) -> None:
+    """A small file that is there completely or not at all; if `safe` after a crash, too, once its folder is synced."""
     aside = path + ".part"
     fd = files.create(aside)
     try:
         files.write_at(fd, memoryview(raw), 0)
-        files.sync(fd)
+        if safe:
+            files.sync(fd)
     finally:
         files.close(fd)
     files.rename(aside, path)
