@@ -5,16 +5,21 @@
 Goodput is the share of wall time in which steps are made that are kept. What goes in, and where it comes from:
 
 - Failures arrive as a Poisson process in proportion to the number of GPUs, at the rate that Meta reports for Llama 3
-  (The Llama 3 Herd of Models, 2024): 466 interruptions in 54 days on 16,384 GPUs.
+  (The Llama 3 Herd of Models, arxiv.org/abs/2407.21783): 466 interruptions in 54 days on 16,384 GPUs.
 - SAME_NODE of them take one worker only; the others take its node. Assumed: the report's causes do not say it exactly.
 - A failure that comes during a recovery begins the recovery anew.
-- elasticd: DETECT + RECOVER seconds, as benchmarks/recovery.py and the node-loss test measure them here (2 cores,
-  gloo, a small model), plus TRANSFER for the state of a large model; nothing committed is lost. Without standbys the
-  replacement's start-up (STARTUP) is waited for. One failure in CATASTROPHIC takes every copy of the state, and costs
-  a restart from the checkpoint.
-- torchrun: detection and restart as measured here (docs of this repository), plus STARTUP, plus the work since the last
-  checkpoint, taken at the Young/Daly interval for the failure rate; a node's loss is noticed after 43.5 s at defaults.
+- elasticd: a killed worker as benchmarks/recovery.py measures it here (2 cores, gloo, 4 workers, a small model: a CPU
+  figure, not a GPU one), a silent node by its lease; plus TRANSFER for the state of a large model; nothing committed is
+  lost. Without standbys the replacement's start-up (STARTUP) is waited for. One failure in CATASTROPHIC takes every
+  copy of the state, and costs a restart from the checkpoint.
+- torchrun: a killed worker as benchmarks/recovery.py measures it here (share of the store off), plus STARTUP, plus the
+  work since the last checkpoint, taken at the Young/Daly interval for the failure rate. A lost node is believed to be
+  noticed by its peers' failing collectives as soon as a killed worker is; at defaults torch's own keep-alive
+  takes NODE_DEFAULT_S instead (3 missed ones, 5 s apart, and the last call of 30 s).
 - Checkpoints stall training for STALL seconds each.
+- A published recovery time (PUBLISHED_STALLS) is put into the same model as it was published: the whole stall of a
+  failure, at every size, with nothing else lost. Its authors measured it at one size.
+- Published shares (PUBLISHED_SHARES) are points, not curves: other models, other hardware, other failure rates.
 
 What it leaves out: slow nodes, failures that nobody notices, maintenance, and the time to find a replacement node.
 """
@@ -36,10 +41,26 @@ STALL_S = 2.0
 CATASTROPHIC = 1000
 SIZES = (64, 256, 1024, 4096, 16384, 65536, 131072)
 DAYS = 54
-LOWEST = 0.8
+LOWEST = 0.6
 """Where the plot begins."""
-LLAMA3 = (16384, 0.90)
-"""Published: more than 90 % effective training time."""
+NODE_DEFAULT_S = 3 * 5.0 + 30.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """A goodput that somebody reports of a run."""
+
+    name: str
+    gpus: int
+    share: float
+    source: str
+
+
+PUBLISHED_SHARES = (
+    Share("Llama 3", 16384, 0.90, "more than 90 % effective training time, arxiv.org/abs/2407.21783"),
+    Share("ByteRobust", 9600, 0.97, "97 % ETTR over three months, arxiv.org/abs/2509.16293"),
+    Share("FT-HSDP", 100000, 0.80, "44 % synchronous, 80 % with FT-HSDP, O(100K) GPUs, arxiv.org/abs/2602.00277"),
+)
 
 
 @dataclass(frozen=True)
@@ -55,16 +76,37 @@ class System:
     """Share of failures that go back to a checkpoint."""
 
 
+def stall(name: str, colour: str, seconds: float) -> System:
+    return System(name, colour, seconds, seconds, 0.0, 0.0, 0.0)
+
+
+WORKER_S = 0.243
+"""Median of benchmarks/recovery.py, SIGKILL of a worker until all have stepped."""
+TORCHRUN_S = 10.5
+"""The same of torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
+NODE_S = 6.0
+"""A lease of 5 s ends at most 0.5 s late; a host that only closed its connections is noticed at once."""
+
 SYSTEMS = (
-    System("elasticd, standbys", "#1a7f37", 0.02, 6.0, 0.3 + TRANSFER_S, 0.0, 1 / CATASTROPHIC),
-    System("elasticd, no standby", "#2f6fd6", 0.02, 6.0, 0.3 + TRANSFER_S, STARTUP_S, 1 / CATASTROPHIC),
-    System("torchrun, tuned", "#bf6a02", 5.0, 6.3, 5.0, STARTUP_S, 1.0),
-    System("torchrun, defaults", "#c0392b", 10.0, 43.5, 5.0, STARTUP_S, 1.0),
+    System("elasticd, standbys", "#1a7f37", 0.0, NODE_S, WORKER_S + TRANSFER_S, 0.0, 1 / CATASTROPHIC),
+    System("elasticd, no standby", "#2f6fd6", 0.0, NODE_S, WORKER_S + TRANSFER_S, STARTUP_S, 1 / CATASTROPHIC),
+    System("torchrun, tuned", "#bf6a02", 0.0, 0.0, TORCHRUN_S, STARTUP_S, 1.0),
+    System("torchrun, defaults", "#c0392b", 0.0, NODE_DEFAULT_S, TORCHRUN_S, STARTUP_S, 1.0),
+)
+
+PUBLISHED_STALLS = (
+    # 'training restoration on training cluster with 4,800 devices in 150 seconds', arxiv.org/abs/2509.03047
+    stall("FlashRecovery's 150 s", "#8250df", 150.0),
+    # stall of a failure at O(100K) GPUs, synchronous and with replicas as units, arxiv.org/abs/2602.00277
+    stall("FT-HSDP's 3 minutes", "#57606a", 180.0),
+    stall("its baseline's 10 minutes", "#a0a7af", 600.0),
 )
 
 
 def interval_s(system: System, gpus: int) -> float:
-    """Young/Daly for those failures that go back to a checkpoint."""
+    """Young/Daly for those failures that go back to a checkpoint; infinite when none does."""
+    if not system.from_checkpoint:
+        return math.inf
     between_s = 1 / (FAILURES_PER_GPU_S * gpus * system.from_checkpoint)
     return math.sqrt(2 * STALL_S * between_s)
 
@@ -74,12 +116,12 @@ def goodput(system: System, gpus: int, rng: random.Random, days: float) -> float
     rate = FAILURES_PER_GPU_S * gpus
     every_s, end_s = interval_s(system, gpus), days * 86400
     now_s = kept_s = since_s = 0.0
-    useful = every_s / (every_s + STALL_S)
+    useful = 1 / (1 + STALL_S / every_s)
     while now_s < end_s:
         run_s = min(rng.expovariate(rate), end_s - now_s)
         now_s += run_s
         kept_s += run_s * useful
-        since_s = (since_s + run_s) % (every_s + STALL_S)
+        since_s = math.fmod(since_s + run_s, every_s + STALL_S)
         if now_s >= end_s:
             break
         if rng.random() < system.from_checkpoint:
@@ -97,32 +139,44 @@ def goodput(system: System, gpus: int, rng: random.Random, days: float) -> float
 
 def plot(curves: dict[str, list[float]]) -> str:
     """The SVG as text."""
-    width, height, left, top = 720, 400, 60, 30
+    width, height, left, right, top = 960, 440, 60, 230, 36
 
     def x(gpus: float) -> float:
         low, high = math.log(SIZES[0]), math.log(SIZES[-1])
-        return left + (math.log(gpus) - low) / (high - low) * (width - left - 190)
+        return left + (math.log(gpus) - low) / (high - low) * (width - left - right)
 
     def y(share: float) -> float:
-        return top + (1 - max(share, LOWEST)) / (1 - LOWEST) * (height - top - 50)
+        return top + (1 - max(share, LOWEST)) / (1 - LOWEST) * (height - top - 60)
 
     def text(at_x: float, at_y: float, words: str, more: str = "") -> str:
         return f'<text x="{at_x:.1f}" y="{at_y:.1f}" font-family="sans-serif" font-size="12" {more}>{words}</text>'
 
+    end = x(SIZES[-1])
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">']
     out += [f'<rect width="{width}" height="{height}" fill="white"/>', text(left, 18, "Goodput against GPUs (model)")]
-    for percent in range(round(100 * LOWEST), 101, 5):
+    for percent in range(round(100 * LOWEST), 101, 10):
         at = y(percent / 100)
-        out.append(f'<line x1="{left}" x2="{x(SIZES[-1]):.1f}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
+        out.append(f'<line x1="{left}" x2="{end:.1f}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
         out.append(text(left - 8, at + 4, f"{percent} %", 'text-anchor="end"'))
     for gpus in SIZES:
-        out.append(text(x(gpus), height - 30, f"{gpus:,}", 'text-anchor="middle"'))
-    for index, system in enumerate(SYSTEMS):
-        points = " ".join(f"{x(g):.1f},{y(v):.1f}" for g, v in zip(SIZES, curves[system.name], strict=True))
-        out.append(f'<polyline points="{points}" fill="none" stroke="{system.colour}" stroke-width="2"/>')
-        out.append(text(x(SIZES[-1]) + 12, top + 40 + 20 * index, system.name, f'fill="{system.colour}"'))
-    out.append(f'<circle cx="{x(LLAMA3[0]):.1f}" cy="{y(LLAMA3[1]):.1f}" r="4" fill="black"/>')
-    out.append(text(x(SIZES[-1]) + 12, top + 40 + 20 * len(SYSTEMS), "● Llama 3, published"))
+        out.append(text(x(gpus), height - 40, f"{gpus:,}", 'text-anchor="middle"'))
+    out.append(text((left + end) / 2, height - 16, "GPUs", 'text-anchor="middle"'))
+    for index, system in enumerate((*SYSTEMS, *PUBLISHED_STALLS)):
+        dashed = ' stroke-dasharray="5 4"' if system in PUBLISHED_STALLS else ""
+        points = " ".join(
+            f"{x(g):.1f},{y(v):.1f}" for g, v in zip(SIZES, curves[system.name], strict=True) if v > LOWEST
+        )
+        out.append(f'<polyline points="{points}" fill="none" stroke="{system.colour}" stroke-width="2"{dashed}/>')
+        at = top + 16 + 20 * index
+        stroke = f'stroke="{system.colour}" stroke-width="2"{dashed}'
+        out.append(f'<line x1="{end + 14:.1f}" x2="{end + 40:.1f}" y1="{at - 4}" y2="{at - 4}" {stroke}/>')
+        out.append(text(end + 46, at, system.name))
+    at = top + 16 + 20 * (len(SYSTEMS) + len(PUBLISHED_STALLS))
+    out.append(f'<circle cx="{end + 27:.1f}" cy="{at - 4}" r="4" fill="black"/>')
+    out.append(text(end + 46, at, "reported of a real run"))
+    for one in PUBLISHED_SHARES:
+        out.append(f'<circle cx="{x(one.gpus):.1f}" cy="{y(one.share):.1f}" r="4" fill="black"/>')
+        out.append(text(x(one.gpus) - 8, y(one.share) + 16, one.name, 'text-anchor="end"'))
     return "\n".join([*out, "</svg>", ""])
 
 
@@ -132,11 +186,11 @@ def main() -> None:
     options = parser.parse_args()
     runs = 3 if options.quick else 20
     curves = {}
-    for system in SYSTEMS:
+    for system in (*SYSTEMS, *PUBLISHED_STALLS):
         rng = random.Random(7)
         curves[system.name] = [sum(goodput(system, g, rng, DAYS) for _ in range(runs)) / runs for g in SIZES]
         print(
-            system.name.ljust(22), " ".join(f"{g:,}: {v:.4f}" for g, v in zip(SIZES, curves[system.name], strict=True))
+            system.name.ljust(26), " ".join(f"{g:,}: {v:.4f}" for g, v in zip(SIZES, curves[system.name], strict=True))
         )
     if not options.quick:
         (Path(__file__).parent.parent / "docs" / "goodput.svg").write_text(plot(curves))
