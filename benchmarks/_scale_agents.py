@@ -29,11 +29,7 @@ from elastic.agent.registry import Registry  # noqa: E402
 from elastic.agent.store import Stores  # noqa: E402
 from elastic.core import messages  # noqa: E402
 from elastic.core.agentfile import AgentConfig, EtcdAccess  # noqa: E402
-from elastic.core.keys import ClusterKeys  # noqa: E402
-from elastic.core.membership import Limits  # noqa: E402
-from elastic.core.model import (  # noqa: E402
-    Agent,
-    Policy,
+from elastic.core.events import (  # noqa: E402
     Progress,
     Start,
     WorkerExited,
@@ -43,6 +39,9 @@ from elastic.core.model import (  # noqa: E402
     WorkerStepping,
     WorkerSynced,
 )
+from elastic.core.keys import ClusterKeys  # noqa: E402
+from elastic.core.membership import Limits  # noqa: E402
+from elastic.core.model import Agent, Policy  # noqa: E402
 from elastic.core.records import GenerationRecord, SpecRecord  # noqa: E402
 from elastic.core.spec import JobSpec  # noqa: E402
 from elastic.core.timeouts import Timeouts  # noqa: E402

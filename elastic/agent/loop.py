@@ -19,31 +19,30 @@ import structlog
 
 from ..core import messages
 from ..core.agentfile import AgentConfig, AgentOrders, AgentStatus
-from ..core.keys import JobKeys
-from ..core.membership import JobView, leader, living
-from ..core.model import (
-    Agent,
+from ..core.effects import (
     ChargeFailure,
-    Drain,
     Effect,
-    Event,
     ForkPlain,
     ForkWorker,
     Kill,
     Leave,
-    NumbersBad,
-    PeerDead,
-    Progress,
     Publish,
     PutBroken,
     PutMember,
     PutPhase,
     Rejoin,
     Restore,
-    Saved,
     SaveNow,
-    Start,
     Tell,
+)
+from ..core.events import (
+    Drain,
+    Event,
+    NumbersBad,
+    PeerDead,
+    Progress,
+    Saved,
+    Start,
     Tick,
     Undrain,
     Viewed,
@@ -55,6 +54,9 @@ from ..core.model import (
     WorkerStepping,
     WorkerSynced,
 )
+from ..core.keys import JobKeys
+from ..core.membership import JobView, leader, living
+from ..core.model import Agent
 from ..core.records import BrokenRecord, GenerationRecord, IncidentRecord, SpeaksAnotherProtocol, SpecRecord
 from ..core.recovery import step
 from ..etcd import View

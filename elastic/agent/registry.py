@@ -13,9 +13,11 @@ import structlog
 
 from ..checkpoint.find import peek
 from ..checkpoint.remote import list_remote
+from ..core.effects import Publish
+from ..core.events import Event, Joined, LeaseLost, PublishFailed
 from ..core.keys import JobKeys
 from ..core.membership import JobView
-from ..core.model import Event, Joined, LeaseLost, Policy, Publish, PublishFailed
+from ..core.model import Policy
 from ..core.records import (
     BrokenRecord,
     GenerationRecord,

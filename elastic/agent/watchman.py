@@ -16,8 +16,9 @@ from pathlib import Path
 import structlog
 
 from ..core.beat import Beat, Doing
+from ..core.events import Event, Progress, StillBusy, WorkerSick
 from ..core.health import STOPPED_STATE, judge
-from ..core.model import Agent, Event, Progress, Stage, StillBusy, WorkerSick
+from ..core.model import Agent, Stage
 from ..core.spec import Hang
 from .pool import Pool, Process
 

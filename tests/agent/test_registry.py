@@ -12,9 +12,11 @@ from support.fake_etcd import FakeClient, FakeServer
 from elastic.agent.desk import Order
 from elastic.agent.registry import Registry
 from elastic.agent.store import Stores
+from elastic.core.effects import Publish
+from elastic.core.events import Event, PublishFailed
 from elastic.core.keys import ClusterKeys
 from elastic.core.membership import Change, JobView, Limits
-from elastic.core.model import Event, Policy, Publish, PublishFailed
+from elastic.core.model import Policy
 from elastic.core.records import BrokenRecord, JobState, Phase, SpecRecord, decode, encode
 from elastic.core.spec import Checkpoint, JobSpec
 from elastic.core.timeouts import Timeouts

@@ -19,7 +19,8 @@ from elastic.agent import watchman
 from elastic.agent.pool import Process
 from elastic.agent.watchman import Watchman
 from elastic.core.beat import PAGE_BYTES, BeatPage, Doing
-from elastic.core.model import Event, Stage, Worker, WorkerSick
+from elastic.core.events import Event, WorkerSick
+from elastic.core.model import Stage, Worker
 from elastic.core.spec import Hang
 
 RULES = Hang(floor_s=1.0, ceiling_s=5.0)

@@ -10,8 +10,9 @@ import msgspec
 from support.fake_etcd import FakeServer
 
 from elastic.core import records
+from elastic.core.effects import Effect
+from elastic.core.events import Drain, Event, PeerDead, Undrain
 from elastic.core.keys import ClusterKeys
-from elastic.core.model import Drain, Effect, Event, PeerDead, Undrain
 from elastic.core.records import GenerationRecord, JobState, Phase, SpecRecord, decode, encode
 from elastic.core.spec import Checkpoint, JobSpec
 from elastic.etcd import Put

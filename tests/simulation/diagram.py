@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elastic.core import model
+from elastic.core.effects import Effect
+from elastic.core.events import Event
 from elastic.core.model import Agent
 
 from .node import Node
@@ -34,7 +35,7 @@ class Observer(Player):
         self.phases: Moves = {}
         self._before: dict[str, Agent] = {}
 
-    def _listen(self, node: Node, event: model.Event, effects: tuple[model.Effect, ...]) -> None:
+    def _listen(self, node: Node, event: Event, effects: tuple[Effect, ...]) -> None:
         after = node.agent
         before = self._before.get(node.incarnation)
         if after is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elastic.core import messages
-from elastic.core.model import Agent, Effect, Kill, Publish, Stage, Tell
+from elastic.core.effects import Effect, Kill, Publish, Tell
+from elastic.core.model import Agent, Stage
 from elastic.core.records import GenerationRecord, JobState, Phase
 from elastic.core.source import Choice, Version
 

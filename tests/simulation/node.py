@@ -9,17 +9,13 @@ from support.fake_etcd import FakeClient
 
 from elastic.agent.registry import Registry
 from elastic.core import recovery
-from elastic.core.membership import JobView, Limits, leader, living
-from elastic.core.model import (
-    Agent,
+from elastic.core.announce import SUSPICION_S
+from elastic.core.effects import (
     ChargeFailure,
     Effect,
-    Event,
     ForkWorker,
     Kill,
     Leave,
-    Policy,
-    Progress,
     Publish,
     PutBroken,
     PutMember,
@@ -27,13 +23,13 @@ from elastic.core.model import (
     Rejoin,
     Restore,
     SaveNow,
-    Stage,
-    Start,
     Tell,
-    Tick,
-    Viewed,
 )
+from elastic.core.events import Event, Progress, Start, Tick, Viewed
+from elastic.core.membership import JobView, Limits, leader, living
+from elastic.core.model import Agent, Policy, Stage
 from elastic.core.timeouts import Timeouts
+from elastic.core.turn import ASK_AGAIN_S
 from elastic.etcd import EtcdError, View
 
 from .training import Worker
@@ -388,8 +384,8 @@ class Node:
         due = [w.deadline_s for w in agent.workers.values()]
         due += [w.deadline_s for w in agent.standbys]
         if agent.suspicious_since_s is not None:
-            due.append(agent.suspicious_since_s + recovery.SUSPICION_S)
-        due += [at + recovery.ASK_AGAIN_S for at in agent.asked.values() if at + recovery.ASK_AGAIN_S > now_s]
+            due.append(agent.suspicious_since_s + SUSPICION_S)
+        due += [at + ASK_AGAIN_S for at in agent.asked.values() if at + ASK_AGAIN_S > now_s]
         number = agent.generation.number if agent.generation else -1
         if any(w.stage is Stage.READY and w.generation == number for w in agent.workers.values()):
             due.append(now_s + 0.5)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic.core import messages, model
+from elastic.core import effects as does
+from elastic.core import events, messages
 from elastic.core.records import BrokenRecord, GenerationRecord, MemberRecord
 
 from .cluster import Cluster, Setting
@@ -43,7 +44,7 @@ class Player:
         if len(words) > 1:
             getattr(self.cluster, words[1])(*map(_value, words[2:]))
 
-    def _listen(self, node: Node, event: model.Event, effects: tuple[model.Effect, ...]) -> None:
+    def _listen(self, node: Node, event: events.Event, effects: tuple[does.Effect, ...]) -> None:
         if effects and self.cluster is not None:
             self.lines.append(f"t={self.cluster.clock.now_s:.2f} {node.name} {_event(event)}")
             self.lines += [f"  {_effect(effect)}" for effect in effects]
@@ -76,22 +77,22 @@ def _broken(record: BrokenRecord) -> str:
     return f"generation {record.generation}: {record.kind}, {record.detail}{lost}"
 
 
-def _event(event: model.Event) -> str:
+def _event(event: events.Event) -> str:
     match event:
-        case model.Viewed(view, connected):
+        case events.Viewed(view, connected):
             if not connected:
                 return "Viewed: etcd is away"
             number = view.generation.number if view.generation else "none"
             broken = ", broken" if view.broken else ""
             members = ", ".join(sorted(view.members)) or "nobody"
             return f"Viewed: {view.state.phase.value}, generation {number}{broken}, members {members}"
-        case model.WorkerExited(slot, life, cause):
+        case events.WorkerExited(slot, life, cause):
             return f"WorkerExited slot {slot} life {life}: {cause}"
-        case model.WorkerReleased(slot, life, generation, step, error):
+        case events.WorkerReleased(slot, life, generation, step, error):
             return f"WorkerReleased slot {slot} life {life}: generation {generation}, step {step}" + (
                 error and f", {error}"
             )
-        case model.Drain(reason):
+        case events.Drain(reason):
             return f"Drain: {reason}"
         case _:
             return repr(event)
@@ -109,27 +110,27 @@ def _message(message: messages.Message) -> str:
             return repr(message)
 
 
-def _effect(effect: model.Effect) -> str:
+def _effect(effect: does.Effect) -> str:
     match effect:
-        case model.Tell(slot, _, message):
+        case does.Tell(slot, _, message):
             return f"Tell slot {slot}: {_message(message)}"
-        case model.Publish(number, change, _, at_step, charge):
+        case does.Publish(number, change, _, at_step, charge):
             places = ", ".join(f"{p.node}{list(p.slots)}" for p in change.places)
             more = f" after step {at_step}" if at_step is not None else ""
             return f"Publish generation {number}: {places}{more} ({change.why})" + (
                 ", charged" if charge and charge.charged else ""
             )
-        case model.PutMember(record):
+        case does.PutMember(record):
             return f"PutMember {_member(record)}"
-        case model.Rejoin(record):
+        case does.Rejoin(record):
             return f"Rejoin {_member(record)}"
-        case model.PutBroken(record):
+        case does.PutBroken(record):
             return f"PutBroken {_broken(record)}"
-        case model.Restore(generation):
+        case does.Restore(generation):
             return f"Restore {_generation(generation)}" if generation else "Restore the spec"
-        case model.PutPhase(phase, reason):
+        case does.PutPhase(phase, reason):
             return f"PutPhase {phase.value}" + (reason and f": {reason}")
-        case model.ChargeFailure(record):
+        case does.ChargeFailure(record):
             return f"ChargeFailure {_broken(record)}"
         case _:
             return repr(effect)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from elastic.core import messages
-from elastic.core.model import (
+from elastic.core.events import (
     Event,
     Saved,
     WorkerDone,

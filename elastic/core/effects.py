@@ -1,0 +1,132 @@
+"""What an agent can do about its job; the shell carries it out. See `recovery`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .membership import Change
+from .messages import ToWorker
+from .records import BrokenRecord, GenerationRecord, JobState, MemberRecord, Phase, SpecRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ForkWorker:
+    slot: int
+    life: int
+    standby: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ForkPlain:
+    """A script that knows nothing of elastic: forked straight into its rank."""
+
+    slot: int
+    life: int
+    generation: GenerationRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    slot: int
+    life: int
+    message: ToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    slot: int
+    life: int
+    why: str
+    gently: bool = False
+    """SIGTERM first, SIGKILL after the job's stop grace; else SIGKILL."""
+
+
+@dataclass(frozen=True, slots=True)
+class PutMember:
+    record: MemberRecord
+
+
+@dataclass(frozen=True, slots=True)
+class PutBroken:
+    """Unless the generation has such a record already."""
+
+    record: BrokenRecord
+    member: MemberRecord | None = None
+    """Our member record, changed in the same transaction (`shrink`: the dead slot is withdrawn)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Open a store, then write generation `number` by compare-and-swap on `expect_revision` (0: absent)."""
+
+    number: int
+    change: Change
+    expect_revision: int
+    at_step: int | None
+    charge: BrokenRecord | None
+    """The failure to book on the job's budget in the same transaction."""
+
+
+@dataclass(frozen=True, slots=True)
+class PutPhase:
+    """Change the job's phase, if its state is still at `expect_revision`."""
+
+    phase: Phase
+    reason: str
+    expect_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChargeFailure:
+    """A failure outside any generation (a worker that cannot even start): book it on the job's budget."""
+
+    record: BrokenRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """etcd was wiped: write spec, state and generation back where they are absent."""
+
+    generation: GenerationRecord | None
+    state: JobState
+    spec: SpecRecord | None
+    """None: none was ever seen; the shell knows the one it was started with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """Get a new lease and put our member record under it."""
+
+    record: MemberRecord
+
+
+@dataclass(frozen=True, slots=True)
+class SaveNow:
+    reason: str
+    stop: bool = False
+    """The world stops at the step that is saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """All workers are gone: delete our member key and end."""
+
+    reason: str
+    code: int = 0
+
+
+Effect = (
+    ForkWorker
+    | ForkPlain
+    | Tell
+    | Kill
+    | PutMember
+    | PutBroken
+    | Publish
+    | PutPhase
+    | ChargeFailure
+    | Restore
+    | Rejoin
+    | SaveNow
+    | Leave
+)

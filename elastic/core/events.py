@@ -1,0 +1,196 @@
+"""What can happen to an agent's job. See `recovery`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .membership import JobView
+from .records import WorkerError
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Our member key stands, under a living lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLost:
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Viewed:
+    view: JobView
+    connected: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PublishFailed:
+    """The compare-and-swap was lost, or its outcome is unknown; the view will tell."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    slot: int
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFormed:
+    slot: int
+    life: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSynced:
+    slot: int
+    life: int
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStepping:
+    slot: int
+    life: int
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReleased:
+    slot: int
+    life: int
+    generation: int
+    step: int
+    error: str = ""
+    """Set when nobody had told it to: a collective failed there."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDone:
+    slot: int
+    life: int
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    slot: int
+    life: int
+    cause: str
+    """'signal SIGKILL', 'exit code 1', …"""
+    code: int | None = None
+    error: WorkerError | None = None
+    fingerprint: str = ""
+    step: int = 0
+    """The last it had committed, from its beat page."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSick:
+    """Found hung; its stacks are already saved."""
+
+    slot: int
+    life: int
+    kind: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class StillBusy:
+    """It was told to let go, and has declared a span without steps: it cannot hear, and is not stuck."""
+
+    slot: int
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class NumbersBad:
+    slot: int
+    life: int
+    generation: int
+    step: int
+    kind: str
+    detail: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDead:
+    """Another agent is dead for certain: its port refuses connections."""
+
+    node: str
+    incarnation: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The newest step committed by a local worker, as its beat page shows it."""
+
+    generation: int
+    step: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    reason: str
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Undrain:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint of this job has become durable."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    pass
+
+
+WorkerEvent = (
+    WorkerReady
+    | WorkerFormed
+    | WorkerSynced
+    | WorkerStepping
+    | WorkerReleased
+    | WorkerDone
+    | WorkerExited
+    | WorkerSick
+    | StillBusy
+    | NumbersBad
+)
+"""Of one worker: `slot`, and `life`, so that what a process has said is not taken for the word of its successor."""
+
+Event = (
+    Start
+    | Joined
+    | LeaseLost
+    | Viewed
+    | PublishFailed
+    | WorkerEvent
+    | PeerDead
+    | Progress
+    | Drain
+    | Undrain
+    | Saved
+    | Tick
+)

@@ -1,0 +1,190 @@
+"""What happened: how each event changes what the agent knows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from .announce import call_broken, member_record
+from .effects import PutPhase, Rejoin
+from .events import (
+    Drain,
+    Event,
+    Joined,
+    LeaseLost,
+    NumbersBad,
+    PeerDead,
+    Progress,
+    PublishFailed,
+    Saved,
+    Start,
+    StillBusy,
+    Tick,
+    Undrain,
+    Viewed,
+    WorkerDone,
+    WorkerEvent,
+    WorkerExited,
+    WorkerFormed,
+    WorkerReady,
+    WorkerReleased,
+    WorkerSick,
+    WorkerStepping,
+    WorkerSynced,
+)
+from .exits import exited
+from .membership import JobView
+from .model import IN_GROUP, Stage, Worker
+from .records import Phase, WorkerError
+from .turn import Turn
+
+
+def take(turn: Turn, event: Event) -> None:
+    match event:
+        case Start():
+            _start(turn)
+        case Joined():
+            turn.change(joined=True)
+        case LeaseLost():
+            turn.change(joined=False)
+            _rejoin(turn)
+        case Viewed(view, connected):
+            _viewed(turn, view, connected)
+        case PublishFailed(number):
+            if turn.agent.publishing == number:
+                turn.change(publishing=0)
+        case PeerDead(node, incarnation):
+            turn.change(
+                dead=turn.agent.dead | {(node, incarnation)},
+                dead_since_s={**turn.agent.dead_since_s, (node, incarnation): turn.now_s},
+            )
+        case Progress(generation, at_step, step_s):
+            if at_step > turn.agent.step or generation > turn.agent.settled:
+                turn.change(stepped_at_s=turn.now_s)
+            turn.change(step=at_step, step_s=step_s, settled=max(turn.agent.settled, generation))
+        case Drain(reason, deadline_s):
+            turn.change(draining=reason, drain_deadline_s=deadline_s, drain_saved=0)
+        case Undrain():
+            turn.change(draining=None, drain_deadline_s=math.inf)
+            current = turn.agent.generation
+            if current and any(
+                w.stage is Stage.READY and w.generation == current.number for w in turn.agent.workers.values()
+            ):
+                call_broken(turn, "undrain", "stopped for a drain that was called off", (), charged=False)
+        case Saved(at_step):
+            turn.change(drain_saved=at_step)
+        case Tick():
+            _forgive(turn)
+        case _:
+            _take_from_worker(turn, event)
+
+
+def _forgive(turn: Turn) -> None:
+    """Who is called dead and still renews its lease after more than its time-to-live was called so wrongly."""
+    agent = turn.agent
+    if not agent.connected or not agent.dead:
+        return
+    limit_s = turn.policy.timeouts.lease_ttl_s + 1.0
+    standing = {m.id for m in agent.view.members.values()}
+    alive = {d for d in agent.dead & standing if turn.now_s - agent.dead_since_s.get(d, turn.now_s) > limit_s}
+    if alive:
+        turn.change(dead=agent.dead - alive)
+
+
+def _take_from_worker(turn: Turn, event: WorkerEvent) -> None:
+    match event:
+        case WorkerExited():
+            exited(turn, event)
+        case WorkerReady(_, life) if turn.standby(life):
+            turn.set_standby(life, Stage.READY)
+        case _:
+            if worker := turn.find(event.slot, event.life):  # else said by a process that has been replaced
+                _heard(turn, worker, event)
+
+
+def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
+    match event:
+        case WorkerReady():
+            if worker.stage is Stage.STARTING:
+                turn.move(worker, Stage.READY)
+        case WorkerFormed():
+            pass
+        case WorkerSynced(_, _, generation, at_step):
+            if worker.stage is Stage.FORMING and generation == worker.generation:
+                turn.move(worker, Stage.RUNNING, step=at_step)
+        case WorkerStepping(_, _, generation, at_step):
+            if generation == worker.generation:
+                turn.put(replace(worker, step=at_step, crashes=0))
+                turn.change(settled=max(turn.agent.settled, generation), stepped_at_s=turn.now_s)
+        case WorkerReleased():
+            _released(turn, worker, event)
+        case WorkerDone(_, _, generation, at_step):
+            if worker.stage in IN_GROUP and generation == worker.generation:
+                turn.move(worker, Stage.DONE, step=at_step)
+        case WorkerSick(_, _, kind, evidence):
+            if worker.stage in IN_GROUP | {Stage.STARTING, Stage.READY}:
+                if worker.slot in turn.my_ranks():
+                    call_broken(turn, kind, evidence, (worker.slot,), step=worker.step, fingerprint=kind)
+                turn.kill(worker, evidence)
+        case StillBusy():
+            if worker.stage in (Stage.LEAVING, Stage.YIELDING):
+                turn.put(replace(worker, deadline_s=turn.now_s + turn.policy.timeouts.let_go_s))
+        case NumbersBad():
+            _bad_numbers(turn, worker, event)
+        case _:
+            raise AssertionError(f"no transition on {event!r}")
+
+
+def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
+    before = turn.agent
+    wiped = view.revision < before.view.revision or (before.view.spec is not None and view.spec is None)
+    if connected and (wiped or not before.connected):
+        # Wiped or away, or we are new. The others come back with their next renewals, each at its own time.
+        turn.change(blind_until_s=turn.now_s + turn.policy.timeouts.lease_ttl_s)
+        if wiped:  # and with it what we may have published
+            turn.change(wiped_until_s=turn.agent.blind_until_s, publishing=0)
+    places = before.generation.places if before.generation else ()
+    known = {m.id for m in view.members.values()} | {(p.node, p.incarnation) for p in places}
+    turn.change(view=view, connected=connected, dead=frozenset(d for d in before.dead if d in known))
+    turn.change(state=view.state if view.state_revision else before.state, spec=view.spec or before.spec)
+    if view.broken and view.generation and view.broken.generation == view.generation.number > before.broken:
+        turn.change(broken=view.broken.generation, broken_record=view.broken)
+
+
+def _start(turn: Turn) -> None:
+    for slot in range(turn.policy.slots):
+        stage = Stage.GONE if turn.policy.managed else Stage.READY
+        turn.put(Worker(slot=slot, life=0, stage=stage, since_s=turn.now_s, deadline_s=turn.now_s))
+    _rejoin(turn)
+
+
+def _rejoin(turn: Turn) -> None:
+    record = member_record(turn)
+    turn.change(published=record)
+    turn.do(Rejoin(record))
+
+
+def _released(turn: Turn, worker: Worker, event: WorkerReleased) -> None:
+    if event.generation != worker.generation or worker.stage not in IN_GROUP | {Stage.LEAVING}:
+        return
+    untold = worker.stage in (Stage.FORMING, Stage.RUNNING, Stage.DONE)
+    turn.move(worker, Stage.READY, step=event.step)
+    current = turn.agent.generation
+    if untold and event.error and current and current.number == event.generation and not turn.is_broken():
+        turn.change(suspicion=event.error)
+        if turn.agent.suspicious_since_s is None:
+            turn.change(suspicious_since_s=turn.now_s)
+
+
+def _bad_numbers(turn: Turn, worker: Worker, event: NumbersBad) -> None:
+    mode = turn.policy.spec.on_bad_numbers
+    if mode == "ignore" or event.generation != worker.generation:
+        return
+    ranks = ", ".join(map(str, event.ranks)) or "?"
+    detail = f"{event.kind} on rank {ranks} at step {event.step}: {event.detail}"
+    if mode == "stop":
+        if turn.agent.view.state.phase is Phase.RUNNING:
+            turn.do(PutPhase(Phase.FAILED, detail, turn.agent.view.state_revision))
+        return
+    error = WorkerError(node=turn.policy.node, slot=worker.slot, rank=-1, message=detail, step=event.step)
+    call_broken(turn, event.kind, detail, (), step=event.step, fingerprint=event.kind, error=error, rollback=True)

@@ -1,0 +1,110 @@
+"""The leader's part: whether there is to be a next generation, and how the job stands."""
+
+from __future__ import annotations
+
+import math
+
+from .effects import Publish, PutPhase, SaveNow
+from .membership import Change, Wait, bereft, leader, next_generation
+from .records import Phase
+from .turn import Turn
+
+LEAD_S = 0.25
+"""How far ahead a planned boundary is set, so that every rank hears of it before it gets there."""
+
+
+def lead(turn: Turn) -> None:
+    agent, view = turn.agent, turn.agent.view
+    if not (agent.joined and agent.connected) or agent.publishing or view.spec is None:
+        return
+    if agent.generation is not None and view.generation != agent.generation:
+        return  # etcd does not have it back yet
+    if leader(view, agent.dead, agent.generation) != turn.policy.node:
+        return
+    if _all_done(turn):
+        if view.state.phase is not Phase.SUCCEEDED:
+            turn.ask(PutPhase(Phase.SUCCEEDED, "", view.state_revision), f"succeeded {view.state_revision}")
+        return
+    verdict = _verdict(turn)
+    if isinstance(verdict, Wait):
+        _wait(turn, verdict)
+    else:
+        _publish(turn, verdict)
+
+
+def _verdict(turn: Turn) -> Change | Wait:
+    agent, view, limits = turn.agent, turn.agent.view, turn.limits()
+    ready = sum(1 for m in view.members.values() if m.record.ready)
+    if ready < limits.min_nodes:
+        turn.change(min_reached_s=None)
+    elif agent.min_reached_s is None:
+        turn.change(min_reached_s=turn.now_s)
+    reached = turn.agent.min_reached_s
+    verdict = next_generation(
+        view,
+        agent.generation,
+        limits,
+        agent.dead,
+        steps_advance=turn.steps_advance(),
+        settled=not turn.policy.managed or (agent.generation is not None and agent.settled >= agent.generation.number),
+        in_place=turn.policy.managed,
+        min_reached_for_s=turn.now_s - reached if reached is not None else 0.0,
+        blind=turn.now_s < _blind_until_s(turn),
+    )
+    if isinstance(verdict, Wait) or not verdict.planned:
+        return verdict
+    if turn.done_here():
+        return Wait("training is complete; the others are finishing")
+    if turn.now_s < agent.wiped_until_s:
+        return Wait("a planned change waits: etcd has lost its data a moment ago")
+    return verdict
+
+
+def _publish(turn: Turn, change: Change) -> None:
+    agent, view = turn.agent, turn.agent.view
+    number = agent.generation.number + 1 if agent.generation else 1
+    if turn.now_s < agent.wiped_until_s and agent.generation:
+        number += 1  # somebody may hold one more, published just before etcd was wiped
+    ahead = max(2, math.ceil(LEAD_S / agent.step_s)) if agent.step_s > 0 else 2
+    at_step = agent.step + ahead if change.planned and turn.policy.managed else None
+    told = view.broken and agent.generation and view.broken.generation == agent.generation.number
+    turn.change(publishing=number, reason="", below_min=False)
+    turn.do(Publish(number, change, view.generation_revision, at_step, charge=view.broken if told else None))
+
+
+def _blind_until_s(turn: Turn) -> float:
+    """Until when absence proves nothing. Longer when all who hold the job's state are absent and none is known
+    to be dead: they may train on without etcd, and to go on without them costs steps."""
+    agent = turn.agent
+    members = agent.view.members
+    current = agent.generation
+    places = [p for p in current.places if not bereft(current, p.node, agent.view.broken)] if current else []
+    if not places or any(p.node in members or (p.node, p.incarnation) in agent.dead for p in places):
+        turn.change(orphaned_s=None)
+        return agent.blind_until_s
+    if agent.orphaned_s is None:
+        turn.change(orphaned_s=turn.now_s)
+    assert turn.agent.orphaned_s is not None
+    return max(agent.blind_until_s, turn.agent.orphaned_s + turn.policy.timeouts.form_s)
+
+
+def _all_done(turn: Turn) -> bool:
+    generation, members = turn.agent.generation, turn.agent.view.members
+    if generation is None or turn.is_broken():
+        return False
+    # A rank is done only when all have got to the end. So who is not there any more need not say it too.
+    there = [m for p in generation.places if (m := members.get(p.node)) and m.record.incarnation == p.incarnation]
+    return bool(there) and all(m.record.done == generation.number for m in there)
+
+
+def _wait(turn: Turn, verdict: Wait) -> None:
+    view, reason = turn.agent.view, verdict.reason
+    if turn.agent.draining and verdict.below_min and not turn.policy.spec.checkpoint.dir:
+        reason += "; the job has no checkpoint.dir, so its state would be lost"
+    turn.change(reason="" if verdict.fine else reason, below_min=verdict.below_min)
+    if verdict.below_min and any(m.record.draining for m in view.members.values()):
+        # The one who leaves may not hold rank 0, and only rank 0 hears this.
+        turn.ask(SaveNow("a node leaves, and the job falls below its minimum", stop=True), "save")
+    lost = turn.is_broken() or not turn.steps_advance()
+    if verdict.below_min and lost and turn.agent.generation and view.state.phase is Phase.RUNNING:
+        turn.ask(PutPhase(Phase.WAITING, verdict.reason, view.state_revision), f"waiting {view.state_revision}")

@@ -1,0 +1,77 @@
+"""How an agent leaves: drained, with its state safe, or because the job is over."""
+
+from __future__ import annotations
+
+from . import messages
+from .announce import call_broken, settle_member
+from .effects import Kill, Leave, SaveNow, Tell
+from .model import IN_GROUP, Stage
+from .records import Phase
+from .turn import Turn
+
+
+def check_drain(turn: Turn) -> None:
+    agent = turn.agent
+    if agent.draining is None or agent.leaving is not None:
+        return
+    if not turn.my_ranks():
+        if all(w.stage not in IN_GROUP | {Stage.LEAVING} for w in agent.workers.values()):
+            turn.change(leaving=f"drained: {agent.draining}")
+        return
+    due = turn.now_s >= agent.drain_deadline_s
+    stay = [
+        m
+        for m in agent.view.members.values()
+        if m.record.node != turn.policy.node and m.record.ready and m.record.draining is None
+    ]
+    if len(stay) < turn.limits().min_nodes and not due:
+        due = _may_fall_below_min(turn, bool(stay))
+    if due:
+        settle_member(turn)  # the next generation is to be made without this node
+        call_broken(turn, "drain", agent.draining, tuple(turn.my_ranks()), charged=False)
+        turn.change(leaving=f"drained: {agent.draining}")
+
+
+def _may_fall_below_min(turn: Turn, others: bool) -> bool:
+    """Leaving would stop the job: only once its state is safe. The world stops at the step that is saved."""
+    agent = turn.agent
+    if not turn.policy.spec.checkpoint.dir:
+        return others  # they keep the state, and wait
+    stopped = all(w.stage is Stage.READY for w in agent.workers.values() if w.slot in turn.my_ranks())
+    at_step = max((w.step for w in agent.workers.values()), default=0)
+    if stopped and max(agent.drain_saved, agent.view.saved_step) >= at_step > 0:
+        return True
+    turn.ask(SaveNow(f"drain: {agent.draining}", stop=True), "save")
+    return False
+
+
+def check_end(turn: Turn) -> None:
+    phase, reason = turn.agent.view.state.phase, turn.agent.view.state.reason
+    if turn.agent.leaving is None and (phase.over or phase is Phase.STOPPING):
+        turn.change(leaving=f"{phase.value}: {reason}" if reason else phase.value)
+
+
+def leave(turn: Turn) -> None:
+    """Every worker ends; then the agent does."""
+    succeeded = turn.agent.view.state.phase is Phase.SUCCEEDED
+    busy = False
+    for worker in tuple(turn.agent.workers.values()):
+        if worker.stage is Stage.GONE or (not turn.policy.managed and worker.stage in (Stage.READY, Stage.DONE)):
+            continue
+        busy = True
+        if worker.stage is Stage.DONE and succeeded:
+            turn.do(Tell(worker.slot, worker.life, messages.Finish()))
+            turn.move(worker, Stage.LEAVING, turn.now_s + turn.policy.spec.stop_grace_s)
+        elif worker.stage is Stage.LEAVING:
+            if turn.now_s >= worker.deadline_s or not succeeded:
+                turn.kill(worker, "did not end in time")
+        elif worker.stage is not Stage.KILLED:
+            turn.kill(worker, turn.agent.leaving or "", gently=True)
+    for standby in turn.agent.standbys:
+        if standby.stage in (Stage.STARTING, Stage.READY):
+            turn.do(Kill(-1, standby.life, "the job is over here"))
+            turn.set_standby(standby.life, Stage.KILLED)
+        busy = busy or standby.stage is not Stage.GONE
+    if not busy and turn.agent.leaving is not None and not turn.agent.reason.startswith("left"):
+        turn.change(reason=f"left: {turn.agent.leaving}")
+        turn.do(Leave(turn.agent.leaving))

@@ -1,0 +1,109 @@
+"""One turn of an agent's recovery: what the rooms of `recovery` work on, and the questions that they share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from .effects import Effect, Kill
+from .membership import Limits
+from .model import Agent, Policy, Stage, Worker
+from .records import GenerationRecord, Phase
+
+STALL_S = 1.0
+"""With no step for this long (or three step times), an expired lease is believed."""
+
+ASK_AGAIN_S = 1.0
+"""A request whose result the view does not show is made again after this long."""
+
+
+class Turn:
+    """One turn: the agent as it becomes, and the effects so far."""
+
+    def __init__(self, agent: Agent, now_s: float, jitter: float) -> None:
+        self.agent = agent
+        self.now_s = now_s
+        self.jitter = jitter
+        self.effects: list[Effect] = []
+        self._ranks: tuple[GenerationRecord | None, dict[int, int]] = (None, {})
+
+    @property
+    def policy(self) -> Policy:
+        return self.agent.policy
+
+    def change(self, **fields: object) -> None:
+        self.agent = replace(self.agent, **fields)  # type: ignore[arg-type]
+
+    def do(self, effect: Effect) -> None:
+        self.effects.append(effect)
+
+    def put(self, worker: Worker) -> None:
+        self.change(workers={**self.agent.workers, worker.slot: worker})
+
+    def find(self, slot: int, life: int) -> Worker | None:
+        """The worker meant, or None when it has been replaced since."""
+        worker = self.agent.workers.get(slot)
+        return worker if worker and worker.life == life else None
+
+    def move(self, worker: Worker, stage: Stage, deadline_s: float = math.inf, **fields: object) -> Worker:
+        moved = replace(worker, stage=stage, since_s=self.now_s, deadline_s=deadline_s, **fields)  # type: ignore[arg-type]
+        self.put(moved)
+        return moved
+
+    def kill(self, worker: Worker, why: str, gently: bool = False) -> None:
+        self.do(Kill(worker.slot, worker.life, why, gently))
+        self.move(worker, Stage.KILLED)
+
+    def ask(self, effect: Effect, key: str) -> None:
+        """Ask for something that only the view can confirm; again after a while if it does not."""
+        asked = self.agent.asked.get(key)
+        if asked is None or self.now_s - asked >= ASK_AGAIN_S:
+            self.change(asked={**self.agent.asked, key: self.now_s})
+            self.do(effect)
+
+    def standby(self, life: int) -> Worker | None:
+        return next((w for w in self.agent.standbys if w.life == life), None)
+
+    def set_standby(self, life: int, stage: Stage, deadline_s: float = math.inf) -> None:
+        changed = tuple(
+            replace(w, stage=stage, deadline_s=deadline_s) if w.life == life else w for w in self.agent.standbys
+        )
+        self.change(standbys=changed)
+
+    def is_broken(self) -> bool:
+        generation = self.agent.generation
+        return generation is not None and self.agent.broken >= generation.number
+
+    def is_over(self) -> bool:
+        phase = self.agent.view.state.phase
+        return self.agent.leaving is not None or phase.over or phase is Phase.STOPPING
+
+    def my_ranks(self) -> dict[int, int]:
+        """slot -> rank of our workers in the newest generation; empty when it goes on without us."""
+        generation = self.agent.generation
+        if generation is None:
+            return {}
+        if self._ranks[0] is not generation:  # asked many times a turn, and a generation may have thousands of places
+            mine = generation.place(self.policy.node, self.policy.incarnation) is not None
+            self._ranks = generation, generation.ranks(self.policy.node) if mine else {}
+        return self._ranks[1]
+
+    def limits(self) -> Limits:
+        """How many nodes the job may have, as its spec says now (`elasticctl scale`)."""
+        spec = self.agent.view.spec
+        if spec is None:
+            return self.policy.limits
+        return Limits(spec.spec.min_nodes, spec.spec.max_nodes, spec.spec.join_wait_s)
+
+    def steps_advance(self) -> bool:
+        if not self.policy.managed:
+            return False
+        if self.done_here():
+            return True  # all ranks have got to the end; who is silent has nothing left to do
+        return self.now_s - self.agent.stepped_at_s < max(STALL_S, 3 * self.agent.step_s)
+
+    def done_here(self) -> bool:
+        """All our workers have got to the end, and so have all others."""
+        number = self.agent.generation.number if self.agent.generation else 0
+        mine = [w for s, w in self.agent.workers.items() if s in self.my_ranks()]
+        return bool(mine) and all(w.stage is Stage.DONE and w.generation == number for w in mine)

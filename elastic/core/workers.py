@@ -1,0 +1,116 @@
+"""What follows for the workers: who is forked, told to let go, told to form, killed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from . import messages
+from .effects import ForkPlain, ForkWorker, Tell
+from .model import IN_GROUP, Stage, Worker
+from .records import GenerationRecord
+from .turn import Turn
+
+
+def settle_worker(turn: Turn, worker: Worker) -> None:
+    agent, generation = turn.agent, turn.agent.generation
+    if worker.stage is Stage.GONE:
+        if turn.now_s >= worker.deadline_s:
+            turn.change(lives=agent.lives + 1)
+            turn.move(worker, Stage.STARTING, life=agent.lives + 1, generation=0)
+            turn.do(ForkWorker(worker.slot, agent.lives + 1))
+        return
+    if worker.stage is Stage.LEAVING and turn.now_s >= worker.deadline_s:
+        turn.kill(worker, "did not let go in time")
+        return
+    if generation is None:
+        return
+    if worker.stage in IN_GROUP:
+        _settle_in_group(turn, worker, generation)
+        worker = turn.agent.workers[worker.slot]
+    ranks = turn.my_ranks()
+    due = worker.stage is Stage.READY and worker.generation < generation.number
+    if due and worker.slot in ranks and not turn.is_broken():
+        _form(turn, worker, generation, ranks)
+
+
+def _settle_in_group(turn: Turn, worker: Worker, generation: GenerationRecord) -> None:
+    older = worker.generation < generation.number
+    if not older and not turn.is_broken():
+        return
+    planned = (
+        generation.at_step is not None
+        and not turn.is_broken()
+        and worker.generation == generation.number - 1
+        and turn.policy.managed
+    )
+    if planned and worker.stage is Stage.RUNNING:
+        assert generation.at_step is not None
+        ahead_s = (generation.at_step - turn.agent.step + 1) * turn.agent.step_s
+        deadline_s = turn.now_s + max(0.0, ahead_s) + 2 * turn.policy.timeouts.let_go_s
+        turn.move(worker, Stage.YIELDING, deadline_s)
+        order = messages.Yield(generation=worker.generation, at_step=generation.at_step, why=generation.why)
+        turn.do(Tell(worker.slot, worker.life, order))
+    elif worker.stage is Stage.YIELDING and planned and turn.now_s < worker.deadline_s:
+        return
+    else:
+        _let_go(turn, worker, generation.why if older else "generation is broken")
+
+
+def _let_go(turn: Turn, worker: Worker, why: str) -> None:
+    if not turn.policy.managed:
+        if worker.stage is Stage.DONE:
+            turn.move(worker, Stage.READY)
+        else:
+            turn.kill(worker, why)
+        return
+    turn.do(Tell(worker.slot, worker.life, messages.LetGo(generation=worker.generation, why=why)))
+    # The call in flight raises only when its step gets to it: a long step needs as long.
+    patience_s = max(turn.policy.timeouts.let_go_s, 3 * turn.agent.step_s)
+    turn.move(worker, Stage.LEAVING, turn.now_s + patience_s)
+
+
+def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: dict[int, int]) -> None:
+    if not turn.policy.managed:
+        turn.change(lives=turn.agent.lives + 1)
+        life = turn.agent.lives
+        turn.move(worker, Stage.RUNNING, generation=generation.number, life=life)
+        turn.do(ForkPlain(worker.slot, life, generation))
+        return
+    places = generation.places
+    group_rank = next(i for i, p in enumerate(places) if p.node == turn.policy.node)
+    turn.move(worker, Stage.FORMING, generation=generation.number)
+    form = messages.Form(
+        generation=generation.number,
+        rank=ranks[worker.slot],
+        world=generation.world,
+        group_rank=group_rank,
+        group_world=len(places),
+        local_rank=sorted(ranks.values()).index(ranks[worker.slot]),
+        local_world=len(ranks),
+        store_host=generation.store_host,
+        store_port=generation.store_port,
+        restore=generation.restore,
+        timeout_s=turn.policy.timeouts.group_s,
+    )
+    turn.do(Tell(worker.slot, worker.life, form))
+
+
+def settle_standbys(turn: Turn) -> None:
+    if not turn.policy.managed or not turn.policy.standbys:
+        return
+    if not turn.agent.standbys:
+        # Only once the real workers stand: they come first.
+        if any(w.stage in (Stage.STARTING, Stage.GONE) for w in turn.agent.workers.values()):
+            return
+        fresh = tuple(
+            Worker(slot=-1, life=0, stage=Stage.GONE, deadline_s=turn.now_s) for _ in range(turn.policy.standbys)
+        )
+        turn.change(standbys=fresh)
+    for i, standby in enumerate(turn.agent.standbys):
+        if standby.stage is Stage.GONE and turn.now_s >= standby.deadline_s:
+            life = turn.agent.lives + 1
+            started = replace(standby, life=life, stage=Stage.STARTING, since_s=turn.now_s, deadline_s=math.inf)
+            standbys = (*turn.agent.standbys[:i], started, *turn.agent.standbys[i + 1 :])
+            turn.change(lives=life, standbys=standbys)
+            turn.do(ForkWorker(-1, life, standby=True))
