@@ -18,6 +18,18 @@ BAD_NODE_FAILURES = 3
 """A node with this many failures in the window, and more than all other nodes together, is set aside."""
 
 
+KEPT_FAILURES = 200
+"""So many are kept for people to see, or as many as the budget needs."""
+
+
+COMM = "comm"
+"""Kind of a generation in which a collective failed for a reason that nobody knew."""
+
+
+NUMBERS_LEFT_OUT = 2
+"""Generations that follow each other have numbers so far apart at most: one is left out after etcd lost its data."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     state: JobState
@@ -33,7 +45,7 @@ def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float
     failure = Failure(
         wall_s=wall_s,
         generation=broken.generation,
-        node=broken.node,
+        node="" if broken.kind == COMM else broken.node,  # who says it need not be who caused it
         fingerprint=broken.fingerprint or broken.kind,
         step=broken.step,
     )
@@ -41,7 +53,7 @@ def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float
     charged = msgspec.structs.replace(
         state,
         restarts=state.restarts + 1,
-        failures=recent[-200:],
+        failures=recent[-max(KEPT_FAILURES, rules.budget) :],
         error=broken.error or state.error,
         avoid=_avoid(recent) if other_nodes > 0 else (),
     )
@@ -65,13 +77,28 @@ def _stop(state: JobState, wall_s: float, reason: str) -> Verdict:
 
 
 def _avoid(failures: tuple[Failure, ...]) -> tuple[str, ...]:
-    counts = Counter(f.node for f in failures)
+    counts = Counter(f.node for f in failures if f.node)
     return tuple(sorted(n for n, c in counts.items() if c >= BAD_NODE_FAILURES and c > sum(counts.values()) - c))
 
 
+def in_vain(state: JobState, broken: BrokenRecord | None) -> int:
+    """How many generations in a row, `broken` the newest, ended before their first step by a failed collective."""
+    if broken is None or broken.kind != COMM or not broken.charged:
+        return 0
+    count, number = 1, broken.generation
+    for failure in reversed(state.failures):
+        if failure.generation >= number:
+            continue  # `broken` itself, charged already
+        if failure.fingerprint != COMM or failure.generation < number - NUMBERS_LEFT_OUT:
+            break
+        count, number = count + 1, failure.generation
+    return count
+
+
 def backoff_s(failures_without_progress: int, rules: Restarts, jitter: float) -> float:
-    """Pause before a slot is tried again. None after the first failure; then doubling. `jitter` in [0, 1)."""
+    """Pause before a slot is tried again. None after the first failure; then doubling. `jitter` in [0, 1]."""
     if failures_without_progress <= 1:
         return 0.0
-    pause = min(rules.backoff_max_s, rules.backoff_s * 2.0 ** (failures_without_progress - 2))
+    doublings = min(failures_without_progress - 2, 64)  # a standby may fail for days: no power of two holds that
+    pause = min(rules.backoff_max_s, rules.backoff_s * 2.0**doublings)
     return pause * (0.5 + jitter / 2)

@@ -45,8 +45,9 @@ class Checkpoint(Table, frozen=True, kw_only=True):
 
 
 class Restarts(Table, frozen=True, kw_only=True):
-    budget: Annotated[int, msgspec.Meta(ge=0)] = 20
-    """Failures allowed within `window_s`; one more stops the job. Membership changes are never charged."""
+    budget: Annotated[int, msgspec.Meta(ge=0, le=5000)] = 20
+    """Failures allowed within `window_s`; one more stops the job. Membership changes are never charged. At most 5000:
+    all that count are kept in one record."""
 
     window_s: Annotated[float, msgspec.Meta(gt=0)] = 3600.0
     """Length of the sliding window of `budget`."""

@@ -1,0 +1,154 @@
+"""How often a job may fail: the budget's edge, its window, crash loops, bad nodes, pauses."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.core.records import BrokenRecord, JobState, Phase, WorkerError
+from elastic.core.restarts import BAD_NODE_FAILURES, backoff_s, charge
+from elastic.core.spec import Restarts
+
+RULES = Restarts(budget=3, window_s=100.0, same_failure=3, backoff_s=0.5, backoff_max_s=30.0)
+
+
+def broken(
+    fingerprint: str = "signal SIGKILL",
+    *,
+    node: str = "a",
+    step: int | None = 7,
+    bug: bool = False,
+    charged: bool = True,
+) -> BrokenRecord:
+    error = WorkerError(node=node, slot=0, rank=0, message="ValueError: planted", step=step) if bug else None
+    return BrokenRecord(
+        generation=1, node=node, kind="exit", detail="planted", fingerprint=fingerprint, step=step, charged=charged,
+        error=error,
+    )  # fmt: skip
+
+
+def book(*failures: tuple[float, BrokenRecord], rules: Restarts = RULES, spare: int = 1) -> tuple[JobState, str]:
+    """The state after `failures`, each at its wall time, and why the job is stopped."""
+    state, stopped = JobState(phase=Phase.RUNNING), ""
+    for wall_s, record in failures:
+        verdict = charge(state, record, rules, wall_s, spare)
+        state, stopped = verdict.state, verdict.stopped
+    return state, stopped
+
+
+def test_just_the_budget_is_allowed() -> None:
+    state, stopped = book(*((float(i), broken(step=i)) for i in range(3)))
+    assert not stopped
+    assert (state.phase, state.restarts) == (Phase.RUNNING, 3)
+
+
+def test_one_more_stops_the_job_and_says_what_the_budget_is() -> None:
+    state, stopped = book(*((float(i), broken(step=i)) for i in range(4)))
+    assert "4 failures within 100 s, 3 are allowed (restarts.budget); the last: planted" in stopped
+    assert (state.phase, state.reason) == (Phase.FAILED, stopped)
+
+
+def test_a_budget_of_nothing_allows_nothing() -> None:
+    _, stopped = book((0.0, broken()), rules=Restarts(budget=0))
+    assert stopped
+
+
+def test_a_failure_leaves_the_window_when_it_is_as_old_as_that() -> None:
+    four = [(0.0, broken(step=1)), (1.0, broken(step=2)), (2.0, broken(step=3))]
+    assert book(*four, (99.9, broken(step=4)))[1]
+    state, stopped = book(*four, (100.0, broken(step=4)))
+    assert not stopped
+    assert [f.wall_s for f in state.failures] == [1.0, 2.0, 100.0]
+    assert state.restarts == 4, "the job's whole life is counted all the same"
+
+
+def test_a_clock_that_goes_back_a_little_forgets_nothing() -> None:
+    state, _ = book((50.0, broken(step=1)), (47.0, broken(step=2)))
+    assert len(state.failures) == 2
+
+
+def test_a_large_budget_is_a_budget_too() -> None:
+    rules = Restarts(budget=300)
+    many = [(float(i), broken(step=i)) for i in range(301)]
+    assert not book(*many[:-1], rules=rules)[1]
+    assert book(*many, rules=rules)[1]
+
+
+def test_what_is_not_charged_leaves_no_trace() -> None:
+    before, _ = book((0.0, broken()))
+    verdict = charge(before, broken(charged=False), RULES, 1.0, 1)
+    assert verdict.state is before
+    assert not verdict.stopped
+
+
+def test_the_same_exception_at_the_same_step_is_a_crash_loop() -> None:
+    loop = [(float(i), broken("ValueError at train.py:7", bug=True)) for i in range(3)]
+    assert not book(*loop[:2], rules=Restarts())[1]
+    assert "crash loop: the same failure at step 7, 3 times: planted" in book(*loop, rules=Restarts())[1]
+
+
+def test_the_same_exception_at_other_steps_is_none() -> None:
+    assert not book(*((float(i), broken("E", bug=True, step=i)) for i in range(9)), rules=Restarts())[1]
+
+
+def test_the_same_signal_at_the_same_step_is_none() -> None:
+    """Nobody's script is to blame for SIGKILL: the budget alone ends that."""
+    assert not book(*((float(i), broken()) for i in range(9)), rules=Restarts())[1]
+
+
+def test_a_loop_before_the_first_step_is_one_too() -> None:
+    loop = [(float(i), broken("E at setup", bug=True, step=None)) for i in range(3)]
+    assert "crash loop" in book(*loop, rules=Restarts())[1]
+
+
+def test_the_last_error_stays_to_be_shown() -> None:
+    state, _ = book((0.0, broken("E", bug=True)), (1.0, broken(step=9)))
+    assert state.error is not None
+    assert state.error.message == "ValueError: planted"
+
+
+def test_a_node_that_fails_more_than_all_others_together_is_set_aside() -> None:
+    rules = Restarts()
+    few = [(float(i), broken(step=i)) for i in range(BAD_NODE_FAILURES)]
+    assert book(*few[:-1], rules=rules)[0].avoid == ()
+    assert book(*few, rules=rules)[0].avoid == ("a",)
+
+
+def test_a_tie_sets_nobody_aside() -> None:
+    each = [(float(i), broken(node=node, step=i)) for i in range(BAD_NODE_FAILURES) for node in "ab"]
+    assert book(*each, rules=Restarts())[0].avoid == ()
+
+
+def test_a_node_that_cannot_be_spared_is_not_set_aside_and_comes_back() -> None:
+    bad, _ = book(*((float(i), broken(step=i)) for i in range(BAD_NODE_FAILURES)), rules=Restarts())
+    assert bad.avoid == ("a",)
+    assert charge(bad, broken(step=50), Restarts(), 9.0, 0).state.avoid == ()
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 1000.0), st.sampled_from("abc"), st.integers(0, 3)), max_size=60))
+def test_the_books_are_right_whatever_happens(events: list[tuple[float, str, int]]) -> None:
+    rules = Restarts(budget=1000, window_s=100.0, same_failure=1000)
+    state = JobState()
+    for count, (wall_s, node, step) in enumerate(events, 1):
+        state = charge(state, broken(node=node, step=step), rules, wall_s, 1).state
+        assert state.restarts == count
+        assert all(abs(wall_s - f.wall_s) < 100.0 for f in state.failures)
+        assert (state.failures[-1].node, state.failures[-1].step) == (node, step)
+        for bad in state.avoid:
+            theirs = sum(f.node == bad for f in state.failures)
+            assert theirs >= BAD_NODE_FAILURES
+            assert 2 * theirs > len(state.failures)
+
+
+@pytest.mark.parametrize(
+    ("failures", "at_most_s"), [(0, 0.0), (1, 0.0), (2, 0.5), (3, 1.0), (4, 2.0), (8, 30.0), (10_000, 30.0)]
+)
+def test_the_first_is_tried_at_once_and_then_pauses_double_up_to_a_limit(failures: int, at_most_s: float) -> None:
+    assert backoff_s(failures, RULES, 1.0) == at_most_s
+    assert backoff_s(failures, RULES, 0.0) == at_most_s / 2
+
+
+@given(st.integers(0, 200), st.floats(0.0, 1.0, exclude_max=True))
+def test_pauses_never_shrink_as_failures_grow(failures: int, jitter: float) -> None:
+    assert 0.0 <= backoff_s(failures, RULES, jitter) <= backoff_s(failures + 1, RULES, jitter) <= RULES.backoff_max_s
