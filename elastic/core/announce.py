@@ -5,6 +5,7 @@ from __future__ import annotations
 from .effects import PutBroken, PutMember, Restore
 from .model import Stage
 from .records import BrokenRecord, MemberRecord, WorkerError
+from .restarts import COMM
 from .turn import Turn
 
 SUSPICION_S = 0.3
@@ -80,7 +81,7 @@ def call_broken(turn: Turn, kind: str, detail: str, slots: tuple[int, ...], **mo
     if generation is None or turn.is_broken() or turn.is_over():
         return
     record = broken_record(turn, generation.number, kind, detail, slots, **more)  # type: ignore[arg-type]
-    turn.change(broken=generation.number, broken_record=record, suspicious_since_s=None)
+    turn.change(broken=generation.number, broken_record=record, broken_at_s=turn.now_s, suspicious_since_s=None)
     turn.change(asked={**turn.agent.asked, f"broken {generation.number}": turn.now_s})
     member = None
     if turn.policy.shrink and (wanted := member_record(turn)) != turn.agent.published:
@@ -108,7 +109,10 @@ def check_suspicion(turn: Turn) -> None:
     if since is None or turn.now_s - since < SUSPICION_S:
         return
     turn.change(suspicious_since_s=None)
-    call_broken(turn, "comm", turn.agent.suspicion, (), charged=False)
+    agent = turn.agent
+    # One that broke before its first step may break like this for ever: that is paid for, and ends by the budget.
+    in_vain = agent.generation is not None and agent.settled < agent.generation.number
+    call_broken(turn, COMM, agent.suspicion, (), charged=in_vain, step=agent.step if in_vain else None)
 
 
 def check_idle(turn: Turn) -> None:

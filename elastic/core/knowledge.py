@@ -148,7 +148,7 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
     turn.change(view=view, connected=connected, dead=frozenset(d for d in before.dead if d in known))
     turn.change(state=view.state if view.state_revision else before.state, spec=view.spec or before.spec)
     if view.broken and view.generation and view.broken.generation == view.generation.number > before.broken:
-        turn.change(broken=view.broken.generation, broken_record=view.broken)
+        turn.change(broken=view.broken.generation, broken_record=view.broken, broken_at_s=turn.now_s)
 
 
 def _start(turn: Turn) -> None:

@@ -7,6 +7,7 @@ import math
 from .effects import Publish, PutPhase, SaveNow
 from .membership import Change, Wait, bereft, leader, next_generation
 from .records import Phase
+from .restarts import backoff_s, in_vain
 from .turn import Turn
 
 LEAD_S = 0.25
@@ -28,6 +29,8 @@ def lead(turn: Turn) -> None:
     verdict = _verdict(turn)
     if isinstance(verdict, Wait):
         _wait(turn, verdict)
+    elif reason := _pauses(turn):
+        turn.change(reason=reason)
     else:
         _publish(turn, verdict)
 
@@ -58,6 +61,18 @@ def _verdict(turn: Turn) -> Change | Wait:
     if turn.now_s < agent.wiped_until_s:
         return Wait("a planned change waits: etcd has lost its data a moment ago")
     return verdict
+
+
+def _pauses(turn: Turn) -> str:
+    """Why there is no next generation yet though there could be: the last ones all broke before their first step."""
+    broken = turn.agent.view.broken
+    if broken is None or not turn.is_broken() or broken.generation != turn.agent.broken:
+        return ""
+    count = in_vain(turn.agent.view.state, broken)
+    pause_s = backoff_s(count, turn.policy.spec.restarts, jitter=1.0)
+    if turn.now_s >= turn.agent.broken_at_s + pause_s:
+        return ""
+    return f"{count} generations in a row broke before their first step; again within {pause_s:g} s: {broken.detail}"
 
 
 def _publish(turn: Turn, change: Change) -> None:

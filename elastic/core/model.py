@@ -74,6 +74,8 @@ class Agent:
     """The newest generation known to be broken."""
     broken_record: BrokenRecord | None = None
     """Who said so, and why; outlives etcd."""
+    broken_at_s: float = float("-inf")
+    """When this agent came to know it."""
     state: JobState = field(default_factory=JobState)
     """The newest that etcd has shown; outlives etcd."""
     spec: SpecRecord | None = None
@@ -86,6 +88,10 @@ class Agent:
     """Since when nobody of the generation can be heard of."""
     dead: Dead = frozenset()
     dead_since_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    unreachable: frozenset[tuple[str, str]] = frozenset()
+    """(node, incarnation) of members whose agents do not answer us."""
+    disputed_s: float = float("-inf")
+    """When the newest complaint of anybody of anybody was heard of."""
     workers: Mapping[int, Worker] = field(default_factory=dict)
     standbys: tuple[Worker, ...] = ()
     lives: int = 0

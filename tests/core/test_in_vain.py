@@ -1,0 +1,48 @@
+"""Generations that break before their first step, by a failed collective: they are paid for, and come ever slower."""
+
+from __future__ import annotations
+
+import msgspec
+
+from elastic.core.records import BrokenRecord, JobState, Phase
+from elastic.core.restarts import COMM, charge, in_vain
+from elastic.core.spec import Restarts
+
+RULES = Restarts(budget=4)
+
+
+def broken(generation: int, kind: str = COMM, charged: bool = True) -> BrokenRecord:
+    return BrokenRecord(generation=generation, node="n1", kind=kind, detail=f"{kind}!", charged=charged, step=7)
+
+
+def booked(*records: BrokenRecord, other_nodes: int = 3) -> JobState:
+    state = JobState(phase=Phase.RUNNING)
+    for record in records:
+        state = charge(state, record, RULES, 100.0, other_nodes).state
+    return state
+
+
+def test_only_those_in_a_row_count() -> None:
+    assert in_vain(JobState(), None) == 0
+    assert in_vain(JobState(), broken(1, kind="exit")) == 0
+    assert in_vain(booked(broken(1)), broken(2, charged=False)) == 0  # it had made steps
+    assert in_vain(JobState(), broken(1)) == 1
+    assert in_vain(booked(broken(1), broken(2)), broken(3)) == 3
+    assert in_vain(booked(broken(1), broken(2), broken(3)), broken(3)) == 3  # charged, and still there
+    assert in_vain(booked(broken(1), broken(3, kind="exit")), broken(4)) == 1
+    assert in_vain(booked(broken(1)), broken(9)) == 1  # those between made steps
+    assert in_vain(booked(broken(1), broken(3)), broken(5)) == 3  # etcd lost its data in between
+
+
+def test_who_complains_is_not_set_aside_for_it() -> None:
+    assert booked(*(broken(i) for i in range(1, 5))).avoid == ()
+    assert booked(*(broken(i, kind="hang") for i in range(1, 5))).avoid == ("n1",)
+
+
+def test_the_budget_ends_it_with_the_text() -> None:
+    verdict = charge(booked(*(broken(i) for i in range(1, 5))), broken(5), RULES, 100.0, 3)
+    assert verdict.state.phase is Phase.FAILED
+    assert "restarts.budget" in verdict.stopped
+    assert verdict.stopped.endswith("comm!")
+    same = charge(JobState(), msgspec.structs.replace(broken(1), charged=False), RULES, 100.0, 3)
+    assert same.state == JobState()
