@@ -1,0 +1,371 @@
+"""Who leads, who is in the next generation, and in which order: the edges of each rule."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.jobs import broken, generation, member, place, view
+
+from elastic.core.membership import (
+    Change,
+    Dead,
+    JobView,
+    Limits,
+    Member,
+    Wait,
+    arrange,
+    bereft,
+    leader,
+    living,
+    next_generation,
+)
+from elastic.core.records import BrokenRecord, GenerationRecord
+
+NOBODY: Dead = frozenset()
+LIMITS = Limits(min_nodes=1, max_nodes=3, join_wait_s=5.0)
+ABC = generation(4, [place("a"), place("b"), place("c")])
+ALL = (member("a", 1), member("b", 2), member("c", 3))
+
+
+def decide(
+    picture: JobView,
+    current: GenerationRecord | None,
+    *,
+    limits: Limits = LIMITS,
+    dead: Dead = NOBODY,
+    steps_advance: bool = False,
+    settled: bool = True,
+    reached_s: float = 0.0,
+    blind: bool = False,
+    in_place: bool = True,
+) -> Change | Wait:
+    return next_generation(
+        picture,
+        current,
+        limits,
+        dead,
+        steps_advance=steps_advance,
+        settled=settled,
+        min_reached_for_s=reached_s,
+        blind=blind,
+        in_place=in_place,
+    )
+
+
+def nodes(verdict: Change | Wait) -> list[str]:
+    assert isinstance(verdict, Change), verdict
+    return [p.node for p in verdict.places]
+
+
+def waits(verdict: Change | Wait) -> Wait:
+    assert isinstance(verdict, Wait), verdict
+    return verdict
+
+
+# ── the leader ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_nobody_leads_nobody() -> None:
+    assert leader(view(), NOBODY, None) is None
+    assert leader(view(), NOBODY, ABC) is None
+
+
+def test_before_the_first_generation_the_oldest_leads() -> None:
+    assert leader(view(member("a", 9), member("b", 3)), NOBODY, None) == "b"
+
+
+def test_then_the_lowest_node_rank_leads_however_young() -> None:
+    assert leader(view(member("a", 9), member("b", 3), member("c", 1)), NOBODY, ABC) == "a"
+
+
+@pytest.mark.parametrize(
+    ("picture", "dead"),
+    [
+        (view(*ALL), frozenset({("a", "a.1")})),
+        (view(*ALL[1:]), NOBODY),
+        (view(member("a", life=2), *ALL[1:]), NOBODY),
+        (view(member("a", draining="maintenance"), *ALL[1:]), NOBODY),
+        (view(*ALL, avoid=("a",)), NOBODY),
+    ],
+    ids=["proven dead", "lease gone", "a new agent, without the state", "about to leave", "set aside"],
+)
+def test_the_next_one_leads_when_the_first_is(picture: JobView, dead: Dead) -> None:
+    assert leader(picture, dead, ABC) == "b"
+
+
+def test_when_all_leave_the_first_of_them_leads() -> None:
+    assert leader(view(*(member(n, draining="off") for n in "abc")), NOBODY, ABC) == "a"
+
+
+def test_when_the_whole_generation_is_gone_the_oldest_of_the_others_leads() -> None:
+    assert leader(view(member("y", 8), member("x", 7)), NOBODY, ABC) == "x"
+
+
+def test_death_is_that_of_one_agent_not_of_its_node() -> None:
+    assert set(living(view(member("a", life=2)), frozenset({("a", "a.1")}))) == {"a"}
+
+
+# ── the first forming ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_fewer_than_min_nodes_do_not_begin() -> None:
+    verdict = waits(decide(view(ALL[0]), None, limits=Limits(2, 3, 0.0), reached_s=1e9))
+    assert verdict.below_min
+    assert verdict.reason == "1 of at least 2 nodes are ready"
+
+
+def test_with_min_nodes_it_waits_a_moment_for_more_and_then_begins() -> None:
+    limits = Limits(2, 3, 5.0)
+    assert not waits(decide(view(*ALL[:2]), None, limits=limits, reached_s=4.999)).below_min
+    assert nodes(decide(view(*ALL[:2]), None, limits=limits, reached_s=5.0)) == ["a", "b"]
+
+
+def test_with_max_nodes_it_begins_at_once() -> None:
+    assert nodes(decide(view(*ALL), None)) == ["a", "b", "c"]
+
+
+def test_of_too_many_the_oldest_begin() -> None:
+    assert nodes(decide(view(*ALL, member("z", 0)), None)) == ["z", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    "unfit", [member("b", 2, ready=()), member("b", 2, draining="off")], ids=["no worker stands", "about to leave"]
+)
+def test_who_is_not_fit_is_not_counted(unfit: Member) -> None:
+    assert waits(decide(view(ALL[0], unfit), None, limits=Limits(2, 3, 0.0))).below_min
+
+
+# ── a failure ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_broken_generation_is_followed_at_once_by_all_who_are_there() -> None:
+    verdict = decide(view(*ALL, formed=ABC, failed=broken(4, "a", 0)), ABC, settled=False)
+    assert nodes(verdict) == ["b", "c", "a"], "the one whose worker died goes behind the survivors"
+    assert isinstance(verdict, Change)
+    assert not verdict.planned
+    assert verdict.why == "exit on a: planted"
+
+
+def test_the_failure_of_an_older_generation_is_history() -> None:
+    assert waits(decide(view(*ALL, formed=ABC, failed=broken(3, "a", 0)), ABC)).fine
+
+
+def test_a_newcomer_takes_the_place_of_who_is_gone() -> None:
+    picture = view(ALL[0], ALL[2], member("x", 9), formed=ABC)
+    assert nodes(decide(picture, ABC)) == ["a", "c", "x"]
+
+
+def test_below_min_nodes_it_waits_and_says_for_whom() -> None:
+    verdict = waits(decide(view(*ALL[:2], formed=ABC), ABC, limits=Limits(3, 3, 0.0)))
+    assert verdict.below_min
+    assert verdict.reason == "node c is gone; 2 of at least 3 nodes are there"
+
+
+def test_just_min_nodes_go_on() -> None:
+    assert nodes(decide(view(*ALL[:2], formed=ABC), ABC, limits=Limits(2, 3, 0.0))) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("picture", "dead"),
+    [(view(*ALL), frozenset({("b", "b.1")})), (view(ALL[0], member("b", 9, life=2), ALL[2]), NOBODY)],
+    ids=["its port refuses", "another agent is there"],
+)
+def test_proof_of_death_counts_even_while_steps_advance(picture: JobView, dead: Dead) -> None:
+    """The last steps of a world still trickle in when one of it is dead already."""
+    places = nodes(decide(picture, ABC, dead=dead, steps_advance=True))
+    assert places[:2] == ["a", "c"]
+
+
+def test_while_blind_absence_proves_nothing_and_what_is_broken_waits_for_the_absent() -> None:
+    failed = broken(4, "a", 0)
+    assert "may not have come back yet" in waits(decide(view(*ALL[:2], failed=failed), ABC, blind=True)).reason
+    assert nodes(decide(view(*ALL[:2], failed=failed), ABC)) == ["b", "a"]
+
+
+def test_with_nobody_absent_being_blind_holds_nothing_up() -> None:
+    assert nodes(decide(view(*ALL, failed=broken(4, "a", 0)), ABC, blind=True)) == ["b", "c", "a"]
+
+
+def test_a_rollback_is_to_the_snapshot() -> None:
+    verdict = decide(view(*ALL, failed=broken(4, "a", rollback=True)), ABC)
+    assert isinstance(verdict, Change)
+    assert verdict.restore == "snapshot"
+
+
+@pytest.mark.parametrize(("settled", "restore"), [(False, "snapshot"), (True, "newest")])
+def test_a_rollback_that_was_cut_short_is_not_over(settled: bool, restore: str) -> None:
+    back = generation(4, ABC.places, restore="snapshot")
+    verdict = decide(view(*ALL, failed=broken(4, "b", 0)), back, settled=settled)
+    assert isinstance(verdict, Change)
+    assert verdict.restore == restore
+
+
+def test_a_store_that_nobody_in_the_world_hosts_must_stand_until_it_has_stepped() -> None:
+    """The one who hands over and leaves hosts the store of the generation that it is not in."""
+    current = generation(4, [place("b"), place("c")], leader="a")
+    assert not isinstance(decide(view(*ALL, formed=current), current, settled=False), Change)
+    lost = decide(view(*ALL[1:], formed=current), current, settled=False)
+    assert isinstance(lost, Change)
+    assert lost.why == "node a is gone"
+    assert waits(decide(view(*ALL[1:], formed=current), current, settled=True)).fine
+
+
+# ── a planned change ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_as_it_should_be() -> None:
+    assert waits(decide(view(*ALL), ABC)).fine
+
+
+def test_a_newcomer_is_taken_in_at_a_boundary_once_steps_advance() -> None:
+    two = generation(4, ABC.places[:2])
+    assert waits(decide(view(*ALL), two)).reason == "a planned change waits for steps to advance"
+    assert "has stepped" in waits(decide(view(*ALL), two, settled=False, steps_advance=True)).reason
+    verdict = decide(view(*ALL), two, steps_advance=True)
+    assert nodes(verdict) == ["a", "b", "c"]
+    assert isinstance(verdict, Change)
+    assert verdict.planned
+    assert verdict.why == "c joins"
+
+
+def test_a_script_without_elastic_shows_no_steps_and_is_changed_without() -> None:
+    assert nodes(decide(view(*ALL), generation(4, ABC.places[:2]), in_place=False)) == ["a", "b", "c"]
+
+
+def test_a_newcomer_above_max_nodes_is_a_spare() -> None:
+    assert waits(decide(view(*ALL, member("x", 0)), ABC, steps_advance=True)).fine
+
+
+def test_who_drains_is_replaced_by_the_spare_and_the_reason_is_given() -> None:
+    picture = view(ALL[0], member("b", 2, draining="maintenance"), ALL[2], member("x", 9))
+    verdict = decide(picture, ABC, steps_advance=True)
+    assert nodes(verdict) == ["a", "c", "x"]
+    assert isinstance(verdict, Change)
+    assert verdict.why == "b leaves (maintenance), x joins"
+
+
+def test_nobody_leaves_below_min_nodes() -> None:
+    picture = view(*ALL[:2], member("c", 3, draining="maintenance"))
+    verdict = waits(decide(picture, ABC, limits=Limits(3, 3, 0.0), steps_advance=True))
+    assert verdict.below_min
+    assert verdict.reason == "leaving now would leave 2 of at least 3 nodes"
+
+
+def test_the_only_holder_of_the_state_stays_to_hand_it_over() -> None:
+    one = generation(4, [place("a")])
+    picture = view(member("a", 1, draining="off"), member("x", 9))
+    assert nodes(decide(picture, one, steps_advance=True, limits=Limits(1, 1, 0.0))) == ["a", "x"]
+
+
+def test_a_holder_whose_workers_died_has_nothing_to_hand_over() -> None:
+    one = generation(4, [place("a")])
+    picture = view(member("a", 1, draining="off"), member("x", 9), failed=broken(4, "a", 0))
+    assert nodes(decide(picture, one)) == ["x"]
+
+
+# ── order ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("slots", "expected"),
+    [((), False), ((0,), False), ((0, 1), True), ((0, 1, 2), True)],
+    ids=["none", "one", "both", "more"],
+)
+def test_a_node_is_bereft_when_all_its_workers_are_lost(slots: tuple[int, ...], expected: bool) -> None:
+    current = generation(4, [place("a", 0, 1), place("b", 0, 1)])
+    assert bereft(current, "a", broken(4, "a", *slots)) is expected
+    assert not bereft(current, "b", broken(4, "a", *slots))
+    assert not bereft(current, "a", broken(3, "a", *slots))
+
+
+def test_on_one_node_the_survivor_goes_before_the_replaced() -> None:
+    both = member("a", ready=(0, 1))
+    current = generation(4, [place("a", 0, 1)])
+    assert arrange(current, [both], {("a", 0)}) == (place("a", 1, 0),)
+    assert arrange(current, [both], set()) == (place("a", 0, 1),)
+
+
+def test_a_slot_that_is_not_ready_gets_no_rank() -> None:
+    current = generation(4, [place("a", 0, 1, 2)])
+    assert arrange(current, [member("a", ready=(2, 0))], set()) == (place("a", 0, 2),)
+
+
+@st.composite
+def pictures(draw: st.DrawFn) -> JobView:
+    there = [
+        member(
+            node,
+            draw(st.integers(1, 9)),
+            life=draw(st.integers(1, 2)),
+            ready=draw(st.sampled_from([(), (0,), (0, 1), (1,)])),
+            draining=draw(st.sampled_from([None, None, "off"])),
+        )
+        for node in draw(st.lists(st.sampled_from("abcd"), unique=True))
+    ]
+    return view(*there)
+
+
+worlds = st.lists(
+    st.builds(place, st.sampled_from("abcd"), st.just(0), st.just(1), life=st.integers(1, 2)),
+    min_size=1,
+    max_size=4,
+    unique_by=lambda p: p.node,
+).map(lambda places: generation(4, places))
+
+
+@given(
+    picture=pictures(),
+    current=st.none() | worlds,
+    least=st.integers(1, 3),
+    more=st.integers(0, 2),
+    steps_advance=st.booleans(),
+    settled=st.booleans(),
+    blind=st.booleans(),
+    dead=st.frozensets(st.sampled_from("abcd").map(lambda node: (node, f"{node}.1")), max_size=2),
+    failed=st.none() | st.builds(broken, st.just(4), st.sampled_from("abcd"), st.integers(0, 1)),
+)
+def test_every_next_generation_is_one_that_can_form(
+    picture: JobView, current: GenerationRecord | None, least: int, more: int, steps_advance: bool, settled: bool,
+    blind: bool, dead: Dead, failed: BrokenRecord | None,
+) -> None:  # fmt: skip
+    picture = dataclasses.replace(picture, generation=current, broken=failed if current else None)
+    limits = Limits(least, least + more, 0.0)
+    verdict = decide(
+        picture, current, limits=limits, dead=dead, steps_advance=steps_advance, settled=settled, blind=blind
+    )
+    if isinstance(verdict, Wait):
+        assert verdict.reason
+        return
+    placed = [p.node for p in verdict.places]
+    assert len(set(placed)) == len(placed) >= least
+    assert len(placed) <= limits.max_nodes + 1, "one more than max only to hand over"
+    survivors = []
+    for p in verdict.places:
+        there = picture.members[p.node]
+        assert there.id == (p.node, p.incarnation)
+        assert there.id not in dead
+        assert p.slots
+        assert len(set(p.slots)) == len(p.slots)
+        assert set(p.slots) <= set(there.record.ready)
+        old = current.place(*there.id) if current else None
+        lost = failed.slots if failed and failed.node == p.node else ()
+        kept = [s for s in p.slots if old and s in old.slots and (s not in lost or not current)]
+        survivors.append(bool(kept))
+        assert list(p.slots[: len(kept)]) == kept, "survivors first on each node"
+    assert survivors == sorted(survivors, reverse=True), "survivors first"
+
+
+@given(picture=pictures(), current=worlds, dead=st.frozensets(st.just(("a", "a.1")), max_size=1))
+def test_the_leader_lives_and_is_of_the_generation_if_anyone_is(
+    picture: JobView, current: GenerationRecord, dead: Dead
+) -> None:
+    chief = leader(picture, dead, current)
+    alive = living(picture, dead)
+    assert (chief is None) == (not alive)
+    if chief is not None:
+        assert chief in alive
+        inside = [p.node for p in current.places if p.node in alive and alive[p.node].id == (p.node, p.incarnation)]
+        assert not inside or chief in inside

@@ -1,0 +1,86 @@
+"""Small pictures of a job, for tests of decisions: members, places, generations, views."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elastic.core.membership import JobView, Member
+from elastic.core.records import BrokenRecord, GenerationRecord, JobState, MemberRecord, Phase, Place, SpecRecord
+from elastic.core.spec import JobSpec
+
+
+def member(
+    node: str,
+    seniority: int = 1,
+    *,
+    life: int = 1,
+    ready: tuple[int, ...] = (0,),
+    draining: str | None = None,
+    done: int = 0,
+) -> Member:
+    """`life`: counts the agents of this node."""
+    record = MemberRecord(
+        node=node,
+        incarnation=f"{node}.{life}",
+        host=node,
+        port=1,
+        slots=max(1, len(ready)),
+        ready=ready,
+        draining=draining,
+        done=done,
+    )
+    return Member(record, seniority)
+
+
+def place(node: str, *slots: int, life: int = 1) -> Place:
+    return Place(node=node, incarnation=f"{node}.{life}", host=node, slots=slots or (0,))
+
+
+def generation(
+    number: int, places: Iterable[Place], *, leader: str = "", at_step: int | None = None, restore: str = "newest"
+) -> GenerationRecord:
+    """`leader`: whose agent hosts the store; by default the first."""
+    placed = tuple(places)
+    host = leader or placed[0].node
+    return GenerationRecord(
+        number=number,
+        places=placed,
+        store_host=host,
+        store_port=1000 + number,
+        leader=host,
+        why="because",
+        at_step=at_step,
+        restore=restore,
+    )
+
+
+def broken(
+    number: int, node: str = "a", *slots: int, kind: str = "exit", rollback: bool = False, charged: bool = True
+) -> BrokenRecord:
+    return BrokenRecord(
+        generation=number, node=node, kind=kind, detail="planted", slots=slots, rollback=rollback, charged=charged
+    )
+
+
+def view(
+    *members: Member,
+    spec: JobSpec | None = None,
+    formed: GenerationRecord | None = None,
+    failed: BrokenRecord | None = None,
+    phase: Phase = Phase.RUNNING,
+    reason: str = "",
+    avoid: tuple[str, ...] = (),
+    saved_step: int = 0,
+    revision: int = 10,
+) -> JobView:
+    return JobView(
+        spec=SpecRecord(spec=spec, submitted_wall_s=0.0, submitted_by="me") if spec else None,
+        state=JobState(phase=phase, reason=reason, avoid=avoid),
+        state_revision=2,
+        members={m.record.node: m for m in members},
+        generation=formed,
+        generation_revision=5 if formed else 0,
+        broken=failed,
+        saved_step=saved_step,
+        revision=revision,
+    )
