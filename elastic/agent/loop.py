@@ -40,6 +40,8 @@ from ..core.events import (
     Event,
     NumbersBad,
     PeerDead,
+    PeerReachable,
+    PeerUnreachable,
     Progress,
     Saved,
     Start,
@@ -55,7 +57,7 @@ from ..core.events import (
     WorkerSynced,
 )
 from ..core.keys import JobKeys
-from ..core.membership import JobView, leader, living
+from ..core.membership import JobView, Reader, leader, watch_list
 from ..core.model import Agent
 from ..core.records import BrokenRecord, GenerationRecord, IncidentRecord, SpeaksAnotherProtocol, SpecRecord
 from ..core.recovery import step
@@ -88,7 +90,7 @@ class Loop:
         self.agent = agent
         self._registry = registry
         self._peers = peers
-        self._keys = keys
+        self._reader = Reader(keys)
         self._spec = spec.spec
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -131,6 +133,9 @@ class Loop:
 
     def on_dead(self, node: str, incarnation: str, evidence: str) -> None:
         self.post(PeerDead(node, incarnation, evidence))
+
+    def on_reach(self, node: str, incarnation: str, evidence: str) -> None:
+        self.post(PeerUnreachable(node, incarnation, evidence) if evidence else PeerReachable(node, incarnation))
 
     # ── the loop ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -218,7 +223,7 @@ class Loop:
 
     def _viewed(self, view: View) -> None:
         try:
-            job = JobView.read(self._keys, view.kvs, view.revision)
+            job = self._reader.read(view.kvs, view.revision)
         except SpeaksAnotherProtocol as error:
             if self.agent.generation is None:
                 log.error("protocol.unknown", error=str(error))
@@ -350,7 +355,12 @@ class Loop:
         if self.agent.generation is not None and self.agent.generation is not before.generation:
             self.on_generation(self.agent, self.agent.generation)
             self.changed.set()
-        if self.agent.generation is not before.generation or self.agent.view.members != before.view.members:
+        if (
+            self.agent.generation is not before.generation
+            or self.agent.view.members is not before.view.members
+            or self.agent.dead != before.dead
+            or self.agent.unreachable != before.unreachable
+        ):
             self._watch_peers()
 
     def _newest_step(self) -> int:
@@ -363,13 +373,10 @@ class Loop:
         return leader(self.agent.view, self.agent.dead, self.agent.generation) == self.config.node
 
     def _watch_peers(self) -> None:
-        """The leader watches everyone in the generation, everyone watches the leader."""
         agent = self.agent
-        others = {m.id: m for m in living(agent.view, agent.dead).values() if m.record.node != self.config.node}
-        chief = leader(agent.view, agent.dead, agent.generation)
-        if chief != self.config.node:
-            others = {key: m for key, m in others.items() if key[0] == chief}
-        self._peers.watch({key: (m.record.host, m.record.port) for key, m in others.items()})
+        complaints = {node for node, _ in agent.unreachable}
+        seen = watch_list(agent.view, agent.dead, agent.generation, self.config.node, complaints)
+        self._peers.watch({m.id: (m.record.host, m.record.port) for m in seen})
 
     def _do(self, effect: Effect) -> None:
         registry = self._registry

@@ -1,7 +1,10 @@
-"""Lines to other agents: an idle TCP connection each way that tells of a death within milliseconds.
+"""Lines to other agents: an idle TCP connection each way that tells of a death within milliseconds, and of a cut within
+seconds.
 
 A closed line proves nothing yet. A refused connection to the port that a living agent listens on does, and so does
-another agent answering there.
+another agent answering there. Silence proves no death: after a line that went silent and several calls in a row that
+got no answer, the peer cannot be reached from here, and until a line to it has held for a while again. It is the
+kernel over there that answers, so neither a frozen process nor a busy host is taken for a cut.
 """
 
 from __future__ import annotations
@@ -18,11 +21,23 @@ from typing import Any
 
 import structlog
 
+DIALS_S = (0.4, 0.4, 0.6, 1.0)
+"""How long each call waits for an answer; when all of these in a row got none, the peer cannot be reached. One packet a
+call: with one in twenty lost each way, less than one series in ten thousand fails."""
 CONNECT_S = 2.0
+"""The same for the calls after that, with RETRY_S between them."""
 RETRY_S = 1.0
+HOLD_S, HOLD_MAX_S = 5.0, 60.0
+"""How long a line must have held until its peer can be reached again: twice as long after each further fall."""
+FORGET_S = 300.0
+"""A line that has held for this long has no past."""
 HELLO_BYTES = 64
-IDLE_S, PROBE_S, PROBES = 30, 10, 3
-"""Keepalive of lines from others: one that lost power is forgotten after a minute."""
+OUT_KEEPALIVE = (1, 1, 2)
+"""Idle seconds, seconds between probes, probes of our own lines: silence breaks one after two to three seconds."""
+IN_KEEPALIVE = (30, 10, 3)
+"""The same of lines from others: one that lost power is forgotten after a minute."""
+SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+"""What a call or a line ends with when nothing comes back."""
 
 log = structlog.get_logger()
 
@@ -37,20 +52,48 @@ class _Line:
     sock: socket.socket | None = None
     connected: bool = False
     deadline_s: float = 0.0
-    """When to give up connecting, or to try again."""
+    """When to give up connecting, or to try again; connected: when a peer that could not be reached can be again."""
     untried: list[Any] = field(default_factory=list)
     """Addresses of the host still to dial, as getaddrinfo gives them."""
     refused: bool | None = None
     """Whether all dialled so far have refused; None: none could be dialled."""
+    silent: bool = False
+    """Whether one of those dialled so far did not answer."""
+    misses: int = 0
+    """Calls in a row that got no answer."""
+    unreachable: bool = False
+    falls: int = 0
+    """How often it could not be reached any more."""
+    reached_at_s: float = 0.0
+    """When it could be reached again."""
+
+    @property
+    def patience_s(self) -> float:
+        return DIALS_S[self.misses] if self.misses < len(DIALS_S) else CONNECT_S
+
+    @property
+    def hold_s(self) -> float:
+        return float(min(HOLD_S * 2 ** (self.falls - 1), HOLD_MAX_S))
+
+
+def _unheard(node: str, incarnation: str, evidence: str) -> None:
+    pass
 
 
 class Peers:
-    """Listens for other agents, on every address, and watches those it is told to.
-    `on_dead(node, incarnation, evidence)` is called from the thread in here."""
+    """Listens for other agents, on every address, and watches those it is told to. `on_dead(node, incarnation,
+    evidence)` and `on_reach(node, incarnation, evidence)`, with evidence '' when the peer can be reached (again) and
+    else why it cannot, are called from the thread in here."""
 
-    def __init__(self, incarnation: str, on_dead: Callable[[str, str, str], None]) -> None:
+    def __init__(
+        self,
+        incarnation: str,
+        on_dead: Callable[[str, str, str], None],
+        on_reach: Callable[[str, str, str], None] = _unheard,
+    ) -> None:
         self._incarnation = incarnation
         self._on_dead = on_dead
+        self._on_reach = on_reach
         self._listener = _listen()
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
@@ -94,7 +137,7 @@ class Peers:
     def _run(self) -> None:
         while not self._stopping:
             self._reconcile()
-            due = [line.deadline_s for line in self._lines.values() if not line.connected]
+            due = [line.deadline_s for line in self._lines.values() if not line.connected or line.unreachable]
             if self._deaf_until_s is not None:
                 due.append(self._deaf_until_s)
             timeout = min(max(0.0, min(due) - time.monotonic()), RETRY_S) if due else None
@@ -122,17 +165,26 @@ class Peers:
             if line.id not in wanted:
                 self._drop(line)
                 del self._lines[line.id]
+                if line.unreachable:
+                    self._on_reach(*line.id, "")  # nobody will look again
         now_s = time.monotonic()
         if self._deaf_until_s is not None and now_s >= self._deaf_until_s:
             self._deaf_until_s = None
             self._selector.register(self._listener, selectors.EVENT_READ, None)
         for peer, address in wanted.items():
             line = self._lines.setdefault(peer, _Line(peer, address))
-            if line.sock is None and now_s >= line.deadline_s:
+            if now_s < line.deadline_s:
+                continue
+            if line.sock is None:
                 self._connect(line)
-            elif line.sock is not None and not line.connected and now_s >= line.deadline_s:
+            elif line.connected:
+                if line.unreachable:
+                    self._reached(line)
+            elif _answered(line.sock):
+                self._ready(line)  # we come late, not the answer
+            else:
                 self._drop(line)
-                self._failed(line, errno.ETIMEDOUT)  # no answer proves nothing
+                self._failed(line, errno.ETIMEDOUT)
 
     def _connect(self, line: _Line) -> None:
         """Dial the host's addresses, from the first."""
@@ -141,11 +193,11 @@ class Peers:
         except (OSError, UnicodeError):  # not known, or no name at all
             line.deadline_s = time.monotonic() + RETRY_S
             return
-        line.refused = None
+        line.refused, line.silent = None, False
         self._dial(line)
 
     def _dial(self, line: _Line) -> None:
-        line.deadline_s = time.monotonic() + CONNECT_S
+        line.deadline_s = time.monotonic() + line.patience_s
         family, kind, proto, _, address = line.untried.pop(0)
         try:
             sock = socket.socket(family, kind, proto)
@@ -153,6 +205,7 @@ class Peers:
             self._failed(line, error.errno or errno.EIO)
             return
         sock.setblocking(False)
+        _keep_alive(sock, *OUT_KEEPALIVE)
         code = sock.connect_ex(address)
         if code not in (0, errno.EINPROGRESS):
             sock.close()
@@ -171,6 +224,8 @@ class Peers:
                 self._failed(line, code)
                 return
             line.connected = True
+            line.deadline_s = float("inf")  # for one that could not be reached: until it has said hello
+            line.misses = 0
             self._selector.modify(sock, selectors.EVENT_READ, line)
         try:
             hello = sock.recv(HELLO_BYTES)
@@ -180,23 +235,48 @@ class Peers:
             hello = b""
         if not hello:
             self._drop(line)
-            line.deadline_s = 0.0  # closed: ask at the door at once
+            line.deadline_s = 0.0  # closed, or silent for too long: ask at the door at once
         elif hello.decode(errors="replace").strip() != line.id[1]:
             self._dead(line, "another agent answers on its port")
+        else:
+            line.deadline_s = time.monotonic() + line.hold_s
 
     def _failed(self, line: _Line, code: int) -> None:
         if code not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # this host has no such family
             line.refused = line.refused is not False and code == errno.ECONNREFUSED
+            line.silent = line.silent or code in SILENT
         if line.untried:
             self._dial(line)
-        elif line.refused:
+            return
+        if line.refused:
             self._dead(line, f"connection to {line.address[0]}:{line.address[1]} refused")
-        else:
-            line.deadline_s = time.monotonic() + RETRY_S
+            return
+        if line.silent:
+            line.misses += 1
+        if line.silent and line.misses < len(DIALS_S):
+            return  # again, once the time of this call is over: an error at once is not to make it shorter
+        line.deadline_s = time.monotonic() + RETRY_S
+        if line.silent and not line.unreachable:
+            self._lost(line)
+
+    def _lost(self, line: _Line) -> None:
+        if time.monotonic() - line.reached_at_s > FORGET_S:
+            line.falls = 0
+        line.unreachable = True
+        line.falls += 1
+        evidence = f"no answer from {line.address[0]}:{line.address[1]}"
+        log.warning("peer.unreachable", node=line.id[0], evidence=evidence)
+        self._on_reach(*line.id, evidence)
+
+    def _reached(self, line: _Line) -> None:
+        line.unreachable = False
+        line.reached_at_s = time.monotonic()
+        log.info("peer.reachable", node=line.id[0])
+        self._on_reach(*line.id, "")
 
     def _dead(self, line: _Line, evidence: str) -> None:
         self._drop(line)
-        line.deadline_s = float("inf")
+        line.deadline_s, line.unreachable = float("inf"), False
         self._on_dead(*line.id, evidence)
 
     def _drop(self, line: _Line) -> None:
@@ -217,7 +297,7 @@ class Peers:
             return
         try:
             sock.setblocking(False)
-            _keep_alive(sock)
+            _keep_alive(sock, *IN_KEEPALIVE)
             sock.send(self._incarnation.encode())
             self._selector.register(sock, selectors.EVENT_READ, None)
         except OSError:
@@ -246,8 +326,17 @@ def _listen() -> socket.socket:
     return socket.create_server(("", 0), backlog=1024)
 
 
-def _keep_alive(sock: socket.socket) -> None:
+def _keep_alive(sock: socket.socket, idle_s: int, probe_s: int, probes: int) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
+
+
+def _answered(sock: socket.socket) -> bool:
+    """Whether the call was taken: what came of it may not have been looked at yet."""
+    try:
+        sock.getpeername()
+    except OSError:
+        return False
+    return True

@@ -36,6 +36,7 @@ def member_record(turn: Turn) -> MemberRecord:
         ready=ready,
         draining=agent.draining,
         done=number if turn.done_here() else 0,
+        unreachable=tuple(sorted({node for node, _ in agent.unreachable})),
     )
 
 

@@ -135,6 +135,23 @@ class PeerDead:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerUnreachable:
+    """Another agent does not answer us any more; it may live, and others may reach it."""
+
+    node: str
+    incarnation: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReachable:
+    """It answers us again, and has done so for a while."""
+
+    node: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """The newest step committed by a local worker, as its beat page shows it."""
 
@@ -188,6 +205,8 @@ Event = (
     | PublishFailed
     | WorkerEvent
     | PeerDead
+    | PeerUnreachable
+    | PeerReachable
     | Progress
     | Drain
     | Undrain

@@ -14,6 +14,8 @@ from .events import (
     LeaseLost,
     NumbersBad,
     PeerDead,
+    PeerReachable,
+    PeerUnreachable,
     Progress,
     PublishFailed,
     Saved,
@@ -57,7 +59,13 @@ def take(turn: Turn, event: Event) -> None:
             turn.change(
                 dead=turn.agent.dead | {(node, incarnation)},
                 dead_since_s={**turn.agent.dead_since_s, (node, incarnation): turn.now_s},
+                unreachable=turn.agent.unreachable - {(node, incarnation)},
             )
+        case PeerUnreachable(node, incarnation):
+            if (member := turn.agent.view.members.get(node)) and member.id == (node, incarnation):
+                turn.change(unreachable=turn.agent.unreachable | {member.id})
+        case PeerReachable(node, incarnation):
+            turn.change(unreachable=turn.agent.unreachable - {(node, incarnation)})
         case Progress(generation, at_step, step_s):
             if at_step > turn.agent.step or generation > turn.agent.settled:
                 turn.change(stepped_at_s=turn.now_s)
@@ -146,6 +154,11 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
     places = before.generation.places if before.generation else ()
     known = {m.id for m in view.members.values()} | {(p.node, p.incarnation) for p in places}
     turn.change(view=view, connected=connected, dead=frozenset(d for d in before.dead if d in known))
+    if before.unreachable:
+        there = {node: m.id for node, m in view.members.items()}
+        turn.change(unreachable=frozenset(u for u in before.unreachable if there.get(u[0]) == u))
+    if view.disputes - before.view.disputes:
+        turn.change(disputed_s=turn.now_s)
     turn.change(state=view.state if view.state_revision else before.state, spec=view.spec or before.spec)
     if view.broken and view.generation and view.broken.generation == view.generation.number > before.broken:
         turn.change(broken=view.broken.generation, broken_record=view.broken, broken_at_s=turn.now_s)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 
 from .effects import Publish, PutPhase, SaveNow
-from .membership import Change, Wait, bereft, leader, next_generation
+from .membership import Change, Wait, bereft, cut_off, leader, next_generation, unreached
 from .records import Phase
 from .restarts import backoff_s, in_vain
 from .turn import Turn
 
 LEAD_S = 0.25
 """How far ahead a planned boundary is set, so that every rank hears of it before it gets there."""
+
+DISPUTE_S = 1.0
+"""From the newest complaint until it decides anything. A cut is seen from its two sides up to a second apart, and only
+from all complaints together can be told who is cut off."""
 
 
 def lead(turn: Turn) -> None:
@@ -21,6 +25,7 @@ def lead(turn: Turn) -> None:
     if agent.generation is not None and view.generation != agent.generation:
         return  # etcd does not have it back yet
     if leader(view, agent.dead, agent.generation) != turn.policy.node:
+        _follow(turn)
         return
     if _all_done(turn):
         if view.state.phase is not Phase.SUCCEEDED:
@@ -33,6 +38,15 @@ def lead(turn: Turn) -> None:
         turn.change(reason=reason)
     else:
         _publish(turn, verdict)
+
+
+def _follow(turn: Turn) -> None:
+    """Others decide; what is there to say is whether we are left out, and why."""
+    view, node = turn.agent.view, turn.policy.node
+    out = view.disputes and node in cut_off(view, turn.agent.dead, turn.agent.generation)
+    reason = f"{unreached(view, node)}: it waits with its state" if out else ""
+    if turn.agent.reason != reason or turn.agent.below_min:
+        turn.change(reason=reason, below_min=False)
 
 
 def _verdict(turn: Turn) -> Change | Wait:
@@ -54,8 +68,11 @@ def _verdict(turn: Turn) -> Change | Wait:
         min_reached_for_s=turn.now_s - reached if reached is not None else 0.0,
         blind=turn.now_s < _blind_until_s(turn),
     )
-    if isinstance(verdict, Wait) or not verdict.planned:
+    if isinstance(verdict, Wait):
         return verdict
+    if not verdict.planned:
+        unsure = view.disputes and turn.now_s - agent.disputed_s < DISPUTE_S
+        return Wait("who can reach whom is being found out") if unsure else verdict
     if turn.done_here():
         return Wait("training is complete; the others are finishing")
     if turn.now_s < agent.wiped_until_s:
@@ -123,3 +140,5 @@ def _wait(turn: Turn, verdict: Wait) -> None:
     lost = turn.is_broken() or not turn.steps_advance()
     if verdict.below_min and lost and turn.agent.generation and view.state.phase is Phase.RUNNING:
         turn.ask(PutPhase(Phase.WAITING, verdict.reason, view.state_revision), f"waiting {view.state_revision}")
+    elif not lost and view.state.phase is Phase.WAITING:  # nothing had to be formed: who was away is back
+        turn.ask(PutPhase(Phase.RUNNING, "", view.state_revision), f"running {view.state_revision}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
+from . import reach
 from .keys import JobKeys
 from .records import (
     BrokenRecord,
@@ -15,9 +16,12 @@ from .records import (
     MemberRecord,
     Place,
     ProgressRecord,
+    Record,
     SpecRecord,
     decode,
 )
+
+R = TypeVar("R", bound=Record)
 
 
 class Stored(Protocol):
@@ -31,7 +35,7 @@ class Stored(Protocol):
     def mod_revision(self) -> int: ...
 
 
-# A view comes whole, with thousands of members in a large job, and next to nothing in it has changed.
+# After an outage all is read anew, and is mostly what it was.
 
 
 @functools.lru_cache(maxsize=16384)
@@ -70,34 +74,75 @@ class JobView:
     broken: BrokenRecord | None = None
     """The record of `generation`'s failure, if it has one."""
     revision: int = 0
+    disputes: frozenset[reach.Dispute] = field(init=False, compare=False)
+    """Pairs of members of which one cannot reach the other."""
+
+    def __post_init__(self) -> None:
+        complaints = {node: m.record.unreachable for node, m in self.members.items()}
+        found = reach.disputes(complaints) if any(complaints.values()) else frozenset()
+        object.__setattr__(self, "disputes", found)
 
     @staticmethod
     def read(keys: JobKeys, kvs: Mapping[str, Stored], revision: int) -> JobView:
         """Raises SpeaksAnotherProtocol for a record of another version."""
+        return Reader(keys).read(kvs, revision)
 
-        def find(key: str) -> Stored | None:
-            return kvs.get(key)
 
-        spec, state, generation = find(keys.spec), find(keys.state), find(keys.generation)
-        progress = find(keys.progress)
-        members = {
-            key.removeprefix(keys.members): Member(_member(kv.value), kv.create_revision)
-            for key, kv in kvs.items()
-            if key.startswith(keys.members)
-        }
-        formed = _generation(generation.value) if generation else None
-        broken = find(keys.broken(formed.number)) if formed else None
-        return JobView(
-            spec=decode(SpecRecord, spec.value) if spec else None,
-            state=decode(JobState, state.value) if state else JobState(),
+class Reader:
+    """Reads one picture of a job after another, and of each only what is not the same object as in the one before.
+
+    A picture comes whole, with a key for each node, and next to nothing in it has changed. What has not changed is
+    the same object in the view, too: its `members` are compared by identity.
+    """
+
+    def __init__(self, keys: JobKeys) -> None:
+        self._keys = keys
+        self._kvs: Mapping[str, Stored] = {}
+        self._members: Mapping[str, Member] = {}
+        self._records: dict[str, tuple[Stored, Record]] = {}
+
+    def read(self, kvs: Mapping[str, Stored], revision: int) -> JobView:
+        """Raises SpeaksAnotherProtocol for a record of another version, msgspec.ValidationError for what is none."""
+        keys = self._keys
+        members = self._members if kvs is self._kvs else self._changed_members(kvs)
+        spec, state, generation = kvs.get(keys.spec), kvs.get(keys.state), kvs.get(keys.generation)
+        formed = self._record(GenerationRecord, generation, _generation) if generation else None
+        broken = kvs.get(keys.broken(formed.number)) if formed else None
+        progress = kvs.get(keys.progress)
+        view = JobView(
+            spec=self._record(SpecRecord, spec) if spec else None,
+            state=self._record(JobState, state) if state else JobState(),
             state_revision=state.mod_revision if state else 0,
             members=members,
             generation=formed,
             generation_revision=generation.mod_revision if generation else 0,
-            broken=decode(BrokenRecord, broken.value) if broken else None,
+            broken=self._record(BrokenRecord, broken) if broken else None,
             revision=revision,
-            saved_step=(decode(ProgressRecord, progress.value).checkpoint_step or 0) if progress else 0,
+            saved_step=(self._record(ProgressRecord, progress).checkpoint_step or 0) if progress else 0,
         )
+        self._kvs, self._members = kvs, members
+        return view
+
+    def _changed_members(self, kvs: Mapping[str, Stored]) -> Mapping[str, Member]:
+        prefix, before = self._keys.members, self._kvs
+        changed = [(key, kv) for key, kv in kvs.items() if before.get(key) is not kv and key.startswith(prefix)]
+        gone = [key for key in before.keys() - kvs.keys() if key.startswith(prefix)]
+        if not changed and not gone:
+            return self._members
+        members = dict(self._members)
+        for key in gone:
+            del members[key.removeprefix(prefix)]
+        for key, kv in changed:
+            members[key.removeprefix(prefix)] = Member(_member(kv.value), kv.create_revision)
+        return members
+
+    def _record(self, kind: type[R], kv: Stored, read: Callable[[bytes], R] | None = None) -> R:
+        known = self._records.get(kind.__name__)
+        if known is not None and known[0] is kv:
+            return cast(R, known[1])
+        record = read(kv.value) if read else decode(kind, kv.value)
+        self._records[kind.__name__] = kv, record
+        return record
 
 
 Dead = frozenset[tuple[str, str]]
@@ -108,25 +153,70 @@ def living(view: JobView, dead: Dead) -> dict[str, Member]:
     return {node: m for node, m in view.members.items() if m.id not in dead}
 
 
+def cut_off(view: JobView, dead: Dead, current: GenerationRecord | None) -> frozenset[str]:
+    """Living members to go on without, since others cannot reach them or they cannot reach others."""
+    if not view.disputes:
+        return frozenset()
+    alive = living(view, dead)
+    there = frozenset((a, b) for a, b in view.disputes if a in alive and b in alive)
+    seats = {(p.node, p.incarnation) for p in current.places} if current else set()
+    nodes = {node for pair in there for node in pair}
+    seated = frozenset(node for node in nodes if alive[node].id in seats)
+
+    def worth(node: str) -> tuple[bool, bool, bool, int]:
+        leaves = alive[node].record.draining is not None or node in view.state.avoid
+        empty = current is not None and bereft(current, node, view.broken)
+        return node not in seated, empty, leaves, alive[node].seniority
+
+    return reach.left_out(there, tuple(sorted(nodes, key=worth)), seated)
+
+
+def unreached(view: JobView, node: str) -> str:
+    """'node2 cannot be reached by node0, node1'."""
+    others = sorted({other for pair in view.disputes if node in pair for other in pair} - {node})
+    return f"{node} cannot be reached by {', '.join(others[:5])}{' and others' if len(others) > 5 else ''}"
+
+
+def watch_list(
+    view: JobView, dead: Dead, current: GenerationRecord | None, me: str, complaints: Collection[str] = ()
+) -> list[Member]:
+    """Whom the agent of node `me` keeps a line to. The leader to everybody and everybody to the leader, in or out of
+    the generation; in a small job all to all; in a large one to the neighbours in the ring of nodes (no pass over all
+    members: thousands of agents come by here at the same time). And to those of its `complaints`, until they answer.
+    """
+    members = view.members
+    chief = leader(view, dead, current)
+    wanted: Collection[str] = members
+    if me != chief and len(members) > reach.MESH:
+        ring = [place.node for place in current.places] if current else []
+        near = reach.neighbours(ring.index(me), len(ring)) if me in ring else ()
+        wanted = {ring[i] for i in near} | ({chief} if chief else set()) | set(complaints)
+    found = [members[node] for node in wanted if node != me and node in members]
+    return [m for m in found if m.id not in dead]
+
+
 def leader(view: JobView, dead: Dead, current: GenerationRecord | None) -> str | None:
     """The living member of the current generation with the lowest node rank that is to stay; without one, one that
-    is about to leave; without one, the oldest member.
+    is about to leave; without one, the oldest member. Never one that is cut off: its store could not be reached.
 
     So the leader's own workers tell it how the job is doing, and the next generation's store outlives the change.
     Two agents may think themselves the leader for a moment; the compare-and-swap on the generation lets one of them
     win.
     """
+    cut = cut_off(view, dead, current)
     leaves = None
     for place in current.places if current else ():
         member = view.members.get(place.node)
         if member and member.id not in dead and member.record.incarnation == place.incarnation:
+            if place.node in cut:
+                continue
             if member.record.draining is None and place.node not in view.state.avoid:
                 return place.node
             leaves = leaves or place.node
     if leaves is not None:
         return leaves
-    alive = living(view, dead)
-    return min(alive.values(), key=lambda m: m.seniority).record.node if alive else None
+    alive = [m for m in living(view, dead).values() if m.record.node not in cut]
+    return min(alive, key=lambda m: m.seniority).record.node if alive else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,27 +268,33 @@ def next_generation(
     blind: etcd was away; who is absent may be about to come back.
     """
     alive = living(view, dead)
+    cut = cut_off(view, dead, current)
     fit = [
         m
         for m in alive.values()
         if m.record.ready and m.record.draining is None and m.record.node not in view.state.avoid
     ]
+    inside = [m for m in fit if m.record.node not in cut]
     if current is None:
-        return _first(fit, limits, min_reached_for_s)
+        return _first(inside, limits, min_reached_for_s, _cut_reason(view, cut))
 
     missing = _missing(current, alive, dead, steps_advance or blind)
-    if not (settled or blind) and _store_lost(view, current, alive):
+    seated = [p.node for p in current.places]
+    if not steps_advance:
+        missing += [node for node in seated if node in cut and node not in missing]
+    if not (settled or blind) and _store_lost(view, current, alive, cut):
         missing.append(current.leader)
     broken = view.broken if view.broken and view.broken.generation == current.number else None
     absent = [p.node for p in current.places if p.node not in alive and p.node not in missing]
     missing += [node for node in absent if not blind and bereft(current, node, broken)]
     absent = [node for node in absent if node not in missing]
-    chosen = _choose(current, fit, limits.max_nodes)
     if broken or missing:
         if absent and blind:
             return Wait(f"etcd was away: {', '.join(absent)} may not have come back yet")
-        chosen = _with_witness(current, chosen, alive, broken)
-        why = _why(broken, missing)
+        chosen = _choose(current, inside, limits.max_nodes)
+        reached = {node: m for node, m in alive.items() if node not in cut}
+        chosen = _with_witness(current, chosen, reached, broken)
+        why = _why(view, broken, missing, cut)
         if len(chosen) < limits.min_nodes:
             return Wait(f"{why}; {len(chosen)} of at least {limits.min_nodes} nodes are there", below_min=True)
         lost = {(broken.node, slot) for slot in broken.slots} if broken else set()
@@ -209,10 +305,12 @@ def next_generation(
 
     if absent:
         return Wait(f"{', '.join(absent)} cannot be heard of, {'and lives: steps advance' if steps_advance else 'yet'}")
-    chosen = _with_witness(current, chosen, alive, None)
+    # While steps advance, the data gets through to those who have a place, whatever their agents say.
+    fit = [m for m in fit if m.record.node not in cut or m.record.node in seated]
+    chosen = _with_witness(current, _choose(current, fit, limits.max_nodes), alive, None)
     places = arrange(current, chosen, set())
     if _same(places, current.places):
-        return Wait("as it should be", fine=True)
+        return Wait(_cut_reason(view, cut)) if cut else Wait("as it should be", fine=True)
     if not settled:
         return Wait("a planned change waits until this generation has stepped")
     if len(chosen) < limits.min_nodes:
@@ -222,9 +320,10 @@ def next_generation(
     return Change(places, _difference(current, places, alive), planned=True)
 
 
-def _first(fit: list[Member], limits: Limits, min_reached_for_s: float) -> Change | Wait:
+def _first(fit: list[Member], limits: Limits, min_reached_for_s: float, cut: str) -> Change | Wait:
     if len(fit) < limits.min_nodes:
-        return Wait(f"{len(fit)} of at least {limits.min_nodes} nodes are ready", below_min=True)
+        too_few = f"{len(fit)} of at least {limits.min_nodes} nodes are ready"
+        return Wait(f"{too_few}; {cut}" if cut else too_few, below_min=True)
     if len(fit) < limits.max_nodes and min_reached_for_s < limits.join_wait_s:
         return Wait(f"{len(fit)} of at most {limits.max_nodes} nodes are ready; a moment for more")
     return Change(arrange(None, _choose(None, fit, limits.max_nodes), set()), "first forming", planned=False)
@@ -243,12 +342,12 @@ def _missing(current: GenerationRecord, alive: Mapping[str, Member], dead: Dead,
     return gone
 
 
-def _store_lost(view: JobView, current: GenerationRecord, alive: Mapping[str, Member]) -> bool:
-    """Its host takes no part, and is gone or another since: nobody can form `current` any more."""
+def _store_lost(view: JobView, current: GenerationRecord, alive: Mapping[str, Member], cut: Collection[str]) -> bool:
+    """Its host takes no part, and is gone, out of reach or another since: nobody can form `current` any more."""
     if any(place.node == current.leader for place in current.places):
         return False
     host = alive.get(current.leader)
-    return host is None or host.seniority > view.generation_revision
+    return host is None or current.leader in cut or host.seniority > view.generation_revision
 
 
 def _choose(current: GenerationRecord | None, fit: list[Member], max_nodes: int) -> list[Member]:
@@ -308,9 +407,13 @@ def _same(a: tuple[Place, ...], b: tuple[Place, ...]) -> bool:
     return a == b
 
 
-def _why(broken: BrokenRecord | None, missing: list[str]) -> str:
+def _why(view: JobView, broken: BrokenRecord | None, missing: list[str], cut: Collection[str]) -> str:
     parts = [f"{broken.kind} on {broken.node}: {broken.detail}"] if broken else []
-    return "; ".join(parts + [f"node {node} is gone" for node in missing])
+    return "; ".join(parts + [unreached(view, n) if n in cut else f"node {n} is gone" for n in missing])
+
+
+def _cut_reason(view: JobView, cut: Collection[str]) -> str:
+    return "; ".join(unreached(view, node) for node in sorted(cut))
 
 
 def _difference(current: GenerationRecord, places: tuple[Place, ...], alive: Mapping[str, Member]) -> str:

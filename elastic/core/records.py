@@ -143,6 +143,8 @@ class MemberRecord(Record, frozen=True, kw_only=True):
     draining: str | None = None
     done: int = 0
     """The newest generation all of whose local workers have finished `train`; 0 = none."""
+    unreachable: tuple[str, ...] = ()
+    """Nodes, sorted, whose agents do not answer this one although their leases stand."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import queue
+import select
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
 from support.wait import eventually, holds
 
+from elastic.agent import peers as peers_module
 from elastic.agent.peers import Peers
 
 
@@ -138,3 +142,186 @@ def test_no_descriptors_left_is_waited_out() -> None:
             assert line.recv(64) == b"one"
     finally:
         peers.close()
+
+
+# ── who cannot be reached ───────────────────────────────────────────────────────────────────────────────────
+
+Heard = queue.SimpleQueue[tuple[str, str, str]]
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def looker(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
+    monkeypatch.setattr(peers_module, "DIALS_S", (0.05, 0.05, 0.1, 0.1))
+    monkeypatch.setattr(peers_module, "RETRY_S", 0.1)
+    monkeypatch.setattr(peers_module, "CONNECT_S", 0.2)
+    monkeypatch.setattr(peers_module, "HOLD_S", 0.2)
+    peers = Peers("looker", lambda *dead: heard.put(("dead", *dead[1:])), lambda *said: heard.put(said))
+    peers.start()
+    yield peers
+    peers.close()
+
+
+class Deaf:
+    """A port whose queue is full: the kernel drops every further call, as a cut does. `hear` ends that."""
+
+    def __init__(self) -> None:
+        self.server = socket.create_server(("127.0.0.1", 0), backlog=0)
+        self.address = self.server.getsockname()
+        self._fill = [socket.socket() for _ in range(4)]
+        for sock in self._fill:
+            sock.setblocking(False)
+            sock.connect_ex(self.address)
+        self.taken: list[socket.socket] = []
+
+    def hear(self, hello: bytes) -> None:
+        """Take all calls, those that fill the queue first, until one of them stays."""
+        for sock in self._fill:
+            sock.close()
+        self.server.settimeout(5)
+        while True:
+            line, _ = self.server.accept()
+            self.taken.append(line)
+            with contextlib.suppress(OSError):
+                line.send(hello)
+            if not select.select([line], [], [], 0.15)[0]:
+                return
+
+    def close(self) -> None:
+        for sock in (self.server, *self._fill, *self.taken):
+            sock.close()
+
+
+@pytest.fixture
+def deaf() -> Iterator[Deaf]:
+    server = Deaf()
+    yield server
+    server.close()
+
+
+def test_one_that_never_answers_cannot_be_reached(looker: Peers, heard: Heard, deaf: Deaf) -> None:
+    looker.watch({("n1", "one"): deaf.address})
+    node, incarnation, evidence = heard.get(timeout=5.0)
+    assert (node, incarnation) == ("n1", "one")
+    assert "no answer from 127.0.0.1" in evidence
+    holds(heard.empty, 0.5)  # said once
+
+
+def test_it_can_be_reached_again_once_a_line_holds(looker: Peers, heard: Heard, deaf: Deaf) -> None:
+    looker.watch({("n1", "one"): deaf.address})
+    assert heard.get(timeout=5.0)[2]
+    deaf.hear(b"one")
+    assert heard.get(timeout=5.0) == ("n1", "one", "")
+
+
+def test_a_line_that_does_not_hold_is_not_enough(
+    looker: Peers, heard: Heard, deaf: Deaf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_module, "HOLD_S", 30.0)
+    looker.watch({("n1", "one"): deaf.address})
+    assert heard.get(timeout=5.0)[2]
+    deaf.hear(b"one")
+    line = looker._lines["n1", "one"]
+    eventually(lambda: line.connected and line.deadline_s < float("inf"), 5.0)
+    deaf.taken[-1].close()
+    deaf.hear(b"one")
+    eventually(lambda: line.connected and line.deadline_s < float("inf"), 5.0)
+    assert line.unreachable
+    assert heard.empty()
+
+
+def test_a_line_without_a_hello_is_not_enough(looker: Peers, heard: Heard, deaf: Deaf) -> None:
+    """The kernel over there answers, the agent does not: as before."""
+    looker.watch({("n1", "one"): deaf.address})
+    assert heard.get(timeout=5.0)[2]
+    deaf.hear(b"")
+    line = looker._lines["n1", "one"]
+    eventually(lambda: line.connected, 5.0)
+    holds(heard.empty, 0.5)
+
+
+def test_a_frozen_process_can_be_reached(looker: Peers, heard: Heard) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        looker.watch({("n1", "one"): frozen.getsockname()})
+        eventually(lambda: any(line.connected for line in looker._lines.values()), 5.0)
+        holds(heard.empty, 0.7)
+
+
+def test_after_each_fall_it_must_hold_for_longer() -> None:
+    line = peers_module._Line(("n1", "one"), ("h", 1))
+    holds_s = []
+    for fall in range(1, 7):
+        line.falls = fall
+        holds_s.append(line.hold_s)
+    assert holds_s == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
+
+
+def fails_at_once(monkeypatch: pytest.MonkeyPatch, code: int) -> list[object]:
+    """Every call does, with `code`; returns the growing list of those called."""
+    called: list[object] = []
+
+    def connect_ex(_: socket.socket, address: object) -> int:
+        called.append(address)
+        return code
+
+    monkeypatch.setattr(socket.socket, "connect_ex", connect_ex)
+    return called
+
+
+def test_an_error_at_once_does_not_shorten_the_calls(
+    looker: Peers, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A route that is away for a moment fails every call at once."""
+    monkeypatch.setattr(peers_module, "DIALS_S", (0.3, 30.0))
+    called = fails_at_once(monkeypatch, errno.EHOSTUNREACH)
+    looker.watch({("n1", "one"): ("203.0.113.1", 9)})
+    eventually(lambda: len(called) == 2, 5.0)
+    assert heard.get(timeout=5.0)[2]
+
+
+@pytest.mark.parametrize("code", [errno.EADDRNOTAVAIL, errno.EMFILE, errno.EPERM])
+def test_trouble_of_our_own_is_no_silence(
+    looker: Peers, heard: Heard, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    called = fails_at_once(monkeypatch, code)
+    looker.watch({("n1", "one"): ("203.0.113.1", 9)})
+    eventually(lambda: len(called) > 5, 5.0)
+    assert heard.empty()
+
+
+def test_one_that_cannot_be_reached_is_not_looked_at_any_more(looker: Peers, heard: Heard, deaf: Deaf) -> None:
+    """Nobody would ever take the complaint back."""
+    looker.watch({("n1", "one"): deaf.address})
+    assert heard.get(timeout=5.0)[2]
+    looker.watch({})
+    assert heard.get(timeout=5.0) == ("n1", "one", "")
+
+
+def test_one_that_cannot_be_reached_may_turn_out_dead(looker: Peers, heard: Heard, deaf: Deaf) -> None:
+    looker.watch({("n1", "one"): deaf.address})
+    assert heard.get(timeout=5.0)[2]
+    deaf.close()
+    assert heard.get(timeout=5.0)[:2] == ("dead", "one")
+    looker.watch({})
+    holds(heard.empty, 0.3)
+
+
+def test_who_looks_late_has_still_got_an_answer(heard: Heard) -> None:
+    """A busy host: the call was answered in time, only not looked at."""
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        peers = Peers("late", lambda *_: None, lambda *said: heard.put(said))
+        peers._wanted = {("n1", "one"): there.getsockname()}
+        peers._reconcile()
+        line = peers._lines["n1", "one"]
+        assert line.sock is not None
+        select.select([], [line.sock], [], 5.0)
+        line.deadline_s = time.monotonic() - 1.0
+        peers._reconcile()
+        assert line.connected
+        assert not line.misses
+        for sock in (line.sock, peers._listener, peers._wake_read, peers._wake_write, peers._selector):
+            sock.close()
