@@ -83,7 +83,11 @@ def _run(config: AgentConfig, etcd: Etcd, keys: JobKeys, spec: SpecRecord) -> in
     job = msgspec.structs.replace(spec.spec, python=spec.spec.python or sys.executable)
     incarnation = uuid.uuid4().hex
     loop: Loop | None = None
-    peers = Peers(incarnation, lambda *dead: loop.on_dead(*dead) if loop else None)
+    peers = Peers(
+        incarnation,
+        lambda *dead: loop.on_dead(*dead) if loop else None,
+        lambda *heard: loop.on_reach(*heard) if loop else None,
+    )
     managed = environment.uses_elastic(job, environment.workdir(job))
     policy = Policy(
         node=config.node,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ..core.membership import cut_off
 from ..core.model import Agent, Stage
 from ..core.records import BrokenRecord, IncidentRecord, WorkerError
 
@@ -92,6 +93,11 @@ class Incidents:
             stacks=self._stacks,
         )
         self._stacks = {}
+        if not broke and not planned and after.generation is not None:
+            gone = sorted({p.node for p in before.generation.places} - {p.node for p in after.generation.places})
+            opened.node = ", ".join(gone)
+            if cut_off(after.view, after.dead, before.generation).intersection(gone):
+                opened.kind = "unreachable"
         if broke and record is not None:
             opened.kind, opened.node, opened.ranks, opened.detail = (
                 record.kind,
