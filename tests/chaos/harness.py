@@ -101,6 +101,8 @@ class Node:
         self.folder.mkdir()
         self.socket = self.folder / "s"
         self._tag = f"{cluster.procs.tag}.{self.name}"
+        self.env: dict[str, str] = {}
+        """Further environment of its daemon and of all that this starts."""
         self.daemon: subprocess.Popen[bytes] | None = None
 
     def start(self, wait: bool = True) -> None:
@@ -122,6 +124,7 @@ class Node:
         (self.folder / "elasticd.toml").write_text("\n".join(lines))
         popen = self.host.popen if self.host else cluster.procs.popen
         with (self.folder / "daemon.log").open("ab") as log:
+            own = {NODE: self.name, "ELASTIC_TEST_NODE_TAG": self._tag, **self.env}
             self.daemon = popen(
                 [BIN / "elasticd", "--config", self.folder / "elasticd.toml"],
                 env={NODE: self.name, "ELASTIC_TEST_NODE_TAG": self._tag}, stdout=log, stderr=log,
@@ -259,13 +262,14 @@ class Cluster:
         slots: int = 1,
         members: int = 1,
         network: bool = False,
+        quality: bool = False,
         timeouts: Mapping[str, float] | None = None,
         settings: Mapping[str, object] | None = None,
     ) -> None:
         self.slots, self.settings = slots, dict(settings or {})
         self.timeouts = {"lease_ttl_s": 3.0, "lease_renew_s": 0.8, **(timeouts or {})}
         self._sizes = (nodes, members)
-        self._network = network
+        self._network, self._quality = network, quality
         self._stack = contextlib.ExitStack()
         self.hosts: Hosts | None = None
         self.etcd: list[Etcd] = []
@@ -278,7 +282,7 @@ class Cluster:
             self.folder = pathlib.Path(tempfile.mkdtemp(prefix="elt-", dir="/dev/shm"))
             self._stack.callback(shutil.rmtree, self.folder)
             if self._network:
-                self.hosts = self._stack.enter_context(Hosts(count + members))
+                self.hosts = self._stack.enter_context(Hosts(count + members, quality=self._quality))
             self.procs = self.hosts.procs if self.hosts else self._stack.enter_context(Procs())
             for index in range(members):
                 host = self.hosts[count + index] if self.hosts else None
