@@ -10,11 +10,13 @@ No torch at import: the writer process maps arenas too.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
 import fcntl
 import mmap
 import os
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -71,7 +73,9 @@ class Arena:
         self._layout: Layout | None = None
         self._key: tuple[object, ...] = ()
         self._views: list[torch.Tensor] = []
-        self._registered = 0
+        self._pinned: bool | None = None
+        """None: not tried yet."""
+        self._filling: Fill | None = None
 
     @classmethod
     def create(cls, nbytes: int, *, warm: bool = True) -> Arena:
@@ -176,18 +180,40 @@ class Arena:
         if len(tensors) != len(self._views):
             raise ArenaError(f"{len(tensors)} tensors for a table of {len(self._views)}")
         self._dirty()
-        if not self._registered and any(tensor.is_cuda for tensor in tensors):
-            from .fill import register
-
-            self._registered = register(self._address, len(self._memory))
+        if device := next((tensor.device for tensor in tensors if tensor.is_cuda), None):
+            self.pin(device)
         order = self._layout.order
         pairs = [(view, tensors[i]) for view, i in zip(self._views, order, strict=True)]
-        return fill(pairs, [i in volatile for i in order] if volatile else [False] * len(pairs))
+        self._filling = fill(pairs, [i in volatile for i in order] if volatile else [False] * len(pairs))
+        return self._filling
+
+    def pin(self, device: torch.device) -> None:
+        """Register the memory with CUDA, so that copies from `device` run beside its kernels; again does nothing.
+
+        The first `fill` would do it otherwise, and it takes a while. Where CUDA refuses there is a warning, and copies
+        block whoever starts them.
+        """
+        if self._pinned is None:
+            from .fill import register
+
+            refused = register(self._address, len(self._memory), device)
+            self._pinned = not refused
+            if refused:
+                warnings.warn(
+                    f"snapshots block the training step: their memory cannot be registered ({refused})", stacklevel=2
+                )
 
     def seal(self, step: int, generation: int, extra: Mapping[str, Any] | None = None) -> None:
-        """The arena is whole: the state after `step`, committed in `generation`. `extra`: JSON kept beside it."""
+        """The arena is whole: the state after `step`, committed in `generation`. `extra`: JSON kept beside it.
+
+        Raises ArenaError when nothing was filled, the copy has not been seen to end, or its source changed meanwhile.
+        """
         if self._ints[_STATE] != Fullness.FILLING or self._layout is None:
             raise ArenaError("seal without fill")
+        if self._filling is not None and not self._filling.done:
+            raise ArenaError("seal before the copy is finished")
+        if self._filling is not None and self._filling.torn:
+            raise ArenaError("a tensor was changed while it was copied: call state.changing() before changing it")
         raw = msgspec.json.encode(extra) if extra else b""
         self._put(self._tail_at + self._ints[_TABLE], raw)
         ints = self._ints
@@ -235,11 +261,13 @@ class Arena:
         """Safe to call twice. Tensors handed out keep their memory until they are gone."""
         if self.fd < 0:
             return
-        if self._registered:
+        with contextlib.suppress(RuntimeError):  # a device that has failed copies no more
+            self._settle()
+        if self._pinned:
             from .fill import unregister
 
-            unregister(self._registered)
-            self._registered = 0
+            unregister(self._address)
+            self._pinned = None
         os.close(self.fd)
         self.fd = -1
         self._views = []
@@ -261,7 +289,14 @@ class Arena:
 
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
 
+    def _settle(self) -> None:
+        """Nothing is copied in here any more: what is filled next must not be overtaken. Raises RuntimeError."""
+        if self._filling is not None:
+            self._filling.finish()
+            self._filling = None
+
     def _dirty(self) -> None:
+        self._settle()
         if self._ints[_SEQUENCE] % 2 == 0:
             self._ints[_SEQUENCE] += 1
         self._ints[_STATE] = Fullness.FILLING

@@ -16,12 +16,25 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Fill:
     """A copy under way. `finish` returns when every byte has arrived; safe to call twice."""
 
-    def __init__(self, events: Sequence[torch.cuda.Event] = ()) -> None:
+    def __init__(self, events: Sequence[torch.cuda.Event] = (), watched: Sequence[torch.Tensor] = ()) -> None:
+        """`watched`: must not be changed until `finish` has returned."""
         self._events = list(events)
+        self._watched = [(tensor, tensor._version) for tensor in watched]
+        self.torn = False
+        """Somebody changed them all the same; known when `done`. A change through `.data` is not seen."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every byte has been seen to arrive: by `finish`, not by a look at the device."""
+        return not self._events
 
     def finish(self) -> None:
+        """Raises RuntimeError when the device has failed: the copy is then never done, however often it is asked."""
         while self._events:
-            self._events.pop().synchronize()
+            self._events[-1].synchronize()
+            self._events.pop()
+        self.torn = self.torn or any(tensor._version != version for tensor, version in self._watched)
+        self._watched.clear()  # from here on the optimizer may
 
 
 def fill(pairs: Sequence[Pair], volatile: Sequence[bool]) -> Fill:
@@ -33,7 +46,7 @@ def fill(pairs: Sequence[Pair], volatile: Sequence[bool]) -> Fill:
                 by_device.setdefault(pair[1].device, []).append((pair, eager))
         events = [_copy_cuda(device, some) for device, some in by_device.items()]
         _copy_cpu([pair for pair in pairs if not pair[1].is_cuda])
-    return Fill(events)
+    return Fill(events, [source for some in by_device.values() for (_, source), eager in some if not eager])
 
 
 _CHUNK_BYTES = 4 * 1024 * 1024
@@ -98,7 +111,8 @@ def _copy_cuda(device: torch.device, pairs: Sequence[tuple[Pair, bool]]) -> torc
     current stream waits for those alone.
     """
     current = torch.cuda.current_stream(device)
-    side = _streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    if (side := _streams.get(device)) is None:
+        side = _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(current)
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
@@ -115,11 +129,28 @@ def _copy_cuda(device: torch.device, pairs: Sequence[tuple[Pair, bool]]) -> torc
     return done
 
 
-def register(address: int, nbytes: int) -> int:
-    """Pin the mapping at `address` for CUDA, so that copies into it run beside the kernels. Returns `address`."""
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)))  # type: ignore[no-untyped-call]
-    return address
+def register(address: int, nbytes: int, device: torch.device) -> str:
+    """Pin the mapping at `address` for CUDA, so that copies into it run beside the kernels.
+
+    Returns '', or why it could not be done: copies then work all the same, and the host waits for each. In a thread of
+    its own, as CUDA keeps an error for the thread's next caller to trip over, and torch has no way to take it away.
+    """
+    said: list[str] = []
+
+    def act() -> None:
+        try:
+            with torch.cuda.device(device):  # a new thread's would be the first GPU
+                code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
+            said.append(f"CUDA error {code}" if code else "")
+        except RuntimeError as error:
+            said.append(str(error).partition("\n")[0])
+
+    thread = threading.Thread(target=act, name="elastic-register")
+    thread.start()
+    thread.join()
+    return said[0]
 
 
 def unregister(address: int) -> None:
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))  # type: ignore[no-untyped-call]
+    """Whatever CUDA says to it: where the device has failed it refuses, and the mapping goes next in any case."""
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

@@ -23,6 +23,8 @@ from .layout import arena_nbytes
 if TYPE_CHECKING:
     import torch
 
+    from .fill import Fill
+
 ESCALATE_AFTER = 3
 """This many failed saves in a row are more than bad luck."""
 
@@ -64,6 +66,14 @@ class Counts:
         return self.failed_in_row >= ESCALATE_AFTER
 
 
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    arena: Arena
+    fill: Fill
+    step: int
+    extra: Mapping[str, Any] | None
+
+
 class Saver:
     """One per rank. `rank` saves share `rank` of `world`; rank 0 commits. Failures are counted and said, not raised.
 
@@ -92,6 +102,7 @@ class Saver:
         self._arenas: list[Arena] = []
         self._turn = 0
         self._in_flight: set[int] = set()
+        self._copying: _Copying | None = None
         self._versions = versions()
         self.counts = Counts()
 
@@ -113,6 +124,24 @@ class Saver:
 
         `table` and `tensors` are those of this rank's share (see `core.shares`). The copy is complete on return.
         """
+        if not self.begin(step, table, tensors, extra, volatile=volatile):
+            return False
+        return self.settle()
+
+    def begin(
+        self,
+        step: int,
+        table: Table,
+        tensors: Sequence[torch.Tensor],
+        extra: Mapping[str, Any] | None = None,
+        *,
+        volatile: Collection[int] = (),
+    ) -> bool:
+        """As `save`, but a copy from a GPU is only begun: call `settle` before `tensors` are changed.
+
+        All but those whose index is in `volatile`; what the current stream does with these from now on comes after.
+        """
+        self.settle()
         self.poll()
         if self._in_flight:
             self.counts.skipped += 1
@@ -120,9 +149,27 @@ class Saver:
         try:
             arena = self._arena(table)
             arena.layout(table, share=self._rank, shares=self._world)
-            arena.fill(tensors, volatile=volatile).finish()
-            arena.seal(step, self._generation, extra)
-            self._order(arena, step)
+            self._copying = _Copying(arena, arena.fill(tensors, volatile=volatile), step, extra)
+        except (OSError, CheckpointError) as error:
+            self._fail(orders.describe(error))
+            return False
+        return self.settle() if self._copying.fill.done else True
+
+    @property
+    def copying(self) -> bool:
+        """A copy was begun and is not settled."""
+        return self._copying is not None
+
+    def settle(self) -> bool:
+        """Wait until the copy under way is complete, and have it written. False: that failed. Raises RuntimeError when
+        the device failed: that save is dropped."""
+        copying, self._copying = self._copying, None
+        if copying is None:
+            return True
+        copying.fill.finish()
+        try:
+            copying.arena.seal(copying.step, self._generation, copying.extra)
+            self._order(copying.arena, copying.step)
         except (OSError, CheckpointError) as error:
             self._fail(orders.describe(error))
             return False

@@ -60,7 +60,16 @@ class SaverSink:
         self._saver.wait(limit_s)
 
     def put(self, part: Part) -> bool:
-        return self._saver.save(part.step, part.table, part.tensors, part.extra)
+        return self._saver.begin(part.step, part.table, part.tensors, part.extra, volatile=part.volatile)
+
+    @property
+    def copying(self) -> bool:
+        return self._saver.copying
+
+    def settle(self) -> None:
+        self._saver.settle()
+
+    def prepare(self, part: Part) -> None: ...
 
 
 def run_alone(setup: Setup, train: Train, checkpoint_dir: str, rule: Rule) -> State:

@@ -48,6 +48,9 @@ class Keeper(Protocol):
         Without `keep` this rank's state is bad, and no rank saves.
         """
 
+    def settle(self) -> None:
+        """The state is about to be changed: complete the copy of it that is under way."""
+
 
 class Job:
     """One training run, as seen by this worker in the present generation."""
@@ -208,6 +211,8 @@ class Job:
         elif self.device.type == "cuda" and self.world_size > 1:
             torch.cuda.current_stream(self.device).synchronize()
         self._link.applying()
+        if self._keeper is not None:
+            self._keeper.settle()
 
     def _compare_replicas(self, state: State) -> None:
         if self.world_size == 1:

@@ -2,32 +2,29 @@
 
 Ranks must agree on the step without a word per step. So about once a second, and at each checkpoint, they exchange
 three numbers: rank 0's plan (the next step to save at, the next step to talk at), and whether anybody lacks a buffer.
+
+On a GPU the copy runs beside the next forward and backward. It is completed, and only then taken for whole, before
+anything changes what is copied: by `settle`, which the optimizer's guard calls before each step.
 """
 
 from __future__ import annotations
 
-import queue
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ..checkpoint.arena import Arena
-from ..checkpoint.errors import ArenaError
-from ..checkpoint.layout import arena_nbytes
-from ..core import cadence, messages
-from ..core.beat import Doing
+from ..core import cadence
 from ..core.shares import assign_shares
 from ..core.tensors import Table
 from .restore import extra_of
-from .session import Session, ToldToLeave
+from .session import ToldToLeave
 from .state import State
 
-ARENA_WAIT_S = 30.0
-NO_MEMORY = -1
 FINISH_S = 60.0
 """How long the last checkpoint of a job waits for the one before it."""
 
@@ -56,6 +53,14 @@ class Part:
     extra: dict[str, Any]
     interval: str
     """How often snapshots are taken, in words."""
+    skipped: int = 0
+    """How many were due and not taken, so far."""
+    volatile: Collection[int] = ()
+    """Indices of the tensors that may change before the next optimizer step: copied before anything queued later."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return any(tensor.is_cuda for tensor in self.tensors)
 
 
 class Sink(Protocol):
@@ -78,7 +83,17 @@ class Sink(Protocol):
         """Until there is room, or `limit_s` seconds have passed."""
 
     def put(self, part: Part) -> bool:
-        """Copy `part`; the step waits for it. False: skipped."""
+        """Copy `part`, or begin to. False: skipped."""
+
+    @property
+    def copying(self) -> bool:
+        """Whether what was last put is still to be settled."""
+
+    def settle(self) -> None:
+        """Wait for the copy under way; it is a snapshot from now on. Raises RuntimeError: it failed, and is dropped."""
+
+    def prepare(self, part: Part) -> None:
+        """Something like `part` will be put: do now, beside the steps, what need not wait until then."""
 
 
 class Keeper:
@@ -94,6 +109,9 @@ class Keeper:
         self._step_s = 0.0
         self._began_s = self._saved_s = time.monotonic()
         self._cost_s: float | None = None
+        self._stall_s = 0.0
+        self._unsettled = False
+        self._prepared = False
         self._generations = 0
         self._saved_step = -1
         self.skipped = 0
@@ -110,6 +128,7 @@ class Keeper:
 
     def after(self, state: State, *, keep: bool = True) -> None:
         """After each commit, on every rank at the same step. Without `keep` no rank saves: this one's state is bad."""
+        self.settle()  # there was no optimizer step since
         step = state.step
         if step not in (self._plan.save_at, self._plan.agree_at):
             return
@@ -126,33 +145,78 @@ class Keeper:
         save_at, agree_at, busy, stop = self._exchange(plan, save and not (keep and self._sink.free()), stop)
         self._plan = cadence.Plan(save_at=save_at, agree_at=agree_at)
         if not save:
+            self._prepare(state)
             return
         if busy:
             self.skipped += 1  # the one before is still being written
             return
         self._saved_step = step  # agreed by all, whether or not it works out on each
-        began_s = time.monotonic()
-        if not self._sink.put(self._part(state)):
-            self.skipped += 1
-        elif stop:
+        kept = self._put(state)
+        if kept and stop:
+            self.settle()
             raise ToldToLeave(f"stopped at step {step}, which is saved")
-        stall_s = time.monotonic() - began_s
-        self._cost_s = stall_s if self._cost_s is None else 0.7 * self._cost_s + 0.3 * stall_s
 
     def finish(self, state: State) -> None:
         """`train` has returned on this rank: save what it came to, unless that was just saved."""
+        self.settle()
         if state.step == self._saved_step:
             return
         self._sink.wait(FINISH_S)
         _, _, busy, _ = self._exchange(cadence.Plan(), not self._sink.free())
         if not busy:
             self._saved_step = state.step
-        if busy or not self._sink.put(self._part(state)):
+        if busy:
             self.skipped += 1
+        else:
+            self._put(state)
+            self.settle()
+
+    def settle(self) -> None:
+        """The state is about to be changed: what is being copied of it is completed first.
+
+        Raises RuntimeError when the device failed meanwhile; the snapshot before is then the newest.
+        """
+        if not self._unsettled:
+            return
+        self._unsettled = False
+        began_s = time.monotonic()
+        self._sink.settle()
+        self._stalled(self._stall_s + time.monotonic() - began_s)
+
+    def leave(self) -> None:
+        """The generation is over, and the next may bring another state. After the group was let go of.
+
+        A copy under way waits for nobody by then. It is of a committed step, so it is completed like any other; if the
+        device has failed it is dropped, and whatever touches the device next says so.
+        """
+        with contextlib.suppress(RuntimeError):
+            self.settle()
 
     def describe(self) -> str:
         """The interval in words, for status."""
         return cadence.describe(self._rule, self._measured(time.monotonic()))
+
+    def _prepare(self, state: State) -> None:
+        """Once per process, two steps in: by then an optimizer has all its state."""
+        if not self._prepared:
+            self._prepared = True
+            part = self._part(state)
+            if part.on_gpu:
+                self._sink.prepare(part)
+
+    def _put(self, state: State) -> bool:
+        began_s = time.monotonic()
+        kept = self._sink.put(self._part(state))
+        self.skipped += not kept
+        self._stall_s = time.monotonic() - began_s
+        if kept and self._sink.copying:
+            self._unsettled = True
+        else:
+            self._stalled(self._stall_s)
+        return kept
+
+    def _stalled(self, stall_s: float) -> None:
+        self._cost_s = stall_s if self._cost_s is None else 0.7 * self._cost_s + 0.3 * stall_s
 
     def _measured(self, now_s: float) -> cadence.Measured:
         return cadence.Measured(
@@ -192,6 +256,7 @@ class Keeper:
         tensors = state.tensors()
         table = tuple(info for info, _ in tensors)
         mine = assign_shares(table, shares)[share]
+        changing = state.volatile() if any(tensors[i][1].is_cuda for i in mine) else set()
         return Part(
             step=state.step,
             commit_generation=state.commit_generation,
@@ -201,118 +266,6 @@ class Keeper:
             tensors=[tensors[i][1] for i in mine],
             extra=extra_of(state, mine),
             interval=self.describe(),
+            skipped=self.skipped,
+            volatile=frozenset(place for place, i in enumerate(mine) if table[i].name in changing),
         )
-
-
-class AgentSink:
-    """Into the arenas that the agent owns: it writes them, also when this process is dead by then."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._arenas: list[Arena] = []
-        self._busy: set[int] = set()
-        self._offers: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[messages.Saved] = queue.SimpleQueue()
-        self._durable_s = 0.0
-        session.on(messages.Arena, self._on_arena)
-        session.on(messages.Saved, self._on_saved)
-
-    def _on_arena(self, _: messages.Message, descriptors: list[int]) -> None:
-        for descriptor in descriptors or [NO_MEMORY]:
-            self._offers.put(descriptor)
-
-    def _on_saved(self, message: messages.Message, _: list[int]) -> None:
-        assert isinstance(message, messages.Saved)
-        self._results.put(message)
-
-    @property
-    def durable_s(self) -> float:
-        return self._durable_s
-
-    def wanted(self) -> bool:
-        asked, self._session.save_wanted = self._session.save_wanted, False
-        return asked
-
-    def stops(self) -> bool:
-        return self._session.stop_wanted
-
-    def free(self) -> bool:
-        self._take_results()
-        return self._free_buffer() is not None
-
-    def wait(self, limit_s: float) -> None:
-        deadline_s = time.monotonic() + limit_s
-        while not self.free() and (left_s := deadline_s - time.monotonic()) > 0:
-            try:
-                self._take(self._results.get(timeout=left_s))
-            except queue.Empty:
-                return
-
-    def put(self, part: Part) -> bool:
-        self._session.beat(Doing.SAVING)
-        self._make_room(arena_nbytes(part.table))
-        buffer = self._free_buffer()
-        if buffer is None or not self._arenas:
-            return False
-        began_s = time.monotonic()
-        arena = self._arenas[buffer]
-        arena.layout(part.table, share=part.share, shares=part.shares)
-        arena.fill(part.tensors).finish()
-        arena.seal(part.step, part.commit_generation, extra=part.extra)
-        self._busy.add(buffer)
-        self._session.send(
-            messages.Filled(
-                generation=part.commit_generation,
-                step=part.step,
-                buffer=buffer,
-                nbytes=arena.header().nbytes,
-                share=part.share,
-                shares=part.shares,
-                stall_s=time.monotonic() - began_s,
-                interval=part.interval,
-            )
-        )
-        return True
-
-    def _free_buffer(self) -> int | None:
-        """The older of the buffers that nobody writes from; 0 while there are none yet."""
-        if not self._arenas:
-            return 0
-        free = [i for i in range(len(self._arenas)) if i not in self._busy]
-        return min(free, key=lambda i: _age(self._arenas[i]), default=None)
-
-    def _make_room(self, nbytes: int) -> None:
-        """Two buffers of at least `nbytes` from the agent; without them there is no snapshot."""
-        if self._arenas and self._arenas[0].capacity >= nbytes:
-            return
-        for arena in self._arenas:
-            arena.close()
-        self._arenas, self._busy = [], set()
-        self._session.send(messages.NeedArena(nbytes=nbytes))
-        deadline_s = time.monotonic() + ARENA_WAIT_S
-        while len(self._arenas) < 2:
-            try:
-                descriptor = self._offers.get(timeout=max(0.0, deadline_s - time.monotonic()))
-                if descriptor == NO_MEMORY:
-                    return
-                self._arenas.append(Arena.from_fd(descriptor))
-            except (queue.Empty, ArenaError):
-                self._arenas = []
-                return
-
-    def _take_results(self) -> None:
-        while True:
-            try:
-                message = self._results.get_nowait()
-            except queue.Empty:
-                return
-            self._take(message)
-
-    def _take(self, message: messages.Saved) -> None:
-        self._busy.discard(message.buffer)
-        self._durable_s = message.seconds or self._durable_s
-
-
-def _age(arena: Arena) -> tuple[int, int]:
-    header = arena.header()
-    return (header.generation, header.step) if header.whole else (-1, -1)

@@ -18,9 +18,10 @@ from ..core.beat import Doing
 from ..core.cadence import Rule
 from .group import FormError, Group, LetGoError, is_communication_error
 from .job import Job, Setup, Train
-from .keeper import AgentSink, Keeper, Place
+from .keeper import Keeper, Place
 from .restore import Disk, Store
 from .session import Session, ToldToLeave
+from .sink import AgentSink
 from .state import State
 from .sync import synchronise
 
@@ -226,6 +227,8 @@ class Managed:
                 group.abort(str(failure))
             group.close()
         if failure is not None:
+            if self._keeper is not None:
+                self._keeper.leave()
             self._released(state, form, failure)
 
     def _train_in(self, group: Group, job: Job, state: State, form: messages.Form) -> None:

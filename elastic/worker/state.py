@@ -120,7 +120,13 @@ class State:
         self._established = True
 
     def changing(self) -> None:
-        """The state is being changed from here until the next commit. Optimizers say so by themselves."""
+        """The state is being changed from here until the next commit. Optimizers say so by themselves.
+
+        For whoever changes parameters in another way, such as by a CUDA graph that has the optimizer's step in it. May
+        not return, like `Job.commit`.
+        """
+        if self._guard is not None:
+            self._guard()
         self._changing = True
 
     def watch_optimizers(self, guard: Callable[[], None] | None) -> None:
@@ -132,9 +138,7 @@ class State:
         self._guard = guard
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if self._guard is not None:
-            self._guard()
-        self._changing = True
+        self.changing()
 
     # ── what it holds ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -153,6 +157,15 @@ class State:
                         continue
                     seen.add(place)
                 found.append((_info(name, tensor), tensor.detach()))
+        return found
+
+    def volatile(self) -> set[str]:
+        """Names of the tensors that may change with no optimizer of the state saying so: a forward changes buffers."""
+        optimizers = [part for part in self._parts.values() if isinstance(part, OptimizerPart)]
+        stepped = {id(p) for part in optimizers for group in part.value.param_groups for p in group["params"]}
+        found = {name for part in self._parts.values() for name, t in part.tensors() if id(t) not in stepped}
+        for part in optimizers:
+            found = {name for name in found if not name.startswith(f"{part.name}.state.")}
         return found
 
     def table(self) -> Table:

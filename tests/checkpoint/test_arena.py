@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from support.ckpt import filled, state_at, table_of
+from support.fake_cuda import Device, gpu  # noqa: F401 - a fixture
 
 from elastic.checkpoint import fill as fill_module
 from elastic.checkpoint.arena import Arena, Fullness
@@ -218,6 +219,7 @@ class FakeEvent:
 
 class FakeTensor:
     is_cuda = True
+    _version = 0
     device = torch.device("cuda", 0)
 
     def __init__(self, name: str, log: list[str]) -> None:
@@ -265,3 +267,57 @@ def test_cuda_copies_run_beside_the_next_step(monkeypatch: pytest.MonkeyPatch) -
     copying.finish()
     copying.finish()
     assert log[10:] == ["host waits for event 8"]
+
+
+def test_it_is_sealed_only_when_the_copy_was_seen_to_end(gpu: Device) -> None:  # noqa: F811
+    tensors = {"a": torch.ones(5)}
+    arena = Arena.create(arena_nbytes(table_of(tensors)))
+    arena.layout(table_of(tensors))
+    copying = arena.fill([gpu.tensor(tensors["a"])])
+    assert not copying.done
+    with pytest.raises(ArenaError, match="seal before the copy is finished"):
+        arena.seal(1, 1)
+    gpu.broken = True
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            copying.finish()
+        assert not copying.done
+    gpu.broken = False
+    copying.finish()
+    arena.seal(1, 1)
+    assert torch.equal(arena.tensors()["a"], torch.ones(5))
+    arena.close()
+    assert gpu.pinned == {}
+
+
+def test_one_copy_is_over_before_the_next_begins(gpu: Device) -> None:  # noqa: F811
+    """Else the late bytes of one that was given up would land in the next."""
+    tensors = {"a": torch.ones(5)}
+    arena = Arena.create(arena_nbytes(table_of(tensors)))
+    arena.layout(table_of(tensors))
+    given_up = arena.fill([gpu.tensor(tensors["a"])])
+    arena.fill([torch.full((5,), 2.0)])
+    assert given_up.done
+    arena.seal(2, 1)
+    assert torch.equal(arena.tensors()["a"], torch.full((5,), 2.0))
+    last = arena.fill([gpu.tensor(tensors["a"])])
+    arena.close()
+    assert last.done  # the memory is not taken away under it
+
+
+def test_a_change_while_it_is_copied_spoils_it(gpu: Device) -> None:  # noqa: F811
+    weight, buffer = torch.ones(5), torch.ones(5)
+    table = table_of({"weight": weight, "buffer": buffer})
+    arena = Arena.create(arena_nbytes(table))
+    arena.layout(table)
+    there = [gpu.tensor(weight), gpu.tensor(buffer)]
+    for at, spoilt in ((1, False), (0, True)):
+        copying = arena.fill([t.detach() for t in there], volatile={1})
+        there[at].add_(1)
+        copying.finish()
+        there[0].add_(1)  # the optimizer, after it
+        copying.finish()
+        assert copying.torn is spoilt
+    with pytest.raises(ArenaError, match=r"call state\.changing\(\) before"):
+        arena.seal(1, 1)
+    arena.close()

@@ -29,6 +29,9 @@ class FakeLink:
     def entered(self) -> None:
         pass
 
+    def contributed(self) -> None:
+        pass
+
 
 class FakeStream:
     def __init__(self, log: list[str], device: torch.device) -> None:

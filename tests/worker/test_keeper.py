@@ -11,6 +11,7 @@ from elastic.worker.state import State
 
 class Sink:
     durable_s = 0.0
+    copying = False
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -33,6 +34,12 @@ class Sink:
     def put(self, part: Part) -> bool:
         self.parts.append(part)
         return True
+
+    def settle(self) -> None:
+        raise AssertionError("nothing is copied late on the CPU")
+
+    def prepare(self, part: Part) -> None:
+        raise AssertionError("nothing to prepare on the CPU")
 
 
 def build() -> State:

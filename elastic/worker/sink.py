@@ -1,0 +1,206 @@
+"""Where an agent's worker puts its snapshots: the arenas that the agent owns.
+
+The agent writes them to disk, also when this process is dead by then. It hears of one when it is whole.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from ..checkpoint.arena import Arena
+from ..checkpoint.errors import ArenaError
+from ..checkpoint.fill import Fill
+from ..checkpoint.layout import arena_nbytes
+from ..core import messages
+from ..core.beat import Doing
+from .keeper import Part
+from .session import Session
+
+ARENA_WAIT_S = 30.0
+NO_MEMORY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    part: Part
+    buffer: int
+    fill: Fill
+    launched_s: float
+    """How long it took to begin."""
+
+
+class AgentSink:
+    """Main thread, but for `prepare`, which leaves its work to a thread that `put` waits for."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._arenas: list[Arena] = []
+        self._busy: set[int] = set()
+        self._copying: _Copying | None = None
+        self._preparing: threading.Thread | None = None
+        self._offers: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[messages.Saved] = queue.SimpleQueue()
+        self._durable_s = 0.0
+        session.on(messages.Arena, self._on_arena)
+        session.on(messages.Saved, self._on_saved)
+
+    def _on_arena(self, _: messages.Message, descriptors: list[int]) -> None:
+        for descriptor in descriptors or [NO_MEMORY]:
+            self._offers.put(descriptor)
+
+    def _on_saved(self, message: messages.Message, _: list[int]) -> None:
+        assert isinstance(message, messages.Saved)
+        self._results.put(message)
+
+    @property
+    def durable_s(self) -> float:
+        return self._durable_s
+
+    def wanted(self) -> bool:
+        asked, self._session.save_wanted = self._session.save_wanted, False
+        return asked
+
+    def stops(self) -> bool:
+        return self._session.stop_wanted
+
+    def free(self) -> bool:
+        self._take_results()
+        return self._preparing is not None or self._free_buffer() is not None
+
+    def wait(self, limit_s: float) -> None:
+        deadline_s = time.monotonic() + limit_s
+        while not self.free() and (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                self._take(self._results.get(timeout=left_s))
+            except queue.Empty:
+                return
+
+    # ── one snapshot ────────────────────────────────────────────────────────────────────────────────────────
+
+    def put(self, part: Part) -> bool:
+        """False: the agent has no memory for it."""
+        self.settle()
+        self._session.beat(Doing.SAVING)
+        self._prepared()
+        self._make_room(arena_nbytes(part.table))
+        buffer = self._free_buffer()
+        if buffer is None or not self._arenas:
+            return False
+        began_s = time.monotonic()
+        arena = self._arenas[buffer]
+        arena.layout(part.table, share=part.share, shares=part.shares)
+        fill = arena.fill(part.tensors, volatile=part.volatile)
+        self._copying = _Copying(part, buffer, fill, time.monotonic() - began_s)
+        if fill.done:
+            self.settle()
+        return True
+
+    @property
+    def copying(self) -> bool:
+        return self._copying is not None
+
+    def settle(self) -> None:
+        """The agent hears of the snapshot now and not before: until its seal the arena counts as half filled.
+
+        Raises RuntimeError when the device failed.
+        """
+        copying, self._copying = self._copying, None
+        if copying is None:
+            return
+        part, arena = copying.part, self._arenas[copying.buffer]
+        began_s = time.monotonic()
+        copying.fill.finish()
+        try:
+            arena.seal(part.step, part.commit_generation, extra=part.extra)
+        except ArenaError as error:
+            warnings.warn(f"no snapshot of step {part.step}: {error}", stacklevel=2)
+            return
+        self._busy.add(copying.buffer)
+        self._session.send(
+            messages.Filled(
+                generation=part.commit_generation,
+                step=part.step,
+                buffer=copying.buffer,
+                nbytes=arena.header().nbytes,
+                share=part.share,
+                shares=part.shares,
+                stall_s=copying.launched_s + time.monotonic() - began_s,
+                interval=part.interval,
+                skipped=part.skipped,
+            )
+        )
+
+    def _free_buffer(self) -> int | None:
+        """The older of the buffers that nobody writes from; 0 while there are none yet."""
+        if not self._arenas:
+            return 0
+        free = [i for i in range(len(self._arenas)) if i not in self._busy]
+        return min(free, key=lambda i: _age(self._arenas[i]), default=None)
+
+    # ── the buffers ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def prepare(self, part: Part) -> None:
+        """Get the buffers and register them with CUDA while training goes on; both take about as long as a copy."""
+        if self._preparing is not None or self._arenas:
+            return
+        device = next(tensor.device for tensor in part.tensors if tensor.is_cuda)
+        nbytes = arena_nbytes(part.table)
+
+        self._preparing = threading.Thread(
+            target=self._make_room, args=[nbytes, device], name="elastic-arenas", daemon=True
+        )
+        self._preparing.start()
+
+    def _prepared(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()  # it has a deadline of its own
+            self._preparing = None
+
+    def _make_room(self, nbytes: int, device: torch.device | None = None) -> None:
+        """Two buffers of at least `nbytes` from the agent; without them there is no snapshot."""
+        if self._arenas and self._arenas[0].capacity >= nbytes:
+            return
+        for arena in self._arenas:
+            arena.close()
+        self._arenas, self._busy = [], set()
+        arenas: list[Arena] = []
+        self._session.send(messages.NeedArena(nbytes=nbytes))
+        deadline_s = time.monotonic() + ARENA_WAIT_S
+        while len(arenas) < 2:
+            try:
+                descriptor = self._offers.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                if descriptor == NO_MEMORY:
+                    return
+                arenas.append(Arena.from_fd(descriptor, warm=device is None))  # to pin a page makes it present
+                if device is not None:
+                    arenas[-1].pin(device)
+            except (queue.Empty, ArenaError):
+                for arena in arenas:
+                    arena.close()
+                return
+        self._arenas = arenas
+
+    # ── what the agent says ─────────────────────────────────────────────────────────────────────────────────
+
+    def _take_results(self) -> None:
+        while True:
+            try:
+                message = self._results.get_nowait()
+            except queue.Empty:
+                return
+            self._take(message)
+
+    def _take(self, message: messages.Saved) -> None:
+        self._busy.discard(message.buffer)
+        self._durable_s = message.seconds or self._durable_s
+
+
+def _age(arena: Arena) -> tuple[int, int]:
+    header = arena.header()
+    return (header.generation, header.step) if header.whole else (-1, -1)

@@ -1,0 +1,342 @@
+"""Snapshots of a state on a GPU, on one that is not there (`support.fake_cuda`): they run beside the steps, and what is
+taken for whole is always the state of one committed step, to the last byte."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.fake_cuda import Broken, Device, gpu  # noqa: F401 - a fixture
+
+from elastic.checkpoint.arena import Arena, Fullness
+from elastic.core import messages
+from elastic.core.cadence import Rule
+from elastic.core.tensors import Table, TensorInfo
+from elastic.worker.job import Job
+from elastic.worker.keeper import Keeper, Place
+from elastic.worker.session import ToldToLeave
+from elastic.worker.sink import AgentSink
+from elastic.worker.state import State
+
+SIZE = 64
+
+
+class Agent:
+    """The session's other end: owns the arenas, and writes nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.save_wanted = self.stop_wanted = False
+        self.arenas: list[Arena] = []
+        self.filled: list[messages.Filled] = []
+        self.unwritten: list[messages.Filled] = []
+        self.no_memory = False
+        self._handlers: dict[type, Callable[..., None]] = {}
+
+    def on(self, kind: type, handler: Callable[..., None]) -> None:
+        self._handlers[kind] = handler
+
+    def beat(self, doing: Any) -> None: ...
+
+    def send(self, message: messages.Message) -> None:
+        if isinstance(message, messages.NeedArena):
+            if not self.no_memory:
+                self.arenas = [Arena.create(message.nbytes, warm=False) for _ in range(2)]
+            self._handlers[messages.Arena](messages.Arena(nbytes=0), [os.dup(arena.fd) for arena in self.arenas])
+        elif isinstance(message, messages.Filled):
+            self.filled.append(message)
+            self.unwritten.append(message)
+
+    def wrote(self) -> None:
+        """The oldest snapshot that is not on disk now is."""
+        message = self.unwritten.pop(0)
+        self._handlers[messages.Saved](messages.Saved(step=message.step, buffer=message.buffer, seconds=0.1), [])
+
+    def newest(self) -> int:
+        """Step of the newest whole snapshot, all of whose bytes are of that step. -1: there is none."""
+        found = -1
+        for arena in self.arenas:
+            if (header := arena.header()).whole:
+                for name, tensor in arena.tensors().items():
+                    assert bool((tensor == header.step).all()), f"{name} is not of step {header.step}: {tensor}"
+                found = max(found, header.step)
+        return found
+
+
+class Trained:
+    """A state on the device, each byte of which tells the step, as far as the keeper asks."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.step, self.commit_generation = 0, 1
+        self.held = {name: torch.zeros(SIZE) for name in ("w1", "w2", "momentum", "running_mean")}
+        self._there = {name: device.tensor(tensor) for name, tensor in self.held.items()}
+
+    def tensors(self) -> list[tuple[TensorInfo, torch.Tensor]]:
+        return [(TensorInfo(name, "F32", (SIZE,), SIZE * 4), t.detach()) for name, t in self._there.items()]
+
+    def table(self) -> Table:
+        return tuple(info for info, _ in self.tensors())
+
+    def volatile(self) -> set[str]:
+        return {"running_mean"}
+
+    def extra(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def forward(self) -> None:
+        mean, to = self.held["running_mean"].data, self.step + 1
+        self.device.launch("forward", lambda: mean.fill_(to))
+
+    def optimize(self) -> None:
+        """What an optimizer does after its hook: bumps the versions at once, changes the bytes when the device can."""
+        for name in ("w1", "w2", "momentum"):
+            torch._C._increment_version([self._there[name]])
+            late = functools.partial(self.held[name].data.fill_, self.step + 1)
+            self.device.launch("optimizer", late)
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    made = Agent()
+    yield made
+    for arena in made.arenas:
+        arena.close()
+
+
+def keeper_for(agent: Agent, every: int = 1) -> Keeper:
+    keeper = Keeper(AgentSink(agent), Rule(every_steps=every), shared=True)  # type: ignore[arg-type]
+    keeper.enter(Place(1, 0, 1, 0, 1), 0)
+    return keeper
+
+
+def one_step(state: Trained, keeper: Keeper, pause: Callable[[], None] = lambda: None) -> None:
+    pause()
+    state.forward()
+    pause()
+    keeper.settle()  # what the guard does
+    state.optimize()
+    pause()
+    state.step += 1
+    keeper.after(state)  # type: ignore[arg-type]
+
+
+def test_the_step_only_begins_the_copy(gpu: Device, agent: Agent) -> None:  # noqa: F811
+    state, keeper = Trained(gpu), keeper_for(agent)
+    one_step(state, keeper)
+    gpu.log.clear()
+    one_step(state, keeper)
+    assert gpu.log == [
+        "forward",
+        "host waits",  # for the snapshot of the step before: the optimizer must not overtake it
+        *["optimizer"] * 3,
+        "side waits",  # until the optimizer is through
+        "copy", "event on side", "main waits",  # the next forward may change it
+        "copy", "copy", "copy", "event on side",
+    ]  # fmt: skip
+    assert [m.step for m in agent.filled] == [1]
+    assert sorted(arena.header().state for arena in agent.arenas) == [Fullness.FILLING, Fullness.WHOLE]
+    keeper.settle()
+    assert [m.step for m in agent.filled] == [1, 2]
+    assert agent.newest() == 2
+
+
+def test_whole_is_one_step_however_the_device_runs(gpu: Device, agent: Agent) -> None:  # noqa: F811
+    """At any moment anything that is queued may have run, or not; a death could come at each."""
+    state, keeper = Trained(gpu), keeper_for(agent)
+    chance = random.Random(11)
+
+    def pause() -> None:
+        gpu.drift(chance)
+        assert agent.newest() == (agent.filled[-1].step if agent.filled else -1)
+
+    for _ in range(200):
+        if agent.unwritten and chance.random() < 0.7:
+            agent.wrote()
+        one_step(state, keeper, pause)
+    assert len(agent.filled) > 100
+    assert keeper.skipped > 0  # both buffers were in use at times
+
+
+def test_at_the_end_of_training_it_is_completed(gpu: Device, agent: Agent) -> None:  # noqa: F811
+    state, keeper = Trained(gpu), keeper_for(agent, every=1000)
+    one_step(state, keeper)
+    keeper.finish(state)  # type: ignore[arg-type]
+    assert agent.newest() == 1
+
+
+def test_one_under_way_at_the_end_is_enough(gpu: Device, agent: Agent) -> None:  # noqa: F811
+    state, keeper = Trained(gpu), keeper_for(agent)
+    one_step(state, keeper)
+    assert agent.filled == []
+    keeper.finish(state)  # type: ignore[arg-type]
+    assert [m.step for m in agent.filled] == [1]
+
+
+def test_told_to_stop_it_is_whole_before_this_rank_leaves(gpu: Device, agent: Agent) -> None:  # noqa: F811
+    state, keeper = Trained(gpu), keeper_for(agent)
+    agent.stop_wanted = True
+    with pytest.raises(ToldToLeave, match="stopped at step 1, which is saved"):
+        one_step(state, keeper)
+    assert agent.newest() == 1
+
+
+def test_let_go_of_half_way_it_is_of_the_old_state_and_not_of_the_next(gpu: Device, agent: Agent) -> None:  # noqa: F811
+    state, keeper = Trained(gpu), keeper_for(agent)
+    one_step(state, keeper)
+    keeper.leave()
+    for tensor in state.held.values():
+        tensor.fill_(77)  # what another rank sends, in the next generation
+    gpu.main.synchronize()
+    assert [m.step for m in agent.filled] == [1]
+    assert agent.newest() == 1
+
+
+def test_the_device_fails_while_it_is_let_go_of(gpu: Device, agent: Agent) -> None:  # noqa: F811
+    state, keeper = Trained(gpu), keeper_for(agent)
+    one_step(state, keeper)
+    one_step(state, keeper)
+    agent.wrote()
+    gpu.broken = True
+    keeper.leave()
+    assert [m.step for m in agent.filled] == [1]
+    assert agent.newest() == 1
+
+
+def test_the_device_fails_before_the_optimizer(gpu: Device, agent: Agent) -> None:  # noqa: F811
+    """The script hears of it, as from any CUDA call, and a snapshot is never taken for whole later on."""
+    state, keeper = Trained(gpu), keeper_for(agent)
+    one_step(state, keeper)
+    one_step(state, keeper)
+    gpu.broken = True
+    with pytest.raises(Broken):
+        keeper.settle()
+    gpu.broken = False
+    keeper.settle()
+    assert [m.step for m in agent.filled] == [1]
+    assert agent.newest() == 1
+
+
+def test_what_is_changed_unannounced_is_no_snapshot(gpu: Device, agent: Agent) -> None:  # noqa: F811
+    state, keeper = Trained(gpu), keeper_for(agent)
+    one_step(state, keeper)
+    one_step(state, keeper)
+    agent.wrote()
+    state._there["w1"].add_(5)  # averaged weights swapped in for a look at them, say
+    with pytest.warns(UserWarning, match=r"no snapshot of step 2: a tensor was changed .* state\.changing\(\)"):
+        keeper.settle()
+    state.held["w1"].fill_(2)
+    assert agent.newest() == 1
+    one_step(state, keeper)
+    keeper.settle()
+    assert agent.newest() == 3
+
+
+def test_a_commit_without_a_step_of_an_optimizer_settles_too(gpu: Device, agent: Agent) -> None:  # noqa: F811
+    state, keeper = Trained(gpu), keeper_for(agent, every=10)
+    for _ in range(10):
+        one_step(state, keeper)
+    assert agent.filled == []
+    keeper.after(state)  # type: ignore[arg-type]
+    assert [m.step for m in agent.filled] == [10]
+
+
+def test_buffers_come_and_are_registered_while_training_goes_on(gpu: Device, agent: Agent) -> None:  # noqa: F811
+    state, keeper = Trained(gpu), keeper_for(agent, every=5)
+    for _ in range(2):
+        one_step(state, keeper)
+    keeper._sink._prepared()  # type: ignore[attr-defined]
+    assert len(gpu.pinned) == len(agent.arenas) == 2
+    first = agent.arenas
+    for _ in range(4):
+        one_step(state, keeper)
+    assert agent.arenas is first
+    assert agent.newest() == 5
+    keeper._sink._arenas[0].close()  # type: ignore[attr-defined]
+    assert len(gpu.pinned) == 1
+
+
+def test_without_memory_training_goes_on(gpu: Device, agent: Agent) -> None:  # noqa: F811
+    agent.no_memory = True
+    state, keeper = Trained(gpu), keeper_for(agent, every=5)
+    for _ in range(6):
+        one_step(state, keeper)
+    assert (agent.filled, keeper.skipped) == ([], 1)
+
+
+def test_memory_that_cuda_will_not_register_serves_all_the_same(gpu: Device, agent: Agent) -> None:  # noqa: F811
+    gpu.refuses_to_pin = 801
+    state, keeper = Trained(gpu), keeper_for(agent)
+    with pytest.warns(UserWarning, match=r"snapshots block the training step: .* \(CUDA error 801\)"):
+        one_step(state, keeper)
+    keeper.settle()
+    assert agent.newest() == 1
+
+
+# ── who says so ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Settles:
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def after(self, state: State, *, keep: bool) -> None: ...
+
+    def settle(self) -> None:
+        self.log.append("settled")
+
+
+class Link:
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.over = log, False
+
+    def applying(self) -> None:
+        if self.over:
+            raise ToldToLeave("a rank died")
+        self.log.append("asked")
+
+    def entered(self) -> None: ...
+    def quiet(self, limit_s: float) -> None: ...
+
+
+def test_the_optimizers_guard_settles_before_the_first_byte_changes() -> None:
+    keeper = Settles()
+    link = Link(keeper.log)
+    job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=link)  # type: ignore[arg-type]
+    job.enter(rank=0, world=1, generation=1, keeper=keeper)
+    model = torch.nn.Linear(2, 2)
+    state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+    state.watch_optimizers(job.guard())
+    before = model.weight.detach().clone()
+    state.optimizer.register_step_pre_hook(lambda *_: keeper.log.append(f"same {torch.equal(before, model.weight)}"))
+    model(torch.ones(1, 2)).sum().backward()
+    state.optimizer.step()
+    assert keeper.log == ["asked", "settled", "same True"]
+    assert not torch.equal(before, model.weight)
+    state.changing()  # for whoever changes them without an optimizer
+    assert keeper.log[3:] == ["asked", "settled"]
+    link.over = True
+    state.committed(1)
+    with pytest.raises(ToldToLeave):
+        state.optimizer.step()
+    assert keeper.log[5:] == []
+    assert state.clean()
+
+
+def test_only_what_an_optimizer_steps_may_be_copied_late() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
+    model[2].requires_grad_(False)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.Adam([*model[0].parameters(), *model[1].parameters()], lr=torch.tensor(0.1))
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    state = State(model=model, optimizer=optimizer, averaged=averaged, seen=torch.zeros(3))
+    late = {info.name for info, _ in state.tensors()} - state.volatile()
+    kinds = ("step", "exp_avg", "exp_avg_sq")
+    assert late == {f"model.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias")} | {
+        f"optimizer.state.{i}.{kind}" for i in range(4) for kind in kinds
+    }
