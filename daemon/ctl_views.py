@@ -24,6 +24,9 @@ COLOURS = {
 
 OVER = ("succeeded", "failed", "stopped")
 
+NARROW = 110
+"""Columns of a terminal below which the table of jobs is cut."""
+
 
 def console() -> Console:
     """Wide enough for a table when its output is not a terminal."""
@@ -54,11 +57,14 @@ def status(data: Json) -> None:
     out.print()
     out.print(nodes_table(data["nodes"]))
     out.print()
+    narrow = out.width < NARROW
     if data["jobs"]:
-        out.print(jobs_table(data["jobs"]))
+        out.print(jobs_table(data["jobs"], narrow))
     else:
         out.print("no jobs. Submit one: elasticctl submit job.toml, or: elasticctl run -- train.py")
     for job in data["jobs"]:
+        if narrow and job["last_incident"]:
+            out.print(f"  {job['job']}: last incident {_incident_short(job['last_incident'])}", soft_wrap=True)
         _remarks(out, job)
 
 
@@ -82,11 +88,13 @@ def nodes_table(rows: Sequence[Json]) -> Table:
     return table
 
 
-def jobs_table(rows: Sequence[Json]) -> Table:
-    table = _table("job", "phase", ">gen", ">world", ">nodes", ">step", ">step/s", ">loss", ">checkpoint", ">restarts",
-                   "last incident")  # fmt: skip
+def jobs_table(rows: Sequence[Json], narrow: bool = False) -> Table:
+    """`narrow`: without the columns that a terminal of 80 has no room for."""
+    last = () if narrow else (">restarts", "last incident")
+    table = _table("job", "phase", ">gen", ">world", ">nodes", ">step", ">step/s", ">loss", ">checkpoint", *last)
     for row in rows:
         live = row["phase"] in ("running", "stopping")
+        more = () if narrow else (str(row["restarts"]), _incident_short(row["last_incident"]))
         table.add_row(
             row["job"],
             _coloured(row["phase"]),
@@ -97,8 +105,7 @@ def jobs_table(rows: Sequence[Json]) -> Table:
             f"{row['steps_per_s']:.1f}" if live and row["steps_per_s"] is not None else "-",
             f"{row['loss']:.4g}" if row["loss"] is not None else "-",
             _checkpoint(row["checkpoint"]),
-            str(row["restarts"]),
-            _incident_short(row["last_incident"]),
+            *more,
         )
     return table
 
