@@ -124,10 +124,9 @@ class Node:
         (self.folder / "elasticd.toml").write_text("\n".join(lines))
         popen = self.host.popen if self.host else cluster.procs.popen
         with (self.folder / "daemon.log").open("ab") as log:
-            own = {NODE: self.name, "ELASTIC_TEST_NODE_TAG": self._tag, **self.env}
             self.daemon = popen(
                 [BIN / "elasticd", "--config", self.folder / "elasticd.toml"],
-                env={NODE: self.name, "ELASTIC_TEST_NODE_TAG": self._tag}, stdout=log, stderr=log,
+                env={NODE: self.name, "ELASTIC_TEST_NODE_TAG": self._tag, **self.env}, stdout=log, stderr=log,
             )  # fmt: skip
         if wait:
             eventually(lambda: self.state() == "ready", 15.0, f"{self.name} is in the cluster")
