@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -20,6 +21,12 @@ RUN = "ELASTIC_TEST_RUN"
 def pytest_configure() -> None:
     # pytest enables faulthandler for itself; this is for the processes that tests start.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    if importlib.util.find_spec("hypothesis"):  # a machine with GPUs may have pytest alone
+        from hypothesis import HealthCheck, settings
+
+        # A property is not a matter of time: an example may take long on a busy machine.
+        settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -175,8 +175,10 @@ def test_just_min_nodes_go_on() -> None:
 )
 def test_proof_of_death_counts_even_while_steps_advance(picture: JobView, dead: Dead) -> None:
     """The last steps of a world still trickle in when one of it is dead already."""
-    places = nodes(decide(picture, ABC, dead=dead, steps_advance=True))
-    assert places[:2] == ["a", "c"]
+    verdict = decide(picture, ABC, dead=dead, steps_advance=True)
+    assert nodes(verdict)[:2] == ["a", "c"]
+    assert isinstance(verdict, Change)
+    assert not verdict.planned
 
 
 def test_while_blind_absence_proves_nothing_and_what_is_broken_waits_for_the_absent() -> None:

@@ -1,0 +1,661 @@
+"""One agent's recovery, event by event: its instants, what it says twice and what only once, whom it believes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.jobs import broken, generation, member, place, view
+
+from elastic.core import messages
+from elastic.core.announce import IDLE_S, SUSPICION_S
+from elastic.core.effects import (
+    ChargeFailure,
+    Effect,
+    ForkPlain,
+    ForkWorker,
+    Kill,
+    Leave,
+    Publish,
+    PutBroken,
+    PutMember,
+    PutPhase,
+    Rejoin,
+    Restore,
+    SaveNow,
+    Tell,
+)
+from elastic.core.events import (
+    Drain,
+    Event,
+    Joined,
+    LeaseLost,
+    NumbersBad,
+    PeerDead,
+    Progress,
+    PublishFailed,
+    Saved,
+    Start,
+    StillBusy,
+    Tick,
+    Undrain,
+    Viewed,
+    WorkerDone,
+    WorkerExited,
+    WorkerReady,
+    WorkerReleased,
+    WorkerSick,
+    WorkerStepping,
+    WorkerSynced,
+)
+from elastic.core.membership import JobView, Limits
+from elastic.core.model import Agent, Policy, Stage
+from elastic.core.records import GenerationRecord, Phase, WorkerError
+from elastic.core.recovery import step
+from elastic.core.spec import Checkpoint, JobSpec
+from elastic.core.timeouts import Timeouts
+from elastic.core.turn import ASK_AGAIN_S, STALL_S
+
+TIMES = Timeouts()
+SPEC = JobSpec(name="job", script="train.py", nodes="1:2", workers_per_node=2)
+SECOND = generation(1, [place("b", 0, 1), place("a", 0, 1)])
+"""We are a, and have node rank 1: b leads."""
+FIRST = generation(1, [place("a", 0, 1), place("b", 0, 1)])
+"""We lead."""
+A, B = member("a", 1, ready=(0, 1)), member("b", 2, ready=(0, 1))
+
+
+class Machine:
+    """An agent under test, on a clock that only `wait` moves."""
+
+    def __init__(self, spec: JobSpec = SPEC, *, managed: bool = True) -> None:
+        self.spec = spec
+        policy = Policy(
+            node="a",
+            incarnation="a.1",
+            host="a",
+            port=1,
+            slots=2,
+            limits=Limits(spec.min_nodes, spec.max_nodes, spec.join_wait_s),
+            shrink=spec.on_loss == "shrink",
+            standbys=spec.standby,
+            managed=managed,
+            spec=spec,
+            timeouts=TIMES,
+        )
+        self.agent = Agent(policy)
+        self.now_s = 100.0
+
+    def take(self, *events: Event) -> list[Effect]:
+        effects: list[Effect] = []
+        for event in events:
+            self.agent, done = step(self.agent, event, self.now_s)
+            effects += done
+        return effects
+
+    def wait(self, seconds: float) -> list[Effect]:
+        self.now_s += seconds
+        return self.take(Tick())
+
+    def see(self, picture: JobView) -> list[Effect]:
+        return self.take(Viewed(picture, True))
+
+    def stages(self) -> list[Stage]:
+        return [worker.stage for _, worker in sorted(self.agent.workers.items())]
+
+    def life(self, slot: int) -> int:
+        return self.agent.workers[slot].life
+
+
+def running(spec: JobSpec = SPEC, formed: GenerationRecord = SECOND) -> Machine:
+    """A machine whose two workers step in generation 1, together with b's."""
+    machine = Machine(spec)
+    machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
+    machine.see(view(A, B, spec=spec, formed=formed))
+    machine.take(WorkerSynced(0, 1, 1, 7), WorkerSynced(1, 2, 1, 7))
+    machine.take(WorkerStepping(0, 1, 1, 8), WorkerStepping(1, 2, 1, 8), Progress(1, 8, 0.1))
+    assert machine.stages() == [Stage.RUNNING, Stage.RUNNING]
+    return machine
+
+
+def kinds(effects: list[Effect]) -> list[type]:
+    return [type(effect) for effect in effects]
+
+
+def told(effects: list[Effect]) -> list[messages.Message]:
+    return [effect.message for effect in effects if isinstance(effect, Tell)]
+
+
+def only(effects: list[Effect]) -> Effect:
+    assert len(effects) == 1, effects
+    return effects[0]
+
+
+# ── coming ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_it_starts_with_a_lease_and_a_worker_for_each_slot() -> None:
+    assert kinds(Machine().take(Start())) == [Rejoin, ForkWorker, ForkWorker]
+
+
+def test_it_is_ready_when_all_its_workers_are() -> None:
+    machine = Machine()
+    machine.take(Start(), Joined())
+    assert machine.take(WorkerReady(0, 1)) == []
+    effect = only(machine.take(WorkerReady(1, 2)))
+    assert isinstance(effect, PutMember)
+    assert effect.record.ready == (0, 1)
+
+
+def test_without_a_lease_nothing_is_put() -> None:
+    machine = Machine()
+    machine.take(Start())
+    assert machine.take(WorkerReady(0, 1), WorkerReady(1, 2)) == []
+    assert kinds(machine.take(Joined())) == [PutMember]
+
+
+def test_a_lost_lease_is_taken_anew_and_no_worker_hears_of_it() -> None:
+    effect = only(running().take(LeaseLost("not renewed")))
+    assert isinstance(effect, Rejoin)
+    assert effect.record.ready == (0, 1)
+
+
+def test_each_worker_is_told_its_place_once() -> None:
+    machine = Machine()
+    machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
+    picture = view(A, B, spec=SPEC, formed=SECOND)
+    forms = told(machine.see(picture))
+    assert [
+        (f.rank, f.world, f.group_rank, f.local_rank, f.local_world, f.store_port)
+        for f in forms
+        if isinstance(f, messages.Form)
+    ] == [(2, 4, 1, 0, 2, 1001), (3, 4, 1, 1, 2, 1001)]
+    assert machine.see(picture) == []
+
+
+def test_a_generation_without_us_is_none_of_our_workers_business() -> None:
+    machine = Machine()
+    machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
+    assert told(machine.see(view(A, B, spec=SPEC, formed=generation(1, [place("b", 0, 1)])))) == []
+    again = generation(2, [place("b"), place("a", 0, 1, life=2)])
+    assert told(machine.see(view(A, B, spec=SPEC, formed=again))) == [], "that is our successor's place"
+
+
+# ── a worker's end ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_death_is_told_and_the_slot_filled_at_once() -> None:
+    machine = running()
+    effects = machine.take(WorkerExited(0, 1, "signal SIGKILL", fingerprint="SIGKILL", step=9))
+    said = effects[0]
+    assert isinstance(said, PutBroken)
+    assert (said.record.generation, said.record.slots, said.record.ranks, said.record.step) == (1, (0,), (2,), 9)
+    assert said.record.charged
+    assert effects[1:] == [ForkWorker(0, 3), Tell(1, 2, messages.LetGo(generation=1, why="generation is broken"))]
+
+
+def test_exit_code_0_before_the_end_is_a_failure_too() -> None:
+    effects = running().take(WorkerExited(0, 1, "exit code 0", code=0))
+    assert isinstance(effects[0], PutBroken)
+    assert effects[0].record.detail == "exited with code 0 before the job was done"
+
+
+def test_a_second_death_in_a_row_pauses_and_a_step_forgives() -> None:
+    machine = running()
+    machine.take(WorkerExited(0, 1, "signal SIGKILL"))
+    effects = machine.take(WorkerExited(0, 3, "signal SIGKILL"))
+    assert kinds(effects) == []
+    pause_s = SPEC.restarts.backoff_s * 0.75  # half of the jitter
+    assert machine.wait(pause_s - 0.01) == []
+    assert machine.wait(0.02) == [ForkWorker(0, 4)]
+    calm = running()
+    calm.take(WorkerExited(0, 1, "signal SIGKILL"), WorkerReady(0, 3))
+    assert calm.agent.workers[0].crashes == 1
+    calm.take(WorkerStepping(0, 3, 0, 9))
+    assert calm.agent.workers[0].crashes == 0
+
+
+def test_who_cannot_even_start_is_charged_outside_any_generation() -> None:
+    machine = Machine()
+    machine.take(Start(), Joined())
+    error = WorkerError(node="a", slot=0, rank=-1, message="ImportError: numpyy")
+    effect = machine.take(WorkerExited(0, 1, "exit code 1", 1, error, "ImportError at train.py:1"))[0]
+    assert isinstance(effect, ChargeFailure)
+    assert (effect.record.generation, effect.record.detail) == (0, "ImportError: numpyy")
+
+
+def test_what_a_replaced_process_says_is_not_heard() -> None:
+    machine = running()
+    machine.take(WorkerExited(0, 1, "signal SIGKILL"), WorkerReady(0, 3))
+    before = machine.agent
+    late = (
+        WorkerReady(0, 1), WorkerSynced(0, 1, 1, 9), WorkerStepping(0, 1, 1, 9), WorkerReleased(0, 1, 1, 9, "late"),
+        WorkerDone(0, 1, 1, 9), WorkerSick(0, 1, "hang", "late"), StillBusy(0, 1), WorkerExited(0, 1, "late"),
+        NumbersBad(0, 1, 1, 9, "nan", "late", (2,)),
+    )  # fmt: skip
+    assert machine.take(*late) == []
+    assert machine.agent == before
+
+
+def test_a_ready_standby_takes_the_place_and_its_successor_is_forked() -> None:
+    machine = running(JobSpec(name="job", script="train.py", nodes="1:2", standby=1))
+    assert machine.agent.standbys[0].stage is Stage.STARTING
+    machine.take(WorkerReady(-1, 3))
+    effects = machine.take(WorkerExited(0, 1, "signal SIGKILL"))
+    assert [e for e in effects if isinstance(e, (Tell, ForkWorker))][:1] == [Tell(0, 3, messages.Assign(slot=0))]
+    assert ForkWorker(-1, 4, standby=True) in effects
+    assert machine.life(0) == 3
+
+
+def test_a_standby_that_dies_is_charged_to_nobody() -> None:
+    machine = running(JobSpec(name="job", script="train.py", nodes="1:2", standby=1))
+    assert machine.take(WorkerExited(-1, 3, "exit code 1", 1)) == [ForkWorker(-1, 4, standby=True)]
+
+
+# ── letting go ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_who_does_not_let_go_in_time_is_killed() -> None:
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
+    assert machine.wait(TIMES.let_go_s - 0.01) == []
+    assert machine.wait(0.01) == [Kill(slot, life, "did not let go in time") for slot, life in ((0, 1), (1, 2))]
+
+
+def test_long_steps_are_given_as_long() -> None:
+    machine = running()
+    machine.take(Progress(1, 9, 5.0))
+    machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
+    assert machine.wait(14.9) == []
+    assert kinds(machine.wait(0.1)) == [Kill, Kill]
+
+
+def test_who_has_declared_a_silence_is_given_more_time() -> None:
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
+    machine.now_s += TIMES.let_go_s - 0.01
+    machine.take(StillBusy(0, 1))
+    assert only(machine.wait(0.01)) == Kill(1, 2, "did not let go in time")
+    assert kinds(machine.wait(TIMES.let_go_s)) == [Kill]
+
+
+def test_its_end_was_ordered_and_is_charged_to_nobody() -> None:
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
+    machine.wait(TIMES.let_go_s)
+    assert machine.take(WorkerExited(0, 1, "signal SIGKILL")) == [ForkWorker(0, 3)]
+
+
+def test_the_next_generation_is_formed_when_the_worker_has_let_go_and_not_before() -> None:
+    machine = running()
+    second = generation(2, [place("b", 0, 1), place("a", 0, 1)])
+    orders = told(machine.see(view(A, B, spec=SPEC, formed=second)))
+    assert orders == [messages.LetGo(generation=1, why="because")] * 2
+    forms = told(machine.take(WorkerReleased(0, 1, 1, 8)))
+    assert [m.generation for m in forms if isinstance(m, messages.Form)] == [2]
+
+
+def test_a_planned_change_lets_them_step_on_to_the_boundary() -> None:
+    machine = running()
+    second = generation(2, [place("b", 0, 1), place("a", 0, 1), place("c")], at_step=12)
+    orders = told(machine.see(view(A, B, spec=SPEC, formed=second)))
+    assert orders == [messages.Yield(generation=1, at_step=12, why="because")] * 2
+    assert machine.stages() == [Stage.YIELDING] * 2
+    allowed_s = 5 * 0.1 + 2 * TIMES.let_go_s  # four steps to go and the one under way
+    assert machine.wait(allowed_s - 0.01) == []
+    assert told(machine.wait(0.02)) == [messages.LetGo(generation=1, why="because")] * 2
+
+
+# ── suspicion ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_failed_collective_waits_for_who_knows_the_reason() -> None:
+    machine = running()
+    assert machine.take(WorkerReleased(0, 1, 1, 8, "connection reset")) == []
+    assert machine.wait(SUSPICION_S - 0.01) == []
+    said = machine.wait(0.02)[0]
+    assert isinstance(said, PutBroken)
+    assert (said.record.kind, said.record.detail, said.record.slots) == ("comm", "connection reset", ())
+
+
+def test_and_says_nothing_when_another_has_said_it() -> None:
+    machine = running()
+    machine.take(WorkerReleased(0, 1, 1, 8, "connection reset"))
+    machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
+    assert not any(isinstance(e, PutBroken) for e in machine.wait(SUSPICION_S + 1.0))
+
+
+def test_letting_go_as_told_is_no_failure() -> None:
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.places)))
+    machine.take(WorkerReleased(0, 1, 1, 8, "connection reset"))
+    assert machine.agent.suspicious_since_s is None
+
+
+def test_who_left_for_nothing_is_not_left_alone() -> None:
+    machine = running()
+    machine.take(WorkerReleased(0, 1, 1, 8))
+    assert machine.wait(IDLE_S - 0.01) == []
+    said = machine.wait(0.02)[0]
+    assert isinstance(said, PutBroken)
+    assert (said.record.kind, said.record.charged) == ("idle", False)
+
+
+# ── what is said again ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_that_a_generation_is_broken_is_said_again_until_the_view_shows_it() -> None:
+    machine = running()
+    machine.take(WorkerExited(0, 1, "signal SIGKILL"))
+    picture = view(A, B, spec=SPEC, formed=SECOND)
+    machine.now_s += ASK_AGAIN_S - 0.01
+    assert machine.see(picture) == []
+    machine.now_s += 0.02
+    assert kinds(machine.see(picture)) == [PutBroken]
+    assert machine.see(dataclasses.replace(picture, broken=broken(1, "a", 0))) == []
+
+
+def test_what_etcd_has_lost_is_written_back_and_the_workers_train_on() -> None:
+    machine = running()
+    effect = only(machine.see(view(revision=1)))
+    assert isinstance(effect, Restore)
+    assert effect.generation == SECOND
+    assert effect.spec is not None
+    assert effect.spec.spec == SPEC
+
+
+def test_an_older_generation_in_etcd_is_set_right_and_not_taken_on() -> None:
+    machine = running()
+    second = generation(2, SECOND.places)
+    machine.see(view(A, B, spec=SPEC, formed=second))
+    effects = machine.see(view(A, B, spec=SPEC, formed=SECOND, revision=3))
+    assert [e.generation for e in effects if isinstance(e, Restore)] == [second]
+    assert machine.agent.generation == second
+
+
+# ── leading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lead_from(machine: Machine, picture: JobView) -> list[Publish]:
+    return [e for e in machine.see(picture) if isinstance(e, Publish)]
+
+
+BROKEN = view(A, B, spec=SPEC, formed=FIRST, failed=broken(1, "b", 0))
+
+
+def test_the_leader_publishes_once_on_what_it_saw() -> None:
+    machine = running(formed=FIRST)
+    publish = lead_from(machine, BROKEN)[0]
+    assert (publish.number, publish.expect_revision, publish.at_step) == (2, BROKEN.generation_revision, None)
+    assert publish.charge == BROKEN.broken
+    assert lead_from(machine, BROKEN) == []
+
+
+def test_a_lost_race_is_run_again_if_it_is_this_one_that_was_lost() -> None:
+    machine = running(formed=FIRST)
+    assert lead_from(machine, BROKEN)
+    assert kinds(machine.take(PublishFailed(7))) == []
+    assert Publish in kinds(machine.take(PublishFailed(2)))
+
+
+def test_who_does_not_lead_does_not_publish() -> None:
+    machine = running(formed=SECOND)
+    assert lead_from(machine, view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0))) == []
+
+
+@pytest.mark.parametrize("event", [LeaseLost("gone"), Viewed(BROKEN, False)], ids=["no lease", "no etcd"])
+def test_who_cannot_be_heard_does_not_lead(event: Event) -> None:
+    machine = running(formed=FIRST)
+    machine.take(event)
+    assert not any(isinstance(e, Publish) for e in machine.take(WorkerExited(0, 1, "signal SIGKILL")))
+
+
+def test_a_node_that_refuses_connections_is_left_out_at_once() -> None:
+    machine = running(formed=FIRST)
+    publish = next(e for e in machine.take(PeerDead("b", "b.1", "refused")) if isinstance(e, Publish))
+    assert [p.node for p in publish.change.places] == ["a"]
+
+
+def test_an_expired_lease_is_believed_once_steps_stop() -> None:
+    machine = running(formed=FIRST)
+    machine.now_s += 60.0  # since it came: by now everybody would be back in etcd
+    machine.take(Progress(1, 9, 0.1))
+    alone = view(A, spec=SPEC, formed=FIRST)
+    assert lead_from(machine, alone) == []
+    machine.now_s += STALL_S + 0.01
+    assert [p.node for p in lead_from(machine, alone)[0].change.places] == ["a"]
+
+
+@pytest.mark.parametrize(("step_s", "boundary"), [(0.1, 11), (1.0, 10), (0.01, 33)])
+def test_a_boundary_is_far_enough_ahead_for_everybody_to_hear_of_it(step_s: float, boundary: int) -> None:
+    """A quarter of a second, two steps at least; the newest step is 8."""
+    machine = running(spec := JobSpec(name="job", script="train.py", nodes="1:3"), FIRST)
+    machine.take(Progress(1, 8, step_s))
+    picture = view(A, B, member("c", 3), spec=spec, formed=FIRST)
+    assert lead_from(machine, picture)[0].at_step == boundary
+
+
+def test_after_a_wipe_a_number_is_left_out() -> None:
+    """Somebody may hold one more, published just before."""
+    machine = running(formed=FIRST)
+    machine.see(view(revision=1))
+    publish = lead_from(machine, dataclasses.replace(BROKEN, revision=11))
+    assert publish[0].number == 3
+
+
+# ── whom it believes dead ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_who_renews_its_lease_for_longer_than_it_lasts_is_not_dead() -> None:
+    machine = running()
+    machine.take(PeerDead("b", "b.1", "refused"))
+    machine.wait(TIMES.lease_ttl_s + 1.0)
+    assert machine.agent.dead
+    machine.wait(0.01)
+    assert not machine.agent.dead
+
+
+# ── sick workers and bad numbers ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_hung_worker_is_named_and_killed() -> None:
+    effects = running().take(WorkerSick(1, 2, "hang", "stopped"))
+    said = effects[0]
+    assert isinstance(said, PutBroken)
+    assert (said.record.kind, said.record.slots, said.record.ranks) == ("hang", (1,), (3,))
+    assert Kill(1, 2, "stopped") in effects
+
+
+def numbers(mode: str) -> list[Effect]:
+    machine = running(JobSpec(name="job", script="train.py", nodes="1:2", on_bad_numbers=mode))  # type: ignore[arg-type]
+    return machine.take(NumbersBad(0, 1, 1, 9, "nan", "loss is nan", (2,)))
+
+
+def test_bad_numbers_stop_the_job_or_take_it_back_or_neither() -> None:
+    assert numbers("ignore") == []
+    assert numbers("stop") == [PutPhase(Phase.FAILED, "nan on rank 2 at step 9: loss is nan", 2)]
+    said = numbers("rollback")[0]
+    assert isinstance(said, PutBroken)
+    assert said.record.rollback
+    assert said.record.slots == ()
+
+
+# ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def ended(phase: Phase, reason: str = "") -> JobView:
+    return view(A, B, spec=SPEC, formed=SECOND, phase=phase, reason=reason)
+
+
+def test_when_all_is_done_workers_finish_by_themselves_and_then_the_agent_leaves_once() -> None:
+    machine = running()
+    machine.take(WorkerDone(0, 1, 1, 20), WorkerDone(1, 2, 1, 20))
+    assert told(machine.see(ended(Phase.SUCCEEDED))) == [messages.Finish()] * 2
+    assert machine.take(WorkerExited(0, 1, "exit code 0", 0)) == []
+    assert only(machine.take(WorkerExited(1, 2, "exit code 0", 0))) == Leave("succeeded")
+    assert machine.wait(1.0) == []
+
+
+def test_who_does_not_finish_in_time_is_killed() -> None:
+    machine = running()
+    machine.take(WorkerDone(0, 1, 1, 20), WorkerDone(1, 2, 1, 20))
+    machine.see(ended(Phase.SUCCEEDED))
+    assert machine.wait(SPEC.stop_grace_s - 0.01) == []
+    assert kinds(machine.wait(0.01)) == [Kill, Kill]
+
+
+def test_a_stopped_job_ends_its_workers_gently_and_charges_nobody() -> None:
+    machine = running()
+    effects = machine.see(ended(Phase.STOPPING))
+    assert [(e.life, e.gently) for e in effects if isinstance(e, Kill)] == [(1, True), (2, True)]
+    assert machine.take(WorkerExited(0, 1, "exit code 1", 1)) == []
+    assert only(machine.take(WorkerExited(1, 2, "signal SIGTERM"))) == Leave("stopping")
+
+
+def test_the_leader_says_succeeded_when_all_who_are_there_have_said_that_they_are_done() -> None:
+    machine = running(formed=FIRST)
+    machine.take(WorkerDone(0, 1, 1, 20), WorkerDone(1, 2, 1, 20))
+    mine = member("a", 1, ready=(0, 1), done=1)
+    assert not any(isinstance(e, PutPhase) for e in machine.see(view(mine, B, spec=SPEC, formed=FIRST)))
+    both = view(mine, member("b", 2, ready=(0, 1), done=1), spec=SPEC, formed=FIRST)
+    assert PutPhase(Phase.SUCCEEDED, "", 2) in machine.see(both)
+
+
+# ── drains ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_who_has_no_rank_leaves_at_once() -> None:
+    machine = Machine()
+    machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
+    assert kinds(machine.take(Drain("maintenance", 1e9))) == [Kill, Kill]
+    machine.take(WorkerExited(0, 1, "signal SIGTERM"))
+    assert only(machine.take(WorkerExited(1, 2, "signal SIGTERM"))) == Leave("drained: maintenance")
+
+
+def test_a_drain_is_announced_and_waits_for_the_leader() -> None:
+    machine = running()
+    effect = only(machine.take(Drain("maintenance", machine.now_s + 60.0)))
+    assert isinstance(effect, PutMember)
+    assert effect.record.draining == "maintenance"
+
+
+def test_at_its_deadline_it_leaves_whatever_happens() -> None:
+    machine = running()
+    machine.take(Drain("maintenance", machine.now_s + 60.0))
+    assert machine.wait(59.9) == []
+    effects = machine.wait(0.1)
+    said = effects[0]
+    assert isinstance(said, PutBroken)
+    assert (said.record.kind, said.record.slots, said.record.charged) == ("drain", (0, 1), False)
+    assert kinds(effects[1:]) == [Kill, Kill]
+
+
+def test_the_last_node_stays_until_its_state_is_saved() -> None:
+    spec = JobSpec(name="job", script="train.py", nodes="2:2", checkpoint=Checkpoint(dir="/c"))
+    machine = running(spec)
+    asked = machine.take(Drain("maintenance", machine.now_s + 600.0))
+    assert [(e.reason, e.stop) for e in asked if isinstance(e, SaveNow)] == [("drain: maintenance", True)]
+    machine.take(WorkerReleased(0, 1, 1, 12), WorkerReleased(1, 2, 1, 12), Saved(11))
+    assert machine.agent.leaving is None
+    machine.take(Saved(12))
+    assert machine.agent.leaving == "drained: maintenance"
+
+
+def test_a_drain_called_off_is_withdrawn() -> None:
+    machine = running()
+    machine.take(Drain("maintenance", machine.now_s + 60.0))
+    effect = only(machine.take(Undrain()))
+    assert isinstance(effect, PutMember)
+    assert effect.record.draining is None
+    assert machine.wait(60.0) == []
+
+
+# ── a script that knows nothing of elastic ──────────────────────────────────────────────────────────────────────────
+
+
+def test_its_workers_are_forked_into_each_generation_anew() -> None:
+    machine = Machine(managed=False)
+    assert kinds(machine.take(Start(), Joined())) == [Rejoin], "and nobody before there is a rank"
+    effects = machine.see(view(A, B, spec=SPEC, formed=SECOND))
+    assert [(e.slot, e.generation.number) for e in effects if isinstance(e, ForkPlain)] == [(0, 1), (1, 1)]
+    effects = machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.places)))
+    assert [e.life for e in effects if isinstance(e, Kill)] == [1, 2]
+    machine.take(WorkerExited(0, 1, "signal SIGKILL"))
+    assert machine.life(0) == 3
+
+
+# ── anything at all ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_unknown_event_is_a_mistake_of_ours() -> None:
+    with pytest.raises((AssertionError, AttributeError)):
+        running().take("nonsense")  # type: ignore[arg-type]
+
+
+PICTURES = (
+    view(revision=1),
+    view(A, spec=SPEC),
+    view(A, B, spec=SPEC),
+    view(A, B, spec=SPEC, formed=FIRST),
+    view(A, B, spec=SPEC, formed=SECOND),
+    BROKEN,
+    view(A, spec=SPEC, formed=generation(2, [place("a", 0, 1)]), revision=12),
+    view(A, B, spec=SPEC, formed=generation(3, SECOND.places, at_step=20), revision=14),
+    view(A, member("b", 9, life=2, ready=(0, 1)), spec=SPEC, formed=generation(3, SECOND.places), revision=15),
+    view(A, B, spec=SPEC, formed=SECOND, phase=Phase.STOPPING),
+    view(A, B, spec=SPEC, formed=SECOND, phase=Phase.SUCCEEDED),
+)
+slots, lives, numbers_ = st.integers(-1, 2), st.integers(0, 6), st.integers(0, 3)
+steps = st.integers(0, 20)
+happenings: st.SearchStrategy[Event] = st.one_of(
+    st.builds(Joined),
+    st.builds(LeaseLost, st.just("gone")),
+    st.builds(Viewed, st.sampled_from(PICTURES), st.booleans()),
+    st.builds(PublishFailed, numbers_),
+    st.builds(WorkerReady, slots, lives),
+    st.builds(WorkerSynced, slots, lives, numbers_, steps),
+    st.builds(WorkerStepping, slots, lives, numbers_, steps),
+    st.builds(WorkerReleased, slots, lives, numbers_, steps, st.sampled_from(["", "reset"])),
+    st.builds(WorkerDone, slots, lives, numbers_, steps),
+    st.builds(WorkerExited, slots, lives, st.just("signal SIGKILL")),
+    st.builds(WorkerSick, slots, lives, st.just("hang"), st.just("stopped")),
+    st.builds(StillBusy, slots, lives),
+    st.builds(NumbersBad, slots, lives, numbers_, steps, st.just("nan"), st.just("nan"), st.just(())),
+    st.builds(PeerDead, st.just("b"), st.just("b.1"), st.just("refused")),
+    st.builds(Progress, numbers_, steps, st.sampled_from([0.0, 0.1])),
+    st.builds(Drain, st.just("off"), st.floats(100.0, 200.0)),
+    st.builds(Undrain),
+    st.builds(Saved, steps),
+    st.builds(Tick),
+)
+
+
+@given(st.lists(st.tuples(happenings, st.sampled_from([0.0, 0.0, 0.1, 1.0, 11.0])), max_size=40), st.integers(0, 1))
+def test_in_any_order_of_events_it_keeps_its_word(events: list[tuple[Event, float]], standby: int) -> None:
+    machine = Machine(JobSpec(name="job", script="train.py", nodes="1:2", standby=standby))
+    lives: set[int] = set()
+    newest, left = 0, 0
+    for event, after_s in [(Start(), 0.0), *events]:
+        machine.now_s += after_s
+        for following in (event, Tick()):
+            effects = machine.take(following)
+            for effect in effects:
+                match effect:
+                    case ForkWorker(_, life):
+                        assert life not in lives, "a life is one process"
+                        lives.add(life)
+                    case Tell(_, life) | Kill(_, life):
+                        assert life in lives, "nobody else is spoken to"
+                    case Leave():
+                        left += 1
+            assert left <= 1
+            number = machine.agent.generation.number if machine.agent.generation else 0
+            assert number >= newest, "an older generation is never taken on"
+            newest = number
+            assert set(machine.agent.workers) == {0, 1}
+            assert kinds(effects).count(Publish) <= 1
+        before = machine.agent
+        assert machine.take(Tick()) == [], "what follows does so at once"
+        assert machine.agent == before
