@@ -290,7 +290,9 @@ def _checkpoint(checkpoint: Json | None) -> str:
 def _checkpoint_long(checkpoint: Json | None) -> str:
     if checkpoint is None:
         return "-"
-    parts = [_checkpoint(checkpoint).replace("-", "none yet"), checkpoint["interval"], checkpoint["error"] or ""]
+    skipped = f"{checkpoint['skipped']} skipped" if checkpoint["skipped"] else ""
+    said = _checkpoint(checkpoint).replace("-", "none yet")
+    parts = [said, checkpoint["interval"], skipped, checkpoint["error"] or ""]
     return "; ".join(part for part in parts if part)
 
 

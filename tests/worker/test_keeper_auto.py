@@ -1,0 +1,56 @@
+"""The interval that the job chose for itself goes with each snapshot, for status to show."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from elastic.core.cadence import Rule
+from elastic.worker.keeper import Keeper, Part, Place
+from elastic.worker.state import State
+
+
+class Sink:
+    """Asked for a snapshot at every talk; each takes ten minutes until it is on disk."""
+
+    durable_s = 600.0
+    copying = False
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+
+    def wanted(self) -> bool:
+        return True
+
+    def stops(self) -> bool:
+        return False
+
+    def free(self) -> bool:
+        return True
+
+    def wait(self, limit_s: float) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def prepare(self, part: Part) -> None: ...
+
+    def put(self, part: Part) -> bool:
+        self.parts.append(part)
+        return len(self.parts) != 2  # the second one finds no room
+
+
+def test_it_says_what_was_measured_and_what_was_skipped() -> None:
+    sink, state = Sink(), State(model=torch.nn.Linear(4, 4))
+    keeper = Keeper(sink, Rule(), shared=True)
+    keeper.enter(Place(1, 0, 1, 0, 1), 0)
+    for _ in range(100_000):
+        state.committed(1)
+        keeper.after(state)
+        if len(sink.parts) == 3:
+            break
+    first, _, third = sink.parts
+    assert (first.interval, first.skipped) == ("auto: first after 30 s", 0)
+    # Twice what a save takes: that is more than what its cost asks for.
+    assert re.fullmatch(r"auto: 1200 s \(cost \d\.\d\d s, a failure every 4\.0 h\)", third.interval)
+    assert third.skipped == 1
