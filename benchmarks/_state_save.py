@@ -42,6 +42,8 @@ class Options:
     """Medians are over this many."""
     dir: str
     """Where files go; a folder on the disk that is to be measured."""
+    what: tuple[str, ...]
+    """Of "save" and "resume"."""
 
 
 def clock() -> float:
@@ -94,6 +96,7 @@ class Ours:
         # One buffer is enough here, where a save is durable before the next begins.
         self.arena = Arena.create(arena_nbytes(self.table))
         self.arena.layout(self.table)
+        os.mkdir(directory)
         self.writer = WriterProcess()
         self.writer.start()
         self.saves = 0
@@ -247,14 +250,22 @@ def run(options: Options) -> dict[str, float]:
     tensors = job.flat()
     spare = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     ours, extra = Ours(tensors, os.path.join(directory, "ours")), Extra()
+    took: dict[str, list[float]] = {}
     try:
-        with quiet_group():
-            took = measure_saves(options, job, tensors, spare, ours, directory, extra)
-        took |= measure_resume(options, tensors, spare, ours, extra)
+        if "save" in options.what:
+            with quiet_group():
+                took = measure_saves(options, job, tensors, spare, ours, directory, extra)
+        if "resume" in options.what:
+            took |= measure_resume(options, tensors, spare, ours, extra)
     finally:
         ours.close()
         shutil.rmtree(directory)
-    return report(took, sum(t.nbytes for t in tensors.values()), len(tensors)) | {"save_resume_extra_mb": extra.mb}
+    figures = report(took, sum(t.nbytes for t in tensors.values()), len(tensors))
+    return figures | {"_".join((*options.what, "extra_mb")): extra.mb}
+
+
+def say_round(number: int, took: dict[str, list[float]]) -> None:
+    print(f"round {number}: " + "; ".join(f"{name} {seconds[-1]:.3f}" for name, seconds in took.items()), flush=True)
 
 
 def measure_saves(
@@ -266,15 +277,19 @@ def measure_saves(
         took.setdefault(name, []).append(seconds)
 
     def rest() -> None:
+        """Then a few steps, as before every snapshot: each way finds the caches and threads that training leaves."""
         settle(directory, ours)
+        for _ in range(3):
+            job.step()
 
-    os.mkdir(ours.directory)
     saves = 1 if options.nbytes >= 1e9 else 3
     sources, warm = list(tensors.values()), list(spare.values())
     for number in range(options.runs + 1):
         if number == 1:
             took.clear()  # the first round warmed everything up
+        rest()
         note("memcpy, torch", timed(lambda: [to.copy_(source) for to, source in zip(warm, sources, strict=True)]))
+        rest()
         note("memcpy, memmove", timed(lambda: [
             ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
             for to, source in zip(warm, sources, strict=True)
@@ -303,6 +318,7 @@ def measure_saves(
         note("ours, lost", lost(job, ours.save, saves))
         rest()
         note("dcp.async_save, lost", lost(job, lambda: dcp_save(job, directory), saves))
+        say_round(number, took)
     return took
 
 
@@ -312,6 +328,8 @@ def measure_resume(
     took: dict[str, list[float]] = {"read, cold": [], "resume, cold": [], "read, warm": [], "resume, warm": []}
     for tensor in back.values():
         tensor.zero_()
+    until(ours.save())
+    settle(os.path.dirname(ours.directory), ours)
     (folder,) = (entry.path for entry in os.scandir(ours.directory) if entry.name.startswith("step-"))
     buffer = bytearray(PIECE)
 
@@ -328,8 +346,10 @@ def measure_resume(
                 if how == "cold":
                     forget_cached(folder)
                 seconds = timed(work)
-                if number:
-                    took[f"{name}, {how}"].append(seconds)
+                took[f"{name}, {how}"].append(seconds)
+        say_round(number, took)
+        if number == 0:
+            took = {name: [] for name in took}
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
     return took
 
@@ -339,15 +359,18 @@ def report(took: dict[str, list[float]], nbytes: int, count: int) -> dict[str, f
     for name, seconds in took.items():
         print(f"  {name:28s} {statistics.median(seconds):9.3f}  {min(seconds):9.3f}  {max(seconds):9.3f}")
     median = {name: statistics.median(seconds) for name, seconds in took.items()}
-    blocked = median["ours, blocked"]
-    return {
-        "stall_over_memcpy": blocked / min(median["memcpy, torch"], median["memcpy, memmove"]),
-        "torch_save_over_stall": median["torch.save + fsync"] / blocked,
-        "dcp_async_over_stall": median["dcp.async_save, blocked"] / blocked,
-        "durable_over_disk": median["ours, durable"] / min(median["disk, plain"], median["disk, reserved"]),
-        "lost_time_dcp_over_ours": median["dcp.async_save, lost"] / max(median["ours, lost"], 1e-3),
-        "resume_over_read": median["resume, cold"] / median["read, cold"],
-    }
+    figures: dict[str, float] = {}
+    if blocked := median.get("ours, blocked"):
+        figures |= {
+            "stall_over_memcpy": blocked / min(median["memcpy, torch"], median["memcpy, memmove"]),
+            "torch_save_over_stall": median["torch.save + fsync"] / blocked,
+            "dcp_async_over_stall": median["dcp.async_save, blocked"] / blocked,
+            "durable_over_disk": median["ours, durable"] / min(median["disk, plain"], median["disk, reserved"]),
+            "lost_time_dcp_over_ours": median["dcp.async_save, lost"] / max(median["ours, lost"], 1e-3),
+        }
+    if "resume, cold" in median:
+        figures["resume_over_read"] = median["resume, cold"] / median["read, cold"]
+    return figures
 
 
 def main() -> None:
@@ -355,8 +378,10 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=2000)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--dir", default="/var/tmp")
+    parser.add_argument("--what", default="save,resume")
     args = parser.parse_args()
-    ratios = run(Options(nbytes=args.mb * 10**6, runs=args.runs, dir=args.dir))
+    what = tuple(args.what.split(","))
+    ratios = run(Options(nbytes=args.mb * 10**6, runs=args.runs, dir=args.dir, what=what))
     print(json.dumps({name: round(value, 3) for name, value in ratios.items()}))
 
 
