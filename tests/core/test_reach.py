@@ -185,6 +185,12 @@ def test_a_broken_generation_is_repaired_without_it() -> None:
     assert nodes_of(verdict) == "ab"
 
 
+def test_one_out_of_reach_is_no_witness() -> None:
+    """b alone holds the state, and cannot hand it over: what is at rest must do."""
+    lost = BrokenRecord(generation=1, node="a", kind="exit", detail="killed", slots=(0,))
+    assert nodes_of(decide(picture("abs", "ab", "ab", "sb", broken=lost), steps_advance=False)) == "as"
+
+
 def test_a_spare_takes_its_place() -> None:
     assert nodes_of(decide(picture("abcd", "abc", "ac", "bc", "dc"), steps_advance=False)) == "abd"
 
