@@ -286,6 +286,7 @@ def test_its_end_was_ordered_and_is_charged_to_nobody() -> None:
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
     machine.wait(TIMES.let_go_s)
     assert machine.take(WorkerExited(0, 1, "signal SIGKILL")) == [ForkWorker(0, 3)]
+    assert machine.agent.workers[0].crashes == 0
 
 
 def test_the_next_generation_is_formed_when_the_worker_has_let_go_and_not_before() -> None:
@@ -330,6 +331,13 @@ def test_and_says_nothing_when_another_has_said_it() -> None:
 def test_letting_go_as_told_is_no_failure() -> None:
     machine = running()
     machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.places)))
+    machine.take(WorkerReleased(0, 1, 1, 8, "connection reset"))
+    assert machine.agent.suspicious_since_s is None
+
+
+def test_letting_go_for_a_failure_that_is_known_raises_no_suspicion() -> None:
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
     machine.take(WorkerReleased(0, 1, 1, 8, "connection reset"))
     assert machine.agent.suspicious_since_s is None
 
@@ -405,11 +413,13 @@ def test_who_does_not_lead_does_not_publish() -> None:
     assert lead_from(machine, view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0))) == []
 
 
-@pytest.mark.parametrize("event", [LeaseLost("gone"), Viewed(BROKEN, False)], ids=["no lease", "no etcd"])
-def test_who_cannot_be_heard_does_not_lead(event: Event) -> None:
-    machine = running(formed=FIRST)
-    machine.take(event)
-    assert not any(isinstance(e, Publish) for e in machine.take(WorkerExited(0, 1, "signal SIGKILL")))
+def test_who_cannot_be_heard_does_not_lead() -> None:
+    leaseless = running(formed=FIRST)
+    leaseless.take(LeaseLost("gone"))
+    assert lead_from(leaseless, BROKEN) == []
+    assert Publish in kinds(leaseless.take(Joined()))
+    cut = running(formed=FIRST)
+    assert Publish not in kinds(cut.take(Viewed(BROKEN, False)))
 
 
 def test_a_node_that_refuses_connections_is_left_out_at_once() -> None:
