@@ -6,7 +6,7 @@ MINUTES ?= 2
 # Most tests wait for processes, leases and time-outs rather than for a core.
 TEST_PROCESSES ?= 2
 
-.PHONY: demo test lint bench chaos simulate venv test-gpu clean
+.PHONY: demo test lint bench chaos simulate venv test-gpu gpu-bundle clean
 
 venv: .venv/.ready
 
@@ -36,8 +36,16 @@ chaos: venv
 simulate: venv
 	@PYTHONPATH=tests $(BIN)/python -m simulation.run --minutes $(MINUTES)
 
+# On a machine with a GPU and torch; what else is needed comes from .wheels, which gpu-bundle fills where there is a
+# network. GPU_TESTS=tests/gpu/test_faults.py: one file of them.
+GPU_TESTS ?= tests/gpu
+
 test-gpu:
-	@python3 -m pytest -q -m gpu tests/gpu
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/.wheels/$$(python3 -c 'import sys; print("cp%d%d" % sys.version_info[:2])'):$$PYTHONPATH \
+		python3 -m pytest -q -m gpu $(GPU_TESTS)
+
+gpu-bundle:
+	@python3 tests/gpu/wheels.py
 
 clean:
-	@rm -rf .venv build dist *.egg-info
+	@rm -rf .venv .wheels build dist *.egg-info

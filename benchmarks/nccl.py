@@ -1,8 +1,8 @@
 """What the NCCL path costs on one GPU: recovery from a killed rank, the optimizer guard, and a snapshot.
 
-    python benchmarks/nccl.py            some ten minutes
-    python benchmarks/nccl.py --quick    two minutes
-    python benchmarks/nccl.py --part recovery|guard|snapshot
+    python benchmarks/nccl.py --quick
+    python benchmarks/nccl.py --part recovery|guard|snapshot    the full length, one part at a time
+    ELASTIC_GPU_SMOKE=1 python benchmarks/nccl.py --quick       on a CPU, for typos: the numbers mean nothing
 
 Real processes and real NCCL groups, two to four ranks on one GPU, which talk over loopback because each takes itself
 for a host of its own. No agents and no etcd: what is timed is the group, its communicator and the replacement, which
@@ -32,7 +32,14 @@ import torch
 import torch.distributed as dist
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
+
+import smoke  # noqa: E402 - the path is set up above
+import wheels  # noqa: E402
+
+wheels.find()
+if smoke.ON:
+    smoke.install()
 
 ONE_CARD = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 DEADLINE_S = 120.0
@@ -78,6 +85,8 @@ def main() -> None:
 
 def hardware() -> dict[str, str]:
     """What a number is worth nothing without. Asked in a process of its own: this one stays off the card."""
+    if smoke.ON:
+        return {"card": "none, a smoke run", "torch": torch.__version__}
     code = "import torch; print(torch.cuda.get_device_name(0)); print('.'.join(map(str, torch.cuda.nccl.version())))"
     card, nccl = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(
         "\n"
@@ -214,7 +223,7 @@ def _torchrun() -> float:
     """Seconds until both ranks of a new attempt have stepped. Raises TimeoutError."""
     with tempfile.TemporaryDirectory() as folder:
         script, log = pathlib.Path(folder, "train.py"), str(pathlib.Path(folder, "log"))
-        script.write_text(_TORCHRUN)
+        script.write_text(_TORCHRUN if not smoke.ON else _on_cpu(_TORCHRUN))
         argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3"]
         argv += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--monitor-interval=0.1", str(script), log]
         env = {**os.environ, **ONE_CARD, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -233,6 +242,11 @@ def _torchrun() -> float:
             except subprocess.TimeoutExpired:
                 os.killpg(agent.pid, signal.SIGKILL)
                 agent.wait()
+
+
+def _on_cpu(script: str) -> str:
+    without = script.replace("torch.cuda.set_device(0)\n", "").replace("    torch.cuda.synchronize()\n", "")
+    return without.replace('"nccl"', '"gloo"').replace(', device="cuda"', "")
 
 
 def _pids(log: str, old: list[str]) -> dict[str, list[str]]:
@@ -259,11 +273,11 @@ def guard(quick: bool) -> dict[str, Any]:
 
     A group of one rank: what the guard costs is that the host no longer runs ahead of the card, whatever the world.
     """
-    width, layers = 1024, 8  # 100 million parameters
+    width, layers = (1024, 8) if not smoke.ON else (32, 1)  # 100 million parameters
     layer = torch.nn.TransformerEncoderLayer(width, 16, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
     model = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).cuda().bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    samples = torch.randn(8, 1024, width, device="cuda", dtype=torch.bfloat16)
+    samples = torch.randn(8, 1024 if not smoke.ON else 8, width, device="cuda", dtype=torch.bfloat16)
     guarded = False
 
     def before(*_: Any) -> None:
@@ -309,9 +323,9 @@ def snapshot(quick: bool) -> dict[str, Any]:
     from elastic.checkpoint.layout import arena_nbytes
     from elastic.core.tensors import TensorInfo
 
-    nbytes = (256 if quick else 2000) * 1_000_000
+    nbytes = (16 if smoke.ON else 256 if quick else 2000) * 1_000_000
     tensors = [torch.randn(nbytes // 4 // 100, device="cuda") for _ in range(100)]
-    table = tuple(TensorInfo(f"t{i}", "F32", tuple(t.shape)) for i, t in enumerate(tensors))
+    table = tuple(TensorInfo(f"t{i}", "F32", tuple(t.shape), t.nbytes) for i, t in enumerate(tensors))
     arena = Arena.create(arena_nbytes(table))
     arena.layout(table)
     pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

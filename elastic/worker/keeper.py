@@ -112,12 +112,16 @@ class Keeper:
         self._stall_s = 0.0
         self._unsettled = False
         self._prepared = False
+        self._cut_for: tuple[Table, int, int] = ((), 0, 0)
+        self._cut: tuple[int, ...] = ()
+        self._volatile: frozenset[int] = frozenset()
         self._generations = 0
         self._saved_step = -1
         self.skipped = 0
 
     def enter(self, place: Place, step: int) -> None:
         """A new generation, entered at `step`."""
+        self._cut_for = ((), 0, 0)  # a standby's state may have moved to a GPU since
         self._place = place
         self._generations += 1
         self._saved_step = -1  # alike on all ranks, newcomers among them
@@ -255,8 +259,13 @@ class Keeper:
         share, shares = (place.rank, place.world) if self._shared else (place.local_index, place.local_world)
         tensors = state.tensors()
         table = tuple(info for info, _ in tensors)
-        mine = assign_shares(table, shares)[share]
-        changing = state.volatile() if any(tensors[i][1].is_cuda for i in mine) else set()
+        if (table, share, shares) != self._cut_for:
+            self._cut_for = table, share, shares
+            self._cut = assign_shares(table, shares)[share]
+            on_gpu = any(tensors[i][1].is_cuda for i in self._cut)
+            changing = state.volatile() if on_gpu else set()
+            self._volatile = frozenset(place for place, i in enumerate(self._cut) if table[i].name in changing)
+        mine = self._cut
         return Part(
             step=state.step,
             commit_generation=state.commit_generation,
@@ -267,5 +276,5 @@ class Keeper:
             extra=extra_of(state, mine),
             interval=self.describe(),
             skipped=self.skipped,
-            volatile=frozenset(place for place, i in enumerate(mine) if table[i].name in changing),
+            volatile=self._volatile,
         )

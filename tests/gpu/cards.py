@@ -20,6 +20,9 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import smoke
+import wheels
+
 HERE = pathlib.Path(__file__).resolve()
 ROOT = HERE.parents[2]
 
@@ -29,7 +32,7 @@ ONE_CARD = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISAB
 
 def environment(rank: int, given: Mapping[str, str] = ONE_CARD, *, own_host: bool = True) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "TORCH_NCCL_"))}
-    paths = [str(ROOT), str(ROOT / "tests"), str(HERE.parent), env.get("PYTHONPATH", "")]
+    paths = [str(ROOT), str(ROOT / "tests"), str(HERE.parent), env.get("PYTHONPATH", ""), wheels.find()]
     env |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **given}
     env["GLOO_SOCKET_IFNAME"] = "lo"
     if own_host:
@@ -72,9 +75,10 @@ def run(
     env: Mapping[str, str] = ONE_CARD,
     own_hosts: bool = True,
     check: bool = True,
+    stops: int = 0,
     **args: Any,
 ) -> list[Any]:
-    """With `check`, raises AssertionError for a rank that raised."""
+    """With `check`, raises AssertionError for a rank that raised. The last `stops` ranks are killed in the end."""
     from torch.distributed import TCPStore
 
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -84,18 +88,21 @@ def run(
         for rank in range(world)
     ]
     try:
-        results = [collect(process, deadline_s) for process in processes]
+        results = [collect(process, deadline_s) for process in processes[: world - stops]]
     finally:
         for process in processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
+    results += [{"killed": True}] * stops
     for rank, result in enumerate(results):
         assert not (check and isinstance(result, dict) and "raised" in result), f"rank {rank}: {result['raised']}"
     return results
 
 
 def _main(path: str, name: str, rank: str, world: str, port: str, args: str) -> None:
+    if smoke.ON:
+        smoke.install()
     spec = importlib.util.spec_from_file_location("cards_case", path)
     assert spec is not None
     assert spec.loader is not None

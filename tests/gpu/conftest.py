@@ -1,6 +1,6 @@
 """For a machine with a GPU where elasticd is not installed: the tests bring what they need, and say what they measured.
 
-Needs torch with CUDA, pytest, pytest-timeout and psutil; a test that needs more says what is missing.
+Needs torch with CUDA; the rest may be installed or come from .wheels (`wheels.py`). ELASTIC_GPU_SMOKE=1: `smoke.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,22 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 for path in (ROOT, ROOT / "tests", pathlib.Path(__file__).parent):
     if str(path) not in sys.path:
         sys.path.insert(0, str(path))
+
+import smoke  # noqa: E402 - the path is set up above
+import wheels  # noqa: E402
+
+wheels.find()
+if smoke.ON:
+    from support import machine
+
+    machine.REASONS["gpu"] = lambda: ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items if smoke.ON else []:
+        if item.get_closest_marker("gpu") and any(name in item.name for name in smoke.ABOUT_NOTHING):
+            item.add_marker(pytest.mark.skip(reason="says nothing without a GPU"))
+
 
 _measured: dict[str, object] = {}
 

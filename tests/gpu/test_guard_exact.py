@@ -10,14 +10,15 @@ from typing import Any
 
 import cards
 import pytest
+import smoke
 import torch
 import torch.distributed as dist
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(400)]
 
-STEPS = 2000
+STEPS = 2000 if not smoke.ON else 40
 """More than the rounds can take."""
-ROUNDS = int(os.environ.get("ELASTIC_GPU_ROUNDS", "40"))
+ROUNDS = int(os.environ.get("ELASTIC_GPU_ROUNDS", "40" if not smoke.ON else "3"))
 
 
 class Link:
@@ -162,4 +163,4 @@ def test_weights_stay_exact_through_aborts_at_any_moment(measured: dict[str, obj
     results = cards.run(train, world=2, env=env, rounds=ROUNDS, steps=STEPS, timeout_s=360.0)
     measured["ranks"] = [{k: v for k, v in r.items() if k != "wrong"} for r in results]
     assert [r["wrong"] for r in results] == [[], []]
-    assert sum(r["by_guard"] for r in results) > 0, "no abort fell between a backward and its step"
+    assert smoke.ON or sum(r["by_guard"] for r in results) > 0, "no abort fell between a backward and its step"

@@ -154,7 +154,7 @@ def test_survivors_of_a_kill_form_again_in_place(what: str, measured: dict[str, 
 
 def test_survivors_of_a_stopped_rank_form_again_in_place(measured: dict[str, object]) -> None:
     """No socket breaks: only the abort frees them."""
-    results = cards.run(lose_one, world=3, what="all_reduce", number=int(signal.SIGSTOP), check=False, timeout_s=45.0)
+    results = cards.run(lose_one, world=3, what="all_reduce", number=int(signal.SIGSTOP), stops=1, timeout_s=60.0)
     survivors = results[:2]
     assert all(s.get("whole") for s in survivors), survivors
     measured |= {k: round(max(s[k] for s in survivors), 3) for k in survivors[0] if k.endswith("_s")}

@@ -4,17 +4,16 @@ taken for whole is always the state of one committed step, to the last byte."""
 from __future__ import annotations
 
 import functools
-import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from support.arenas import Agent
 from support.fake_cuda import Broken, Device, gpu  # noqa: F401 - a fixture
 
-from elastic.checkpoint.arena import Arena, Fullness
-from elastic.core import messages
+from elastic.checkpoint.arena import Fullness
 from elastic.core.cadence import Rule
 from elastic.core.tensors import Table, TensorInfo
 from elastic.worker.job import Job
@@ -26,45 +25,15 @@ from elastic.worker.state import State
 SIZE = 64
 
 
-class Agent:
-    """The session's other end: owns the arenas, and writes nothing until it is told to."""
-
-    def __init__(self) -> None:
-        self.save_wanted = self.stop_wanted = False
-        self.arenas: list[Arena] = []
-        self.filled: list[messages.Filled] = []
-        self.unwritten: list[messages.Filled] = []
-        self.no_memory = False
-        self._handlers: dict[type, Callable[..., None]] = {}
-
-    def on(self, kind: type, handler: Callable[..., None]) -> None:
-        self._handlers[kind] = handler
-
-    def beat(self, doing: Any) -> None: ...
-
-    def send(self, message: messages.Message) -> None:
-        if isinstance(message, messages.NeedArena):
-            if not self.no_memory:
-                self.arenas = [Arena.create(message.nbytes, warm=False) for _ in range(2)]
-            self._handlers[messages.Arena](messages.Arena(nbytes=0), [os.dup(arena.fd) for arena in self.arenas])
-        elif isinstance(message, messages.Filled):
-            self.filled.append(message)
-            self.unwritten.append(message)
-
-    def wrote(self) -> None:
-        """The oldest snapshot that is not on disk now is."""
-        message = self.unwritten.pop(0)
-        self._handlers[messages.Saved](messages.Saved(step=message.step, buffer=message.buffer, seconds=0.1), [])
-
-    def newest(self) -> int:
-        """Step of the newest whole snapshot, all of whose bytes are of that step. -1: there is none."""
-        found = -1
-        for arena in self.arenas:
-            if (header := arena.header()).whole:
-                for name, tensor in arena.tensors().items():
-                    assert bool((tensor == header.step).all()), f"{name} is not of step {header.step}: {tensor}"
-                found = max(found, header.step)
-        return found
+def newest(agent: Agent) -> int:
+    """Step of the newest whole snapshot, all of whose bytes are of that step. -1: there is none."""
+    found = -1
+    for arena in agent.arenas:
+        if (header := arena.header()).whole:
+            for name, tensor in arena.tensors().items():
+                assert bool((tensor == header.step).all()), f"{name} is not of step {header.step}: {tensor}"
+            found = max(found, header.step)
+    return found
 
 
 class Trained:
@@ -142,7 +111,7 @@ def test_the_step_only_begins_the_copy(gpu: Device, agent: Agent) -> None:  # no
     assert sorted(arena.header().state for arena in agent.arenas) == [Fullness.FILLING, Fullness.WHOLE]
     keeper.settle()
     assert [m.step for m in agent.filled] == [1, 2]
-    assert agent.newest() == 2
+    assert newest(agent) == 2
 
 
 def test_whole_is_one_step_however_the_device_runs(gpu: Device, agent: Agent) -> None:  # noqa: F811
@@ -152,7 +121,7 @@ def test_whole_is_one_step_however_the_device_runs(gpu: Device, agent: Agent) ->
 
     def pause() -> None:
         gpu.drift(chance)
-        assert agent.newest() == (agent.filled[-1].step if agent.filled else -1)
+        assert newest(agent) == (agent.filled[-1].step if agent.filled else -1)
 
     for _ in range(200):
         if agent.unwritten and chance.random() < 0.7:
@@ -166,7 +135,7 @@ def test_at_the_end_of_training_it_is_completed(gpu: Device, agent: Agent) -> No
     state, keeper = Trained(gpu), keeper_for(agent, every=1000)
     one_step(state, keeper)
     keeper.finish(state)  # type: ignore[arg-type]
-    assert agent.newest() == 1
+    assert newest(agent) == 1
 
 
 def test_one_under_way_at_the_end_is_enough(gpu: Device, agent: Agent) -> None:  # noqa: F811
@@ -182,7 +151,7 @@ def test_told_to_stop_it_is_whole_before_this_rank_leaves(gpu: Device, agent: Ag
     agent.stop_wanted = True
     with pytest.raises(ToldToLeave, match="stopped at step 1, which is saved"):
         one_step(state, keeper)
-    assert agent.newest() == 1
+    assert newest(agent) == 1
 
 
 def test_let_go_of_half_way_it_is_of_the_old_state_and_not_of_the_next(gpu: Device, agent: Agent) -> None:  # noqa: F811
@@ -193,7 +162,7 @@ def test_let_go_of_half_way_it_is_of_the_old_state_and_not_of_the_next(gpu: Devi
         tensor.fill_(77)  # what another rank sends, in the next generation
     gpu.main.synchronize()
     assert [m.step for m in agent.filled] == [1]
-    assert agent.newest() == 1
+    assert newest(agent) == 1
 
 
 def test_the_device_fails_while_it_is_let_go_of(gpu: Device, agent: Agent) -> None:  # noqa: F811
@@ -204,7 +173,7 @@ def test_the_device_fails_while_it_is_let_go_of(gpu: Device, agent: Agent) -> No
     gpu.broken = True
     keeper.leave()
     assert [m.step for m in agent.filled] == [1]
-    assert agent.newest() == 1
+    assert newest(agent) == 1
 
 
 def test_the_device_fails_before_the_optimizer(gpu: Device, agent: Agent) -> None:  # noqa: F811
@@ -218,7 +187,7 @@ def test_the_device_fails_before_the_optimizer(gpu: Device, agent: Agent) -> Non
     gpu.broken = False
     keeper.settle()
     assert [m.step for m in agent.filled] == [1]
-    assert agent.newest() == 1
+    assert newest(agent) == 1
 
 
 def test_what_is_changed_unannounced_is_no_snapshot(gpu: Device, agent: Agent) -> None:  # noqa: F811
@@ -230,10 +199,10 @@ def test_what_is_changed_unannounced_is_no_snapshot(gpu: Device, agent: Agent) -
     with pytest.warns(UserWarning, match=r"no snapshot of step 2: a tensor was changed .* state\.changing\(\)"):
         keeper.settle()
     state.held["w1"].fill_(2)
-    assert agent.newest() == 1
+    assert newest(agent) == 1
     one_step(state, keeper)
     keeper.settle()
-    assert agent.newest() == 3
+    assert newest(agent) == 3
 
 
 def test_a_commit_without_a_step_of_an_optimizer_settles_too(gpu: Device, agent: Agent) -> None:  # noqa: F811
@@ -255,7 +224,7 @@ def test_buffers_come_and_are_registered_while_training_goes_on(gpu: Device, age
     for _ in range(4):
         one_step(state, keeper)
     assert agent.arenas is first
-    assert agent.newest() == 5
+    assert newest(agent) == 5
     keeper._sink._arenas[0].close()  # type: ignore[attr-defined]
     assert len(gpu.pinned) == 1
 
@@ -274,7 +243,7 @@ def test_memory_that_cuda_will_not_register_serves_all_the_same(gpu: Device, age
     with pytest.warns(UserWarning, match=r"snapshots block the training step: .* \(CUDA error 801\)"):
         one_step(state, keeper)
     keeper.settle()
-    assert agent.newest() == 1
+    assert newest(agent) == 1
 
 
 # ── who says so ─────────────────────────────────────────────────────────────────────────────────────────────────────
