@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..core.membership import cut_off
 from ..core.model import Agent, Stage
-from ..core.records import BrokenRecord, IncidentRecord, WorkerError
+from ..core.records import BrokenRecord, IncidentRecord, Phase, WorkerError
 
 
 @dataclass(slots=True)
@@ -29,7 +29,8 @@ class _Open:
 
 
 class Incidents:
-    """Call `turn` after each turn of the recovery machine; it returns a record when a recovery is complete."""
+    """Call `turn` after each turn of the recovery machine; it returns a record when a recovery is over: complete, or
+    given up with the job."""
 
     def __init__(self) -> None:
         self._open: _Open | None = None
@@ -44,6 +45,12 @@ class Incidents:
         if self._open is not None:
             self._open.restored_from = self._open.restored_from or source
             self._open.resumed_step = step if self._open.resumed_step is None else self._open.resumed_step
+
+    def started_over(self, step: int, why: str) -> None:
+        """Nothing was left of the job's state, though `step` steps were known to be committed."""
+        if self._open is not None and not self._open.detail.endswith(why):
+            self._open.step = max(self._open.step, step)
+            self._open.detail += f"; {why}"
 
     def turn(
         self,
@@ -134,14 +141,17 @@ class Incidents:
     def _end(self, after: Agent, now_s: float) -> IncidentRecord | None:
         opened, generation = self._open, after.generation
         assert opened is not None
-        if generation is None or after.settled < generation.number or after.broken >= generation.number:
+        if generation is None:
             return None
-        opened.timeline_s["stepping"] = now_s - opened.began_s
+        recovered = after.settled >= generation.number > after.broken
+        if not recovered and after.view.state.phase is not Phase.FAILED:
+            return None
+        opened.timeline_s["stepping" if recovered else "given_up"] = now_s - opened.began_s
         self._open = None
         lost = max(0, opened.step - opened.resumed_step) if opened.resumed_step is not None else None
         again = f" (and {opened.causes - 1} more while recovering)" if opened.causes > 1 else ""
         self.last = IncidentRecord(
-            generation=generation.number,
+            generation=generation.number + (0 if recovered else 1),
             kind=opened.kind,
             node=opened.node,
             ranks=opened.ranks,
@@ -151,8 +161,8 @@ class Incidents:
             step=opened.step,
             steps_lost=lost,
             world_before=opened.world_before,
-            world_after=generation.world,
-            restored_from=opened.restored_from,
+            world_after=generation.world if recovered else 0,
+            restored_from=opened.restored_from if recovered else "nothing",
             stacks=opened.stacks,
             error=opened.error,
         )

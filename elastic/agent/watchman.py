@@ -20,12 +20,15 @@ from ..core.events import Event, Progress, StillBusy, WorkerSick
 from ..core.health import STOPPED_STATE, judge
 from ..core.model import Agent, Stage
 from ..core.spec import Hang
+from ..core.witness import waits_for_others
 from .pool import Pool, Process
 
-STACKS_S = 1.5
+QUICK_S, NATIVE_S = 1.0, 2.0
+"""Longest look at one worker: at its Python frames from outside (0.1 s), and below them (0.5 s, more under load)."""
 STOPPED_S = 1.0
 """A pause this long between two looks means that this process did not run."""
 STACK_CHARS = 6000
+UNINTERRUPTIBLE_STATE = "D"
 
 log = structlog.get_logger()
 
@@ -45,6 +48,8 @@ class Watchman:
         self._looked_s = 0.0
         self._amnesty_s = 0.0
         self._accused: set[int] = set()
+        self._excused: dict[int, float] = {}
+        """Life -> until when its stack, which shows it waiting for other ranks, need not be looked at again."""
 
     def look(self, agent: Agent, now_s: float) -> None:
         if now_s - self._looked_s > STOPPED_S and self._looked_s:
@@ -67,8 +72,11 @@ class Watchman:
             state = _process_state(process.pid)
             if now_s < self._amnesty_s or (not agent.policy.managed and state != STOPPED_STATE):
                 continue  # a script without elastic never beats
-            if sick := judge(beat, state, self.rules, now_s):
-                self._accuse(process, beats, agent, sick.evidence)
+            sick = judge(beat, state, self.rules, now_s)
+            if sick and (state == STOPPED_STATE or now_s >= self._excused.get(worker.life, 0.0)):
+                # Who waits for others is looked at again when its silence has doubled: a look holds it up.
+                again_s = now_s + min(self.rules.ceiling_s, now_s - beat.beat_at_s)
+                self._accuse(process, beats, agent, sick.evidence, again_s)
         self._report_progress(agent, beats)
 
     def _report_progress(self, agent: Agent, beats: Mapping[int, Beat]) -> None:
@@ -86,51 +94,57 @@ class Watchman:
             self._step_times.append(newest.step_s)  # one long step must not stretch everybody's patience
             self.post(Progress(newest.committed_in, newest.step, statistics.median(self._step_times)))
 
-    def _accuse(self, process: Process, beats: Mapping[int, Beat], agent: Agent, evidence: str) -> None:
+    def _accuse(self, process: Process, beats: Mapping[int, Beat], agent: Agent, evidence: str, again_s: float) -> None:
         self._accused.add(process.life)
         slots = {w.life: w.slot for w in agent.workers.values()}
         waiting = next(
             (life for life, b in beats.items() if life != process.life and b.doing is Doing.EXCHANGING), None
         )
-        witnesses = [(f"slot {process.slot} (hung)", process.pid, _process_state(process.pid) != "T")]
+        suspect, state = f"slot {process.slot} (hung)", _process_state(process.pid)
+        witnesses = [(suspect, process.pid, state not in (STOPPED_STATE, UNINTERRUPTIBLE_STATE))]
         if waiting is not None:
             # Only a look from outside: it has done nothing wrong and is not to be held up.
             witnesses.append((f"slot {slots[waiting]} (waits for it)", self.pool.processes[waiting].pid, False))
         beats_then = process.page.read().beats
-        log.warning("worker.hung", slot=process.slot, pid=process.pid, evidence=evidence)
+        log.warning("worker.silent", slot=process.slot, pid=process.pid, evidence=evidence)
 
         def testify() -> None:
             with ThreadPoolExecutor(len(witnesses)) as pool:
                 stacks = {who: pool.submit(stack, pid, native) for who, pid, native in witnesses}
                 told = {who: future.result() for who, future in stacks.items()}
-            if process.page.read().beats == beats_then:
+            if process.page.read().beats != beats_then:
+                log.info("worker.went_on", slot=process.slot, pid=process.pid)
+            elif state != STOPPED_STATE and waits_for_others(told[suspect]):
+                self._excused[process.life] = again_s
+                log.info("worker.waits_for_others", slot=process.slot, pid=process.pid)
+            else:
+                log.warning("worker.hung", slot=process.slot, pid=process.pid, evidence=evidence)
                 self.save_stacks(told)
                 self.post(WorkerSick(process.slot, process.life, "hang", evidence))
-            else:
-                log.info("worker.went_on", slot=process.slot, pid=process.pid)
             self._accused.discard(process.life)
 
         threading.Thread(target=testify, name="elastic-stacks", daemon=True).start()
 
 
 def stack(pid: int, native: bool) -> str:
-    """The stack of a process that may not move: Python's, and with `native` what lies below. Ends within STACKS_S."""
+    """The stack of a process that may not move: Python's, and with `native` what lies below unless that takes too
+    long, or shows it waiting for others. Ends within QUICK_S, with `native` NATIVE_S more."""
     tool = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
     if tool is None:
         return "py-spy is not installed"
-    tries = (
-        [("--native", STACKS_S * 2 / 3), ("--nonblocking", STACKS_S / 3)] if native else [("--nonblocking", STACKS_S)]
-    )
-    for option, limit_s in tries:
-        try:
-            done = subprocess.run(
-                [tool, "dump", option, "--pid", str(pid)], capture_output=True, text=True, timeout=limit_s, check=False
-            )
-        except subprocess.TimeoutExpired:
-            continue
-        if done.returncode == 0:
-            return done.stdout[:STACK_CHARS]
-    return "no stack could be read in time"
+    quick = _dump(tool, "--nonblocking", pid, QUICK_S)
+    if native and not waits_for_others(quick):
+        quick = _dump(tool, "--native", pid, NATIVE_S) or quick
+    return quick or "no stack could be read in time"
+
+
+def _dump(tool: str, option: str, pid: int, limit_s: float) -> str:
+    argv = [tool, "dump", option, "--pid", str(pid)]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return ""
+    return done.stdout[:STACK_CHARS] if done.returncode == 0 else ""
 
 
 def _process_state(pid: int) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+QUIET_S = 3600.0
+"""How long a span without steps may take that says nothing else (`job.quiet`). The other ranks wait meanwhile."""
+
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     beat_s: float = 0.1
@@ -27,8 +30,8 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     form_s: float = 60.0
     """From the moment all ranks have arrived until the group must stand; a miss breaks the generation."""
 
-    group_s: float = 600.0
-    """Time-out of the process group itself: the last net below all others."""
+    group_s: float = 5400.0
+    """Time-out of the process group itself: the last net below all others. Above every `job.quiet` of the scripts."""
 
     def check(self) -> None:
         """Raise ValueError naming both fields of the first relation that does not hold."""

@@ -72,6 +72,7 @@ def wrap(
     weight: Weight,
     on_contributed: Callable[[], None],
     on_received: Callable[[], None] = lambda: None,
+    on_buffers: tuple[Callable[[], None], Callable[[], None]] = (lambda: None, lambda: None),
     sync_buffers: bool = True,
     **options: Any,
 ) -> DistributedDataParallel:
@@ -79,7 +80,8 @@ def wrap(
 
     `weight` is asked once per bucket. `on_contributed` is called when the last bucket of a backward has been handed
     to the group: from then on this rank only waits for the others; `on_received` when the sums are here, at the end of
-    that backward: from then on the others may wait for this rank.
+    that backward: from then on the others may wait for this rank. `on_buffers`: the same two for the exchange of
+    buffers, called before and after it.
     `sync_buffers`: as in stock DDP, rank 0's buffers (BatchNorm's running statistics) are broadcast at the start of
     every training forward, so all ranks keep rank 0's. Without, each rank has its own, and what a lost rank had
     is replaced by the source's; switch it off for models whose buffers never change.
@@ -93,8 +95,9 @@ def wrap(
         options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
     # With find_unused_parameters alone DDP never rebuilds its buckets: its first layout is its only one.
     rebuilds = options.get("static_graph", False) or not options.get("find_unused_parameters", False)
-    kind = _FixedLayout if rebuilds else DistributedDataParallel
+    kind = _FixedLayout if rebuilds else _Told
     wrapped = kind(model, process_group=process_group, init_sync=False, **options)
+    wrapped.on_buffers = on_buffers
     group = process_group if process_group is not None else dist.group.WORLD
 
     def reduce(bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -129,7 +132,19 @@ def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
     return tensor
 
 
-class _FixedLayout(DistributedDataParallel):
+class _Told(DistributedDataParallel):
+    """DDP that says when it waits for rank 0's buffers: its own call for it has no hook."""
+
+    on_buffers: tuple[Callable[[], None], Callable[[], None]]
+
+    def _sync_buffers(self) -> None:
+        waits, goes_on = self.on_buffers
+        waits()
+        super()._sync_buffers()  # type: ignore[no-untyped-call]
+        goes_on()
+
+
+class _FixedLayout(_Told):
     """DDP whose buckets have their final layout from the first backward on.
 
     Stock DDP puts everything into one bucket first and cuts it up after the first backward, in the order in which

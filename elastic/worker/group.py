@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import socket
 import sys
 import threading
@@ -26,6 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from . import sockets
+from .errors import FormError, LetGoError, is_communication_error
 
 Backend = Literal["gloo", "nccl"]
 
@@ -46,14 +46,6 @@ OLDEST_NCCL = (2, 26, 2)
 
 ABORT_S = 60.0
 """Longest wait for NCCL's aborts. The agent replaces the worker long before (`timeouts.let_go_s`)."""
-
-
-class LetGoError(Exception):
-    """The group was aborted: this generation is over, the process and its state are not."""
-
-
-class FormError(Exception):
-    """The group could not be formed in time. The message says what was missing."""
 
 
 class Group:
@@ -340,23 +332,3 @@ def nccl_problems(version: tuple[int, ...] | None = None) -> list[str]:
         ours, least = (".".join(map(str, v)) for v in (version, OLDEST_NCCL))
         return [f"NCCL {ours} may hang when a group is aborted (the worker is then replaced); use {least} or newer"]
     return []
-
-
-_SAYS_GLOO_OR_NCCL = re.compile(
-    r"gloo/|Gloo |NCCL|nccl|Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed"
-    r"|Connection refused|[Tt]imed out waiting|process group has been aborted|communicator was aborted"
-    r"|Default process group has not been initialized"
-)
-
-
-def is_communication_error(error: BaseException | None) -> bool:
-    """Whether `error` (or what it was raised from) came out of a collective, and not out of the user's own code."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, LetGoError | dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
-            return True
-        if isinstance(error, RuntimeError | ValueError) and _SAYS_GLOO_OR_NCCL.search(str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..core.timeouts import QUIET_S
 from . import batches as data
 from . import ddp, streams
 from .numbers import Fingerprint, disagreeing, is_bad
@@ -24,7 +26,7 @@ class Link(Protocol):
         """The script's own code runs."""
 
     def contributed(self) -> None:
-        """Everything owed to this step's all-reduce is handed over; only the others can be waited for."""
+        """Everything owed to the collective at hand is handed over; only the others can be waited for."""
 
     def applying(self) -> None: ...
 
@@ -79,6 +81,7 @@ class Job:
         self.local_rank = local_rank
         self._link = link
         self._keeper: Keeper | None = None
+        self._group_s = math.inf
         self._share = ddp.Share()
         self._began_s = 0.0
         self._loss = _LossReader()
@@ -90,10 +93,13 @@ class Job:
     def __repr__(self) -> str:
         return f"<Job {self.name}: rank {self.rank} of {self.world_size}, generation {self.generation}>"
 
-    def enter(self, *, rank: int, world: int, generation: int, keeper: Keeper | None) -> None:
-        """A new generation: `train` is about to be called. Not for scripts."""
+    def enter(
+        self, *, rank: int, world: int, generation: int, keeper: Keeper | None, group_s: float = math.inf
+    ) -> None:
+        """A new generation, whose collectives may take `group_s`: `train` is about to be called. Not for scripts."""
         self.rank, self.world_size, self.generation = rank, world, generation
         self._keeper = keeper
+        self._group_s = group_s if world > 1 else math.inf
         self._share.detach_all()
         self._fingerprint = None
         self._summed = None
@@ -112,7 +118,17 @@ class Job:
             self._share.attach(model)  # for `Batch.parts`
             return model
         link = self._link
-        return ddp.wrap(model, weight=self._share, on_contributed=link.contributed, on_received=link.entered, **options)
+        link.contributed()  # it begins with a comparison of the parameters' shapes
+        wrapped = ddp.wrap(
+            model,
+            weight=self._share,
+            on_contributed=link.contributed,
+            on_received=self._received,
+            on_buffers=(link.contributed, link.entered),
+            **options,
+        )
+        link.entered()
+        return wrapped
 
     def batches(self, dataset: Any, state: State, *, batch_size: int, **options: Any) -> Iterator[data.Batch]:
         """This rank's part of each global batch of `batch_size` samples, from step `state.step` on.
@@ -173,10 +189,19 @@ class Job:
         self._link.entered()
 
     @contextlib.contextmanager
-    def quiet(self, what: str, limit_s: float = 3600.0) -> Iterator[None]:
-        """A span without steps, such as an evaluation: not taken for a hang for at most `limit_s` seconds."""
+    def quiet(self, what: str, limit_s: float = QUIET_S) -> Iterator[None]:
+        """A span without steps, such as an evaluation: not taken for a hang for at most `limit_s` seconds.
+
+        The other ranks may be waiting in a collective meanwhile, so it must be below `timeouts.group_s`. Raises
+        ValueError where it is not.
+        """
         if limit_s <= 0:
             raise ValueError(f"quiet({what!r}, limit_s={limit_s}): a positive number of seconds")
+        if limit_s >= self._group_s:
+            raise ValueError(
+                f"quiet({what!r}, limit_s={limit_s:g}): must be below timeouts.group_s ({self._group_s:g} s), after "
+                "which the ranks that wait for this one give up; lower the one, or raise the other in elasticd.toml"
+            )
         self._link.quiet(limit_s)
         try:
             yield
@@ -206,9 +231,11 @@ class Job:
         says where the sums are: then for all that is queued.
         """
         if self._summed is not None:
+            self._link.contributed()
             self._summed.synchronize()
             self._summed = None
         elif self.device.type == "cuda" and self.world_size > 1:
+            self._link.contributed()
             torch.cuda.current_stream(self.device).synchronize()
         self._link.applying()
         if self._keeper is not None:
@@ -220,7 +247,9 @@ class Job:
         if self._fingerprint is None:
             self._fingerprint = Fingerprint([tensor for _, tensor in state.tensors()])
         digest = self._fingerprint.of(state.step // self._fingerprint_every)
+        self._link.contributed()
         outliers = disagreeing(digest, world=self.world_size)
+        self._link.entered()
         if outliers and not self._ignore_bad_numbers:
             self._link.bad_numbers(state.step, "drift", "weights differ from the other replicas'", outliers)
 

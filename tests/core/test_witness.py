@@ -8,8 +8,8 @@ from elastic.core.witness import waits_for_others
 
 HEAD = "Process 321: python train.py\nPython v3.11.7 (/usr/bin/python3.11)\n\n"
 ALL_REDUCE = """\
-    all_reduce (torch/distributed/distributed_c10d.py:3012)
-    wrapper (torch/distributed/c10d_logger.py:83)
+    all_reduce (torch/distributed/distributed_c10d.py:3252)
+    _exception_logger.<locals>.wrapper (torch/distributed/c10d_logger.py:83)
     train (train.py:20)
     <module> (train.py:40)
 """
@@ -37,8 +37,9 @@ def dump(main: str, *others: str) -> str:
         "    __init__ (torch/nn/parallel/distributed.py:1000)\n    train (train.py:20)\n",
         "    forward (torch/nn/parallel/distributed.py:1661)\n    train (train.py:20)\n",
         # work.wait() has no frame of its own in Python
-        "    pthread_cond_timedwait (libc.so.6)\n    c10d::ProcessGroupGloo::AsyncWork::wait (libtorch_cpu.so)\n"
-        "    train (train.py:20)\n",
+        "    0x7efc8aea3f16 (libc.so.6)\n    pthread_cond_wait (libc.so.6)\n"
+        "    std::condition_variable::wait (libstdc++.so.6.0.30)\n    c10d::Work::wait (libtorch_cpu.so)\n"
+        "    pybind11::cpp_function::dispatcher (libtorch_python.so)\n    train (train.py:20)\n",
         "    epoll_wait (libc.so.6)\n    gloo::transport::tcp::UnboundBuffer::waitRecv (libtorch_cpu.so)\n"
         "    train (train.py:20)\n",
     ],

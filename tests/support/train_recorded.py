@@ -89,12 +89,14 @@ def fail(job: elastic.Job, state: elastic.State) -> None:
         return
     rank, step, kind = ARGS.fail.split(":")
     marker = f"{ARGS.record}/failed"
-    if job.rank != int(rank) or state.step != int(step) or (os.path.exists(marker) and kind != "always"):
+    if job.rank != int(rank) or state.step != int(step) or (os.path.exists(marker) and kind not in ("always", "refused")):
         return
     with open(marker, "a") as told:
         told.write(f"{os.getpid()}\n")
     if kind in ("exception", "always"):
         raise ValueError(f"planted at step {state.step}")
+    if kind == "refused":  # as a client of the script's own may say it
+        raise RuntimeError("feature store: Connection refused")
     if kind == "exit0":
         raise SystemExit(0)
     if kind == "exit3":

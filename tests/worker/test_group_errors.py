@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import os
+import pathlib
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from elastic.worker import group
+from elastic.worker.errors import LetGoError, is_communication_error
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+TORCH = pathlib.Path(torch.__file__).parent
+
+
+def caught(source: str, place: str, **names: Any) -> Exception:
+    """The error that `source` raises when it stands in the file `place`. ``torch.device`` raises from C++."""
+    with pytest.raises((RuntimeError, ValueError, KeyError)) as info:
+        exec(compile(source, str(place), "exec"), names)
+    return info.value
 
 
 @pytest.mark.parametrize(
@@ -16,25 +30,36 @@ from elastic.worker import group
         dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:94"),
         dist.DistNetworkError("The client socket has failed to connect"),
         dist.DistStoreError("wait timeout after 50ms"),
-        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"),
-        RuntimeError("Timed out waiting 1000ms for recv operation to complete"),
-        ValueError("Default process group has not been initialized, please make sure to call init_process_group."),
-        group.LetGoError("generation 3 is broken"),
+        LetGoError("generation 3 is broken"),
+        caught("raise RuntimeError(said)", str(TORCH / "distributed/distributed_c10d.py"), said=GLOO),
+        caught("raise RuntimeError(said)", str(TORCH / "autograd/graph.py"), said=GLOO),
+        caught("raise ValueError(said)", str(TORCH / "distributed/distributed_c10d.py"),
+               said="Default process group has not been initialized, please make sure to call init_process_group."),
+        caught("device(said)", "train.py", device=torch.device, said="gloo/pair.cc: closed"),
     ],
-)
+)  # fmt: skip
 def test_communication_errors(error: Exception) -> None:
-    assert group.is_communication_error(error)
+    assert is_communication_error(error)
     outer = KeyError("from a handler")
     outer.__context__ = error
-    assert group.is_communication_error(outer)
+    assert is_communication_error(outer)
 
 
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), KeyError("gloo"), ZeroDivisionError(), ValueError("x")],
-)
+    [
+        caught("raise RuntimeError('mat1 and mat2 shapes cannot be multiplied')", str(TORCH / "autograd/graph.py")),
+        caught("raise RuntimeError('feature store: Connection refused')", "train.py"),
+        caught("raise RuntimeError('feature store: Connection refused')", str(TORCH / "_utils.py")),  # the data loader
+        caught("raise RuntimeError('no Gloo here, and no NCCL')", "train.py"),
+        caught("device(said)", "train.py", device=torch.device, said="Connection refused"),
+        caught("raise KeyError('gloo/')", str(TORCH / "distributed/distributed_c10d.py")),
+        ZeroDivisionError(),
+        ValueError("x"),
+    ],
+)  # fmt: skip
 def test_the_users_own_errors(error: Exception) -> None:
-    assert not group.is_communication_error(error)
+    assert not is_communication_error(error)
 
 
 def test_bad_nccl_versions_are_named() -> None:

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
 from elastic.worker import group
-from elastic.worker.group import Group, LetGoError
+from elastic.worker.errors import LetGoError
+from elastic.worker.group import Group
 
 
 class FakeNccl:

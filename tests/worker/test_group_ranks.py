@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
-from elastic.worker.group import FormError, Group, LetGoError, is_communication_error
+from elastic.worker.errors import FormError, LetGoError, is_communication_error
+from elastic.worker.group import Group
 
 pytestmark = pytest.mark.slow
 

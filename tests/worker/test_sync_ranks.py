@@ -16,7 +16,8 @@ from torch import nn
 
 from elastic.core.source import NoStateError
 from elastic.worker import broadcast, pull
-from elastic.worker.group import Group, LetGoError, is_communication_error
+from elastic.worker.errors import LetGoError, is_communication_error
+from elastic.worker.group import Group
 from elastic.worker.state import State
 from elastic.worker.sync import synchronise
 

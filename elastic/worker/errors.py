@@ -1,0 +1,70 @@
+"""What ends a generation in a worker, and how to tell it from the mistakes of the script."""
+
+from __future__ import annotations
+
+import dis
+import os
+import re
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+
+class LetGoError(Exception):
+    """The group was aborted: this generation is over, the process and its state are not."""
+
+
+class FormError(Exception):
+    """The group could not be formed in time. The message says what was missing."""
+
+
+_SAYS_IT_FAILED = re.compile(
+    r"gloo/|Gloo |NCCL|nccl|Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed"
+    r"|Connection refused|[Tt]imed out waiting|process group has been aborted|communicator was aborted"
+    r"|Default process group has not been initialized"
+)
+_NAMES_ITSELF = re.compile(r"gloo/|Gloo |NCCL|ProcessGroup|process group has been aborted|communicator was aborted")
+
+_TORCH = os.path.dirname(torch.__file__)
+_COLLECTIVE_PLACES = (
+    os.path.join(_TORCH, "distributed", ""),
+    os.path.join(_TORCH, "nn", "parallel", "distributed.py"),
+    os.path.join(_TORCH, "autograd", ""),  # a backward waits for the gradients' all-reduce
+    os.path.join(_TORCH, "_ops.py"),
+    os.path.join(os.path.dirname(__file__), ""),
+)
+"""Not all of torch: its data loader raises the script's own errors again."""
+
+_RAISE = dis.opmap["RAISE_VARARGS"]
+
+
+def is_communication_error(error: BaseException | None) -> bool:
+    """Whether `error` (or what it was raised from) came out of a collective, and not out of the user's own code."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, LetGoError | dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
+            return True
+        if isinstance(error, RuntimeError | ValueError) and _from_a_collective(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _from_a_collective(error: BaseException) -> bool:
+    """By what it says and by where it was raised: the script may talk to servers of its own, which break as well."""
+    said, where = str(error), _innermost(error.__traceback__)
+    if where is None or not _SAYS_IT_FAILED.search(said):
+        return False
+    code = where.tb_frame.f_code
+    if code.co_filename.startswith(_COLLECTIVE_PLACES):
+        return True
+    # ``work.wait()`` leaves no frame of torch's. It is no `raise` of the line either.
+    return code.co_code[where.tb_lasti] != _RAISE and _NAMES_ITSELF.search(said) is not None
+
+
+def _innermost(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace

@@ -1,0 +1,49 @@
+"""How long a script may be quiet: below the time-out of the group in which the others wait for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elastic.core.timeouts import QUIET_S, Timeouts
+from elastic.worker.alone import NoLink
+from elastic.worker.job import Job
+
+
+class Link(NoLink):
+    def __init__(self) -> None:
+        self.said: list[float] = []
+
+    def quiet(self, limit_s: float) -> None:
+        self.said.append(limit_s)
+
+
+def make(world: int, group_s: float) -> tuple[Job, Link]:
+    link = Link()
+    job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=link)
+    job.enter(rank=0, world=world, generation=1, keeper=None, group_s=group_s)
+    return job, link
+
+
+def test_the_defaults_go_together() -> None:
+    job, link = make(2, Timeouts().group_s)
+    with job.quiet("evaluation"):
+        assert link.said == [QUIET_S]
+    assert link.said == [QUIET_S, 0.0]
+
+
+def test_longer_than_the_group_waits_is_refused() -> None:
+    job, link = make(2, 600.0)
+    refused = pytest.raises(ValueError, match=r"quiet\('evaluation', limit_s=600\): must be below timeouts.group_s")
+    with refused, job.quiet("evaluation", limit_s=600.0):
+        pass
+    assert link.said == []
+    with job.quiet("evaluation", limit_s=599.0):
+        pass
+
+
+def test_alone_nobody_waits() -> None:
+    job, link = make(1, 600.0)
+    with job.quiet("evaluation", limit_s=5000.0):
+        pass
+    assert link.said == [5000.0, 0.0]
