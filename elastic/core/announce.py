@@ -121,13 +121,12 @@ def check_idle(turn: Turn) -> None:
     current = turn.agent.generation
     if current is None or turn.is_broken() or not turn.policy.managed:
         return
+    ranks = turn.my_ranks()
+    left = (w for w in turn.agent.workers.values() if w.stage is Stage.READY and w.generation == current.number)
+    if not any(w.slot in ranks and turn.now_s - w.since_s >= IDLE_S for w in left):
+        return
     members = turn.agent.view.members.values()
     stay = sum(1 for m in members if m.record.ready and m.record.draining is None)
     if any(m.record.draining is not None for m in members) and stay < turn.limits().min_nodes:
         return  # it waits for the one who leaves, and the job for a node in its place
-    ranks = turn.my_ranks()
-    for worker in turn.agent.workers.values():
-        left = worker.stage is Stage.READY and worker.generation == current.number and worker.slot in ranks
-        if left and turn.now_s - worker.since_s >= IDLE_S:
-            call_broken(turn, "idle", "left its group, and nothing followed", (), charged=False)
-            return
+    call_broken(turn, "idle", "left its group, and nothing followed", (), charged=False)

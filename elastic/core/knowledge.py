@@ -151,9 +151,11 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
         turn.change(blind_until_s=turn.now_s + turn.policy.timeouts.lease_ttl_s)
         if wiped:  # and with it what we may have published
             turn.change(wiped_until_s=turn.agent.blind_until_s, publishing=0)
-    places = before.generation.places if before.generation else ()
-    known = {m.id for m in view.members.values()} | {(p.node, p.incarnation) for p in places}
-    turn.change(view=view, connected=connected, dead=frozenset(d for d in before.dead if d in known))
+    turn.change(view=view, connected=connected)
+    if before.dead:
+        places = before.generation.places if before.generation else ()
+        known = {m.id for m in view.members.values()} | {(p.node, p.incarnation) for p in places}
+        turn.change(dead=frozenset(d for d in before.dead if d in known))
     if before.unreachable:
         there = {node: m.id for node, m in view.members.items()}
         turn.change(unreachable=frozenset(u for u in before.unreachable if there.get(u[0]) == u))

@@ -22,7 +22,8 @@ def lead(turn: Turn) -> None:
     agent, view = turn.agent, turn.agent.view
     if not (agent.joined and agent.connected) or agent.publishing or view.spec is None:
         return
-    if agent.generation is not None and view.generation != agent.generation:
+    known = agent.generation
+    if known is not None and view.generation is not known and view.generation != known:
         return  # etcd does not have it back yet
     if leader(view, agent.dead, agent.generation) != turn.policy.node:
         _follow(turn)

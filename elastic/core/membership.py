@@ -78,8 +78,9 @@ class JobView:
     """Pairs of members of which one cannot reach the other."""
 
     def __post_init__(self) -> None:
-        complaints = {node: m.record.unreachable for node, m in self.members.items()}
-        found = reach.disputes(complaints) if any(complaints.values()) else frozenset()
+        found: frozenset[reach.Dispute] = frozenset()
+        if any(m.record.unreachable for m in self.members.values()):
+            found = reach.disputes({node: m.record.unreachable for node, m in self.members.items()})
         object.__setattr__(self, "disputes", found)
 
     @staticmethod

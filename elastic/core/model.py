@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from .membership import Dead, JobView, Limits
 from .records import BrokenRecord, GenerationRecord, JobState, MemberRecord, SpecRecord
@@ -70,6 +71,8 @@ class Agent:
     connected: bool = False
     generation: GenerationRecord | None = None
     """The newest this agent knows; outlives etcd."""
+    ranks: tuple[GenerationRecord | None, Mapping[int, int]] = (None, MappingProxyType({}))
+    """slot -> rank of our workers in that generation: see `Turn.my_ranks`."""
     broken: int = 0
     """The newest generation known to be broken."""
     broken_record: BrokenRecord | None = None

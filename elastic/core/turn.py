@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from .effects import Effect, Kill
 from .membership import Limits
 from .model import Agent, Policy, Stage, Worker
-from .records import GenerationRecord, Phase
+from .records import Phase
 
 STALL_S = 1.0
 """With no step for this long (or three step times), an expired lease is believed."""
@@ -25,7 +26,6 @@ class Turn:
         self.now_s = now_s
         self.jitter = jitter
         self.effects: list[Effect] = []
-        self._ranks: tuple[GenerationRecord | None, dict[int, int]] = (None, {})
 
     @property
     def policy(self) -> Policy:
@@ -78,15 +78,15 @@ class Turn:
         phase = self.agent.view.state.phase
         return self.agent.leaving is not None or phase.over or phase is Phase.STOPPING
 
-    def my_ranks(self) -> dict[int, int]:
+    def my_ranks(self) -> Mapping[int, int]:
         """slot -> rank of our workers in the newest generation; empty when it goes on without us."""
         generation = self.agent.generation
         if generation is None:
             return {}
-        if self._ranks[0] is not generation:  # asked many times a turn, and a generation may have thousands of places
+        if self.agent.ranks[0] is not generation:  # asked in every turn, and a generation may have thousands of places
             mine = generation.place(self.policy.node, self.policy.incarnation) is not None
-            self._ranks = generation, generation.ranks(self.policy.node) if mine else {}
-        return self._ranks[1]
+            self.change(ranks=(generation, generation.ranks(self.policy.node) if mine else {}))
+        return self.agent.ranks[1]
 
     def limits(self) -> Limits:
         """How many nodes the job may have, as its spec says now (`elasticctl scale`)."""

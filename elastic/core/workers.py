@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from . import messages
@@ -70,7 +71,7 @@ def _let_go(turn: Turn, worker: Worker, why: str) -> None:
     turn.move(worker, Stage.LEAVING, turn.now_s + patience_s)
 
 
-def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: dict[int, int]) -> None:
+def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: Mapping[int, int]) -> None:
     if not turn.policy.managed:
         turn.change(lives=turn.agent.lives + 1)
         life = turn.agent.lives
