@@ -276,11 +276,20 @@ def test_an_error_at_once_does_not_shorten_the_calls(
     looker: Peers, heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A route that is away for a moment fails every call at once."""
-    monkeypatch.setattr(peers_module, "DIALS_S", (0.3, 30.0))
+    monkeypatch.setattr(peers_module, "DIALS_S", (30.0, 30.0))
     called = fails_at_once(monkeypatch, errno.EHOSTUNREACH)
     looker.watch({("n1", "one"): ("203.0.113.1", 9)})
-    eventually(lambda: len(called) == 2, 5.0)
+    eventually(lambda: called, 5.0)
+    holds(lambda: len(called) == 1 and heard.empty(), 0.4)
+
+
+def test_one_call_without_an_answer_is_not_enough(looker: Peers, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packet may be lost."""
+    monkeypatch.setattr(peers_module, "RETRY_S", 30.0)
+    called = fails_at_once(monkeypatch, errno.ENETUNREACH)
+    looker.watch({("n1", "one"): ("203.0.113.1", 9)})
     assert heard.get(timeout=5.0)[2]
+    assert len(called) == 4
 
 
 @pytest.mark.parametrize("code", [errno.EADDRNOTAVAIL, errno.EMFILE, errno.EPERM])
@@ -311,7 +320,8 @@ def test_one_that_cannot_be_reached_may_turn_out_dead(looker: Peers, heard: Hear
 
 
 def test_who_looks_late_has_still_got_an_answer(heard: Heard) -> None:
-    """A busy host: the call was answered in time, only not looked at."""
+    """A busy host: the call was answered in time, only not looked at. And calls that were not answered before it do not
+    count any more."""
     with socket.create_server(("127.0.0.1", 0)) as there:
         peers = Peers("late", lambda *_: None, lambda *said: heard.put(said))
         peers._wanted = {("n1", "one"): there.getsockname()}
@@ -319,7 +329,7 @@ def test_who_looks_late_has_still_got_an_answer(heard: Heard) -> None:
         line = peers._lines["n1", "one"]
         assert line.sock is not None
         select.select([], [line.sock], [], 5.0)
-        line.deadline_s = time.monotonic() - 1.0
+        line.deadline_s, line.misses = time.monotonic() - 1.0, 3
         peers._reconcile()
         assert line.connected
         assert not line.misses
