@@ -315,6 +315,21 @@ def _communicators() -> list[Any]:
     return found
 
 
+def cuda_failure(device: torch.device) -> str:
+    """What CUDA says once it has failed for good in this process, '' while it works. Does not wait for the device.
+
+    An illegal access or a lost device sticks: each later call fails, in each generation. NCCL hides it behind an error
+    of its own, which looks as if a peer had gone.
+    """
+    if device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return ""
+    try:
+        torch.cuda.current_stream(device).query()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
 def prepare_nccl() -> None:
     """Settings that aborting from our own thread needs, and a warning for versions known to be bad."""
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..core import messages
 from ..core.beat import Doing
 from ..core.cadence import Rule
-from .group import FormError, Group, LetGoError, is_communication_error
+from .group import FormError, Group, LetGoError, cuda_failure, is_communication_error
 from .job import Job, Setup, Train
 from .keeper import Keeper, Place
 from .restore import Disk, Store
@@ -229,6 +229,8 @@ class Managed:
         if failure is not None:
             if self._keeper is not None:
                 self._keeper.leave()
+            if said := cuda_failure(job.device):
+                raise RuntimeError(f"this process cannot use its GPU any more: {said}") from failure
             self._released(state, form, failure)
 
     def _train_in(self, group: Group, job: Job, state: State, form: messages.Form) -> None:

@@ -13,7 +13,7 @@ import cards
 import pytest
 import torch
 
-from elastic.worker.group import is_communication_error
+from elastic.worker.group import cuda_failure, is_communication_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -25,7 +25,7 @@ def out_of_memory(rank: int, world: int, port: int) -> Any:
     try:
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
     except torch.OutOfMemoryError as error:
-        taken_for_a_lost_peer = is_communication_error(error)
+        taken_for_a_lost_peer = is_communication_error(error) or bool(cuda_failure(torch.device("cuda", 0)))
     return [taken_for_a_lost_peer, float(torch.ones(10, device="cuda").sum())]
 
 
@@ -47,12 +47,14 @@ def sticky(rank: int, world: int, port: int) -> Any:
         torch.ones(4, device="cuda").sum().item()
     except RuntimeError as error:
         said.append([is_communication_error(error), str(error)[:120]])
-    return said
+    return {"said": said, "for_good": cuda_failure(torch.device("cuda", 0))}
 
 
 def test_an_illegal_access_sticks_so_the_process_has_to_go(measured: dict[str, object]) -> None:
-    (said,) = cards.run(sticky, world=1)
-    measured["said"] = said
+    (found,) = cards.run(sticky, world=1)
+    measured |= found
+    said = found["said"]
+    assert found["for_good"]
     assert len(said) == 3, "a later call of the same process worked"
     assert not any(communication for communication, _ in said)  # the worker ends by it, and is replaced
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from elastic.worker import job as job_module
 from elastic.worker.job import Job
 from elastic.worker.session import ToldToLeave
 
@@ -95,6 +96,18 @@ def test_a_mark_of_the_generation_before_is_forgotten(log: list[str]) -> None:
     job.enter(rank=0, world=2, generation=2, keeper=None)
     job.guard()()
     assert log == ["marked cuda:1", "waited for cuda:1", "asked"]
+
+
+def test_the_projects_ddp_marks_where_the_sums_are(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of each backward; else the guard would wait for all that is queued."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(job_module.ddp, "wrap", lambda model, **options: given.update(options))
+    job = make(log)
+    job.ddp(torch.nn.Linear(1, 1))
+    given["on_received"]()
+    job.guard()()
+    assert log == ["marked cuda:1", "waited for the mark", "asked"]
 
 
 class Card:
