@@ -1,0 +1,86 @@
+"""A script without an agent saves from a GPU: written when the copy is whole, not before. No writer process here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.ckpt import state_at, table_of
+from support.fake_cuda import Broken, Device, gpu  # noqa: F401 - a fixture
+
+from elastic.checkpoint import orders
+from elastic.checkpoint.arena import Arena
+from elastic.checkpoint.saver import Saver
+
+
+class Writer:
+    """Takes orders, and looks at the arena as the process would: at once."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def submit(self, order: orders.AnyOrder, arena: Arena | None = None) -> int:
+        if not isinstance(order, orders.Forget):
+            found = f" weight {float(arena.tensors()['weight'][0, 0])}" if arena else ""
+            self.log.append(f"{type(order).__name__} {order.step}{found}")  # type: ignore[union-attr]
+        return len(self.log)
+
+    def results(self) -> list[orders.Result]:
+        return []
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def saver(tmp_path: Path, gpu: Device) -> Iterator[Saver]:  # noqa: F811
+    saver = Saver(str(tmp_path), "j", generation=1)
+    saver._writer.close()
+    saver._writer = Writer()  # type: ignore[assignment]
+    yield saver
+    saver.close()
+
+
+def log_of(saver: Saver) -> list[str]:
+    return saver._writer.log  # type: ignore[attr-defined,no-any-return]
+
+
+def test_it_is_written_once_it_is_settled(saver: Saver, gpu: Device) -> None:  # noqa: F811
+    held = state_at(7)
+    assert saver.begin(7, table_of(held), [gpu.tensor(t) for t in held.values()])
+    assert saver.copying
+    assert (log_of(saver), saver.counts.started) == ([], 0)
+    assert saver.settle()
+    assert not saver.copying
+    assert log_of(saver) == ["Write 7 weight 7.0", "Commit 7"]
+    assert saver.counts.started == 1
+    assert saver.settle()
+    assert saver.counts.started == 1
+
+
+def test_save_waits_for_the_copy(saver: Saver, gpu: Device) -> None:  # noqa: F811
+    held = state_at(3)
+    assert saver.save(3, table_of(held), [gpu.tensor(t) for t in held.values()])
+    assert log_of(saver) == ["Write 3 weight 3.0", "Commit 3"]
+
+
+def test_one_that_was_spoilt_fails_and_says_why(saver: Saver, gpu: Device) -> None:  # noqa: F811
+    there = {name: gpu.tensor(tensor) for name, tensor in state_at(7).items()}
+    saver.begin(7, table_of(state_at(7)), list(there.values()))
+    there["weight"].add_(torch.ones(1))
+    assert not saver.settle()
+    assert log_of(saver) == []
+    assert saver.counts.failed == 1
+    assert "changed while it was copied" in saver.counts.last_error
+
+
+def test_a_device_that_fails_leaves_nothing_to_be_written(saver: Saver, gpu: Device) -> None:  # noqa: F811
+    held = state_at(7)
+    saver.begin(7, table_of(held), [gpu.tensor(t) for t in held.values()])
+    gpu.broken = True
+    with pytest.raises(Broken):
+        saver.settle()
+    gpu.broken = False
+    assert saver.settle()
+    assert log_of(saver) == []
