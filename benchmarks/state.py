@@ -25,7 +25,8 @@ HERE = pathlib.Path(__file__).parent
 PARTS = {
     "save": ("_state_save.py", "--what", "save"),
     "resume": ("_state_save.py", "--what", "resume"),
-    "broadcast": ("_state_broadcast.py",),
+    "broadcast": ("_state_broadcast.py", "--world", "2"),
+    "broadcast-4": ("_state_broadcast.py", "--world", "4"),
 }
 PROMISED = {
     "stall_over_memcpy": ("at most", 1.2),
@@ -40,6 +41,7 @@ PROMISED = {
     "save_extra_mb": ("at most", 256),
     "resume_extra_mb": ("at most", 256),
     "broadcast_extra_mb": ("at most", 256),
+    "four_ranks_extra_mb": ("at most", 256),
 }
 """Figures of the last line and what they are to be with 2 GB; further figures of the parts follow."""
 
@@ -53,9 +55,10 @@ def run(part: str, args: list[str]) -> dict[str, float]:
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                if last:
-                    print(last, end="", flush=True)
-                last = line
+                if line.startswith("{"):
+                    last = line
+                else:
+                    print(line, end="", flush=True)
         except BaseException:
             process.kill()
             raise
