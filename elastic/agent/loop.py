@@ -59,7 +59,15 @@ from ..core.events import (
 from ..core.keys import JobKeys
 from ..core.membership import JobView, Reader, leader, watch_list
 from ..core.model import Agent
-from ..core.records import BrokenRecord, GenerationRecord, IncidentRecord, SpeaksAnotherProtocol, SpecRecord
+from ..core.records import (
+    BrokenRecord,
+    GenerationRecord,
+    IncidentRecord,
+    ProgressRecord,
+    SpeaksAnotherProtocol,
+    SpecRecord,
+    decode,
+)
 from ..core.recovery import step
 from ..etcd import View
 from . import environment, status
@@ -91,6 +99,7 @@ class Loop:
         self._registry = registry
         self._peers = peers
         self._reader = Reader(keys)
+        self._progress_key = keys.progress
         self._spec = spec.spec
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -115,6 +124,10 @@ class Loop:
         self._newest_exit = 0
         self._broken_here: BrokenRecord | None = None
         self._unreadable = ""
+        self._known_step: int | None = None
+        """What had been committed when this agent came, as the leader of then had told; None: not read yet."""
+        self._lost = ""
+        """What there is to say of state that is gone for good."""
         self.saver = Saver(
             self._spec.checkpoint,
             config.job,
@@ -224,6 +237,9 @@ class Loop:
     def _viewed(self, view: View) -> None:
         try:
             job = self._reader.read(view.kvs, view.revision)
+            if self._known_step is None:
+                told = view.kvs.get(self._progress_key)
+                self._known_step = decode(ProgressRecord, told.value).step if told else 0
         except SpeaksAnotherProtocol as error:
             if self.agent.generation is None:
                 log.error("protocol.unknown", error=str(error))
@@ -278,6 +294,8 @@ class Loop:
                 slot = self._slot(life)
                 if isinstance(message, messages.Synced):
                     self._incidents.synced(message.step, message.source)
+                    if message.source == "setup":
+                        self._started_over(message.generation)
                     log.info("worker.synced", slot=slot, step=message.step, source=message.source)
                 if isinstance(message, messages.NeedArena):
                     self.saver.need_arena(slot, life, message.nbytes)
@@ -289,6 +307,16 @@ class Loop:
                     self.saver.filled(slot, message, lead=lead, world=generation.world if generation else 0)
                 elif event := _event(slot, life, message):
                     self._turn(event)
+
+    def _started_over(self, generation: int) -> None:
+        """Nobody had any state: fine at a job's beginning, else said wherever somebody may look."""
+        step = max(self._known_step or 0, self.agent.step)
+        if generation > 1 and step > 0:
+            self._lost = (
+                f"all state was lost, and no checkpoint was ever saved: step {step} was done, begun again from 0"
+            )
+            self._incidents.started_over(step, self._lost)
+            log.error("state.lost", generation=generation, step=step)
 
     def _slot(self, life: int) -> int:
         return next((s for s, w in self.agent.workers.items() if w.life == life), self._lives.get(life, -1))
@@ -444,7 +472,7 @@ class Loop:
             job=self.config.job,
             node=self.config.node,
             phase=status.phase_of(agent),
-            reason=self._unreadable or agent.reason,
+            reason=self._unreadable or agent.reason or self._lost,
             leader=leads,
             generation=agent.generation.number if agent.generation else 0,
             etcd_ok=agent.connected,

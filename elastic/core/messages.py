@@ -35,6 +35,8 @@ class Form(Message, frozen=True, kw_only=True):
     restore: str = "newest"
     timeout_s: float = 600.0
     """Time-out of the process group's collectives."""
+    saved_step: int = 0
+    """The newest step that a checkpoint of the job is known to have held; 0: none."""
 
 
 class LetGo(Message, frozen=True, kw_only=True):

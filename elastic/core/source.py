@@ -30,6 +30,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Newest snapshot this rank could load by itself."""
     checkpoint: Version | None = None
     """Newest checkpoint this rank could load by itself."""
+    known_step: int = 0
+    """The newest step that a checkpoint of the job is known to have held, whether or not it is found; 0: none."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +53,9 @@ def choose(offers: Sequence[Offer], restore: str = "newest") -> Choice:
 
     The newest version wins; live before snapshot before checkpoint among equals; then the lowest rank. If nobody
     ever had the job's state, the lowest rank whose freshly built one is whole gives it to all: replicas must be alike.
+
+    Raises NoStateError, ValueError. A job that once had a checkpoint never begins from its set-up again: a folder that
+    is empty now, or not mounted, is for a person to look at.
     """
     if restore not in ("newest", "snapshot"):
         raise ValueError(f"restore = {restore!r}: 'newest' or 'snapshot'")
@@ -66,6 +71,12 @@ def choose(offers: Sequence[Offer], restore: str = "newest") -> Choice:
         return _choice(kind, -minus_rank, version, offers)
     if any(offer.established for offer in offers):
         raise NoStateError(f"nothing to go on from (restore = {restore!r}): {'; '.join(map(_lacks, offers))}")
+    if (known := max(offer.known_step for offer in offers)) > 0:
+        raise NoStateError(
+            f"the job has had a checkpoint of step {known}, and now no rank finds any, nor a snapshot, nor live state: "
+            "training does not begin again from step 0 by itself. Is checkpoint.dir there, and the right one? To begin "
+            "anew, submit the job again"
+        )
     for offer in sorted(offers, key=lambda o: o.rank):
         if offer.clean:
             return _choice("setup", offer.rank, offer.version, offers)

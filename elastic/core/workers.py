@@ -93,6 +93,7 @@ def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: Mappi
         store_port=generation.store_port,
         restore=generation.restore,
         timeout_s=turn.policy.timeouts.group_s,
+        saved_step=turn.agent.view.saved_step,
     )
     turn.do(Tell(worker.slot, worker.life, form))
 

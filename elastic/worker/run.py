@@ -16,7 +16,8 @@ import torch.distributed as dist
 from ..core import messages
 from ..core.beat import Doing
 from ..core.cadence import Rule
-from .group import FormError, Group, LetGoError, cuda_failure, is_communication_error
+from .errors import FormError, LetGoError, is_communication_error
+from .group import Group, cuda_failure
 from .job import Job, Setup, Train
 from .keeper import Keeper, Place
 from .restore import Disk, Store
@@ -250,6 +251,7 @@ class Managed:
                 generation=form.generation,
                 saved=store.saved if store else None,
                 load=store.load if store else None,
+                known_step=form.saved_step if store else 0,
                 check=lambda: session.check(form.generation, -1),
             )
         finally:
@@ -270,11 +272,18 @@ class Managed:
             self._keeper.enter(
                 Place(form.generation, form.rank, form.world, form.local_rank, form.local_world), state.step
             )
-        job.enter(rank=form.rank, world=form.world, generation=form.generation, keeper=self._keeper)
+        job.enter(
+            rank=form.rank,
+            world=form.world,
+            generation=form.generation,
+            keeper=self._keeper,
+            group_s=form.timeout_s,
+        )
         state.forget_gradients()
         self._train(job, state)
+        session.beat(Doing.EXCHANGING)
         if self._keeper is not None:
-            self._keeper.finish(state)
+            self._keeper.finish(state)  # may wait for the writer, and for the others
         # Nobody is done before everybody is: until then a rank may die and need the others' state.
         session.beat(Doing.EXCHANGING)
         dist.barrier()

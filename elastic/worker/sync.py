@@ -59,12 +59,14 @@ def synchronise(
     generation: int = 0,
     saved: Saved | None = None,
     load: Load | None = None,
+    known_step: int = 0,
     check: Callable[[], None] = lambda: None,
 ) -> Synced:
     """Make every rank's `state` the newest there is, over torch's default group. All ranks call it.
 
     `saved` says what `load` could load here; it is asked only when nobody's live state will do, and must be given on
-    all ranks or none. `check` raises once the group was let go of.
+    all ranks or none. `known_step`: of the newest checkpoint that the job is known to have had. `check` raises once
+    the group was let go of.
     If this raises half-way, `state.clean()` is False and the rank needs the state from another one. Raises
     NoStateError, ValueError (this rank's model is another one), broadcast.CorruptError, what `load` raises.
     """
@@ -74,6 +76,7 @@ def synchronise(
         version=state.version,
         clean=state.clean(),
         established=state.established,
+        known_step=known_step,
     )
     offers = _gather(mine, world)
     # Live state of an older generation may be that of a node which was cut off while the others went on and saved.
@@ -93,7 +96,7 @@ def synchronise(
 
 def _gather(mine: Offer, world: int) -> list[Offer]:
     snapshot, checkpoint = mine.snapshot or _NONE, mine.checkpoint or _NONE
-    numbers = [*mine.version, int(mine.clean), int(mine.established), *snapshot, *checkpoint]
+    numbers = [*mine.version, int(mine.clean), int(mine.established), mine.known_step, *snapshot, *checkpoint]
     if world == 1:
         return [mine]
     device = broadcast.control_device()
@@ -104,13 +107,14 @@ def _gather(mine: Offer, world: int) -> list[Offer]:
 
 
 def _offer(rank: int, numbers: Sequence[int]) -> Offer:
-    generation, step, clean, established, *kept = numbers
+    generation, step, clean, established, known_step, *kept = numbers
     snapshot, checkpoint = (kept[0], kept[1]), (kept[2], kept[3])
     return Offer(
         rank=rank,
         version=(generation, step),
         clean=bool(clean),
         established=bool(established),
+        known_step=known_step,
         snapshot=None if snapshot == _NONE else snapshot,
         checkpoint=None if checkpoint == _NONE else checkpoint,
     )

@@ -45,6 +45,14 @@ def test_nothing_anywhere_takes_the_first_whole_set_up_to_all_others() -> None:
     assert (choice.kind, choice.source, choice.needs) == ("setup", 1, (0, 2))
 
 
+def test_who_has_had_a_checkpoint_does_not_begin_anew() -> None:
+    offers = [offer(0), offer(1, known_step=40), offer(2, known_step=20)]
+    with pytest.raises(NoStateError, match=r"a checkpoint of step 40.*submit the job again"):
+        choose(offers)
+    assert choose([*offers, offer(3, checkpoint=(1, 20))]).kind == "checkpoint"
+    assert choose([*offers, offer(3, (1, 41))]).kind == "live"
+
+
 def test_a_checkpoint_newer_than_the_live_state_of_a_straggler_wins() -> None:
     choice = choose([offer(0, (3, 40)), offer(1, checkpoint=(5, 60))])
     assert (choice.kind, choice.source, choice.version, choice.needs) == ("checkpoint", 1, (5, 60), (0,))
