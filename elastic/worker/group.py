@@ -244,9 +244,12 @@ class Group:
         sockets, so those that were opened since forming began are cut, the listening ones too. Never gloo's listening
         one, which would end the process: so at the second look, by when gloo has put it where it can be recognised.
         """
-        # Gloo's for reading only, at first. Its own thread then sees the end of the stream, tells all who wait, and
-        # closes. A collective that is just being posted when writing fails as well may wait for ever: seen in 4 of 26
-        # aborts between small collectives with both directions shut, in 1 of 68 with this.
+        # Gloo's for reading only, at first. Its own thread then sees the end of the stream, tells those who wait on
+        # this pair, and closes. But it does not tell who waits for a send that it could not write (it holds that back,
+        # without an error, when the connection is broken), nor for a message of which it has the head only: they wait
+        # until the group's time-out, and no later cut reaches them, as the socket is closed by then. So no writing is
+        # made to fail here: 4 of 26 aborts between small collectives left a rank waiting with both directions shut,
+        # 1 of 68 with this. There the dead peer has broken the connection; `let_go_s` ends that rank.
         how = socket.SHUT_RD if self._looks < GENTLE_LOOKS else socket.SHUT_RDWR
         self._looks += 1
         for sock in sockets.gloo_sockets():
