@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import queue
+import signal
 import socket
 import subprocess
 import threading
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.procs import Procs
+from support.procs import Procs, kill, state
 from support.wait import eventually
 
 from elastic.agent import watchman
@@ -101,3 +102,32 @@ def test_a_pause_of_our_own_condemns_nobody(scene: Scene) -> None:
     scene.looked_s = 130.0  # the whole node was frozen
     scene.look(130.8)
     assert not scene.watchman._accused
+
+
+def test_who_waits_for_others_is_left_alone_and_looked_at_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = 'Thread 1 (idle): "MainThread"\n'
+    waits = f"{main}    all_reduce (torch/distributed/distributed_c10d.py:3252)\n    train (train.py:20)\n"
+    told, looks = [waits], []
+    monkeypatch.setattr(watchman, "stack", lambda pid, native: looks.append(native) or told[0])
+    scene.look(105.5)
+    eventually(lambda: looks and not scene.watchman._accused, 5.0)
+    scene.look(109.5)
+    assert len(looks) == 1  # its silence has not doubled yet
+    assert scene.accused() is None
+    told[0] = f"{main}    train (train.py:21)\n"
+    scene.look(110.5)
+    assert eventually(scene.accused, 10.0)
+
+
+def test_who_is_stopped_while_it_waits_for_others_is_accused_all_the_same(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = 'Thread 1 (idle): "MainThread"\n    barrier (torch/distributed/distributed_c10d.py:4980)\n'
+    monkeypatch.setattr(watchman, "stack", lambda pid, native: waits)
+    scene.look(105.5)
+    eventually(lambda: scene.watchman._excused and not scene.watchman._accused, 5.0)
+    kill(scene.process.pid, signal.SIGSTOP)
+    eventually(lambda: state(scene.process.pid) == "T", 5.0)
+    scene.look(106.0)
+    sick = eventually(scene.accused, 10.0)
+    assert sick.evidence.startswith("process is stopped")
