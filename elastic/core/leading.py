@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from .effects import Publish, PutPhase, SaveNow
-from .membership import Change, Wait, bereft, cut_off, leader, next_generation, unreached
+from .membership import AS_IT_SHOULD_BE, Change, Wait, bereft, cut_off, leader, next_generation, unreached
 from .records import Phase
 from .restarts import backoff_s, in_vain
 from .turn import Turn
@@ -57,18 +57,27 @@ def _verdict(turn: Turn) -> Change | Wait:
         turn.change(min_reached_s=None)
     elif agent.min_reached_s is None:
         turn.change(min_reached_s=turn.now_s)
+    settled = not turn.policy.managed or (agent.generation is not None and agent.settled >= agent.generation.number)
+    advance, blind = turn.steps_advance(), turn.now_s < _blind_until_s(turn)
+    # Tick after tick nothing has changed, and to find that out again would be a pass over all members.
+    same = view.members, view.state, view.broken, agent.generation, agent.dead
+    equal = view.generation_revision, limits, settled, advance, blind
+    if agent.fine and agent.fine[1] == equal and all(a is b for a, b in zip(agent.fine[0], same, strict=True)):
+        return AS_IT_SHOULD_BE
     reached = turn.agent.min_reached_s
     verdict = next_generation(
         view,
         agent.generation,
         limits,
         agent.dead,
-        steps_advance=turn.steps_advance(),
-        settled=not turn.policy.managed or (agent.generation is not None and agent.settled >= agent.generation.number),
+        steps_advance=advance,
+        settled=settled,
         in_place=turn.policy.managed,
         min_reached_for_s=turn.now_s - reached if reached is not None else 0.0,
-        blind=turn.now_s < _blind_until_s(turn),
+        blind=blind,
     )
+    if verdict == AS_IT_SHOULD_BE:
+        turn.change(fine=(same, equal))
     if isinstance(verdict, Wait):
         return verdict
     if not verdict.planned:

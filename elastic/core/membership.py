@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
@@ -146,6 +147,8 @@ class Reader:
         return record
 
 
+_seniority = operator.attrgetter("seniority")
+
 Dead = frozenset[tuple[str, str]]
 """(node, incarnation) of agents proven dead, whatever their leases say."""
 
@@ -216,8 +219,10 @@ def leader(view: JobView, dead: Dead, current: GenerationRecord | None) -> str |
             leaves = leaves or place.node
     if leaves is not None:
         return leaves
-    alive = [m for m in living(view, dead).values() if m.record.node not in cut]
-    return min(alive, key=lambda m: m.seniority).record.node if alive else None
+    alive: Collection[Member] = view.members.values()
+    if dead or cut:
+        alive = [m for m in alive if m.id not in dead and m.record.node not in cut]
+    return min(alive, key=_seniority).record.node if alive else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +240,9 @@ class Wait:
     below_min: bool = False
     fine: bool = False
     """Nothing is waited for: all is as it should be."""
+
+
+AS_IT_SHOULD_BE = Wait("as it should be", fine=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +319,7 @@ def next_generation(
     chosen = _with_witness(current, _choose(current, fit, limits.max_nodes), alive, None)
     places = arrange(current, chosen, set())
     if _same(places, current.places):
-        return Wait(_cut_reason(view, cut)) if cut else Wait("as it should be", fine=True)
+        return Wait(_cut_reason(view, cut)) if cut else AS_IT_SHOULD_BE
     if not settled:
         return Wait("a planned change waits until this generation has stepped")
     if len(chosen) < limits.min_nodes:

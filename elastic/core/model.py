@@ -99,6 +99,8 @@ class Agent:
     standbys: tuple[Worker, ...] = ()
     lives: int = 0
     published: MemberRecord | None = None
+    fine: tuple[tuple[object, ...], tuple[object, ...]] | None = None
+    """What was given when all was last found as it should be: see `leading`."""
     publishing: int = 0
     """Number of the generation whose compare-and-swap is under way; 0 = none."""
     min_reached_s: float | None = None
