@@ -1,13 +1,19 @@
 """Many agents in a few processes: the real loop, registry, peers and etcd client, and a pool that has no processes.
 
-Run as a program it is one of those processes: it reads orders as JSON lines and writes what happened.
+The agents of a process share its imports, its interpreter lock and nothing else: each has its own connection to etcd,
+its own threads, and decodes every record itself. Run as a program it is one of those processes: it reads orders as
+JSON lines and writes what happened.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import logging
+import math
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -23,11 +29,13 @@ import msgspec  # noqa: E402
 import psutil  # noqa: E402
 import structlog  # noqa: E402
 
+from elastic.agent import loop as agent_loop  # noqa: E402
 from elastic.agent.loop import Loop  # noqa: E402
 from elastic.agent.peers import Peers  # noqa: E402
 from elastic.agent.registry import Registry  # noqa: E402
 from elastic.agent.store import Stores  # noqa: E402
-from elastic.core import messages  # noqa: E402
+from elastic.agent.versions import versions  # noqa: E402
+from elastic.core import membership, messages  # noqa: E402
 from elastic.core.agentfile import AgentConfig, EtcdAccess  # noqa: E402
 from elastic.core.events import (  # noqa: E402
     Progress,
@@ -47,7 +55,8 @@ from elastic.core.spec import JobSpec  # noqa: E402
 from elastic.core.timeouts import Timeouts  # noqa: E402
 from elastic.etcd import Etcd  # noqa: E402
 
-PROCESSES = 4
+AGENTS_PER_PROCESS = 64
+START_S = 60.0
 STEP_S = 1.0
 """What the workers that are not there pretend to take for a step."""
 TIMEOUTS = Timeouts(beat_s=1.0, let_go_s=3.0, respawn_s=20.0, lease_ttl_s=15.0, lease_renew_s=5.0)
@@ -172,7 +181,7 @@ class Host:
         loop._watchman.pool = loop.pool
 
         def formed(agent: Agent, generation: GenerationRecord) -> None:
-            self.say(agent=index, generation=generation.number, at_s=time.monotonic())
+            self.say(agent=index, generation=generation.number, world=generation.world, at_s=time.monotonic())
 
         loop.on_generation = formed
         loop.prepare()
@@ -185,18 +194,31 @@ class Host:
 
     def lose(self, index: int) -> None:
         """As SIGKILL would: nothing is revoked, the port is refused."""
-        loop, peers, _, registry = self._agents[index]
+        loop, peers, etcd, registry = self._agents.pop(index)
         loop.vanished = True
         peers.close()
         if registry._lease is not None:
             registry._lease.close(revoke=False)  # nobody renews it any more
+        threading.Thread(target=etcd.close, daemon=True).start()
 
 
 def main() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    threading.stack_size(512 << 10)
+    # One collection would walk the objects of all agents here, and halt them; an agent alone has few.
+    gc.disable()
+    # Threads of many agents wait for one lock here; without need none of them is to be interrupted.
+    sys.setswitchinterval(0.05)
+    found = versions()
+    agent_loop.versions = lambda: found  # reads files for 0.05 s, once per agent
+    for name in ("_member", "_generation"):  # caches by content, which on one node only one agent fills
+        setattr(membership, name, getattr(membership, name).__wrapped__)
     first = json.loads(sys.stdin.readline())
     access = msgspec.convert(first["access"], EtcdAccess)
     host = Host(access, msgspec.convert(first["spec"], JobSpec), Path(first["folder"]))
+    host.say(up=os.getpid())
     for line in sys.stdin:
         order = json.loads(line)
         for index in order.get("start", ()):
@@ -210,21 +232,28 @@ class Fleet:
     """`count` agents and those that join, spread over a few processes."""
 
     def __init__(self, access: EtcdAccess, spec: JobSpec, folder: Path, count: int) -> None:
-        self._held: dict[tuple[int, int], float] = {}
-        """(agent, generation) -> when it had it."""
-        self._numbers: list[int] = []
+        self._held: dict[int, tuple[int, int, float]] = {}
+        """agent -> number and world of its newest generation, and when it had it."""
         self._ready: dict[int, float] = {}
+        self._awaited: tuple[int, int, set[int]] = (0, 0, set())
+        """Number (at least), world, and the agents that do not have such a generation yet."""
+        self._up = 0
+        self._ended = ""
         self._changed = threading.Condition()
         first = {"access": msgspec.to_builtins(access), "spec": msgspec.to_builtins(spec), "folder": str(folder)}
         self._processes = [
             subprocess.Popen(
                 [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
             )
-            for _ in range(min(PROCESSES, count))
+            for _ in range(max(min(4, count), math.ceil(count / AGENTS_PER_PROCESS)))
         ]
         for process in self._processes:
             self._send(process, first)
             threading.Thread(target=self._listen, args=[process], daemon=True).start()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._up == len(self._processes) or self._ended, START_S):
+                raise TimeoutError("the processes for the agents did not start")
+        self._bare_mb = self._rss_mb()
 
     def _send(self, process: subprocess.Popen[str], order: object) -> None:
         assert process.stdin is not None
@@ -236,11 +265,24 @@ class Fleet:
         for line in process.stdout:
             said = json.loads(line)
             with self._changed:
-                if "ready_s" in said:
+                if "up" in said:
+                    self._up += 1
+                elif "ready_s" in said:
                     self._ready[said["agent"]] = said["ready_s"]
                 else:
-                    self._held[said["agent"], said["generation"]] = said["at_s"]
+                    self._holds(said["agent"], said["generation"], said["world"], said["at_s"])
+                    if self._awaited[2]:
+                        continue
                 self._changed.notify_all()
+        with self._changed:
+            self._ended = f"the process {process.pid} of the agents ended with {process.wait()}"
+            self._changed.notify_all()
+
+    def _holds(self, agent: int, number: int, world: int, at_s: float) -> None:
+        self._held[agent] = number, world, at_s
+        least, wanted, awaited = self._awaited
+        if number >= least and world == wanted:
+            awaited.discard(agent)
 
     def _order(self, what: str, agents: Iterable[int]) -> float:
         began_s = time.monotonic()
@@ -262,35 +304,44 @@ class Fleet:
         return self._ready[agent]
 
     def wait(self, generation: int, agents: Iterable[int], limit_s: float) -> float:
-        """The instant at which the last of `agents` held a generation of at least this number."""
-        wanted = list(agents)
+        """The instant at which the last of `agents` held a generation of just these, of at least this number.
 
-        def late() -> int | None:
-            return next(
-                (a for a in wanted if not any((a, g) in self._held for g in range(generation, generation + 3))), None
-            )
-
+        Raises TimeoutError, and RuntimeError when a process of theirs has ended.
+        """
+        everyone = list(agents)
         with self._changed:
-            if not self._changed.wait_for(lambda: late() is None, limit_s):
-                raise TimeoutError(f"agent {late()} has no generation {generation} after {limit_s:g} s")
-            return max(
-                min(at for (a, g), at in self._held.items() if a == agent and g >= generation) for agent in wanted
-            )
-
-    def settle(self) -> None:
-        """Until the generation has stepped, so that the next change can be measured alone."""
-        threading.Event().wait(4.0)
+            self._awaited = generation, len(everyone), set(everyone)
+            for agent, held in tuple(self._held.items()):
+                self._holds(agent, *held)
+            left = self._awaited[2]
+            if not self._changed.wait_for(lambda: not left or self._ended, limit_s):
+                known = sorted({held[:2] for held in self._held.values()})
+                raise TimeoutError(
+                    f"{len(left)} of {len(everyone)} agents, {min(left)} among them, have no generation {generation} of"
+                    f" {len(everyone)} after {limit_s:g} s; (number, world) held: {known}"
+                )
+            if left:
+                raise RuntimeError(self._ended)
+            return max(self._held[agent][2] for agent in everyone)
 
     def cpu_s(self) -> float:
         return sum(sum(psutil.Process(p.pid).cpu_times()[:2]) for p in self._processes)
 
+    def threads(self) -> int:
+        return sum(psutil.Process(p.pid).num_threads() for p in self._processes)
+
     def memory_mb(self) -> float:
+        """What the agents have added to their processes."""
+        return self._rss_mb() - self._bare_mb
+
+    def _rss_mb(self) -> float:
         return sum(psutil.Process(p.pid).memory_info().rss for p in self._processes) / 1e6
 
     def close(self) -> None:
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
         for process in self._processes:
             try:
                 process.wait(timeout=5)

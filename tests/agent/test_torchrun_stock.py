@@ -59,12 +59,15 @@ class Lab:
         self._procs = started
         self._count = 0
 
-    def agent(self, nodes: str, workers: int, want_world: int, lease_s: int = 2) -> subprocess.Popen[bytes]:
+    def agent(
+        self, nodes: str, workers: int, want_world: int, lease_s: int = 2, timeout_s: int = 40, restarts: int = 3
+    ) -> subprocess.Popen[bytes]:
         """One torchrun. Its output goes to `agent-N.log`."""
         self._count += 1
         argv = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={workers}"]
         argv += ["--rdzv-backend=elastic", f"--rdzv-endpoint={self.server.endpoint}", "--rdzv-id=stock"]
-        argv += [f"--rdzv-conf=lease_ttl={lease_s},last_call_timeout=0.5,timeout=40", "--max-restarts=3"]
+        argv += [f"--rdzv-conf=lease_ttl={lease_s},last_call_timeout=0.5,timeout={timeout_s}"]
+        argv += [f"--max-restarts={restarts}"]
         argv += ["--local-addr=127.0.0.1", str(self.script), str(self.folder), str(want_world)]
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with (self.folder / f"agent-{self._count}.log").open("wb") as log:
@@ -143,6 +146,48 @@ def test_a_node_ended_by_sigterm_is_done_without_at_once(lab: Lab) -> None:
     lab.stepped(1, 1)
     lab.finish()
     assert agents[0].wait(30) == 0, lab.logs()
+
+
+def test_a_spare_waits_and_takes_the_place_of_a_lost_node(lab: Lab) -> None:
+    agents = [lab.agent("2:2", 1, want_world=2) for _ in range(3)]
+    first = lab.stepped(2, 2)
+    eventually(lambda: len(_members(lab.server)) == 3, 20, "the third node is registered")
+    running = {_parent(said["pid"]): said["pid"] for said in first}
+    [spare] = [agent for agent in agents if agent.pid not in running]
+    assert spare.poll() is None
+    assert len(lab.events("first step")) == 2, "nobody was restarted for it"
+    victim = next(agent for agent in agents if agent is not spare)
+    victim.send_signal(signal.SIGKILL)
+    procs.kill(running[victim.pid])
+    assert victim.wait(5) == -signal.SIGKILL
+    again = lab.stepped(2, 4)[2:]
+    assert spare.pid in {_parent(said["pid"]) for said in again}
+    lab.finish()
+    assert [agent.wait(30) for agent in agents if agent is not victim] == [0, 0], lab.logs()
+
+
+def test_too_few_nodes_end_in_time_and_say_what_was_missing(lab: Lab) -> None:
+    alone = lab.agent("2:3", 1, want_world=2, timeout_s=3)
+    assert alone.wait(40) == 1, lab.logs()
+    assert "RendezvousTimeoutError" in lab.logs()
+    assert "1 of at least 2 nodes" in lab.logs()
+    assert not lab.events("first step")
+
+
+def test_a_node_out_of_restarts_does_not_close_the_run_for_the_others(lab: Lab) -> None:
+    failing = lab.agent("1:2", 1, want_world=1, restarts=1)
+    lab.stepped(1, 1)
+    other = lab.agent("1:2", 1, want_world=1, restarts=100)
+    lab.stepped(2, 2)
+    for count in range(2):  # one more than it may restart; rank 0 is its worker
+        (lab.folder / f"fail-{count}").touch()
+    assert failing.wait(60) == 1, lab.logs()
+    for count in range(2):
+        (lab.folder / f"fail-{count}").unlink()
+    alone = lab.stepped(1, 2)[-1]
+    assert _parent(alone["pid"]) == other.pid
+    lab.finish()
+    assert other.wait(30) == 0, lab.logs()
 
 
 def _parent(pid: int) -> int:
