@@ -5,6 +5,7 @@ Owned by the loop's thread. The only helper threads wait for an agent's end and 
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import select
@@ -32,6 +33,10 @@ FIRST_PAUSE_S = 0.2
 AFTER_LEAVING_S = 1.0
 """From an agent's peaceful end to the next start for the same job."""
 LONGEST_PAUSE_S = 30.0
+SHORT_OF_S = 2.0
+"""The longest where this machine is short of something: the agent and the job have no part in it."""
+SHORT_OF = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN}
+"""Of descriptors, disk, memory, processes."""
 T = TypeVar("T", AgentConfig, AgentStatus, AgentOrders)
 
 STABLE_S = 60.0
@@ -161,7 +166,12 @@ class Agents:
                 folder / "agent.log",
             )
         except (CannotStart, OSError) as error:
-            self._failed(job, f"the agent could not be started: {error}", failed_start=True)
+            cause = error if isinstance(error, OSError) else error.__cause__
+            short = isinstance(cause, OSError) and cause.errno in SHORT_OF
+            self._failed(job, f"the agent could not be started: {error}", failed_start=not short)
+            if short:
+                trouble = self.trouble[job]
+                trouble.pause_s = min(trouble.pause_s, SHORT_OF_S)
             return
         self.running[job] = Running(config, started.pid, time.monotonic(), started.unit)
         self._log.info("agent.started", job=job, pid=started.pid, slots=config.slots, unit=started.unit)

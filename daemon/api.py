@@ -31,6 +31,8 @@ from .views import SCHEMA, Json
 MAX_BODY_BYTES = 1024 * 1024
 MAX_REQUESTS = 64
 """At one time; followed logs among them."""
+RETRY_S = 0.2
+"""Pause before the next try to take a request where the last one failed."""
 IDLE_S = 30.0
 """How long a request may take to arrive."""
 
@@ -134,13 +136,20 @@ class UnixServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     def __init__(self, path: str, handler: type[Handler]) -> None:
         self._log = handler.service.log
         self._room = threading.BoundedSemaphore(MAX_REQUESTS)
+        self._pause = threading.Event()
+        self._deaf: int | None = None
+        """The error that keeps us from taking requests, once it has been said."""
         super().__init__(path, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._room.acquire(timeout=IDLE_S):
             self._log.warning("api.full", requests=MAX_REQUESTS)
             return self.shutdown_request(request)
-        return super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no room for another thread
+            self._room.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -152,7 +161,16 @@ class UnixServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         self._log.error("api.failed", exc_info=True)  # this request only: its client sees the connection end
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        connection, _ = super().get_request()
+        try:
+            connection, _ = super().get_request()
+        except OSError as error:
+            # Out of descriptors, say: who knocks stays in the queue, and would be looked at without end.
+            if error.errno != self._deaf:
+                self._log.error("api.cannot_accept", why=str(error))
+            self._deaf = error.errno
+            self._pause.wait(RETRY_S)
+            raise
+        self._deaf = None
         return connection, ("local", 0)
 
 

@@ -31,6 +31,8 @@ class Contact:
     """Monotonic instant of the last confirmation; -inf: never."""
     error: str = ""
     version: str = ""
+    alarms: tuple[str, ...] = ()
+    """What etcd itself has raised alarm about: 'NOSPACE', 'CORRUPT'."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import re
@@ -74,9 +75,18 @@ def gpus() -> tuple[int, ...]:
 def sickness(state_dir: str) -> str:
     """Why this machine should take no work; empty: it may."""
     try:
-        disk = os.statvfs(state_dir)
+        folder = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            whose = "elasticd" if error.errno == errno.EMFILE else "this machine"
+            return f"{whose} has no file descriptors left: no agent can be started here"
+        return f"state_dir {state_dir}: {error.strerror}"
+    try:
+        disk = os.fstatvfs(folder)
     except OSError as error:
         return f"state_dir {state_dir}: {error.strerror}"
+    finally:
+        os.close(folder)
     free_mb = disk.f_bavail * disk.f_frsize / 1e6
     if free_mb < LEAST_FREE_MB:
         return f"state_dir {state_dir} has {free_mb:.0f} MB left, {LEAST_FREE_MB:g} MB are needed for logs and state"

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from typing import TextIO, cast
 
 import structlog
 from structlog.typing import FilteringBoundLogger
+
+from elastic.core.lines import LogFile
 
 Log = FilteringBoundLogger
 
 
 def start(level: str, node: str) -> Log:
+    output = LogFile(lambda raw: os.write(sys.stderr.fileno(), raw))
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -21,7 +26,7 @@ def start(level: str, node: str) -> Log:
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, output)),
         cache_logger_on_first_use=True,
     )
     log: Log = structlog.get_logger().bind(node=node)

@@ -30,6 +30,8 @@ from .writer import Writer
 
 TICK_S = 1.0
 """Longest time between two turns."""
+ALARMS_S = 5.0
+"""Time between two looks at etcd's alarms."""
 RETRY_S = 1.0
 """Pause before another try to register."""
 
@@ -67,6 +69,7 @@ class Loop:
         self._registered: NodeRecord | None = None
         self._retry_s = 0.0
         self._version_asked = False
+        self._alarms_due_s = 0.0
         self._ready = False
         self._overdue: dict[str, float] = {}
         self._said: dict[str, str] = {}
@@ -145,6 +148,7 @@ class Loop:
         self._plan = plan(self._cluster, running, node)
         if self._contact.connected:
             self._check_version()
+            self._check_alarms(now_s)
             if not stays_out:
                 self._keep_registered(now_s)
                 self._start_agents(now_s)
@@ -165,6 +169,11 @@ class Loop:
         if not self._version_asked:
             self._version_asked = True
             self._writer.check_version(refuse=reconcile.refuses_unsound(self._settings))
+
+    def _check_alarms(self, now_s: float) -> None:
+        if now_s >= self._alarms_due_s:
+            self._alarms_due_s = now_s + ALARMS_S
+            self._writer.check_alarms()
 
     def _keep_registered(self, now_s: float) -> None:
         record = self._record()
@@ -268,7 +277,7 @@ class Loop:
         }
         snapshot = Snapshot(
             cluster=self._cluster,
-            contact=replace(self._contact, version=self._writer.version),
+            contact=replace(self._contact, version=self._writer.version, alarms=self._writer.alarms),
             plan=self._plan,
             agents=agents,
             trouble={job: t.why for job, t in self._agents.trouble.items() if t.why},

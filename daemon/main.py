@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import os
 import signal
@@ -124,7 +125,7 @@ def _own(state_dir: Path) -> IO[bytes]:
     """Lock the state directory for as long as the file is open. Raises AlreadyRuns, CannotStart."""
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
-        lock = (state_dir / "lock").open("a+b")
+        lock = (state_dir / "lock").open("a+b", buffering=0)
     except OSError as error:
         raise CannotStart(f"state_dir = {str(state_dir)!r}: {error.strerror}") from error
     try:
@@ -133,9 +134,9 @@ def _own(state_dir: Path) -> IO[bytes]:
         lock.seek(0)
         pid = lock.read(32).decode(errors="replace").strip() or "?"
         raise AlreadyRuns(f"another elasticd (process {pid}) already works in {state_dir}") from None
-    lock.truncate(0)
-    lock.write(str(os.getpid()).encode())
-    lock.flush()
+    with contextlib.suppress(OSError):  # a full disk: the number is for people, the lock is what counts
+        lock.truncate(0)
+        lock.write(str(os.getpid()).encode())
     return lock
 
 

@@ -22,6 +22,12 @@ SILENT_S = 10.0
 
 Json = dict[str, Any]
 
+_ALARMS = {
+    "NOSPACE": "etcd is out of space (alarm NOSPACE) and takes no writes: training goes on, a failure waits to be "
+    "repaired; compact and defragment etcd, or raise its --quota-backend-bytes, then `etcdctl alarm disarm`",
+    "CORRUPT": "etcd found its data corrupt (alarm CORRUPT) and takes no writes: replace the member that differs",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -71,6 +77,7 @@ def etcd(snapshot: Snapshot, identity: Identity, now: Now) -> Json:
         "connected": contact.connected,
         "age_s": round(age_s, 1) if math.isfinite(age_s) else None,
         "error": contact.error,
+        "alarms": list(contact.alarms),
         "version": contact.version,
         "endpoints": list(identity.endpoints),
         "embedded": identity.embedded,
@@ -256,7 +263,8 @@ def _checkpoint(progress: ProgressRecord | None, now: Now) -> Json | None:
 def _waiting(snapshot: Snapshot, job: Job, progress: ProgressRecord | None) -> str:
     if job.over:
         return ""
-    if progress and progress.waiting_for:
+    at_work = job.members or job.name in snapshot.agents  # else those were the last words of somebody who left
+    if progress and progress.waiting_for and at_work:
         return progress.waiting_for
     if why := snapshot.plan.waiting.get(job.name):
         return why
@@ -278,6 +286,7 @@ def _problems(snapshot: Snapshot, rows: list[Json], now: Now) -> list[str]:
     found = []
     if not snapshot.contact.connected:
         found.append("etcd cannot be reached: this is the last that was seen of it")
+    found += [_ALARMS.get(alarm, f"etcd has raised the alarm {alarm}") for alarm in snapshot.contact.alarms]
     if snapshot.stays_out:
         found.append(f"this node stays out of the cluster: {snapshot.stays_out}")
     elif not snapshot.registered:

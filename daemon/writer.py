@@ -28,6 +28,8 @@ class Writer:
         self._pending: set[str] = set()
         """Names of what is in the queue: each is there once, which bounds it by the number of jobs."""
         self.version = ""
+        self.alarms: tuple[str, ...] = ()
+        """As of the last look."""
 
     def run(self) -> None:
         """Body of the thread."""
@@ -97,6 +99,17 @@ class Writer:
 
     def _txn(self, compares: list[ModIs], put: Put) -> None:
         self._etcd.txn(compares, [put])
+
+    def check_alarms(self) -> None:
+        """Look whether etcd has raised an alarm: it answers reads and renewals then, but takes no writes."""
+
+        def work() -> None:
+            alarms = self._etcd.alarms()
+            if alarms != self.alarms:
+                self._log.warning("etcd.alarms", raised=alarms, before=self.alarms)
+            self.alarms = alarms
+
+        self._do("alarms", work)
 
     def check_version(self, refuse: bool) -> None:
         """Look what etcd we talk to; with `refuse`, one that loses data stops the daemon."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # etcd is never behind the proxy for web pages
     ("grpc.enable_retries", 0),  # we know which requests may be repeated
 )
+_STATUS_ERRORS = 8
+"""Number of the field `errors` in etcd's StatusResponse."""
 _LOGIN_AGAIN = ("invalid auth token", "revision of auth store is old", "user name is empty")
 _NOT_DONE = (
     "no leader",
@@ -120,6 +123,19 @@ class Connection:
                 request = pb.AuthenticateRequest(name=self._access.user, password=self._access.password)
                 self._token = self._send("Auth.Authenticate", request, within_s).token
             return self._token
+
+
+def alarms_of(status: Any) -> tuple[str, ...]:
+    """The alarms that a member has raised ('NOSPACE', 'CORRUPT'), from the list of errors in its status.
+
+    etcd sends that list since 3.4; the definitions that etcd3 carries are older, so it may be an unknown field.
+    """
+    from google.protobuf.unknown_fields import UnknownFieldSet
+
+    unknown: Any = UnknownFieldSet(status)
+    errors = list(getattr(status, "errors", ()))
+    errors += [str(f.data, "utf-8", "replace") for f in unknown if f.field_number == _STATUS_ERRORS]
+    return tuple(sorted({found[1] for error in errors if (found := re.search(r"alarm:(\w+)", error))}))
 
 
 def _channel(endpoint: str, access: EtcdAccess) -> grpc.Channel:

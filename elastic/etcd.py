@@ -238,6 +238,12 @@ class Etcd:
                 connection.close()
         return found
 
+    def alarms(self) -> tuple[str, ...]:
+        """Alarms that etcd has raised: 'NOSPACE' (it takes no writes), 'CORRUPT'. A local read of one member."""
+        from ._etcd_wire import alarms_of
+
+        return alarms_of(self._call("Maintenance.Status", lambda pb: pb.StatusRequest(), repeat=True))
+
     def version(self) -> str:
         """Version of the etcd that answers now."""
         return str(self._call("Maintenance.Status", lambda pb: pb.StatusRequest(), repeat=True).version)

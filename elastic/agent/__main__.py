@@ -10,13 +10,14 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO, cast
 
 import msgspec
 import structlog
 
 from ..core.agentfile import AgentConfig
 from ..core.keys import ClusterKeys, JobKeys
+from ..core.lines import LogFile
 from ..core.membership import Limits
 from ..core.model import Agent, Policy
 from ..core.records import SpeaksAnotherProtocol, SpecRecord, decode
@@ -131,7 +132,8 @@ def _thread_failed(args: threading.ExceptHookArgs) -> None:
 
 
 def _log_to(path: Path) -> None:
-    output = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - lives as long as the process
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    output = LogFile(lambda raw: os.write(descriptor, raw))
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -142,7 +144,7 @@ def _log_to(path: Path) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.DEBUG if os.environ.get("ELASTIC_DEBUG") else logging.INFO
         ),
-        logger_factory=structlog.PrintLoggerFactory(output),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, output)),
     )
 
 

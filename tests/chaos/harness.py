@@ -6,7 +6,9 @@
         job.wait_over()
         job.check()                                           # the recorded history, not the impression
 
-`network=True` puts each node, and etcd, on a host of its own (`cluster.hosts`, see support/lab.py).
+`network=True` puts each node, and etcd, on a host of its own (`cluster.hosts`, see support/lab.py); `members=3` makes
+etcd a cluster of three; `password="…"` makes it ask for one; `disks_mb={1: 64}` puts the state of node 1 on a disk of
+that size (needs root).
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import psutil
 from support import api
 from support.etcd_server import etcd_binary, free_ports
 from support.history import History, check
@@ -34,13 +38,18 @@ from support.wait import eventually
 SCRIPT = pathlib.Path(__file__).parents[1] / "support" / "train_chaos.py"
 BIN = pathlib.Path(sys.executable).parent
 NODE = "ELASTIC_TEST_NODE"
+USER = "root"
+"""Whom etcd lets in, where it asks for a password."""
 
 
 class Etcd:
-    """One member, on loopback or on a host of its own."""
+    """One member, on loopback or on a host of its own. `args`: further flags; `password`: empty, or USER's."""
 
-    def __init__(self, name: str, folder: pathlib.Path, procs: Procs, host: Host | None) -> None:
+    def __init__(
+        self, name: str, folder: pathlib.Path, procs: Procs, host: Host | None, args: Sequence[str] = ()
+    ) -> None:
         self.name, self._folder, self._procs, self._host = name, folder, procs, host
+        self._args, self.password = tuple(args), ""
         self.address = host.address if host else "127.0.0.1"
         self.port, self.peer_port = (2379, 2380) if host else free_ports(2)
         self.endpoint = f"{self.address}:{self.port}"
@@ -55,7 +64,7 @@ class Etcd:
         argv = [
             binary, f"--name={self.name}", f"--data-dir={self._folder / 'data'}", "--unsafe-no-fsync",
             f"--listen-client-urls={url}", f"--advertise-client-urls={url}", f"--listen-peer-urls={peer}",
-            f"--initial-advertise-peer-urls={peer}", f"--initial-cluster={peers}", "--log-level=warn",
+            f"--initial-advertise-peer-urls={peer}", f"--initial-cluster={peers}", "--log-level=warn", *self._args,
         ]  # fmt: skip
         with (self._folder / "log").open("ab") as log:
             popen = self._host.popen if self._host else self._procs.popen
@@ -64,13 +73,56 @@ class Etcd:
     def healthy(self) -> bool:
         return self.ctl("endpoint", "health", check=False).returncode == 0
 
-    def ctl(self, *words: str, check: bool = True, timeout_s: float = 10.0) -> subprocess.CompletedProcess[str]:
+    def ctl(
+        self, *words: str, check: bool = True, timeout_s: float = 10.0, said: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run etcdctl; `said` goes to its stdin."""
+        return subprocess.run(
+            [*self.etcdctl(), *words], env={**os.environ, "ETCDCTL_API": "3"}, input=said,
+            capture_output=True, text=True, timeout=timeout_s, check=check,
+        )  # fmt: skip
+
+    def etcdctl(self) -> list[str]:
+        """The command that talks to this member alone."""
         binary = etcd_binary()
         assert binary is not None
-        argv = [str(pathlib.Path(binary).with_name("etcdctl")), f"--endpoints={self.endpoint}", *words]
-        return subprocess.run(
-            argv, env={**os.environ, "ETCDCTL_API": "3"}, capture_output=True, text=True, timeout=timeout_s, check=check
-        )
+        user = [f"--user={USER}:{self.password}"] if self.password else []
+        return [str(pathlib.Path(binary).with_name("etcdctl")), f"--endpoints={self.endpoint}", *user]
+
+    def leads(self) -> bool:
+        """Whether it leads the members."""
+        (said,) = json.loads(self.ctl("endpoint", "status", "-w=json").stdout)
+        return bool(said["Status"]["leader"] == said["Status"]["header"]["member_id"])
+
+    def log(self) -> str:
+        return (self._folder / "log").read_text(errors="replace")
+
+    # ── out of space ────────────────────────────────────────────────────────────────────────────────────────
+
+    def fill(self) -> None:
+        """Use its quota up: it takes no writes until `make_room`."""
+        for index in range(1000):
+            done = self.ctl("put", f"/ballast/{index:04}", said="x" * 500_000, check=False)
+            if "database space exceeded" in done.stderr:
+                return
+            done.check_returncode()
+        raise AssertionError("it has no end: start it with --quota-backend-bytes")
+
+    def make_room(self) -> int:
+        """As its manual says: delete, compact, defragment, disarm. Returns the revision before which all is gone."""
+        self.ctl("del", "--prefix", "/ballast/")
+        compacted = self.revision()
+        self.ctl("compact", str(compacted))
+        self.ctl("defrag", timeout_s=30.0)
+        self.ctl("alarm", "disarm")
+        return compacted
+
+    def revision(self) -> int:
+        (said,) = json.loads(self.ctl("endpoint", "status", "-w=json").stdout)
+        return int(said["Status"]["header"]["revision"])
+
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int:
@@ -105,15 +157,16 @@ class Node:
         """Further environment of its daemon and of all that this starts."""
         self.daemon: subprocess.Popen[bytes] | None = None
 
-    def start(self, wait: bool = True) -> None:
-        """Start its daemon; returns when that is in the cluster."""
+    def start(self, wait: bool = True, code: pathlib.Path | None = None) -> None:
+        """Start its daemon; returns when that is in the cluster. `code`: a folder with other `elastic` and `elasticd`
+        packages to run from; otherwise the installed ones."""
         cluster = self._cluster
         address = self.host.address if self.host else "127.0.0.1"
         config = {
             "": {"cluster": "chaos", "node": self.name, "address": address, "slots": cluster.slots,
                  "interface": "eth0" if self.host else "lo", "state_dir": str(self.folder / "state"),
                  "socket": str(self.socket), **cluster.settings},
-            "etcd": {"endpoints": [e.endpoint for e in cluster.etcd], "allow_unsound_version": True},
+            "etcd": {"endpoints": [e.endpoint for e in cluster.etcd], "allow_unsound_version": True, **cluster.login},
             "http": {"listen": ""},
             "timeouts": cluster.timeouts,
         }  # fmt: skip
@@ -124,9 +177,11 @@ class Node:
         (self.folder / "elasticd.toml").write_text("\n".join(lines))
         popen = self.host.popen if self.host else cluster.procs.popen
         with (self.folder / "daemon.log").open("ab") as log:
+            command = [BIN / "elasticd"] if code is None else [sys.executable, "-P", "-m", "elasticd.main"]
+            path = {} if code is None else {"PYTHONPATH": str(code)}
             self.daemon = popen(
-                [BIN / "elasticd", "--config", self.folder / "elasticd.toml"],
-                env={NODE: self.name, "ELASTIC_TEST_NODE_TAG": self._tag, **self.env}, stdout=log, stderr=log,
+                [*command, "--config", self.folder / "elasticd.toml"],
+                env={NODE: self.name, "ELASTIC_TEST_NODE_TAG": self._tag, **path, **self.env}, stdout=log, stderr=log,
             )  # fmt: skip
         if wait:
             eventually(lambda: self.state() == "ready", 15.0, f"{self.name} is in the cluster")
@@ -157,10 +212,25 @@ class Node:
         self.daemon.terminate()
         return self.daemon.wait(deadline_s)
 
+    def events(self) -> list[dict[str, Any]]:
+        """What its daemon has logged."""
+        lines = (self.folder / "daemon.log").read_text().splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def children(self, job: str = "job") -> list[int]:
+        """What the agent of `job` has forked from its zygote: the zygote itself, the oldest, comes first."""
+        agent = psutil.Process(self.agent_pid(job))
+        forked = [c for c in agent.children() if "elastic.worker.zygote" in " ".join(c.cmdline())]
+        return [c.pid for c in sorted(forked, key=lambda c: (c.create_time(), c.pid))]
+
     def agent_pid(self, job: str = "job") -> int:
         """Id of the agent of `job` here. Raises OSError, KeyError when there is none yet."""
         status = self.folder / "state" / "jobs" / job / "agent" / "status.json"
         return int(json.loads(status.read_text())["pid"])
+
+    def agent_pid_by_lock(self, job: str = "job") -> int:
+        """The same, from the file that its agent holds: also while the disk takes no new status."""
+        return int((self.folder / "state" / "jobs" / job / "agent" / "lock").read_text())
 
     def kill_all(self) -> None:
         """The whole process tree at once, as far as this can be done: all are stopped before the first is killed."""
@@ -186,6 +256,7 @@ class Job:
         self.cluster, self.name, self.spec, self.steps, self.batch = cluster, name, spec, steps, batch
         self.folder = cluster.folder / f"record-{name}"
         self._history = History(self.folder)
+        self._stopped = False
 
     @property
     def history(self) -> History:
@@ -221,6 +292,13 @@ class Job:
         assert over == phase, f"job {self.name} is {over}: {self.row()['reason']}"
         return self.history
 
+    def stop(self) -> None:
+        """End it where it is: for a test whose faults take as long as the machine needs. `check` then looks at the
+        steps that were done."""
+        self.cluster.api("POST", f"/v1/jobs/{self.name}/stop", {})
+        eventually(lambda: self.phase() == "stopped", 30.0, f"{self.name} stops")
+        self._stopped = True
+
     def order(self, fault: str, *, rank: int, step: int, do: str, place: str = "forward", **more: object) -> None:
         """Have the worker that has `rank` strike itself at `place` of `step`; see train_chaos.py."""
         content = {"rank": rank, "step": step, "place": place, "do": do, **more}
@@ -235,6 +313,10 @@ class Job:
         """Process id of the worker that committed as `rank` last."""
         return int([c for c in self.history.commits if c.rank == rank][-1].process.rpartition(".")[2])
 
+    def worker_on(self, node: Node) -> int:
+        """Process id of the worker of `node` that committed last."""
+        return int([c for c in self.history.commits if c.node == node.name][-1].process.rpartition(".")[2])
+
     def workers(self) -> dict[int, int]:
         """rank -> process id, in the newest generation that committed."""
         return self.workers_of(self.history.generations()[-1])
@@ -243,11 +325,13 @@ class Job:
         """rank -> process id, of those that have committed in `generation`."""
         return {c.rank: int(c.process.rpartition(".")[2]) for c in self.history.of(generation)}
 
-    def check(self, *, lost: int = 0, frozen: Sequence[str] = ()) -> History:
-        """All that must hold for a complete run, in the workers' records and in etcd's."""
+    def check(self, *, lost: int = 0, frozen: Sequence[str] = (), since: int = 1) -> History:
+        """All that must hold for a complete run, in the workers' records and in etcd's (from revision `since` on,
+        where what was before is compacted)."""
         history = self.history
-        check(history, steps=self.steps, batch=self.batch, lost=lost, frozen=frozen)
-        self.cluster.check_etcd(self.name)
+        steps = history.step() if self._stopped else self.steps
+        check(history, steps=steps, batch=self.batch, lost=lost, frozen=frozen, whole=not self._stopped)
+        self.cluster.check_etcd(self.name, since)
         return history
 
 
@@ -264,8 +348,14 @@ class Cluster:
         quality: bool = False,
         timeouts: Mapping[str, float] | None = None,
         settings: Mapping[str, object] | None = None,
+        etcd_args: Sequence[str] = (),
+        password: str = "",
+        disks_mb: Mapping[int, int] | None = None,
     ) -> None:
         self.slots, self.settings = slots, dict(settings or {})
+        self._etcd_args, self._password, self._disks_mb = etcd_args, password, dict(disks_mb or {})
+        self.login: dict[str, str] = {}
+        """What the daemons' settings say of user and password."""
         self.timeouts = {"lease_ttl_s": 3.0, "lease_renew_s": 0.8, **(timeouts or {})}
         self._sizes = (nodes, members)
         self._network, self._quality = network, quality
@@ -285,10 +375,16 @@ class Cluster:
             self.procs = self.hosts.procs if self.hosts else self._stack.enter_context(Procs())
             for index in range(members):
                 host = self.hosts[count + index] if self.hosts else None
-                self.etcd.append(Etcd(f"etcd{index}", self.folder / f"etcd{index}", self.procs, host))
+                folder = self.folder / f"etcd{index}"
+                self.etcd.append(Etcd(f"etcd{index}", folder, self.procs, host, self._etcd_args))
             self.start_etcd()
+            if self._password:
+                self._ask_for_password()
             for index in range(count):
-                self.nodes.append(Node(self, index, self.hosts[index] if self.hosts else None))
+                node = Node(self, index, self.hosts[index] if self.hosts else None)
+                self.nodes.append(node)
+                if size_mb := self._disks_mb.get(index):
+                    self._stack.enter_context(small_disk(node.folder / "state", size_mb))
             for node in self.nodes:
                 node.start(wait=False)
             for node in self.nodes:
@@ -305,12 +401,27 @@ class Cluster:
         self._stack.close()
 
     def start_etcd(self) -> None:
-        """Start all members, on their data of before if there are any."""
+        """Start all members that do not run, on their data of before if there are any."""
         peers = ",".join(member.peer for member in self.etcd)
         for member in self.etcd:
-            member.start(peers)
+            if not member.running():
+                member.start(peers)
         for member in self.etcd:
             eventually(member.healthy, 20.0, f"{member.name} has a leader", every_s=0.05)
+
+    def _ask_for_password(self) -> None:
+        first = self.etcd[0]
+        for words in (
+            ["user", "add", f"{USER}:{self._password}"],
+            ["user", "grant-role", USER, "root"],
+            ["auth", "enable"],
+        ):
+            first.ctl(*words)
+        for member in self.etcd:
+            member.password = self._password
+        file = self.folder / "password"
+        file.write_text(self._password)
+        self.login = {"user": USER, "password_file": str(file)}
 
     def _asked(self) -> Node:
         return next(n for n in self.nodes if n.daemon is not None and n.daemon.poll() is None and n.socket.exists())
@@ -359,6 +470,13 @@ class Cluster:
         self.jobs.append(job)
         return job
 
+    def script(self, name: str, body: str) -> str:
+        """Path of a script that has train_chaos.py as `t`, changed by `body`."""
+        path = self.folder / f"{name}.py"
+        head = f"import sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\nimport elastic, torch, train_chaos as t\n"
+        path.write_text(f"{head}{textwrap.dedent(body)}\nelastic.run(t.setup, t.train)\n")
+        return str(path)
+
     def workers_gone(self, deadline_s: float = 10.0) -> None:
         """Nothing but the daemons is left on the nodes."""
 
@@ -372,17 +490,15 @@ class Cluster:
 
     # ── etcd's own record ───────────────────────────────────────────────────────────────────────────────────
 
-    def control_history(self, job: str) -> list[tuple[str, dict[str, Any] | None]]:
-        """Every write below the job in order: (key below the job, record; None for a deletion)."""
+    def control_history(self, job: str, since: int = 1) -> list[tuple[str, dict[str, Any] | None]]:
+        """Every write below the job from revision `since` on, in order: (key below the job, record; None for a
+        deletion)."""
         root = f"/elastic/chaos/jobs/{job}/"
         member = next(m for m in self.etcd if m.healthy())
-        binary = etcd_binary()
-        assert binary is not None
         # A progress notification would mark the end; with one member a key of our own does.
         member.ctl("put", f"{root}zz-end-of-test", "{}")
         watch = subprocess.Popen(
-            [str(pathlib.Path(binary).with_name("etcdctl")), f"--endpoints={member.endpoint}", "watch", "--prefix",
-             root, "--rev=1", "-w=json"],
+            [*member.etcdctl(), "watch", "--prefix", root, f"--rev={since}", "-w=json"],
             env={**os.environ, "ETCDCTL_API": "3"}, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         found: list[tuple[str, dict[str, Any] | None]] = []
@@ -402,11 +518,11 @@ class Cluster:
                 watch.stdout.close()
         raise AssertionError("etcd's history ended early")
 
-    def check_etcd(self, job: str) -> None:
+    def check_etcd(self, job: str, since: int = 1) -> None:
         """One plan per generation, numbers that only grow, the first failure of a generation final."""
         numbers: list[int] = []
         broken: dict[str, dict[str, Any]] = {}
-        for key, record in self.control_history(job):
+        for key, record in self.control_history(job, since):
             if key == "generation" and record is not None:
                 numbers.append(record["number"])
             if key.startswith("broken/") and record is not None:
@@ -425,6 +541,17 @@ class Cluster:
         with contextlib.suppress(Exception):  # whatever fails here must not hide the test's own failure
             for job in self.jobs:
                 print(f"── {job.name}", json.dumps(job.row(), indent=1)[:3000], sep="\n")
+
+
+@contextlib.contextmanager
+def small_disk(folder: pathlib.Path, size_mb: int) -> Iterator[None]:
+    """A file system of its own at `folder`."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "tmpfs", folder], check=True, timeout=10)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True, timeout=10)
 
 
 def _text(base64: str) -> str:

@@ -6,6 +6,7 @@ import pytest
 from chaos.harness import Cluster
 from chaos.reference import undisturbed
 from support.history import final_sha256
+from support.memory import limited
 from support.procs import alive, kill
 from support.wait import eventually
 
@@ -119,3 +120,56 @@ def test_the_agent_dies_and_the_daemon_starts_another() -> None:
         history = job.check()
         assert node.agent_pid() != agent
         assert final_sha256(history) == undisturbed(2, 120)
+
+
+HOARDER = """
+def strike(self, fault):
+    held = []
+    while True:
+        held.append(b"x" * (1 << 20))
+
+t.Faults.strike = strike
+"""
+
+
+def test_killed_by_the_kernel_for_want_of_memory() -> None:
+    """Its own doing, in a group with a limit: replaced as any other, and the incident says what it was."""
+    with limited(64) as group, Cluster(nodes=2, slots=1) as cluster:
+        job = cluster.submit(steps=120, script=cluster.script("hoarder", HOARDER))
+        job.wait_step(10)
+        job.order("hoard", rank=1, step=job.history.step() + 20, do="hoard")
+        group.take(job.worker(1))
+        job.wait_over()
+        history = job.check()
+        history.struck("hoard")
+        assert group.kills() == 1
+        assert history.generations() == [1, 2]
+        (incident,) = job.incidents()
+        assert (incident["kind"], incident["ranks"], incident["steps_lost"]) == ("exit", [1], 0)
+        assert "SIGKILL" in incident["detail"]
+        assert "out of memory" in incident["detail"]
+        assert final_sha256(history) == undisturbed(2, 120)
+
+
+def test_the_zygote_dies_and_then_a_worker() -> None:
+    """Nobody notices that the process is gone which forks the workers; the next worker comes from the next one."""
+    with Cluster(nodes=2, slots=1) as cluster:
+        job = cluster.submit(steps=300)
+        job.wait_step(10)
+        node, workers = cluster.nodes[1], job.workers()
+        zygote = node.children()[0]
+        assert zygote not in workers.values()
+        kill(zygote)
+        there = job.history.step()
+        eventually(lambda: job.history.step() >= there + 20, 20.0, "it trains on")
+        assert job.workers() == workers
+        survivor = job.worker_on(cluster.nodes[0])
+        kill(job.worker_on(node))
+        eventually(lambda: set(job.workers_of(2)) == {0, 1}, 30.0, "the world is whole again")
+        kill(node.children()[0])  # and both at once
+        kill(job.worker_on(node))
+        job.wait_over()
+        history = job.check()
+        assert history.generations() == [1, 2, 3]
+        assert survivor in job.workers().values()
+        assert final_sha256(history) == undisturbed(2, 300)

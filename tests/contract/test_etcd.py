@@ -361,6 +361,7 @@ def test_health(world: World) -> None:
     [member] = etcd.members()
     assert member.ok
     assert member.version == etcd.version()
+    assert etcd.alarms() == ()
     world.stop()
     [member] = etcd.members()
     assert not member.ok

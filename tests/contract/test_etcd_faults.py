@@ -234,6 +234,7 @@ def test_a_full_etcd_is_named_as_such() -> None:
         try:
             with pytest.raises(EtcdFull, match="compact"):
                 eventually(lambda: not etcd.put("/t/a", b"x" * 65536), 10, "it is full")
+            assert etcd.alarms() == ("NOSPACE",)
         finally:
             etcd.close()
 

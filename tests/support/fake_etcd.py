@@ -53,6 +53,8 @@ class FakeServer:
         """`expiry_delay_s`: how long after its time a lease really goes; 0 to 0.5 s in a real etcd."""
         self.now_s = now_s
         self.up = True
+        self.alarms: tuple[str, ...] = ()
+        """What it has raised alarm about; it takes writes all the same."""
         self.clients: list[FakeClient] = []
         self.writes = 0
         """Requests that changed something, leases included."""
@@ -399,6 +401,10 @@ class FakeClient:
     def version(self) -> str:
         self._ask()
         return "3.5.1"
+
+    def alarms(self) -> tuple[str, ...]:
+        self._ask()
+        return self.server.alarms
 
     def close(self) -> None:
         self._closed = True

@@ -1,0 +1,55 @@
+"""What the documents call a proof is there: every test, folder and benchmark that a table names."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+
+import pytest
+from support.source import ROOT
+
+PAGES = ("docs/failures.md", "docs/guarantees.md")
+_NAMED = re.compile(r"`((?:[a-z]+/)(?:test_\w+\.py)?)(?:::(\w+))?`")
+"""`chaos/test_exit.py`, `contract/`, `chaos/test_exit.py::test_undisturbed`."""
+
+
+def named(page: str) -> list[tuple[str, str]]:
+    """(path below tests/, test or '') for every proof that a table of this page names."""
+    rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("|")]
+    found = [match for row in rows for match in _NAMED.findall(row)]
+    return [(path, test) for path, test in found if path.startswith(tuple(f"{f.name}/" for f in _folders()))]
+
+
+def _folders() -> list[pathlib.Path]:
+    return [path for path in (ROOT / "tests").iterdir() if path.is_dir()]
+
+
+def missing(path: str, test: str) -> str:
+    file = ROOT / "tests" / path
+    if not file.exists():
+        return f"tests/{path} does not exist"
+    if not test:
+        return ""
+    there = {n.name for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef)}
+    return "" if test in there else f"tests/{path} has no {test}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_proof_that_is_named_exists(page: str) -> None:
+    found = named(page)
+    assert len(found) > 5, "the table was not read"
+    assert not [why for path, test in found if (why := missing(path, test))]
+
+
+def test_a_wrong_name_is_seen() -> None:
+    assert missing("chaos/test_exit.py", "test_undisturbed") == ""
+    assert missing("chaos/test_exit.py", "test_nothing_of_the_kind")
+    assert missing("chaos/test_nowhere.py", "")
+
+
+def test_every_row_of_faults_names_its_proof() -> None:
+    rows = [line.strip("| ").split("|") for line in (ROOT / "docs/failures.md").read_text().splitlines()]
+    faults = [cells for cells in rows if len(cells) == 4 and cells[0].strip() not in ("fault", "---")]
+    assert len(faults) > 20
+    assert not [cells[0] for cells in faults if not _NAMED.search(cells[3])]
