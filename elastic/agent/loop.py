@@ -72,6 +72,7 @@ from ..core.recovery import step
 from ..etcd import View
 from . import environment, status
 from .errors import read_error
+from .gathering import Gathering
 from .incidents import Incidents
 from .logs import Trimmer
 from .peers import Peers
@@ -99,6 +100,7 @@ class Loop:
         self._registry = registry
         self._peers = peers
         self._reader = Reader(keys)
+        self._gathering = Gathering(keys.generation)
         self._progress_key = keys.progress
         self._spec = spec.spec
         self._selector = selectors.DefaultSelector()
@@ -231,8 +233,8 @@ class Loop:
                 newest = event  # views are whole: only the newest counts
             else:
                 self._turn(event)
-        if newest is not None:
-            self._viewed(newest)
+        if view := self._gathering.pick(newest, self.agent.generation is not None, time.monotonic()):
+            self._viewed(view)
 
     def _viewed(self, view: View) -> None:
         try:
