@@ -1,6 +1,6 @@
 """How the control plane scales: simulated agents (the real loop, registry and recovery, a real etcd, no workers).
 
-    python benchmarks/scale.py [--quick] [--max N] [--only N]
+    python benchmarks/scale.py [--quick] [--max N] [--only N] [--costs]
 
 For N = 8 … as many as asked: first forming, re-forming after one agent was lost, a join, and re-forming after 1 % were
 lost at once; each until every agent holds a generation of just those who are there. All N agents and etcd share this
@@ -31,6 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
+import _scale_costs  # noqa: E402
 import msgspec  # noqa: E402
 import psutil  # noqa: E402
 from _scale_agents import TIMEOUTS, Fleet  # noqa: E402
@@ -264,7 +265,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="under two minutes")
     parser.add_argument("--max", type=int, default=1000, help="most agents")
     parser.add_argument("--only", type=int, help="one size, and no torch")
+    parser.add_argument("--costs", action="store_true", help="only what one agent has to do at 1,000 and 10,000 nodes")
     options = parser.parse_args()
+    if options.costs:
+        for nodes in (1000, 10000):
+            print(json.dumps(msgspec.to_builtins(_scale_costs.measure(nodes))), flush=True)
+        return 0
     sizes: Sequence[int] = [n for n in SIZES if n < options.max] + [options.max]
     torch_sizes: Sequence[int] = TORCH_SIZES
     if options.quick:

@@ -1,0 +1,152 @@
+"""What one agent has to do in a job of many nodes, as CPU time: its share of the work, without etcd and the network.
+
+python benchmarks/scale.py --costs
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import MappingProxyType
+
+import msgspec
+
+from elastic.core.events import Joined, Progress, Start, Tick, Viewed, WorkerReady
+from elastic.core.keys import ClusterKeys
+from elastic.core.membership import JobView, Limits, Reader
+from elastic.core.model import Agent, Policy
+from elastic.core.records import (
+    GenerationRecord,
+    JobState,
+    MemberRecord,
+    Phase,
+    Place,
+    ProgressRecord,
+    Record,
+    SpecRecord,
+    decode,
+    encode,
+)
+from elastic.core.recovery import step
+from elastic.core.spec import JobSpec
+from elastic.core.timeouts import Timeouts
+from elastic.etcd import KV
+
+KEYS = ClusterKeys("scale").job("job")
+SLOTS = tuple(range(8))
+ROUNDS = 20
+
+
+class Costs(msgspec.Struct):
+    """Milliseconds, best of ROUNDS."""
+
+    nodes: int
+    generation_kb: float
+    decode_generation_ms: float
+    read_whole_ms: float
+    read_changed_ms: float
+    """One key in the picture has changed."""
+    leader_turn_ms: float
+    """When a member has changed."""
+    leader_tick_ms: float
+    other_turn_ms: float
+
+
+def best_ms(act: Callable[[], object]) -> float:
+    times = []
+    for _ in range(ROUNDS):
+        began_s = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - began_s)
+    return round(1000 * min(times), 3)
+
+
+class Picture:
+    """The keys of a job of `nodes` nodes that runs."""
+
+    def __init__(self, nodes: int) -> None:
+        self.kvs: dict[str, KV] = {}
+        self.revision = 1
+        self.spec = JobSpec(name="job", script="none.py", nodes=f"{nodes // 2}:{nodes}", workers_per_node=len(SLOTS))
+        self.put(KEYS.spec, SpecRecord(spec=self.spec, submitted_wall_s=0.0, submitted_by="benchmark"))
+        self.put(KEYS.state, JobState(phase=Phase.RUNNING))
+        for index in range(nodes):
+            self.put_member(index)
+        places = tuple(
+            Place(node=m.node, incarnation=m.incarnation, host=m.host, slots=m.ready) for m in map(member, range(nodes))
+        )
+        self.generation = GenerationRecord(
+            number=1, places=places, store_host=places[0].host, store_port=29500, leader=places[0].node, why="forming"
+        )
+        self.put(KEYS.generation, self.generation)
+
+    def put(self, key: str, record: Record) -> None:
+        self.revision += 1
+        before = self.kvs.get(key)
+        created = before.create_revision if before else self.revision
+        self.kvs[key] = KV(key, encode(record), created, self.revision, 0)
+
+    def put_member(self, index: int) -> None:
+        self.put(KEYS.member(member(index).node), member(index))
+
+    def taken(self) -> MappingProxyType[str, KV]:
+        return MappingProxyType(dict(self.kvs))
+
+
+def member(index: int) -> MemberRecord:
+    node = f"node{index:05d}"
+    return MemberRecord(
+        node=node, incarnation=f"{index:014x}", host=f"{node}.example", port=40000, slots=len(SLOTS), ready=SLOTS
+    )
+
+
+def agent_at(index: int, picture: Picture, view: JobView, now_s: float) -> Agent:
+    """The agent of node `index`, in a generation that steps."""
+    me = member(index)
+    policy = Policy(
+        node=me.node, incarnation=me.incarnation, host=me.host, port=me.port, slots=me.slots, shrink=False, standbys=0,
+        limits=Limits(picture.spec.min_nodes, picture.spec.max_nodes, 0.0), managed=True, spec=picture.spec,
+        timeouts=Timeouts(),
+    )  # fmt: skip
+    agent, _ = step(Agent(policy), Start(), now_s)
+    for event in (Joined(), Viewed(view, True)):
+        agent, _ = step(agent, event, now_s)
+    for slot, worker in agent.workers.items():
+        agent, _ = step(agent, WorkerReady(slot, worker.life), now_s)
+    agent, _ = step(agent, Progress(1, 5, 1.0), now_s + 100.0)
+    return agent
+
+
+def measure(nodes: int) -> Costs:
+    picture = Picture(nodes)
+    raw, reader = encode(picture.generation), Reader(KEYS)
+    view = reader.read(picture.taken(), picture.revision)
+    now_s = 1000.0
+    leader, other = (agent_at(index, picture, view, now_s) for index in (0, nodes // 2))
+    now_s += 100.5
+    leader, _ = step(leader, Tick(), now_s)
+    whole = picture.taken()
+    decode_ms = best_ms(lambda: decode(GenerationRecord, raw))
+    whole_ms = best_ms(lambda: Reader(KEYS).read(whole, picture.revision))
+    changed = []
+    for count in range(ROUNDS):
+        progress = ProgressRecord(generation=1, world=1, step=count, steps_per_s=1.0, loss=None, wall_s=0.0)
+        picture.put(KEYS.progress, progress)
+        changed.append(picture.taken())
+    pictures = iter(changed)
+    changed_ms = best_ms(lambda: reader.read(next(pictures), picture.revision))
+    views = []
+    for index in range(ROUNDS):
+        picture.put_member(nodes // 2 + index)
+        views.append(Viewed(reader.read(picture.taken(), picture.revision), True))
+    events = iter(views)
+    return Costs(
+        nodes=nodes,
+        generation_kb=round(len(raw) / 1e3, 1),
+        decode_generation_ms=decode_ms,
+        read_whole_ms=whole_ms,
+        read_changed_ms=changed_ms,
+        leader_turn_ms=best_ms(lambda: step(leader, next(events), now_s)),
+        leader_tick_ms=best_ms(lambda: step(leader, Tick(), now_s)),
+        other_turn_ms=best_ms(lambda: step(other, Tick(), now_s)),
+    )
