@@ -14,7 +14,6 @@ import select
 import selectors
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,17 +22,12 @@ import structlog
 
 from ..core import messages
 from ..core.beat import PAGE_BYTES, BeatPage
-from ..core.messages import Forked, FromWorker, Message, ZygoteReady
+from ..core.messages import Forked, FromWorker, Message
 from .gpus import Gate
+from .oom import OomWatch
+from .zygote import CLOSE_S, Zygote, ZygoteDied
 
 PR_SET_CHILD_SUBREAPER = 36
-RESTART_S, RESTART_MAX_S = 0.2, 10.0
-"""Pause before a zygote that died is started again: the first, and the longest."""
-BARREN_DEATHS = 3
-"""A zygote that died so often without forking anything in between has a fault of its own: whoever waits is told."""
-ANSWER_S = 60.0
-"""A zygote that does not answer an order for so long is stuck, and replaced."""
-CLOSE_S = 5.0
 
 log = structlog.get_logger()
 
@@ -55,11 +49,15 @@ class Exited:
     log_file: str = ""
     why: str = ""
     """Why there never was a process; empty when there was."""
+    oom: bool = False
+    """Whether the kernel's out-of-memory killer was at work at that moment, and nobody of ours killed it."""
 
     @property
     def cause(self) -> str:
         if self.why:
             return self.why
+        if self.oom:
+            return f"killed by {self.signal}: out of memory (the kernel's OOM killer)"
         return f"killed by {self.signal}" if self.signal else f"exit code {self.code}"
 
 
@@ -95,22 +93,12 @@ class Pool:
 
     def __init__(self, selector: selectors.BaseSelector, python: str, preload: Sequence[str], grace_s: float) -> None:
         self._selector = selector
-        self._python = python
-        self._preload = tuple(preload)
         self._grace_s = grace_s
-        self._zygote: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._zygote_env: dict[str, str] = {}
-        self._zygote_log = ""
-        self._up = False
+        self._zygote = Zygote(selector, python, preload)
         self._waiting: dict[int, tuple[messages.Fork, tuple[int, int, int]]] = {}
         self._held: set[int] = set()
-        self._ordered: dict[int, float] = {}
-        """Orders that the zygote has and has not answered, and since when."""
         self._never_began: list[Exited] = []
-        self._deaths = 0
-        """Of zygotes, since one has forked something."""
-        self._restart_s = float("inf")
+        self._oom = OomWatch()
         self.gate = Gate((), 0.0, lambda gpu: {})
         """Holds a worker back until its GPU is free; as constructed it never does."""
         self.processes: dict[int, Process] = {}
@@ -119,97 +107,39 @@ class Pool:
 
     def start(self, env: Mapping[str, str], log_file: str) -> None:
         """Start the zygote with `env`; its output goes to `log_file`."""
-        self._zygote_env, self._zygote_log = dict(env), log_file
         if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
             raise OSError("cannot become a child subreaper: workers could not be waited for")
-        self._start_zygote()
-
-    def _start_zygote(self) -> None:
-        self._restart_s = float("inf")
-        try:
-            self._zygote, self._control = self._popen_zygote()
-        except OSError as error:
-            self._zygote = self._control = None
-            self._zygote_died(str(error))
-            return
-        self._up = False
-        self._selector.register(self._control, selectors.EVENT_READ, ("zygote", 0))
-
-    def _popen_zygote(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        with contextlib.ExitStack() as undo:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            undo.enter_context(ours)
-            command = [self._python, "-m", "elastic.worker.zygote", str(theirs.fileno()), str(os.getpid())]
-            with theirs, open(self._zygote_log, "ab") as output:
-                zygote = subprocess.Popen(
-                    [*command, *self._preload],
-                    env=self._zygote_env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                )
-            undo.pop_all()
-        return zygote, ours
+        if died := self._zygote.start(env, log_file):
+            self._zygote_died(died)
 
     def _zygote_event(self) -> Iterator[Happening]:
-        if self._control is None:
-            return
-        try:
-            raw = self._control.recv(messages.MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
-        except (BlockingIOError, ConnectionResetError):
-            return  # reset: it died with an order unread. What it had said comes next, then the end
-        if not raw:
-            yield from self._zygote_gone()
-            return
-        message = messages.from_zygote(raw)
-        if isinstance(message, ZygoteReady):
-            self._up = True
-            yield ZygoteUp(message.seconds, message.problems)
-            for ticket in tuple(self._waiting):
-                self._order_when_free(ticket)
-        elif isinstance(message, Forked):
-            yield from self._forked(message)
+        match self._zygote.read():
+            case messages.ZygoteReady(seconds=seconds, problems=problems):
+                yield ZygoteUp(seconds, problems)
+                for ticket in tuple(self._waiting):
+                    self._order_when_free(ticket)
+            case Forked() as forked:
+                yield from self._forked(forked)
+            case ZygoteDied() as died:
+                self._zygote_died(died)
+                yield from self._take_never_began()
 
-    def _zygote_gone(self) -> Iterator[Happening]:
-        assert self._control is not None
-        assert self._zygote is not None
-        self._selector.unregister(self._control)
-        self._control.close()
-        self._control = None
-        self._zygote.kill()  # it may have closed its end only
-        code: int | None = None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self._zygote.wait(timeout=2)
-        self._zygote_died(f"exit code {code}")
-        yield from self._take_never_began()
-
-    def _zygote_died(self, how: str) -> None:
+    def _zygote_died(self, died: ZygoteDied) -> None:
         """Workers live on; those whose fork was under way are asked for again, of the next one."""
-        self._up = False
-        self._ordered.clear()
         self._held.clear()
-        self._deaths += 1
-        pause_s = min(RESTART_MAX_S, RESTART_S * 2.0 ** min(self._deaths - 1, 10))
-        self._restart_s = time.monotonic() + pause_s
-        log.warning("zygote.died", how=how, deaths=self._deaths, again_in_s=pause_s)
-        if self._deaths >= BARREN_DEATHS:
+        if died.barren:
+            why = f"the process that forks workers (zygote) dies before it has forked one: {died.how}"
             for life in tuple(self._waiting):
-                self._give_up(
-                    life,
-                    f"the process that forks workers (zygote) dies before it has forked one: {how}",
-                    self._zygote_log,
-                )
+                self._give_up(life, why, self._zygote.log_file)
         elif not self._waiting:
-            self._deaths = 1  # nothing was asked of it: that is no fault that anybody meets
+            self._zygote.excused()
 
     def _give_up(self, life: int, why: str, log_file: str = "") -> None:
         """A worker that was ordered and never was."""
         _, descriptors = self._waiting.pop(life)
         for descriptor in descriptors:
             os.close(descriptor)
-        self._ordered.pop(life, None)
+        self._zygote.forget(life)
         self._held.discard(life)
         process = self.processes.pop(life)
         if process.channel in self._selector.get_map():
@@ -240,7 +170,7 @@ class Pool:
             why = f"a worker cannot be started: {error}"
             self._never_began.append(Exited(life, 1, None, 0, error_file, log_file, why))
             return
-        if self._up:
+        if self._zygote.up:
             self._order_when_free(life)
 
     def _prepare(self, life: int, slot: int, error_file: str, log_file: str, order: messages.Fork) -> None:
@@ -265,26 +195,12 @@ class Pool:
 
     def _order_when_free(self, life: int) -> None:
         self._held.discard(life)
-        if self.gate.closed(self.processes[life].slot, time.monotonic()) or not self._order(life):
+        if self.gate.closed(self.processes[life].slot, time.monotonic()) or not self._zygote.order(
+            *self._waiting[life]
+        ):
             self._held.add(life)  # `tick` tries again
 
-    def _order(self, life: int) -> bool:
-        """Whether the zygote has the order."""
-        assert self._control is not None
-        order, descriptors = self._waiting[life]
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-        self._ordered[life] = time.monotonic()
-        try:
-            self._control.sendmsg([messages.encode(order)], rights, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            del self._ordered[life]
-            return False
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # its death is seen on the next read
-        return True
-
     def _forked(self, message: Forked) -> Iterator[Happening]:
-        self._ordered.pop(message.ticket, None)
         if message.ticket not in self._waiting:
             return
         process = self.processes[message.ticket]
@@ -296,7 +212,7 @@ class Pool:
             self._give_up(message.ticket, f"a worker cannot be started: {error}")
             yield from self._take_never_began()
             return
-        self._deaths = 0
+        self._zygote.proved()
         _, descriptors = self._waiting.pop(message.ticket)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -334,13 +250,10 @@ class Pool:
     def tick(self) -> list[Happening]:
         """To be called every beat. Returns workers that could not be started."""
         now_s = time.monotonic()
-        if now_s >= self._restart_s:
-            self._start_zygote()
-        if self._ordered and self._zygote is not None and now_s - min(self._ordered.values()) > ANSWER_S:
-            log.error("zygote.stuck", orders=len(self._ordered), after_s=ANSWER_S)
-            self._ordered.clear()
-            self._zygote.kill()  # its end is seen on its socket
-        for life in tuple(self._held) if self._up else ():
+        self._oom.look(now_s)
+        if died := self._zygote.tick(now_s):
+            self._zygote_died(died)
+        for life in tuple(self._held) if self._zygote.up else ():
             self._order_when_free(life)
         for process in self.processes.values():
             if now_s >= process.terminate_deadline_s:
@@ -401,13 +314,14 @@ class Pool:
             step=process.page.read().step,
             error_file=process.error_file,
             log_file=process.log_file,
+            oom=by_signal and result.si_status == signal.SIGKILL and not process.killed and self._oom.struck(),
         )
 
     def reap(self) -> None:
         """Collect dead orphans of workers, which have become our children too."""
-        if self._ordered:
+        if self._zygote.owes_answers:
             return  # a worker that died at birth is not known by its number yet
-        known = {p.pid for p in self.processes.values()} | ({self._zygote.pid} if self._zygote else set())
+        known = {p.pid for p in self.processes.values()} | {self._zygote.pid}
         ours = os.getsid(0)
         for child in _children():
             # Whatever we started ourselves (py-spy, the writer) is in our session, and waited for by its Popen.
@@ -418,7 +332,6 @@ class Pool:
     def close(self) -> None:
         """End everything that is left, and wait until it is gone, CLOSE_S seconds at most: what hangs in the kernel
         goes when that lets it. Safe to call twice."""
-        self._restart_s = float("inf")
         deadline_s = time.monotonic() + CLOSE_S
         for process in self.processes.values():
             if process.pidfd >= 0:
@@ -434,17 +347,7 @@ class Pool:
             for descriptor in descriptors:
                 os.close(descriptor)
         self._waiting.clear()
-        self._ordered.clear()
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        if self._zygote is not None:
-            self._zygote.kill()
-            try:
-                self._zygote.wait(timeout=CLOSE_S)
-            except subprocess.TimeoutExpired:
-                log.error("zygote.does_not_end", pid=self._zygote.pid)
-            self._zygote = None
+        self._zygote.close()
 
 
 def _ended(pidfd: int, deadline_s: float) -> bool:

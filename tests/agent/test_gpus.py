@@ -104,7 +104,7 @@ def pool() -> Iterator[tuple[Pool, socket.socket]]:
     with selectors.DefaultSelector() as selector:
         pool = Pool(selector, sys.executable, (), 1.0)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pool._control, pool._up = ours, True
+        pool._zygote._control, pool._zygote.up = ours, True
         theirs.setblocking(False)
         yield pool, theirs
         for order, descriptors in pool._waiting.values():

@@ -18,7 +18,7 @@ import pytest
 from support.procs import alive
 from support.wait import eventually
 
-from elastic.agent import pool
+from elastic.agent import zygote
 from elastic.agent.errors import read_error
 from elastic.agent.pool import PR_SET_CHILD_SUBREAPER, Exited, Happening, Pool, ZygoteUp
 from elastic.core.messages import Forked, SaveSoon
@@ -104,9 +104,7 @@ def test_a_workers_children_go_with_it(bench: Bench) -> None:
 
 def test_the_zygote_dies_and_the_workers_do_not(bench: Bench) -> None:
     first = bench.worker(1, ASLEEP)
-    zygote = bench.pool._zygote
-    assert zygote is not None
-    zygote.kill()
+    os.kill(bench.pool._zygote.pid, signal.SIGKILL)
     bench.until(lambda: sum(isinstance(h, ZygoteUp) for h in bench.seen) == 2)
     assert alive(first)
     second = bench.worker(2, ASLEEP)
@@ -121,16 +119,15 @@ def test_a_stuck_zygote_is_replaced_and_its_orders_are_given_to_the_next(
 ) -> None:
     """It dies with orders unread: that resets the connection."""
     bench.until(lambda: bench.seen)
-    zygote = bench.pool._zygote
-    assert zygote is not None
-    zygote.send_signal(signal.SIGSTOP)
+    stuck = bench.pool._zygote.pid
+    os.kill(stuck, signal.SIGSTOP)
     script = bench.folder / "1.py"
     script.write_text("raise SystemExit(3)\n")
     bench.pool.fork(1, 0, dict(os.environ), [str(script)], str(bench.folder), str(bench.folder / "1.log"))
     bench.pool.fork(2, 0, dict(os.environ), [str(script)], str(bench.folder), str(bench.folder / "2.log"))
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "ANSWER_S", 0.2)
-        bench.until(lambda: bench.pool._zygote is not zygote, 10.0)
+        patch.setattr(zygote, "ANSWER_S", 0.2)
+        bench.until(lambda: bench.pool._zygote.pid != stuck, 10.0)
     bench.until(lambda: bench.exit_of(1) and bench.exit_of(2))
     ends = [bench.exit_of(1), bench.exit_of(2)]
     assert [end.code for end in ends if end] == [3, 3]
@@ -199,10 +196,10 @@ def test_reaping_takes_orphans_only(bench: Bench) -> None:
     orphan = int((bench.folder / "1.log").read_text())
     os.kill(orphan, signal.SIGKILL)
     eventually(lambda: state(orphan) == "Z", 5.0)
-    bench.pool._ordered[9] = time.monotonic()
+    bench.pool._zygote._ordered[9] = time.monotonic()
     bench.pool.reap()
     assert state(orphan) == "Z", "one whose number is still to come may be among them"
-    bench.pool._ordered.clear()
+    bench.pool._zygote.forget(9)
     bench.pool.reap()
     assert not alive(orphan)
     assert ours.wait() == 5

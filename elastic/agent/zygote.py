@@ -1,0 +1,188 @@
+"""The agent's end of the zygote, the process that forks workers: its start and restart, orders and answers.
+
+Everything here is called from the loop's thread; `Pool` says what is to be forked.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import selectors
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from ..core import messages
+from ..core.messages import Fork, Forked, ZygoteReady
+
+RESTART_S, RESTART_MAX_S = 0.2, 10.0
+"""Pause before a zygote that died is started again: the first, and the longest."""
+BARREN_DEATHS = 3
+"""A zygote that died so often without forking anything in between has a fault of its own: whoever waits is told."""
+ANSWER_S = 60.0
+"""A zygote that does not answer an order for so long is stuck, and replaced."""
+CLOSE_S = 5.0
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class ZygoteDied:
+    how: str
+    barren: bool
+    """It has died so often without forking that it never will."""
+
+
+class Zygote:
+    """One at a time; the next is started by `tick` when one has died."""
+
+    def __init__(self, selector: selectors.BaseSelector, python: str, preload: Sequence[str]) -> None:
+        self._selector = selector
+        self._command = (python, "-m", "elastic.worker.zygote")
+        self._preload = tuple(preload)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._env: dict[str, str] = {}
+        self._ordered: dict[int, float] = {}
+        """Tickets that it has and has not answered, and since when."""
+        self._deaths = 0
+        """Since one has forked something."""
+        self._restart_s = float("inf")
+        self.log_file = ""
+        self.up = False
+        """It has said that it is ready for orders."""
+
+    @property
+    def pid(self) -> int:
+        """0 while there is none."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def owes_answers(self) -> bool:
+        return bool(self._ordered)
+
+    def start(self, env: Mapping[str, str], log_file: str) -> ZygoteDied | None:
+        """Start it with `env`; its output goes to `log_file`. Returns its death when there is no room for it."""
+        self._env, self.log_file = dict(env), log_file
+        return self._start()
+
+    def _start(self) -> ZygoteDied | None:
+        self._restart_s = float("inf")
+        try:
+            self._process, self._control = self._popen()
+        except OSError as error:
+            self._process = self._control = None
+            return self._died(str(error))
+        self.up = False
+        self._selector.register(self._control, selectors.EVENT_READ, ("zygote", 0))
+        return None
+
+    def _popen(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            undo.enter_context(ours)
+            with theirs, open(self.log_file, "ab") as output:
+                process = subprocess.Popen(
+                    [*self._command, str(theirs.fileno()), str(os.getpid()), *self._preload],
+                    env=self._env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
+            undo.pop_all()
+        return process, ours
+
+    def order(self, order: Fork, descriptors: Sequence[int]) -> bool:
+        """Whether it has the order now; else its socket is full, and it is to be asked again."""
+        assert self._control is not None
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+        try:
+            self._control.sendmsg([messages.encode(order)], rights, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # its death is seen on the next read
+        self._ordered[order.ticket] = time.monotonic()
+        return True
+
+    def forget(self, ticket: int) -> None:
+        """No answer to this order is waited for any more."""
+        self._ordered.pop(ticket, None)
+
+    def proved(self) -> None:
+        """It has forked a worker: its deaths until now say nothing of the next."""
+        self._deaths = 0
+
+    def excused(self) -> None:
+        """Nothing was asked of the one that died: that is no fault that anybody meets."""
+        self._deaths = 1
+
+    def read(self) -> ZygoteReady | Forked | ZygoteDied | None:
+        """What its readable socket has to say."""
+        if self._control is None:
+            return None
+        try:
+            raw = self._control.recv(messages.MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+        except (BlockingIOError, ConnectionResetError):
+            return None  # reset: it died with an order unread. What it had said comes next, then the end
+        if not raw:
+            return self._gone()
+        message = messages.from_zygote(raw)
+        if isinstance(message, ZygoteReady):
+            self.up = True
+        else:
+            self.forget(message.ticket)
+        return message
+
+    def _gone(self) -> ZygoteDied:
+        assert self._control is not None
+        assert self._process is not None
+        self._selector.unregister(self._control)
+        self._control.close()
+        self._control = None
+        self._process.kill()  # it may have closed its end only
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(timeout=2)
+        return self._died(f"exit code {code}")
+
+    def _died(self, how: str) -> ZygoteDied:
+        self.up = False
+        self._ordered.clear()
+        self._deaths += 1
+        pause_s = min(RESTART_MAX_S, RESTART_S * 2.0 ** min(self._deaths - 1, 10))
+        self._restart_s = time.monotonic() + pause_s
+        log.warning("zygote.died", how=how, deaths=self._deaths, again_in_s=pause_s)
+        return ZygoteDied(how, barren=self._deaths >= BARREN_DEATHS)
+
+    def tick(self, now_s: float) -> ZygoteDied | None:
+        """To be called every beat. Starts the next one when that is due; returns its death when that fails."""
+        if now_s >= self._restart_s:
+            return self._start()
+        if self._ordered and self._process is not None and now_s - min(self._ordered.values()) > ANSWER_S:
+            log.error("zygote.stuck", orders=len(self._ordered), after_s=ANSWER_S)
+            self._ordered.clear()
+            self._process.kill()  # its end is seen on its socket
+        return None
+
+    def close(self) -> None:
+        """End it, and wait until it is gone, CLOSE_S seconds at most. Safe to call twice."""
+        self._restart_s = float("inf")
+        self._ordered.clear()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            self._process.kill()
+            try:
+                self._process.wait(timeout=CLOSE_S)
+            except subprocess.TimeoutExpired:
+                log.error("zygote.does_not_end", pid=self._process.pid)
+            self._process = None
