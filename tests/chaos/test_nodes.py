@@ -92,25 +92,6 @@ def test_cut_off_from_etcd_alone(one_way: bool) -> None:
         assert job.workers() == workers
 
 
-@pytest.mark.xfail(
-    run=False,
-    reason="not done: all ranks wait inside the collective, each agent finds its own innocent, and the generation "
-    "ends with the group's time-out only (timeouts.group_s)",
-)
-def test_cut_off_from_its_peers_alone() -> None:
-    """Both sides reach etcd: one world at most goes on, and it becomes whole when the network does."""
-    with Cluster(nodes=3, slots=1, network=True) as cluster:
-        assert cluster.hosts is not None
-        job = cluster.submit(nodes="1:3", steps=900, pace_s=0.03, hang={"floor_s": 1.0, "ceiling_s": 15.0})
-        job.wait_step(20)
-        cluster.hosts.isolate(2, keep=[3])
-        there = job.history.step()
-        eventually(lambda: job.history.step() >= there + 60, 60.0, "a world without the cut goes on")
-        cluster.hosts.heal()
-        job.wait_over(deadline_s=150.0)
-        job.check(frozen=["node2"])
-
-
 def test_a_frozen_node_is_left_behind_and_does_no_harm_when_it_thaws() -> None:
     with Cluster(nodes=3, slots=1, network=True) as cluster:
         job = cluster.submit(nodes="2:3", steps=900, pace_s=0.03, hang={"floor_s": 1.0, "ceiling_s": 15.0})
