@@ -1,9 +1,9 @@
 """What a checkpoint costs training, how fast it is safe, and how fast the state comes back from disk or from a peer.
 
     python benchmarks/state.py            2 GB of state, some eight minutes, 13 GB of memory
-    python benchmarks/state.py --quick    128 MB, under two minutes on an idle machine
+    python benchmarks/state.py --quick    128 MB, three runs: under two minutes on an idle machine
 
-Everything it is compared with is measured in the same run, in turn; medians of five runs or more. What is promised is
+Everything it is compared with is measured in the same run, in turn; medians of five runs. What is promised is
 promised of 2 GB. The last line is one JSON object of ratios. The parts are programs beside this one, which may be run
 alone (`--part`): `_state_save.py` and `_state_broadcast.py`.
 """
@@ -79,12 +79,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--mb", type=int, help="size of the state in 10^6 bytes")
-    parser.add_argument("--runs", type=int, default=5, help="medians are over this many")
+    parser.add_argument("--runs", type=int, help="medians are over this many")
     parser.add_argument("--dir", default="/var/tmp", help="a folder on the disk to measure")
     parser.add_argument("--part", choices=PARTS)
     args = parser.parse_args()
     megabytes = args.mb or (128 if args.quick else 2000)
-    common = ["--mb", str(megabytes), "--runs", str(args.runs)]
+    common = ["--mb", str(megabytes), "--runs", str(args.runs or (3 if args.quick else 5))]
     print(f"{megabytes} MB; {datetime.date.today()}; {machine()}, Linux {platform.release()}", flush=True)
     figures: dict[str, float] = {}
     for part in [args.part] if args.part else PARTS:
