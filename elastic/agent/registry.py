@@ -74,6 +74,7 @@ class Registry:
         self._urgent, self._lazy = self.desk("urgent"), self.desk("lazy")
         self._charges = itertools.count()
         self._lease: Lease | None = None
+        self._first = True
         self._member: MemberRecord | None = None
         self._state = JobState()
 
@@ -97,13 +98,15 @@ class Registry:
         if self._lease is not None:
             self._lease.close(revoke=False)
             self._lease = None
+        if self._first:  # else our key would be as old as that of the agent before us, whose store is gone
+            self.etcd.delete(self.keys.member(self.policy.node))
         lease = self.etcd.keep(times.lease_ttl_s, times.lease_renew_s, lambda why: self.post(LeaseLost(why)))
         try:
             self._put_member_under(lease)
         except EtcdError:
             lease.close()
             raise
-        self._lease = lease
+        self._lease, self._first = lease, False
         log.info("member.joined", lease=f"{lease.id:x}")
         self.post(Joined())
 

@@ -17,7 +17,7 @@ from elastic.core.events import Event, PublishFailed
 from elastic.core.keys import ClusterKeys
 from elastic.core.membership import Change, JobView, Limits
 from elastic.core.model import Policy
-from elastic.core.records import BrokenRecord, JobState, Phase, SpecRecord, decode, encode
+from elastic.core.records import BrokenRecord, JobState, MemberRecord, Phase, SpecRecord, decode, encode
 from elastic.core.spec import Checkpoint, JobSpec
 from elastic.core.timeouts import Timeouts
 from elastic.etcd import EtcdUnavailable
@@ -148,3 +148,15 @@ def test_a_store_opens_whether_its_address_can_be_reached_or_not() -> None:
         pass
     assert stores.open(1) == (host, port)
     stores.close()
+
+
+def test_a_new_agents_record_is_younger_than_its_predecessors_and_then_keeps_its_age() -> None:
+    """A fast restart finds the old record still there; by its age the others tell that a store there is gone."""
+    office, key = Office(), KEYS.member("n")
+    office.client.put(key, b"its predecessor's")
+    ages = [office.client.server.kvs[key].create_revision]
+    for _ in range(2):
+        office.registry.rejoin(MemberRecord(node="n", incarnation="i", host="h", port=1, slots=1))
+        office.desks["urgent"].orders[-1]()
+        ages.append(office.client.server.kvs[key].create_revision)
+    assert ages[0] < ages[1] == ages[2]
