@@ -231,3 +231,23 @@ def test_the_screen_of_one_job(screen: io.StringIO) -> None:
 )
 def test_ages(age_s: float | None, said: str) -> None:
     assert ctl_views.ago(age_s) == said
+
+
+def test_the_alarms_of_etcd_are_problems_that_say_what_to_do() -> None:
+    assert status()["problems"] == []
+    seen = status(contact=Contact(True, 99.5, "", "3.5.21", ("NOSPACE", "CORRUPT", "LATER")))
+    assert seen["etcd"]["alarms"] == ["NOSPACE", "CORRUPT", "LATER"]
+    space, corrupt, other = seen["problems"]
+    assert "out of space" in space
+    assert "etcdctl alarm disarm" in space
+    assert "replace the member" in corrupt
+    assert "LATER" in other
+    assert seen["health"] == "degraded"
+
+
+def test_the_last_words_of_somebody_who_left_are_no_reason_to_wait() -> None:
+    left = job(progress=progress(waiting_for="left: drained: a new disk"), members={})
+    plan = Plan(waiting={"train": "0 of at least 1 nodes; a is draining: a new disk"})
+    assert status(left, plan=plan)["jobs"][0]["waiting_for"] == "0 of at least 1 nodes; a is draining: a new disk"
+    there = replace(left, members=job().members)
+    assert status(there, plan=plan)["jobs"][0]["waiting_for"] == "left: drained: a new disk"
