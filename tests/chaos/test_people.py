@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from chaos.harness import Cluster, Job
-from support.procs import alive
+from chaos.reference import undisturbed
+from support.history import final_sha256
+from support.procs import alive, kill
 from support.wait import eventually
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
@@ -60,3 +64,48 @@ def test_stop_ends_it_everywhere() -> None:
         eventually(lambda: job.phase() == "stopped", 15.0)
         assert "enough" in job.row()["reason"]
         cluster.workers_gone()
+
+
+def test_a_cordoned_node_keeps_what_it_has_and_gets_nothing_new() -> None:
+    with Cluster(nodes=2, slots=2) as cluster:
+        job = cluster.submit(nodes="2", workers_per_node=1, steps=600, pace_s=0.03)
+        job.wait_step(10)
+        workers = job.workers()
+        cluster.api("POST", "/v1/nodes/node1/cordon", {"reason": "a noisy fan"})
+        rows = {row["node"]: row for row in cluster.api("GET", "/v1/nodes")["nodes"]}
+        assert (rows["node1"]["state"], rows["node1"]["reason"]) == ("cordoned", "a noisy fan")
+        wide = cluster.submit("wide", nodes="2", workers_per_node=1, steps=30)
+        waits = eventually(lambda: wide.row()["waiting_for"], 10.0, "the second job waits")
+        assert "node1" in waits
+        there = job.history.step()
+        job.wait_step(there + 20)
+        assert job.workers() == workers
+
+        cluster.api("POST", "/v1/nodes/node1/uncordon", {})
+        wide.wait_over()
+        wide.check()
+        job.wait_over()
+        assert job.check().generations() == [1]
+
+
+def test_sigterm_where_nobody_could_go_on_saves_first() -> None:
+    """Below min: a checkpoint is taken at the very step where the world stops, and the job goes on from there."""
+    steps = 200
+    with Cluster(nodes=2, slots=1) as cluster:
+        folder = cluster.folder / "checkpoints"
+        job = cluster.submit(
+            nodes="2", steps=steps, pace_s=0.03, stop_grace_s=30.0, checkpoint={"dir": str(folder), "every_s": 3600.0}
+        )
+        job.wait_step(20)
+        node = cluster.nodes[1]
+        assert node.stop_daemon() == 0
+        kill(node.agent_pid(), signal.SIGTERM)
+        eventually(lambda: not node.pids(), 30.0, "nothing is left there")
+        stopped_at = job.history.step()
+        saved = [int(p.name.removeprefix("step-")) for p in folder.rglob("step-*") if (p / "manifest.json").exists()]
+        assert saved == [stopped_at]
+        assert job.row()["waiting_for"] or job.phase() == "waiting"
+        node.start()
+        job.wait_over()
+        history = job.check(lost=0)
+        assert final_sha256(history) == undisturbed(2, steps)
