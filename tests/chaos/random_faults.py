@@ -7,17 +7,21 @@ history. Prints the seed of each round and, at the end, a table by kind of fault
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import pathlib
 import random
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from chaos.harness import Cluster, Job, Node, now_s
 from support import machine
+from support.history import History
 from support.procs import kill
 from support.wait import eventually
 
@@ -30,6 +34,8 @@ class Strike:
     node: str
     at_s: float
     step: int
+    lost: int = 0
+    """Committed steps that were done again after it."""
     recovered_s: float | None = None
     """Until every rank of a full world has stepped again, counted from the strike, or from the end of the fault
     where the node was away until then."""
@@ -74,6 +80,24 @@ def worker_signal(number: int) -> Fault:
     return strike
 
 
+def two_workers(chaos: Chaos, node: Node) -> float:
+    other = chaos.dice.choice([n for n in chaos.cluster.nodes if n is not node])
+    pids = [chaos.worker(node), chaos.worker(other)]
+    at_s = now_s()
+    for pid in pids:
+        kill(pid)
+    return at_s
+
+
+def zygote_killed(chaos: Chaos, node: Node) -> float:
+    """And the worker: nobody is there to fork the next one."""
+    zygote, worker = node.children()[0], chaos.worker(node)
+    at_s = now_s()
+    kill(zygote)
+    kill(worker)
+    return at_s
+
+
 def agent_killed(chaos: Chaos, node: Node) -> float:
     at_s = now_s()
     kill(node.agent_pid())
@@ -101,6 +125,24 @@ def etcd_killed(chaos: Chaos, node: Node) -> float:
     chaos.cluster.etcd[0].kill()
     chaos.wait(0.5, 5.0)
     chaos.cluster.start_etcd()
+    return at_s
+
+
+def etcd_paused(chaos: Chaos, node: Node) -> float:
+    at_s = now_s()
+    chaos.cluster.etcd[0].pause()
+    chaos.wait(0.5, 5.0)
+    chaos.cluster.etcd[0].cont()
+    return at_s
+
+
+def drained(chaos: Chaos, node: Node) -> float:
+    """Moved off in peace, and taken back."""
+    chaos.cluster.api("POST", f"/v1/nodes/{node.name}/drain", {"reason": "chaos"})
+    assert node.daemon is not None
+    eventually(lambda: node.pids() == [node.daemon.pid], 30.0, f"{node.name} is empty")  # type: ignore[union-attr]
+    at_s = now_s()
+    chaos.cluster.api("POST", f"/v1/nodes/{node.name}/uncordon", {})
     return at_s
 
 
@@ -145,10 +187,14 @@ ANYWHERE: dict[str, Fault] = {
     "worker SIGKILL": worker_signal(signal.SIGKILL),
     "worker SIGSEGV": worker_signal(signal.SIGSEGV),
     "worker SIGSTOP": worker_signal(signal.SIGSTOP),
+    "two workers SIGKILL": two_workers,
+    "zygote and worker SIGKILL": zygote_killed,
     "agent SIGKILL": agent_killed,
     "daemon SIGKILL": daemon_killed,
     "node's process tree killed": tree_killed,
     "etcd killed, back after up to 5 s": etcd_killed,
+    "etcd stopped for up to 5 s": etcd_paused,
+    "drained and taken back": drained,
 }
 ON_A_NETWORK: dict[str, Fault] = {
     "power off, back after up to 6 s": powered_off,
@@ -159,11 +205,16 @@ ON_A_NETWORK: dict[str, Fault] = {
 UNNOTICED = {
     "daemon SIGKILL",
     "etcd killed, back after up to 5 s",
+    "etcd stopped for up to 5 s",
     "cut off from etcd for up to 6 s",
     "link flaps",
     "node frozen for up to 6 s",
 }
 """Those that need not end a generation."""
+
+
+def told(strike: Strike) -> str:
+    return f"  step {strike.step:5}  {strike.kind} ({strike.node})"
 
 
 def whole_again(job: Job, since_s: float, newer_than: int) -> float | None:
@@ -181,15 +232,18 @@ def whole_again(job: Job, since_s: float, newer_than: int) -> float | None:
     return None
 
 
-def one_round(seed: int, steps: int, every_s: float, network: bool, recover_s: float = 60.0) -> Round:
-    """Run one job under faults. Raises nothing that the job does wrong: that is `trouble`."""
+def one_round(
+    seed: int, steps: int, every_s: float, network: bool, recover_s: float = 60.0, tell: Callable[[str], None] = print
+) -> Round:
+    """Run one job under faults. Raises nothing that the job does wrong: that is `trouble`, and the ends of all logs lie
+    in a file whose name it ends with. `tell` hears of each fault."""
     dice = random.Random(seed)
     kinds = {**ANYWHERE, **(ON_A_NETWORK if network else {})}
     result = Round(seed, steps=steps)
     with Cluster(nodes=NODES, slots=1, network=network, timeouts={"lease_ttl_s": 2.5, "lease_renew_s": 0.6}) as cluster:
         job = cluster.submit(
             nodes=f"2:{NODES}", steps=steps, pace_s=0.03, hang={"floor_s": 1.0, "ceiling_s": 15.0},
-            restarts={"budget": 10_000, "same_failure": 1000},
+            restarts={"budget": 5000, "same_failure": 1000},
         )  # fmt: skip
         chaos = Chaos(cluster, job, dice)
         try:
@@ -209,23 +263,35 @@ def one_round(seed: int, steps: int, every_s: float, network: bool, recover_s: f
                     lambda s=since_s, n=newer_than: whole_again(job, s, n) or (job.phase() == "succeeded" and -1.0),
                     recover_s, f"recovery from {strike}", every_s=0.1,
                 )  # type: ignore[misc]  # fmt: skip
-                if whole_s < 0:  # the others were done before it was back
+                if whole_s < 0:
+                    tell(f"{told(strike)}: the others were done before it was back")
                     break
                 strike.recovered_s = whole_s - since_s
+                tell(f"{told(strike)}: all step again after {strike.recovered_s:.2f} s")
             job.wait_over()
             # A node that is stopped or cut off may write down its last commit late.
             history = job.check(lost=len(result.strikes), frozen=[n.name for n in cluster.nodes])
         except (AssertionError, RuntimeError) as error:
-            cluster.tell()
-            result.trouble = str(error)
+            logs = pathlib.Path(tempfile.gettempdir(), f"chaos-{seed}.log")
+            with logs.open("w") as file, contextlib.redirect_stdout(file):
+                cluster.tell(200)
+            result.trouble = f"WRONG: {error}; logs: {logs}"
             return result
-        seen: dict[int, set[int]] = {}
-        for commit in history.commits:
-            seen.setdefault(commit.step, set()).add(commit.generation)
-        result.redone = sum(len(generations) > 1 for generations in seen.values())
+        charge_lost_steps(history, result)
         gaps = history.gaps_s()
         result.goodput = min(1.0, statistics.median(gaps) * len(gaps) / sum(gaps))
     return result
+
+
+def charge_lost_steps(history: History, result: Round) -> None:
+    """A step done again is booked on the strike that came last before."""
+    first: dict[int, int] = {}
+    for commit in history.commits:
+        if commit.generation != first.setdefault(commit.step, commit.generation):
+            first[commit.step] = commit.generation
+            result.redone += 1
+            if before := [s for s in result.strikes if s.at_s <= commit.at_s]:
+                before[-1].lost += 1
 
 
 def table(rounds: list[Round]) -> str:
@@ -234,13 +300,16 @@ def table(rounds: list[Round]) -> str:
     for one in rounds:
         for strike in one.strikes:
             by_kind.setdefault(strike.kind, []).append(strike)
-    lines = [f"{'fault':36} {'struck':>6} {'recovered':>9} {'median s':>9} {'p99 s':>7} {'worst s':>8}"]
+    lines = [
+        f"{'fault':36} {'struck':>6} {'recovered':>9} {'steps lost':>10} {'median s':>9} {'p99 s':>7} {'worst s':>8}"
+    ]
     for kind, strikes in sorted(by_kind.items()):
         times = sorted(s.recovered_s for s in strikes if s.recovered_s is not None)
         p99 = times[min(len(times) - 1, int(len(times) * 0.99))] if times else 0.0
         middle = statistics.median(times) if times else 0.0
         worst = times[-1] if times else 0.0
-        lines.append(f"{kind:36} {len(strikes):6} {len(times):9} {middle:9.2f} {p99:7.2f} {worst:8.2f}")
+        lost = sum(strike.lost for strike in strikes)
+        lines.append(f"{kind:36} {len(strikes):6} {len(times):9} {lost:10} {middle:9.2f} {p99:7.2f} {worst:8.2f}")
     whole = [one for one in rounds if not one.trouble]
     goodput = statistics.mean(one.goodput for one in whole) if whole else 0.0
     lines.append(
@@ -260,13 +329,19 @@ def main() -> int:
     network = not machine.no_netns()
     if not network:
         print(f"without faults of the network: {machine.no_netns()}")
+    print(
+        f"seed {args.seed}, {args.minutes:g} minutes: jobs of {args.steps} steps on {NODES} nodes, the next fault "
+        f"{args.every_s:g} s on average after all step again",
+        flush=True,
+    )
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     end_s, rounds = time.monotonic() + args.minutes * 60, list[Round]()
     while not rounds or time.monotonic() < end_s:
         seed = args.seed * 1000 + len(rounds)
-        one = one_round(seed, args.steps, args.every_s, network)
+        print(f"round {len(rounds) + 1}, seed {seed}", flush=True)
+        one = one_round(seed, args.steps, args.every_s, network, tell=lambda line: print(line, flush=True))
         rounds.append(one)
-        print(f"round {len(rounds)}, seed {seed}: {len(one.strikes)} faults, {one.trouble or 'right'}", flush=True)
+        print(f"round {len(rounds)}: {len(one.strikes)} faults, {one.trouble or 'its history is right'}", flush=True)
     print(table(rounds))
     return 1 if any(one.trouble for one in rounds) else 0
 

@@ -18,7 +18,10 @@ def test_one_round_of_random_faults() -> None:
 
 
 def test_the_table_counts_what_was_struck_and_what_recovered() -> None:
-    strikes = [Strike("worker SIGKILL", "node1", 0.0, 5, 0.5), Strike("worker SIGKILL", "node2", 9.0, 70, None)]
+    strikes = [
+        Strike("worker SIGKILL", "node1", 0.0, 5, lost=1, recovered_s=0.5),
+        Strike("worker SIGKILL", "node2", 9.0, 70),
+    ]
     said = table([Round(1, strikes, steps=100, redone=1, goodput=0.8), Round(2, [], trouble="a step back")])
-    assert "worker SIGKILL                            2         1      0.50" in said
+    assert "worker SIGKILL                            2         1          1      0.50" in said
     assert "rounds 2, finished and right 1; steps 100, committed and done again 1; goodput 80%" in said
