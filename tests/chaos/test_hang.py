@@ -39,3 +39,22 @@ def test_stopped_spinning_and_asleep() -> None:
         assert {i["kind"] for i in incidents} == {"hang"}
         assert "strike" in str(incidents[1]["stacks"])  # the function it spins in
         cluster.workers_gone()
+
+
+def test_who_waits_before_the_forward_is_no_culprit() -> None:
+    """Rank 0 loops before an all_reduce of the script's own, then before the exchange of BatchNorm's buffers."""
+    with Cluster(nodes=2, slots=2) as cluster:
+        rules = {"floor_s": 1.0, "ceiling_s": 20.0}
+        job = cluster.submit(steps=STEPS, hang=rules, env={"NORM": "1", "ASK": "1"})
+        job.order("asking", rank=0, step=20, place="ask", do="spin")
+        job.order("norm", rank=0, step=50, do="spin")
+        job.wait_over(deadline_s=90.0)
+        history = job.check()
+        incidents = job.incidents()
+        assert [(i["kind"], i["ranks"], i["steps_lost"]) for i in incidents] == [("hang", [0], 0)] * 2
+        culprits = {int(str(history.struck(name)["pid"])) for name in ("asking", "norm")}
+        first, *_, last = history.generations()
+        before, after = set(job.workers_of(first).values()), set(job.workers_of(last).values())
+        assert len(before & after) >= 2  # both innocents of the first loop are the same processes to the end
+        assert before - after <= culprits
+        cluster.workers_gone()

@@ -7,11 +7,13 @@ Everything is told by the environment:
     PACE_S          least duration of a step (default 0.02)
     SETUP_S         what `setup` takes (default 0)
     WIDTH           width of the model (default 32)
+    NORM            set: the model has a BatchNorm, so its buffers are exchanged before each forward
+    ASK             set: the script has an all_reduce of its own before each forward
 
 Each process appends to RECORD_DIR/commits.<node>.<pid>.jsonl one line per committed step (see `history.Commit`), and
 writes final.<rank>.json at the end. A file RECORD_DIR/fault.<name>.json {"rank", "step", "place", "do", …} strikes
 once, in whichever process has that rank when it gets to that place of that step; struck.fault.<name>.json says so.
-Places, in their order within a step: `forward`, `backward` (while gradients are exchanged), `apply` (inside the
+Places, in their order within a step: `ask` (before the script's own all_reduce), `forward`, `backward` (while gradients are exchanged), `apply` (inside the
 optimizer), `commit` (just before), `committed`. `do`: a signal's name, `exception`, `exit` (`code`), `spin`, `sleep`.
 """
 
@@ -26,6 +28,7 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import elastic
@@ -101,8 +104,10 @@ log = os.open(FOLDER / f"commits.{NODE}.{os.getpid()}.jsonl", os.O_WRONLY | os.O
 def setup(job):
     time.sleep(float(os.environ.get("SETUP_S", "0")))
     torch.manual_seed(1)
+    # momentum 0: after the last forward nobody sends rank 0's statistics, and they are part of the fingerprint
+    norm = [torch.nn.BatchNorm1d(WIDTH, momentum=0.0)] if os.environ.get("NORM") else []
     model = torch.nn.Sequential(
-        torch.nn.Linear(8, WIDTH), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, 1)
+        torch.nn.Linear(8, WIDTH), *norm, torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, 1)
     ).to(job.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer.register_step_pre_hook(lambda *_: faults.at("apply"))
@@ -116,6 +121,9 @@ def train(job, state):
     for batch in job.batches(Squares(), state, batch_size=BATCH, steps=STEPS, epochs=1000):
         began_s = time.monotonic()
         faults.step = state.step
+        if os.environ.get("ASK"):
+            faults.at("ask")
+            dist.all_reduce(torch.ones(1))
         faults.at("forward")
         loss = F.mse_loss(model(batch.x), batch.y)
         loss.backward()
