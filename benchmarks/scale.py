@@ -18,6 +18,7 @@ import collections
 import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -263,10 +264,11 @@ def _all_at_once(calls: list[Callable[[], object]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under two minutes")
-    parser.add_argument("--max", type=int, default=1000, help="most agents")
+    parser.add_argument("--max", type=int, default=256, help="most agents")
     parser.add_argument("--only", type=int, help="one size, and no torch")
     parser.add_argument("--costs", action="store_true", help="only what one agent has to do at 1,000 and 10,000 nodes")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that etcd and its data go, too
     if options.costs:
         for nodes in (1000, 10000):
             print(json.dumps(msgspec.to_builtins(_scale_costs.measure(nodes))), flush=True)
