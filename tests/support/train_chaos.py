@@ -13,7 +13,8 @@ Everything is told by the environment:
 Each process appends to RECORD_DIR/commits.<node>.<pid>.jsonl one line per committed step (see `history.Commit`), and
 writes final.<rank>.json at the end. A file RECORD_DIR/fault.<name>.json {"rank", "step", "place", "do", …} strikes
 once, in whichever process has that rank when it gets to that place of that step; struck.fault.<name>.json says so.
-Places, in their order within a step: `ask` (before the script's own all_reduce), `forward`, `backward` (while gradients are exchanged), `apply` (inside the
+Places, in their order within a step: `ask` (before the script's own all_reduce), `forward`, `backward` (while
+gradients are exchanged), `apply` (inside the
 optimizer), `commit` (just before), `committed`. `do`: a signal's name, `exception`, `exit` (`code`), `spin`, `sleep`.
 """
 
