@@ -19,26 +19,10 @@ import structlog
 
 from ..core import messages
 from ..core.agentfile import AgentConfig, AgentOrders, AgentStatus
-from ..core.effects import (
-    ChargeFailure,
-    Effect,
-    ForkPlain,
-    ForkWorker,
-    Kill,
-    Leave,
-    Publish,
-    PutBroken,
-    PutMember,
-    PutPhase,
-    Rejoin,
-    Restore,
-    SaveNow,
-    Tell,
-)
+from ..core.effects import Leave
 from ..core.events import (
     Drain,
     Event,
-    NumbersBad,
     PeerDead,
     PeerReachable,
     PeerUnreachable,
@@ -48,39 +32,28 @@ from ..core.events import (
     Tick,
     Undrain,
     Viewed,
-    WorkerDone,
     WorkerExited,
-    WorkerFormed,
     WorkerReady,
-    WorkerReleased,
-    WorkerStepping,
-    WorkerSynced,
 )
 from ..core.keys import JobKeys
-from ..core.membership import JobView, Reader, leader, watch_list
+from ..core.membership import leader, watch_list
 from ..core.model import Agent
-from ..core.records import (
-    BrokenRecord,
-    GenerationRecord,
-    IncidentRecord,
-    ProgressRecord,
-    SpeaksAnotherProtocol,
-    SpecRecord,
-    decode,
-)
+from ..core.records import GenerationRecord, IncidentRecord, SpeaksAnotherProtocol, SpecRecord
 from ..core.recovery import step
 from ..etcd import View
-from . import environment, status
+from . import status
+from .deeds import Deeds
 from .errors import read_error
-from .gathering import Gathering
 from .incidents import Incidents
 from .logs import Trimmer
 from .peers import Peers
+from .pictures import Pictures
 from .pool import Exited, Happening, Pool, Said, ZygoteUp
 from .registry import Registry
 from .saver import Saver
 from .versions import versions
 from .watchman import Watchman
+from .words import as_event
 
 STATUS_S = 0.5
 PROGRESS_S = 2.0
@@ -99,24 +72,19 @@ class Loop:
         self.agent = agent
         self._registry = registry
         self._peers = peers
-        self._reader = Reader(keys)
-        self._gathering = Gathering(keys.generation)
-        self._progress_key = keys.progress
+        self._pictures = Pictures(keys)
         self._spec = spec.spec
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
         self._inbox: queue.SimpleQueue[Event | View] = queue.SimpleQueue()
         self.pool = Pool(self._selector, self._spec.python or "", self._spec.preload, self._spec.stop_grace_s)
+        self._deeds = Deeds(config, self._spec, registry, self.pool)
         self._incidents = Incidents()
         self._watchman = Watchman(self.pool, self._spec.hang, self.post, self._incidents.stacks)
         self._gauge = status.Gauge()
         self._trimmer = Trimmer(self._spec.log_limit_mb)
-        self._env: dict[str, str] = {}
-        self._lives: dict[int, int] = {}
-        self._workdir = environment.workdir(self._spec)
         self._orders = AgentOrders()
         self._status_due_s = self._progress_due_s = 0.0
-        self._contact_wall_s = 0.0
         self._ended: Leave | None = None
         self._terminating = False
         self.changed = threading.Event()
@@ -124,10 +92,6 @@ class Loop:
         self.on_generation: Callable[[Agent, GenerationRecord], None] = lambda agent, generation: None
         self.on_incident: Callable[[IncidentRecord], None] = lambda incident: None
         self._newest_exit = 0
-        self._broken_here: BrokenRecord | None = None
-        self._unreadable = ""
-        self._known_step: int | None = None
-        """What had been committed when this agent came, as the leader of then had told; None: not read yet."""
         self._lost = ""
         """What there is to say of state that is gone for good."""
         self.saver = Saver(
@@ -156,7 +120,7 @@ class Loop:
 
     def run(self, env: dict[str, str]) -> int:
         """Returns the agent's exit code."""
-        self._env = env
+        self._deeds.env = env
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, ("wake", 0))
@@ -233,37 +197,19 @@ class Loop:
                 newest = event  # views are whole: only the newest counts
             else:
                 self._turn(event)
-        if view := self._gathering.pick(newest, self.agent.generation is not None, time.monotonic()):
+        if view := self._pictures.pick(newest, self.agent, time.monotonic()):
             self._viewed(view)
 
     def _viewed(self, view: View) -> None:
         try:
-            job = self._reader.read(view.kvs, view.revision)
-            if self._known_step is None:
-                told = view.kvs.get(self._progress_key)
-                self._known_step = decode(ProgressRecord, told.value).step if told else 0
+            job = self._pictures.read(view, self.agent)
         except SpeaksAnotherProtocol as error:
-            if self.agent.generation is None:
-                log.error("protocol.unknown", error=str(error))
-                self._ended = Leave(str(error), code=3)
-                return
-            job = self._last_view(str(error))  # training goes on as it is; what is new is not for us
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            job = self._last_view(f"a record in etcd cannot be read: {error}")
-        else:
-            self._unreadable = ""
-        if view.connected:
-            self._contact_wall_s = time.time()
+            log.error("protocol.unknown", error=str(error))
+            self._ended = Leave(str(error), code=3)
+            return
         if view.connected != self.agent.connected:
             log.info("etcd.connected" if view.connected else "etcd.lost")
         self._turn(Viewed(job, view.connected))
-
-    def _last_view(self, why: str) -> JobView:
-        """What is in etcd now cannot be read: we keep to what was there before, and say so."""
-        if why != self._unreadable:
-            log.error("etcd.unreadable", error=why)
-            self._unreadable = why
-        return self.agent.view
 
     def _on_tick(self, now_s: float) -> None:
         for happening in self.pool.tick():
@@ -307,12 +253,12 @@ class Loop:
                     generation = self.agent.generation
                     lead = self._leads() if self._spec.checkpoint.shared else True
                     self.saver.filled(slot, message, lead=lead, world=generation.world if generation else 0)
-                elif event := _event(slot, life, message):
+                elif event := as_event(slot, life, message):
                     self._turn(event)
 
     def _started_over(self, generation: int) -> None:
         """Nobody had any state: fine at a job's beginning, else said wherever somebody may look."""
-        step = max(self._known_step or 0, self.agent.step)
+        step = max(self._pictures.known_step or 0, self.agent.step)
         if generation > 1 and step > 0:
             self._lost = (
                 f"all state was lost, and no checkpoint was ever saved: step {step} was done, begun again from 0"
@@ -321,7 +267,7 @@ class Loop:
             log.error("state.lost", generation=generation, step=step)
 
     def _slot(self, life: int) -> int:
-        return next((s for s, w in self.agent.workers.items() if w.life == life), self._lives.get(life, -1))
+        return next((s for s, w in self.agent.workers.items() if w.life == life), self._deeds.slots.get(life, -1))
 
     def _exited(self, happening: Exited) -> None:
         slot = self._slot(happening.life)
@@ -360,7 +306,7 @@ class Loop:
             limit_s = orders.drain_deadline_s or float("inf")
             self._turn(Drain(orders.draining, time.monotonic() + limit_s) if orders.draining else Undrain())
         if orders.checkpoint > before.checkpoint:
-            self._save_now("asked")
+            self._deeds.save_now(self.agent, "asked")
 
     # ── a turn of the machine ───────────────────────────────────────────────────────────────────────────────
 
@@ -373,8 +319,9 @@ class Loop:
         if isinstance(event, WorkerReady) and any(s.life == event.life for s in self.agent.standbys):
             log.info("standby.ready", life=event.life)
         for effect in effects:
-            self._do(effect)
-        local = self._broken_here
+            self._deeds.do(effect, self.agent)
+        self._ended = self._ended or self._deeds.left
+        local = self._deeds.broken
         if local is not None and (self.agent.generation is None or local.generation != self.agent.generation.number):
             local = None
         record = self._incidents.turn(before, self.agent, local, self._newest_step, now_s, time.time())
@@ -408,59 +355,6 @@ class Loop:
         seen = watch_list(agent.view, agent.dead, agent.generation, self.config.node, complaints)
         self._peers.watch({m.id: (m.record.host, m.record.port) for m in seen})
 
-    def _do(self, effect: Effect) -> None:
-        registry = self._registry
-        match effect:
-            case Tell(slot, life, messages.Assign() as message):
-                log.info("standby.assigned", slot=slot, life=life)
-                self._lives[life] = slot
-                self.pool.tell(life, message)
-            case Tell(_, life, message):
-                self.pool.tell(life, message)
-            case ForkWorker(slot, life, _):
-                self._fork(slot, life)
-            case ForkPlain(slot, life, generation):
-                files = environment.files(self.config, slot, life, self.agent.policy.incarnation)
-                env = environment.managed(self.config, self._spec, self._env, slot=slot, error_file=files.error_file)
-                self._lives[life] = slot
-                plain = environment.plain(env, self.config, generation, slot)
-                self.pool.fork(life, slot, plain, environment.argv(self._spec), self._workdir, files.log_file)
-            case Kill(slot, life, why, gently):
-                log.info("worker.kill", slot=slot, life=life, why=why, gently=gently)
-                self.pool.kill(life, gently)
-            case PutBroken(record, member):
-                self._broken_here = record
-                registry.put_broken(record, member)
-            case Publish():
-                registry.publish(effect, self.agent.view, self.config.node)
-            case PutMember(record):
-                registry.put_member(record)
-            case Rejoin(record):
-                registry.rejoin(record)
-            case PutPhase(phase, reason):
-                registry.put_phase(phase, reason, self.agent.view)
-            case ChargeFailure(record):
-                registry.charge_failure(record)
-            case Restore(generation, state, spec):
-                registry.restore(generation, state, spec)
-            case SaveNow(reason, stop):
-                self._save_now(reason, stop)
-            case Leave():
-                log.info("agent.leaves", reason=effect.reason)
-                self._ended = effect
-            case _:
-                raise AssertionError(f"no way to do {effect!r}")
-
-    def _fork(self, slot: int, life: int) -> None:
-        files = environment.files(self.config, slot, life, self.agent.policy.incarnation)
-        self._lives[life] = slot
-        env = environment.managed(self.config, self._spec, self._env, slot=slot, error_file=files.error_file)
-        self.pool.fork(life, slot, env, environment.argv(self._spec), self._workdir, files.log_file)
-
-    def _save_now(self, reason: str, stop: bool = False) -> None:
-        for worker in self.agent.workers.values():
-            self.pool.tell(worker.life, messages.SaveSoon(reason=reason, stop=stop))
-
     # ── status ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _write_status(self) -> None:
@@ -474,7 +368,7 @@ class Loop:
             job=self.config.job,
             node=self.config.node,
             phase=status.phase_of(agent),
-            reason=self._unreadable or agent.reason or self._lost,
+            reason=self._pictures.unreadable or agent.reason or self._lost,
             leader=leads,
             generation=agent.generation.number if agent.generation else 0,
             etcd_ok=agent.connected,
@@ -482,32 +376,10 @@ class Loop:
             ranks=rows,
             progress=progress if agent.generation else None,
             standbys=sum(1 for s in agent.standbys if s.life in self.pool.processes),
-            last_etcd_contact_wall_s=self._contact_wall_s,
+            last_etcd_contact_wall_s=self._pictures.contact_wall_s,
         )
         status.write(Path(self.config.agent_dir, "status.json"), record)
         now_s = time.monotonic()
         if leads and agent.generation and agent.connected and now_s >= self._progress_due_s:
             self._progress_due_s = now_s + PROGRESS_S
             self._registry.put_progress(progress)
-
-
-def _event(slot: int, life: int, message: messages.FromWorker) -> Event | None:
-    """A worker's words as an event of the machine; None for what does not concern it."""
-    match message:
-        case messages.Ready():
-            return WorkerReady(slot, life)
-        case messages.Formed(generation=generation):
-            return WorkerFormed(slot, life, generation)
-        case messages.Synced(generation=generation, step=at):
-            return WorkerSynced(slot, life, generation, at)
-        case messages.Stepping(generation=generation, step=at):
-            return WorkerStepping(slot, life, generation, at)
-        case messages.Released(generation=generation, step=at):
-            return WorkerReleased(slot, life, generation, at)
-        case messages.CommFailed(generation=generation, step=at, error=error):
-            return WorkerReleased(slot, life, generation, at, error or "a collective failed")
-        case messages.Done(generation=generation, step=at):
-            return WorkerDone(slot, life, generation, at)
-        case messages.BadNumbers(generation=generation, step=at, kind=kind, detail=detail, ranks=ranks):
-            return NumbersBad(slot, life, generation, at, kind, detail, ranks)
-    return None

@@ -100,13 +100,13 @@ def test_in_a_generation_the_last_view_is_kept(loop: Loop, foreign: dict[str, by
     assert loop._ended is None
     assert loop.agent.view == before.view
     loop._write_status()
-    said = loop._unreadable
+    said = loop._pictures.unreadable
     assert said
     assert said in (Path(loop.config.agent_dir) / "status.json").read_text().replace('\\"', '"')
     loop._viewed(view({**GOOD, **foreign}, 12, connected=False))
     assert not loop.agent.connected
     loop._viewed(view(GOOD, 13))
-    assert not loop._unreadable
+    assert not loop._pictures.unreadable
     assert loop.agent.view.revision == 13
 
 

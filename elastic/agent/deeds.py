@@ -1,0 +1,112 @@
+"""Carries out what the machine asks for: workers are forked, told and killed; records go to etcd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import structlog
+
+from ..core import messages
+from ..core.agentfile import AgentConfig
+from ..core.effects import (
+    ChargeFailure,
+    Effect,
+    ForkPlain,
+    ForkWorker,
+    Kill,
+    Leave,
+    Publish,
+    PutBroken,
+    PutMember,
+    PutPhase,
+    Rejoin,
+    Restore,
+    SaveNow,
+    Tell,
+)
+from ..core.model import Agent
+from ..core.records import BrokenRecord
+from ..core.spec import JobSpec
+from . import environment
+from .pool import Pool
+from .registry import Registry
+
+log = structlog.get_logger()
+
+
+class Deeds:
+    """Nothing here waits: what comes of a deed is heard of later, as an event."""
+
+    def __init__(self, config: AgentConfig, spec: JobSpec, registry: Registry, pool: Pool) -> None:
+        self._config = config
+        self._spec = spec
+        self._registry = registry
+        self._pool = pool
+        self._workdir = environment.workdir(spec)
+        self.env: Mapping[str, str] = {}
+        """What workers' environments begin with."""
+        self.slots: dict[int, int] = {}
+        """life -> slot of every process ever forked here; -1: a standby."""
+        self.broken: BrokenRecord | None = None
+        """The last generation that this agent called broken."""
+        self.left: Leave | None = None
+
+    def do(self, effect: Effect, agent: Agent) -> None:
+        """`agent`: as it is after the turn that asked."""
+        match effect:
+            case Tell() | ForkWorker() | ForkPlain() | Kill() | SaveNow():
+                self._with_workers(effect, agent)
+            case Leave():
+                log.info("agent.leaves", reason=effect.reason)
+                self.left = effect
+            case _:
+                self._in_etcd(effect, agent)
+
+    def _with_workers(self, effect: Tell | ForkWorker | ForkPlain | Kill | SaveNow, agent: Agent) -> None:
+        match effect:
+            case Tell(slot, life, message):
+                if isinstance(message, messages.Assign):
+                    log.info("standby.assigned", slot=slot, life=life)
+                    self.slots[life] = slot
+                self._pool.tell(life, message)
+            case ForkWorker() | ForkPlain():
+                self._fork(effect, agent)
+            case Kill(slot, life, why, gently):
+                log.info("worker.kill", slot=slot, life=life, why=why, gently=gently)
+                self._pool.kill(life, gently)
+            case SaveNow(reason, stop):
+                self.save_now(agent, reason, stop)
+
+    def _in_etcd(self, effect: Effect, agent: Agent) -> None:
+        registry = self._registry
+        match effect:
+            case PutBroken(record, member):
+                self.broken = record
+                registry.put_broken(record, member)
+            case Publish():
+                registry.publish(effect, agent.view, self._config.node)
+            case PutMember(record):
+                registry.put_member(record)
+            case Rejoin(record):
+                registry.rejoin(record)
+            case PutPhase(phase, reason):
+                registry.put_phase(phase, reason, agent.view)
+            case ChargeFailure(record):
+                registry.charge_failure(record)
+            case Restore(generation, state, spec):
+                registry.restore(generation, state, spec)
+            case _:
+                raise AssertionError(f"no way to do {effect!r}")
+
+    def _fork(self, effect: ForkWorker | ForkPlain, agent: Agent) -> None:
+        slot, life, spec = effect.slot, effect.life, self._spec
+        files = environment.files(self._config, slot, life, agent.policy.incarnation)
+        env = environment.managed(self._config, spec, dict(self.env), slot=slot, error_file=files.error_file)
+        if isinstance(effect, ForkPlain):
+            env = environment.plain(env, self._config, effect.generation, slot)
+        self.slots[life] = slot
+        self._pool.fork(life, slot, env, environment.argv(spec), self._workdir, files.log_file)
+
+    def save_now(self, agent: Agent, reason: str, stop: bool = False) -> None:
+        for worker in agent.workers.values():
+            self._pool.tell(worker.life, messages.SaveSoon(reason=reason, stop=stop))
