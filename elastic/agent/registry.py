@@ -32,7 +32,7 @@ from ..core.records import (
     encode,
 )
 from ..core.restarts import Verdict, charge
-from ..etcd import Absent, Delete, Etcd, EtcdError, EtcdUnavailable, Lease, ModIs, Op, Put
+from ..etcd import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, Lease, ModIs, Op, Present, Put
 from .desk import Desk, Order
 
 log = structlog.get_logger()
@@ -158,7 +158,7 @@ class Registry:
 
     def _publish(self, effect: Publish, view: JobView, leader: str) -> bool:
         verdict = self._verdict(view, effect.charge)
-        guards = [self._state_guard(view)]
+        guards = self._guards(view)
         if verdict.stopped:
             log.error("job.stopped", reason=verdict.stopped)
             return self.etcd.txn(guards, [Put(self.keys.state, encode(verdict.state))]).ok
@@ -209,10 +209,17 @@ class Registry:
         """Why the job does not begin, for people."""
         if not view.state.phase.over and view.state.reason != reason:
             changed = msgspec.structs.replace(view.state, reason=reason, since_wall_s=self.wall())
-            self.etcd.txn([self._state_guard(view)], [Put(self.keys.state, encode(changed))])
+            self.etcd.txn(self._guards(view), [Put(self.keys.state, encode(changed))])
 
-    def _state_guard(self, view: JobView) -> ModIs | Absent:
-        return ModIs(self.keys.state, view.state_revision) if view.state_revision else Absent(self.keys.state)
+    def _guards(self, view: JobView) -> list[Compare]:
+        """What was decided on `view` may be written: the job's state is still that one, and we are still a member.
+
+        Revisions tell pictures of one etcd apart. One that was wiped since begins to count anew, and may by accident
+        have come to the same revision; but our key is not in it before we have rejoined, which comes later at the
+        same desk.
+        """
+        state = ModIs(self.keys.state, view.state_revision) if view.state_revision else Absent(self.keys.state)
+        return [state, Present(self.keys.member(self.policy.node))]
 
     def _verdict(self, view: JobView, broken: BrokenRecord | None) -> Verdict:
         if broken is None:
@@ -226,7 +233,7 @@ class Registry:
         changed = msgspec.structs.replace(view.state, phase=phase, reason=reason, since_wall_s=self.wall())
 
         def order() -> None:
-            done = self.etcd.txn([self._state_guard(view)], [Put(self.keys.state, encode(changed))]).ok
+            done = self.etcd.txn(self._guards(view), [Put(self.keys.state, encode(changed))]).ok
             log.info("job.phase", phase=phase.value, reason=reason, done=done)
 
         self._urgent.ask("phase", order, persist=False)

@@ -98,6 +98,8 @@ def adopt(turn: Turn) -> None:
     if seen is not None and (held is None or seen.number > held.number):
         turn.change(generation=seen, suspicious_since_s=None, publishing=0)
     elif turn.agent.connected and (spec is None or older):  # it was wiped or set back
+        if held is None and turn.now_s < turn.agent.blind_until_s:
+            return  # those who hold a generation come first: without the spec nobody forms another one
         turn.ask(Restore(held, turn.agent.state, turn.agent.spec), "restore")
     record = turn.agent.broken_record
     if record and held and seen == held and record.generation == held.number and not turn.agent.view.broken:

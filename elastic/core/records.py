@@ -195,7 +195,7 @@ class BrokenRecord(Record, frozen=True, kw_only=True):
     generation: int
     node: str
     kind: str
-    """One of `recovery.FAILURES`: exit, hang, comm, form, nan, drift, …"""
+    """exit, hang, comm, form, drain, undrain, idle, respawn, or of bad numbers: nan, inf, drift, …"""
     detail: str
     slots: tuple[int, ...] = ()
     """Slots of `node` whose workers are lost: their state is gone, they go behind survivors."""

@@ -117,6 +117,7 @@ def test_a_checkpoint_folder_that_cannot_be_read_is_said(tmp_path: Path) -> None
     folder = tmp_path / "file"
     folder.write_text("")
     office = Office(dir=str(folder))
+    office.client.put(KEYS.member("n"), b"ours")
     with pytest.raises(OSError, match="Not a directory"):
         publish(office)()
     assert office.posted == [PublishFailed(1)]
@@ -138,6 +139,23 @@ def test_a_publication_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(EtcdUnavailable):
         publish(office)()
     assert office.posted == [PublishFailed(1)] * 2
+
+
+@pytest.mark.parametrize("member", [True, False])
+def test_only_a_member_publishes_and_changes_the_phase(member: bool) -> None:
+    """A wiped etcd may be back at the revision that was decided on; we are no member in it before we rejoin."""
+    office = Office()
+    if member:
+        office.client.put(KEYS.member("n"), b"ours")
+    office.registry.put_phase(Phase.WAITING, "why", JobView())
+    phase = office.desks["urgent"].orders[-1]
+    publish(office)()
+    assert (office.client.get(KEYS.generation) is not None) is member
+    assert office.posted == ([] if member else [PublishFailed(1)])
+    office.client.delete(KEYS.state)
+    phase()
+    assert office.state().phase is (Phase.WAITING if member else Phase.PENDING)
+    office.stores.close()
 
 
 def test_a_store_opens_whether_its_address_can_be_reached_or_not() -> None:

@@ -42,6 +42,8 @@ class Setting:
     standby: int = 0
     shrink: bool = False
     checkpoint_every: int = 0
+    save_s: float = 0.05
+    """How long until a checkpoint is durable."""
     setup_s: float = 0.5
     drift: float = 0.0
     calm: bool = False
@@ -75,6 +77,8 @@ class Cluster:
         self.islands: dict[str, int] = {}
         """Nodes of different islands do not reach each other."""
         self.etcd_slow_s = 0.0
+        self.strikes: list[str] = []
+        """Who dies in the middle of the next hand-overs."""
         self.drained: set[str] = set()
         self.scaled = False
         self.stopped = False
@@ -91,6 +95,10 @@ class Cluster:
 
     def delay(self, least_s: float, most_s: float) -> float:
         return (least_s + most_s) / 2 if self.setting.calm else self.rng.uniform(least_s, most_s)
+
+    def lag_s(self) -> float:
+        """How long a message takes within a machine: mostly next to nothing."""
+        return 0.0005 if self.setting.calm or self.rng.random() < 0.8 else self.rng.uniform(0.0, 0.03)
 
     # ── etcd ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -179,7 +187,24 @@ class Cluster:
 
     def kill_agent_after(self, node: int, effects: int) -> None:
         if self.nodes[node].agent is not None:
-            self.nodes[node].effects_left = effects
+            self.nodes[node].effects_left, self.nodes[node].pause_s = effects, 0.0
+
+    def pause_agent_after(self, node: int, effects: int, seconds: float) -> None:
+        """What it does next it may do long after it has decided on it."""
+        if self.nodes[node].agent is not None:
+            self.nodes[node].effects_left, self.nodes[node].pause_s = effects, seconds
+
+    def kill_source(self) -> None:
+        """The next who hands its state over dies in the middle of it."""
+        self.strikes.append("source")
+
+    def kill_receiver(self) -> None:
+        self.strikes.append("receiver")
+
+    def handing_over(self, source: Worker, receivers: list[Worker]) -> None:
+        if self.strikes:
+            victim = source if self.strikes.pop(0) == "source" else self.rng.choice(receivers)
+            self.clock.after(0.005, victim.die)
 
     def pause_agent(self, node: int, seconds: float) -> None:
         it = self.nodes[node]
@@ -309,6 +334,7 @@ class Cluster:
         """All faults end."""
         self.note_trouble()
         self.healing = True
+        self.strikes.clear()
         self.heal_network()
         if not self.etcd.up:
             self.start_etcd()

@@ -58,7 +58,8 @@ ETCD_FAULTS = (
 )
 NODE_FAULTS = (
     "kill_worker", "kill_worker", "kill_worker", "fail_worker", "stop_worker", "deafen_worker", "kill_agent",
-    "kill_agent_after", "pause_agent", "power_off", "power_on", "isolate", "heal_network", "drain", "undrain",
+    "kill_agent_after", "pause_agent", "pause_agent_after", "kill_source", "kill_receiver", "power_off", "power_on",
+    "isolate", "heal_network", "drain", "undrain",
 )  # fmt: skip
 RARE = ("scale", "stop_job", "plant_bug")
 
@@ -102,6 +103,8 @@ def _fault(rng: random.Random, at_s: float, kind: str, setting: Setting) -> Faul
             args = (node,)
         case "kill_agent_after":
             args = (node, rng.randrange(12))
+        case "pause_agent_after":
+            args = (node, rng.randrange(12), rng.choice((0.3, 3.0, 9.0)))
         case "pause_agent":
             args = (node, rng.choice((0.3, 3.0, 9.0)))
         case "slow_views":

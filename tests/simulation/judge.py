@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from elastic.core import messages
 from elastic.core.effects import Effect, Kill, Publish, Tell
 from elastic.core.model import Agent, Stage
-from elastic.core.records import GenerationRecord, JobState, Phase
+from elastic.core.records import GenerationRecord, JobState, Phase, decode
 from elastic.core.source import Choice, Version
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class Judge:
         self.newest: dict[int, int] = {}
         """Generation -> newest step committed in it."""
         self.plans: dict[int, GenerationRecord] = {}
+        self.stands: tuple[int, GenerationRecord | None] = (0, None)
+        """The etcd cluster, and the generation in it."""
         self.commits = 0
         self.top: Version = (0, 0)
         self._leaseless: dict[str, float] = {}
@@ -64,6 +66,18 @@ class Judge:
         if self.plans.setdefault(new.number, new) != new:
             raise Broken("one plan per generation", f"{node.name} has {new}, others {self.plans[new.number]}")
 
+    def stored(self) -> None:
+        """Something may have been written to etcd."""
+        cluster = self._cluster
+        kv = cluster.etcd.kvs.get(cluster.keys.generation)
+        old = self.stands[1] if self.stands[0] == cluster.etcd.cluster else None  # else it was wiped
+        new = decode(GenerationRecord, kv.value) if kv else None
+        self.stands = cluster.etcd.cluster, new
+        if old is not None and (new is None or new.number < old.number):
+            raise Broken("generations grow", f"in etcd {new} replaces {old}")
+        if old is not None and new is not None and new.number == old.number and new != old:
+            raise Broken("one plan per generation", f"in etcd {new} replaces {old}")
+
     # ── training ────────────────────────────────────────────────────────────────────────────────────────────
 
     def chosen(self, group: Group, choice: Choice) -> None:
@@ -71,6 +85,9 @@ class Judge:
         version = choice.version if choice.kind != "setup" else (0, 0)
         if choice.kind == "live" and not group.ranks[choice.source].whole:
             raise Broken("G1", f"generation {group.generation} goes on from half a state, of rank {choice.source}")
+        for rank, worker in group.ranks.items():
+            if rank != choice.source and rank not in choice.needs and not worker.whole:
+                raise Broken("G1", f"rank {rank} of generation {group.generation} goes on with half a state")
         if self.plain_deaths and choice.kind == "live" and not group.ranks[0].established:
             raise Broken("survivors first", f"rank 0 of generation {group.generation} is a newcomer")
         if group.restore != "newest":
@@ -93,7 +110,8 @@ class Judge:
             return True
         if cluster.clock.now_s - self._leaseless[node.name] < REJOIN_S:
             return True
-        return node.agent.draining is not None or node.agent.leaving is not None or cluster.scaled
+        leaves = node.agent.draining is not None or node.agent.leaving is not None
+        return leaves or node.name in cluster.state().avoid or cluster.scaled
 
     def committed(self, group: Group) -> None:
         """A step is committed on some rank of `group`."""

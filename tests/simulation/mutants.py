@@ -59,9 +59,22 @@ MUTANTS = (
     Mutant("a hang is nobody's business", "core.knowledge",
            "if worker.stage in IN_GROUP | {Stage.STARTING, Stage.READY}:", "if False:"),
     Mutant("who left for nothing waits for ever", "core.announce",
-           "if left and turn.now_s - worker.since_s >= IDLE_S:", "if False:"),
+           "if not any(w.slot in ranks and turn.now_s - w.since_s >= IDLE_S for w in left):", "if True:"),
     Mutant("generations are not counted", "core.leading",
            "number = agent.generation.number + 1 if agent.generation else 1", "number = 1"),
+    Mutant("a generation is published without compare-and-swap", "agent.registry",
+           "guards.append(ModIs(self.keys.generation, expected) if expected else Absent(self.keys.generation))",
+           "pass"),
+    Mutant("who is no member any more publishes", "agent.registry",
+           "return [state, Present(self.keys.member(self.policy.node))]", "return [state]"),
+    Mutant("who holds no generation writes the spec back at once", "core.announce",
+           "if held is None and turn.now_s < turn.agent.blind_until_s:", "if False:"),
+    Mutant("an older generation replaces a newer one in etcd", "agent.registry",
+           "elif decode(GenerationRecord, kv.value).number < generation.number:", "else:"),
+    Mutant("an older generation is taken on", "core.announce",
+           "seen.number > held.number", "seen.number != held.number"),
+    Mutant("half a state is handed on", "core.source",
+           "offer.clean and offer.established:", "offer.established:"),
 )  # fmt: skip
 
 

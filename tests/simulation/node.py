@@ -74,13 +74,18 @@ class Desk:
             self._call(0.2)
             return
         for key, (order, persist) in tuple(self._orders.items()):
-            if node.agent is None or node.dies_now():
+            if node.agent is None:
+                return
+            if node.struck():
+                if node.paused:
+                    self._call(0.2)
                 return
             try:
                 order()
             except EtcdError:
                 if persist:
                     continue
+            node.cluster.judge.stored()
             if self._orders.get(key, (None,))[0] is order:
                 del self._orders[key]
         node.cluster.etcd_changed()
@@ -119,11 +124,17 @@ class Node:
         self.processes: dict[int, Worker] = {}
         self.watched: set[tuple[str, str]] = set()
         self.effects_left: int | None = None
-        """After so many more effects the agent's process dies; None: it does not."""
+        """After so many more effects the agent's process is struck; None: it is not."""
+        self.pause_s = 0.0
+        """Struck, it stands still for so long; 0: it dies."""
         self._starts = 0
         self._client: FakeClient | None = None
         self._view: View | None = None
         self._queue: list[Event] = []
+        self._undone: tuple[Effect, ...] = ()
+        """What it was about to do when it was stopped."""
+        self._lines: dict[tuple[str, int], float] = {}
+        """Line -> when the last message on it arrives: no other overtakes it there."""
         self._tick_due_s = float("inf")
         self._seen = (0, 0)
         self._phone = 0
@@ -139,13 +150,14 @@ class Node:
         if self.agent is not None or not self.up or not cluster.wants_agent(self):
             return
         client = FakeClient(cluster.etcd, call_s=0.5)
+        client.rate = self.rate
         if not cluster.etcd.up or self.name in cluster.cut_off or cluster.keys.spec not in cluster.etcd.kvs:
             client.close()
             cluster.clock.after(1.0, self.start)
             return
         self._starts += 1
         self.incarnation = f"{self.name}.{self._starts}"
-        self._client, self._view, self._queue = client, None, []
+        self._client, self._view, self._queue, self._undone, self._lines = client, None, [], (), {}
         self.paused, self.effects_left, self._seen, self.watched = False, None, (0, 0), set()
         self._tick_due_s = float("inf")
         spec = cluster.spec
@@ -200,13 +212,18 @@ class Node:
     def serves(self, port: int) -> bool:
         return self.agent is not None and port in self.stores.open_ports.values()
 
-    def dies_now(self) -> bool:
+    def struck(self) -> bool:
+        """It dies or is stopped here, before its next effect."""
         if self.effects_left is None:
             return False
         self.effects_left -= 1
         if self.effects_left >= 0:
             return False
-        self.crash()
+        self.effects_left = None
+        if self.pause_s:
+            self.cluster.pause_agent(self.index, self.pause_s)
+        else:
+            self.crash()
         return True
 
     def link(self) -> None:
@@ -231,9 +248,14 @@ class Node:
             view, self._view = self._view, None
             self.take(Viewed(JobView.read(self.cluster.keys, view.kvs, view.revision), view.connected))
 
-    def soon(self, event: Event) -> None:
-        """From a worker or a thread of the agent: taken in the loop's turn, in order."""
-        self.cluster.clock.after(0.0005, self._arrives, self.incarnation, event)
+    def soon(self, event: Event, life: int = 0) -> None:
+        """From worker `life`, or a thread of the agent (0): taken in the loop's turn, in the order of its source."""
+        self._send(("from", life), self._arrives, self.incarnation, event)
+
+    def _send(self, line: tuple[str, int], act: Callable[..., None], *args: object) -> None:
+        clock = self.cluster.clock
+        self._lines[line] = at_s = max(clock.now_s + self.cluster.lag_s(), self._lines.get(line, 0.0))
+        clock.at(at_s, act, *args)
 
     def _arrives(self, incarnation: str, event: Event) -> None:
         if incarnation == self.incarnation:
@@ -253,6 +275,8 @@ class Node:
             self.cluster.note_trouble()
             self.paused = False
             self.link()
+            undone, self._undone = self._undone, ()
+            self._do_all(undone)
             queue, self._queue = self._queue, []
             for event in queue:
                 self.take(event)
@@ -285,16 +309,21 @@ class Node:
         cluster.judge.turned(self, before, self.agent, effects)
         if cluster.listener is not None:
             cluster.listener(self, event, effects)
-        for effect in effects:
-            if self.dies_now():
-                return
-            self._do(effect)
+        self._do_all(effects)
         agent = self.agent
         if agent is None:
             return
         if agent.generation is not before.generation or agent.view.members != before.view.members:
             self._watch_peers()
         self._schedule_tick()
+
+    def _do_all(self, effects: tuple[Effect, ...]) -> None:
+        for index, effect in enumerate(effects):
+            if self.struck():
+                if self.paused:
+                    self._undone = effects[index:]
+                return
+            self._do(effect)
 
     def _watch_peers(self) -> None:
         agent = self.agent
@@ -314,7 +343,7 @@ class Node:
         match effect:
             case Tell(_, life, message):
                 if worker := self.processes.get(life):
-                    self.cluster.clock.after(0.0005, worker.hear, message)
+                    self._send(("to", life), worker.hear, message)
             case ForkWorker(slot, life, _):
                 worker = self.processes[life] = Worker(self, slot, life)
                 self.cluster.clock.after(self.cluster.delay(0.05, self.cluster.setup_s), worker.ready)
@@ -385,6 +414,8 @@ class Node:
         due += [w.deadline_s for w in agent.standbys]
         if agent.suspicious_since_s is not None:
             due.append(agent.suspicious_since_s + SUSPICION_S)
+        if agent.blind_until_s > now_s:
+            due.append(agent.blind_until_s)
         due += [at + ASK_AGAIN_S for at in agent.asked.values() if at + ASK_AGAIN_S > now_s]
         number = agent.generation.number if agent.generation else -1
         if any(w.stage is Stage.READY and w.generation == number for w in agent.workers.values()):

@@ -132,7 +132,7 @@ class Worker:
     # ── what it says ────────────────────────────────────────────────────────────────────────────────────────
 
     def say(self, event: Event) -> None:
-        self.node.soon(event)
+        self.node.soon(event, self.life)
 
     def ready(self) -> None:
         if self.doing == "setup" and not self.stopped:
@@ -269,6 +269,8 @@ class Group:
         self.training.cluster.judge.chosen(self, choice)
         for rank in choice.needs:
             self.ranks[rank].whole = False
+        if choice.needs:
+            self.training.cluster.handing_over(source, [self.ranks[rank] for rank in choice.needs])
         if choice.kind != "live":
             source.whole = choice.kind == "setup"
         self._next(self.training.cluster.delay(0.01, 0.1 if choice.needs else 0.02))
@@ -433,7 +435,7 @@ class Training:
         self.latest = group
         if self.checkpoint_every and (step % self.checkpoint_every == 0 or group.save or group.stop):
             group.save = False
-            self.cluster.clock.after(0.05, self._saved, (group.version, group.chain))
+            self.cluster.clock.after(self.cluster.setting.save_s, self._saved, (group.version, group.chain))
 
     def save_soon(self, node: Node, stop: bool) -> None:
         """Rank 0 hears it, and at the next step it is for all; `stop`: they end there."""

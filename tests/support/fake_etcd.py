@@ -198,15 +198,16 @@ class FakeLease:
             raise ValueError(f"renew_every_s = {every_s:g} must be below half of the lease's {self._ttl_s:g} s")
         self.lost = False
         self._client = client
-        self._every_s = every_s
+        self._rate = client.rate
+        self._every_s = every_s / self._rate
         self._on_lost = on_lost
-        self._next_s = self.renewed_s + every_s
+        self._next_s = self.renewed_s + self._every_s
 
     @property
     def due_s(self) -> float:
         if self._client.paused:
             return math.inf
-        return min(self._next_s, self.renewed_s + self._ttl_s)
+        return min(self._next_s, self.renewed_s + self._ttl_s / self._rate)
 
     def close(self, revoke: bool = True) -> None:
         if self in self._client.kept:
@@ -221,7 +222,7 @@ class FakeLease:
         now_s = self._client.server.now_s
         if now_s < self.due_s:
             return None
-        if now_s >= self.renewed_s + self._ttl_s:
+        if now_s >= self.renewed_s + self._ttl_s / self._rate:
             return self._lose(f"not renewed for {self._ttl_s:g} s")
         self._next_s = now_s + min(self._every_s, 0.25)
         try:
@@ -308,6 +309,8 @@ class FakeClient:
         self.server = server
         self.call_s = call_s
         self.paused = False
+        self.rate = 1.0
+        """How fast its own clock runs: it keeps its leases by that."""
         self.lose_answers = False
         """Requests arrive and are done, but their answers do not come back."""
         self.kept: list[FakeLease] = []
