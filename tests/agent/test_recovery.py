@@ -151,8 +151,8 @@ def test_a_stopped_worker_is_found_and_only_it_is_replaced() -> None:
     spec = {"hang": {"floor_s": 1.0}}
     with Job(nodes="1:1", args={"steps": STEPS, "batch": BATCH, "step-ms": 3}, spec=spec) as job:
         job.wait_step(40)
+        struck = job.kill_rank(1, signal.SIGSTOP)  # waits for a status that has the ranks
         before = {row.pid for status in job.statuses().values() for row in status.ranks}
-        struck = job.kill_rank(1, signal.SIGSTOP)
         eventually(lambda: job.incidents(), 20.0, "recovery")
         incident = job.incidents()[0]
         assert (incident.kind, incident.ranks, incident.steps_lost) == ("hang", (1,), 0)
