@@ -22,7 +22,9 @@ def read_error(ended: Exited, *, node: str, slot: int, rank: int, step: int | No
     """
     message, trace = _from_error_file(ended.error_file)
     if not message and ended.code not in (0, None):
-        message, trace = f"{ended.cause}", _tail(ended.log_file)
+        trace = _tail(ended.log_file)
+        last = next((line.strip() for line in reversed(trace.splitlines()) if line.strip()), "")
+        message = f"{ended.cause}: {last}" if last else ended.cause
     if not message:
         return None, ended.cause
     error = WorkerError(

@@ -96,6 +96,8 @@ def adopt(turn: Turn) -> None:
     seen, held, spec = turn.agent.view.generation, turn.agent.generation, turn.agent.view.spec
     older = held is not None and (seen is None or seen.number < held.number)
     if seen is not None and (held is None or seen.number > held.number):
+        if held is not None and turn.policy.managed and turn.agent.settled >= held.number:
+            turn.change(former=held)
         turn.change(generation=seen, suspicious_since_s=None, publishing=0)
     elif turn.agent.connected and (spec is None or older):  # it was wiped or set back
         if held is None and turn.now_s < turn.agent.blind_until_s:

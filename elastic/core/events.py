@@ -153,7 +153,7 @@ class PeerReachable:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The newest step committed by a local worker, as its beat page shows it."""
+    """The newest step committed by a local worker, as its beat page shows it; comes in the place of a Tick."""
 
     generation: int
     step: int

@@ -9,7 +9,7 @@ from .announce import broken_record, call_broken
 from .effects import ChargeFailure, Tell
 from .events import WorkerExited
 from .model import Stage, Worker
-from .restarts import backoff_s
+from .restarts import backoff_s, summary
 from .turn import Turn
 
 
@@ -47,13 +47,16 @@ def _plain_exited(turn: Turn, worker: Worker, event: WorkerExited, expected: boo
 
 
 def _report_exit(turn: Turn, worker: Worker, event: WorkerExited) -> None:
-    detail = event.error.message if event.error else event.cause
+    detail = summary(event.error.message) if event.error else event.cause
     if event.code == 0 and turn.policy.managed:
         detail = "exited with code 0 before the job was done"
     fingerprint = event.fingerprint or event.cause
     if worker.slot in turn.my_ranks():
         call_broken(turn, "exit", detail, (worker.slot,), step=worker.step, fingerprint=fingerprint, error=event.error)
         return
+    workers = turn.agent.workers
+    if any(w.crashes >= workers[worker.slot].crashes for s, w in workers.items() if s != worker.slot):
+        return  # what one worker of a node meets before the first step, all of them do: that is one failure
     record = broken_record(
         turn,
         turn.agent.generation.number if turn.agent.generation else 0,

@@ -70,6 +70,7 @@ def take(turn: Turn, event: Event) -> None:
             if at_step > turn.agent.step or generation > turn.agent.settled:
                 turn.change(stepped_at_s=turn.now_s)
             turn.change(step=at_step, step_s=step_s, settled=max(turn.agent.settled, generation))
+            _forgive(turn)  # it comes in a tick's place
         case Drain(reason, deadline_s):
             turn.change(draining=reason, drain_deadline_s=deadline_s, drain_saved=0)
         case Undrain():

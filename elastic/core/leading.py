@@ -7,7 +7,7 @@ import math
 from .effects import Publish, PutPhase, SaveNow
 from .membership import AS_IT_SHOULD_BE, Change, Wait, bereft, cut_off, leader, next_generation, unreached
 from .records import Phase
-from .restarts import backoff_s, in_vain
+from .restarts import backoff_s, in_vain, summary
 from .turn import Turn
 
 LEAD_S = 0.25
@@ -75,6 +75,7 @@ def _verdict(turn: Turn) -> Change | Wait:
         in_place=turn.policy.managed,
         min_reached_for_s=turn.now_s - reached if reached is not None else 0.0,
         blind=blind,
+        former=agent.former,
     )
     if verdict == AS_IT_SHOULD_BE:
         turn.change(fine=(same, equal))
@@ -143,6 +144,8 @@ def _wait(turn: Turn, verdict: Wait) -> None:
     view, reason = turn.agent.view, verdict.reason
     if turn.agent.draining and verdict.below_min and not turn.policy.spec.checkpoint.dir:
         reason += "; the job has no checkpoint.dir, so its state would be lost"
+    if turn.agent.generation is None and view.state.error is not None:
+        reason += f"; the newest failure, on {view.state.error.node}: {summary(view.state.error.message)}"
     turn.change(reason="" if verdict.fine else reason, below_min=verdict.below_min)
     if verdict.below_min and any(m.record.draining for m in view.members.values()):
         # The one who leaves may not hold rank 0, and only rank 0 hears this.

@@ -267,6 +267,7 @@ def next_generation(
     min_reached_for_s: float,
     blind: bool = False,
     in_place: bool = True,
+    former: GenerationRecord | None = None,
 ) -> Change | Wait:
     """What should follow `current`.
 
@@ -275,6 +276,7 @@ def next_generation(
     min_reached_for_s: how long enough members have been there (first forming only).
     in_place: workers survive a re-formation; without it they are started anew, and their steps are not known.
     blind: etcd was away; who is absent may be about to come back.
+    former: the newest one before `current` that has committed a step, if it is known.
     """
     alive = living(view, dead)
     cut = cut_off(view, dead, current)
@@ -302,7 +304,7 @@ def next_generation(
             return Wait(f"etcd was away: {', '.join(absent)} may not have come back yet")
         chosen = _choose(current, inside, limits.max_nodes)
         reached = {node: m for node, m in alive.items() if node not in cut}
-        chosen = _with_witness(current, chosen, reached, broken)
+        chosen = _with_witness(current, chosen, reached, broken, former)
         why = _why(view, broken, missing, cut)
         if len(chosen) < limits.min_nodes:
             return Wait(f"{why}; {len(chosen)} of at least {limits.min_nodes} nodes are there", below_min=True)
@@ -373,9 +375,25 @@ def bereft(current: GenerationRecord, node: str, broken: BrokenRecord | None) ->
 
 
 def _with_witness(
-    current: GenerationRecord, chosen: list[Member], alive: Mapping[str, Member], broken: BrokenRecord | None
+    current: GenerationRecord,
+    chosen: list[Member],
+    alive: Mapping[str, Member],
+    broken: BrokenRecord | None,
+    former: GenerationRecord | None = None,
 ) -> list[Member]:
-    """`chosen`, and if none of them holds the job's state, one who does: it hands it over before it leaves."""
+    """`chosen`, and if none of them holds the job's state, one who does: it hands it over before it leaves. When all
+    of `current` are lost, that is one who was in the `former` generation and not in this one."""
+    holders = _holders(current, alive, broken)
+    if not holders and former is not None:
+        since = {p.node for p in current.places}
+        holders = [node for node in _holders(former, alive, None) if node not in since]
+    if not holders or not chosen or any(m.record.node in holders for m in chosen):
+        return chosen
+    return [alive[holders[0]], *chosen]
+
+
+def _holders(formed: GenerationRecord, alive: Mapping[str, Member], broken: BrokenRecord | None) -> list[str]:
+    """Nodes of `formed` on which a worker of it lives on, as far as one can tell."""
 
     def holds(place: Place) -> bool:
         member = alive.get(place.node)
@@ -386,10 +404,7 @@ def _with_witness(
             and any(s in member.record.ready and s not in lost for s in place.slots)
         )
 
-    holders = [p.node for p in current.places if holds(p)]
-    if not holders or not chosen or any(m.record.node in holders for m in chosen):
-        return chosen
-    return [alive[holders[0]], *chosen]
+    return [p.node for p in formed.places if holds(p)]
 
 
 def arrange(current: GenerationRecord | None, chosen: list[Member], lost: set[tuple[str, int]]) -> tuple[Place, ...]:

@@ -71,6 +71,8 @@ class Agent:
     connected: bool = False
     generation: GenerationRecord | None = None
     """The newest this agent knows; outlives etcd."""
+    former: GenerationRecord | None = None
+    """The newest before it in which a local worker has committed a step."""
     ranks: tuple[GenerationRecord | None, Mapping[int, int]] = (None, MappingProxyType({}))
     """slot -> rank of our workers in that generation: see `Turn.my_ranks`."""
     broken: int = 0

@@ -59,9 +59,8 @@ def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float
     )
     alike = sum(1 for f in recent if (f.fingerprint, f.step) == (failure.fingerprint, failure.step))
     if broken.error is not None and alike >= rules.same_failure:
-        return _stop(
-            charged, wall_s, f"crash loop: the same failure at step {failure.step}, {alike} times: {broken.detail}"
-        )
+        where = f"at step {failure.step}" if failure.step else "before the first step"
+        return _stop(charged, wall_s, f"crash loop: the same failure {where}, {alike} times: {broken.detail}")
     if len(recent) > rules.budget:
         return _stop(
             charged,
@@ -70,6 +69,11 @@ def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float
             f"the last: {broken.detail}",
         )
     return Verdict(charged)
+
+
+def summary(message: str) -> str:
+    """The line of an exception's message that names it: the first that says anything."""
+    return next((line.strip() for line in message.splitlines() if line.strip()), message)
 
 
 def _stop(state: JobState, wall_s: float, reason: str) -> Verdict:

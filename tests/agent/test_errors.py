@@ -30,7 +30,7 @@ def test_without_one_the_log_says_why(tmp_path: Path) -> None:
         Exited(5, 4, None, 3, str(tmp_path / "absent"), str(log)), node="n", slot=0, rank=0, step=3
     )
     assert error is not None
-    assert error.message == fingerprint == "exit code 4"
+    assert (error.message, fingerprint) == ("exit code 4: last words", "exit code 4")
     assert error.traceback.endswith("last words\n")
     assert len(error.traceback) == 4000
 

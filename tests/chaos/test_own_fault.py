@@ -44,3 +44,43 @@ def test_the_same_exception_at_the_same_step_stops_the_job() -> None:
         assert row["error"]["rank"] == 1
         assert row["restarts"] == 3
         cluster.workers_gone()
+
+
+SETUP = """
+import os, pathlib
+import elastic, torch
+import torch.nn.functional as F
+
+def setup(job):
+    tries = pathlib.Path(os.environ["RECORD_DIR"]) / f"tries.{os.environ['LOCAL_RANK']}"
+    with tries.open("a") as file:
+        file.write("x")
+    if tries.stat().st_size <= int(os.environ["FAILS"]):
+        raise LookupError("no such data set")
+    model = torch.nn.Linear(1, 1)
+    return elastic.State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+def train(job, state):
+    while state.step < 3:
+        job.commit(state)
+
+elastic.run(setup, train)
+"""
+
+
+def test_a_set_up_that_fails_in_all_workers_of_a_node_is_one_failure() -> None:
+    with Cluster(nodes=1, slots=3) as cluster:
+        script = pathlib.Path(cluster.folder) / "setup.py"
+        script.write_text(SETUP)
+        rules = {"backoff_s": 0.1, "same_failure": 3}
+        job = cluster.submit(script=str(script), restarts=rules, env={"FAILS": "2"})
+        job.wait_over()
+        assert job.row()["restarts"] == 2
+        job = cluster.submit("hopeless", script=str(script), restarts=rules, env={"FAILS": "100"})
+        job.wait_over("failed")
+        row = job.row()
+        assert row["reason"] == (
+            "crash loop: the same failure before the first step, 3 times: LookupError: no such data set"
+        )
+        assert row["restarts"] == 3
+        cluster.workers_gone()

@@ -41,6 +41,7 @@ def decide(
     reached_s: float = 0.0,
     blind: bool = False,
     in_place: bool = True,
+    former: GenerationRecord | None = None,
 ) -> Change | Wait:
     return next_generation(
         picture,
@@ -52,6 +53,7 @@ def decide(
         min_reached_for_s=reached_s,
         blind=blind,
         in_place=in_place,
+        former=former,
     )
 
 
@@ -260,6 +262,17 @@ def test_the_only_holder_of_the_state_stays_to_hand_it_over() -> None:
     one = generation(4, [place("a")])
     picture = view(member("a", 1, draining="off"), member("x", 9))
     assert nodes(decide(picture, one, steps_advance=True, limits=Limits(1, 1, 0.0))) == ["a", "x"]
+
+
+def test_when_all_are_lost_before_their_first_step_who_was_left_out_hands_its_state_over() -> None:
+    current = generation(5, [place("b")])
+    picture = view(*ALL[:2], formed=current, failed=broken(5, "b", 0), avoid=("a",))
+    assert nodes(decide(picture, current, settled=False, former=generation(4, [place("b"), place("a")]))) == ["a", "b"]
+    restarted = generation(4, [place("b"), place("a", life=7)])
+    assert nodes(decide(picture, current, settled=False, former=restarted)) == ["b"]
+    partly = view(member("a", 1), member("b", 2, ready=(0, 1)), failed=broken(5, "b", 0), avoid=("a",))
+    both = generation(5, [place("b", 0, 1)])
+    assert nodes(decide(partly, both, settled=False, former=ABC)) == ["b"]
 
 
 def test_a_holder_whose_workers_died_has_nothing_to_hand_over() -> None:

@@ -52,7 +52,7 @@ from elastic.core.events import (
 )
 from elastic.core.membership import JobView, Limits
 from elastic.core.model import Agent, Policy, Stage
-from elastic.core.records import GenerationRecord, Phase, WorkerError
+from elastic.core.records import GenerationRecord, JobState, Phase, WorkerError
 from elastic.core.recovery import step
 from elastic.core.spec import Checkpoint, JobSpec
 from elastic.core.timeouts import Timeouts
@@ -224,6 +224,37 @@ def test_who_cannot_even_start_is_charged_outside_any_generation() -> None:
     effect = machine.take(WorkerExited(0, 1, "exit code 1", 1, error, "ImportError at train.py:1"))[0]
     assert isinstance(effect, ChargeFailure)
     assert (effect.record.generation, effect.record.detail) == (0, "ImportError: numpyy")
+
+
+def test_what_all_workers_of_a_node_meet_in_their_setup_is_one_failure_a_round() -> None:
+    machine = Machine()
+    machine.take(Start(), Joined())
+    charged = []
+    for _ in range(3):
+        for slot in (0, 1):
+            effects = machine.take(WorkerExited(slot, machine.life(slot), "exit code 1", 1))
+            charged.append([type(e) for e in effects if isinstance(e, ChargeFailure)])
+        machine.wait(SPEC.restarts.backoff_max_s)
+    assert charged == [[ChargeFailure], []] * 3
+    machine.take(*(WorkerReady(1, machine.life(1)) for _ in range(2)))
+    assert ChargeFailure in kinds(machine.take(WorkerExited(0, machine.life(0), "exit code 1", 1)))
+
+
+def test_while_a_job_cannot_begin_it_is_said_why() -> None:
+    machine = Machine()
+    machine.take(Start(), Joined())
+    error = WorkerError(node="b", slot=0, rank=-1, message="\nValueError: two\nlines")
+    picture = view(member("a", 1, ready=()), spec=SPEC)
+    machine.see(dataclasses.replace(picture, state=JobState(error=error)))
+    assert machine.agent.reason == "0 of at least 1 nodes are ready; the newest failure, on b: ValueError: two"
+
+
+def test_the_former_generation_is_the_newest_before_that_has_stepped_here() -> None:
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.places)))
+    assert machine.agent.former == SECOND
+    machine.see(view(A, B, spec=SPEC, formed=generation(3, SECOND.places)))
+    assert machine.agent.former == SECOND
 
 
 def test_what_a_replaced_process_says_is_not_heard() -> None:

@@ -110,8 +110,7 @@ class Judge:
             return True
         if cluster.clock.now_s - self._leaseless[node.name] < REJOIN_S:
             return True
-        leaves = node.agent.draining is not None or node.agent.leaving is not None
-        return leaves or node.name in cluster.state().avoid or cluster.scaled
+        return node.agent.draining is not None or node.agent.leaving is not None or cluster.scaled
 
     def committed(self, group: Group) -> None:
         """A step is committed on some rank of `group`."""

@@ -31,6 +31,8 @@ MUTANTS = (
            "restarted = member is not None and member.record.incarnation != place.incarnation", "restarted = False"),
     Mutant("nobody who holds the state stays for the hand-over", "core.membership",
            "return [alive[holders[0]], *chosen]", "return chosen"),
+    Mutant("who was set aside is not asked for the state", "core.leading",
+           "former=agent.former", "former=None"),
     Mutant("absence right after a wipe proves death", "core.membership",
            "if absent and blind:", "if False:"),
     Mutant("what etcd has lost is not written back", "core.announce",
