@@ -84,6 +84,8 @@ class Loop:
         self._gauge = status.Gauge()
         self._trimmer = Trimmer(self._spec.log_limit_mb)
         self._orders = AgentOrders()
+        self._orders_file = Path(config.agent_dir, "orders.json")
+        self._orders_version = (0, 0, 0)
         self._status_due_s = self._progress_due_s = 0.0
         self._ended: Leave | None = None
         self._terminating = False
@@ -214,15 +216,15 @@ class Loop:
     def _on_tick(self, now_s: float) -> None:
         for happening in self.pool.tick():
             self._happened(happening)
-        self.pool.reap()
         self.saver.answer()
-        self._watchman.look(self.agent, now_s)
+        progress = self._watchman.look(self.agent, now_s)
         self._read_orders()
         if self._terminating and self.agent.draining is None:
             self._turn(Drain("the agent was told to end", now_s + self._spec.stop_grace_s))
-        self._turn(Tick())
+        self._turn(progress or Tick())
         if now_s >= self._status_due_s:
             self._status_due_s = now_s + STATUS_S
+            self.pool.reap()
             self._gauge.mark(self.agent.step, now_s)
             for process in self.pool.processes.values():
                 self._trimmer.trim(process.log_file)
@@ -295,7 +297,12 @@ class Loop:
 
     def _read_orders(self) -> None:
         try:
-            orders = msgspec.json.decode(Path(self.config.agent_dir, "orders.json").read_bytes(), type=AgentOrders)
+            written = os.stat(self._orders_file)
+            version = (written.st_ino, written.st_mtime_ns, written.st_size)
+            if version == self._orders_version:
+                return
+            orders = msgspec.json.decode(self._orders_file.read_bytes(), type=AgentOrders)
+            self._orders_version = version
         except FileNotFoundError:
             return
         except (msgspec.MsgspecError, OSError) as error:

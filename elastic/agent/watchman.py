@@ -51,7 +51,8 @@ class Watchman:
         self._excused: dict[int, float] = {}
         """Life -> until when its stack, which shows it waiting for other ranks, need not be looked at again."""
 
-    def look(self, agent: Agent, now_s: float) -> None:
+    def look(self, agent: Agent, now_s: float) -> Progress | None:
+        """The steps that were committed since the last look, if any."""
         if now_s - self._looked_s > STOPPED_S and self._looked_s:
             # We were stopped ourselves, and with us perhaps the whole node: nobody could beat.
             self._amnesty_s = now_s + self.rules.floor_s
@@ -69,6 +70,8 @@ class Watchman:
                 continue
             if worker.stage in (Stage.LEAVING, Stage.YIELDING) and now_s < beat.quiet_until_s:
                 self.post(StillBusy(worker.slot, worker.life))
+            if now_s - beat.beat_at_s < min(self.rules.floor_s, self.rules.ceiling_s):
+                continue  # nobody is sick so soon, whatever state its process is in
             state = _process_state(process.pid)
             if now_s < self._amnesty_s or (not agent.policy.managed and state != STOPPED_STATE):
                 continue  # a script without elastic never beats
@@ -77,22 +80,23 @@ class Watchman:
                 # Who waits for others is looked at again when its silence has doubled: a look holds it up.
                 again_s = now_s + min(self.rules.ceiling_s, now_s - beat.beat_at_s)
                 self._accuse(process, beats, agent, sick.evidence, again_s)
-        self._report_progress(agent, beats)
+        return self._progress(agent, beats)
 
-    def _report_progress(self, agent: Agent, beats: Mapping[int, Beat]) -> None:
+    def _progress(self, agent: Agent, beats: Mapping[int, Beat]) -> Progress | None:
         running = [
             beats[w.life]
             for w in agent.workers.values()
             if w.life in beats and w.stage in (Stage.RUNNING, Stage.YIELDING) and beats[w.life].step_s > 0
         ]
         if not running:
-            return
+            return None
         newest = max(running, key=lambda beat: (beat.committed_in, beat.step))
         seen = (newest.committed_in, newest.step)
-        if seen > self._seen:
-            self._seen = seen
-            self._step_times.append(newest.step_s)  # one long step must not stretch everybody's patience
-            self.post(Progress(newest.committed_in, newest.step, statistics.median(self._step_times)))
+        if seen <= self._seen:
+            return None
+        self._seen = seen
+        self._step_times.append(newest.step_s)  # one long step must not stretch everybody's patience
+        return Progress(newest.committed_in, newest.step, statistics.median(self._step_times))
 
     def _accuse(self, process: Process, beats: Mapping[int, Beat], agent: Agent, evidence: str, again_s: float) -> None:
         self._accused.add(process.life)
