@@ -9,6 +9,7 @@ other ranks, the forming itself, or a collective. What then comes out of torch i
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import socket
 import sys
@@ -41,6 +42,9 @@ CONNECT_TRY_S = 2.0
 DIAL_LOOK_S = 0.02
 """How often the wait for the store's connection looks whether it is still wanted, and its pause between tries."""
 
+RESOLVE_AGAIN_S = 0.5
+"""Pause between look-ups of the store's host that failed."""
+
 OLDEST_NCCL = (2, 26, 2)
 """Older ones can dead-lock in the abort of a communicator."""
 
@@ -64,7 +68,8 @@ class Group:
         timeout_s: float = 600.0,
         form_timeout_s: float = 60.0,
     ) -> None:
-        """`timeout_s`: of collectives, and of the wait for all ranks; `form_timeout_s`: once all have arrived."""
+        """`timeout_s`: of collectives, and of the wait for all ranks; `form_timeout_s`: to reach the store, and
+        then again once all have arrived."""
         self.backend = backend
         self.rank = rank
         self.world = world
@@ -161,7 +166,8 @@ class Group:
 
     def _arrive(self, interrupted: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + self._timeout_s
-        client = self._connect(deadline_s, interrupted)
+        # The store stands before its generation is published: who cannot get there does not keep the others waiting.
+        client = self._connect(min(self._timeout_s, self._form_timeout_s), interrupted)
         store = PrefixStore(f"g{self.generation}", client)
         if store.add("arrived", 1) == self.world:
             store.set("all", "1")
@@ -174,24 +180,49 @@ class Group:
             raise FormError(f"only {arrived} of {self.world} ranks came within {self._timeout_s:g} s") from error
         self._store = store
 
-    def _connect(self, deadline_s: float, interrupted: Callable[[], bool]) -> TCPStore:
-        """A client of the store. Torch's constructor cannot be interrupted, so a thread of its own dials."""
+    def _connect(self, within_s: float, interrupted: Callable[[], bool]) -> TCPStore:
+        """A client of the store. Neither a look-up of its host's name nor torch's constructor can be interrupted, so
+        threads of their own ask and dial: two, since the one that dials must not have asked before (`without_dns`)."""
         host, port = self._endpoint
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        self._store_addresses = {address[:2] for *_, address in found}
+        deadline_s = time.monotonic() + within_s
+        found: list[Any] = []
         box: list[TCPStore] = []
+        self._aside("elastic-resolve", self._resolve, (deadline_s, found), deadline_s, interrupted)
+        if not found:
+            raise FormError(
+                f"{host}, which has the store, was not found within {within_s:g} s: name or service unknown"
+            )
+        self._store_addresses = {address[:2] for *_, address in found}
         addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
-        dialled = threading.Thread(
-            target=self._dial, args=[addresses, deadline_s, box], name="elastic-dial", daemon=True
-        )
-        dialled.start()
-        while dialled.is_alive():
-            dialled.join(DIAL_LOOK_S)
+        self._aside("elastic-dial", self._dial, (addresses, deadline_s, box), math.inf, interrupted)
+        if not box:
+            raise FormError(f"no store at {host}:{port} within {within_s:g} s")
+        return box[0]
+
+    def _aside(
+        self,
+        name: str,
+        work: Callable[..., None],
+        args: tuple[Any, ...],
+        until_s: float,
+        interrupted: Callable[[], bool],
+    ) -> None:
+        thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+        thread.start()
+        while thread.is_alive() and time.monotonic() < until_s:
+            thread.join(DIAL_LOOK_S)
             self._stop_if(interrupted)
         self._stop_if(interrupted)
-        if not box:
-            raise FormError(f"no store at {host}:{port} within {self._timeout_s:g} s")
-        return box[0]
+
+    def _resolve(self, deadline_s: float, found: list[Any]) -> None:
+        """A name server that does not answer now costs this generation at most, not the process and its state."""
+        while not self._aborted.is_set() and time.monotonic() < deadline_s:
+            try:
+                found += socket.getaddrinfo(*self._endpoint, type=socket.SOCK_STREAM)
+            except (OSError, UnicodeError):
+                self._aborted.wait(RESOLVE_AGAIN_S)
+            else:
+                return
 
     def _dial(self, addresses: list[str], deadline_s: float, box: list[TCPStore]) -> None:
         turn = itertools.cycle(addresses)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import pathlib
+import socket
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.worker import group
-from elastic.worker.errors import LetGoError, is_communication_error
+from elastic.worker.errors import FormError, LetGoError, is_communication_error
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 TORCH = pathlib.Path(torch.__file__).parent
@@ -75,3 +78,57 @@ def test_torchruns_error_handling_is_turned_off(monkeypatch: pytest.MonkeyPatch)
         group.prepare_nccl()
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     group.prepare_nccl()
+
+
+def unknown_host(timeout_s: float) -> group.Group:
+    return group.Group(
+        backend="gloo",
+        rank=0,
+        world=2,
+        store_host="node7.invalid",
+        store_port=2222,
+        generation=3,
+        timeout_s=60.0,
+        form_timeout_s=timeout_s,
+    )
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], Any]) -> list[str]:
+    """`answer` takes the place of the name servers."""
+    names: list[str] = []
+
+    def getaddrinfo(host: str, port: int, **_: Any) -> Any:
+        names.append(host)
+        return answer()
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(group, "RESOLVE_AGAIN_S", 0.001)
+    return names
+
+
+def not_known() -> Any:
+    raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+
+def test_a_name_server_that_fails_costs_the_generation_and_not_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = asked(monkeypatch, not_known)
+    with pytest.raises(FormError, match=r"node7[.]invalid, which has the store, was not found"):
+        unknown_host(0.2).form()
+    assert len(names) > 1
+
+
+def test_a_look_up_that_hangs_can_be_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+    asking = threading.Event()
+
+    def hang() -> Any:
+        asking.set()
+        end.wait(60)
+        return []
+
+    asked(monkeypatch, hang)
+    try:
+        with pytest.raises(LetGoError):
+            unknown_host(60.0).form(asking.is_set)
+    finally:
+        end.set()
