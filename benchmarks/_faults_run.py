@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 sys.path.insert(0, os.fspath(pathlib.Path(__file__).resolve().parents[1] / "tests"))
+from _harness import wait_for
 from chaos.harness import Cluster, Job, Node
 from chaos.harness import now_s as now_s
-from harness import wait_for
 from support.history import Commit, History
 from support.procs import alive, state
 

@@ -9,7 +9,7 @@ import statistics
 
 import recovery
 from _faults_run import Plan, Result, now_s, reachable
-from harness import BIN, Processes, Record, free_port, spread, wait_for, workplace
+from _harness import BIN, Processes, Record, free_port, spread, wait_for, workplace
 
 
 def torchrun(plan: Plan, dice: random.Random) -> Result:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, os.fspath(pathlib.Path(__file__).resolve().parent))
-from harness import Recorder
+from _harness import Recorder
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--record", required=True)

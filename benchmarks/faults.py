@@ -36,8 +36,8 @@ from _faults_run import (
     stopped,
 )
 from _faults_torchrun import torchrun
+from _harness import TooLate, machine, spread, wait_for
 from chaos.harness import Node
-from harness import TooLate, machine, spread, wait_for
 from support import machine as able
 from support.api import ApiError
 from support.procs import alive, kill

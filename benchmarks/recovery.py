@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness import (
+from _harness import (
     BIN,
     HERE,
     Node,

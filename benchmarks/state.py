@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 
-from harness import machine
+from _harness import machine
 
 HERE = pathlib.Path(__file__).parent
 PARTS = {
