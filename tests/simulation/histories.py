@@ -81,6 +81,7 @@ def draw(seed: int) -> History:
         standby=rng.choice((0, 0, 0, 1)),
         shrink=rng.random() < 0.25,
         checkpoint_every=rng.choice((0, 0, 7)),
+        save_s=random.Random(f"save {seed}").choice((0.05, 0.05, 4.0)),
         setup_s=rng.choice((0.2, 1.0, 3.0)),
         drift=rng.choice((0.0, 0.05, 0.2)),
     )
