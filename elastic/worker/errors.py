@@ -22,7 +22,7 @@ class FormError(Exception):
 _SAYS_IT_FAILED = re.compile(
     r"gloo/|Gloo |NCCL|nccl|Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed"
     r"|Connection refused|[Tt]imed out waiting|process group has been aborted|communicator was aborted"
-    r"|Default process group has not been initialized"
+    r"|Default process group has not been initialized|failed to pass monitoredBarrier"
 )
 _NAMES_ITSELF = re.compile(r"gloo/|Gloo |NCCL|ProcessGroup|process group has been aborted|communicator was aborted")
 

@@ -38,6 +38,8 @@ def caught(source: str, place: str, **names: Any) -> Exception:
         caught("raise RuntimeError(said)", str(TORCH / "autograd/graph.py"), said=GLOO),
         caught("raise ValueError(said)", str(TORCH / "distributed/distributed_c10d.py"),
                said="Default process group has not been initialized, please make sure to call init_process_group."),
+        caught("raise RuntimeError(said)", str(TORCH / "distributed/distributed_c10d.py"),
+               said="[Rank 0]: Ranks 2 failed to pass monitoredBarrier in 5000 ms"),  # with wait_all_ranks
         caught("device(said)", "train.py", device=torch.device, said="gloo/pair.cc: closed"),
     ],
 )  # fmt: skip
