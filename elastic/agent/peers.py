@@ -1,7 +1,8 @@
 """Lines to other agents: an idle TCP connection each way that tells of a death within milliseconds, and of a cut within
 seconds.
 
-A closed line proves nothing yet. A refused connection to the port that a living agent listens on does, and so does
+A closed line proves nothing yet. A refused connection to the port that a living agent listens on does (until the
+agent proves that it lives: a fire wall may refuse as well, so who is still watched is called again), and so does
 another agent answering there. Silence proves no death: after a line that went silent and several calls in a row that
 got no answer, the peer cannot be reached from here, and until a line to it has held for a while again. It is the
 kernel over there that answers, so neither a frozen process nor a busy host is taken for a cut.
@@ -62,6 +63,8 @@ class _Line:
     misses: int = 0
     """Calls in a row that got no answer."""
     unreachable: bool = False
+    refused_us: bool = False
+    """Called dead. Who goes on watching it knows better, and wants to hear when it answers."""
     falls: int = 0
     """How often it could not be reached any more."""
     reached_at_s: float = 0.0
@@ -73,7 +76,11 @@ class _Line:
 
     @property
     def hold_s(self) -> float:
-        return float(min(HOLD_S * 2 ** (self.falls - 1), HOLD_MAX_S))
+        return float(min(HOLD_S * 2 ** max(0, self.falls - 1), HOLD_MAX_S))
+
+    @property
+    def doubted(self) -> bool:
+        return self.unreachable or self.refused_us
 
 
 def _unheard(node: str, incarnation: str, evidence: str) -> None:
@@ -137,7 +144,7 @@ class Peers:
     def _run(self) -> None:
         while not self._stopping:
             self._reconcile()
-            due = [line.deadline_s for line in self._lines.values() if not line.connected or line.unreachable]
+            due = [line.deadline_s for line in self._lines.values() if not line.connected or line.doubted]
             if self._deaf_until_s is not None:
                 due.append(self._deaf_until_s)
             timeout = min(max(0.0, min(due) - time.monotonic()), RETRY_S) if due else None
@@ -178,7 +185,7 @@ class Peers:
             if line.sock is None:
                 self._connect(line)
             elif line.connected:
-                if line.unreachable:
+                if line.doubted:
                     self._reached(line)
             elif _answered(line.sock):
                 self._ready(line)  # we come late, not the answer
@@ -250,6 +257,7 @@ class Peers:
             return
         if line.refused:
             self._dead(line, f"connection to {line.address[0]}:{line.address[1]} refused")
+            line.refused_us, line.deadline_s = True, time.monotonic() + RETRY_S
             return
         if line.silent:
             line.misses += 1
@@ -269,7 +277,7 @@ class Peers:
         self._on_reach(*line.id, evidence)
 
     def _reached(self, line: _Line) -> None:
-        line.unreachable = False
+        line.unreachable = line.refused_us = False
         line.reached_at_s = time.monotonic()
         log.info("peer.reachable", node=line.id[0])
         self._on_reach(*line.id, "")

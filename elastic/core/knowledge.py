@@ -55,6 +55,8 @@ def take(turn: Turn, event: Event) -> None:
         case PublishFailed(number):
             if turn.agent.publishing == number:
                 turn.change(publishing=0)
+        case PeerDead(node, incarnation) if (node, incarnation) in turn.agent.undead:
+            _unreachable(turn, node, incarnation)
         case PeerDead(node, incarnation):
             turn.change(
                 dead=turn.agent.dead | {(node, incarnation)},
@@ -62,10 +64,10 @@ def take(turn: Turn, event: Event) -> None:
                 unreachable=turn.agent.unreachable - {(node, incarnation)},
             )
         case PeerUnreachable(node, incarnation):
-            if (member := turn.agent.view.members.get(node)) and member.id == (node, incarnation):
-                turn.change(unreachable=turn.agent.unreachable | {member.id})
+            _unreachable(turn, node, incarnation)
         case PeerReachable(node, incarnation):
-            turn.change(unreachable=turn.agent.unreachable - {(node, incarnation)})
+            peer = {(node, incarnation)}
+            turn.change(unreachable=turn.agent.unreachable - peer, undead=turn.agent.undead - peer)
         case Progress(generation, at_step, step_s):
             if at_step > turn.agent.step or generation > turn.agent.settled:
                 turn.change(stepped_at_s=turn.now_s)
@@ -97,7 +99,26 @@ def _forgive(turn: Turn) -> None:
     standing = {m.id for m in agent.view.members.values()}
     alive = {d for d in agent.dead & standing if turn.now_s - agent.dead_since_s.get(d, turn.now_s) > limit_s}
     if alive:
-        turn.change(dead=agent.dead - alive)
+        turn.change(dead=agent.dead - alive, undead=agent.undead | alive)
+
+
+def _unreachable(turn: Turn, node: str, incarnation: str) -> None:
+    if (member := turn.agent.view.members.get(node)) and member.id == (node, incarnation):
+        turn.change(unreachable=turn.agent.unreachable | {member.id})
+
+
+def _revive(turn: Turn) -> None:
+    """Who is called dead here, and has just gone on without us, lives: a fire wall that refuses looks like a death
+    from both its sides. Each would go on alone for ever, over the other's steps; as a complaint all decide it alike."""
+    agent, formed, held = turn.agent, turn.agent.view.generation, turn.agent.generation
+    if not agent.dead or formed is None or held is None or formed.number <= held.number:
+        return
+    me, publisher = (turn.policy.node, turn.policy.incarnation), agent.view.members.get(formed.leader)
+    if publisher is None or publisher.id not in agent.dead:
+        return
+    if held.place(*me) is not None and formed.place(*me) is None and formed.place(*publisher.id) is not None:
+        peer = {publisher.id}
+        turn.change(dead=agent.dead - peer, undead=agent.undead | peer, unreachable=agent.unreachable | peer)
 
 
 def _take_from_worker(turn: Turn, event: WorkerEvent) -> None:
@@ -160,6 +181,9 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
     if before.unreachable:
         there = {node: m.id for node, m in view.members.items()}
         turn.change(unreachable=frozenset(u for u in before.unreachable if there.get(u[0]) == u))
+    if before.undead:
+        turn.change(undead=frozenset(u for u in before.undead if (m := view.members.get(u[0])) and m.id == u))
+    _revive(turn)
     if view.disputes - before.view.disputes:
         turn.change(disputed_s=turn.now_s)
     turn.change(state=view.state if view.state_revision else before.state, spec=view.spec or before.spec)

@@ -93,6 +93,8 @@ class Agent:
     """Since when nobody of the generation can be heard of."""
     dead: Dead = frozenset()
     dead_since_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    undead: Dead = frozenset()
+    """Called dead here, and alive all the same: what refuses our calls to them proves nothing but that it does."""
     unreachable: frozenset[tuple[str, str]] = frozenset()
     """(node, incarnation) of members whose agents do not answer us."""
     disputed_s: float = float("-inf")

@@ -319,6 +319,21 @@ def test_one_that_cannot_be_reached_may_turn_out_dead(looker: Peers, heard: Hear
     holds(heard.empty, 0.3)
 
 
+def test_who_is_called_dead_and_watched_all_the_same_is_called_again(looker: Peers, heard: Heard) -> None:
+    """A fire wall refuses too. When it does no more, whoever knew better hears of it."""
+    with socket.socket() as peer:
+        peer.bind(("127.0.0.1", 0))
+        looker.watch({("n1", "one"): peer.getsockname()})
+        for _ in range(2):
+            assert heard.get(timeout=5.0)[:2] == ("dead", "one")
+        peer.listen()
+        line, _ = peer.accept()
+        with line:
+            line.send(b"one")
+            eventually(lambda: heard.get(timeout=5.0) == ("n1", "one", ""), 5.0)
+            holds(heard.empty, 0.3)
+
+
 def test_who_looks_late_has_still_got_an_answer(heard: Heard) -> None:
     """A busy host: the call was answered in time, only not looked at. And calls that were not answered before it do not
     count any more."""
