@@ -44,8 +44,10 @@ def complaints(cluster: Cluster) -> list[tuple[str, list[str]]]:
 
 
 @netns
-@pytest.mark.parametrize("rank", [2, 0], ids=["follower", "leader"])
-def test_cut_off_from_its_peers_alone(rank: int) -> None:
+@pytest.mark.parametrize(
+    ("rank", "one_way"), [(2, False), (0, False), (2, True)], ids=["follower", "leader", "one_way"]
+)
+def test_cut_off_from_its_peers_alone(rank: int, one_way: bool) -> None:
     """Both sides reach etcd. The others go on without the one that is cut off, and take it back when it answers."""
     with Cluster(nodes=3, slots=1, network=True) as cluster:
         assert cluster.hosts is not None
@@ -56,7 +58,7 @@ def test_cut_off_from_its_peers_alone(rank: int) -> None:
         workers = set(job.workers().values())
         struck_s = now_s()
         for other in others:
-            cluster.hosts.partition(victim, other)
+            cluster.hosts.partition(victim, other, one_way=one_way)
         eventually(lambda: world(job) == 2, 60.0, "the two others go on")
         back_s = job.history.back_s(struck_s, 1)
         print(f"back {back_s:.2f} s after the cut")

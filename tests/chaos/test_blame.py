@@ -1,0 +1,101 @@
+"""Who is to blame: a job that fails too often, a node where workers die, a replica that drifted apart (G10)."""
+
+from __future__ import annotations
+
+import pytest
+from chaos.harness import Cluster, Job, Node
+from chaos.reference import undisturbed
+from support.history import final_sha256
+from support.procs import kill
+from support.wait import eventually
+
+pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
+
+
+def test_more_failures_than_the_budget_allows_stop_the_job() -> None:
+    with Cluster(nodes=2, slots=1) as cluster:
+        job = cluster.submit(steps=5000, restarts={"budget": 2, "window_s": 600.0, "backoff_s": 0.1})
+        for count, step in enumerate((15, 60, 100), start=1):
+            job.order(f"kill{count}", rank=count % 2, step=step, do="SIGKILL")
+        job.wait_over("failed")
+        for count in (1, 2, 3):
+            job.history.struck(f"kill{count}")
+        row = job.row()
+        assert row["restarts"] == 3
+        assert "3 failures within 600 s, 2 are allowed (restarts.budget)" in row["reason"]
+        assert "SIGKILL" in row["reason"]
+        cluster.workers_gone()
+
+
+def test_a_node_where_workers_die_is_set_aside_and_comes_back_when_told() -> None:
+    with Cluster(nodes=3, slots=1) as cluster:
+        job = cluster.submit(nodes="1:3", steps=100_000, pace_s=0.03, restarts={"backoff_s": 0.1})
+        job.wait_step(10)
+        bad = cluster.nodes[2]
+        for generation in (1, 2, 3):
+            mine = eventually(lambda g=generation: worker_on(job, bad, g), 40.0, f"a worker in generation {generation}")  # type: ignore[misc]
+            kill(mine)
+        eventually(lambda: world(job) == 2, 20.0, "the others go on without it")
+        row = eventually(lambda: (r := job.row())["avoid"] and r, 10.0, "status says so")
+        assert row["avoid"] == [bad.name]
+        assert row["phase"] == "running"
+        eventually(
+            lambda: not [p for p in bad.pids() if bad.daemon and p != bad.daemon.pid], 20.0, "nothing runs there"
+        )
+        assert next(n for n in cluster.api("GET", "/v1/nodes")["nodes"] if n["node"] == bad.name)["state"] == "ready"
+
+        cluster.api("POST", f"/v1/nodes/{bad.name}/uncordon", {})
+        eventually(lambda: world(job) == 3, 60.0, "it is taken back")
+        assert job.row()["avoid"] == []
+        job.stop()
+        job.check()
+
+
+def worker_on(job: Job, node: Node, generation: int) -> int:
+    """The worker on a node that has stepped in this generation; 0 while none has."""
+    mine = [c.process for c in job.history.of(generation) if c.node == node.name]
+    return int(mine[-1].rpartition(".")[2]) if mine else 0
+
+
+def world(job: Job) -> int:
+    history = job.history
+    return history.of(history.generations()[-1])[0].world
+
+
+DRIFT = """
+made = t.setup
+
+def setup(job):
+    global state
+    state = made(job)
+    return state
+
+def strike(self, fault):
+    with torch.no_grad():  # as a flipped bit in the memory of one machine
+        state.model[0].weight[3, 5] += 0.5
+
+t.setup, t.Faults.strike = setup, strike
+"""
+
+
+@pytest.mark.parametrize("policy", ["stop", "rollback"])
+def test_a_replica_that_drifted_apart_is_named(policy: str) -> None:
+    with Cluster(nodes=3, slots=1) as cluster:
+        checkpoint = {"dir": str(cluster.folder / "checkpoints"), "every_steps": 10}
+        job = cluster.submit(
+            steps=100, script=cluster.script("drift", DRIFT), fingerprint_every_steps=5, on_bad_numbers=policy,
+            checkpoint=checkpoint,
+        )  # fmt: skip
+        job.order("drift", rank=1, step=32, do="drift", place="commit")
+        if policy == "stop":
+            job.wait_over("failed")
+            said = job.row()["reason"]
+        else:
+            job.wait_over()
+            assert final_sha256(job.history) == undisturbed(3, 100)
+            (incident,) = job.incidents()
+            assert incident["kind"] == "drift"
+            assert "step 30" in incident["restored_from"]
+            said = incident["detail"]
+        job.history.struck("drift")
+        assert "drift on rank 1" in said
