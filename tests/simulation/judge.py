@@ -63,8 +63,15 @@ class Judge:
     def _generation(self, node: Node, old: GenerationRecord | None, new: GenerationRecord | None) -> None:
         if new is None or (old is not None and new.number <= old.number):
             raise Broken("generations grow", f"{node.name} goes from {old} to {new}")
-        if self.plans.setdefault(new.number, new) != new:
+        if self.plans.get(new.number, new) != new and not self._forgotten(new.number):
             raise Broken("one plan per generation", f"{node.name} has {new}, others {self.plans[new.number]}")
+
+        self.plans[new.number] = new
+
+    def _forgotten(self, number: int) -> bool:
+        """etcd was wiped, and nobody lives who knew of that generation: no step was done in it, and none can be."""
+        held = [node.agent.generation for node in self._cluster.nodes if node.agent is not None]
+        return number not in self.newest and self.plans[number] not in held
 
     def stored(self) -> None:
         """Something may have been written to etcd."""
