@@ -64,7 +64,7 @@ class _Line:
     """Calls in a row that got no answer."""
     unreachable: bool = False
     refused_us: bool = False
-    """Called dead. Who goes on watching it knows better, and wants to hear when it answers."""
+    """See `Peers._refusers`."""
     falls: int = 0
     """How often it could not be reached any more."""
     reached_at_s: float = 0.0
@@ -110,6 +110,8 @@ class Peers:
         self._lock = threading.Lock()
         self._wanted: dict[Id, tuple[str, int]] = {}
         self._lines: dict[Id, _Line] = {}
+        self._refusers: set[Id] = set()
+        """Called dead, and not heard of since: whoever looks at them again wants to hear when they answer."""
         self._inbound: set[socket.socket] = set()
         self._deaf_until_s: float | None = None
         """No descriptors are left for those who call; until then nobody is let in."""
@@ -179,7 +181,7 @@ class Peers:
             self._deaf_until_s = None
             self._selector.register(self._listener, selectors.EVENT_READ, None)
         for peer, address in wanted.items():
-            line = self._lines.setdefault(peer, _Line(peer, address))
+            line = self._lines.setdefault(peer, _Line(peer, address, refused_us=peer in self._refusers))
             if now_s < line.deadline_s:
                 continue
             if line.sock is None:
@@ -258,6 +260,7 @@ class Peers:
         if line.refused:
             self._dead(line, f"connection to {line.address[0]}:{line.address[1]} refused")
             line.refused_us, line.deadline_s = True, time.monotonic() + RETRY_S
+            self._refusers.add(line.id)
             return
         if line.silent:
             line.misses += 1
@@ -278,6 +281,7 @@ class Peers:
 
     def _reached(self, line: _Line) -> None:
         line.unreachable = line.refused_us = False
+        self._refusers.discard(line.id)
         line.reached_at_s = time.monotonic()
         log.info("peer.reachable", node=line.id[0])
         self._on_reach(*line.id, "")

@@ -319,14 +319,19 @@ def test_one_that_cannot_be_reached_may_turn_out_dead(looker: Peers, heard: Hear
     holds(heard.empty, 0.3)
 
 
-def test_who_is_called_dead_and_watched_all_the_same_is_called_again(looker: Peers, heard: Heard) -> None:
+@pytest.mark.parametrize("left", [False, True], ids=["watched", "left and taken up again"])
+def test_who_is_called_dead_and_watched_all_the_same_is_called_again(looker: Peers, heard: Heard, left: bool) -> None:
     """A fire wall refuses too. When it does no more, whoever knew better hears of it."""
     with socket.socket() as peer:
         peer.bind(("127.0.0.1", 0))
         looker.watch({("n1", "one"): peer.getsockname()})
         for _ in range(2):
             assert heard.get(timeout=5.0)[:2] == ("dead", "one")
+        if left:
+            looker.watch({})
+            eventually(lambda: not looker._lines, 5.0)
         peer.listen()
+        looker.watch({("n1", "one"): peer.getsockname()})
         line, _ = peer.accept()
         with line:
             line.send(b"one")
