@@ -54,20 +54,22 @@ def broken_record(
     detail: str,
     slots: tuple[int, ...],
     *,
+    ranks: tuple[int, ...] | None = None,
     step: int | None = None,
     fingerprint: str = "",
     error: WorkerError | None = None,
     charged: bool = True,
     rollback: bool = False,
 ) -> BrokenRecord:
-    ranks = turn.my_ranks()
+    """`ranks`: whose doing it was; by default those of `slots`, which are lost."""
+    mine = turn.my_ranks()
     return BrokenRecord(
         generation=generation,
         node=turn.policy.node,
         kind=kind,
         detail=detail,
         slots=slots,
-        ranks=tuple(ranks[s] for s in slots if s in ranks),
+        ranks=tuple(mine[s] for s in slots if s in mine) if ranks is None else ranks,
         error=error,
         fingerprint=fingerprint,
         step=step,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import messages
 from .announce import broken_record, call_broken
-from .effects import ChargeFailure, Tell
+from .effects import ChargeFailure
 from .events import WorkerExited
 from .model import Stage, Worker
 from .restarts import backoff_s, summary
+from .standbys import promote
 from .turn import Turn
 
 
@@ -30,7 +30,7 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     crashes = worker.crashes + (0 if expected else 1)
     pause = backoff_s(crashes, turn.policy.spec.restarts, turn.jitter)
     turn.move(worker, Stage.GONE, turn.now_s + pause, crashes=crashes)
-    _promote(turn, worker.slot)
+    promote(turn, worker.slot)
     if not expected:
         _report_exit(turn, worker, event)
     elif turn.policy.shrink and worker.slot in turn.my_ranks() and not turn.is_broken():
@@ -68,17 +68,3 @@ def _report_exit(turn: Turn, worker: Worker, event: WorkerExited) -> None:
         error=event.error,
     )
     turn.do(ChargeFailure(record))
-
-
-def _promote(turn: Turn, slot: int) -> None:
-    """A ready standby takes the place of the dead."""
-    standby = next((w for w in turn.agent.standbys if w.stage is Stage.READY), None)
-    if standby is None or turn.is_over():
-        return
-    rest = tuple(
-        replace(w, life=0, stage=Stage.GONE, deadline_s=turn.now_s) if w is standby else w for w in turn.agent.standbys
-    )
-    turn.change(standbys=rest)
-    crashes = turn.agent.workers[slot].crashes
-    turn.put(replace(standby, slot=slot, since_s=turn.now_s, crashes=crashes))
-    turn.do(Tell(slot, standby.life, messages.Assign(slot=slot)))

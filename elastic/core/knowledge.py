@@ -222,9 +222,11 @@ def _bad_numbers(turn: Turn, worker: Worker, event: NumbersBad) -> None:
         return
     ranks = ", ".join(map(str, event.ranks)) or "?"
     detail = f"{event.kind} on rank {ranks} at step {event.step}: {event.detail}"
-    if mode == "stop":
-        if turn.agent.view.state.phase is Phase.RUNNING:
-            turn.do(PutPhase(Phase.FAILED, detail, turn.agent.view.state_revision))
-        return
+    if mode == "stop" and turn.agent.view.state.phase is Phase.RUNNING:
+        # First this, so that nobody forms another generation; then who did it, for the incident.
+        turn.do(PutPhase(Phase.FAILED, detail, turn.agent.view.state_revision))
     error = WorkerError(node=turn.policy.node, slot=worker.slot, rank=-1, message=detail, step=event.step)
-    call_broken(turn, event.kind, detail, (), step=event.step, fingerprint=event.kind, error=error, rollback=True)
+    call_broken(
+        turn, event.kind, detail, (), ranks=event.ranks, step=event.step, fingerprint=event.kind, error=error,
+        rollback=mode == "rollback",
+    )  # fmt: skip

@@ -17,8 +17,9 @@ from .knowledge import take
 from .leading import lead
 from .leaving import check_drain, check_end, leave
 from .model import Agent
+from .standbys import settle_standbys
 from .turn import Turn
-from .workers import settle_standbys, settle_worker
+from .workers import settle_worker
 
 
 def step(agent: Agent, event: Event, now_s: float, jitter: float = 0.5) -> tuple[Agent, tuple[Effect, ...]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 from . import messages
 from .effects import ForkPlain, ForkWorker, Tell
@@ -96,23 +94,3 @@ def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: Mappi
         saved_step=turn.agent.view.saved_step,
     )
     turn.do(Tell(worker.slot, worker.life, form))
-
-
-def settle_standbys(turn: Turn) -> None:
-    if not turn.policy.managed or not turn.policy.standbys:
-        return
-    if not turn.agent.standbys:
-        # Only once the real workers stand: they come first.
-        if any(w.stage in (Stage.STARTING, Stage.GONE) for w in turn.agent.workers.values()):
-            return
-        fresh = tuple(
-            Worker(slot=-1, life=0, stage=Stage.GONE, deadline_s=turn.now_s) for _ in range(turn.policy.standbys)
-        )
-        turn.change(standbys=fresh)
-    for i, standby in enumerate(turn.agent.standbys):
-        if standby.stage is Stage.GONE and turn.now_s >= standby.deadline_s:
-            life = turn.agent.lives + 1
-            started = replace(standby, life=life, stage=Stage.STARTING, since_s=turn.now_s, deadline_s=math.inf)
-            standbys = (*turn.agent.standbys[:i], started, *turn.agent.standbys[i + 1 :])
-            turn.change(lives=life, standbys=standbys)
-            turn.do(ForkWorker(-1, life, standby=True))

@@ -105,6 +105,8 @@ def test_bad_numbers_stop_the_job_by_default() -> None:
         assert state.phase is Phase.FAILED
         assert "bad loss" in state.reason
         assert "rank 1" in state.reason
+        (incident,) = eventually(job.incidents, 10.0, "it stands among the incidents")
+        assert (incident.kind, incident.ranks, incident.world_after) == ("bad loss", (1,), 0)
 
 
 def test_bad_numbers_roll_back_to_the_last_good_state(tmp_path: Path) -> None:
@@ -112,6 +114,7 @@ def test_bad_numbers_roll_back_to_the_last_good_state(tmp_path: Path) -> None:
     with Job(nodes="1:1", args={"steps": 80, "step-ms": 10, "fail": "1:45:nan"}, spec=spec) as job:
         job.wait_phase(Phase.SUCCEEDED)
         incident = next(i for i in job.incidents() if i.kind == "bad loss")
+        assert incident.ranks == (1,)
         assert "snapshot" in incident.restored_from, "all shares are in this node's memory"
         assert incident.steps_lost is not None
         assert 0 < incident.steps_lost <= 30

@@ -86,11 +86,6 @@ def test_a_standby_that_dies_is_replaced_and_charged_to_nobody() -> None:
         cluster.workers_gone()
 
 
-@pytest.mark.xfail(
-    run=False,
-    reason="not done: a standby that gets ready looks for no place; that of the dead waits for the replacement, "
-    "which began later",
-)
 def test_a_standby_overtakes_a_replacement_that_began_after_it() -> None:
     """Two deaths in a row, the second while the next standby is still in its `setup`: that one comes first."""
     with Cluster(nodes=2, slots=1) as cluster:

@@ -280,6 +280,21 @@ def test_a_ready_standby_takes_the_place_and_its_successor_is_forked() -> None:
     assert machine.life(0) == 3
 
 
+def test_a_standby_that_gets_ready_before_the_replacement_comes_first() -> None:
+    machine = running(JobSpec(name="job", script="train.py", nodes="1:2", standby=1))
+    machine.take(WorkerExited(1, machine.life(1), "signal SIGKILL"))  # the standby is still in its set-up
+    replacement = machine.life(1)
+    assert machine.agent.workers[1].stage is Stage.STARTING
+    effects = machine.take(WorkerReady(-1, 3))
+    assert Tell(1, 3, messages.Assign(slot=1)) in effects
+    assert Kill(1, replacement, "a standby was ready before it") in effects
+    assert (machine.life(1), machine.agent.workers[1].stage) == (3, Stage.READY)
+    assert ForkWorker(-1, replacement + 1, standby=True) in effects
+    before = machine.agent
+    assert machine.take(WorkerExited(1, replacement, "signal SIGKILL")) == []  # it is nobody's any more
+    assert machine.agent.workers == before.workers
+
+
 def test_a_standby_that_dies_is_charged_to_nobody() -> None:
     machine = running(JobSpec(name="job", script="train.py", nodes="1:2", standby=1))
     assert machine.take(WorkerExited(-1, 3, "exit code 1", 1)) == [ForkWorker(-1, 4, standby=True)]
@@ -516,11 +531,13 @@ def numbers(mode: str) -> list[Effect]:
 
 def test_bad_numbers_stop_the_job_or_take_it_back_or_neither() -> None:
     assert numbers("ignore") == []
-    assert numbers("stop") == [PutPhase(Phase.FAILED, "nan on rank 2 at step 9: loss is nan", 2)]
+    end, said = numbers("stop")[:2]
+    assert end == PutPhase(Phase.FAILED, "nan on rank 2 at step 9: loss is nan", 2)
+    assert isinstance(said, PutBroken)
+    assert (said.record.rollback, said.record.ranks, said.record.slots) == (False, (2,), ())
     said = numbers("rollback")[0]
     assert isinstance(said, PutBroken)
-    assert said.record.rollback
-    assert said.record.slots == ()
+    assert (said.record.rollback, said.record.ranks, said.record.slots) == (True, (2,), ())
 
 
 # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────────────

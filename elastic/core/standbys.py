@@ -1,0 +1,59 @@
+"""Standbys: processes past their set-up that have no rank yet, for whoever dies next."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from . import messages
+from .effects import ForkWorker, Kill, Tell
+from .model import Stage, Worker
+from .turn import Turn
+
+
+def promote(turn: Turn, slot: int) -> bool:
+    """A ready standby takes the place of `slot`'s process; False when there is none."""
+    standby = next((w for w in turn.agent.standbys if w.stage is Stage.READY), None)
+    if standby is None or turn.is_over():
+        return False
+    rest = tuple(
+        replace(w, life=0, stage=Stage.GONE, deadline_s=turn.now_s) if w is standby else w for w in turn.agent.standbys
+    )
+    turn.change(standbys=rest)
+    crashes = turn.agent.workers[slot].crashes
+    turn.put(replace(standby, slot=slot, since_s=turn.now_s, crashes=crashes))
+    turn.do(Tell(slot, standby.life, messages.Assign(slot=slot)))
+    return True
+
+
+def settle_standbys(turn: Turn) -> None:
+    if not turn.policy.managed or not turn.policy.standbys:
+        return
+    if not turn.agent.standbys:
+        # Only once the real workers stand: they come first.
+        if any(w.stage in (Stage.STARTING, Stage.GONE) for w in turn.agent.workers.values()):
+            return
+        fresh = tuple(
+            Worker(slot=-1, life=0, stage=Stage.GONE, deadline_s=turn.now_s) for _ in range(turn.policy.standbys)
+        )
+        turn.change(standbys=fresh)
+    _overtake(turn)
+    for i, standby in enumerate(turn.agent.standbys):
+        if standby.stage is Stage.GONE and turn.now_s >= standby.deadline_s:
+            life = turn.agent.lives + 1
+            started = replace(standby, life=life, stage=Stage.STARTING, since_s=turn.now_s, deadline_s=math.inf)
+            standbys = (*turn.agent.standbys[:i], started, *turn.agent.standbys[i + 1 :])
+            turn.change(lives=life, standbys=standbys)
+            turn.do(ForkWorker(-1, life, standby=True))
+
+
+def _overtake(turn: Turn) -> None:
+    """A standby that gets ready before the replacement of the dead comes first. The replacement is given up and not
+    kept as a standby: its set-up may already hold the device of that slot."""
+    for worker in tuple(turn.agent.workers.values()):
+        if (
+            worker.stage in (Stage.STARTING, Stage.GONE)
+            and promote(turn, worker.slot)
+            and worker.stage is not Stage.GONE
+        ):
+            turn.do(Kill(worker.slot, worker.life, "a standby was ready before it"))
