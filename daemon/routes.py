@@ -129,10 +129,10 @@ def _told(snapshot: Snapshot, job: str) -> tuple[str, ...]:
         took_s = max(incident.timeline_s.values(), default=None)
         took = f" in {took_s:.2f} s" if took_s is not None else ""
         lost = "" if incident.steps_lost is None else f", {incident.steps_lost} steps lost"
-        said.append(
-            f"{incident.kind} on {incident.node}: {incident.detail}; world {incident.world_before} → "
-            f"{incident.world_after} again{took}{lost}"
-        )
+        became = f"world {incident.world_before} → {incident.world_after} again{took}{lost}"
+        if not incident.world_after:
+            became = "the job was given up"
+        said.append(f"{incident.kind} on {incident.node}: {incident.detail}; {became}")
     return tuple(said)
 
 
