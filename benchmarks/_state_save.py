@@ -31,6 +31,10 @@ from elastic.checkpoint.read import resume
 from elastic.core.tensors import Table, TensorInfo
 
 PIECE = 16 * 2**20
+USUAL_STEPS = 3
+"""Measured before and after a save."""
+TOKENS = 32
+"""In a step: few, so that it is short. What is not copied by its end blocks the optimizer."""
 Tensors = dict[str, torch.Tensor]
 
 
@@ -51,7 +55,7 @@ def clock() -> float:
 
 
 class Job:
-    """A model of GPT's shapes with AdamW's state, and a training step's worth of other work."""
+    """A model of GPT's shapes with AdamW's state, and the work of its steps."""
 
     def __init__(self, nbytes: int) -> None:
         width = 512 if nbytes < 1e9 else 1024
@@ -66,6 +70,9 @@ class Job:
         self.moments = {
             n: {"exp_avg": torch.randn_like(p), "exp_avg_sq": torch.rand_like(p)} for n, p in self.params.items()
         }
+        self._grads = {name: torch.empty_like(p) for name, p in self.params.items() if p.dim() == 2}
+        self._inputs = {p.shape[1]: torch.randn(TOKENS, p.shape[1]) for p in self.params.values() if p.dim() == 2}
+        self._outputs = {p.shape[0]: torch.randn(TOKENS, p.shape[0]) for p in self.params.values() if p.dim() == 2}
         self._a, self._b = torch.randn(512, 1024), torch.randn(1024, 1024)
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,14 +84,34 @@ class Job:
             found |= {f"optimizer.{name}.{key}": tensor for key, tensor in moments.items()}
         return found
 
-    def step(self) -> None:
-        """Stands for forward and backward: both cores at work, for some 20 ms."""
-        for _ in range(2):
+    def forward_backward(self) -> None:
+        """The matrix products of a step over `TOKENS` tokens, gradients and all; no optimizer."""
+        weights = {name: self.params[name] for name in self._grads}
+        for weight in weights.values():
+            self._inputs[weight.shape[1]] @ weight.T
+        for name in reversed(weights):
+            given = self._outputs[weights[name].shape[0]]
+            given @ weights[name]
+            torch.mm(given.T, self._inputs[weights[name].shape[1]], out=self._grads[name])
+
+    def warm(self) -> None:
+        """Both cores at work for some 60 ms: caches and threads as training leaves them."""
+        for _ in range(6):
             self._a @ self._b
 
 
 def table_of(tensors: Tensors) -> Table:
     return tuple(TensorInfo(name, code_of(t.dtype), tuple(t.shape), nbytes_of(t)) for name, t in tensors.items())
+
+
+@dataclass(frozen=True)
+class Save:
+    """One begun in the commit of a step."""
+
+    guard: Callable[[], None]
+    """Before the optimizer of the next step: blocks until the state may be changed."""
+    done: Callable[[], bool]
+    """Whether the checkpoint is durable; not before `guard`."""
 
 
 class Ours:
@@ -101,22 +128,27 @@ class Ours:
         self.writer.start()
         self.saves = 0
 
-    def save(self) -> Callable[[], bool]:
-        """Blocks for the snapshot. What it returns says whether the checkpoint is durable."""
+    def save(self) -> Save:
         self.saves += 1
-        self.arena.fill(self.tensors).finish()
-        self.arena.seal(self.saves, 1)
-        self.writer.submit(orders.Write(directory=self.directory, step=self.saves, generation=1), self.arena)
-        self.writer.submit(
-            orders.Commit(directory=self.directory, job="j", step=self.saves, generation=1, shares=1, world=1, keep=1)
-        )
+        # As for a job: parameters and what the optimizer holds may be copied beside a forward and backward.
+        fill = self.arena.fill(self.tensors)
+
+        def guard() -> None:
+            fill.finish()
+            self.arena.seal(self.saves, 1)
+            self.writer.submit(orders.Write(directory=self.directory, step=self.saves, generation=1), self.arena)
+            self.writer.submit(
+                orders.Commit(
+                    directory=self.directory, job="j", step=self.saves, generation=1, shares=1, world=1, keep=1
+                )
+            )
 
         def done() -> bool:
             for result in self.writer.results():
                 assert result.ok, result.error
             return self.writer.waiting == 0
 
-        return done
+        return Save(guard, done)
 
     def close(self) -> None:
         self.writer.close()
@@ -186,24 +218,38 @@ def torch_save(job: Job, directory: str) -> None:
         os.fsync(file.fileno())
 
 
-def lost(job: Job, save: Callable[[], Callable[[], bool]], saves: int) -> float:
+def blocked(job: Job, save: Callable[[], Save]) -> tuple[float, float, Save]:
+    """Seconds that the training thread waits for a save: in the commit, and before the optimizer changes a byte.
+
+    Between the two a forward and backward runs; how long that took is the second number.
+    """
+    saves: list[Save] = []
+    commit_s = timed(lambda: saves.append(save()))
+    beside_s = timed(job.forward_backward)
+    return commit_s + timed(saves[0].guard), beside_s, saves[0]
+
+
+def lost(job: Job, save: Callable[[], Save], saves: int) -> float:
     """Seconds of training that one save costs: how much longer the steps take from its start until it is durable."""
-    usual = [timed(job.step) for _ in range(12)]
+    usual = [timed(job.forward_backward) for _ in range(USUAL_STEPS)]
     steps, start = 0, clock()
     for _ in range(saves):
-        done = save()
-        while not done():
-            job.step()
+        under_way = save()
+        job.forward_backward()
+        under_way.guard()
+        steps += 1
+        while not under_way.done():
+            job.forward_backward()
             steps += 1
     took = clock() - start
-    usual += [timed(job.step) for _ in range(12)]
+    usual += [timed(job.forward_backward) for _ in range(USUAL_STEPS)]
     return (took - steps * statistics.median(usual)) / saves
 
 
-def dcp_save(job: Job, directory: str) -> Callable[[], bool]:
+def dcp_save(job: Job, directory: str) -> Save:
     target = tempfile.mkdtemp(prefix="dcp-", dir=directory)
     future = dcp.async_save(job.state_dict(), checkpoint_id=target)
-    return future.done  # type: ignore[no-any-return, union-attr]
+    return Save(lambda: None, future.done)  # type: ignore[union-attr]
 
 
 def settle(directory: str, ours: Ours) -> None:
@@ -277,10 +323,9 @@ def measure_saves(
         took.setdefault(name, []).append(seconds)
 
     def rest() -> None:
-        """Then a few steps, as before every snapshot: each way finds the caches and threads that training leaves."""
+        """Then some work, as before every snapshot: each way finds the caches and threads that training leaves."""
         settle(directory, ours)
-        for _ in range(3):
-            job.step()
+        job.warm()
 
     saves = 1 if options.nbytes >= 1e9 else 3
     sources, warm = list(tensors.values()), list(spare.values())
@@ -295,12 +340,19 @@ def measure_saves(
             for to, source in zip(warm, sources, strict=True)
         ]))  # fmt: skip
         rest()
+        note("a forward and backward", timed(job.forward_backward))
+        rest()
         with extra.watch():
-            start = clock()
-            done = ours.save()
-            note("ours, blocked", clock() - start)
-            until(done, ours.writer.fileno())
-            note("ours, durable", clock() - start)
+            stall_s, beside_s, save = blocked(job, ours.save)
+            until(save.done, ours.writer.fileno())
+        note("ours, blocked", stall_s)
+        note("ours, the pass beside", beside_s)
+        rest()
+        start = clock()
+        (save := ours.save()).guard()
+        note("ours, nothing beside", clock() - start)
+        until(save.done, ours.writer.fileno())
+        note("ours, durable", clock() - start)
         rest()
         note("disk, plain", disk_limit(ours.arena, directory, reserve=False))
         rest()
@@ -310,9 +362,10 @@ def measure_saves(
         os.unlink(os.path.join(directory, "whole.pt"))
         rest()
         start = clock()
-        done = dcp_save(job, directory)
-        note("dcp.async_save, blocked", clock() - start)
-        until(done)
+        stall_s, beside_s, save = blocked(job, lambda: dcp_save(job, directory))
+        note("dcp.async_save, blocked", stall_s)
+        note("dcp.async_save, the pass beside", beside_s)
+        until(save.done)
         note("dcp.async_save, done", clock() - start)
         rest()
         note("ours, lost", lost(job, ours.save, saves))
@@ -328,7 +381,8 @@ def measure_resume(
     took: dict[str, list[float]] = {"read, cold": [], "resume, cold": [], "read, warm": [], "resume, warm": []}
     for tensor in back.values():
         tensor.zero_()
-    until(ours.save())
+    (save := ours.save()).guard()
+    until(save.done)
     settle(os.path.dirname(ours.directory), ours)
     (folder,) = (entry.path for entry in os.scandir(ours.directory) if entry.name.startswith("step-"))
     buffer = bytearray(PIECE)
@@ -355,9 +409,9 @@ def measure_resume(
 
 
 def report(took: dict[str, list[float]], nbytes: int, count: int) -> dict[str, float]:
-    print(f"\n{nbytes / 1e9:.2f} GB in {count} tensors          median       best      worst  (seconds)")
+    print(f"\n{nbytes / 1e9:.2f} GB in {count} tensors              median       best      worst  (seconds)")
     for name, seconds in took.items():
-        print(f"  {name:28s} {statistics.median(seconds):9.3f}  {min(seconds):9.3f}  {max(seconds):9.3f}")
+        print(f"  {name:32s} {statistics.median(seconds):9.3f}  {min(seconds):9.3f}  {max(seconds):9.3f}")
     median = {name: statistics.median(seconds) for name, seconds in took.items()}
     figures: dict[str, float] = {}
     if blocked := median.get("ours, blocked"):

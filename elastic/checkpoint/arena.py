@@ -167,9 +167,9 @@ class Arena:
     def fill(self, tensors: Sequence[torch.Tensor], *, volatile: Collection[int] = ()) -> Fill:
         """Copy `tensors`, in the order of the table given to `layout`, into the arena.
 
-        On the CPU all is copied on return. CUDA tensors are copied on a side stream: call `finish()` of what is
-        returned before the optimizer changes them, and before `seal`. `volatile` names, by index, those that the next
-        forward pass may change (buffers); the current stream waits for them, the host does not.
+        Call `finish()` of what is returned before the optimizer changes them, and before `seal`: CUDA tensors are
+        copied on a side stream, those of the CPU by a thread if they are large. `volatile` names, by index, those that
+        the next forward pass may change (buffers): they are copied on return, or on CUDA before what is queued next.
         """
         from .fill import fill
 
@@ -292,7 +292,7 @@ class Arena:
     def _settle(self) -> None:
         """Nothing is copied in here any more: what is filled next must not be overtaken. Raises RuntimeError."""
         if self._filling is not None:
-            self._filling.finish()
+            self._filling.drop()
             self._filling = None
 
     def _dirty(self) -> None:

@@ -1,103 +1,87 @@
-"""Copying tensors into an arena: a memcpy on the CPU, pinned memory and a side stream on CUDA."""
+"""Copying tensors into an arena beside the training: a thread on the CPU, pinned memory and a side stream on CUDA."""
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from collections import deque
 from collections.abc import Sequence
 
 import torch
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""(where in the arena, what)."""
+from .memcpy import WORTH_A_THREAD_BYTES, Memcpy, Pair, copy_now, movable
 
 
 class Fill:
     """A copy under way. `finish` returns when every byte has arrived; safe to call twice."""
 
-    def __init__(self, events: Sequence[torch.cuda.Event] = (), watched: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        events: Sequence[torch.cuda.Event] = (),
+        watched: Sequence[torch.Tensor] = (),
+        memcpy: Memcpy | None = None,
+    ) -> None:
         """`watched`: must not be changed until `finish` has returned."""
         self._events = list(events)
+        self._memcpy = memcpy
         self._watched = [(tensor, tensor._version) for tensor in watched]
         self.torn = False
-        """Somebody changed them all the same; known when `done`. A change through `.data` is not seen."""
+        """Somebody changed them all the same; known when `done`. A change through `.data` is not seen on CUDA; on the
+        CPU it is where it comes before a chunk is copied and reaches to the first bytes of that chunk."""
+        self.beside_s = 0.0
+        """Seconds of a core that the copy took from what ran beside it; known when `done`."""
 
     @property
     def done(self) -> bool:
         """Whether every byte has been seen to arrive: by `finish`, not by a look at the device."""
-        return not self._events
+        return not self._events and self._memcpy is None
 
     def finish(self) -> None:
         """Raises RuntimeError when the device has failed: the copy is then never done, however often it is asked."""
-        while self._events:
-            self._events[-1].synchronize()
-            self._events.pop()
+        self._wait()
+        if self._memcpy is not None:
+            self._memcpy.finish()
+            self.torn = self._memcpy.differs()
+            self.beside_s = self._memcpy.beside_s
+            self._memcpy = None
         self.torn = self.torn or any(tensor._version != version for tensor, version in self._watched)
         self._watched.clear()  # from here on the optimizer may
 
+    def drop(self) -> None:
+        """Nothing is copied any more, soon: a thread on the CPU stops where it is, what a GPU does is waited for.
+
+        `done` says whether all has arrived. Raises RuntimeError when the device has failed.
+        """
+        if self._memcpy is None or self._memcpy.drop():
+            self.finish()
+        else:
+            self._wait()
+
+    def _wait(self) -> None:
+        while self._events:
+            self._events[-1].synchronize()
+            self._events.pop()
+
 
 def fill(pairs: Sequence[Pair], volatile: Sequence[bool]) -> Fill:
-    """Start copying each pair. CPU tensors are there on return; CUDA tensors after `finish`."""
+    """Start copying each pair. What is `volatile`, small or strided on the CPU is there on return; the rest after
+    `finish`."""
     by_device: dict[torch.device, list[tuple[Pair, bool]]] = {}
+    now: list[Pair] = []
+    late: list[Pair] = []
     with torch.no_grad():
         for pair, eager in zip(pairs, volatile, strict=True):
             if pair[1].is_cuda:
                 by_device.setdefault(pair[1].device, []).append((pair, eager))
+            else:
+                (now if eager or pair[1].is_inference() or not movable(pair[1]) else late).append(pair)
         events = [_copy_cuda(device, some) for device, some in by_device.items()]
-        _copy_cpu([pair for pair in pairs if not pair[1].is_cuda])
-    return Fill(events, [source for some in by_device.values() for (_, source), eager in some if not eager])
-
-
-_CHUNK_BYTES = 4 * 1024 * 1024
-_HELPERS = 3
-_WORTH_HELP_BYTES = 32 * 1024 * 1024
-
-Move = tuple[int, int, int]
-"""(to, from, bytes): one memmove."""
-
-
-def _copy_cpu(pairs: Sequence[Pair]) -> None:
-    """A memcpy of each dense tensor; torch for those with strides.
-
-    Not torch's parallel copy for the dense ones: its threads meet at a barrier after every tensor, which on a busy
-    machine costs several times the copy. Here each thread takes the next chunk, and nobody waits for a thread that
-    the scheduler has put aside for longer than its one chunk.
-    """
-    chunks: deque[list[Move]] = deque()
-    total = room = 0
-    for to, source in pairs:
-        if not source.is_contiguous() or source.is_conj() or source.is_neg() or source.device.type != "cpu":
-            to.copy_(source.detach())
-            continue
-        left, at, start = source.numel() * source.element_size(), to.data_ptr(), source.data_ptr()
-        total += left
-        while left:
-            if not room:
-                chunks.append([])
-                room = _CHUNK_BYTES
-            part = min(left, room)
-            chunks[-1].append((at, start, part))
-            left, at, start, room = left - part, at + part, start + part, room - part
-    # As many threads as torch itself would use: a job with a rank per core has that at one.
-    helpers = min(torch.get_num_threads() - 1, _HELPERS) if total >= _WORTH_HELP_BYTES else 0
-    threads = [threading.Thread(target=_move, args=(chunks,), daemon=True) for _ in range(helpers)]
-    for thread in threads:
-        thread.start()
-    _move(chunks)
-    for thread in threads:
-        thread.join()
-
-
-def _move(chunks: deque[list[Move]]) -> None:
-    memmove = ctypes.memmove  # lets other threads run
-    while True:
-        try:
-            chunk = chunks.popleft()
-        except IndexError:
-            return
-        for to, start, nbytes in chunk:
-            memmove(to, start, nbytes)
+        if sum(source.numel() * source.element_size() for _, source in late) < WORTH_A_THREAD_BYTES:
+            now, late = now + late, []
+        copy_now(now)
+        memcpy = Memcpy(late) if late else None
+        if memcpy is not None:
+            memcpy.begin()
+    on_gpu = [source for some in by_device.values() for (_, source), eager in some if not eager]
+    return Fill(events, on_gpu + [source for _, source in late], memcpy)
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -103,6 +103,9 @@ class Saver:
         self._turn = 0
         self._in_flight: set[int] = set()
         self._copying: _Copying | None = None
+        self._beside = True
+        self.beside_s = 0.0
+        """Seconds of a core that the last copy took from what ran beside it."""
         self._versions = versions()
         self.counts = Counts()
 
@@ -137,9 +140,10 @@ class Saver:
         *,
         volatile: Collection[int] = (),
     ) -> bool:
-        """As `save`, but a copy from a GPU is only begun: call `settle` before `tensors` are changed.
+        """As `save`, but a large copy is only begun: call `settle` before `tensors` are changed.
 
-        All but those whose index is in `volatile`; what the current stream does with these from now on comes after.
+        All but those whose index is in `volatile`, which may be changed at once (on a GPU by the current stream). Once
+        a copy was spoilt by a change that `settle` did not precede, those that follow are complete on return.
         """
         self.settle()
         self.poll()
@@ -149,7 +153,8 @@ class Saver:
         try:
             arena = self._arena(table)
             arena.layout(table, share=self._rank, shares=self._world)
-            self._copying = _Copying(arena, arena.fill(tensors, volatile=volatile), step, extra)
+            fill = arena.fill(tensors, volatile=volatile if self._beside else range(len(tensors)))
+            self._copying = _Copying(arena, fill, step, extra)
         except (OSError, CheckpointError) as error:
             self._fail(orders.describe(error))
             return False
@@ -167,6 +172,8 @@ class Saver:
         if copying is None:
             return True
         copying.fill.finish()
+        self.beside_s = copying.fill.beside_s
+        self._beside = self._beside and not copying.fill.torn
         try:
             copying.arena.seal(copying.step, self._generation, copying.extra)
             self._order(copying.arena, copying.step)

@@ -66,8 +66,15 @@ class SaverSink:
     def copying(self) -> bool:
         return self._saver.copying
 
+    @property
+    def beside_s(self) -> float:
+        return self._saver.beside_s
+
     def settle(self) -> None:
         self._saver.settle()
+
+    def leave(self) -> None:
+        self.settle()  # nobody waits: there is one generation
 
     def prepare(self, part: Part) -> None: ...
 

@@ -3,8 +3,8 @@
 Ranks must agree on the step without a word per step. So about once a second, and at each checkpoint, they exchange
 three numbers: rank 0's plan (the next step to save at, the next step to talk at), and whether anybody lacks a buffer.
 
-On a GPU the copy runs beside the next forward and backward. It is completed, and only then taken for whole, before
-anything changes what is copied: by `settle`, which the optimizer's guard calls before each step.
+A large copy runs beside the next forward and backward. It is completed, and only then taken for whole, before anything
+changes what is copied: by `settle`, which the optimizer's guard calls before each step.
 """
 
 from __future__ import annotations
@@ -91,6 +91,13 @@ class Sink(Protocol):
 
     def settle(self) -> None:
         """Wait for the copy under way; it is a snapshot from now on. Raises RuntimeError: it failed, and is dropped."""
+
+    @property
+    def beside_s(self) -> float:
+        """Seconds of a core that the copy last settled took from the steps it ran beside."""
+
+    def leave(self) -> None:
+        """As `settle`, but a copy that others would have to wait for is dropped."""
 
     def prepare(self, part: Part) -> None:
         """Something like `part` will be put: do now, beside the steps, what need not wait until then."""
@@ -185,16 +192,19 @@ class Keeper:
         self._unsettled = False
         began_s = time.monotonic()
         self._sink.settle()
-        self._stalled(self._stall_s + time.monotonic() - began_s)
+        # Steps that lack a core are slower by as much at most: cheap to the eye, and still the price of a snapshot.
+        self._stalled(self._stall_s + time.monotonic() - began_s + self._sink.beside_s)
 
     def leave(self) -> None:
         """The generation is over, and the next may bring another state. After the group was let go of.
 
-        A copy under way waits for nobody by then. It is of a committed step, so it is completed like any other; if the
-        device has failed it is dropped, and whatever touches the device next says so.
+        A copy under way waits for nobody by then. It is of a committed step: one by a GPU is completed like any other;
+        one by the CPU is dropped unless it is complete, as the others wait for this rank. If the device has failed it
+        is dropped, and whatever touches the device next says so.
         """
+        self._unsettled = False
         with contextlib.suppress(RuntimeError):
-            self.settle()
+            self._sink.leave()
 
     def describe(self) -> str:
         """The interval in words, for status."""
@@ -262,8 +272,7 @@ class Keeper:
         if (table, share, shares) != self._cut_for:
             self._cut_for = table, share, shares
             self._cut = assign_shares(table, shares)[share]
-            on_gpu = any(tensors[i][1].is_cuda for i in self._cut)
-            changing = state.volatile() if on_gpu else set()
+            changing = state.volatile()
             self._volatile = frozenset(place for place, i in enumerate(self._cut) if table[i].name in changing)
         mine = self._cut
         return Part(

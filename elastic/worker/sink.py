@@ -43,6 +43,8 @@ class AgentSink:
         self._arenas: list[Arena] = []
         self._busy: set[int] = set()
         self._copying: _Copying | None = None
+        self._beside = True
+        self._beside_s = 0.0
         self._preparing: threading.Thread | None = None
         self._offers: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[messages.Saved] = queue.SimpleQueue()
@@ -95,7 +97,7 @@ class AgentSink:
         began_s = time.monotonic()
         arena = self._arenas[buffer]
         arena.layout(part.table, share=part.share, shares=part.shares)
-        fill = arena.fill(part.tensors, volatile=part.volatile)
+        fill = arena.fill(part.tensors, volatile=part.volatile if self._beside else range(len(part.tensors)))
         self._copying = _Copying(part, buffer, fill, time.monotonic() - began_s)
         if fill.done:
             self.settle()
@@ -104,6 +106,20 @@ class AgentSink:
     @property
     def copying(self) -> bool:
         return self._copying is not None
+
+    @property
+    def beside_s(self) -> float:
+        return self._beside_s
+
+    def leave(self) -> None:
+        """As `settle` where the copy is complete or a GPU is at it; otherwise it is dropped: the others wait."""
+        if (copying := self._copying) is None:
+            return
+        self._copying = None
+        copying.fill.drop()
+        if copying.fill.done:
+            self._copying = copying
+            self.settle()
 
     def settle(self) -> None:
         """The agent hears of the snapshot now and not before: until its seal the arena counts as half filled.
@@ -116,6 +132,8 @@ class AgentSink:
         part, arena = copying.part, self._arenas[copying.buffer]
         began_s = time.monotonic()
         copying.fill.finish()
+        self._beside_s = copying.fill.beside_s
+        self._beside = self._beside and not copying.fill.torn  # a script that does so would do it each time
         try:
             arena.seal(part.step, part.commit_generation, extra=part.extra)
         except ArenaError as error:

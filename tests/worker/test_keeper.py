@@ -12,6 +12,7 @@ from elastic.worker.state import State
 class Sink:
     durable_s = 0.0
     copying = False
+    beside_s = 0.0
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -36,7 +37,9 @@ class Sink:
         return True
 
     def settle(self) -> None:
-        raise AssertionError("nothing is copied late on the CPU")
+        raise AssertionError("it said that it had copied all")
+
+    def leave(self) -> None: ...
 
     def prepare(self, part: Part) -> None:
         raise AssertionError("nothing to prepare on the CPU")

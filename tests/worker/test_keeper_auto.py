@@ -16,6 +16,7 @@ class Sink:
 
     durable_s = 600.0
     copying = False
+    beside_s = 0.0
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -32,6 +33,8 @@ class Sink:
     def wait(self, limit_s: float) -> None: ...
 
     def settle(self) -> None: ...
+
+    def leave(self) -> None: ...
 
     def prepare(self, part: Part) -> None: ...
 
@@ -54,3 +57,16 @@ def test_it_says_what_was_measured_and_what_was_skipped() -> None:
     # Twice what a save takes: that is more than what its cost asks for.
     assert re.fullmatch(r"auto: 1200 s \(cost \d\.\d\d s, a failure every 4\.0 h\)", third.interval)
     assert third.skipped == 1
+
+
+def test_a_copy_beside_the_steps_has_its_price_too() -> None:
+    """A core that the steps lack costs training time, though nobody waits: else auto would save without end."""
+    sink, state = Sink(), State(model=torch.nn.Linear(4, 4))
+    sink.copying, sink.beside_s = True, 100.0
+    keeper = Keeper(sink, Rule(every_steps=1), shared=True)
+    keeper.enter(Place(1, 0, 1, 0, 1), 0)
+    state.committed(1)
+    keeper.after(state)
+    keeper.settle()
+    assert keeper._cost_s is not None
+    assert keeper._cost_s >= 100.0

@@ -1,0 +1,132 @@
+"""Copying tensors of the CPU: at once by several threads, or by one beside the training.
+
+Not torch's parallel copy: its threads meet at a barrier after every tensor, which on a busy machine costs several times
+the copy. Here each thread takes the next chunk, and nobody waits for a thread that the scheduler has put aside for
+longer than its one chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""(where to, what)."""
+
+Move = tuple[int, int, int]
+"""(to, from, bytes): one memmove."""
+
+WORTH_A_THREAD_BYTES = 16 * 1024 * 1024
+"""Below this a copy is over before a thread for it would be at work."""
+_CHUNK_BYTES = 4 * 1024 * 1024
+_HELPERS = 3
+_WORTH_HELP_BYTES = 32 * 1024 * 1024
+_PROBE_BYTES = 64
+_NICER = 10
+"""The thread beside the training takes what the training leaves: all that is left when it is waited for."""
+
+
+def movable(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie in the CPU's memory as they will in a file."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and tensor.device.type == "cpu"
+
+
+def copy_now(pairs: Sequence[Pair]) -> None:
+    """A memcpy of each dense tensor; torch for those with strides."""
+    for to, source in pairs:
+        if not movable(source):
+            to.copy_(source.detach())
+    Memcpy([pair for pair in pairs if movable(pair[1])]).finish()
+
+
+class Memcpy:
+    """A copy of `movable` tensors. Nothing happens before `begin` or `finish`; main thread only."""
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self._pairs = pairs  # while there are addresses of theirs about
+        chunks = _chunks(pairs)
+        self._left = deque(chunks)
+        self._probes = [(to, ctypes.string_at(start, min(nbytes, _PROBE_BYTES))) for (to, start, nbytes), *_ in chunks]
+        self._moved: deque[int] = deque()
+        self._threads: list[threading.Thread] = []
+        self.beside_s = 0.0
+        """Seconds of a core that `begin`'s thread has used: time that the training may have lacked. After the end."""
+
+    def begin(self) -> None:
+        """Start a thread that copies beside whatever this one does."""
+        self._help(self._beside)
+
+    def finish(self) -> None:
+        """Returns when every byte has arrived; this thread helps. Raises RuntimeError when that cannot be."""
+        # As many threads as torch itself would use: a job with a rank per core has that at one.
+        helpers = min(torch.get_num_threads() - 1, _HELPERS) if self._left_nbytes() >= _WORTH_HELP_BYTES else 0
+        while len(self._threads) < helpers and self._help(self._move):
+            pass
+        self._move()
+        if not self.drop():
+            raise RuntimeError("a thread that copied a snapshot has died")
+
+    def drop(self) -> bool:
+        """Copy no more than the chunks already begun. Returns whether every byte has arrived all the same."""
+        self._left.clear()
+        for thread in self._threads:
+            thread.join()  # one chunk each
+        self._threads.clear()
+        return len(self._moved) == len(self._probes)
+
+    def differs(self) -> bool:
+        """Whether a chunk does not begin as it did before the copy began. After the end."""
+        return any(ctypes.string_at(to, len(was)) != was for to, was in self._probes)
+
+    def _left_nbytes(self) -> int:
+        return len(self._left) * _CHUNK_BYTES
+
+    def _help(self, work: object) -> bool:
+        thread = threading.Thread(target=work, name="elastic-copy", daemon=True)  # type: ignore[arg-type]
+        try:
+            thread.start()
+        except RuntimeError:
+            return False  # the system has no thread to spare: `finish` copies alone
+        self._threads.append(thread)
+        return True
+
+    def _beside(self) -> None:
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):  # where a sandbox forbids it
+            os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + _NICER, 19))
+        self._move()
+        self.beside_s = time.thread_time()
+
+    def _move(self) -> None:
+        memmove = ctypes.memmove  # lets other threads run
+        while True:
+            try:
+                chunk = self._left.popleft()
+            except IndexError:
+                return
+            for to, start, nbytes in chunk:
+                memmove(to, start, nbytes)
+            self._moved.append(1)
+
+
+def _chunks(pairs: Sequence[Pair]) -> list[list[Move]]:
+    """Moves of at most `_CHUNK_BYTES` together; small tensors share one."""
+    chunks: list[list[Move]] = []
+    room = 0
+    for to, source in pairs:
+        left, at, start = source.numel() * source.element_size(), to.data_ptr(), source.data_ptr()
+        while left:
+            if not room:
+                chunks.append([])
+                room = _CHUNK_BYTES
+            part = min(left, room)
+            chunks[-1].append((at, start, part))
+            left, at, start, room = left - part, at + part, start + part, room - part
+    return chunks
