@@ -13,7 +13,7 @@ import msgspec
 
 from elastic.core.events import Joined, Progress, Start, Tick, Viewed, WorkerReady
 from elastic.core.keys import ClusterKeys
-from elastic.core.membership import JobView, Limits, Reader
+from elastic.core.membership import Limits
 from elastic.core.model import Agent, Policy
 from elastic.core.records import (
     GenerationRecord,
@@ -30,6 +30,7 @@ from elastic.core.records import (
 from elastic.core.recovery import step
 from elastic.core.spec import JobSpec
 from elastic.core.timeouts import Timeouts
+from elastic.core.view import JobView, Reader
 from elastic.etcd import KV
 
 KEYS = ClusterKeys("scale").job("job")

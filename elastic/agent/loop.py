@@ -80,7 +80,9 @@ class Loop:
         self.pool = Pool(self._selector, self._spec.python or "", self._spec.preload, self._spec.stop_grace_s)
         self._deeds = Deeds(config, self._spec, registry, self.pool)
         self._incidents = Incidents()
-        self._watchman = Watchman(self.pool, self._spec.hang, self.post, self._incidents.stacks)
+        self._watchman = Watchman(
+            self.pool, self._spec.hang, self.post, self._incidents.stacks, config.timeouts.group_s
+        )
         self._gauge = status.Gauge()
         self._trimmer = Trimmer(self._spec.log_limit_mb)
         self._orders = AgentOrders()

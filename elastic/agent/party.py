@@ -17,7 +17,7 @@ import msgspec
 
 from ..core import membership
 from ..core.keys import ClusterKeys
-from ..core.membership import Change, JobView, Limits
+from ..core.membership import Change, Limits
 from ..core.records import (
     BrokenRecord,
     GenerationRecord,
@@ -28,6 +28,7 @@ from ..core.records import (
     decode,
     encode,
 )
+from ..core.view import JobView
 from ..etcd import Absent, Delete, Etcd, EtcdError, Lease, ModIs, Op, Put, View
 from .store import Stores
 from .torchrun_settings import Settings

@@ -8,9 +8,9 @@ import msgspec
 import structlog
 
 from ..core.keys import JobKeys
-from ..core.membership import JobView, Reader
 from ..core.model import Agent
 from ..core.records import ProgressRecord, SpeaksAnotherProtocol, decode
+from ..core.view import JobView, Reader
 from ..etcd import View
 from .gathering import Gathering
 

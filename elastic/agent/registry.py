@@ -16,7 +16,6 @@ from ..checkpoint.remote import list_remote
 from ..core.effects import Publish
 from ..core.events import Event, Joined, LeaseLost, PublishFailed
 from ..core.keys import JobKeys
-from ..core.membership import JobView
 from ..core.model import Policy
 from ..core.records import (
     BrokenRecord,
@@ -32,6 +31,7 @@ from ..core.records import (
     encode,
 )
 from ..core.restarts import Verdict, charge
+from ..core.view import JobView
 from ..etcd import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, Lease, ModIs, Op, Present, Put
 from .desk import Desk, Order
 

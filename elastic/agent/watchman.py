@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import statistics
 import subprocess
@@ -16,8 +17,8 @@ from pathlib import Path
 import structlog
 
 from ..core.beat import Beat, Doing
-from ..core.events import Event, Progress, StillBusy, WorkerSick
-from ..core.health import STOPPED_STATE, judge
+from ..core.events import Event, GroupStuck, Progress, StillBusy, WorkerSick
+from ..core.health import STOPPED_STATE, judge, waits_too_long
 from ..core.model import Agent, Stage
 from ..core.spec import Hang
 from ..core.witness import waits_for_others
@@ -41,6 +42,8 @@ class Watchman:
     rules: Hang
     post: Callable[[Event], None]
     save_stacks: Callable[[dict[str, str]], None]
+    group_s: float = math.inf
+    """The group's time-out: with NCCL nothing but this here ends a wait in which nobody is found to be the cause."""
 
     def __post_init__(self) -> None:
         self._seen: tuple[int, int] = (0, 0)
@@ -48,6 +51,8 @@ class Watchman:
         self._looked_s = 0.0
         self._amnesty_s = 0.0
         self._accused: set[int] = set()
+        self._stuck: dict[int, int] = {}
+        """Life -> the beat after which it has been told to wait for too long."""
         self._excused: dict[int, float] = {}
         """Life -> until when its stack, which shows it waiting for other ranks, need not be looked at again."""
 
@@ -76,6 +81,10 @@ class Watchman:
             if now_s < self._amnesty_s or (not agent.policy.managed and state != STOPPED_STATE):
                 continue  # a script without elastic never beats
             sick = judge(beat, state, self.rules, now_s)
+            stuck = waits_too_long(beat, self.group_s, now_s)
+            if stuck and self._stuck.get(worker.life) != beat.beats:
+                self._stuck[worker.life] = beat.beats
+                self.post(GroupStuck(worker.slot, worker.life, f"rank of slot {worker.slot} {stuck}"))
             if sick and (state == STOPPED_STATE or now_s >= self._excused.get(worker.life, 0.0)):
                 # Who waits for others is looked at again when its silence has doubled: a look holds it up.
                 again_s = now_s + min(self.rules.ceiling_s, now_s - beat.beat_at_s)

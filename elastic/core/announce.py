@@ -5,7 +5,7 @@ from __future__ import annotations
 from .effects import PutBroken, PutMember, Restore
 from .model import Stage
 from .records import BrokenRecord, MemberRecord, WorkerError
-from .restarts import COMM
+from .restarts import COMM, summary
 from .turn import Turn
 
 SUSPICION_S = 0.3
@@ -116,10 +116,15 @@ def check_suspicion(turn: Turn) -> None:
     if since is None or turn.now_s - since < SUSPICION_S:
         return
     turn.change(suspicious_since_s=None)
+    group_failed(turn, summary(turn.agent.suspicion))
+
+
+def group_failed(turn: Turn, detail: str) -> None:
+    """The generation is broken, and no worker is known to be the cause."""
     agent = turn.agent
-    # One that broke before its first step may break like this for ever: that is paid for, and ends by the budget.
+    # One that broke before its first step may break like this for ever: it is booked, and tried again ever slower.
     in_vain = agent.generation is not None and agent.settled < agent.generation.number
-    call_broken(turn, COMM, agent.suspicion, (), charged=in_vain, step=agent.step if in_vain else None)
+    call_broken(turn, COMM, detail, (), charged=in_vain, step=agent.step if in_vain else None)
 
 
 def check_idle(turn: Turn) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .membership import JobView
 from .records import WorkerError
+from .view import JobView
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,15 @@ class WorkerSick:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupStuck:
+    """It has waited for other ranks for longer than a group may; none of them was found hung."""
+
+    slot: int
+    life: int
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
 class StillBusy:
     """It was told to let go, and has declared a span without steps: it cannot hear, and is not stuck."""
 
@@ -192,6 +201,7 @@ WorkerEvent = (
     | WorkerDone
     | WorkerExited
     | WorkerSick
+    | GroupStuck
     | StillBusy
     | NumbersBad
 )

@@ -16,6 +16,9 @@ STOPPED_STATE = "T"
 """The process state that proves a worker cannot move: stopped by a signal. Not 't': a debugger, or a tool that reads
 its stack, holds it for a moment."""
 
+WITH_OTHERS = frozenset({Doing.EXCHANGING, Doing.SYNCING})
+"""In a group, waiting for other ranks."""
+
 INNOCENT = frozenset({Doing.WAITING, Doing.EXCHANGING, Doing.FORMING, Doing.SYNCING, Doing.DONE})
 
 
@@ -48,3 +51,12 @@ def judge(beat: Beat, process_state: str, rules: Hang, now_s: float) -> Sick | N
         f"no progress for {silent_s:.1f} s while {beat.doing.name.lower()} at step {beat.step}{state}; "
         f"its patience is {patience:.1f} s (step time {beat.step_s:.3f} s)"
     )
+
+
+def waits_too_long(beat: Beat, limit_s: float, now_s: float) -> str:
+    """The evidence that it has waited for other ranks beyond `limit_s`, the group's own time-out; '' if not. It is not
+    to blame, but the group is stuck: gloo ends that by itself, NCCL only where its watchdog is let."""
+    waited_s = now_s - beat.beat_at_s
+    if beat.doing not in WITH_OTHERS or waited_s < limit_s or now_s < beat.quiet_until_s:
+        return ""
+    return f"has waited for other ranks for {waited_s:.0f} s ({beat.doing.name.lower()} at step {beat.step})"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from .announce import call_broken, member_record
+from .announce import call_broken, group_failed, member_record
 from .effects import PutPhase, Rejoin
 from .events import (
     Drain,
     Event,
+    GroupStuck,
     Joined,
     LeaseLost,
     NumbersBad,
@@ -35,10 +36,10 @@ from .events import (
     WorkerSynced,
 )
 from .exits import exited
-from .membership import JobView
 from .model import IN_GROUP, Stage, Worker
 from .records import Phase, WorkerError
 from .turn import Turn
+from .view import JobView
 
 
 def take(turn: Turn, event: Event) -> None:
@@ -156,6 +157,9 @@ def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
                 if worker.slot in turn.my_ranks():
                     call_broken(turn, kind, evidence, (worker.slot,), step=worker.step, fingerprint=kind)
                 turn.kill(worker, evidence)
+        case GroupStuck(_, _, evidence):
+            if worker.stage is Stage.RUNNING and worker.slot in turn.my_ranks():
+                group_failed(turn, evidence)
         case StillBusy():
             if worker.stage in (Stage.LEAVING, Stage.YIELDING):
                 turn.put(replace(worker, deadline_s=turn.now_s + turn.policy.timeouts.let_go_s))

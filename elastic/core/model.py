@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from .membership import Dead, JobView, Limits
+from .membership import Dead, Limits
 from .records import BrokenRecord, GenerationRecord, JobState, MemberRecord, SpecRecord
 from .spec import JobSpec
 from .timeouts import Timeouts
+from .view import JobView
 
 
 class Stage(enum.Enum):

@@ -25,6 +25,10 @@ KEPT_FAILURES = 200
 COMM = "comm"
 """Kind of a generation in which a collective failed for a reason that nobody knew."""
 
+NO_STATE = "NoStateError"
+"""Begins the fingerprint of who found nothing to go on from. What is missing may come: a file system that is mounted
+late, a store that fails for a moment, the node that has the checkpoint. So this alone is never a crash loop."""
+
 
 NUMBERS_LEFT_OUT = 2
 """Generations that follow each other have numbers so far apart at most: one is left out after etcd lost its data."""
@@ -58,14 +62,16 @@ def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float
         avoid=_avoid(recent) if other_nodes > 0 else (),
     )
     alike = sum(1 for f in recent if (f.fingerprint, f.step) == (failure.fingerprint, failure.step))
-    if broken.error is not None and alike >= rules.same_failure:
+    if broken.error is not None and alike >= rules.same_failure and not failure.fingerprint.startswith(NO_STATE):
         where = f"at step {failure.step}" if failure.step else "before the first step"
         return _stop(charged, wall_s, f"crash loop: the same failure {where}, {alike} times: {broken.detail}")
-    if len(recent) > rules.budget:
+    # A network that fails a job which has stepped before is not the job's fault: it waits, and tries again.
+    counted = sum(1 for f in recent if f.fingerprint != COMM or not f.step)
+    if counted > rules.budget:
         return _stop(
             charged,
             wall_s,
-            f"{len(recent)} failures within {rules.window_s:g} s, {rules.budget} are allowed (restarts.budget); "
+            f"{counted} failures within {rules.window_s:g} s, {rules.budget} are allowed (restarts.budget); "
             f"the last: {broken.detail}",
         )
     return Verdict(charged)

@@ -14,10 +14,13 @@ from collections.abc import Iterator
 _COLLECTIVES = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/_functional_collectives.py",
-    "torch/distributed/utils.py",
     "torch/nn/parallel/distributed.py",
 )
 """Who waits inside of these waits for other ranks. Not all of torch.distributed: to write a checkpoint is there too."""
+
+_HELPERS = "torch/distributed/utils.py"
+_EXCHANGES = ("_verify_param_shape_across_processes ", "_sync_module_states ", "_sync_params_and_buffers ")
+"""Of the helpers, those that talk to other ranks; another copies a batch to the device, and may hang there."""
 
 _THROUGH = ("torch/_ops.py", "torch/autograd/function.py", "torch/utils/_contextlib.py")
 """They only call on: the frame outside of them tells what for."""
@@ -40,6 +43,8 @@ def waits_for_others(dump: str) -> bool:
             return True
         if python := _PYTHON_FRAME.search(frame):
             path = python[1]
+            if path.endswith(_HELPERS):
+                return frame.startswith(_EXCHANGES)
             if not path.endswith(_THROUGH):
                 return path.endswith(_COLLECTIVES)
     return False

@@ -7,11 +7,12 @@ import pytest
 from support.jobs import generation, member, place, view
 
 from elastic.agent.incidents import Incidents
-from elastic.core.membership import JobView, Limits, Member
+from elastic.core.membership import Limits
 from elastic.core.model import Agent, Policy
 from elastic.core.records import IncidentRecord
 from elastic.core.spec import JobSpec
 from elastic.core.timeouts import Timeouts
+from elastic.core.view import JobView, Member
 
 SPEC = JobSpec(name="job", script="train.py", nodes="1:3")
 THREE = generation(1, [place("a"), place("b"), place("c")])

@@ -15,11 +15,12 @@ from elastic.agent.store import Stores
 from elastic.core.effects import Publish
 from elastic.core.events import Event, PublishFailed
 from elastic.core.keys import ClusterKeys
-from elastic.core.membership import Change, JobView, Limits
+from elastic.core.membership import Change, Limits
 from elastic.core.model import Policy
 from elastic.core.records import BrokenRecord, JobState, MemberRecord, Phase, SpecRecord, decode, encode
 from elastic.core.spec import Checkpoint, JobSpec
 from elastic.core.timeouts import Timeouts
+from elastic.core.view import JobView
 from elastic.etcd import EtcdUnavailable
 
 KEYS = ClusterKeys("c").job("job")

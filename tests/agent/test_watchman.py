@@ -20,7 +20,7 @@ from elastic.agent import watchman
 from elastic.agent.pool import Process
 from elastic.agent.watchman import Watchman
 from elastic.core.beat import PAGE_BYTES, BeatPage, Doing
-from elastic.core.events import Event, WorkerSick
+from elastic.core.events import Event, GroupStuck, WorkerSick
 from elastic.core.model import Stage, Worker
 from elastic.core.spec import Hang
 
@@ -95,6 +95,19 @@ def test_who_went_on_while_its_stack_was_taken_is_left_alone_and_can_be_accused_
         watchman.stack = before
     scene.look(111.0)
     assert eventually(scene.accused, 10.0)
+
+
+def test_a_wait_beyond_the_groups_time_out_is_told_once(scene: Scene) -> None:
+    scene.watchman.group_s = 60.0
+    scene.page.write(Doing.EXCHANGING, 100.0)
+    scene.look(159.5)
+    assert scene.events.empty()
+    scene.look(165.0)
+    told = scene.events.get_nowait()
+    assert isinstance(told, GroupStuck)
+    assert "has waited for other ranks for 60 s" in told.evidence
+    assert scene.events.empty()
+    assert not scene.watchman._accused, "it is not to blame"
 
 
 def test_a_pause_of_our_own_condemns_nobody(scene: Scene) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.beat import Beat, Doing
-from elastic.core.health import judge, patience_s
+from elastic.core.health import judge, patience_s, waits_too_long
 from elastic.core.spec import Hang
 
 RULES = Hang(floor_s=2.0, ceiling_s=300.0, factor=10.0)
@@ -119,3 +119,15 @@ def test_more_silence_never_clears_anybody(
     it = beat(doing, step_s=step_s)
     if judge(it, state, RULES, AT_S + silent_s) is not None:
         assert judge(it, state, RULES, AT_S + silent_s + longer_s) is not None
+
+
+def test_a_wait_for_others_is_too_long_when_it_outlasts_the_groups_time_out() -> None:
+    assert waits_too_long(beat(Doing.EXCHANGING), 60.0, AT_S + 59.9) == ""
+    assert "for 60 s (exchanging at step 40)" in waits_too_long(beat(Doing.EXCHANGING), 60.0, AT_S + 60.0)
+    assert waits_too_long(beat(Doing.SYNCING), 60.0, AT_S + 60.0)
+    assert waits_too_long(beat(Doing.EXCHANGING, quiet_until_s=AT_S + 99.0), 60.0, AT_S + 60.0) == ""
+
+
+@pytest.mark.parametrize("doing", sorted(set(Doing) - {Doing.EXCHANGING, Doing.SYNCING}))
+def test_who_is_in_no_collective_waits_in_none(doing: Doing) -> None:
+    assert waits_too_long(beat(doing), 60.0, AT_S + 1e6) == ""

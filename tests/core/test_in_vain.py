@@ -11,8 +11,8 @@ from elastic.core.spec import Restarts
 RULES = Restarts(budget=4)
 
 
-def broken(generation: int, kind: str = COMM, charged: bool = True) -> BrokenRecord:
-    return BrokenRecord(generation=generation, node="n1", kind=kind, detail=f"{kind}!", charged=charged, step=7)
+def broken(generation: int, kind: str = COMM, charged: bool = True, step: int = 0) -> BrokenRecord:
+    return BrokenRecord(generation=generation, node="n1", kind=kind, detail=f"{kind}!", charged=charged, step=step)
 
 
 def booked(*records: BrokenRecord, other_nodes: int = 3) -> JobState:
@@ -44,5 +44,16 @@ def test_the_budget_ends_it_with_the_text() -> None:
     assert verdict.state.phase is Phase.FAILED
     assert "restarts.budget" in verdict.stopped
     assert verdict.stopped.endswith("comm!")
+
+
+def test_a_job_that_has_stepped_outlives_its_network() -> None:
+    state = booked(*(broken(i, step=40) for i in range(1, 50)))
+    assert state.phase is Phase.RUNNING
+    assert in_vain(state, broken(50, step=40)) == 50, "it is tried ever slower"
+    others = booked(*(broken(i, kind="exit") for i in range(1, 5)), *(broken(i, step=40) for i in range(5, 50)))
+    assert others.phase is Phase.RUNNING, "what the network did is not counted with the rest"
+
+
+def test_what_is_not_charged_changes_nothing() -> None:
     same = charge(JobState(), msgspec.structs.replace(broken(1), charged=False), RULES, 100.0, 3)
     assert same.state == JobState()

@@ -9,20 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.jobs import broken, generation, member, place, view
 
-from elastic.core.membership import (
-    Change,
-    Dead,
-    JobView,
-    Limits,
-    Member,
-    Wait,
-    arrange,
-    bereft,
-    leader,
-    living,
-    next_generation,
-)
+from elastic.core.membership import Change, Dead, Limits, Wait, arrange, bereft, leader, living, next_generation
 from elastic.core.records import BrokenRecord, GenerationRecord
+from elastic.core.view import JobView, Member
 
 NOBODY: Dead = frozenset()
 LIMITS = Limits(min_nodes=1, max_nodes=3, join_wait_s=5.0)

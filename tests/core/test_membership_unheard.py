@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from elastic.core.membership import Change, JobView, Limits, Member, Wait, next_generation
+from elastic.core.membership import Change, Limits, Wait, next_generation
 from elastic.core.records import GenerationRecord, MemberRecord, Place
+from elastic.core.view import JobView, Member
 
 LIMITS = Limits(min_nodes=1, max_nodes=3, join_wait_s=0.0)
 

@@ -9,8 +9,9 @@ from collections.abc import Collection
 import pytest
 
 from elastic.core import reach
-from elastic.core.membership import Change, JobView, Limits, Member, Wait, cut_off, leader, next_generation, watch_list
+from elastic.core.membership import Change, Limits, Wait, cut_off, leader, next_generation, watch_list
 from elastic.core.records import BrokenRecord, GenerationRecord, MemberRecord, Place
+from elastic.core.view import JobView, Member
 
 LIMITS = Limits(min_nodes=1, max_nodes=8, join_wait_s=0.0)
 NOBODY = frozenset[tuple[str, str]]()

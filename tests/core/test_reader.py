@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from elastic.core import membership
+from elastic.core import view
 from elastic.core.keys import ClusterKeys
-from elastic.core.membership import JobView, Reader
 from elastic.core.records import (
     BrokenRecord,
     GenerationRecord,
@@ -24,6 +23,7 @@ from elastic.core.records import (
     encode,
 )
 from elastic.core.spec import JobSpec
+from elastic.core.view import JobView, Reader
 
 KEYS = ClusterKeys("c").job("job")
 
@@ -109,9 +109,9 @@ def test_what_has_not_changed_is_the_same_object_and_not_decoded_again(monkeypat
     etcd.put(KEYS.generation, _generation(1, "a", "b"))
     before = etcd.read(reader)
     read: list[bytes] = []
-    decode = membership._member
-    monkeypatch.setattr(membership, "_member", lambda raw: (read.append(raw), decode(raw))[1])
-    monkeypatch.setattr(membership, "_generation", None)
+    decode = view._member
+    monkeypatch.setattr(view, "_member", lambda raw: (read.append(raw), decode(raw))[1])
+    monkeypatch.setattr(view, "_generation", None)
     etcd.put(KEYS.state, JobState(phase=Phase.RUNNING))
     after = etcd.read(reader)
     assert after.members is before.members

@@ -30,6 +30,7 @@ from elastic.core.effects import (
 from elastic.core.events import (
     Drain,
     Event,
+    GroupStuck,
     Joined,
     LeaseLost,
     NumbersBad,
@@ -50,13 +51,14 @@ from elastic.core.events import (
     WorkerStepping,
     WorkerSynced,
 )
-from elastic.core.membership import JobView, Limits
+from elastic.core.membership import Limits
 from elastic.core.model import Agent, Policy, Stage
 from elastic.core.records import GenerationRecord, JobState, Phase, WorkerError
 from elastic.core.recovery import step
 from elastic.core.spec import Checkpoint, JobSpec
 from elastic.core.timeouts import Timeouts
 from elastic.core.turn import ASK_AGAIN_S, STALL_S
+from elastic.core.view import JobView
 
 TIMES = Timeouts()
 SPEC = JobSpec(name="job", script="train.py", nodes="1:2", workers_per_node=2)
@@ -522,6 +524,17 @@ def test_a_hung_worker_is_named_and_killed() -> None:
     assert isinstance(said, PutBroken)
     assert (said.record.kind, said.record.slots, said.record.ranks) == ("hang", (1,), (3,))
     assert Kill(1, 2, "stopped") in effects
+
+
+def test_a_group_that_is_stuck_is_broken_once_and_nobody_is_killed() -> None:
+    machine = running()
+    effects = machine.take(GroupStuck(0, 1, "has waited for 5400 s"), GroupStuck(1, 2, "has waited for 5400 s"))
+    (said,) = (e for e in effects if isinstance(e, PutBroken))
+    assert (said.record.kind, said.record.slots, said.record.detail) == ("comm", (), "has waited for 5400 s")
+    assert not any(isinstance(e, Kill) for e in effects)
+    assert len(told(effects)) == 2, "both are told to let go"
+    machine = running()
+    assert machine.take(GroupStuck(0, 99, "an earlier process")) == []
 
 
 def numbers(mode: str) -> list[Effect]:

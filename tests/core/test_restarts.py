@@ -152,3 +152,10 @@ def test_the_first_is_tried_at_once_and_then_pauses_double_up_to_a_limit(failure
 @given(st.integers(0, 200), st.floats(0.0, 1.0, exclude_max=True))
 def test_pauses_never_shrink_as_failures_grow(failures: int, jitter: float) -> None:
     assert 0.0 <= backoff_s(failures, RULES, jitter) <= backoff_s(failures + 1, RULES, jitter) <= RULES.backoff_max_s
+
+
+def test_what_is_missing_may_come_and_is_no_crash_loop() -> None:
+    rules = Restarts(budget=10, same_failure=3)
+    lacking = [(float(i), broken("NoStateError at source.py:75", step=0, bug=True)) for i in range(11)]
+    assert book(*lacking[:10], rules=rules)[1] == ""
+    assert "restarts.budget" in book(*lacking, rules=rules)[1]

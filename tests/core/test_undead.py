@@ -20,12 +20,13 @@ from elastic.core.events import (
     WorkerStepping,
     WorkerSynced,
 )
-from elastic.core.membership import JobView, Limits
+from elastic.core.membership import Limits
 from elastic.core.model import Agent, Policy
 from elastic.core.records import GenerationRecord
 from elastic.core.recovery import step
 from elastic.core.spec import JobSpec
 from elastic.core.timeouts import Timeouts
+from elastic.core.view import JobView
 
 SPEC = JobSpec(name="job", script="train.py", nodes="1:2")
 BOTH = generation(1, [place("a"), place("b")])

@@ -22,13 +22,14 @@ from elastic.core.events import (
     WorkerSynced,
 )
 from elastic.core.leading import DISPUTE_S
-from elastic.core.membership import JobView, Limits, Member
+from elastic.core.membership import Limits
 from elastic.core.model import Agent, Policy
 from elastic.core.records import BrokenRecord, MemberRecord, Phase, decode, encode
 from elastic.core.recovery import step
 from elastic.core.spec import JobSpec
 from elastic.core.timeouts import Timeouts
 from elastic.core.turn import STALL_S
+from elastic.core.view import JobView, Member
 
 SPEC = JobSpec(name="job", script="train.py", nodes="1:3")
 FORMED = generation(1, [place("a"), place("b"), place("c")])

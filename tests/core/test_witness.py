@@ -54,6 +54,8 @@ def test_a_witness(main: str) -> None:
     "main",
     [
         LOOP,
+        "    to (torch/distributed/utils.py:120)\n    _to_kwargs (torch/distributed/utils.py:150)\n"
+        "    forward (torch/nn/parallel/distributed.py:1661)\n    train (train.py:20)\n",
         "    read (train.py:7)\n    reduce (torch/distributed/algorithms/ddp_comm_hooks/default_hooks.py:20)\n",
         "    write (torch/distributed/checkpoint/filesystem.py:300)\n    save (train.py:9)\n",
         "    __pickle__ (train.py:3)\n" + ALL_REDUCE,

@@ -26,10 +26,11 @@ from elastic.core.effects import (
     Tell,
 )
 from elastic.core.events import Event, Progress, Start, Tick, Viewed
-from elastic.core.membership import JobView, Limits, leader, living
+from elastic.core.membership import Limits, leader, living
 from elastic.core.model import Agent, Policy, Stage
 from elastic.core.timeouts import Timeouts
 from elastic.core.turn import ASK_AGAIN_S
+from elastic.core.view import JobView
 from elastic.etcd import EtcdError, View
 
 from .training import Worker

@@ -89,7 +89,11 @@ def fail(job: elastic.Job, state: elastic.State) -> None:
         return
     rank, step, kind = ARGS.fail.split(":")
     marker = f"{ARGS.record}/failed"
-    if job.rank != int(rank) or state.step != int(step) or (os.path.exists(marker) and kind not in ("always", "refused")):
+    if (
+        job.rank != int(rank)
+        or state.step != int(step)
+        or (os.path.exists(marker) and kind not in ("always", "refused"))
+    ):
         return
     with open(marker, "a") as told:
         told.write(f"{os.getpid()}\n")

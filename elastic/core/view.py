@@ -1,0 +1,145 @@
+"""Everything etcd says of one job, as one picture: what every decision is made on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar, cast
+
+from . import reach
+from .keys import JobKeys
+from .records import (
+    BrokenRecord,
+    GenerationRecord,
+    JobState,
+    MemberRecord,
+    ProgressRecord,
+    Record,
+    SpecRecord,
+    decode,
+)
+
+R = TypeVar("R", bound=Record)
+
+
+class Stored(Protocol):
+    """One key as etcd returns it."""
+
+    @property
+    def value(self) -> bytes: ...
+    @property
+    def create_revision(self) -> int: ...
+    @property
+    def mod_revision(self) -> int: ...
+
+
+# After an outage all is read anew, and is mostly what it was.
+
+
+@functools.lru_cache(maxsize=16384)
+def _member(raw: bytes) -> MemberRecord:
+    return decode(MemberRecord, raw)
+
+
+@functools.lru_cache(maxsize=16)
+def _generation(raw: bytes) -> GenerationRecord:
+    return decode(GenerationRecord, raw)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    record: MemberRecord
+    seniority: int
+    """Create revision of its key: the smallest is the oldest."""
+
+    @property
+    def id(self) -> tuple[str, str]:
+        return self.record.node, self.record.incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """Everything etcd says of one job, at one revision."""
+
+    spec: SpecRecord | None = None
+    state: JobState = field(default_factory=JobState)
+    state_revision: int = 0
+    members: Mapping[str, Member] = field(default_factory=dict)
+    generation: GenerationRecord | None = None
+    generation_revision: int = 0
+    saved_step: int = 0
+    """The newest checkpoint that the leader has told of."""
+    broken: BrokenRecord | None = None
+    """The record of `generation`'s failure, if it has one."""
+    revision: int = 0
+    disputes: frozenset[reach.Dispute] = field(init=False, compare=False)
+    """Pairs of members of which one cannot reach the other."""
+
+    def __post_init__(self) -> None:
+        found: frozenset[reach.Dispute] = frozenset()
+        if any(m.record.unreachable for m in self.members.values()):
+            found = reach.disputes({node: m.record.unreachable for node, m in self.members.items()})
+        object.__setattr__(self, "disputes", found)
+
+    @staticmethod
+    def read(keys: JobKeys, kvs: Mapping[str, Stored], revision: int) -> JobView:
+        """Raises SpeaksAnotherProtocol for a record of another version."""
+        return Reader(keys).read(kvs, revision)
+
+
+class Reader:
+    """Reads one picture of a job after another, and of each only what is not the same object as in the one before.
+
+    A picture comes whole, with a key for each node, and next to nothing in it has changed. What has not changed is
+    the same object in the view, too: its `members` are compared by identity.
+    """
+
+    def __init__(self, keys: JobKeys) -> None:
+        self._keys = keys
+        self._kvs: Mapping[str, Stored] = {}
+        self._members: Mapping[str, Member] = {}
+        self._records: dict[str, tuple[Stored, Record]] = {}
+
+    def read(self, kvs: Mapping[str, Stored], revision: int) -> JobView:
+        """Raises SpeaksAnotherProtocol for a record of another version, msgspec.ValidationError for what is none."""
+        keys = self._keys
+        members = self._members if kvs is self._kvs else self._changed_members(kvs)
+        spec, state, generation = kvs.get(keys.spec), kvs.get(keys.state), kvs.get(keys.generation)
+        formed = self._record(GenerationRecord, generation, _generation) if generation else None
+        broken = kvs.get(keys.broken(formed.number)) if formed else None
+        progress = kvs.get(keys.progress)
+        view = JobView(
+            spec=self._record(SpecRecord, spec) if spec else None,
+            state=self._record(JobState, state) if state else JobState(),
+            state_revision=state.mod_revision if state else 0,
+            members=members,
+            generation=formed,
+            generation_revision=generation.mod_revision if generation else 0,
+            broken=self._record(BrokenRecord, broken) if broken else None,
+            revision=revision,
+            saved_step=(self._record(ProgressRecord, progress).checkpoint_step or 0) if progress else 0,
+        )
+        self._kvs, self._members = kvs, members
+        return view
+
+    def _changed_members(self, kvs: Mapping[str, Stored]) -> Mapping[str, Member]:
+        prefix, before = self._keys.members, self._kvs
+        changed = [(key, kv) for key, kv in kvs.items() if before.get(key) is not kv and key.startswith(prefix)]
+        gone = [key for key in before.keys() - kvs.keys() if key.startswith(prefix)]
+        if not changed and not gone:
+            return self._members
+        members = dict(self._members)
+        for key in gone:
+            del members[key.removeprefix(prefix)]
+        for key, kv in changed:
+            members[key.removeprefix(prefix)] = Member(_member(kv.value), kv.create_revision)
+        return members
+
+    def _record(self, kind: type[R], kv: Stored, read: Callable[[bytes], R] | None = None) -> R:
+        known = self._records.get(kind.__name__)
+        if known is not None and known[0] is kv:
+            return cast(R, known[1])
+        record = read(kv.value) if read else decode(kind, kv.value)
+        self._records[kind.__name__] = kv, record
+        return record
