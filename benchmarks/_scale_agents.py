@@ -35,7 +35,7 @@ from elastic.agent.peers import Peers  # noqa: E402
 from elastic.agent.registry import Registry  # noqa: E402
 from elastic.agent.store import Stores  # noqa: E402
 from elastic.agent.versions import versions  # noqa: E402
-from elastic.core import membership, messages  # noqa: E402
+from elastic.core import messages, view  # noqa: E402
 from elastic.core.agentfile import AgentConfig, EtcdAccess  # noqa: E402
 from elastic.core.events import (  # noqa: E402
     Progress,
@@ -122,7 +122,6 @@ class OneAgent(Loop):
     vanished = False
 
     def run(self, env: dict[str, str]) -> int:
-        self._env = env
         beat_s = self.config.timeouts.beat_s
         self._turn(Start())
         due_s = time.monotonic() + beat_s * (0.5 + hash(self.config.node) % 100 / 100)
@@ -178,7 +177,7 @@ class Host:
         )
         loop = OneAgent(config, Agent(policy), registry, peers, keys, record)
         loop.pool = NoProcesses(loop)  # type: ignore[assignment]
-        loop._watchman.pool = loop.pool
+        loop._watchman.pool = loop._deeds._pool = loop.pool
 
         def formed(agent: Agent, generation: GenerationRecord) -> None:
             self.say(agent=index, generation=generation.number, world=generation.world, at_s=time.monotonic())
@@ -214,7 +213,7 @@ def main() -> None:
     found = versions()
     agent_loop.versions = lambda: found  # reads files for 0.05 s, once per agent
     for name in ("_member", "_generation"):  # caches by content, which on one node only one agent fills
-        setattr(membership, name, getattr(membership, name).__wrapped__)
+        setattr(view, name, getattr(view, name).__wrapped__)
     first = json.loads(sys.stdin.readline())
     access = msgspec.convert(first["access"], EtcdAccess)
     host = Host(access, msgspec.convert(first["spec"], JobSpec), Path(first["folder"]))
