@@ -27,7 +27,6 @@ def start(level: str, node: str) -> Log:
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, output)),
-        cache_logger_on_first_use=True,
     )
     log: Log = structlog.get_logger().bind(node=node)
     return log

@@ -289,7 +289,8 @@ class Loop:
 
     def _tell_systemd(self) -> None:
         if not self._ready:
-            if self._contact.connected and self._lease is not None:
+            # Not before its own record is seen: who asks right after the start is to find this node.
+            if self._contact.connected and self._lease is not None and self._settings.node in self._cluster.nodes:
                 self._ready = True
                 self._notify.ready()
                 self._log.info("daemon.ready", turn=self._turn)

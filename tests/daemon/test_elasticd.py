@@ -251,7 +251,7 @@ def test_systemd_is_told(nodes: Nodes, tmp_path: pathlib.Path) -> None:
         listener.start()
         node = nodes.add("told", start=False)
         node.start(env={"NOTIFY_SOCKET": path, "WATCHDOG_USEC": "900000", "WATCHDOG_PID": ""})
-        eventually(lambda: "WATCHDOG=1" in said, 5)
+        eventually(lambda: {"READY=1", "WATCHDOG=1"} <= set(said), 10)
         node.kill(signal.SIGTERM)
         listener.join(20)
     assert said[-1] == "STOPPING=1"

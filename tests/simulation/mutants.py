@@ -53,7 +53,7 @@ MUTANTS = (
     Mutant("the leaver hosts the next generation's store", "core.membership",
            "if member.record.draining is None and place.node not in view.state.avoid:", "if True:"),
     Mutant("a crash loop goes on for ever", "core.restarts",
-           "if broken.error is not None and alike >= rules.same_failure:", "if False:"),
+           "if broken.error is not None and alike >= rules.same_failure and not", "if False and not"),
     Mutant("the newest state does not win", "core.source",
            "if best is None or key > best:", "if best is None or key < best:"),
     Mutant("one node's end is everybody's", "core.leading",

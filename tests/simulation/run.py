@@ -20,9 +20,7 @@ CHUNK = 50
 
 def silent() -> None:
     """The agents' own log lines are not wanted here."""
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL), cache_logger_on_first_use=True
-    )
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
 def _play_seed(seed: int) -> Outcome:

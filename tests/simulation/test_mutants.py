@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import structlog
 from simulation.histories import draw, play
 from simulation.mutants import MUTANTS, Mutant, planted
 from simulation.player import FILES, Player
 from simulation.run import silent
 
 TRIES = 400
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    silent()
+    yield
+    structlog.reset_defaults()
 
 
 def caught_by(mutant: Mutant) -> str:
@@ -27,15 +37,13 @@ def caught_by(mutant: Mutant) -> str:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name.replace(" ", "-"))
-def test_mutant_is_caught(mutant: Mutant) -> None:
-    silent()
+def test_mutant_is_caught(mutant: Mutant, quiet: None) -> None:
     by = caught_by(mutant)
     print(f"{mutant.name}: {by}")
     assert by, f"{TRIES} histories and {len(FILES)} scenarios, and nobody noticed: {mutant.name}"
 
 
-def test_mistakes_are_gone_afterwards() -> None:
-    silent()
+def test_mistakes_are_gone_afterwards(quiet: None) -> None:
     with planted(MUTANTS[0]):
         pass
     assert not any(play(draw(seed)).failure for seed in range(20))
