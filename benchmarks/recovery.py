@@ -54,7 +54,7 @@ class Plan:
 
 
 FULL = Plan(kills=30, torchrun_kills=6, default_tries=2, default_limit_s=60.0, rounds=5, steady_steps=400)
-QUICK = Plan(kills=10, torchrun_kills=2, default_tries=1, default_limit_s=12.0, rounds=2, steady_steps=100)
+QUICK = Plan(kills=6, torchrun_kills=1, default_tries=1, default_limit_s=10.0, rounds=2, steady_steps=60)
 
 
 class Cluster:
