@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -29,9 +30,9 @@ NARROW = 110
 
 
 def console() -> Console:
-    """Wide enough for a table when its output is not a terminal."""
+    """Wide enough for a table when its output is not a terminal and nobody says how wide it is."""
     made = Console(highlight=False, soft_wrap=False)
-    return made if made.is_terminal else Console(highlight=False, width=200)
+    return made if made.is_terminal or os.environ.get("COLUMNS") else Console(highlight=False, width=200)
 
 
 def watch(show: Callable[[], None]) -> None:

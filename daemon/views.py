@@ -151,9 +151,8 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> Json:
 
 def job_detail(snapshot: Snapshot, job: Job, now: Now) -> Json:
     """One job in full."""
-    progress = newest_progress(snapshot, job)
     places = job.generation.places if job.generation else ()
-    ranks = {} if job.over else _ranks(snapshot, job, progress)
+    ranks = {} if job.over else _ranks(snapshot, job)
     return job_row(snapshot, job, now) | {
         "schema": SCHEMA,
         "spec": msgspec.to_builtins(job.spec.spec) if job.spec else None,
@@ -212,7 +211,7 @@ def _in_order(snapshot: Snapshot) -> list[Job]:
     return sorted(snapshot.cluster.jobs.values(), key=lambda j: (j.over, j.submitted))
 
 
-def _ranks(snapshot: Snapshot, job: Job, progress: ProgressRecord | None) -> dict[tuple[str, int], Json]:
+def _ranks(snapshot: Snapshot, job: Job) -> dict[tuple[str, int], Json]:
     """(node, slot) -> row: what its own agent says, else what the leader wrote, else only that it is there."""
     rows: dict[tuple[str, int], Json] = {}
     for place in job.generation.places if job.generation else ():
@@ -220,7 +219,7 @@ def _ranks(snapshot: Snapshot, job: Job, progress: ProgressRecord | None) -> dic
             rows[place.node, slot] = {"rank": rank, "node": place.node, "slot": slot, "pid": None, "phase": "",
                                       "step": None, "incarnation": None, "rss_mb": None}  # fmt: skip
     local = snapshot.agents.get(job.name)
-    said = [*(progress.ranks if progress else ()), *(local.status.ranks if local and local.status else ())]
+    said = [*(job.progress.ranks if job.progress else ()), *(local.status.ranks if local and local.status else ())]
     return rows | {(row.node, row.slot): msgspec.to_builtins(row) for row in said}
 
 

@@ -233,8 +233,9 @@ def submit(node: Node, folder: pathlib.Path) -> None:
 
 
 def kill_a_worker(watch: Watch) -> None:
-    ranks = watch.until(lambda row: all(r["pid"] for r in row["ranks"]), 30.0, "the ids of all workers")["ranks"]
-    rank = max(ranks, key=lambda row: row["rank"])
+    # A daemon knows the process ids of its own node's workers, and of those where the job's leader is.
+    ranks = watch.until(lambda row: any(r["pid"] for r in row["ranks"]), 30.0, "the id of a worker")["ranks"]
+    rank = max((row for row in ranks if row["pid"]), key=lambda row: row["rank"])
     say(
         f"2  kill -9 {rank['pid']}: the worker of rank {rank['rank']}",
         "With torchrun every process would be stopped, started anew, and sent\n"

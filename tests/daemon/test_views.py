@@ -132,6 +132,14 @@ def test_every_rank_has_a_row_from_whoever_knows_it_best() -> None:
     ]
 
 
+def test_what_the_leader_wrote_of_its_ranks_stays_when_our_agent_is_ahead_of_it() -> None:
+    agents = local(
+        progress=msgspec.to_builtins(progress(99, wall_s=999.9)), ranks=[msgspec.to_builtins(row(0, "a", 0, 99))]
+    )
+    ranks = views.job_detail(snapshot(job(), agents=agents), job(), NOW)["ranks"]
+    assert {(r["node"], r["slot"]): r["pid"] for r in ranks}["b", 0] == row(2, "b", 0).pid
+
+
 def test_numbers_that_json_lacks_are_null() -> None:
     seen = status(job(progress=progress(loss=float("nan"))))
     assert seen["jobs"][0]["loss"] is None

@@ -1,0 +1,21 @@
+"""What a newcomer runs first."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+DEMO = pathlib.Path(__file__).resolve().parents[2] / "examples" / "demo.py"
+
+
+@pytest.mark.chaos
+@pytest.mark.etcd
+@pytest.mark.timeout(300)
+def test_the_demo_shows_what_it_promises() -> None:
+    done = subprocess.run([sys.executable, DEMO], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for what in ("killed by SIGKILL", "node b is gone", "b joins", "400 steps done", ", 0 steps lost"):
+        assert what in done.stdout, done.stdout
