@@ -80,9 +80,9 @@ def stall(name: str, colour: str, seconds: float) -> System:
     return System(name, colour, seconds, seconds, 0.0, 0.0, 0.0)
 
 
-WORKER_S = 0.243
+WORKER_S = 0.231
 """Median of benchmarks/recovery.py, SIGKILL of a worker until all have stepped."""
-TORCHRUN_S = 10.5
+TORCHRUN_S = 7.05
 """The same of torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
 NODE_S = 6.0
 """A lease of 5 s ends at most 0.5 s late; a host that only closed its connections is noticed at once."""
