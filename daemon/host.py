@@ -51,7 +51,8 @@ def node_name(hostname: str) -> str:
 
 
 def cpu_slots() -> int:
-    return max(1, len(os.sched_getaffinity(0)) // CORES_PER_SLOT)
+    """At least two: also on a small machine people want to see workers work together."""
+    return max(2, len(os.sched_getaffinity(0)) // CORES_PER_SLOT)
 
 
 def gpus() -> tuple[int, ...]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from elastic.core.records import Phase
+
 from . import views
 from .actions import Actions
 from .board import Board, Snapshot
@@ -19,6 +21,8 @@ from .views import SCHEMA, Identity, Json, Now
 
 LONGEST_WAIT_S = 60.0
 FOLLOW_S = 0.2
+WAITS_S = 2.0
+"""From when a job waits for something until who follows it is told."""
 """Interval at which a followed log is looked at."""
 
 Query = Mapping[str, str]
@@ -104,8 +108,10 @@ def get_logs(h: Request, query: Query, job: str) -> None:
     for line in last:
         h.stream(_line(h, job, line))
     follow = query.get("follow", "0") in ("1", "true", "")
-    told = _told(board.now, job)
+    told, waits = _told(board.now, job), Waits(job)
     while follow and h.still_there():
+        if note := waits.look(board.now, time.monotonic()):
+            h.stream({"note": note})
         for note in _told(board.now, job)[len(told) :]:
             h.stream({"note": note})
         told = _told(board.now, job)
@@ -117,6 +123,27 @@ def get_logs(h: Request, query: Query, job: str) -> None:
     known = board.now.cluster.jobs.get(job)
     phase = str(known.state.phase) if known else None
     h.stream({"end": True, "phase": phase, "elsewhere": _elsewhere(h, job) if rank < 0 else {}})
+
+
+class Waits:
+    """What a job waits for that makes no step yet, told once it has waited for that for a while."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._since: tuple[str, float] = ("", 0.0)
+        self._said = ""
+
+    def look(self, snapshot: Snapshot, now_s: float) -> str:
+        """The words, if they are to be said now; else ''."""
+        known = snapshot.cluster.jobs.get(self._job)
+        stands = known is not None and known.state.phase in (Phase.PENDING, Phase.WAITING)
+        why = views.job_row(snapshot, known, now())["waiting_for"] if known and stands else ""
+        if why != self._since[0]:
+            self._since = why, now_s
+        if not why or why == self._said or now_s - self._since[1] < WAITS_S:
+            return ""
+        self._said = why
+        return f"{self._job} waits for: {why}"
 
 
 def _told(snapshot: Snapshot, job: str) -> tuple[str, ...]:

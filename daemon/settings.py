@@ -65,7 +65,7 @@ class Settings(Table, frozen=True, kw_only=True):
     or 'lo' when `address` is loopback."""
 
     slots: Annotated[int, msgspec.Meta(ge=1)] | Literal["auto"] = "auto"
-    """Workers that this node can hold; 'auto': one per GPU, without GPUs one per two CPU cores, at least one."""
+    """Workers that this node can hold; 'auto': one per GPU, without GPUs one per two CPU cores, at least two."""
 
     gpu_self_test: bool = True
     """Before this node takes work: copy to each GPU and back, compute there, and compare with known results. A GPU
