@@ -27,7 +27,7 @@ def test_on_order_then_into_another_world_from_the_remote_copy(tmp_path: Path) -
     """Saved by 2 nodes x 2 workers, copied up; then one node with one worker and an empty disk goes on from there."""
     local, remote = tmp_path / "local", tmp_path / "remote"
     spec = {"checkpoint": {"dir": str(local), "every_s": 3600.0, "remote": f"file://{remote}"}}
-    with Job(args={"steps": 60, "step-ms": 5}, spec=spec) as job:
+    with Job(args={"steps": 60, "step-ms": 25}, spec=spec) as job:
         job.wait_step(10)
         for node in ("n0", "n1"):
             (job.folder / node / "orders.json").write_bytes(msgspec.json.encode(AgentOrders(checkpoint=1)))

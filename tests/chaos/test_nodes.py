@@ -64,7 +64,7 @@ def test_below_min_it_waits_with_its_state_kept() -> None:
         victim = next(n for n in cluster.nodes if survivor not in n.pids())
         victim.power_off()
         eventually(lambda: job.phase() == "waiting", 20.0, "the job waits")
-        assert job.row()["waiting_for"]
+        eventually(lambda: job.row()["waiting_for"], 10.0, "status says for what")
         at = job.history.step()
         holds(lambda: job.history.step() == at, 1.5, "no step below min")
         assert cluster.hosts is not None
