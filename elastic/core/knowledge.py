@@ -224,9 +224,11 @@ def _bad_numbers(turn: Turn, worker: Worker, event: NumbersBad) -> None:
     mode = turn.policy.spec.on_bad_numbers
     if mode == "ignore" or event.generation != worker.generation:
         return
+    if mode == "stop" and turn.agent.view.state.phase is not Phase.RUNNING:
+        return  # whoever ended it, or has it wait, was first
     ranks = ", ".join(map(str, event.ranks)) or "?"
     detail = f"{event.kind} on rank {ranks} at step {event.step}: {event.detail}"
-    if mode == "stop" and turn.agent.view.state.phase is Phase.RUNNING:
+    if mode == "stop":
         # First this, so that nobody forms another generation; then who did it, for the incident.
         turn.do(PutPhase(Phase.FAILED, detail, turn.agent.view.state_revision))
     error = WorkerError(node=turn.policy.node, slot=worker.slot, rank=-1, message=detail, step=event.step)

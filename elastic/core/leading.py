@@ -25,6 +25,9 @@ def lead(turn: Turn) -> None:
     known = agent.generation
     if known is not None and view.generation is not known and view.generation != known:
         return  # etcd does not have it back yet
+    me = view.members.get(turn.policy.node)
+    if me is None or me.record.incarnation != turn.policy.incarnation:
+        return  # the picture is older than our joining: it may show the agent that was here before us
     if leader(view, agent.dead, agent.generation) != turn.policy.node:
         _follow(turn)
         return

@@ -169,13 +169,7 @@ def next_generation(
         reached = {node: m for node, m in alive.items() if node not in cut}
         chosen = _with_witness(current, chosen, reached, broken, former)
         why = _why(view, broken, missing, cut)
-        if len(chosen) < limits.min_nodes:
-            return Wait(f"{why}; {len(chosen)} of at least {limits.min_nodes} nodes are there", below_min=True)
-        lost = {(broken.node, slot) for slot in broken.slots} if broken else set()
-        # A roll-back that was itself cut short is not over: what is live may still be what it went back from.
-        rollback = (broken and broken.rollback) or (current.restore == "snapshot" and not settled)
-        restore = "snapshot" if rollback else "newest"
-        return Change(arrange(current, chosen, lost), why, planned=False, restore=restore)
+        return _without_the_lost(current, chosen, limits, broken, why, settled)
 
     if absent:
         return Wait(f"{', '.join(absent)} cannot be heard of, {'and lives: steps advance' if steps_advance else 'yet'}")
@@ -183,7 +177,7 @@ def next_generation(
     fit = [m for m in fit if m.record.node not in cut or m.record.node in seated]
     chosen = _with_witness(current, _choose(current, fit, limits.max_nodes), alive, None)
     places = arrange(current, chosen, set())
-    if _same(places, current.places):
+    if places == current.places:
         return Wait(_cut_reason(view, cut)) if cut else AS_IT_SHOULD_BE
     if not settled:
         return Wait("a planned change waits until this generation has stepped")
@@ -192,6 +186,23 @@ def next_generation(
     if in_place and not steps_advance:
         return Wait("a planned change waits for steps to advance")
     return Change(places, _difference(current, places, alive), planned=True)
+
+
+def _without_the_lost(
+    current: GenerationRecord,
+    chosen: list[Member],
+    limits: Limits,
+    broken: BrokenRecord | None,
+    why: str,
+    settled: bool,
+) -> Change | Wait:
+    if len(chosen) < limits.min_nodes:
+        return Wait(f"{why}; {len(chosen)} of at least {limits.min_nodes} nodes are there", below_min=True)
+    lost = {(broken.node, slot) for slot in broken.slots} if broken else set()
+    # A roll-back that was itself cut short is not over: what is live may still be what it went back from.
+    rollback = (broken and broken.rollback) or (current.restore == "snapshot" and not settled)
+    restore = "snapshot" if rollback else "newest"
+    return Change(arrange(current, chosen, lost), why, planned=False, restore=restore)
 
 
 def _first(fit: list[Member], limits: Limits, min_reached_for_s: float, cut: str) -> Change | Wait:
@@ -288,10 +299,6 @@ def arrange(current: GenerationRecord | None, chosen: list[Member], lost: set[tu
 
     placed = [place(m) for m in chosen]
     return tuple(p for _, p in sorted(placed, key=lambda pair: pair[0]))  # stable: keeps the order within each half
-
-
-def _same(a: tuple[Place, ...], b: tuple[Place, ...]) -> bool:
-    return a == b
 
 
 def _why(view: JobView, broken: BrokenRecord | None, missing: list[str], cut: Collection[str]) -> str:

@@ -470,6 +470,20 @@ def test_who_cannot_be_heard_does_not_lead() -> None:
     assert Publish not in kinds(cut.take(Viewed(BROKEN, False)))
 
 
+def test_who_is_not_yet_in_the_picture_does_not_lead() -> None:
+    """Started anew, and a picture from before: it shows the agent that was here, and led."""
+    machine = Machine()
+    machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
+    before, now = member("a", 1, life=0, ready=(0, 1)), member("a", 3, ready=(0, 1))
+    formed = generation(1, [place("a", 0, 1, life=0), place("b", 0, 1)])
+    failed = broken(1, "b", 0)
+    assert lead_from(machine, view(before, B, spec=SPEC, formed=formed, failed=failed)) == []
+    assert lead_from(machine, view(spec=SPEC, formed=formed, failed=failed)) == []
+    assert lead_from(machine, view(now, spec=SPEC, formed=formed, failed=failed)) == []
+    published = [e for e in machine.wait(TIMES.lease_ttl_s) if isinstance(e, Publish)]
+    assert [p.incarnation for p in published[0].change.places] == ["a.1"]
+
+
 def test_a_node_that_refuses_connections_is_left_out_at_once() -> None:
     machine = running(formed=FIRST)
     publish = next(e for e in machine.take(PeerDead("b", "b.1", "refused")) if isinstance(e, Publish))
@@ -551,6 +565,9 @@ def test_bad_numbers_stop_the_job_or_take_it_back_or_neither() -> None:
     said = numbers("rollback")[0]
     assert isinstance(said, PutBroken)
     assert (said.record.rollback, said.record.ranks, said.record.slots) == (True, (2,), ())
+    waiting = running(JobSpec(name="job", script="train.py", nodes="1:2", on_bad_numbers="stop"))
+    waiting.see(view(A, B, spec=SPEC, formed=SECOND, phase=Phase.WAITING))
+    assert waiting.take(NumbersBad(0, 1, 1, 9, "nan", "loss is nan", (2,))) == []
 
 
 # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────────────
