@@ -36,6 +36,7 @@ from .events import (
     WorkerSynced,
 )
 from .exits import exited
+from .membership import bereft
 from .model import IN_GROUP, Stage, Worker
 from .records import Phase, WorkerError
 from .turn import Turn
@@ -109,17 +110,20 @@ def _unreachable(turn: Turn, node: str, incarnation: str) -> None:
 
 
 def _revive(turn: Turn) -> None:
-    """Who is called dead here, and has just gone on without us, lives: a fire wall that refuses looks like a death
-    from both its sides. Each would go on alone for ever, over the other's steps; as a complaint all decide it alike."""
+    """Who has just gone on without us lives, and finds us dead: a fire wall that refuses looks like a death from both
+    its sides. Whether we have found it dead already or are about to, each would go on alone for ever, over the
+    other's steps; as a complaint all decide it alike."""
     agent, formed, held = turn.agent, turn.agent.view.generation, turn.agent.generation
-    if not agent.dead or formed is None or held is None or formed.number <= held.number:
+    if formed is None or held is None or formed.number <= held.number or formed.at_step is not None:
         return
     me, publisher = (turn.policy.node, turn.policy.incarnation), agent.view.members.get(formed.leader)
-    if publisher is None or publisher.id not in agent.dead:
+    if publisher is None or formed.place(*publisher.id) is None or bereft(held, turn.policy.node, agent.broken_record):
         return
-    if held.place(*me) is not None and formed.place(*me) is None and formed.place(*publisher.id) is not None:
+    if held.place(*me) is not None and formed.place(*me) is None:
         peer = {publisher.id}
-        turn.change(dead=agent.dead - peer, undead=agent.undead | peer, unreachable=agent.unreachable | peer)
+        turn.change(
+            dead=agent.dead - peer, undead=agent.undead | peer, unreachable=agent.unreachable | agent.dead & peer
+        )
 
 
 def _take_from_worker(turn: Turn, event: WorkerEvent) -> None:

@@ -4,7 +4,7 @@ etcd must not go on alone in turns, each over the other's steps."""
 from __future__ import annotations
 
 import pytest
-from support.jobs import generation, member, place, view
+from support.jobs import broken, generation, member, place, view
 
 from elastic.core.effects import Effect, Publish, PutMember
 from elastic.core.events import (
@@ -90,6 +90,24 @@ def test_the_dead_that_goes_on_alone_lives_and_is_not_gone_over(outrun: Machine)
     assert not published(outrun.wait(2.0))
     assert not published(outrun.take(PeerDead("a", "a.1", REFUSED)))
     assert not published(outrun.wait(60.0))
+
+
+def test_nor_when_it_went_on_alone_before_we_found_it_dead() -> None:
+    machine = Machine()
+    assert not published(machine.take(Viewed(picture(alone("a", 2)), True)))
+    effects = machine.take(PeerDead("a", "a.1", REFUSED))
+    assert not published(effects)
+    assert complaints(effects) == [("a",)]
+    assert not published(machine.wait(60.0))
+
+
+def test_who_was_left_out_for_a_loss_of_its_own_or_by_plan_believes_a_death() -> None:
+    for formed, failed in ((alone("a", 2), broken(1, "b", 0)), (generation(2, [place("a")], at_step=9), None)):
+        machine = Machine()
+        if failed:
+            machine.take(Viewed(view(member("a", 0), member("b", 1), spec=SPEC, formed=BOTH, failed=failed), True))
+        machine.take(Viewed(picture(formed), True))
+        assert published(machine.take(PeerDead("a", "a.1", REFUSED))) == ["b"]
 
 
 def test_who_answers_again_is_believed_when_it_refuses_again(outrun: Machine) -> None:
