@@ -247,6 +247,9 @@ class Group:
             torch.cuda.set_device(self.device)  # what a script does without naming a device belongs there
             options["device_id"] = self.device  # forms the communicator here and not in the first collective
             self._before_init = set(sockets.tcp_sockets())
+        # torch names a default group by a count that a forming which failed half-way leaves behind. The ranks meet under
+        # that name, so those who were there would not meet who has come since.
+        c10d._world.group_count = 0
         hook = sys.excepthook
         try:
             dist.init_process_group(
