@@ -1,0 +1,53 @@
+"""A forming that failed half-way leaves nothing behind that keeps the next one from succeeding."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
+
+from elastic.worker.group import Group, LetGoError
+
+pytestmark = pytest.mark.slow
+
+
+def make(rank: int, world: int, port: int, generation: int) -> Group:
+    return Group(
+        backend="gloo", rank=rank, world=world, store_host="127.0.0.1", store_port=port, generation=generation,
+        timeout_s=30.0, form_timeout_s=20.0,
+    )  # fmt: skip
+
+
+def half_formed_then_whole(rank: int, world: int, port: int) -> Any:
+    """In the first round the last rank arrives and never forms, as if it had died there; in the second it is new."""
+    group = make(rank, world, port, 1)
+    if rank == world - 1:
+        group._arrive(lambda: False)
+    else:
+        inside, real = threading.Event(), dist.init_process_group
+
+        def init(*args: Any, **given: Any) -> None:
+            inside.set()
+            real(*args, **given)
+
+        dist.init_process_group = init
+        threading.Thread(target=lambda: inside.wait(20.0) and (time.sleep(0.3), group.abort("a rank died"))).start()
+        with pytest.raises(LetGoError):
+            group.form()
+        dist.init_process_group = real
+    group.close()
+    group = make(rank, world, port, 2)
+    group.form()
+    ones = torch.ones(4)
+    dist.all_reduce(ones)
+    group.close()
+    return ones.tolist()
+
+
+def test_who_was_there_when_forming_failed_meets_who_comes_new() -> None:
+    assert run_ranks(half_formed_then_whole, world=3) == [[3.0] * 4] * 3
