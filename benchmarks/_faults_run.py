@@ -25,7 +25,7 @@ from support.procs import alive, state
 
 TEN_MB = {"WIDTH": "262144"}
 """Environment of train_chaos.py for a model of that size."""
-RESTARTS = {"budget": 10_000, "same_failure": 1000}
+RESTARTS = {"budget": 5000, "same_failure": 1000}
 Result = dict[str, float | int | None]
 
 
