@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import socket
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
@@ -25,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-from . import sockets
+from . import nccl, sockets
 from .errors import FormError, LetGoError, is_communication_error
 
 Backend = Literal["gloo", "nccl"]
@@ -44,12 +42,6 @@ DIAL_LOOK_S = 0.02
 
 RESOLVE_AGAIN_S = 0.5
 """Pause between look-ups of the store's host that failed."""
-
-OLDEST_NCCL = (2, 26, 2)
-"""Older ones can dead-lock in the abort of a communicator."""
-
-ABORT_S = 60.0
-"""Longest wait for NCCL's aborts. The agent replaces the worker long before (`timeouts.let_go_s`)."""
 
 
 class Group:
@@ -83,6 +75,8 @@ class Group:
         self._lock = threading.Lock()
         self._aborted = threading.Event()
         self._closed = threading.Event()
+        self._over = threading.Event()
+        """Aborted or closed."""
         self._sweeper: threading.Thread | None = None
         self._aborted_communicators: list[Any] = []
         self._before_init: set[sockets.Sock] | None = None
@@ -121,6 +115,8 @@ class Group:
         except (LetGoError, FormError):
             raise
         except Exception as error:
+            # torch says it in many ways that a group was cut while it formed, some as errors of other kinds (KeyError):
+            # only here is known that it was. What comes for another reason is raised as it is.
             if self._aborted.is_set():
                 raise LetGoError(self.why) from error
             if is_communication_error(error):
@@ -134,6 +130,7 @@ class Group:
                 return
             self.why = why
             self._aborted.set()
+            self._over.set()
             self._cut()
             self._sweeper = threading.Thread(target=self._sweep, name="elastic-sweep", daemon=True)
             self._sweeper.start()
@@ -147,20 +144,29 @@ class Group:
             if self._closed.is_set():
                 return
             self._closed.set()
+            self._over.set()
         if self._sweeper is not None:
             self._sweeper.join()
         if dist.is_initialized():
-            try:
-                if self.backend == "nccl" and self._aborted.is_set():
-                    c10d._abort_process_group()  # to destroy it would wait for its kernels and join its watchdog
-                else:
-                    dist.destroy_process_group()
-            except RuntimeError:
-                if not self._aborted.is_set():
-                    raise
-                c10d._abort_process_group()  # strikes it off all the same
+            self._strike_off()
         self._aborted_communicators.clear()
         self._store = None
+
+    def _strike_off(self) -> None:
+        """Off torch's books. Raises RuntimeError where NCCL does not let go: this process can form no other group."""
+        if self.backend == "nccl" and self._aborted.is_set():
+            try:
+                c10d._abort_process_group()  # to destroy it would wait for its kernels and join its watchdog
+            except RuntimeError as error:
+                said = cuda_failure(self.device) or error
+                raise RuntimeError(f"this process cannot let go of its NCCL group: {said}") from error
+            return
+        try:
+            dist.destroy_process_group()
+        except RuntimeError:
+            if not self._aborted.is_set():
+                raise
+            c10d._abort_process_group()  # strikes it off all the same
 
     # ── forming ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -242,13 +248,13 @@ class Group:
         options: dict[str, Any] = {}
         name = "gloo"
         if self.backend == "nccl":
-            prepare_nccl()
+            nccl.prepare()
             name = "cpu:gloo,cuda:nccl"
             torch.cuda.set_device(self.device)  # what a script does without naming a device belongs there
             options["device_id"] = self.device  # forms the communicator here and not in the first collective
             self._before_init = set(sockets.tcp_sockets())
-        # torch names a default group by a count that a forming which failed half-way leaves behind. The ranks meet under
-        # that name, so those who were there would not meet who has come since.
+        # torch names a default group by a count that a forming which failed half-way leaves behind. The ranks meet
+        # under that name, so those who were there would not meet who has come since.
         c10d._world.group_count = 0
         hook = sys.excepthook
         try:
@@ -263,6 +269,8 @@ class Group:
         finally:
             self._before_init = None
             sys.excepthook = hook  # torch wraps it once more each time, and each adds its '[rank0]: ' to every line
+        if self.backend == "nccl":
+            nccl.watch_time_out(self._over, self._timeout_s, self.generation)
 
     def _stop_if(self, interrupted: Callable[[], bool]) -> None:
         self.check()
@@ -295,61 +303,12 @@ class Group:
             self._seen = new
         for sock in found:
             sockets.cut(sock)
-        if self.backend == "nccl" and (trouble := abort_nccl(self._aborted_communicators)):
+        if self.backend == "nccl" and (trouble := nccl.abort_all(self._aborted_communicators)):
             self.why += f"; {trouble}"  # a miss costs the process: rung 2
 
     def _sweep(self) -> None:
         while not self._closed.wait(SWEEP_S):
             self._cut()
-
-
-def abort_nccl(done: list[Any], wait_s: float = ABORT_S) -> str:
-    """Abort the NCCL communicators of all groups that are not in `done` yet, and add them to it.
-
-    Returns what went wrong, or ''. Only the communicators: the books that torch keeps of its groups belong to the
-    main thread (``close``).
-
-    All at the same time, each in a thread of its own. One after the other could dead-lock: an abort waits until the
-    device is rid of its own kernels, which may wait behind those of the next. A group call around them
-    (``ncclGroupStart``) is bound to its thread, and torch's abort does the work in a thread of its own.
-    """
-    found = [communicator for communicator in _communicators() if all(communicator is not known for known in done)]
-    done += found  # held on to: a wrapper that is collected gives its identity to another
-    troubles: list[str] = []
-
-    def abort(communicator: Any) -> None:
-        try:
-            communicator.abort()
-        except RuntimeError as error:
-            troubles.append(f"an NCCL communicator could not be aborted: {error}")
-
-    threads = [threading.Thread(target=abort, args=[c], name="elastic-abort", daemon=True) for c in found]
-    for thread in threads:
-        thread.start()
-    deadline_s = time.monotonic() + wait_s
-    for thread in threads:
-        thread.join(max(0.0, deadline_s - time.monotonic()))
-    if any(thread.is_alive() for thread in threads):
-        troubles.append(f"the abort of an NCCL communicator has not returned within {wait_s:g} s")
-    return "; ".join(troubles)
-
-
-def _communicators() -> list[Any]:
-    """The NCCL back ends of all groups, the newest group first."""
-    if not dist.is_nccl_available():
-        return []
-    names = dict(c10d._world.pg_names)  # the main thread may make another one meanwhile
-    found: list[Any] = []
-    for group in sorted(names, key=lambda g: names[g], reverse=True):
-        try:
-            backend = group._get_backend(torch.device("cuda"))
-        except RuntimeError:
-            continue  # a group of the CPU only
-        while hasattr(backend, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-            backend = backend.wrapped_pg
-        if isinstance(backend, c10d.ProcessGroupNCCL) and all(backend is not other for other in found):
-            found.append(backend)
-    return found
 
 
 def cuda_failure(device: torch.device) -> str:
@@ -365,22 +324,3 @@ def cuda_failure(device: torch.device) -> str:
     except RuntimeError as error:
         return str(error).partition("\n")[0]
     return ""
-
-
-def prepare_nccl() -> None:
-    """Settings that aborting from our own thread needs, and a warning for versions known to be bad."""
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
-        if os.environ.get(name, "0") != "0":
-            warnings.warn(f"{name}={os.environ[name]} is set to 0: elastic aborts groups itself", stacklevel=2)
-        os.environ[name] = "0"
-    for problem in nccl_problems():
-        warnings.warn(problem, stacklevel=2)
-
-
-def nccl_problems(version: tuple[int, ...] | None = None) -> list[str]:
-    """What is known to be wrong with this NCCL, in words; empty if nothing is."""
-    version = version or torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    if tuple(version) < OLDEST_NCCL:
-        ours, least = (".".join(map(str, v)) for v in (version, OLDEST_NCCL))
-        return [f"NCCL {ours} may hang when a group is aborted (the worker is then replaced); use {least} or newer"]
-    return []

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.worker import group
+from elastic.worker import group, nccl
 from elastic.worker.errors import FormError, LetGoError, is_communication_error
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
@@ -59,6 +59,10 @@ def test_communication_errors(error: Exception) -> None:
         caught("raise RuntimeError('no Gloo here, and no NCCL')", "train.py"),
         caught("device(said)", "train.py", device=torch.device, said="Connection refused"),
         caught("raise KeyError('gloo/')", str(TORCH / "distributed/distributed_c10d.py")),
+        caught("raise out_of_memory(said)", str(TORCH / "autograd/graph.py"), out_of_memory=torch.OutOfMemoryError,
+               said="CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"),
+        caught("raise failed(said)", str(TORCH / "distributed/distributed_c10d.py"), failed=torch.AcceleratorError,
+               said="CUDA error: an illegal memory access was encountered"),
         ZeroDivisionError(),
         ValueError("x"),
     ],
@@ -68,18 +72,38 @@ def test_the_users_own_errors(error: Exception) -> None:
 
 
 def test_bad_nccl_versions_are_named() -> None:
-    assert group.nccl_problems((2, 26, 2)) == []
-    assert "NCCL 2.21.5 may hang" in group.nccl_problems((2, 21, 5))[0]
+    assert nccl.problems((2, 26, 2)) == []
+    assert nccl.problems((2, 27, 5, "-cuda12.9")) == []  # as torch says it where NCCL's own version has more to it
+    (said,) = nccl.problems((2, 21, 5))
+    assert "NCCL 2.21.5 may hang" in said
+
+
+def test_bad_torch_versions_are_named() -> None:
+    assert nccl.problems((2, 27, 5), "2.10.0+cu130") == nccl.problems((2, 27, 5), "2.14.0a0+git1234") == []
+    (said,) = nccl.problems((2, 27, 5), "2.9.1")
+    assert "torch 2.9.1 is older than 2.10" in said
+
+
+@pytest.mark.parametrize(("name", "value"), [("TORCH_DISTRIBUTED_DEBUG", "DETAIL"), ("TORCH_NCCL_DESYNC_DEBUG", "1")])
+def test_settings_that_bring_torchs_error_handling_back_are_named(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The constructor of ProcessGroupNCCL: with either it takes 'off' for 'on'."""
+    monkeypatch.setenv(name, value)
+    (said,) = nccl.problems((2, 27, 5))
+    assert said.startswith(f"{name}={value} makes torch end the process")
 
 
 def test_torchruns_error_handling_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "nccl_problems", list)
+    monkeypatch.setattr(nccl, "problems", list)
+    for name in nccl.QUIET_TORCH:
+        monkeypatch.setenv(name, "0")
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     monkeypatch.delenv("NCCL_ASYNC_ERROR_HANDLING", raising=False)
     with pytest.warns(UserWarning, match="TORCH_NCCL_ASYNC_ERROR_HANDLING=1 is set to 0"):
-        group.prepare_nccl()
+        nccl.prepare()
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-    group.prepare_nccl()
+    nccl.prepare()
 
 
 def unknown_host(timeout_s: float) -> group.Group:

@@ -8,6 +8,7 @@ it; a group in whose forming the thread is blocked is in none of torch's books y
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import threading
 import time
@@ -19,17 +20,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
+from torch._C._distributed_c10d import ErrorType
 
-from elastic.worker import group
+from elastic.worker import group, nccl
 from elastic.worker.errors import LetGoError
 from elastic.worker.group import Group
 
+OFF = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
+
 
 class FakeNccl:
-    """What `_get_backend` hands out for a GPU."""
+    """What `_get_backend` hands out for a GPU. Its error is what torch's watchdog has noted."""
 
-    def __init__(self, act: Callable[[], None]) -> None:
+    def __init__(self, act: Callable[[], None], error: ErrorType = ErrorType.SUCCESS) -> None:
         self.abort = act
+        self.error = error
+
+    def get_error(self) -> ErrorType:
+        return self.error
 
 
 class FakeGroup:
@@ -72,7 +80,7 @@ def test_aborts_that_wait_for_each_other_do_not_dead_lock(world: dict[Any, str])
     for name in "abc":
         world[FakeGroup(lambda: together.wait(5.0) and None)] = name
     begun_s = time.monotonic()
-    assert group.abort_nccl([]) == ""
+    assert nccl.abort_all([]) == ""
     assert time.monotonic() - begun_s < 2.0
 
 
@@ -82,11 +90,11 @@ def test_each_communicator_is_aborted_once_and_new_ones_too(world: dict[Any, str
     world[FakeGroup(lambda: log.append("a"))] = "a"
     world[FakeGroup(None)] = "cpu"
     for _ in range(50):  # the sweep after an abort; a forgotten wrapper would give its identity to the next one
-        assert group.abort_nccl(done) == ""
+        assert nccl.abort_all(done) == ""
     assert log == ["a"]
     world[FakeGroup(lambda: log.append("late"))] = "late"
-    group.abort_nccl(done)
-    group.abort_nccl(done)
+    nccl.abort_all(done)
+    nccl.abort_all(done)
     assert log == ["a", "late"]
 
 
@@ -96,7 +104,7 @@ def test_one_communicator_in_two_groups_is_aborted_once(world: dict[Any, str]) -
     other = FakeGroup(lambda: None)
     other._get_backend = twice._get_backend  # type: ignore[method-assign]
     world |= {twice: "a", other: "b"}
-    group.abort_nccl([])
+    nccl.abort_all([])
     assert log == ["a"]
 
 
@@ -109,7 +117,7 @@ def test_the_wrapper_of_torchs_debug_mode_is_looked_through(world: dict[Any, str
     wrapped = FakeGroup(lambda: None)
     wrapped._get_backend = lambda device: Wrapper()  # type: ignore[method-assign, assignment]
     world[wrapped] = "a"
-    group.abort_nccl([])
+    nccl.abort_all([])
     assert log == ["inner"]
 
 
@@ -120,7 +128,7 @@ def test_one_that_refuses_keeps_none_of_the_others_alive(world: dict[Any, str]) 
         raise RuntimeError("NCCL error: unhandled system error")
 
     world |= {FakeGroup(refuse): "b", FakeGroup(lambda: log.append("a")): "a"}
-    assert group.abort_nccl([]) == "an NCCL communicator could not be aborted: NCCL error: unhandled system error"
+    assert nccl.abort_all([]) == "an NCCL communicator could not be aborted: NCCL error: unhandled system error"
     assert log == ["a"]
 
 
@@ -129,7 +137,7 @@ def test_an_abort_that_does_not_return_is_told_and_not_waited_for_for_ever(world
     world[FakeGroup(lambda: stuck.wait(30.0) and None)] = "a"
     begun_s = time.monotonic()
     try:
-        assert group.abort_nccl([], wait_s=0.2) == "the abort of an NCCL communicator has not returned within 0.2 s"
+        assert nccl.abort_all([], wait_s=0.2) == "the abort of an NCCL communicator has not returned within 0.2 s"
         assert time.monotonic() - begun_s < 2.0
     finally:
         stuck.set()
@@ -164,6 +172,87 @@ def test_the_gloo_side_is_free_while_the_abort_is_stuck(world: dict[Any, str], m
         made.close()
 
 
+def test_a_group_that_nccl_does_not_let_go_of_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise dist.DistBackendError("NCCL error: unhandled system error")
+
+    monkeypatch.setattr(group.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(group.dist, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(group.c10d, "_abort_process_group", refuse)
+    made = make()
+    made.abort("a rank died")
+    with pytest.raises(RuntimeError, match="this process cannot let go of its NCCL group: NCCL error: unhandled"):
+        made.close()
+
+
+# ── the last time-out ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def noted(world: dict[Any, str], monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
+    """The communicator of the only group, which somebody holds."""
+    monkeypatch.setattr(nccl, "LOOK_S", 0.01)
+    only = FakeGroup(lambda: None)
+    world[only] = "a"
+    found: FakeNccl = only._get_backend(torch.device("cuda"))
+    return found
+
+
+def test_a_collective_beyond_the_groups_time_out_ends_the_process(
+    noted: FakeNccl, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torch's watchdog knows, and is kept from ending the process: nobody else would wake who waits on the device."""
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    thread = nccl.watch_time_out(threading.Event(), 5400.0, 7, ended.put)
+    with pytest.raises(queue.Empty):
+        ended.get(timeout=0.1)
+    noted.error = ErrorType.TIMEOUT
+    assert ended.get(timeout=5.0) == 1
+    thread.join(5.0)
+    said = capfd.readouterr().err
+    assert said == (
+        "a collective of generation 7 took longer than timeouts.group_s (5400 s): "
+        "this process ends, its job goes on from a snapshot\n"
+    )
+
+
+def test_what_comes_after_an_abort_or_from_a_lost_peer_is_the_agents_to_judge(noted: FakeNccl) -> None:
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    over = threading.Event()
+    noted.error = ErrorType.COMM_ERROR
+    thread = nccl.watch_time_out(over, 1.0, 1, ended.put)
+    with pytest.raises(queue.Empty):
+        ended.get(timeout=0.1)
+    over.set()
+    noted.error = ErrorType.TIMEOUT
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert ended.empty()
+
+
+def test_who_is_let_go_of_in_that_very_moment_lives(noted: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    over = threading.Event()
+    monkeypatch.setattr(noted, "get_error", lambda: over.set() or ErrorType.TIMEOUT)
+    nccl.watch_time_out(over, 1.0, 1, ended.put).join(5.0)
+    assert over.is_set()
+    assert ended.empty()
+
+
+@pytest.mark.parametrize("how", ["aborted", "closed"])
+def test_a_group_that_is_over_is_watched_no_longer(how: str, formable: dict[str, Any]) -> None:
+    made = make(device=torch.device("cuda", 0))
+    made.form()
+    (watching,) = [thread for thread in threading.enumerate() if thread.name == "elastic-time-out"]
+    if how == "aborted":
+        made.abort("a rank died")
+    else:
+        made.close()
+    watching.join(5.0)
+    assert not watching.is_alive()
+    made.close()
+
+
 # ── forming ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -172,13 +261,18 @@ def formable(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Groups that skip the store. What torch was called with."""
     called: dict[str, Any] = {}
     monkeypatch.setattr(Group, "_arrive", lambda self, interrupted: None)
-    monkeypatch.setattr(group, "nccl_problems", list)
+    monkeypatch.setattr(nccl, "problems", list)
     monkeypatch.setattr(group.dist, "is_initialized", lambda: False)
     monkeypatch.setattr(group.dist, "is_nccl_available", lambda: False)
-    monkeypatch.setattr(group.dist, "init_process_group", lambda name, **given: called.update(given, name=name))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.update(current=device))
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
-        monkeypatch.delenv(name, raising=False)
+
+    def init(name: str, **given: Any) -> None:
+        called.update(given, name=name, environment=dict(os.environ))  # torch reads it when it makes the group
+
+    monkeypatch.setattr(group.dist, "init_process_group", init)
+    for name in (*OFF, *nccl.QUIET_TORCH):
+        monkeypatch.setenv(name, "0")  # so that it is put back
+        monkeypatch.delenv(name)
     return called
 
 
@@ -190,7 +284,38 @@ def test_a_group_is_gloo_and_nccl_and_formed_at_once(formable: dict[str, Any]) -
     assert formable["device_id"] == torch.device("cuda", 1)  # with an index: torch connects eagerly only then
     assert formable["current"] == torch.device("cuda", 1)
     assert formable["timeout"].total_seconds() == 7.0
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+def test_torchs_own_threads_are_quiet_before_the_group_is_made(
+    formable: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its watchdog aborts by itself, or holds a lock for a minute that the next collective waits for."""
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # whoever asks for the flight recorder gets it
+    made = make(device=torch.device("cuda", 0))
+    made.form()
+    made.close()
+    found = formable["environment"]
+    assert [found[name] for name in OFF] == ["0", "0"]
+    assert int(found["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) < 10
+    assert found["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert found["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
+
+
+def test_a_forming_that_takes_too_long_is_given_up(formable: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, and nobody aborts: the peer that it waits for is stopped, and its agent has not noticed."""
+
+    def init(name: str, **given: Any) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            try:
+                listener.accept()
+            except OSError as error:
+                raise dist.DistBackendError(f"NCCL error: ncclSystemError: {error}") from error
+
+    monkeypatch.setattr(group.dist, "init_process_group", init)
+    made = make(device=torch.device("cuda", 0), form_timeout_s=0.2)
+    with pytest.raises(LetGoError, match=r"forming took over 0\.2 s"):
+        made.form()
+    made.close()
 
 
 def test_a_communicator_in_the_making_is_freed_by_its_sockets(
@@ -241,7 +366,7 @@ def freed_beside_gloo(rank: int, world: int, port: int) -> Any:
                 raise dist.DistBackendError(f"NCCL error: {error}") from error
 
     group.dist.init_process_group = init
-    group.nccl_problems = list
+    nccl.problems = list
     torch.cuda.set_device = lambda device: None
     made = Group(
         backend="nccl", rank=rank, world=world, store_host="127.0.0.1", store_port=port, generation=1,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from elastic.worker import job as job_module
 from elastic.worker.job import Job
 from elastic.worker.session import ToldToLeave
+from elastic.worker.state import State
 
 
 class FakeLink:
@@ -111,18 +113,25 @@ def test_the_projects_ddp_marks_where_the_sums_are(log: list[str], monkeypatch: 
 
 
 class Card:
-    """A device that runs what is queued, in order, in a thread; an abort ends the kernel that waits for its peers."""
+    """A device that runs what is queued, in order, in a thread: the sum of a step's gradients, where they lie.
 
-    def __init__(self) -> None:
+    An abort ends the kernel that waits for its peers with anything in its buffers; what is queued behind it runs on.
+    """
+
+    def __init__(self, gradients: Sequence[torch.Tensor]) -> None:
+        self._gradients = gradients
         self.peers_came = threading.Event()
         self.aborted = threading.Event()
         self.reduced = threading.Event()
-        self.sum = "nothing"
+        self.whole = False
 
     def all_reduce(self) -> None:
         while not (came := self.peers_came.wait(0.0001)) and not self.aborted.is_set():
             pass
-        self.sum = "whole" if came else "garbage"
+        for gradient in self._gradients:
+            flat = gradient.view(-1)
+            flat[: len(flat) if came else len(flat) // 2] *= 2  # the peer has the same; or half of its chunks arrived
+        self.whole = came
         self.reduced.set()
 
 
@@ -136,43 +145,76 @@ class CardsEvent:
         assert self.card.reduced.wait(10.0)
 
 
-def one_step(job: Job, link: FakeLink, pauses: random.Random) -> tuple[str, str]:
-    """(what the optimizer was given, what the card came to); an abort and the peers race."""
-    card = Card()
-    CardsEvent.card = card
-    link.let_go = False
+class Training:
+    """A model whose step is a function of its weights and of the step's number alone, as a worker trains it."""
 
-    def let_go() -> None:
-        threading.Event().wait(pauses.random() * 0.002)
-        link.let_go = True  # as the session does: the flag, then the abort
-        card.aborted.set()
+    def __init__(self) -> None:
+        self.link = FakeLink([])
+        self.job = Job(name="j", device=torch.device("cuda:0"), local_rank=0, link=self.link)  # type: ignore[arg-type]
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
+        self.state = State(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
+        self.state.watch_optimizers(self.job.guard())
+        self.generation = 1
+        self.job.enter(rank=0, world=2, generation=1, keeper=None)
 
-    def peers() -> None:
-        threading.Event().wait(pauses.random() * 0.002)
-        card.peers_came.set()
+    def step(self, chance: random.Random | None) -> tuple[str, str]:
+        """(how it ended, what the card came to); with `chance` an abort and the peers race."""
+        parameters = list(self.state.model.parameters())
+        draw = torch.Generator().manual_seed(self.state.step)
+        for parameter in parameters:
+            parameter.grad = parameter.detach() * 0.1 + torch.randn(parameter.shape, generator=draw)
+        card = CardsEvent.card = Card([p.grad for p in parameters if p.grad is not None])
+        self.link.let_go = False
 
-    threads = [threading.Thread(target=act) for act in (card.all_reduce, let_go, peers)]
-    for thread in threads:
-        thread.start()
-    job._received()
-    try:
-        job.guard()()
-        applied = card.sum
-    except ToldToLeave:
-        applied = "nothing"
-    for thread in threads:
-        thread.join()
-    return applied, card.sum
+        def let_go() -> None:
+            threading.Event().wait(chance.random() * 0.002 if chance else 0.0)
+            self.link.let_go = True  # as the session does: the flag, then the abort
+            card.aborted.set()
+
+        def peers() -> None:
+            threading.Event().wait(chance.random() * 0.002 if chance else 0.0)
+            card.peers_came.set()
+
+        threads = [threading.Thread(target=act) for act in (card.all_reduce, peers, *([let_go] if chance else []))]
+        for thread in threads:
+            thread.start()
+        self.job._received()
+        try:
+            self.state.optimizer.step()
+            self.state.committed(self.generation)
+            ended = "applied"
+        except ToldToLeave:
+            assert self.state.clean(), "a state that no optimizer touched is no source for the others"
+            self.generation += 1
+            self.job.enter(rank=0, world=2, generation=self.generation, keeper=None)
+            ended = "left"
+        for thread in threads:
+            thread.join()
+        return ended, "whole" if card.whole else "garbage"
+
+    def bits(self) -> bytes:
+        return b"".join(tensor.numpy().tobytes() for _, tensor in self.state.tensors())
 
 
-def test_no_sum_that_was_cut_short_is_ever_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+STEPS = 150
+
+
+def test_weights_are_bit_by_bit_those_of_an_undisturbed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aborts race with sums, some hundred times: what an abort cut short is taken again, and never applied."""
     monkeypatch.setattr(torch.cuda, "Event", CardsEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    link = FakeLink([])
-    job = Job(name="j", device=torch.device("cuda:0"), local_rank=0, link=link)  # type: ignore[arg-type]
-    job.enter(rank=0, world=2, generation=1, keeper=None)
-    pauses = random.Random(5)
-    came = [one_step(job, link, pauses) for _ in range(400)]
-    assert ("garbage", "garbage") not in came
-    assert ("whole", "whole") in came  # the guard lets whole sums through
-    assert ("nothing", "garbage") in came  # and there were broken ones to hold back
+    undisturbed = Training()
+    bits = [undisturbed.bits()]
+    for _ in range(STEPS):
+        assert undisturbed.step(None) == ("applied", "whole")
+        bits.append(undisturbed.bits())
+    assert len(set(bits)) == STEPS + 1
+    training, chance = Training(), random.Random(5)
+    ends = []
+    while training.state.step < STEPS:
+        ends.append(training.step(chance))
+        assert training.bits() == bits[training.state.step], f"after step {training.state.step}: {ends[-1]}"
+    assert ends.count(("applied", "whole")) == STEPS
+    assert ("left", "garbage") in ends  # there were broken sums to hold back
+    assert ("left", "whole") in ends  # and some that the flag came before

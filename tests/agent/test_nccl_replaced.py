@@ -1,0 +1,97 @@
+"""Recovery on the paths of NCCL, without a GPU: real agents and workers, stand-ins for CUDA and NCCL alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.agents import Job
+from support.procs import alive
+from support.wait import eventually
+
+from elastic.core.records import Phase
+from elastic.core.timeouts import Timeouts
+
+pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
+
+SCRIPT = Path(__file__).parents[1] / "support" / "train_fake_nccl.py"
+
+
+def make(let_go_s: float = 1.0, **spec: Any) -> Job:
+    spec |= {"backend": "nccl"}
+    timeouts = Timeouts(let_go_s=let_go_s, beat_s=0.05)
+    return Job(nodes="1:1", workers=3, script=SCRIPT, args={"steps": 5000, "step-ms": 8}, spec=spec, timeouts=timeouts)
+
+
+def processes(job: Job) -> dict[int, int]:
+    """rank -> process."""
+    return {row.rank: row.pid for status in job.statuses().values() for row in status.ranks if row.pid}
+
+
+def test_an_abort_that_does_not_return_costs_its_process_and_no_step() -> None:
+    """Rung 2: the agent waits for `let_go_s`, replaces that worker, and all form with those who did let go."""
+    with make() as job:
+        job.wait_step(20)
+        before = eventually(lambda: len(found := processes(job)) == 3 and found, 10.0, "three ranks")
+        (job.record / "hang").write_text("1")
+        job.kill_rank(2)
+        eventually(lambda: (job.record / "hang.1").exists(), 10.0, "the abort hangs")
+        eventually(lambda: job.incidents(), 30.0, "recovery")
+        (incident,) = job.incidents()
+        assert (incident.steps_lost, incident.restored_from, incident.world_after) == (0, "live", 3)
+        assert incident.timeline_s["let_go"] >= 1.0, "it was not waited for"
+        assert not alive(before[1])
+        job.wait_step(job.steps() + 10)
+        again = {line["pid"] for line in job.commits() if line["generation"] == 2}
+        assert before[0] in again, "who did let go was replaced as well"
+        assert len(again) == 3
+        assert not {before[1], before[2]} & again
+
+
+def test_a_replacement_starts_cuda_while_the_survivors_let_go() -> None:
+    """Its context takes the longest of all; who waits for the aborts first has both one after the other."""
+    with make(let_go_s=4.0) as job:
+        job.wait_step(20)
+        before = eventually(lambda: len(found := processes(job)) == 3 and found, 10.0, "three ranks")
+        (job.record / "linger").write_text(" ".join(map(str, before.values())))
+        job.kill_rank(2)
+        eventually(lambda: job.incidents(), 30.0, "recovery")
+        found = {path.name: path.read_text() for path in job.record.glob("lingered.*")}
+        (job.record / "linger").unlink()
+        assert set(found) == {"lingered.0", "lingered.1"}
+        (new,) = {line["pid"] for line in job.commits() if line["generation"] == 2} - set(before.values())
+        assert set(found.values()) == {str(new)}, "the aborts had returned before it started CUDA"
+        assert processes(job).keys() == {0, 1, 2}
+        assert job.incidents()[0].steps_lost == 0
+
+
+def test_where_no_abort_returns_the_newest_snapshot_is_gone_on_from(tmp_path: Path) -> None:
+    """The survivors' processes go, and their state with them: what their agent holds of it is the next rung."""
+    with make(checkpoint={"dir": str(tmp_path), "every_steps": 10}) as job:
+        job.wait_step(25)
+        (job.record / "hang").write_text("0 1")
+        job.kill_rank(2)
+        eventually(lambda: job.incidents(), 30.0, "recovery")
+        (incident,) = job.incidents()
+        assert sorted(path.name for path in job.record.glob("hang.*")) == ["hang.0", "hang.1"]
+        assert incident.restored_from.startswith("snapshot step")
+        assert incident.steps_lost is not None
+        assert incident.steps_lost <= 10
+        job.wait_step(job.steps() + 10)
+
+
+def test_a_collective_beyond_the_groups_time_out_ends_the_processes_and_not_the_job(tmp_path: Path) -> None:
+    """What gloo raises for, NCCL waits on: the last net below all others, on every rank at the same time."""
+    with make(checkpoint={"dir": str(tmp_path), "every_steps": 10}) as job:
+        job.wait_step(25)
+        before = eventually(lambda: len(found := processes(job)) == 3 and found, 10.0, "three ranks")
+        (job.record / "timed-out").write_text("1")
+        eventually(lambda: job.incidents(), 30.0, "recovery")
+        incident = job.incidents()[0]
+        assert incident.error is not None
+        assert "a collective of generation 1 took longer than timeouts.group_s" in incident.error.message
+        assert incident.restored_from.startswith("snapshot")
+        job.wait_step(job.steps() + 10)
+        assert not {line["pid"] for line in job.commits() if line["generation"] > 1} & set(before.values())
+        assert job.state().phase is Phase.RUNNING
