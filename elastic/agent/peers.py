@@ -22,6 +22,8 @@ from typing import Any
 
 import structlog
 
+from .lookups import Address, Found, Lookups, numeric
+
 DIALS_S = (0.4, 0.4, 0.6, 1.0)
 """How long each call waits for an answer; when all of these in a row got none, the peer cannot be reached. One packet a
 call: with one in twenty lost each way, less than one series in ten thousand fails."""
@@ -49,11 +51,17 @@ Id = tuple[str, str]
 @dataclass(slots=True)
 class _Line:
     id: Id
-    address: tuple[str, int]
+    address: Address
+    known: Found = field(default_factory=list)
+    """Addresses of the host as of the last look-up, which may be older than the line: a death is not to wait for a
+    name server."""
+    fresh: bool = False
+    """Whether they have not been dialled since."""
     sock: socket.socket | None = None
     connected: bool = False
     deadline_s: float = 0.0
-    """When to give up connecting, or to try again; connected: when a peer that could not be reached can be again."""
+    """When to give up connecting, or to try again (inf: when its host's name is known); connected: when a peer that
+    could not be reached can be again."""
     untried: list[Any] = field(default_factory=list)
     """Addresses of the host still to dial, as getaddrinfo gives them."""
     refused: bool | None = None
@@ -108,7 +116,8 @@ class Peers:
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._lock = threading.Lock()
-        self._wanted: dict[Id, tuple[str, int]] = {}
+        self._lookups = Lookups(self._wake)
+        self._wanted: dict[Id, Address] = {}
         self._lines: dict[Id, _Line] = {}
         self._refusers: set[Id] = set()
         """Called dead, and not heard of since: whoever looks at them again wants to hear when they answer."""
@@ -123,7 +132,7 @@ class Peers:
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._thread.start()
 
-    def watch(self, wanted: Mapping[Id, tuple[str, int]]) -> None:
+    def watch(self, wanted: Mapping[Id, Address]) -> None:
         """Watch these, and no others. {(node, incarnation): (host, port)}"""
         with self._lock:
             if wanted == self._wanted:
@@ -145,6 +154,8 @@ class Peers:
 
     def _run(self) -> None:
         while not self._stopping:
+            for address, found in self._lookups.answers():
+                self._looked_up(address, found)
             self._reconcile()
             due = [line.deadline_s for line in self._lines.values() if not line.connected or line.doubted]
             if self._deaf_until_s is not None:
@@ -197,13 +208,26 @@ class Peers:
 
     def _connect(self, line: _Line) -> None:
         """Dial the host's addresses, from the first."""
-        try:
-            line.untried = socket.getaddrinfo(*line.address, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError):  # not known, or no name at all
-            line.deadline_s = time.monotonic() + RETRY_S
+        if not line.fresh:
+            if found := numeric(line.address):
+                line.known = found
+            else:
+                self._lookups.ask(line.address)
+        if not line.known:
+            line.deadline_s = float("inf")
             return
+        line.untried, line.fresh = list(line.known), False
         line.refused, line.silent = None, False
         self._dial(line)
+
+    def _looked_up(self, address: Address, found: Found) -> None:
+        for line in self._lines.values():
+            if line.address != address:
+                continue
+            if not line.known:  # it waits for this
+                line.deadline_s = 0.0 if found else time.monotonic() + RETRY_S
+            if found:
+                line.known, line.fresh = found, line.sock is None
 
     def _dial(self, line: _Line) -> None:
         line.deadline_s = time.monotonic() + line.patience_s
