@@ -29,7 +29,7 @@ from ..core.records import (
     encode,
 )
 from ..core.view import JobView
-from ..etcd import Absent, Delete, Etcd, EtcdError, Lease, ModIs, Op, Put, View
+from ..etcd import Absent, Compare, Delete, Etcd, EtcdError, Lease, ModIs, Op, Present, Put, View
 from .store import Stores
 from .torchrun_settings import Settings
 
@@ -70,8 +70,10 @@ class Party:
         self._enough_since_s: float | None = None
         self._newcomers_since_s: float | None = None
         self._written_revision = 0
-        self._unheard: tuple[int, str, int] | None = None
-        """Number, host and port of the store of a generation that we could not hear whether we published."""
+        self._shown_lease = 0
+        """The lease under which our record stands in `view`; 0: it is not in it."""
+        self._wipes = 0
+        """How often etcd has lost its data, as far as we know."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="elastic-party", daemon=True)
         self._again_s = 0.0
@@ -142,11 +144,15 @@ class Party:
                 except (SpeaksAnotherProtocol, msgspec.ValidationError, msgspec.DecodeError) as error:
                     self.fault = str(error)
                 else:
-                    if was_away or view.revision < self.view.revision:
+                    wiped = view.revision < self.view.revision
+                    if was_away or wiped:
                         # etcd was away, or lost its data: leases begin anew, members have yet to come back.
                         self._blind_until_s = time.monotonic() + self._settings.conf.lease_ttl + 1
                         self._written_revision = 0
-                    self.view = new
+                    self._wipes += wiped
+                    mine = view.kvs.get(self.keys.member(self.node))
+                    self._shown_lease = mine.lease if mine is not None else 0
+                    self.view, self.fault = new, ""
             self._wake()
 
     # Our own thread
@@ -179,7 +185,10 @@ class Party:
             return
         if self._lease is None or self._lease.lost:
             self._register()
-        view = self.view
+        with self.changed:
+            view, shown = self.view, self._lease is not None and self._shown_lease == self._lease.id
+        if not shown:
+            return  # a picture from before we were in it, perhaps of an etcd that has been wiped since
         if self._give_up is not None:
             self._say_broken(view, self._give_up)
         if view.revision < self._written_revision or view.state.phase.over:
@@ -193,7 +202,7 @@ class Party:
         lease = self.etcd.keep(ttl_s, ttl_s * 0.3, self._on_lost)
         record = MemberRecord(node=self.node, incarnation=self.incarnation, host=self.host, port=0, slots=1, ready=(0,))
         try:
-            self._written_revision = self.etcd.put(self.keys.member(self.node), encode(record), lease.id)
+            self.etcd.put(self.keys.member(self.node), encode(record), lease.id)
         except EtcdError:
             lease.close()
             raise
@@ -204,14 +213,21 @@ class Party:
         with self.changed:
             self._wake()
 
+    def _guards(self, generation_revision: int) -> list[Compare]:
+        """What was decided on a picture in which we stand may be written. Revisions tell pictures of one etcd apart.
+        One that was wiped since may by accident have come to the same revision; but our record is not in it before we
+        have registered again, and then we wait for a picture that shows it."""
+        return [ModIs(self.keys.generation, generation_revision), Present(self.keys.member(self.node))]
+
     def _say_broken(self, view: JobView, record: BrokenRecord) -> None:
-        generation = view.generation
-        if generation is not None and generation.number == record.generation and view.broken is None:
+        number = view.generation.number if view.generation is not None else 0
+        if number == record.generation and view.broken is None:
             key = self.keys.broken(record.generation)
-            unchanged = ModIs(self.keys.generation, view.generation_revision)
-            self.etcd.txn([Absent(key), unchanged], [Put(key, encode(record))])
+            said = self.etcd.txn([Absent(key), *self._guards(view.generation_revision)], [Put(key, encode(record))]).ok
+        else:
+            said = number >= record.generation  # below: etcd has lost it, and will be told of it again
         with self.changed:
-            if self._give_up is record:
+            if said and self._give_up is record:
                 self._give_up = None
 
     # Leading
@@ -267,7 +283,7 @@ class Party:
 
     def _restore(self, current: GenerationRecord) -> None:
         """etcd has lost the record of a generation that runs: put it back."""
-        result = self.etcd.txn([Absent(self.keys.generation)], [Put(self.keys.generation, encode(current))])
+        result = self.etcd.txn(self._guards(0), [Put(self.keys.generation, encode(current))])
         if result.ok:
             self._written_revision = result.revision
         log.warning("rendezvous.restored generation=%d", current.number)
@@ -276,24 +292,20 @@ class Party:
         before = view.generation or current
         number = before.number + 1 if before else 1
         try:
-            # After a publication of unknown outcome, the store that it named must live on.
-            if self._unheard is None or self._unheard[0] != number:
-                self._unheard = (number, *self._stores.open(number))
+            host, port = self._stores.open(number, (self._wipes, view.generation_revision))
         except (OSError, RuntimeError) as error:
             self.waiting_for = f"cannot open a store on {self.host}: {error}"
             log.warning("rendezvous.no_store host=%s error=%s", self.host, error)
             with self.changed:
                 self._again_s = time.monotonic() + 1
             return
-        _, host, port = self._unheard
         record = GenerationRecord(
             number=number, places=change.places, store_host=host, store_port=port, leader=self.node, why=change.why
         )
         then: list[Op] = [Put(self.keys.generation, encode(record))]
         if view.broken is not None:
             then.append(Delete(self.keys.broken(view.broken.generation)))
-        result = self.etcd.txn([ModIs(self.keys.generation, view.generation_revision)], then)
-        self._unheard = None
+        result = self.etcd.txn(self._guards(view.generation_revision), then)
         if result.ok:
             self._written_revision = result.revision
             self._enough_since_s = self._newcomers_since_s = None

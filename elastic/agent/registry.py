@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,7 +46,7 @@ KEPT_RECORDS = 200
 class OpensStores(Protocol):
     """See `store.Stores`."""
 
-    def open(self, generation: int) -> tuple[str, int]: ...
+    def open(self, generation: int, basis: Hashable) -> tuple[str, int]: ...
 
 
 class TakesOrders(Protocol):
@@ -73,6 +73,8 @@ class Registry:
     def __post_init__(self) -> None:
         self._urgent, self._lazy = self.desk("urgent"), self.desk("lazy")
         self._charges = itertools.count()
+        self._restored = 0
+        """Records that we have written back since etcd had lost them."""
         self._lease: Lease | None = None
         self._first = True
         self._member: MemberRecord | None = None
@@ -163,7 +165,7 @@ class Registry:
             log.error("job.stopped", reason=verdict.stopped)
             return self.etcd.txn(guards, [Put(self.keys.state, encode(verdict.state))]).ok
         number = self._number(effect.number)
-        host, port = self.stores.open(number)
+        host, port = self.stores.open(number, (self._restored, effect.expect_revision))
         record = GenerationRecord(
             number=number,
             places=effect.change.places,
@@ -262,21 +264,24 @@ class Registry:
 
         def order() -> None:
             if generation is not None:
-                self._restore_generation(generation)
+                self._restored += self._restore_generation(generation)
             # The spec last: without it nobody leads.
             for key, record in ((self.keys.state, state), (self.keys.spec, spec or self.spec)):
-                self.etcd.txn([Absent(key)], [Put(key, encode(record))])
+                self._restored += self.etcd.txn([Absent(key)], [Put(key, encode(record))]).ok
             log.warning("etcd.restored", generation=generation.number if generation else 0)
 
         self._urgent.ask("restore", order, persist=False)
 
-    def _restore_generation(self, generation: GenerationRecord) -> None:
+    def _restore_generation(self, generation: GenerationRecord) -> bool:
+        """By revision alone: we may be no member yet. Were etcd wiped once more between the two calls, and back at the
+        same revision with a newer generation, those who hold that one would find it gone and write it back."""
         key, put = self.keys.generation, Put(self.keys.generation, encode(generation))
-        kv = self.etcd.get(key)
+        kv, done = self.etcd.get(key), False
         if kv is None:
-            self.etcd.txn([Absent(key)], [put])
+            done = self.etcd.txn([Absent(key)], [put]).ok
         elif decode(GenerationRecord, kv.value).number < generation.number:
-            self.etcd.txn([ModIs(key, kv.mod_revision)], [put])
+            done = self.etcd.txn([ModIs(key, kv.mod_revision)], [put]).ok
+        return done
 
     def put_incident(self, record: IncidentRecord) -> None:
         key = self.keys.incident(record.generation)

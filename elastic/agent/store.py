@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -20,22 +20,26 @@ class Stores:
     def __init__(self, host: str) -> None:
         self._host = host
         self._open: dict[int, TCPStore] = {}
+        self._bases: dict[int, Hashable] = {}
 
-    def open(self, generation: int) -> tuple[str, int]:
-        """Returns (host, port) to publish.
+    def open(self, generation: int, basis: Hashable = None) -> tuple[str, int]:
+        """Returns (host, port) to publish. `basis`: what the publication follows.
 
-        Asked again for a generation, it is the same store: the first publication may have got through unheard.
+        Asked again for a generation on the same basis, it is the same store: the first publication may have got
+        through unheard. On another basis etcd has lost its data in between, and the number is used a second time: who
+        came to the first store counts in it still, and would be waited for, or taken for one of the new ranks.
         """
-        if known := self._open.get(generation):
+        known = self._open.get(generation)
+        if known is not None and self._bases[generation] == basis:
             return self._host, known.port
         # It listens on every address. Its own client takes the one that no dead link or changed address can cut.
         with _without_dns():
             store = TCPStore(
                 OWN_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), multi_tenant=True
             )
-        self._open[generation] = store
+        self._open[generation], self._bases[generation] = store, basis
         for old in sorted(self._open)[:-KEPT]:
-            del self._open[old]
+            del self._open[old], self._bases[old]
         return self._host, store.port
 
     def client(self, generation: int, host: str, port: int) -> Store:
@@ -47,6 +51,7 @@ class Stores:
 
     def close(self) -> None:
         self._open.clear()
+        self._bases.clear()
 
 
 @contextlib.contextmanager

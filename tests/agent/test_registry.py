@@ -17,7 +17,16 @@ from elastic.core.events import Event, PublishFailed
 from elastic.core.keys import ClusterKeys
 from elastic.core.membership import Change, Limits
 from elastic.core.model import Policy
-from elastic.core.records import BrokenRecord, JobState, MemberRecord, Phase, SpecRecord, decode, encode
+from elastic.core.records import (
+    BrokenRecord,
+    GenerationRecord,
+    JobState,
+    MemberRecord,
+    Phase,
+    SpecRecord,
+    decode,
+    encode,
+)
 from elastic.core.spec import Checkpoint, JobSpec
 from elastic.core.timeouts import Timeouts
 from elastic.core.view import JobView
@@ -128,7 +137,7 @@ def test_a_checkpoint_folder_that_cannot_be_read_is_said(tmp_path: Path) -> None
 def test_a_publication_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     office = Office()
 
-    def broken(generation: int) -> tuple[str, int]:
+    def broken(generation: int, basis: object) -> tuple[str, int]:
         raise RuntimeError("no store")
 
     monkeypatch.setattr(office.stores, "open", broken)
@@ -166,6 +175,57 @@ def test_a_store_opens_whether_its_address_can_be_reached_or_not() -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=5):
         pass
     assert stores.open(1) == (host, port)
+    stores.close()
+
+
+def port_of(office: Office) -> int:
+    kv = office.client.server.kvs[KEYS.generation]
+    return decode(GenerationRecord, kv.value).store_port
+
+
+def test_a_publication_that_was_not_heard_of_is_tried_again_with_its_store() -> None:
+    office = Office()
+    office.client.put(KEYS.member("n"), b"ours")
+    office.client.lose_answers = True
+    with pytest.raises(EtcdUnavailable):
+        publish(office)()
+    office.client.lose_answers = False
+    there = port_of(office)
+    for key in (KEYS.generation, KEYS.state):
+        office.client.delete(key)
+    publish(office)()
+    assert port_of(office) == there
+    office.stores.close()
+
+
+def test_a_number_that_is_used_again_after_a_wipe_gets_a_store_that_nobody_has_come_to() -> None:
+    office = Office()
+    office.client.put(KEYS.member("n"), b"ours")
+    office.client.lose_answers = True
+    with pytest.raises(EtcdUnavailable):
+        publish(office)()
+    office.client.lose_answers = False
+    there = port_of(office)
+    office.client.server.wipe()
+    office.registry.restore(None, JobState(), None)
+    office.desks["urgent"].orders[-1]()
+    office.client.put(KEYS.member("n"), b"ours")
+    state = office.client.server.kvs[KEYS.state].mod_revision
+    office.registry.publish(
+        Publish(1, Change((), "first", planned=False), 0, None, None), JobView(state_revision=state), "n"
+    )
+    office.desks["urgent"].orders[-1]()
+    assert port_of(office) != there
+    office.stores.close()
+
+
+def test_a_store_is_another_on_another_basis() -> None:
+    stores = Stores("203.0.113.1")
+    _, first = stores.open(3, 7)
+    assert stores.open(3, 7)[1] == first
+    _, second = stores.open(3, 9)
+    assert second != first
+    assert stores.open(3, 9)[1] == second
     stores.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 from support.fake_etcd import FakeClient
@@ -100,10 +100,12 @@ class Stores:
     def __init__(self, node: Node) -> None:
         self._node = node
         self.open_ports: dict[int, int] = {}
+        self._bases: dict[int, Hashable] = {}
 
-    def open(self, generation: int) -> tuple[str, int]:
-        if generation in self.open_ports:
+    def open(self, generation: int, basis: Hashable) -> tuple[str, int]:
+        if generation in self.open_ports and self._bases[generation] == basis:
             return self._node.name, self.open_ports[generation]
+        self._bases[generation] = basis
         self.open_ports[generation] = self._node.cluster.training.open_store(self._node, generation)
         for old in sorted(self.open_ports)[:-2]:
             del self.open_ports[old]
