@@ -51,7 +51,7 @@ class Keeper(Protocol):
         """
 
     def settle(self) -> None:
-        """The state is about to be changed: complete the copy of it that is under way."""
+        """Complete the copy of the state that is under way: that is about to be changed, or nothing is for long."""
 
 
 class Job:
@@ -89,6 +89,7 @@ class Job:
         self._fingerprint_every = fingerprint_every_steps
         self._fingerprint: Fingerprint | None = None
         self._ignore_bad_numbers = ignore_bad_numbers
+        self._quiet_until_s = 0.0
 
     def __repr__(self) -> str:
         return f"<Job {self.name}: rank {self.rank} of {self.world_size}, generation {self.generation}>"
@@ -193,7 +194,7 @@ class Job:
         """A span without steps, such as an evaluation: not taken for a hang for at most `limit_s` seconds.
 
         The other ranks may be waiting in a collective meanwhile, so it must be below `timeouts.group_s`. Raises
-        ValueError where it is not.
+        ValueError where it is not. One within another has its own limit, and after it the outer one goes on.
         """
         if limit_s <= 0:
             raise ValueError(f"quiet({what!r}, limit_s={limit_s}): a positive number of seconds")
@@ -202,11 +203,16 @@ class Job:
                 f"quiet({what!r}, limit_s={limit_s:g}): must be below timeouts.group_s ({self._group_s:g} s), after "
                 "which the ranks that wait for this one give up; lower the one, or raise the other in elasticd.toml"
             )
+        outer_s, self._quiet_until_s = self._quiet_until_s, time.monotonic() + limit_s
         self._link.quiet(limit_s)
         try:
+            if self._keeper is not None:
+                # A snapshot that was begun by the commit before would be none until the next optimizer step.
+                self._keeper.settle()
             yield
         finally:
-            self._link.quiet(0.0)
+            self._quiet_until_s = outer_s
+            self._link.quiet(max(0.0, outer_s - time.monotonic()))
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -283,3 +289,10 @@ Setup = Callable[[Job], State]
 
 Train = Callable[[Job, State], None]
 """Called once per generation."""
+
+
+def checked(made: object) -> State:
+    """What `setup` has returned. Raises TypeError."""
+    if not isinstance(made, State):
+        raise TypeError(f"setup returned {type(made).__name__}: return elastic.State(model=…, optimizer=…)")
+    return made

@@ -18,7 +18,7 @@ from ..core.beat import Doing
 from ..core.cadence import Rule
 from .errors import FormError, LetGoError, is_communication_error
 from .group import Group, cuda_failure
-from .job import Job, Setup, Train
+from .job import Job, Setup, Train, checked
 from .keeper import Keeper, Place
 from .restore import Disk, Store
 from .session import Session, ToldToLeave
@@ -170,9 +170,7 @@ class Managed:
         session.on(messages.Assign, lambda message, _: self._assigned(job, message))
         if job.device.type == "cuda":
             torch.cuda.set_device(job.device)  # starts CUDA, while the survivors let go of their group
-        state = self._setup(job)
-        if not isinstance(state, State):
-            raise TypeError(f"setup returned {type(state).__name__}: return elastic.State(model=…, optimizer=…)")
+        state = checked(self._setup(job))
         state.watch_optimizers(job.guard())
         session.beat(Doing.WAITING)
         session.send(messages.Ready(state_bytes=state.nbytes()))
@@ -217,7 +215,8 @@ class Managed:
         except (ToldToLeave, LetGoError, FormError) as error:
             failure = error
         except Exception as error:
-            # A KeyError may be the user's own mistake, or what a torn-down group looks like from inside torch.
+            # Of any class. A KeyError may be the script's own mistake, and goes on up; or what a group that was let go
+            # of looks like from inside torch, and is none.
             if not (session.over(form.generation) or is_communication_error(error)):
                 raise
             failure = error

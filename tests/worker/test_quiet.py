@@ -8,6 +8,7 @@ import torch
 from elastic.core.timeouts import QUIET_S, Timeouts
 from elastic.worker.alone import NoLink
 from elastic.worker.job import Job
+from elastic.worker.state import State
 
 
 class Link(NoLink):
@@ -23,6 +24,38 @@ def make(world: int, group_s: float) -> tuple[Job, Link]:
     job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=link)
     job.enter(rank=0, world=world, generation=1, keeper=None, group_s=group_s)
     return job, link
+
+
+class Settles:
+    """A keeper with a copy under way."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.settled_in: list[list[float]] = []
+
+    def after(self, state: State, *, keep: bool) -> None: ...
+
+    def settle(self) -> None:
+        self.settled_in.append(list(self.link.said))
+
+
+def test_a_snapshot_that_was_begun_is_completed_first() -> None:
+    """It would not count before the next optimizer step, which is long to come; and nobody is to miss a beat for it."""
+    job, link = make(1, 600.0)
+    keeper = Settles(link)
+    job.enter(rank=0, world=1, generation=1, keeper=keeper)
+    with job.quiet("evaluation", limit_s=100.0):
+        assert keeper.settled_in == [[100.0]]
+    assert len(keeper.settled_in) == 1
+
+
+def test_one_within_another_does_not_end_it() -> None:
+    job, link = make(2, 600.0)
+    with job.quiet("evaluation", limit_s=500.0):
+        with job.quiet("one of its parts", limit_s=20.0):
+            assert link.said == [500.0, 20.0]
+        assert link.said[2] == pytest.approx(500.0, abs=5.0)
+    assert link.said[3:] == [0.0]
 
 
 def test_the_defaults_go_together() -> None:
