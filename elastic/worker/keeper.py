@@ -124,6 +124,8 @@ class Keeper:
         self._volatile: frozenset[int] = frozenset()
         self._generations = 0
         self._saved_step = -1
+        self._asked = False
+        """Somebody has asked for a checkpoint, and none was begun since."""
         self.skipped = 0
 
     def enter(self, place: Place, step: int) -> None:
@@ -161,6 +163,7 @@ class Keeper:
         if busy:
             self.skipped += 1  # the one before is still being written
             return
+        self._asked = False
         self._saved_step = step  # agreed by all, whether or not it works out on each
         kept = self._put(state)
         if kept and stop:
@@ -241,14 +244,14 @@ class Keeper:
         )
 
     def _next_plan(self, step: int, now_s: float, saving: bool) -> cadence.Plan:
-        asked = self._sink.wanted()
+        self._asked = self._sink.wanted() or self._asked
         plan = cadence.next_plan(
             self._rule,
             self._measured(now_s),
             step=step,
             step_s=self._step_s,
             since_save_s=now_s - self._saved_s,
-            asked=asked and not saving,
+            asked=self._asked and not saving,
         )
         if plan.agree_at:
             return plan

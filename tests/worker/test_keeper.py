@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elastic.core.cadence import Rule
+from elastic.core.cadence import FARTHEST_AGREEMENT_STEPS, Rule
 from elastic.worker.keeper import Keeper, Part, Place
 from elastic.worker.state import State
 
@@ -83,6 +83,18 @@ def test_what_is_asked_for_comes_within_a_talk() -> None:
     sink.asked = True
     run(keeper, state, 3)
     assert [part.step for part in sink.parts] == [3]
+
+
+def test_what_is_asked_for_while_both_buffers_are_being_written_comes_later() -> None:
+    sink, state = Sink(), build()
+    keeper = Keeper(sink, Rule(every_steps=100_000), shared=True)
+    keeper.enter(Place(1, 0, 1, 0, 1), 0)
+    sink.asked = sink.full = True
+    run(keeper, state, 3)
+    assert (sink.parts, keeper.skipped) == ([], 1)
+    sink.full = False
+    run(keeper, state, 3 * FARTHEST_AGREEMENT_STEPS)
+    assert len(sink.parts) == 1, "and once is enough"
 
 
 def test_shares_are_of_the_world_or_of_the_node() -> None:
