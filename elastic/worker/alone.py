@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..checkpoint.saver import Saver, next_generation
 from ..core.cadence import Rule
-from .job import Job, Setup, Train
+from .job import Job, Setup, Train, checked
 from .keeper import Keeper, Part, Place
 from .restore import Disk
 from .state import State
@@ -41,6 +41,16 @@ class SaverSink:
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
+        self._told = 0
+
+    def tell(self) -> None:
+        """Failures since the last call, to whoever reads what the script writes: there is no status here."""
+        counts = self._saver.counts
+        if counts.failed > self._told:
+            self._told = counts.failed
+            row = f" ({counts.failed_in_row} in a row)" if counts.failed_in_row > 1 else ""
+            said = f"elastic: a checkpoint failed{row}: {counts.last_error}; the one before stays, training goes on"
+            print(said, file=sys.stderr, flush=True)
 
     @property
     def durable_s(self) -> float:
@@ -54,6 +64,7 @@ class SaverSink:
 
     def free(self) -> bool:
         self._saver.poll()
+        self.tell()
         return not self._saver.busy
 
     def wait(self, limit_s: float) -> None:
@@ -94,7 +105,7 @@ def run_alone(setup: Setup, train: Train, checkpoint_dir: str, rule: Rule) -> St
     job = Job(name=_name(), device=device, local_rank=local_rank, link=NoLink())
     job.rank, job.world_size = rank, world
     try:
-        state = setup(job)
+        state = checked(setup(job))
         state.watch_optimizers(job.guard())
         state.to(device)
         _train(job, state, train, Disk(checkpoint_dir, job.name) if checkpoint_dir else None, rule)
@@ -118,13 +129,17 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Rule) 
         train(job, state)
         return
     saver = Saver(disk.directory, disk.job, generation=generation, rank=job.rank, world=job.world_size)
-    keeper = Keeper(SaverSink(saver), rule, shared=True)
+    sink = SaverSink(saver)
+    keeper = Keeper(sink, rule, shared=True)
     keeper.enter(Place(generation, job.rank, job.world_size, job.local_rank, 1), state.step)
     job.enter(rank=job.rank, world=job.world_size, generation=generation, keeper=keeper)
     try:
         train(job, state)
         keeper.finish(state)
         saver.wait()
+        sink.tell()
+        if saver.busy:
+            print("elastic: the last checkpoint could not be written in time", file=sys.stderr, flush=True)
     finally:
         saver.close()
 
