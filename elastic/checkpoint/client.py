@@ -17,6 +17,8 @@ from .errors import CheckpointError
 from .writer import MAX_PACKET_BYTES
 
 MAX_WAITING = 32
+MAX_COPIES = 4
+"""Copies to the remote end under way at a time: one that hangs must leave room for what is written here."""
 _KILL_S = 2.0
 
 
@@ -85,6 +87,9 @@ class WriterProcess:
         """Hand an order over and return its id. `arena` goes with Write. Raises Busy; OSError if no process starts."""
         if len(self._waiting) >= MAX_WAITING:
             raise Busy(f"{len(self._waiting)} orders are under way")
+        copies = sum(isinstance(waiting, orders.CopyUp) for waiting in self._waiting.values())
+        if isinstance(order, orders.CopyUp) and copies >= MAX_COPIES:
+            raise Busy(f"{copies} copies before this one are still under way")
         if isinstance(order, orders.Forget) and self._process is None:
             return 0
         self.start()

@@ -6,6 +6,7 @@ the way. The result is other people's format; elastic never reads it back.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -43,10 +44,9 @@ def to_torch_save(path: str, target: str) -> None:
         with open(aside, "rb") as file:
             os.fsync(file.fileno())
         os.rename(aside, target)
-    except BaseException:
-        if os.path.exists(aside):
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # when all went well
             os.unlink(aside)
-        raise
 
 
 def to_dcp(path: str, target: str) -> None:

@@ -98,9 +98,8 @@ def load(found: Found, into: Into, *, threads: int = READ_THREADS) -> None:
         try:
             for future in running:
                 future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        finally:
+            pool.shutdown(cancel_futures=True)  # after the first that failed, the others need not be read
 
 
 @dataclass(slots=True)

@@ -245,12 +245,16 @@ class Saver:
                 self.counts.failed_in_row = 0
                 self.counts.last_step, self.counts.last_seconds = result.step, result.seconds
                 if self._remote and last == "Commit":
-                    self._writer.submit(
-                        orders.CopyUp(
-                            path=result.path, url=self._remote, keep=self._keep, keep_every_steps=self._keep_every_steps
-                        )
-                    )
+                    self._copy_up(result.path)
         return results
+
+    def _copy_up(self, path: str) -> None:
+        order = orders.CopyUp(path=path, url=self._remote, keep=self._keep, keep_every_steps=self._keep_every_steps)
+        try:
+            self._writer.submit(order)
+        except (OSError, CheckpointError) as error:
+            self.counts.remote_failed += 1
+            self.counts.last_error = orders.describe(error)
 
     def _fail(self, error: str) -> None:
         self.counts.failed += 1

@@ -18,7 +18,7 @@ from support.ckpt import filled, state_at
 from support.wait import eventually
 
 from elastic.checkpoint import orders
-from elastic.checkpoint.client import MAX_WAITING, Busy, WriterProcess
+from elastic.checkpoint.client import MAX_COPIES, MAX_WAITING, Busy, WriterProcess
 from elastic.checkpoint.find import newest_good
 
 
@@ -176,6 +176,19 @@ def test_orders_are_bounded(writer: WriterProcess, tmp_path: Path) -> None:
         submit_many(writer, [commit(tmp_path, wait_s=60)] * (MAX_WAITING + 1))
     assert time.monotonic() - started_s < 5
     assert writer.waiting <= MAX_WAITING
+    writer.close(timeout_s=0.1)
+
+
+def test_copies_that_hang_leave_room_for_what_is_written_here(writer: WriterProcess, tmp_path: Path) -> None:
+    writer.start()
+    assert writer.pid is not None
+    os.kill(writer.pid, signal.SIGSTOP)
+    copy = orders.CopyUp(path=str(tmp_path / "step-1"), url="file:///nowhere")
+    for _ in range(MAX_COPIES):
+        writer.submit(copy)
+    with pytest.raises(Busy, match=f"{MAX_COPIES} copies before this one are still under way"):
+        writer.submit(copy)
+    submit_many(writer, [commit(tmp_path, wait_s=60)] * (MAX_WAITING - MAX_COPIES))
     writer.close(timeout_s=0.1)
 
 
