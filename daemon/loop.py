@@ -23,7 +23,7 @@ from .board import Board, Contact, LocalAgent, Snapshot
 from .cluster import Cluster, Reader
 from .gpus import Health
 from .log import Log
-from .mailbox import Event, LeaseLost, Mailbox, Registered, Stop, Written
+from .mailbox import Event, LeaseLost, Mailbox, Registered, Stop, Updated, Written
 from .notify import Notify
 from .settings import Settings
 from .writer import Writer
@@ -31,9 +31,9 @@ from .writer import Writer
 TICK_S = 1.0
 """Longest time between two turns."""
 ALARMS_S = 5.0
-"""Time between two looks at etcd's alarms."""
+"""Time between two looks at etcd's alarms, and at its version while that is not known."""
 RETRY_S = 1.0
-"""Pause before another try to register."""
+"""Pause before another try to register, or to write what has changed."""
 
 
 class Loop:
@@ -67,8 +67,9 @@ class Loop:
         self._plan = Plan()
         self._lease: Lease | None = None
         self._registered: NodeRecord | None = None
+        """Our record as it stands in etcd."""
         self._retry_s = 0.0
-        self._version_asked = False
+        self._version_due_s = 0.0
         self._alarms_due_s = 0.0
         self._ready = False
         self._overdue: dict[str, float] = {}
@@ -106,6 +107,9 @@ class Loop:
             case Registered(lease, record):
                 self._lease, self._registered = lease, record
                 self._log.info("node.registered", lease=f"{lease.id:x}", address=record.address, slots=record.slots)
+            case Updated(lease_id, record):
+                if self._lease is not None and self._lease.id == lease_id:
+                    self._registered = record
             case LeaseLost(lease_id, why):
                 if self._lease is not None and self._lease.id == lease_id:
                     self._lease = self._registered = None
@@ -147,7 +151,7 @@ class Loop:
         running = {job: agent.config.slots for job, agent in self._agents.running.items()}
         self._plan = plan(self._cluster, running, node)
         if self._contact.connected:
-            self._check_version()
+            self._check_version(now_s)
             self._check_alarms(now_s)
             if not stays_out:
                 self._keep_registered(now_s)
@@ -165,9 +169,9 @@ class Loop:
         key, why = next(iter(self._cluster.foreign.items()))
         return f"{key}: {why}"
 
-    def _check_version(self) -> None:
-        if not self._version_asked:
-            self._version_asked = True
+    def _check_version(self, now_s: float) -> None:
+        if not self._writer.version and now_s >= self._version_due_s:  # again, where no member could say
+            self._version_due_s = now_s + ALARMS_S
             self._writer.check_version(refuse=reconcile.refuses_unsound(self._settings))
 
     def _check_alarms(self, now_s: float) -> None:
@@ -183,8 +187,8 @@ class Loop:
             if now_s >= self._retry_s:
                 self._writer.register(record, times.lease_ttl_s, times.lease_renew_s)
         elif record != self._registered:
-            self._writer.update(record, self._lease.id)
-            self._registered = record
+            if now_s >= self._retry_s:
+                self._writer.update(record, self._lease.id)
         elif not key_there and self._turn % 5 == 0:  # somebody deleted it; the lease still lives
             self._writer.update(record, self._lease.id)
 

@@ -21,6 +21,14 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True)
+class Updated:
+    """`record`, a newer one, stands there in its place."""
+
+    lease: int
+    record: NodeRecord
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseLost:
     lease: int
     why: str
@@ -40,7 +48,7 @@ class Stop:
     code: int = 0
 
 
-Event = Gone | Registered | LeaseLost | Written | Stop
+Event = Gone | Registered | Updated | LeaseLost | Written | Stop
 
 
 class Mailbox:

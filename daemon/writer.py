@@ -15,7 +15,7 @@ from elastic.etcd import Etcd, EtcdError, EtcdUnavailable, LeaseGone, ModIs, Put
 from .cluster import Job
 from .etcd_versions import Soundness, judge
 from .log import Log
-from .mailbox import LeaseLost, Mailbox, Registered, Stop, Written
+from .mailbox import LeaseLost, Mailbox, Registered, Stop, Updated, Written
 
 
 class Writer:
@@ -83,11 +83,15 @@ class Writer:
         self._do("register", work)
 
     def update(self, record: NodeRecord, lease: int) -> None:
+        """Put a newer record under our lease; answers with Updated."""
+
         def work() -> None:
             try:
                 self._etcd.put(self._keys.node(record.node), encode(record), lease)
             except LeaseGone as gone:
                 self._mailbox.post(LeaseLost(lease, str(gone)))
+            else:
+                self._mailbox.post(Updated(lease, record))
 
         self._do("update", work)
 

@@ -1,0 +1,119 @@
+"""What a node says of itself gets to etcd, also where that did not take it at first."""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from typing import cast
+
+import pytest
+import structlog
+from support.fake_etcd import FakeClient, FakeServer
+
+from elastic.core.agentfile import EtcdAccess
+from elastic.core.keys import ClusterKeys
+from elastic.core.records import NodeRecord, decode
+from elastic.etcd import Etcd
+from elasticd import host
+from elasticd.agents import Agents
+from elasticd.board import Board
+from elasticd.gpus import Health
+from elasticd.launch import Detached
+from elasticd.loop import ALARMS_S, RETRY_S, Loop
+from elasticd.mailbox import Mailbox
+from elasticd.notify import Notify
+from elasticd.settings import Settings
+from elasticd.threads import Threads
+from elasticd.writer import Writer
+
+KEY = ClusterKeys("main").node("a")
+
+
+class Daemon:
+    """A loop and its writer on an etcd in memory; both move when the test says so."""
+
+    def __init__(self, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sick = ""
+        monkeypatch.setattr(host, "sickness", lambda _: self.sick)
+        log = structlog.get_logger()
+        settings = host.complete(Settings(node="a", state_dir=str(folder), slots=2), ())
+        self.server = FakeServer()
+        self.client = FakeClient(self.server)
+        self.mailbox = Mailbox()
+        self.writer = Writer(cast(Etcd, self.client), ClusterKeys("main"), self.mailbox, log)
+        agents = Agents(folder, Detached(), Threads(log), self.mailbox.post, log)
+        self.loop = Loop(
+            settings, EtcdAccess(endpoints=("127.0.0.1:1",)), (), self.mailbox, self.writer, agents, Board(),
+            Notify(""), log, Health((), log, self_test=False),
+        )  # fmt: skip
+        self.client.watch("/elastic/main/", self.mailbox.show)
+        self.now_s = time.monotonic()
+
+    def turn(self) -> None:
+        """One of the loop's, some time after the one before."""
+        self.now_s += max(RETRY_S, ALARMS_S) + 1.0
+        self.client.pump()
+        events, view = self.mailbox.take(0)
+        for event in events:
+            self.loop._hear(event)
+        if view is not None:
+            self.loop._look(view)
+        self.loop._work(self.now_s)
+
+    def write(self) -> None:
+        """What the writer has to do."""
+        while not self.writer._work.empty():
+            self.writer.run_one()
+
+    def settle(self) -> None:
+        for _ in range(4):
+            self.turn()
+            self.write()
+
+    @property
+    def record(self) -> NodeRecord:
+        return decode(NodeRecord, self.server.kvs[KEY].value)
+
+
+@pytest.fixture
+def daemon(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Daemon:
+    made = Daemon(tmp_path, monkeypatch)
+    made.settle()
+    assert made.record.healthy
+    return made
+
+
+def test_a_change_that_etcd_did_not_take_is_written_again(daemon: Daemon) -> None:
+    daemon.sick = "its disk is full"
+    daemon.turn()
+    daemon.client.cut()  # for less than a lease: nobody registers anew
+    daemon.write()
+    daemon.client.heal()
+    assert daemon.record.healthy
+    daemon.settle()
+    assert daemon.record.reason == "its disk is full"
+
+
+def test_a_change_that_comes_while_the_one_before_is_written_is_not_lost(daemon: Daemon) -> None:
+    daemon.sick = "its disk is full"
+    daemon.turn()
+    daemon.sick = ""
+    daemon.turn()  # the writer has not come to the first yet
+    daemon.write()
+    assert not daemon.record.healthy
+    daemon.settle()
+    assert daemon.record.healthy
+
+
+def test_the_version_is_asked_for_until_somebody_says_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is what keeps a daemon from an etcd that loses data."""
+    daemon = Daemon(tmp_path, monkeypatch)
+    asked = []
+    members = daemon.client.members
+    monkeypatch.setattr(daemon.client, "members", lambda: asked.append(1) or [m for m in members() if len(asked) > 2])
+    daemon.settle()
+    daemon.settle()
+    assert daemon.writer.version == "3.5.1"
+    assert len(asked) == 3
