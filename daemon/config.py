@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import os
 import tomllib
 import typing
@@ -69,6 +70,9 @@ def check(settings: Settings) -> None:
     if settings.node:
         check_name("node", settings.node)
     settings.timeouts.check()
+    for name in settings.timeouts.__struct_fields__:
+        if not math.isfinite(value := getattr(settings.timeouts, name)):
+            raise ValueError(f"timeouts.{name} = {value}: a finite number of seconds")  # agents get it as JSON
     etcd = settings.etcd
     for endpoint in etcd.endpoints:
         host_port("etcd.endpoints", endpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -21,9 +22,9 @@ from .views import SCHEMA, Identity, Json, Now
 
 LONGEST_WAIT_S = 60.0
 FOLLOW_S = 0.2
+"""Interval at which a followed log is looked at."""
 WAITS_S = 2.0
 """From when a job waits for something until who follows it is told."""
-"""Interval at which a followed log is looked at."""
 
 Query = Mapping[str, str]
 
@@ -213,7 +214,7 @@ def post_uncordon(h: Request, query: Query, node: str) -> None:
 def post_drain(h: Request, query: Query, node: str) -> None:
     body = h.body()
     deadline_s = body.get("deadline_s", 0)
-    if not isinstance(deadline_s, int | float) or deadline_s < 0:
+    if not isinstance(deadline_s, int | float) or not 0 <= deadline_s < math.inf:
         raise Refused(400, f"deadline_s = {deadline_s!r}: seconds from 0")
     h.service.actions.drain(node, _text(body, "reason", f"drained by {h.peer()}"), float(deadline_s))
     h.send_json(200, {"schema": SCHEMA, "node": node})

@@ -1,0 +1,41 @@
+"""TOML and Python have infinity and NaN, records in JSON have neither: they are refused, and not written."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from elasticd import config, routes
+from elasticd.actions import Actions
+from elasticd.errors import BadConfig, Refused
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ({"hang": {"ceiling_s": math.inf}}, "hang.ceiling_s = inf: a finite number is needed"),
+        ({"stop_grace_s": math.inf}, "stop_grace_s = inf: a finite number is needed"),
+    ],
+)
+def test_no_job_is_made_that_nobody_could_read(field: dict[str, Any], words: str) -> None:
+    actions = Actions(None, None, None)  # type: ignore[arg-type]  # it does not get to them
+    with pytest.raises(Refused, match=words) as refused:
+        actions.submit({"name": "j", "script": "/t.py", **field}, by="x")
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("deadline_s", [math.inf, math.nan, -1])
+def test_no_drain_has_a_deadline_that_nobody_could_read(deadline_s: float) -> None:
+    class Request:
+        def body(self) -> dict[str, Any]:
+            return {"deadline_s": deadline_s}
+
+    with pytest.raises(Refused, match="seconds from 0"):
+        routes.post_drain(Request(), {}, "a")  # type: ignore[arg-type]
+
+
+def test_no_time_out_is_for_ever() -> None:
+    with pytest.raises(BadConfig, match=r"timeouts.group_s = inf: a finite number of seconds"):
+        config.load(None, {}, {"timeouts.group_s": "inf"})
