@@ -113,7 +113,8 @@ class Reader:
 
     def __init__(self, keys: ClusterKeys) -> None:
         self._keys = keys
-        self._known: dict[tuple[str, int], Record | str] = {}
+        self._known: dict[str, tuple[bytes, Record | str]] = {}
+        """By key, with the value that was read. Not with its revision, which may come again where etcd was wiped."""
 
     def read(self, kvs: Mapping[str, Stored], revision: int) -> Cluster:
         keys, before, self._known = self._keys, self._known, {}
@@ -122,10 +123,9 @@ class Reader:
         def take(kind: type[R], kv: Stored | None) -> R | None:
             if kv is None:
                 return None
-            at = (kv.key, kv.mod_revision)
-            if (record := before.get(at)) is None:
-                record = _decode(kind, kv.value)
-            self._known[at] = record
+            known = before.get(kv.key)
+            record = known[1] if known is not None and known[0] == kv.value else _decode(kind, kv.value)
+            self._known[kv.key] = kv.value, record
             if isinstance(record, str):
                 foreign[kv.key] = record
                 return None

@@ -79,6 +79,15 @@ def test_an_unchanged_key_is_decoded_once() -> None:
     assert second.nodes["a"].record is first.nodes["a"].record
 
 
+def test_a_changed_key_is_decoded_anew_also_at_the_same_revision() -> None:
+    """An etcd that was wiped begins to count anew."""
+    reader, key = Reader(KEYS), KEYS.job("j").state
+    before = KV(key, encode(JobState(phase=Phase.PENDING)), mod_revision=3)
+    assert reader.read({key: before}, 3).jobs["j"].state.phase is Phase.PENDING
+    after = KV(key, encode(JobState(phase=Phase.RUNNING)), mod_revision=3)
+    assert reader.read({key: after}, 3).jobs["j"].state.phase is Phase.RUNNING
+
+
 def test_a_record_of_another_protocol_is_named_and_left_alone() -> None:
     job = KEYS.job("j")
     foreign = msgspec.json.encode({"protocol": 99, "phase": "running"})
