@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ from .ctl_client import Client, Failed, Unreachable, default_socket, name
 Json = dict[str, Any]
 
 OK, ERROR, USAGE, DEGRADED, FAILED, NO_DAEMON, NO_ETCD = range(7)
+OVER = ("succeeded", "failed", "stopped")
 HEALTH = {"healthy": OK, "degraded": DEGRADED, "failed": FAILED}
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/api.md describes it.")
@@ -212,8 +214,9 @@ def logs(client: Client, job: str, follow: bool, rank: int | None, tail: int, as
 def stop(client: Client, job: str, reason: str, wait_s: float, as_json: bool) -> None:
     """End JOB: its workers get SIGTERM, and SIGKILL after its stop_grace_s."""
     data = client.post(f"/v1/jobs/{name(job)}/stop", {"reason": reason} if reason else {})
-    if wait_s > 0:
-        data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": min(wait_s, 60)}, timeout_s=wait_s + 10)
+    until_s = time.monotonic() + wait_s
+    while data["phase"] not in OVER and (left_s := min(until_s - time.monotonic(), 60.0)) > 0:  # 60: the longest answer
+        data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": left_s}, timeout_s=left_s + 10)
     _say(data, as_json, f"{job} is {data['phase']}")
 
 

@@ -1,0 +1,39 @@
+"""`elasticctl stop --wait`: for as long as it says, though one answer of the daemon's takes a minute at most."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from click.testing import CliRunner
+
+from elasticd import ctl
+
+
+class Client:
+    """A daemon whose job ends during the third time that it is waited for."""
+
+    def __init__(self) -> None:
+        self.waited: list[float] = []
+
+    def post(self, path: str, body: object) -> dict[str, Any]:
+        return {"job": "j", "phase": "stopping"}
+
+    def get(self, path: str, query: dict[str, float], timeout_s: float) -> dict[str, Any]:
+        self.waited.append(query["wait_over_s"])
+        assert timeout_s > query["wait_over_s"]
+        return {"job": "j", "phase": "stopped" if len(self.waited) == 3 else "stopping"}
+
+
+def test_it_asks_again_until_the_time_is_up() -> None:
+    client = Client()
+    done = CliRunner().invoke(ctl.stop, ["j", "--wait", "150"], obj=client)
+    assert done.output == "j is stopped\n"
+    assert len(client.waited) == 3
+    assert max(client.waited) <= 60.0
+
+
+def test_without_it_nobody_waits() -> None:
+    client = Client()
+    done = CliRunner().invoke(ctl.stop, ["j"], obj=client)
+    assert done.output == "j is stopping\n"
+    assert client.waited == []
