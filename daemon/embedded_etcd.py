@@ -10,6 +10,7 @@ It outlives the daemon (restart, upgrade, SIGKILL) and the next one finds it aga
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import select
@@ -29,6 +30,7 @@ from .log import Log
 from .threads import Threads
 
 UNIT = "elasticd-etcd"
+LISTEN = "--listen-client-urls="
 BACKOFF_S = (0.2, 30.0)
 """First and longest pause between starts of an etcd that dies at once."""
 
@@ -51,7 +53,7 @@ class EmbeddedEtcd:
         CannotStart."""
         self.dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         pid = launch.holder(self.dir / "lock")
-        if pid is not None and (listen := self._remembered()):
+        if pid is not None and (listen := self._remembered() or self._asked_of(pid)):
             self.endpoint = listen
             self._log.info("etcd.found", pid=pid, endpoint=listen)
         else:
@@ -79,6 +81,17 @@ class EmbeddedEtcd:
             return ""
         return text
 
+    def _asked_of(self, pid: int) -> str:
+        """The same of the etcd that runs, from its command line: the file is damaged, and is written anew."""
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+        except OSError:
+            return ""
+        listen = next((word.rpartition("//")[2] for word in words if word.startswith(LISTEN)), "")
+        with contextlib.suppress(OSError):  # a full disk
+            (self.dir / "listen").write_text(listen)
+        return listen
+
     def _endpoint(self) -> str:
         """Where it shall listen: as configured; for port 0 the port of last time, else a free one."""
         host, port = host_port("etcd.embedded_listen", self._listen, zero_ok=True)
@@ -103,7 +116,7 @@ class EmbeddedEtcd:
         url = f"http://{self.endpoint}"
         argv = [
             binary, "--name=embedded", f"--data-dir={self.dir / 'data'}",
-            f"--listen-client-urls={url}", f"--advertise-client-urls={url}",
+            f"{LISTEN}{url}", f"--advertise-client-urls={url}",
             # A single member talks to no peer: any free port of loopback.
             "--listen-peer-urls=http://127.0.0.1:0", "--initial-advertise-peer-urls=http://127.0.0.1:0",
             "--initial-cluster=embedded=http://127.0.0.1:0",
