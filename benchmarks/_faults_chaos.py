@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator
 
+import psutil
 from _faults_run import RESTARTS, NotStruck, Plan, Result, Run, cluster_of, now_s, say, stopped
 from chaos import random_faults
 from chaos.harness import Node
@@ -35,10 +36,10 @@ class Striker(random_faults.Chaos):
 
     def strike(self, kind: str, node: Node, fault: random_faults.Fault) -> None:
         """Raises NotStruck when there is nothing to strike just now."""
-        if kind == "agent SIGKILL":
+        if kind in ("agent SIGKILL", "zygote and worker SIGKILL"):
             try:
-                there = alive(node.agent_pid(self.job.name))
-            except (OSError, KeyError):
+                there = alive(node.agent_pid(self.job.name)) and node.children(self.job.name)
+            except (OSError, KeyError, psutil.NoSuchProcess):
                 there = False
             if not there:
                 raise NotStruck(f"no agent on {node.name} now")

@@ -37,7 +37,7 @@ from ..core.events import (
 )
 from ..core.keys import JobKeys
 from ..core.membership import leader, watch_list
-from ..core.model import Agent
+from ..core.model import Agent, Stage
 from ..core.records import GenerationRecord, IncidentRecord, SpeaksAnotherProtocol, SpecRecord
 from ..core.recovery import step
 from ..etcd import View
@@ -327,6 +327,8 @@ class Loop:
             log.debug("event", what=repr(event))
         if isinstance(event, WorkerReady) and any(s.life == event.life for s in self.agent.standbys):
             log.info("standby.ready", life=event.life)
+        if self.agent.standbys != before.standbys or self.agent.generation is not before.generation:
+            self._status_due_s = 0.0  # with the next tick, while it is news
         for effect in effects:
             self._deeds.do(effect, self.agent)
         self._ended = self._ended or self._deeds.left
@@ -384,7 +386,7 @@ class Loop:
             written_wall_s=time.time(),
             ranks=rows,
             progress=progress if agent.generation else None,
-            standbys=sum(1 for s in agent.standbys if s.life in self.pool.processes),
+            standbys=sum(1 for s in agent.standbys if s.stage is Stage.READY),
             last_etcd_contact_wall_s=self._pictures.contact_wall_s,
         )
         status.write(Path(self.config.agent_dir, "status.json"), record)

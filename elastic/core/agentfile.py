@@ -74,5 +74,6 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     progress: ProgressRecord | None = None
     """As this node knows it, fresher than what stands in etcd."""
     standbys: int = 0
+    """Those past their set-up."""
     last_etcd_contact_wall_s: float = 0.0
     protocol: int = PROTOCOL
