@@ -121,17 +121,20 @@ class Health:
                 if reason := _errors(nvml, handle):
                     self._say(f"GPU {gpu}: {reason}")
                     return
+                throttled = _throttled(nvml, handle)
             except nvml.NVMLError_GpuIsLost:
                 self._say(f"GPU {gpu}: fallen off the bus")
                 return
-            throttled = _throttled(nvml, handle)
+            except nvml.NVMLError as error:
+                self._say(f"GPU {gpu}: NVML: {error}")
+                return
             if throttled != self._throttled.get(gpu, False):
                 self._throttled[gpu] = throttled
                 self._log.warning("gpu.throttled" if throttled else "gpu.full_speed", gpu=gpu)
 
 
 class _Unsupported:
-    """What a card that lacks a counter answers."""
+    """What a card that lacks a counter answers, a driver older than the call, or one that we may not ask."""
 
 
 _UNSUPPORTED = _Unsupported()
@@ -140,7 +143,7 @@ _UNSUPPORTED = _Unsupported()
 def _tolerant(nvml: Any, ask: Callable[..., Any], *args: Any) -> Any:
     try:
         return ask(*args)
-    except nvml.NVMLError_NotSupported:
+    except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission):
         return _UNSUPPORTED
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib
+import importlib.util
+import inspect
 import json
 import os
 import selectors
 import socket
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +21,15 @@ import pytest
 import structlog
 import torch
 from structlog.testing import capture_logs
-from support.fake_nvml import FakeNvml, NVMLError_GpuIsLost, NVMLError_NotSupported
+from support.fake_nvml import (
+    FakeNvml,
+    NVMLError,
+    NVMLError_FunctionNotFound,
+    NVMLError_GpuIsLost,
+    NVMLError_NoPermission,
+    NVMLError_NotSupported,
+    NVMLError_ResetRequired,
+)
 from support.wait import eventually, holds
 
 from elastic.agent import environment, gpus, selftest
@@ -25,7 +38,7 @@ from elastic.agent.pool import Pool
 from elastic.core.agentfile import AgentConfig, EtcdAccess
 from elastic.core.spec import JobSpec
 from elastic.worker import zygote
-from elasticd.gpus import TESTING, Health, self_test
+from elasticd.gpus import TESTING, Health, _same, self_test
 
 
 @pytest.fixture
@@ -35,6 +48,51 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     exists = os.path.exists
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl" or exists(path))
     return fake
+
+
+# ── the stand-in ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def real_nvml(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """nvidia-ml-py: installed, or as `make gpu-bundle` fetched it. To import it needs no driver."""
+    bundled = Path(__file__).parents[2] / ".wheels" / f"cp{sys.version_info[0]}{sys.version_info[1]}" / "pynvml.py"
+    if importlib.util.find_spec("pynvml"):
+        return importlib.import_module("pynvml")
+    if not bundled.exists():
+        pytest.skip("needs nvidia-ml-py: pip install nvidia-ml-py, or make gpu-bundle")
+    spec = importlib.util.spec_from_file_location("real_pynvml", bundled)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "real_pynvml", module)  # it looks itself up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_stand_in_has_the_real_ones_names_numbers_and_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, fake = real_nvml(monkeypatch), FakeNvml()
+    names = [name for name in vars(FakeNvml) if name.lower().startswith("nvml")]
+    assert len(names) > 20
+    for name in names:
+        mine, theirs = getattr(fake, name), getattr(real, name)
+        if isinstance(mine, int):
+            assert mine == theirs, name
+        elif isinstance(mine, type):
+            assert issubclass(theirs, real.NVMLError), name
+        else:
+            assert len(inspect.signature(mine).parameters) == len(inspect.signature(theirs).parameters), name
+    assert str(real.NVMLError_ResetRequired()) == str(NVMLError_ResetRequired())
+    fields = {name for name, _ in real.c_nvmlEventData_t._fields_}
+    assert {"device", "eventType", "eventData"} <= fields
+
+
+def test_two_handles_of_one_device_are_the_same() -> None:
+    """The real handles are pointers, a new one with each event."""
+    struct = type("Device", (ctypes.Structure,), {})
+    pointer = ctypes.POINTER(struct)
+    first, again, other = (ctypes.cast(address, pointer) for address in (0x1000, 0x1000, 0x2000))
+    assert _same(first, again)
+    assert not _same(first, other)
 
 
 # ── the gate ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -217,9 +275,19 @@ def test_a_card_off_the_bus_makes_the_node_sick(nvml: FakeNvml, health: Health) 
     assert eventually(lambda: health.reason, 5.0) == "GPU 0: fallen off the bus"
 
 
-def test_a_card_without_counters_or_events_is_well(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml.uncorrectable = nvml.remapped = NVMLError_NotSupported
-    nvml.hears = False
+def test_a_card_that_says_it_must_be_reset_makes_the_node_sick(nvml: FakeNvml, health: Health) -> None:
+    """As after an uncontained memory error: whatever is asked, that is the answer."""
+    nvml.throttle = NVMLError_ResetRequired
+    assert eventually(lambda: health.reason, 5.0) == "GPU 0: NVML: GPU requires restart"
+
+
+@pytest.mark.parametrize("no", [NVMLError_NotSupported, NVMLError_FunctionNotFound, NVMLError_NoPermission])
+def test_a_card_without_counters_or_events_is_well(
+    no: type[NVMLError], nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old card, a driver older than nvidia-ml-py, a container."""
+    nvml.uncorrectable = nvml.remapped = nvml.throttle = no
+    nvml.hears = no
     monkeypatch.setattr("elasticd.gpus.LOOK_EVERY_S", 0.01)
     health = Health((0,), structlog.get_logger(), self_test=False)
     thread = threading.Thread(target=health.run, daemon=True)

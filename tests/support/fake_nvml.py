@@ -19,8 +19,21 @@ class NVMLError_NotSupported(NVMLError):
     pass
 
 
+class NVMLError_FunctionNotFound(NVMLError):
+    pass
+
+
+class NVMLError_NoPermission(NVMLError):
+    pass
+
+
 class NVMLError_GpuIsLost(NVMLError):
     pass
+
+
+class NVMLError_ResetRequired(NVMLError):
+    def __str__(self) -> str:
+        return "GPU requires restart"
 
 
 class FakeNvml(types.ModuleType):
@@ -29,7 +42,10 @@ class FakeNvml(types.ModuleType):
     NVMLError = NVMLError
     NVMLError_Timeout = NVMLError_Timeout
     NVMLError_NotSupported = NVMLError_NotSupported
+    NVMLError_FunctionNotFound = NVMLError_FunctionNotFound
+    NVMLError_NoPermission = NVMLError_NoPermission
     NVMLError_GpuIsLost = NVMLError_GpuIsLost
+    NVMLError_ResetRequired = NVMLError_ResetRequired
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
     NVML_VOLATILE_ECC = 0
     nvmlEventTypeXidCriticalError = 8
@@ -43,9 +59,10 @@ class FakeNvml(types.ModuleType):
         self.processes: dict[int, dict[int, int | None]] = {}
         self.uncorrectable: int | type[NVMLError] = 0
         self.remapped: tuple[int, int, int, int] | type[NVMLError] = (0, 0, 0, 0)
-        self.throttle = 0
+        self.throttle: int | type[NVMLError] = 0
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.hears = True
+        self.hears: bool | type[NVMLError] = True
+        """Whether it tells events; or what it says to whoever asks for them."""
 
     def nvmlInit(self) -> None:
         self.open += 1
@@ -67,8 +84,8 @@ class FakeNvml(types.ModuleType):
         assert events == "set"
 
     def nvmlDeviceRegisterEvents(self, handle: int, kinds: int, events: str) -> None:
-        if not self.hears:
-            raise NVMLError_NotSupported
+        if self.hears is not True:
+            raise self.hears or NVMLError_NotSupported
 
     def nvmlEventSetWait_v2(self, events: str, timeout_ms: int) -> Any:
         try:
@@ -83,7 +100,7 @@ class FakeNvml(types.ModuleType):
         return _value(self.remapped)
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> int:
-        return self.throttle
+        return _value(self.throttle)
 
     def happens(self, gpu: int, xid: int) -> None:
         self.events.put(types.SimpleNamespace(device=gpu, eventType=8, eventData=xid))
