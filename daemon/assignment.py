@@ -6,7 +6,7 @@ picture and carries out its own part, so that no two nodes take the same place.
        are not set aside for it, and have enough free slots.
        A draining node and one that was set aside do not count: their replacement comes before they go.
     3. A job with more members than its most nodes gives up the youngest (it was scaled down), and the nodes set
-       aside for it.
+       aside for it, if it has its least without them.
 
 A job in a final phase, or about to stop, gets no new node. A job without a spec is left alone.
 """
@@ -58,12 +58,12 @@ def plan(cluster: Cluster, running: Mapping[str, int], me: str) -> Plan:
             continue
         mine, spec = places[job.name], job.spec.spec
         staying = [n for n in mine if not _leaving(cluster, job, n)]
-        if extra := _surplus(job, staying, list(mine)):
-            surplus[job.name] = extra
         if job.state.phase is not Phase.STOPPING:
             for new in _candidates(cluster, job, mine, used)[: max(0, spec.max_nodes - len(staying))]:
                 mine[new.name] = slots_wanted(job.spec, new.record.slots)
                 used[new.name] = used.get(new.name, 0) + mine[new.name]
+        if extra := _surplus(job, staying, list(mine)):
+            surplus[job.name] = extra
         if len(mine) < spec.min_nodes:
             waiting[job.name] = _why(cluster, job, mine, used)
     return Plan(places, surplus, waiting)
@@ -85,13 +85,15 @@ def _leaving(cluster: Cluster, job: Job, node: str) -> bool:
     return draining or node in job.state.avoid
 
 
-def _surplus(job: Job, staying: list[str], standing: list[str]) -> dict[str, str]:
+def _surplus(job: Job, staying: list[str], planned: list[str]) -> dict[str, str]:
     """Node -> why it shall leave: beyond the most the job may have, those outside its generation and the youngest."""
     assert job.spec is not None
     inside = [place.node for place in job.generation.places] if job.generation else []
     order = sorted(staying, key=lambda n: inside.index(n) if n in inside else len(inside))  # stable: then by age
     extra = order[job.spec.spec.max_nodes :]
-    aside = [n for n in standing if n in job.state.avoid]
+    aside = [n for n in planned if n in job.state.avoid]
+    if len(planned) - len(aside) < job.spec.spec.min_nodes:
+        aside = []
     return dict.fromkeys(extra, f"{job.name} was scaled to {job.spec.spec.nodes} nodes") | {
         n: f"{n} is set aside for {job.name}: its workers fail there more often" for n in aside
     }

@@ -159,7 +159,7 @@ class Registry:
         self._urgent.ask("publish", order, persist=False)
 
     def _publish(self, effect: Publish, view: JobView, leader: str) -> bool:
-        verdict = self._verdict(view, effect.charge)
+        verdict = self._verdict(view, effect.charge, effect.spare)
         guards = self._guards(view)
         if verdict.stopped:
             log.error("job.stopped", reason=verdict.stopped)
@@ -223,11 +223,10 @@ class Registry:
         state = ModIs(self.keys.state, view.state_revision) if view.state_revision else Absent(self.keys.state)
         return [state, Present(self.keys.member(self.policy.node))]
 
-    def _verdict(self, view: JobView, broken: BrokenRecord | None) -> Verdict:
+    def _verdict(self, view: JobView, broken: BrokenRecord | None, spare: int) -> Verdict:
         if broken is None:
             return Verdict(view.state)
-        spare = sum(1 for m in view.members.values() if m.record.ready) - self.policy.limits.min_nodes
-        return charge(view.state, broken, self.policy.spec.restarts, self.wall(), max(0, spare))
+        return charge(view.state, broken, self.policy.spec.restarts, self.wall(), spare)
 
     # ── the job's state ─────────────────────────────────────────────────────────────────────────────────────
 

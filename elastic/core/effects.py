@@ -65,6 +65,8 @@ class Publish:
     at_step: int | None
     charge: BrokenRecord | None
     """The failure to book on the job's budget in the same transaction."""
+    spare: int = 0
+    """How many living nodes the job has beyond its least: with none, no node is set aside for what is charged."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from .effects import Publish, PutPhase, SaveNow
-from .membership import AS_IT_SHOULD_BE, Change, Wait, bereft, cut_off, leader, next_generation, unreached
+from .membership import AS_IT_SHOULD_BE, Change, Wait, bereft, cut_off, leader, living, next_generation, unreached
 from .records import Phase
 from .restarts import backoff_s, in_vain, summary
 from .turn import Turn
@@ -115,7 +115,15 @@ def _publish(turn: Turn, change: Change) -> None:
     at_step = agent.step + ahead if change.planned and turn.policy.managed else None
     told = view.broken and agent.generation and view.broken.generation == agent.generation.number
     turn.change(publishing=number, reason="", below_min=False)
-    turn.do(Publish(number, change, view.generation_revision, at_step, charge=view.broken if told else None))
+    charge = view.broken if told else None
+    turn.do(Publish(number, change, view.generation_revision, at_step, charge, spare=_spare(turn)))
+
+
+def _spare(turn: Turn) -> int:
+    """Living nodes beyond the least."""
+    alive = living(turn.agent.view, turn.agent.dead).values()
+    fit = sum(1 for m in alive if m.record.ready and m.record.draining is None)
+    return max(0, fit - turn.limits().min_nodes)
 
 
 def _blind_until_s(turn: Turn) -> float:

@@ -143,11 +143,10 @@ def next_generation(
     """
     alive = living(view, dead)
     cut = cut_off(view, dead, current)
-    fit = [
-        m
-        for m in alive.values()
-        if m.record.ready and m.record.draining is None and m.record.node not in view.state.avoid
-    ]
+    fit = [m for m in alive.values() if m.record.ready and m.record.draining is None]
+    preferred = [m for m in fit if m.record.node not in view.state.avoid]
+    if len(preferred) >= limits.min_nodes:  # else better one that was set aside than none
+        fit = preferred
     inside = [m for m in fit if m.record.node not in cut]
     if current is None:
         return _first(inside, limits, min_reached_for_s, _cut_reason(view, cut))

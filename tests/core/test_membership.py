@@ -264,6 +264,14 @@ def test_when_all_are_lost_before_their_first_step_who_was_left_out_hands_its_st
     assert nodes(decide(partly, both, settled=False, former=ABC)) == ["b"]
 
 
+def test_rather_one_that_was_set_aside_than_none() -> None:
+    picture = view(*ALL[:1], failed=broken(5, "a", 0), avoid=("a",))
+    alone = generation(5, [place("a")])
+    assert nodes(decide(picture, alone)) == ["a"]
+    both = view(*ALL[:2], failed=broken(5, "a", 0), avoid=("a",))
+    assert nodes(decide(both, generation(5, [place("a"), place("b")]))) == ["b"]
+
+
 def test_a_holder_whose_workers_died_has_nothing_to_hand_over() -> None:
     one = generation(4, [place("a")])
     picture = view(member("a", 1, draining="off"), member("x", 9), failed=broken(4, "a", 0))

@@ -449,6 +449,16 @@ def test_the_leader_publishes_once_on_what_it_saw() -> None:
     assert lead_from(machine, BROKEN) == []
 
 
+def test_what_can_be_spared_is_neither_dead_nor_about_to_leave() -> None:
+    """On it hangs whether a node may be set aside."""
+    for others, spare in ((B, 1), (member("b", 2, ready=(0, 1), draining="maintenance"), 0)):
+        machine = running(formed=FIRST)
+        assert lead_from(machine, view(A, others, spec=SPEC, formed=FIRST, failed=broken(1, "a", 0)))[0].spare == spare
+    machine = running(formed=FIRST)
+    effects = machine.take(PeerDead("b", "b.1", "refused"))
+    assert [e.spare for e in effects if isinstance(e, Publish)] == [0]
+
+
 def test_a_lost_race_is_run_again_if_it_is_this_one_that_was_lost() -> None:
     machine = running(formed=FIRST)
     assert lead_from(machine, BROKEN)

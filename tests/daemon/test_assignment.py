@@ -117,6 +117,11 @@ def test_a_node_set_aside_is_replaced_and_told_to_leave() -> None:
     assert "set aside" in made.leaving("a")["j1"]
 
 
+def test_a_node_set_aside_stays_while_there_is_no_other() -> None:
+    standing = replace(job("j1", avoid=["a"]), members={"a": member("a")})
+    assert plan(cluster([node("a")], [standing]), {}, "a").leaving("a") == {}
+
+
 def test_a_job_scaled_down_gives_up_those_outside_its_generation_and_then_the_youngest() -> None:
     places = tuple(Place(node=n, incarnation="i", host=n, slots=(0,)) for n in ("b", "c"))
     generation = GenerationRecord(number=1, places=places, store_host="", store_port=1, leader="b", why="")
