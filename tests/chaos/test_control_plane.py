@@ -74,7 +74,7 @@ def test_a_failure_while_etcd_is_away_waits_and_is_repaired() -> None:
 
 def test_etcd_wiped_and_started_empty() -> None:
     """What it forgot is written again by those who know it; no step is lost."""
-    steps = 300
+    steps = 600
     with Cluster(nodes=2, slots=1) as cluster:
         (etcd,) = cluster.etcd
         job = cluster.submit(steps=steps)
@@ -84,4 +84,13 @@ def test_etcd_wiped_and_started_empty() -> None:
         etcd.wipe()
         cluster.start_etcd()
         steps_on(job)
+        root = "/elastic/chaos/jobs/job/"
+        wanted = {f"{root}{name}" for name in ("spec", "state", "generation", "members/node0", "members/node1")}
+        eventually(
+            lambda: wanted <= set(etcd.ctl("get", "--prefix", root, "--keys-only").stdout.split()), 15.0, "all is back"
+        )
         assert job.workers() == workers
+        job.wait_over()
+        history = job.check()
+        assert history.generations() == [1]
+        assert final_sha256(history) == undisturbed(2, steps)

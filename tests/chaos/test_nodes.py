@@ -86,6 +86,8 @@ def test_cut_off_from_etcd_alone(one_way: bool) -> None:
         cluster.hosts.partition(1, 2, one_way=one_way)  # host 2 is etcd's
         there = job.history.step()
         eventually(lambda: job.history.step() >= there + 250, 40.0, "it trains on for more than two leases")
+        member = cluster.etcd[0].ctl("get", "--keys-only", "/elastic/chaos/jobs/job/members/node1").stdout
+        assert not member.strip(), "its lease has not run out"
         cluster.hosts.heal()
         job.wait_over()
         assert job.check().generations() == [1]
