@@ -97,7 +97,9 @@ def _with(path: str, query: Mapping[str, object] | None) -> str:
 
 
 def _head(answer: Any) -> int:
-    first = answer.readline().split()
+    if not (line := answer.readline()):  # it could not: too many ask, or a fault of its own
+        raise Unreachable("elasticd has ended the connection without an answer: its log says why")
+    first = line.split()
     if len(first) < 2 or not first[1].isdigit():
         raise Unreachable("what listens on the socket is not an elasticd")
     while answer.readline().strip():
