@@ -173,6 +173,26 @@ def commit(
         if clock() >= deadline_s:
             raise SharesMissing(step, missing, shares)
         time.sleep(min(_LOOK_EVERY_S, max(0.0, deadline_s - clock())))
+    try:
+        return _put_together(directory, job, step, generation, shares, world, versions or {}, created_wall_s, files)
+    except FileNotFoundError:
+        # Another leader was faster: the folder has its last name by now.
+        if done := _committed(directory, job, step, generation, files):
+            return done
+        raise
+
+
+def _put_together(
+    directory: str,
+    job: str,
+    step: int,
+    generation: int,
+    shares: int,
+    world: int,
+    versions: Mapping[str, str],
+    created_wall_s: float,
+    files: Files,
+) -> str:
     folder = os.path.join(directory, tmp_name(step, generation))
     manifest = m.Manifest(
         job=job,
@@ -180,7 +200,7 @@ def commit(
         generation=generation,
         world=world,
         shares=tuple(_note(folder, share, shares, files) for share in range(shares)),
-        versions=dict(versions or {}),
+        versions=dict(versions),
         created_wall_s=created_wall_s,
     )
     raw = m.encode(manifest, digest)
@@ -191,13 +211,7 @@ def commit(
     _write_whole(os.path.join(folder, m.MANIFEST), raw, files)
     files.sync_dir(folder)
     target = os.path.join(directory, final_name(step, generation, taken=files.names(directory)))
-    try:
-        files.rename(folder, target)
-    except FileNotFoundError:
-        # Another leader was faster.
-        if done := _committed(directory, job, step, generation, files):
-            return done
-        raise
+    files.rename(folder, target)
     files.sync_dir(directory)
     return target
 

@@ -150,6 +150,24 @@ def test_two_leaders_commit_at_once(tmp_path: Path) -> None:
     verify(path, "job")
 
 
+@pytest.mark.parametrize("call", ["read", "create", "sync_dir", "rename"])
+def test_another_leader_is_faster_at_any_moment(tmp_path: Path, call: str) -> None:
+    """What is gone from under the slower one is the very checkpoint that it wanted."""
+    write_20(str(tmp_path), 0, 1)
+    faster: list[str] = []
+
+    class Slower(Files):
+        def __getattribute__(self, name: str) -> object:
+            if name == call and not faster:
+                faster.append("")
+                faster[0] = commit_20(str(tmp_path))
+            return super().__getattribute__(name)
+
+    slower = commit(str(tmp_path), "job", step=20, generation=1, shares=2, world=2, files=Slower())
+    assert slower == faster[0] == str(tmp_path / "step-20")
+    assert os.listdir(tmp_path) == ["step-20"]
+
+
 def test_shares_of_two_cuts_never_become_a_checkpoint(tmp_path: Path) -> None:
     write_20(str(tmp_path), 0)
     with filled({"moment": torch.ones(2), "weight": torch.ones(2)}, 20, 1, 1, 2) as arena:
