@@ -1,12 +1,13 @@
-"""What the NCCL path costs on one GPU: recovery from a killed rank, the optimizer guard, and a snapshot.
+"""What the NCCL path costs on one GPU: recovery from a killed rank, the optimizer guard, a snapshot, a broadcast.
 
     python benchmarks/nccl.py --quick
-    python benchmarks/nccl.py --part recovery|guard|snapshot    the full length, one part at a time
+    python benchmarks/nccl.py --part recovery       the full length, one part at a time; or guard, snapshot, broadcast
     ELASTIC_GPU_SMOKE=1 python benchmarks/nccl.py --quick       on a CPU, for typos: the numbers mean nothing
 
 Real processes and real NCCL groups, two to four ranks on one GPU, which talk over loopback because each takes itself
 for a host of its own. No agents and no etcd: what is timed is the group, its communicator and the replacement, which
 waits with torch imported, as a fork of the zygote does. Beside it torchrun with the same script on the same card.
+`own` is what is left of a recovery without the replacement's CUDA context and the forming of the communicator.
 Instants are CLOCK_MONOTONIC, which all processes share. The last line is JSON; without a GPU it says so.
 """
 
@@ -28,20 +29,22 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported: connections are cut on purpose
+
 import torch
 import torch.distributed as dist
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu"), str(ROOT / "tests")]
 
-import smoke  # noqa: E402 - the path is set up above
+import cards  # noqa: E402 - the path is set up above
+import smoke  # noqa: E402
 import wheels  # noqa: E402
 
 wheels.find()
 if smoke.ON:
     smoke.install()
 
-ONE_CARD = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 DEADLINE_S = 120.0
 GENERATIONS_S = 0.2
 """Steps before the kill."""
@@ -65,7 +68,7 @@ for step in range(10**9):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--part", choices=PARTS)
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS))
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -76,7 +79,7 @@ def main() -> None:
         print(json.dumps({"skipped": "no GPU"}))
         return
     found: dict[str, Any] = {"hardware": hardware(), "quick": args.quick}
-    for name in [args.part] if args.part else PARTS:
+    for name in args.part:
         print(f"── {name}", flush=True)
         found |= PARTS[name](args.quick)
         print(json.dumps(found), flush=True)
@@ -115,7 +118,7 @@ def recovery(quick: bool) -> dict[str, Any]:
 class _Child:
     def __init__(self, rank: int, world: int, port: int, generation: int) -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "TORCH_NCCL_"))}
-        env |= ONE_CARD | {"NCCL_HOSTID": f"slot-{rank}-{time.monotonic_ns()}", "GLOO_SOCKET_IFNAME": "lo"}
+        env |= cards.ONE_CARD | {"NCCL_HOSTID": f"slot-{rank}-{time.monotonic_ns()}", "GLOO_SOCKET_IFNAME": "lo"}
         argv = [sys.executable, __file__, "--child", str(rank), str(world), str(port), str(generation)]
         self.process = subprocess.Popen(
             argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
@@ -167,8 +170,10 @@ def _recover(world: int) -> dict[str, float]:
             child.end()
     survivors, fresh = parts[:-1], parts[-1]
     forming_s = max(p["formed_s"] - p["began_forming_s"] for p in parts)
+    total_s = max(p["stepped_s"] for p in parts) - killed_s
     return {
-        "total_s": max(p["stepped_s"] for p in parts) - killed_s,
+        "total_s": total_s,
+        "own_s": total_s - fresh["context_s"] - forming_s,
         "abort_s": max(p["freed_s"] for p in survivors) - killed_s,
         "context_s": fresh["context_s"],
         "nccl_init_s": forming_s,
@@ -226,7 +231,7 @@ def _torchrun() -> float:
         script.write_text(_TORCHRUN if not smoke.ON else _on_cpu(_TORCHRUN))
         argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3"]
         argv += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--monitor-interval=0.1", str(script), log]
-        env = {**os.environ, **ONE_CARD, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        env = {**os.environ, **cards.ONE_CARD, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
         agent = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0)
         try:
             before = _pids(log, [])
@@ -293,12 +298,12 @@ def guard(quick: bool) -> dict[str, Any]:
         model(samples).float().square().mean().backward()
         optimizer.step()
 
-    for _ in range(10):
-        step()
+    rounds, steps = (1, 2) if smoke.ON else (4, 10) if quick else (12, 30)
+    _timed(step, steps)
     times: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(4 if quick else 12):
+    for _ in range(rounds):
         for guarded in (False, True):
-            times[guarded].append(_timed(step, 10 if quick else 30))
+            times[guarded].append(_timed(step, steps))
     plain, with_guard = statistics.median(times[False]), statistics.median(times[True])
     parameters = sum(p.numel() for p in model.parameters())
     return {"guard_parameters": parameters, "step_ms": round(plain * 1e3, 3),
@@ -347,7 +352,48 @@ def snapshot(quick: bool) -> dict[str, Any]:
             "first_snapshot_s": round(registered_s, 3)}  # fmt: skip
 
 
-PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {"recovery": recovery, "guard": guard, "snapshot": snapshot}
+# ── broadcast ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def broadcast(quick: bool) -> dict[str, Any]:
+    """State from one rank to another, checked slice by slice, beside the card's own copies of as many bytes.
+
+    Both ranks are on one card and talk over loopback: a lower bound for two cards with a link between them.
+    """
+    nbytes = (16 if smoke.ON else 256 if quick else 2000) * 1_000_000
+    source, sink = cards.run(_relay, world=2, timeout_s=300.0, nbytes=nbytes, rounds=3 if quick else 9)
+    return {"broadcast_gb": nbytes / 1e9, "broadcast_gb_s": round(nbytes / sink["relay_s"] / 1e9, 2),
+            "pinned_copy_gb_s": round(nbytes / source["pinned_s"] / 1e9, 1),
+            "device_copy_gb_s": round(nbytes / source["device_s"] / 1e9, 1),
+            "broadcast_over_pinned_copy": round(source["pinned_s"] / sink["relay_s"], 3)}  # fmt: skip
+
+
+def _relay(rank: int, world: int, port: int, nbytes: int, rounds: int) -> dict[str, float]:
+    from elastic.worker import broadcast
+    from elastic.worker.group import Group
+
+    tensors = [torch.randn(nbytes // 4 // 20, device="cuda") for _ in range(20)]
+    found: dict[str, float] = {}
+    if rank == 0:
+        flat, other = (torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+        pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        found["pinned_s"] = min(_timed(lambda: pinned.copy_(flat, non_blocking=True)) for _ in range(rounds))
+        found["device_s"] = min(_timed(lambda: other.copy_(flat)) for _ in range(rounds))
+        del flat, other, pinned
+    group = Group(
+        backend="nccl", rank=rank, world=world, store_host="127.0.0.1", store_port=port, generation=1,
+        device=torch.device("cuda", 0), form_timeout_s=DEADLINE_S, timeout_s=DEADLINE_S,
+    )  # fmt: skip
+    group.form()
+    chain = {"previous": rank - 1 if rank else None, "following": rank + 1 if rank + 1 < world else None}
+    times = [_timed(lambda: broadcast.relay(tensors, **chain)) for _ in range(rounds)]
+    group.close()
+    return {**found, "relay_s": statistics.median(times)}
+
+
+PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
+    "recovery": recovery, "guard": guard, "snapshot": snapshot, "broadcast": broadcast,
+}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -79,6 +79,8 @@ def run(
     **args: Any,
 ) -> list[Any]:
     """With `check`, raises AssertionError for a rank that raised. The last `stops` ranks are killed in the end."""
+    if smoke.ON and check and not stops:
+        return _run_forked(function, world, timeout_s, env, args)
     from torch.distributed import TCPStore
 
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -100,16 +102,37 @@ def run(
     return results
 
 
-def _main(path: str, name: str, rank: str, world: str, port: str, args: str) -> None:
-    if smoke.ON:
-        smoke.install()
+def _run_forked(
+    function: Callable[..., Any], world: int, timeout_s: float, env: Mapping[str, str], args: dict[str, Any]
+) -> list[Any]:
+    from support import ranks
+
+    os.environ["PYTHONPATH"] = environment(0)["PYTHONPATH"]  # for the process that forks, at its start
+    code = function.__code__
+    given = {"path": code.co_filename, "name": code.co_name, "env": dict(env), "args": args}
+    return ranks.run_ranks(in_fork, world=world, timeout_s=timeout_s, **given)
+
+
+def in_fork(rank: int, world: int, port: int, path: str, name: str, env: dict[str, str], args: dict[str, Any]) -> Any:
+    os.environ.update(env)
+    smoke.install()
+    return getattr(_loaded(path), name)(rank, world, port, **args)
+
+
+def _loaded(path: str) -> Any:
     spec = importlib.util.spec_from_file_location("cards_case", path)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules["cards_case"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def _main(path: str, name: str, rank: str, world: str, port: str, args: str) -> None:
+    if smoke.ON:
+        smoke.install()
     try:
-        result = getattr(module, name)(int(rank), int(world), int(port), **json.loads(args))
+        result = getattr(_loaded(path), name)(int(rank), int(world), int(port), **json.loads(args))
     except BaseException:  # noqa: BLE001 - the report of a process that ends here
         result = {"raised": traceback.format_exc()[-4000:]}
     print(f"\n{json.dumps(result)}", flush=True)

@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -27,10 +28,25 @@ if smoke.ON:
     machine.REASONS["gpu"] = lambda: ""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "gpu":
+        config.option.fold_skipped = False  # each that is skipped is told by its name
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items if smoke.ON else []:
         if item.get_closest_marker("gpu") and any(name in item.name for name in smoke.ABOUT_NOTHING):
             item.add_marker(pytest.mark.skip(reason="says nothing without a GPU"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_ranks() -> Iterator[None]:
+    """In a smoke run ranks are forked: end the process that does it."""
+    yield
+    if smoke.ON:
+        from support import ranks
+
+        ranks._end()
 
 
 _measured: dict[str, object] = {}
