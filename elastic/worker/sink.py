@@ -195,7 +195,11 @@ class AgentSink:
                 descriptor = self._offers.get(timeout=max(0.0, deadline_s - time.monotonic()))
                 if descriptor == NO_MEMORY:
                     return
-                arenas.append(Arena.from_fd(descriptor, warm=device is None))  # to pin a page makes it present
+                arena = Arena.from_fd(descriptor, warm=device is None)  # to pin a page makes it present
+                if arena.capacity < nbytes:
+                    arena.close()  # the answer to an earlier request, which was not waited for any longer
+                    continue
+                arenas.append(arena)
                 if device is not None:
                     arenas[-1].pin(device)
             except (queue.Empty, ArenaError):
