@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from typing import Any
 
 import torch
@@ -56,7 +57,11 @@ def to_dcp(path: str, target: str) -> None:
     if os.path.exists(target):
         raise SaveFailed(f"{target} exists")
     whole = read_all(path)
+    aside = f"{os.path.normpath(target)}.{os.getpid()}.part"
     try:
-        dcp.save(whole, storage_writer=dcp.FileSystemWriter(target), no_dist=True)  # type: ignore[attr-defined]
+        dcp.save(whole, storage_writer=dcp.FileSystemWriter(aside), no_dist=True)  # type: ignore[attr-defined]
+        os.rename(aside, target)
     except dcp.CheckpointException as error:  # type: ignore[attr-defined]
         raise SaveFailed(f"{target}: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)  # half of it would look whole, and be in the way of the next

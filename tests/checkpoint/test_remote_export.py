@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -149,6 +150,25 @@ def test_export_to_a_dcp_directory(tmp_path: Path) -> None:
     assert all(torch.equal(into["state"][name], tensor) for name, tensor in state_at(10).items())
     with pytest.raises(SaveFailed, match="exists"):
         to_dcp(path, target)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    path, target = save(str(tmp_path), 10), str(tmp_path / "dcp")
+
+    def fsync(_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", fsync)
+        with pytest.raises(SaveFailed, match=os.strerror(code)):
+            to_dcp(path, target)
+        with pytest.raises(OSError, match=os.strerror(code)):
+            to_torch_save(path, str(tmp_path / "out.pt"))
+    assert os.listdir(tmp_path) == ["step-10"]
+    to_dcp(path, f"{target}/")
+    assert sorted(os.listdir(tmp_path)) == ["dcp", "step-10"]
 
 
 def test_nothing_damaged_is_exported(tmp_path: Path) -> None:
