@@ -196,7 +196,7 @@ class Actions:
             return (decode(kind, kv.value), kv.mod_revision) if kv else (None, 0)
         except EtcdError as error:
             raise _unavailable(error) from error
-        except (SpeaksAnotherProtocol, msgspec.DecodeError) as error:
+        except (SpeaksAnotherProtocol, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Refused(409, f"{key}: {error}") from error
 
     def _txn(self, compares: Sequence[Compare], then: Sequence[Op]) -> bool:

@@ -272,7 +272,7 @@ def _read(path: Path, kind: type[T]) -> T | None:
     """None for a file that is absent, damaged, or of another version: it is then as if it had not been written."""
     try:
         content = msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
     return content if getattr(content, "protocol", PROTOCOL) == PROTOCOL else None
 

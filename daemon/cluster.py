@@ -183,7 +183,7 @@ def _decode(kind: type[R], raw: bytes) -> R | str:
         return decode(kind, raw)
     except SpeaksAnotherProtocol as error:
         return str(error)
-    except msgspec.DecodeError as error:  # ValidationError among them
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError among them
         return f"is not a {kind.__name__}: {error}"
 
 

@@ -141,7 +141,7 @@ def taken(there: bytes, ours: NodeRecord) -> str:
         other = decode(NodeRecord, there)
     except SpeaksAnotherProtocol as error:
         return str(error)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return ""  # no record at all: replace it
     if other.hostname != ours.hostname:
         return f"another host ({other.hostname}, {other.address}) is already called {ours.node!r}: set `node`"

@@ -141,7 +141,7 @@ class Party:
             if view.connected:
                 try:
                     new = JobView.read(self.keys, view.kvs, view.revision)
-                except (SpeaksAnotherProtocol, msgspec.ValidationError, msgspec.DecodeError) as error:
+                except (SpeaksAnotherProtocol, msgspec.DecodeError, UnicodeDecodeError) as error:
                     self.fault = str(error)
                 else:
                     wiped = view.revision < self.view.revision

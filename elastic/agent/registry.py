@@ -312,7 +312,7 @@ class Registry:
             if state.phase is Phase.STOPPING:
                 stopped = msgspec.structs.replace(state, phase=Phase.STOPPED, since_wall_s=self.wall())
                 self.etcd.txn([ModIs(self.keys.state, kv.mod_revision)], [Put(self.keys.state, encode(stopped))])
-        except (EtcdError, SpeaksAnotherProtocol, msgspec.MsgspecError) as error:
+        except (EtcdError, SpeaksAnotherProtocol, msgspec.MsgspecError, UnicodeDecodeError) as error:
             log.warning("member.left_without_goodbye", error=str(error))
 
 

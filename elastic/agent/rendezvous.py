@@ -115,7 +115,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             raise RendezvousConnectionError(str(error)) from error
         try:
             return kv is not None and decode(JobState, kv.value).phase.over
-        except (SpeaksAnotherProtocol, msgspec.ValidationError, msgspec.DecodeError) as error:
+        except (SpeaksAnotherProtocol, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RendezvousStateError(str(error)) from error
 
     def set_closed(self) -> None:

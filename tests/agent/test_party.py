@@ -115,11 +115,12 @@ def test_what_broke_is_said_to_an_etcd_that_was_wiped_meanwhile(node: Node) -> N
     assert "a worker failed" in followed.why
 
 
-def test_a_record_of_another_version_that_goes_again_leaves_no_trace(node: Node) -> None:
+def test_a_record_that_cannot_be_read_and_goes_again_leaves_no_trace(node: Node) -> None:
     key = node.party.keys.generation
-    node.client.put(key, b'{"protocol": 99}')
-    node.settle()
-    assert "protocol 99" in node.party.fault
+    for raw, why in ((b'{"protocol": 99}', "protocol 99"), (encode(of_another()).replace(b"theirs", b"\xff"), "utf-8")):
+        node.client.put(key, raw)
+        node.settle()
+        assert why in node.party.fault
     node.client.delete(key)
     node.settle()
     assert node.party.fault == ""
