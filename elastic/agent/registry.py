@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import structlog
@@ -25,11 +25,12 @@ from ..core.records import (
     MemberRecord,
     Phase,
     ProgressRecord,
+    Record,
     SpeaksAnotherProtocol,
     SpecRecord,
     decode,
-    encode,
 )
+from ..core.records import encode as _strictly
 from ..core.restarts import Verdict, charge
 from ..core.view import JobView
 from ..etcd import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, Lease, ModIs, Op, Present, Put
@@ -314,6 +315,27 @@ class Registry:
                 self.etcd.txn([ModIs(self.keys.state, kv.mod_revision)], [Put(self.keys.state, encode(stopped))])
         except (EtcdError, SpeaksAnotherProtocol, msgspec.MsgspecError, UnicodeDecodeError) as error:
             log.warning("member.left_without_goodbye", error=str(error))
+
+
+def encode(record: Record) -> bytes:
+    """A script's error may quote what is no text, such as a file's name in another encoding. Such a failure must be
+    written all the same, or the job would fail like this for ever."""
+    try:
+        return _strictly(record)
+    except UnicodeEncodeError:
+        return _strictly(msgspec.convert(_readable(msgspec.to_builtins(record)), type(record)))
+
+
+def _readable(value: Any) -> Any:
+    """Plain data with all that is no text spelled out in its texts."""
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case dict():
+            return {_readable(key): _readable(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_readable(item) for item in value]
+    return value
 
 
 def _booked(state: JobState, record: BrokenRecord, wall_s: float) -> bool:

@@ -24,6 +24,7 @@ from elastic.core.records import (
     MemberRecord,
     Phase,
     SpecRecord,
+    WorkerError,
     decode,
     encode,
 )
@@ -103,6 +104,21 @@ def test_a_failure_is_booked_once_however_often_it_is_tried() -> None:
         order()
     assert office.state().restarts == 2
     assert [f.wall_s for f in office.state().failures] == [1000.0, 1001.0]
+
+
+def test_an_error_that_quotes_what_is_no_text_is_written_all_the_same() -> None:
+    office = Office()
+    error = WorkerError(node="n", slot=0, rank=0, message="FileNotFoundError: 'caf\udce9.png'", traceback="\udce9")
+    record = msgspec.structs.replace(BROKEN, generation=1, detail="caf\udce9", error=error)
+    office.registry.put_broken(record, None)
+    office.registry.charge_failure(record)
+    for desk in office.desks.values():
+        for order in desk.orders:
+            order()
+    written = decode(BrokenRecord, office.client.server.kvs[KEYS.broken(1)].value)
+    assert written.error is not None
+    assert (written.detail, written.error.message) == ("caf\\udce9", "FileNotFoundError: 'caf\\udce9.png'")
+    assert office.state().restarts == 1
 
 
 @pytest.mark.parametrize("phase", [Phase.SUCCEEDED, Phase.STOPPED])

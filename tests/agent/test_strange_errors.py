@@ -1,0 +1,48 @@
+"""A script's own error may quote what is no text: a file's name in another encoding. The job is stopped with it."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+from support.agents import Job
+
+from elastic.core.records import Phase
+
+pytestmark = pytest.mark.etcd
+
+SCRIPT = """
+import elastic, torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+def setup(job):
+    model = torch.nn.Linear(1, 1)
+    return elastic.State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+def train(job, state):
+    while state.step < 1000:
+        if state.step == 7 and job.rank == 1:
+            raise FileNotFoundError("caf\\udce9.png")
+        dist.all_reduce(torch.ones(1))
+        job.commit(state)
+
+@record  # which writes the error down, as scripts for torchrun have it
+def main():
+    elastic.run(setup, train)
+
+main()
+"""
+
+
+def test_it_is_no_reason_to_try_for_ever(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "strange.py"
+    script.write_text(SCRIPT)
+    rules = {"restarts": {"same_failure": 2, "backoff_s": 0.1}}
+    with Job(nodes="2:2", workers=1, script=script, spec=rules) as job:
+        state = job.wait_phase(Phase.FAILED, 40.0)
+        assert "crash loop" in state.reason
+        assert state.error is not None
+        assert "FileNotFoundError: caf\\udce9.png" in state.error.message
+        assert state.error.rank == 1
+        assert job.incidents()
