@@ -99,6 +99,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         raw = self._raw
         try:
             content = json.loads(raw or b"{}")
+            json.dumps(content, ensure_ascii=False).encode()  # "\udce9" is JSON, and can be written nowhere
+        except UnicodeEncodeError as error:
+            around = error.object[max(0, error.start - 40) : error.end + 40]
+            raise Refused(400, f"the request's body holds what is no Unicode text: {around!r}") from None
         except ValueError as error:
             raise Refused(400, f"the request's body is not JSON: {error}") from None
         if not isinstance(content, dict):
