@@ -108,10 +108,18 @@ def launcher() -> Launcher:
 
 
 def environment() -> dict[str, str]:
-    """Ours, without what is meant for this very process."""
-    env = {k: v for k, v in os.environ.items() if k.isidentifier() and k not in STRIPPED}
+    """Ours, without what is meant for this very process, and what is no text: workers get it from their agent as JSON."""
+    env = {k: v for k, v in os.environ.items() if k.isidentifier() and k not in STRIPPED and _is_text(k + v)}
     env = {k: v for k, v in env.items() if not k.startswith("ELASTICD_")}
     return env | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
+
+
+def _is_text(raw: str) -> bool:
+    try:
+        raw.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 _HOLD = """
