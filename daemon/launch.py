@@ -108,7 +108,7 @@ def launcher() -> Launcher:
 
 
 def environment() -> dict[str, str]:
-    """Ours, without what is meant for this very process, and what is no text: workers get it from their agent as JSON."""
+    """Ours, without what is meant for this very process, and what is no text: agents hand it on to workers as JSON."""
     env = {k: v for k, v in os.environ.items() if k.isidentifier() and k not in STRIPPED and _is_text(k + v)}
     env = {k: v for k, v in env.items() if not k.startswith("ELASTICD_")}
     return env | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
