@@ -29,6 +29,7 @@ if smoke.ON:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", "ignore:Failed to initialize NumPy")  # torch's, when it is imported
     if config.option.markexpr == "gpu":
         config.option.fold_skipped = False  # each that is skipped is told by its name
 

@@ -18,6 +18,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(400)]
 
 STEPS = 2000 if not smoke.ON else 40
 """More than the rounds can take."""
+GROUP_S = 600.0 if not smoke.ON else 5.0
+"""On gloo an abort may miss a collective that is posted in that very moment (docs/gpu.md)."""
 ROUNDS = int(os.environ.get("ELASTIC_GPU_ROUNDS", "40" if not smoke.ON else "3"))
 
 
@@ -144,7 +146,7 @@ def train(rank: int, world: int, port: int, rounds: int, steps: int) -> Any:
     wrong, left = [], []
     for generation in range(1, rounds + 1):
         link.let_go = False
-        group = make(rank, world, port, generation)
+        group = make(rank, world, port, generation, timeout_s=GROUP_S)
         group.form()
         job.enter(rank=rank, world=world, generation=generation, keeper=None)
         training.catch_up()
@@ -159,6 +161,7 @@ def train(rank: int, world: int, port: int, rounds: int, steps: int) -> Any:
 def test_weights_stay_exact_through_aborts_at_any_moment(measured: dict[str, object]) -> None:
     pytest.importorskip("msgspec", reason="the job needs msgspec")
     pytest.importorskip("xxhash", reason="the job needs xxhash")
+    pytest.importorskip("numpy", reason="the job needs numpy")
     env = {**cards.ONE_CARD, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     results = cards.run(train, world=2, env=env, rounds=ROUNDS, steps=STEPS, timeout_s=360.0)
     measured["ranks"] = [{k: v for k, v in r.items() if k != "wrong"} for r in results]
