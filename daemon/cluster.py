@@ -144,7 +144,11 @@ class Reader:
         }
         jobs = {}
         for name, mine in _by_job(keys.jobs, kvs).items():
-            job = keys.job(name)
+            try:
+                job = keys.job(name)
+            except ValueError as error:  # nothing of ours is called so
+                foreign |= dict.fromkeys(mine, str(error))
+                continue
             spec, state = mine.get(job.spec), mine.get(job.state)
             if state is not None and take(JobState, state) is None:
                 spec = None  # whoever wrote it knows more of this job than we do: leave it alone

@@ -108,6 +108,14 @@ def test_rubbish_is_named_and_left_alone() -> None:
     assert "is not a SpecRecord" in seen.foreign[KEYS.job("j").spec]
 
 
+@pytest.mark.parametrize("name", ["Train", "", "..", "a b"])
+def test_a_key_that_nothing_of_ours_can_have_is_named_and_left_alone(name: str) -> None:
+    stray = KV(f"{KEYS.jobs}{name}/spec", encode(SPEC))
+    seen = read(stray, KV(KEYS.job("j").spec, encode(SPEC)))
+    assert list(seen.jobs) == ["j"]
+    assert seen.foreign[stray.key].startswith(f"job = {name!r}: use 1 to 63 of")
+
+
 # ── job states ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
