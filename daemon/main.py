@@ -83,8 +83,9 @@ def _run(settings: Settings, sources: Mapping[str, str], gpus: tuple[int, ...], 
     log = logs.start(settings.log_level, settings.node)
     log.info("daemon.settings", version=elastic.__version__, **_plain(settings, sources))
     from .embedded_etcd import EmbeddedEtcd
-    from .threads import Threads
+    from .threads import Threads, fail_stop_whatever_fails
 
+    fail_stop_whatever_fails(log)
     threads, launcher = Threads(log), launch.launcher()
     embedded = None
     endpoints = settings.etcd.endpoints

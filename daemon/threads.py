@@ -30,8 +30,17 @@ class Threads:
         return thread
 
 
-def fail_stop(log: Log, where: str) -> None:
-    """Called while an exception is handled: log it, and end the process here and now."""
-    log.critical("daemon.failed", where=where, exc_info=True)
+def fail_stop(log: Log, where: str, error: BaseException | None = None) -> None:
+    """Log `error`, or the exception that is being handled, and end the process here and now."""
+    log.critical("daemon.failed", where=where, exc_info=error or True)
     sys.stderr.flush()
     os._exit(EXIT_CODE)
+
+
+def fail_stop_whatever_fails(log: Log) -> None:
+    """Also in threads that are not of `Threads`: etcd's watch, the renewal of a lease."""
+
+    def failed(args: threading.ExceptHookArgs) -> None:
+        fail_stop(log, args.thread.name if args.thread else "a thread", args.exc_value)
+
+    threading.excepthook = failed

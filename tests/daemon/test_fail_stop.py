@@ -1,0 +1,38 @@
+"""A daemon that has lost a limb ends at once, so that the service manager starts another: seen by its exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from elasticd.threads import EXIT_CODE
+
+HEAD = """
+import threading
+from elasticd import log as logs
+from elasticd.threads import Threads, fail_stop_whatever_fails
+log = logs.start("info", "n")
+fail_stop_whatever_fails(log)
+
+def work():
+    raise LookupError("a limb")
+
+"""
+
+
+@pytest.mark.parametrize(
+    "thread",
+    ['Threads(log).start("limb", work)', 'threading.Thread(target=work, name="limb", daemon=True).start()'],
+    ids=["one of ours", "any other"],
+)
+def test_a_thread_that_fails_ends_the_process(thread: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{HEAD}{thread}\nthreading.Event().wait(20)"],
+        capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert done.returncode == EXIT_CODE
+    assert '"event": "daemon.failed"' in done.stderr
+    assert '"where": "limb"' in done.stderr
+    assert "LookupError: a limb" in done.stderr
