@@ -130,6 +130,16 @@ def test_who_lives_on_the_card_is_not_waited_for(nvml: FakeNvml) -> None:
     assert not gate.closed(-1, 100.0)  # a standby is on no card yet
 
 
+def test_a_number_that_the_kernel_gives_anew_is_no_zombie(nvml: FakeNvml) -> None:
+    gate = gpus.gate((0,), 10.0)
+    gate.died(700, now_s=100.0)
+    assert not gate.closed(0, 110.0)
+    nvml.processes = {0: {700: 5 << 30}}  # somebody else's by now
+    with capture_logs() as logs:
+        assert not gate.closed(0, 111.0)
+    assert logs == []
+
+
 def test_a_card_that_gives_no_sizes_or_is_lost(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml.processes = {0: {700: None}}
     gate = gpus.gate((0,), 10.0)

@@ -1,16 +1,19 @@
-"""The tests and the benchmark for GPUs run on a CPU too: what they call is still there. They say nothing of a GPU."""
+"""The tests and the benchmark for GPUs run on a CPU too: what they call is still there. They say nothing of a GPU.
+
+And what `docs/gpu.md` calls a proof is there.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 from support.source import ROOT
-
-pytestmark = pytest.mark.slow
 
 
 def run(*argv: str) -> str:
@@ -22,6 +25,7 @@ def run(*argv: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_gpu_tests_run() -> None:
     """All but the one whose ranks cannot be forked; those that would be about nothing are skipped by name."""
     out = run("-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-k", "not stopped_rank")
@@ -33,8 +37,25 @@ def test_the_gpu_tests_run() -> None:
     assert len(skipped) == int(words[2])
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs() -> None:
     out = run("benchmarks/nccl.py", "--quick", "--part", "guard", "snapshot", "broadcast")
     found = json.loads(out.splitlines()[-1])
     assert found["hardware"]["card"] == "none, a smoke run"
     assert {"guard_share_of_step", "snapshot_over_copy", "broadcast_over_pinned_copy"} <= found.keys()
+
+
+def test_what_the_page_calls_a_proof_is_there() -> None:
+    """Names of the tests for a GPU, some cut short by '…'; files below tests/; parts of the benchmark."""
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    texts = [path.read_text() for path in (ROOT / "tests" / "gpu").glob("test_*.py")]
+    there = [node.name for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    named = re.findall(r"`(test_\w+)(…?)`", page)
+    assert len(named) > 15
+    for name, cut in named:
+        assert any(known.startswith(name) if cut else known == name for known in there), name
+    files = re.findall(r"`((?:worker|agent|chaos|checkpoint)/test_\w+\.py)`", page)
+    assert len(files) > 10
+    assert not [path for path in files if not (ROOT / "tests" / path).exists()]
+    benchmark = (ROOT / "benchmarks" / "nccl.py").read_text()
+    assert not [part for part in re.findall(r"--part (\w+)", page) if f'"{part}": {part}' not in benchmark]
