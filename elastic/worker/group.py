@@ -270,7 +270,7 @@ class Group:
             self._before_init = None
             sys.excepthook = hook  # torch wraps it once more each time, and each adds its '[rank0]: ' to every line
         if self.backend == "nccl":
-            nccl.watch_time_out(self._over, self._timeout_s, self.generation)
+            nccl.watch_time_out(self._over, self._timeout_s, self.generation, self.rank)
 
     def _stop_if(self, interrupted: Callable[[], bool]) -> None:
         self.check()

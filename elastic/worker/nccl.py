@@ -31,6 +31,9 @@ ABORT_S = 60.0
 LOOK_S = 1.0
 """How often is looked whether a collective has run into the group's time-out."""
 
+GIVE_WAY_S = 5.0
+"""So much longer than the rank before it does a rank wait until it ends by that time-out."""
+
 QUIET_TORCH = {
     # When NCCL notices by itself that a peer is gone, torch's watchdog sleeps for four times this, a minute by default,
     # with the lock in hand that each new collective takes: whoever posts one is then stuck, and no abort frees him.
@@ -132,20 +135,23 @@ def communicators() -> list[Any]:
 
 
 def watch_time_out(
-    over: threading.Event, timeout_s: float, generation: int, end: Callable[[int], object] = os._exit
+    over: threading.Event, timeout_s: float, generation: int, rank: int, end: Callable[[int], object] = os._exit
 ) -> threading.Thread:
     """End this process when a collective has taken longer than the group's time-out; until `over`.
 
     On gloo the collective raises. NCCL's kernel waits on, and the one thread that knows, torch's watchdog, is kept from
     ending processes. To abort would hand what the kernel had in its buffers to the optimizer, as no agent has called
-    the generation off. It is the last net below all others, and every rank falls into it at the same time.
+    the generation off. So the first rank ends; its agent calls the generation off, the others are let go of and keep
+    their state. It is the last net below all others.
     """
 
     def look() -> None:
         while not over.wait(LOOK_S):
-            if any(_timed_out(communicator) for communicator in communicators()) and not over.is_set():
+            if any(_timed_out(communicator) for communicator in communicators()):
+                if over.wait(GIVE_WAY_S * rank):
+                    return
                 what = f"a collective of generation {generation} took longer than timeouts.group_s ({timeout_s:g} s)"
-                print(f"{what}: this process ends, its job goes on from a snapshot", file=sys.stderr, flush=True)
+                print(f"{what}: this process ends, so that the others are let go of", file=sys.stderr, flush=True)
                 end(1)
                 return
 

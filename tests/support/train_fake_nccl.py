@@ -5,6 +5,7 @@ a stand-in of torch's back end. Faults are ordered by files in the record:
 
     hang        "RANK RANK …": the next abort in each of these ranks never returns
     linger      "PID PID …": aborts return when another process than these has started CUDA, or after LINGER_S
+    illegal     "RANK RANK …": from its next wait on, CUDA answers in these ranks with the error that sticks
     timed-out   "GENERATION": torch's watchdog has noted a time-out in the groups of that generation
 """
 
@@ -35,7 +36,7 @@ class Communicator:
         self._generation = generation
 
     def abort(self) -> None:
-        if self._struck_by("hang"):
+        if self.struck_by("hang"):
             threading.Event().wait()  # as an `ncclCommAbort` whose proxy thread does not end
         linger = RECORD / "linger"
         if linger.exists():
@@ -44,7 +45,7 @@ class Communicator:
                 time.sleep(0.005)
             (RECORD / f"lingered.{self._rank}").write_text(" ".join(new))
 
-    def _struck_by(self, name: str) -> bool:
+    def struck_by(self, name: str) -> bool:
         order, struck = RECORD / name, RECORD / f"{name}.{self._rank}"
         if not order.exists() or str(self._rank) not in order.read_text().split() or struck.exists():
             return False
@@ -61,20 +62,43 @@ def started_cuda() -> set[str]:
     return {path.suffix[1:] for path in RECORD.glob("cuda.*")}
 
 
+formed: list[Communicator] = []
+"""Of this process's newest group."""
+
+
+class Stream:
+    """Of the card, and an event on it: once a kernel has failed, each call says so."""
+
+    broken = False
+
+    def __init__(self, *_: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None:
+        Stream.broken = Stream.broken or any(communicator.struck_by("illegal") for communicator in formed)
+        if Stream.broken:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def query(self) -> bool:
+        self.synchronize()
+        return True
+
+
 def install() -> None:
     sys.path.insert(0, str(HERE.parent / "gpu"))
     import smoke
 
     smoke.install()
     torch.cuda.set_device = lambda device: (RECORD / f"cuda.{os.getpid()}").touch()
-    formed: list[Any] = []
+    torch.cuda.Event = torch.cuda.current_stream = Stream
+    torch.cuda.is_initialized = lambda: Stream.broken
     form = Group._init
 
     def init(self: Group) -> None:
         form(self)
         formed[:] = [Communicator(self.rank, self.generation)]
         self.backend = "nccl"  # from here on
-        nccl.watch_time_out(self._over, self._timeout_s, self.generation)
+        nccl.watch_time_out(self._over, self._timeout_s, self.generation, self.rank)
 
     Group._init = init  # type: ignore[method-assign]
     nccl.communicators = lambda: list(formed)

@@ -203,7 +203,7 @@ def test_a_collective_beyond_the_groups_time_out_ends_the_process(
 ) -> None:
     """torch's watchdog knows, and is kept from ending the process: nobody else would wake who waits on the device."""
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-    thread = nccl.watch_time_out(threading.Event(), 5400.0, 7, ended.put)
+    thread = nccl.watch_time_out(threading.Event(), 5400.0, 7, 0, ended.put)
     with pytest.raises(queue.Empty):
         ended.get(timeout=0.1)
     noted.error = ErrorType.TIMEOUT
@@ -212,7 +212,7 @@ def test_a_collective_beyond_the_groups_time_out_ends_the_process(
     said = capfd.readouterr().err
     assert said == (
         "a collective of generation 7 took longer than timeouts.group_s (5400 s): "
-        "this process ends, its job goes on from a snapshot\n"
+        "this process ends, so that the others are let go of\n"
     )
 
 
@@ -220,7 +220,7 @@ def test_what_comes_after_an_abort_or_from_a_lost_peer_is_the_agents_to_judge(no
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     over = threading.Event()
     noted.error = ErrorType.COMM_ERROR
-    thread = nccl.watch_time_out(over, 1.0, 1, ended.put)
+    thread = nccl.watch_time_out(over, 1.0, 1, 0, ended.put)
     with pytest.raises(queue.Empty):
         ended.get(timeout=0.1)
     over.set()
@@ -234,8 +234,22 @@ def test_who_is_let_go_of_in_that_very_moment_lives(noted: FakeNccl, monkeypatch
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     over = threading.Event()
     monkeypatch.setattr(noted, "get_error", lambda: over.set() or ErrorType.TIMEOUT)
-    nccl.watch_time_out(over, 1.0, 1, ended.put).join(5.0)
+    nccl.watch_time_out(over, 1.0, 1, 0, ended.put).join(5.0)
     assert over.is_set()
+    assert ended.empty()
+
+
+def test_the_first_rank_ends_and_the_others_are_let_go_of(noted: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All have run into it at the same moment; one process is enough for the agents to call the generation off."""
+    monkeypatch.setattr(nccl, "GIVE_WAY_S", 20.0)
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    over = threading.Event()
+    noted.error = ErrorType.TIMEOUT
+    threads = [nccl.watch_time_out(over, 1.0, 1, rank, lambda _, rank=rank: ended.put(rank)) for rank in (2, 1, 0)]
+    assert ended.get(timeout=5.0) == 0
+    over.set()
+    for thread in threads:
+        thread.join(5.0)
     assert ended.empty()
 
 
