@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -13,9 +14,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from elastic.core.beat import PAGE_BYTES
+from elastic.core.messages import LetGo
 from elastic.worker import job as job_module
 from elastic.worker.job import Job
-from elastic.worker.session import ToldToLeave
+from elastic.worker.run import AgentLink
+from elastic.worker.session import Session, ToldToLeave
 from elastic.worker.state import State
 
 
@@ -146,17 +150,27 @@ class CardsEvent:
 
 
 class Training:
-    """A model whose step is a function of its weights and of the step's number alone, as a worker trains it."""
+    """A model whose step is a function of its weights and of the step's number alone, as a worker trains it: with its
+    own session, link and job; a generation for each step."""
 
     def __init__(self) -> None:
-        self.link = FakeLink([])
-        self.job = Job(name="j", device=torch.device("cuda:0"), local_rank=0, link=self.link)  # type: ignore[arg-type]
+        self.agent, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.session = Session(channel, memoryview(bytearray(PAGE_BYTES)))
+        self.link = AgentLink(self.session, backward_waits=False)
+        self.job = Job(name="j", device=torch.device("cuda:0"), local_rank=0, link=self.link)
         torch.manual_seed(1)
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
         self.state = State(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
         self.state.watch_optimizers(self.job.guard())
-        self.generation = 1
-        self.job.enter(rank=0, world=2, generation=1, keeper=None)
+        self.generation = 0
+
+    def close(self) -> None:
+        self.agent.close()
+        self.session._channel.close()
+
+    def abort(self, why: str) -> None:
+        """The session's group is this one."""
+        CardsEvent.card.aborted.set()
 
     def step(self, chance: random.Random | None) -> tuple[str, str]:
         """(how it ended, what the card came to); with `chance` an abort and the peers race."""
@@ -165,12 +179,14 @@ class Training:
         for parameter in parameters:
             parameter.grad = parameter.detach() * 0.1 + torch.randn(parameter.shape, generator=draw)
         card = CardsEvent.card = Card([p.grad for p in parameters if p.grad is not None])
-        self.link.let_go = False
+        self.generation += 1
+        self.link.enter(self.generation, self.state.step)
+        self.job.enter(rank=0, world=2, generation=self.generation, keeper=None)
+        self.session.holds(self, self.generation)
 
         def let_go() -> None:
             threading.Event().wait(chance.random() * 0.002 if chance else 0.0)
-            self.link.let_go = True  # as the session does: the flag, then the abort
-            card.aborted.set()
+            self.session._take(LetGo(generation=self.generation, why="a rank died"), [])  # as its monitor does
 
         def peers() -> None:
             threading.Event().wait(chance.random() * 0.002 if chance else 0.0)
@@ -186,11 +202,10 @@ class Training:
             ended = "applied"
         except ToldToLeave:
             assert self.state.clean(), "a state that no optimizer touched is no source for the others"
-            self.generation += 1
-            self.job.enter(rank=0, world=2, generation=self.generation, keeper=None)
             ended = "left"
         for thread in threads:
             thread.join()
+        self.session.holds(None, 0)
         return ended, "whole" if card.whole else "garbage"
 
     def bits(self) -> bytes:
@@ -215,6 +230,8 @@ def test_weights_are_bit_by_bit_those_of_an_undisturbed_run(monkeypatch: pytest.
     while training.state.step < STEPS:
         ends.append(training.step(chance))
         assert training.bits() == bits[training.state.step], f"after step {training.state.step}: {ends[-1]}"
+    for made in (undisturbed, training):
+        made.close()
     assert ends.count(("applied", "whole")) == STEPS
     assert ("left", "garbage") in ends  # there were broken sums to hold back
     assert ("left", "whole") in ends  # and some that the flag came before
