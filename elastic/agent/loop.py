@@ -307,7 +307,7 @@ class Loop:
             self._orders_version = version
         except FileNotFoundError:
             return
-        except (msgspec.MsgspecError, OSError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
             log.warning("orders.unreadable", error=str(error))
             return
         before, self._orders = self._orders, orders

@@ -277,7 +277,11 @@ class _Version(msgspec.Struct):
 
 def decode(kind: type[R], raw: bytes) -> R:
     """Read one record. Raises SpeaksAnotherProtocol, or msgspec.ValidationError for what is not such a record."""
-    theirs = msgspec.json.decode(raw, type=_Version).protocol
-    if theirs != PROTOCOL:
-        raise SpeaksAnotherProtocol(kind.__name__, theirs)
-    return msgspec.json.decode(raw, type=kind)
+    try:
+        theirs = msgspec.json.decode(raw, type=_Version).protocol
+        if theirs != PROTOCOL:
+            raise SpeaksAnotherProtocol(kind.__name__, theirs)
+        return msgspec.json.decode(raw, type=kind)
+    except (UnicodeDecodeError, RecursionError) as error:
+        # msgspec lets these through; nobody who reads records should have to know.
+        raise msgspec.ValidationError(f"{kind.__name__}: {error}") from error

@@ -43,6 +43,8 @@ FOREIGN = {
     "another protocol": {KEYS.state: b'{"protocol": 2}'},
     "no such record": {KEYS.member("c"): b'{"protocol": 1, "node": 7}'},
     "no JSON": {KEYS.generation: b"\xff{"},
+    "no UTF-8": {KEYS.member("c"): b'{"protocol": 1, "node": "\xff"}'},
+    "too deep": {KEYS.member("c"): b'{"deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"},
 }
 
 
@@ -116,3 +118,14 @@ def test_before_the_first_generation_another_protocol_is_the_end(loop: Loop) -> 
     loop._viewed(view({**GOOD, **FOREIGN["another protocol"]}, 11))
     assert loop._ended is not None
     assert "protocol 2" in loop._ended.reason
+
+
+def test_orders_with_a_damaged_byte_are_as_if_not_given(loop: Loop) -> None:
+    loop._viewed(view(GOOD, 10))
+    orders = Path(loop.config.agent_dir) / "orders.json"
+    orders.write_bytes(b'{"draining": "a new \xff"}')
+    loop._read_orders()
+    assert loop.agent.draining is None
+    orders.write_bytes(b'{"draining": "a new disk"}')
+    loop._read_orders()
+    assert loop.agent.draining == "a new disk"
