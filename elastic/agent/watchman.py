@@ -148,14 +148,14 @@ def stack(pid: int, native: bool) -> str:
     quick = _dump(tool, "--nonblocking", pid, QUICK_S)
     if native and not waits_for_others(quick):
         quick = _dump(tool, "--native", pid, NATIVE_S) or quick
-    return quick or "no stack could be read in time"
+    return quick or "no stack could be read"
 
 
 def _dump(tool: str, option: str, pid: int, limit_s: float) -> str:
     argv = [tool, "dump", option, "--pid", str(pid)]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, OSError):  # no process or descriptor to be had: who hangs is still called hung
         return ""
     return done.stdout[:STACK_CHARS] if done.returncode == 0 else ""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
 import queue
 import signal
 import socket
@@ -144,3 +146,16 @@ def test_who_is_stopped_while_it_waits_for_others_is_accused_all_the_same(
     scene.look(106.0)
     sick = eventually(scene.accused, 10.0)
     assert sick.evidence.startswith("process is stopped")
+
+
+def test_who_hangs_is_accused_though_no_process_can_be_started(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, str] = {}
+    scene.watchman.save_stacks = told.update
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", full)
+    scene.look(105.5)
+    assert eventually(scene.accused, 10.0)
+    assert told == {"slot 0 (hung)": "no stack could be read"}
