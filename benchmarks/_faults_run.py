@@ -159,12 +159,14 @@ class Run:
         return self._undisturbed
 
     def standbys(self, node: Node) -> int:
-        """Workers that wait there, ready."""
+        """Workers that wait there, ready; none as long as the agent's status is from before the newest generation: it
+        still shows the standby that went into that."""
         path = node.folder / "state" / "jobs" / self.job.name / "agent" / "status.json"
         try:
-            return int(json.loads(path.read_text())["standbys"])
+            status = json.loads(path.read_text())
         except FileNotFoundError:
             return 0
+        return int(status["standbys"]) if status["generation"] >= self.generation() else 0
 
     def lost(self) -> int:
         """Committed steps that were done again. Raises AssertionError: a step is missing."""
