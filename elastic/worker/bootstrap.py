@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -26,8 +27,11 @@ def become(order: messages.Fork, descriptors: list[int], agent_pid: int) -> NoRe
         _take_place(order, descriptors, agent_pid)
         code = _run(order.argv)
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(
+                OSError, ValueError, AttributeError
+            ):  # a full disk; closed, or put away by the script
+                stream.flush()
         os._exit(code)
 
 
@@ -54,7 +58,8 @@ def _take_place(order: messages.Fork, descriptors: list[int], agent_pid: int) ->
     os.chdir(order.workdir)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - lives as long as the process
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    # As the interpreter's own: what is no text is told all the same.
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     gc.enable()
 
 
@@ -76,8 +81,10 @@ def _run(argv: tuple[str, ...]) -> int:
     except SystemExit as stop:
         return _exit_code(stop)
     except BaseException as error:  # noqa: BLE001 - as the interpreter itself does at the top: report and exit 1
-        traceback.print_exc()
-        handler.record_exception(error)
+        try:
+            traceback.print_exc()
+        finally:  # a log on a full disk takes no line
+            handler.record_exception(error)
         return 1
     return 0
 
