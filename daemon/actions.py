@@ -5,7 +5,6 @@ Nothing of the loop is touched; it acts on what it then sees in etcd, on every n
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -58,8 +57,6 @@ class Actions:
             path = getattr(spec, field)
             if path and not os.path.isabs(path) and not (field == "script" and spec.workdir):
                 raise Refused(400, f"{field} = {path!r}: an absolute path is needed here (elasticctl makes it one)")
-        if endless := _not_finite(msgspec.to_builtins(spec)):
-            raise Refused(400, f"{endless}: a finite number is needed")
         keys, now_s = self._keys.job(spec.name), time.time()
         record = SpecRecord(spec=spec, submitted_wall_s=now_s, submitted_by=by)
         state = JobState(phase=Phase.PENDING, since_wall_s=now_s)
@@ -219,18 +216,6 @@ class Actions:
             raise _unavailable(error) from error
         name = keys.root.rstrip("/").rpartition("/")[2]
         self._board.wait(lambda s: name not in s.cluster.jobs, SEEN_S)
-
-
-def _not_finite(fields: Mapping[str, Any], table: str = "") -> str:
-    """The first field that is infinite or no number, as 'hang.ceiling_s = inf'. Records are JSON, which has neither:
-    nobody could read such a job."""
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            if found := _not_finite(value, f"{table}{name}."):
-                return found
-        elif isinstance(value, float) and not math.isfinite(value):
-            return f"{table}{name} = {value}"
-    return ""
 
 
 def _ended(phase: Phase) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -160,6 +161,8 @@ def parse_job(raw: Mapping[str, Any]) -> JobSpec:
         spec = msgspec.convert(raw, JobSpec)
     except msgspec.ValidationError as error:
         raise BadSpec(_explain(error, raw)) from None
+    if endless := _not_finite(spec):
+        raise BadSpec(f"{endless}: a finite number is needed; a very large one does the same")
     try:
         check_name("name", spec.name)
     except ValueError as error:
@@ -192,6 +195,19 @@ def refuse_unknown(table: type[msgspec.Struct], raw: Mapping[str, Any], path: st
             if not isinstance(value, Mapping):
                 raise BadSpec(f"{path}{name} = {value!r}: expected a table [{path}{name}]")
             refuse_unknown(kind, value, f"{path}{name}.")
+
+
+def _not_finite(table: msgspec.Struct, path: str = "") -> str:
+    """The first field that is infinite or no number, as 'hang.ceiling_s = inf'; '' when there is none. Records are
+    JSON, which has neither: nobody could read such a job back."""
+    for name in table.__struct_fields__:
+        value = getattr(table, name)
+        if isinstance(value, msgspec.Struct):
+            if found := _not_finite(value, f"{path}{name}."):
+                return found
+        elif isinstance(value, float) and not math.isfinite(value):
+            return f"{path}{name} = {value}"
+    return ""
 
 
 def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
