@@ -28,9 +28,8 @@ def become(order: messages.Fork, descriptors: list[int], agent_pid: int) -> NoRe
         code = _run(order.argv)
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(
-                OSError, ValueError, AttributeError
-            ):  # a full disk; closed, or put away by the script
+            # The disk is full, or the script has closed the stream or put another thing in its place.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         os._exit(code)
 
