@@ -25,6 +25,12 @@ class KV:
     lease: int
 
 
+def key_text(key: bytes) -> str:
+    """A key as text. etcd takes any bytes; ours are ASCII. A foreign one that is no UTF-8 ends no watch: it is shown
+    with backslashes, which can be logged and sent on, and with which two of them stay two: the watch counts keys."""
+    return key.decode(errors="backslashreplace")
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """Immutable picture of all keys below one prefix."""

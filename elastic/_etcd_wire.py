@@ -12,7 +12,7 @@ import grpc
 
 from . import _etcd3_import
 from ._etcd_keepers import Batch, Compacted
-from ._etcd_types import KV, EtcdDenied, EtcdError, EtcdFull, EtcdUnavailable, LeaseGone
+from ._etcd_types import KV, EtcdDenied, EtcdError, EtcdFull, EtcdUnavailable, LeaseGone, key_text
 from .core.agentfile import EtcdAccess
 
 _OPTIONS = (
@@ -187,8 +187,8 @@ def _change(event: Any) -> KV | tuple[str, int]:
     """A key as it was written, or (key, revision) of a deletion."""
     kv = event.kv
     if event.type == event.DELETE:
-        return kv.key.decode(), kv.mod_revision
-    return KV(kv.key.decode(), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
+        return key_text(kv.key), kv.mod_revision
+    return KV(key_text(kv.key), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
 
 
 def translate(error: Any, where: str) -> EtcdError:

@@ -37,6 +37,7 @@ from ._etcd_types import (
     Put,
     TxnResult,
     View,
+    key_text,
 )
 from .core.agentfile import EtcdAccess
 
@@ -330,7 +331,7 @@ def _span(prefix: str) -> dict[str, bytes]:
 
 
 def _kv(raw: Any) -> KV:
-    return KV(raw.key.decode(), raw.value, raw.create_revision, raw.mod_revision, raw.lease)
+    return KV(key_text(raw.key), raw.value, raw.create_revision, raw.mod_revision, raw.lease)
 
 
 def _compare(pb: Any, compare: Compare) -> Any:
