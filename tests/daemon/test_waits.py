@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from daemon.test_views import job, snapshot
+from support.pictures import job, snapshot
 
 from elastic.core.records import JobState, Phase
 from elasticd.assignment import Plan

@@ -1,0 +1,41 @@
+"""Tests run by `pytest` and by `python -m pytest`, which has the root of the source before everything."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+
+import pytest
+from support.source import ROOT
+
+TESTS = ROOT / "tests"
+
+
+def folders(place: pathlib.Path) -> set[str]:
+    return {path.name for path in place.iterdir() if path.is_dir()}
+
+
+def imported(text: str) -> set[str]:
+    """The first names of all that is imported, but relatively."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+AMBIGUOUS = folders(ROOT) & folders(TESTS)
+"""Folders of tests that hide behind one of the source, or hide it."""
+
+
+def test_what_is_imported_is_seen() -> None:
+    assert "daemon" in AMBIGUOUS
+    text = "import a.b\nfrom c import d\nfrom . import e\ndef f():\n    from g.h import i"
+    assert imported(text) == {"a", "c", "g"}
+
+
+@pytest.mark.parametrize("path", [str(path.relative_to(ROOT)) for path in sorted(TESTS.rglob("*.py"))])
+def test_no_test_imports_what_is_another_thing_elsewhere(path: str) -> None:
+    assert not imported((ROOT / path).read_text()) & AMBIGUOUS, "what tests share stands in tests/support"

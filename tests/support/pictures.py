@@ -1,0 +1,74 @@
+"""A cluster with one running job, as a daemon sees it: what its API, its screen and its waits are tested with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from elastic.core.records import (
+    GenerationRecord,
+    IncidentRecord,
+    JobState,
+    MemberRecord,
+    NodeRecord,
+    Phase,
+    Place,
+    ProgressRecord,
+    RankRow,
+    SpecRecord,
+)
+from elastic.core.spec import JobSpec
+from elasticd.board import Contact, Snapshot
+from elasticd.cluster import Cluster, Job, Member, Node
+
+SPEC = JobSpec(name="train", script="/t.py", args=("-x",), nodes="1:2")
+
+
+def row(rank: int, node: str, slot: int, step: int = 40, **facts: object) -> RankRow:
+    base = {"rank": rank, "node": node, "slot": slot, "pid": 10 + rank, "phase": "computing", "step": step}
+    return msgspec.convert(base | {"incarnation": 1} | facts, RankRow)
+
+
+def progress(step: int = 40, **facts: object) -> ProgressRecord:
+    base = {"generation": 2, "world": 3, "step": step, "steps_per_s": 9.8765, "loss": 0.25, "wall_s": 998.0}
+    return msgspec.convert(base | facts, ProgressRecord)
+
+
+def job(**facts: object) -> Job:
+    places = (
+        Place(node="a", incarnation="i", host="h", slots=(0, 1)),
+        Place(node="b", incarnation="i", host="h", slots=(0,)),
+    )
+    base = Job(
+        name="train",
+        spec=SpecRecord(spec=SPEC, submitted_wall_s=900.0, submitted_by="ada"),
+        submitted=5,
+        state=JobState(phase=Phase.RUNNING, restarts=1),
+        members={n: Member(MemberRecord(node=n, incarnation="i", host="h", port=1, slots=2), 1) for n in "ab"},
+        generation=GenerationRecord(
+            number=2, places=places, store_host="h", store_port=1, leader="b", why="exit on a: killed by SIGKILL"
+        ),
+        progress=progress(ranks=[msgspec.to_builtins(row(2, "b", 0))]),
+        incidents=(
+            IncidentRecord(
+                generation=2, kind="exit", node="a", ranks=(1,), detail="killed by SIGKILL", wall_s=990.0,
+                timeline_s={"let_go": 0.01, "stepping": 0.144}, steps_lost=0, world_before=3, world_after=3,
+                restored_from="live",
+            ),
+        ),
+    )  # fmt: skip
+    return replace(base, **facts)  # type: ignore[arg-type]
+
+
+def snapshot(*jobs: Job, **facts: object) -> Snapshot:
+    record = NodeRecord(
+        node="a", hostname="h", address="10.0.0.1", slots=2, gpus=0, version="0.1", pid=1, started_wall_s=5.0
+    )  # fmt: skip
+    base = Snapshot(
+        cluster=Cluster(nodes={"a": Node(record, 1)}, jobs={j.name: j for j in jobs}, revision=9),
+        contact=Contact(True, 99.5, "", "3.5.21"),
+        registered=True,
+        turned_s=99.9,
+    )
+    return replace(base, **facts)  # type: ignore[arg-type]
