@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from elastic.agent import loop as agent_loop  # noqa: E402
 from elastic.agent.loop import Loop  # noqa: E402
 from elastic.agent.peers import Peers  # noqa: E402
 from elastic.agent.registry import Registry  # noqa: E402
+from elastic.agent.sight import Sight  # noqa: E402
 from elastic.agent.store import Stores  # noqa: E402
 from elastic.agent.versions import versions  # noqa: E402
 from elastic.core import messages, view  # noqa: E402
@@ -56,10 +57,10 @@ from elastic.core.timeouts import Timeouts  # noqa: E402
 from elastic.etcd import Etcd  # noqa: E402
 
 AGENTS_PER_PROCESS = 64
-START_S = 60.0
+START_S = 240.0
 STEP_S = 1.0
 """What the workers that are not there pretend to take for a step."""
-TIMEOUTS = Timeouts(beat_s=1.0, let_go_s=3.0, respawn_s=20.0, lease_ttl_s=15.0, lease_renew_s=5.0)
+TIMEOUTS = Timeouts(beat_s=2.0, let_go_s=3.0, respawn_s=20.0, lease_ttl_s=15.0, lease_renew_s=5.0)
 
 
 class NoProcesses:
@@ -142,6 +143,18 @@ class OneAgent(Loop):
         self._selector.register(self._wake_read, selectors.EVENT_READ, ("wake", 0))
 
 
+def own_cache(read: Callable[[bytes], GenerationRecord]) -> Callable[[bytes], GenerationRecord]:
+    """The newest record of each agent, which reads in a thread of its own."""
+    own = threading.local()
+
+    def newest(raw: bytes) -> GenerationRecord:
+        if getattr(own, "raw", None) != raw:
+            own.raw, own.record = raw, read(raw)
+        return own.record  # type: ignore[no-any-return]
+
+    return newest
+
+
 class Host:
     """The agents of one process."""
 
@@ -175,12 +188,14 @@ class Host:
         registry = Registry(
             etcd, keys, policy, Stores("127.0.0.1"), lambda event: loop.post(event) if loop else None, record
         )
-        loop = OneAgent(config, Agent(policy), registry, peers, keys, record)
+        sight = Sight(etcd, keys, policy.crowd)
+        loop = OneAgent(config, Agent(policy), registry, peers, sight, keys, record)
         loop.pool = NoProcesses(loop)  # type: ignore[assignment]
         loop._watchman.pool = loop._deeds._pool = loop.pool
 
         def formed(agent: Agent, generation: GenerationRecord) -> None:
-            self.say(agent=index, generation=generation.number, world=generation.world, at_s=time.monotonic())
+            now_s, whole = time.monotonic(), agent.view.whole
+            self.say(agent=index, generation=generation.number, world=generation.world, at_s=now_s, whole=whole)
 
         loop.on_generation = formed
         loop.prepare()
@@ -188,7 +203,7 @@ class Host:
         registry.start()
         peers.start()
         self.say(agent=index, ready_s=time.monotonic())
-        etcd.watch(keys.root, loop.post)
+        sight.start(loop.post, time.monotonic())
         threading.Thread(target=loop.run, args=[{}], daemon=True).start()
 
     def lose(self, index: int) -> None:
@@ -212,8 +227,9 @@ def main() -> None:
     sys.setswitchinterval(0.05)
     found = versions()
     agent_loop.versions = lambda: found  # reads files for 0.05 s, once per agent
-    for name in ("_member", "_generation"):  # caches by content, which on one node only one agent fills
-        setattr(view, name, getattr(view, name).__wrapped__)
+    # Caches by content, which on one node only one agent fills.
+    view._member = view._member.__wrapped__  # type: ignore[assignment]
+    view._generation = own_cache(view._generation.__wrapped__)  # type: ignore[assignment]
     first = json.loads(sys.stdin.readline())
     access = msgspec.convert(first["access"], EtcdAccess)
     host = Host(access, msgspec.convert(first["spec"], JobSpec), Path(first["folder"]))
@@ -233,6 +249,8 @@ class Fleet:
     def __init__(self, access: EtcdAccess, spec: JobSpec, folder: Path, count: int) -> None:
         self._held: dict[int, tuple[int, int, float]] = {}
         """agent -> number and world of its newest generation, and when it had it."""
+        self.narrow: dict[int, int] = {}
+        """generation -> how many agents heard of it that followed the head of the job only."""
         self._ready: dict[int, float] = {}
         self._awaited: tuple[int, int, set[int]] = (0, 0, set())
         """Number (at least), world, and the agents that do not have such a generation yet."""
@@ -269,10 +287,12 @@ class Fleet:
                 elif "ready_s" in said:
                     self._ready[said["agent"]] = said["ready_s"]
                 else:
+                    self.narrow[said["generation"]] = self.narrow.get(said["generation"], 0) + (not said["whole"])
                     self._holds(said["agent"], said["generation"], said["world"], said["at_s"])
                     if self._awaited[2]:
                         continue
                 self._changed.notify_all()
+        process.stdout.close()
         with self._changed:
             self._ended = f"the process {process.pid} of the agents ended with {process.wait()}"
             self._changed.notify_all()

@@ -74,7 +74,8 @@ class Picture:
         for index in range(nodes):
             self.put_member(index)
         places = tuple(
-            Place(node=m.node, incarnation=m.incarnation, host=m.host, slots=m.ready) for m in map(member, range(nodes))
+            Place(node=m.node, incarnation=m.incarnation, host=m.host, slots=m.ready, port=m.port)
+            for m in map(member, range(nodes))
         )
         self.generation = GenerationRecord(
             number=1, places=places, store_host=places[0].host, store_port=29500, leader=places[0].node, why="forming"

@@ -43,9 +43,11 @@ from elastic.core.records import SpecRecord, encode  # noqa: E402
 from elastic.core.spec import JobSpec  # noqa: E402
 from elastic.etcd import KV, Etcd, EtcdError  # noqa: E402
 
-SIZES = (8, 32, 256, 1000)
+SIZES = (8, 32, 256, 500)
 TORCH_SIZES = (8, 16, 32, 64)
 STEADY_S = 6.0
+IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+"""Where the agents' folders are: a thousand of them would wait for one disk."""
 FORM_LIMIT_S = 100.0
 LIMIT_S = 60.0
 
@@ -89,7 +91,7 @@ class Ledger:
             for batch in self._stream:
                 for change in batch.changes:
                     key = change.key if isinstance(change, KV) else change[0]
-                    kind = key.removeprefix(self._root).partition("/")[0]
+                    kind = key.removeprefix(self._root).removeprefix("head/").partition("/")[0]
                     self._counts[kind if isinstance(change, KV) else f"{kind} gone"] += 1
 
     def close(self) -> None:
@@ -115,7 +117,7 @@ class Meter:
         self._url = f"http://{server.endpoint}/metrics"
 
     def read(self) -> dict[str, float]:
-        with urllib.request.urlopen(self._url, timeout=10) as answer:
+        with urllib.request.urlopen(self._url, timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         found = dict(line.rsplit(" ", 1) for line in lines if line and line[0] != "#")
         renewed = next((v for k, v in found.items() if k.startswith(RENEWED) and '"LeaseKeepAlive"' in k), "0")
@@ -134,7 +136,7 @@ def measure(count: int) -> Row:
     """One size, on an etcd of its own."""
     with (
         EtcdServer(args=["--quota-backend-bytes", str(2**31)]) as server,
-        tempfile.TemporaryDirectory(prefix="elt-scale-") as folder,
+        tempfile.TemporaryDirectory(prefix="elt-scale-", dir=IN_MEMORY) as folder,
     ):
         etcd = Etcd(server.access, call_s=10.0)
         keys = ClusterKeys("scale").job("job")
@@ -157,7 +159,7 @@ def measure(count: int) -> Row:
 
 
 def _measure(count: int, fleet: Fleet, ledger: Ledger, meter: Meter) -> Row:
-    settle_s = 2.5 + count / 250
+    settle_s = 2.5 + count / 100
     with ledger.page() as form_writes:
         fleet.start(range(count))
         form_s = fleet.wait(1, range(count), FORM_LIMIT_S) - max(fleet.ready_s(agent) for agent in range(count))
@@ -264,7 +266,7 @@ def _all_at_once(calls: list[Callable[[], object]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under two minutes")
-    parser.add_argument("--max", type=int, default=256, help="most agents")
+    parser.add_argument("--max", type=int, default=1000, help="most agents")
     parser.add_argument("--only", type=int, help="one size, and no torch")
     parser.add_argument("--costs", action="store_true", help="only what one agent has to do at 1,000 and 10,000 nodes")
     options = parser.parse_args()

@@ -184,7 +184,7 @@ class Watch:
         if self.view is None or not self._unchanged(self.view, newest):
             self._cluster = newest.cluster
             return self._show(self._source.get_prefix(self.prefix))
-        return self._show(View(self.view.kvs, newest.revision, connected=True, as_of_s=asked_s))
+        return self._show(replace(self.view, revision=newest.revision, connected=True, as_of_s=asked_s, error=""))
 
     def _unchanged(self, view: View, newest: Newest) -> bool:
         known = view.kvs.get(newest.key)
@@ -247,7 +247,7 @@ class Watch:
         asked_s = time.monotonic()
         if (revision := self._source.revision(self.prefix)) < self.view.revision:
             raise EtcdUnavailable(f"etcd went back from revision {self.view.revision} to {revision}: wiped?")
-        self._show(View(self.view.kvs, self.view.revision, connected=True, as_of_s=asked_s))
+        self._show(replace(self.view, connected=True, as_of_s=asked_s, error=""))
 
     def _backlog(self, first: Batch) -> tuple[list[KV | tuple[str, int]], EtcdError | None, bool]:
         """All changes that are here already; what came behind them; and whether anything came behind them."""
@@ -270,11 +270,13 @@ class Watch:
             else:
                 kvs.pop(change[0], None)
                 revision = max(revision, change[1])
-        self._show(View(MappingProxyType(kvs), revision, connected=True, as_of_s=time.monotonic()))
+        now_s = time.monotonic()
+        self._show(View(MappingProxyType(kvs), revision, connected=True, as_of_s=now_s, prefix=self.prefix))
 
     def _lost(self, error: str) -> None:
         """Say so once per loss; before the first contact, with an empty picture of revision 0."""
-        view = self.view or View(MappingProxyType({}), 0, connected=True, as_of_s=float("-inf"))
+        nothing = View(MappingProxyType({}), 0, connected=True, as_of_s=float("-inf"), prefix=self.prefix)
+        view = self.view or nothing
         if view.connected:
             self._show(replace(view, connected=False, error=error))
 

@@ -44,6 +44,8 @@ class View:
     """Monotonic instant, on this host, at which etcd last confirmed the picture."""
     error: str = ""
     """Why contact is lost; empty while connected."""
+    prefix: str = ""
+    """What it is a picture of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,11 @@ _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # etcd is never behind the proxy for web pages
     ("grpc.enable_retries", 0),  # we know which requests may be repeated
 )
+# gRPC wakes each thread that reads a stream ten times a second, so that Ctrl-C gets through to it. Ours are never the
+# main thread, and with thousands of agents to an etcd that is most of what an idle one costs (docs/scale.md).
+_waits: Any = getattr(grpc, "_common", None)
+if hasattr(_waits, "MAXIMUM_WAIT_TIMEOUT"):
+    _waits.MAXIMUM_WAIT_TIMEOUT = 5.0
 _STATUS_ERRORS = 8
 """Number of the field `errors` in etcd's StatusResponse."""
 _LOGIN_AGAIN = ("invalid auth token", "revision of auth store is old", "user name is empty")

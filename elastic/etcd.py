@@ -102,7 +102,7 @@ class Etcd:
         asked_s = time.monotonic()
         answer = self._call("KV.Range", lambda pb: pb.RangeRequest(**_span(prefix)), repeat=True)
         kvs = {kv.key: kv for kv in map(_kv, answer.kvs)}
-        return View(MappingProxyType(kvs), answer.header.revision, connected=True, as_of_s=asked_s)
+        return View(MappingProxyType(kvs), answer.header.revision, connected=True, as_of_s=asked_s, prefix=prefix)
 
     def put(self, key: str, value: bytes, lease: int = 0) -> int:
         """Write one key; returns its mod revision. Raises LeaseGone, and EtcdUnavailable with an unknown outcome."""

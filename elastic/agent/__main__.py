@@ -79,6 +79,7 @@ def _run(config: AgentConfig, etcd: Etcd, keys: JobKeys, spec: SpecRecord) -> in
     from .loop import Loop
     from .peers import Peers
     from .registry import Registry
+    from .sight import Sight
     from .store import Stores
 
     job = msgspec.structs.replace(spec.spec, python=spec.spec.python or sys.executable)
@@ -105,7 +106,8 @@ def _run(config: AgentConfig, etcd: Etcd, keys: JobKeys, spec: SpecRecord) -> in
     )
     stores = Stores(config.address)
     registry = Registry(etcd, keys, policy, stores, lambda event: loop.post(event) if loop else None, spec)
-    loop = Loop(config, Agent(policy), registry, peers, keys, msgspec.structs.replace(spec, spec=job))
+    sight = Sight(etcd, keys, policy.crowd)
+    loop = Loop(config, Agent(policy), registry, peers, sight, keys, msgspec.structs.replace(spec, spec=job))
     log.info(
         "agent.starts", job=config.job, node=config.node, incarnation=incarnation, managed=managed, pid=os.getpid()
     )
@@ -114,11 +116,11 @@ def _run(config: AgentConfig, etcd: Etcd, keys: JobKeys, spec: SpecRecord) -> in
     loop.pool.start(env, str(Path(config.logs_dir) / f"zygote.{incarnation[:8]}.log"))
     registry.start()
     peers.start()
-    watch = etcd.watch(keys.root, loop.post)
+    sight.start(loop.post, time.monotonic())
     try:
         return torch_agent.run(torch_agent.NodeAgent(loop, stores, env, environment.argv(job)))
     finally:
-        watch.close()
+        sight.close()
         registry.leave()
         peers.close()
         stores.close()

@@ -40,6 +40,7 @@ from ..core.membership import leader, watch_list
 from ..core.model import Agent, Stage
 from ..core.records import GenerationRecord, IncidentRecord, SpeaksAnotherProtocol, SpecRecord
 from ..core.recovery import step
+from ..core.sight import sees_members
 from ..etcd import View
 from . import status
 from .deeds import Deeds
@@ -51,6 +52,7 @@ from .pictures import Pictures
 from .pool import Exited, Happening, Pool, Said, ZygoteUp
 from .registry import Registry
 from .saver import Saver
+from .sight import Sight
 from .versions import versions
 from .watchman import Watchman
 from .words import as_event
@@ -58,6 +60,8 @@ from .words import as_event
 STATUS_S = 0.5
 PROGRESS_S = 2.0
 FINISH_SAVING_S = 30.0
+LINES_PER_S = 250
+"""In a large job, how many agents a second lay their lines to others anew after a change: not all at once."""
 
 log = structlog.get_logger()
 
@@ -66,12 +70,21 @@ class Loop:
     """Construct, `run()` until the job is over here."""
 
     def __init__(
-        self, config: AgentConfig, agent: Agent, registry: Registry, peers: Peers, keys: JobKeys, spec: SpecRecord
+        self,
+        config: AgentConfig,
+        agent: Agent,
+        registry: Registry,
+        peers: Peers,
+        sight: Sight,
+        keys: JobKeys,
+        spec: SpecRecord,
     ) -> None:
         self.config = config
         self.agent = agent
         self._registry = registry
         self._peers = peers
+        self._sight = sight
+        self._lines_due_s = float("inf")
         self._pictures = Pictures(keys)
         self._spec = spec.spec
         self._selector = selectors.DefaultSelector()
@@ -198,7 +211,8 @@ class Loop:
             except queue.Empty:
                 break
             if isinstance(event, View):
-                newest = event  # views are whole: only the newest counts
+                if event.prefix == self._sight.prefix:
+                    newest = event  # views are complete: only the newest counts
             else:
                 self._turn(event)
         if view := self._pictures.pick(newest, self.agent, time.monotonic()):
@@ -214,6 +228,11 @@ class Loop:
         if view.connected != self.agent.connected:
             log.info("etcd.connected" if view.connected else "etcd.lost")
         self._turn(Viewed(job, view.connected))
+        self._look_around(time.monotonic())
+
+    def _look_around(self, now_s: float) -> None:
+        if self.agent.connected:
+            self._sight.choose(sees_members(self.agent, now_s, self._sight.narrow_for_s(now_s)), now_s)
 
     def _on_tick(self, now_s: float) -> None:
         for happening in self.pool.tick():
@@ -224,6 +243,9 @@ class Loop:
         if self._terminating and self.agent.draining is None:
             self._turn(Drain("the agent was told to end", now_s + self._spec.stop_grace_s))
         self._turn(progress or Tick())
+        self._look_around(now_s)
+        if now_s >= self._lines_due_s:
+            self._watch_peers()
         if now_s >= self._status_due_s:
             self._status_due_s = now_s + STATUS_S
             self.pool.reap()
@@ -327,7 +349,7 @@ class Loop:
             log.debug("event", what=repr(event))
         if isinstance(event, WorkerReady) and any(s.life == event.life for s in self.agent.standbys):
             log.info("standby.ready", life=event.life)
-        if self.agent.standbys != before.standbys or self.agent.generation is not before.generation:
+        if self.agent.standbys != before.standbys:
             self._status_due_s = 0.0  # with the next tick, while it is news
         for effect in effects:
             self._deeds.do(effect, self.agent)
@@ -349,7 +371,9 @@ class Loop:
             or self.agent.dead != before.dead
             or self.agent.unreachable != before.unreachable
         ):
-            self._watch_peers()
+            self._lines_due_s = min(self._lines_due_s, now_s + self._spread_s())
+            if now_s >= self._lines_due_s:
+                self._watch_peers()
 
     def _newest_step(self) -> int:
         """The newest step that a rank of this node is known to have committed."""
@@ -358,9 +382,16 @@ class Loop:
         return newest
 
     def _leads(self) -> bool:
-        return leader(self.agent.view, self.agent.dead, self.agent.generation) == self.config.node
+        agent = self.agent
+        return leader(agent.view, agent.dead, agent.generation, agent.policy.deputies) == self.config.node
+
+    def _spread_s(self) -> float:
+        if self._sight.whole or self.agent.generation is None:
+            return 0.0
+        return random.uniform(0.0, len(self.agent.generation.places) / LINES_PER_S)
 
     def _watch_peers(self) -> None:
+        self._lines_due_s = float("inf")
         agent = self.agent
         complaints = {node for node, _ in agent.unreachable}
         seen = watch_list(agent.view, agent.dead, agent.generation, self.config.node, complaints)

@@ -124,6 +124,8 @@ class Peers:
         self._inbound: set[socket.socket] = set()
         self._deaf_until_s: float | None = None
         """No descriptors are left for those who call; until then nobody is let in."""
+        self._changed = True
+        """Something has come up for `_reconcile`: it passes over all lines, a thousand with the leader."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="elastic-peers", daemon=True)
 
@@ -138,6 +140,7 @@ class Peers:
             if wanted == self._wanted:
                 return
             self._wanted = dict(wanted)
+        self._changed = True
         self._wake()
 
     def close(self) -> None:
@@ -153,14 +156,17 @@ class Peers:
     # ── the thread ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
+        due_s = 0.0
         while not self._stopping:
             for address, found in self._lookups.answers():
                 self._looked_up(address, found)
-            self._reconcile()
-            due = [line.deadline_s for line in self._lines.values() if not line.connected or line.doubted]
-            if self._deaf_until_s is not None:
-                due.append(self._deaf_until_s)
-            timeout = min(max(0.0, min(due) - time.monotonic()), RETRY_S) if due else None
+                self._changed = True
+            if self._changed or time.monotonic() >= due_s:
+                self._changed = False
+                self._reconcile()
+                due = [line.deadline_s for line in self._lines.values() if not line.connected or line.doubted]
+                due_s = min([*due, float("inf") if self._deaf_until_s is None else self._deaf_until_s])
+            timeout = min(max(0.0, due_s - time.monotonic()), RETRY_S) if due_s < float("inf") else None
             for key, _ in self._selector.select(timeout):
                 if key.fileobj is self._wake_read:
                     with contextlib.suppress(BlockingIOError):
@@ -273,8 +279,10 @@ class Peers:
             self._dead(line, "another agent answers on its port")
         else:
             line.deadline_s = time.monotonic() + line.hold_s
+            self._changed = self._changed or line.doubted
 
     def _failed(self, line: _Line, code: int) -> None:
+        self._changed = True
         if code not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # this host has no such family
             line.refused = line.refused is not False and code == errno.ECONNREFUSED
             line.silent = line.silent or code in SILENT
@@ -316,6 +324,7 @@ class Peers:
         self._on_dead(*line.id, evidence)
 
     def _drop(self, line: _Line) -> None:
+        self._changed = True
         if line.sock is not None:
             self._selector.unregister(line.sock)
             line.sock.close()
@@ -330,6 +339,7 @@ class Peers:
                 log.warning("peers.cannot_accept", error=str(error))
                 self._selector.unregister(self._listener)
                 self._deaf_until_s = time.monotonic() + RETRY_S
+                self._changed = True
             return
         try:
             sock.setblocking(False)

@@ -24,6 +24,7 @@ class Pictures:
         self._reader = Reader(keys)
         self._gathering = Gathering(keys.generation)
         self._progress_key = keys.progress
+        self._head = keys.head
         self.contact_wall_s = 0.0
         """When etcd last answered."""
         self.unreadable = ""
@@ -41,8 +42,9 @@ class Pictures:
         if view.connected:
             self.contact_wall_s = time.time()
         try:
-            job = self._reader.read(view.kvs, view.revision)
-            if self.known_step is None:
+            whole = view.prefix != self._head
+            job = self._reader.read(view.kvs, view.revision, whole)
+            if self.known_step is None and whole:
                 told = view.kvs.get(self._progress_key)
                 self.known_step = decode(ProgressRecord, told.value).step if told else 0
         except SpeaksAnotherProtocol as error:

@@ -305,9 +305,9 @@ class Registry:
         try:
             if self._lease is not None:
                 self._lease.close(revoke=True)
-            left = self.etcd.get_prefix(self.keys.members)
+            others = self.etcd.newest(self.keys.members).count
             kv = self.etcd.get(self.keys.state)
-            if kv is None or left.kvs:
+            if kv is None or others:
                 return
             state = decode(JobState, kv.value)
             if state.phase is Phase.STOPPING:

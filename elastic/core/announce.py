@@ -22,7 +22,9 @@ def member_record(turn: Turn) -> MemberRecord:
     before = agent.published.ready if agent.published else ()
     starting = (Stage.STARTING, Stage.GONE, Stage.KILLED)
     standing = tuple(s for s, w in sorted(agent.workers.items()) if w.stage not in starting)
-    if policy.shrink and policy.managed and before:
+    # Who came to shrink to nothing comes back whole; but whoever takes part is not to be passed over meanwhile.
+    takes_part = any(slot in turn.my_ranks() for slot in standing)
+    if policy.shrink and policy.managed and (before or takes_part):
         ready = standing
     else:
         ready = tuple(range(policy.slots)) if before or len(standing) == policy.slots else ()
@@ -100,7 +102,7 @@ def adopt(turn: Turn) -> None:
     if seen is not None and (held is None or seen.number > held.number):
         if held is not None and turn.policy.managed and turn.agent.settled >= held.number:
             turn.change(former=held)
-        turn.change(generation=seen, suspicious_since_s=None, publishing=0)
+        turn.change(generation=seen, formed_at_s=turn.now_s, suspicious_since_s=None, publishing=0)
     elif turn.agent.connected and (spec is None or older):  # it was wiped or set back
         if held is None and turn.now_s < turn.agent.blind_until_s:
             return  # those who hold a generation come first: without the spec nobody forms another one

@@ -3,14 +3,16 @@
 /elastic/<cluster>/nodes/<node>                    leased   NodeRecord
 /elastic/<cluster>/cordons/<node>                           CordonRecord
 /elastic/<cluster>/drains/<node>                            DrainRecord
-/elastic/<cluster>/jobs/<job>/spec                          SpecRecord
-/elastic/<cluster>/jobs/<job>/state                         JobState
+/elastic/<cluster>/jobs/<job>/head/spec                     SpecRecord
+/elastic/<cluster>/jobs/<job>/head/state                    JobState
+/elastic/<cluster>/jobs/<job>/head/generation               GenerationRecord (compare-and-swap)
+/elastic/<cluster>/jobs/<job>/head/broken/<generation>      BrokenRecord (first failure wins)
 /elastic/<cluster>/jobs/<job>/members/<node>       leased   MemberRecord
-/elastic/<cluster>/jobs/<job>/generation                    GenerationRecord (compare-and-swap)
-/elastic/<cluster>/jobs/<job>/broken/<generation>           BrokenRecord (first failure wins)
 /elastic/<cluster>/jobs/<job>/incidents/<generation>        IncidentRecord
 /elastic/<cluster>/jobs/<job>/progress                      ProgressRecord (leader, every few seconds)
 /elastic/<cluster>/jobs/<job>/asked                         AskedRecord (daemons pass it on to their agents)
+
+Below `head/` lies what every agent of a job follows, however large the job: see `sight`.
 """
 
 from __future__ import annotations
@@ -58,13 +60,14 @@ class JobKeys:
 
     def __init__(self, cluster: ClusterKeys, job: str) -> None:
         self.root = f"{cluster.jobs}{check_name('job', job)}/"
-        self.spec = f"{self.root}spec"
-        self.state = f"{self.root}state"
-        self.generation = f"{self.root}generation"
+        self.head = f"{self.root}head/"
+        self.spec = f"{self.head}spec"
+        self.state = f"{self.head}state"
+        self.generation = f"{self.head}generation"
         self.progress = f"{self.root}progress"
         self.asked = f"{self.root}asked"
         self.members = f"{self.root}members/"
-        self.broken_all = f"{self.root}broken/"
+        self.broken_all = f"{self.head}broken/"
         self.incidents = f"{self.root}incidents/"
 
     def member(self, node: str) -> str:

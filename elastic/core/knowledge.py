@@ -175,6 +175,8 @@ def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
 
 def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
     before = turn.agent
+    if not connected and view.revision == 0:
+        view = before.view  # a watch begun anew that has not seen anything yet
     wiped = view.revision < before.view.revision or (before.view.spec is not None and view.spec is None)
     if connected and (wiped or not before.connected):
         # Wiped or away, or we are new. The others come back with their next renewals, each at its own time.

@@ -22,13 +22,16 @@ def lead(turn: Turn) -> None:
     agent, view = turn.agent, turn.agent.view
     if not (agent.joined and agent.connected) or agent.publishing or view.spec is None:
         return
+    if not view.whole:
+        _follow(turn)
+        return
     known = agent.generation
     if known is not None and view.generation is not known and view.generation != known:
         return  # etcd does not have it back yet
     me = view.members.get(turn.policy.node)
     if me is None or me.record.incarnation != turn.policy.incarnation:
         return  # the picture is older than our joining: it may show the agent that was here before us
-    if leader(view, agent.dead, agent.generation) != turn.policy.node:
+    if leader(view, agent.dead, agent.generation, turn.policy.deputies) != turn.policy.node:
         _follow(turn)
         return
     if _all_done(turn):

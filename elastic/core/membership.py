@@ -16,6 +16,10 @@ Dead = frozenset[tuple[str, str]]
 """(node, incarnation) of agents proven dead, whatever their leases say."""
 
 
+DEPUTIES = 8
+"""So many of a generation may come to lead it."""
+
+
 def living(view: JobView, dead: Dead) -> dict[str, Member]:
     return {node: m for node, m in view.members.items() if m.id not in dead}
 
@@ -45,14 +49,19 @@ def unreached(view: JobView, node: str) -> str:
 
 
 def watch_list(
-    view: JobView, dead: Dead, current: GenerationRecord | None, me: str, complaints: Collection[str] = ()
+    view: JobView,
+    dead: Dead,
+    current: GenerationRecord | None,
+    me: str,
+    complaints: Collection[str] = (),
+    deputies: int = DEPUTIES,
 ) -> list[Member]:
     """Whom the agent of node `me` keeps a line to. The leader to everybody and everybody to the leader, in or out of
     the generation; in a small job all to all; in a large one to the neighbours in the ring of nodes (no pass over all
     members: thousands of agents come by here at the same time). And to those of its `complaints`, until they answer.
     """
     members = view.members
-    chief = leader(view, dead, current)
+    chief = leader(view, dead, current, deputies)
     wanted: Collection[str] = members
     if me != chief and len(members) > reach.MESH:
         ring = [place.node for place in current.places] if current else []
@@ -62,16 +71,17 @@ def watch_list(
     return [m for m in found if m.id not in dead]
 
 
-def leader(view: JobView, dead: Dead, current: GenerationRecord | None) -> str | None:
-    """The living member of the current generation with the lowest node rank that is to stay; without one, one that
-    is about to leave; without one, the oldest member. Never one that is cut off: its store could not be reached.
+def leader(view: JobView, dead: Dead, current: GenerationRecord | None, deputies: int = DEPUTIES) -> str | None:
+    """Of the first few living members of the current generation the one with the lowest node rank that is to stay;
+    without one, one that is about to leave; without one, the oldest member. Never one that is cut off: its store could
+    not be reached. Beyond the first few (`deputies`) not all see the members (see `sight`).
 
     So the leader's own workers tell it how the job is doing, and the next generation's store outlives the change.
     Two agents may think themselves the leader for a moment; the compare-and-swap on the generation lets one of them
     win.
     """
     cut = cut_off(view, dead, current)
-    leaves = None
+    leaves, seen = None, 0
     for place in current.places if current else ():
         member = view.members.get(place.node)
         if member and member.id not in dead and member.record.incarnation == place.incarnation:
@@ -79,7 +89,9 @@ def leader(view: JobView, dead: Dead, current: GenerationRecord | None) -> str |
                 continue
             if member.record.draining is None and place.node not in view.state.avoid:
                 return place.node
-            leaves = leaves or place.node
+            leaves, seen = leaves or place.node, seen + 1
+            if seen == deputies:
+                break
     if leaves is not None:
         return leaves
     alive: Collection[Member] = view.members.values()
@@ -166,7 +178,7 @@ def next_generation(
             return Wait(f"etcd was away: {', '.join(absent)} may not have come back yet")
         chosen = _choose(current, inside, limits.max_nodes)
         reached = {node: m for node, m in alive.items() if node not in cut}
-        chosen = _with_witness(current, chosen, reached, broken, former)
+        chosen = _with_witness(current, chosen, reached, broken, None if settled else former)
         why = _why(view, broken, missing, cut)
         return _without_the_lost(current, chosen, limits, broken, why, settled)
 
@@ -254,12 +266,16 @@ def _with_witness(
     broken: BrokenRecord | None,
     former: GenerationRecord | None = None,
 ) -> list[Member]:
-    """`chosen`, and if none of them holds the job's state, one who does: it hands it over before it leaves. When all
-    of `current` are lost, that is one who was in the `former` generation and not in this one."""
+    """`chosen`, and if none of them holds the job's state, one who does: it hands it over before it leaves.
+
+    former: given when `current` has not stepped, and so perhaps not handed the state on yet. Then it is one who was in
+    the `former` generation, too, or else one who was in that and not in this."""
     holders = _holders(current, alive, broken)
-    if not holders and former is not None:
-        since = {p.node for p in current.places}
-        holders = [node for node in _holders(former, alive, None) if node not in since]
+    if former is not None:
+        seats = {(p.node, p.incarnation) for p in former.places}
+        now = {p.node: p.incarnation for p in current.places}
+        kept = [node for node in holders if (node, now[node]) in seats]
+        holders = kept or [node for node in _holders(former, alive, None) if node not in now] or holders
     if not holders or not chosen or any(m.record.node in holders for m in chosen):
         return chosen
     return [alive[holders[0]], *chosen]
@@ -294,7 +310,9 @@ def arrange(current: GenerationRecord | None, chosen: list[Member], lost: set[tu
         survivors = [s for s in known if (record.node, s) not in lost]
         newcomers = [s for s in known if s not in survivors] + sorted(set(record.ready) - set(known))
         slots = tuple(survivors + newcomers)
-        return not survivors, Place(node=record.node, incarnation=record.incarnation, host=record.host, slots=slots)
+        return not survivors, Place(
+            node=record.node, incarnation=record.incarnation, host=record.host, slots=slots, port=record.port
+        )
 
     placed = [place(m) for m in chosen]
     return tuple(p for _, p in sorted(placed, key=lambda pair: pair[0]))  # stable: keeps the order within each half

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from .membership import Dead, Limits
+from .membership import DEPUTIES, Dead, Limits
 from .records import BrokenRecord, GenerationRecord, JobState, MemberRecord, SpecRecord
 from .spec import JobSpec
 from .timeouts import Timeouts
@@ -62,6 +62,10 @@ class Policy:
     """The script uses `elastic` and survives a re-formation; otherwise its workers are replaced each time."""
     spec: JobSpec
     timeouts: Timeouts
+    crowd: int = 64
+    """In a generation of more nodes than this, not every agent sees all members: see `sight`."""
+    deputies: int = DEPUTIES
+    """So many see them in any case: those that may come to lead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,8 @@ class Agent:
     connected: bool = False
     generation: GenerationRecord | None = None
     """The newest this agent knows; outlives etcd."""
+    formed_at_s: float = float("-inf")
+    """When this agent came to know it."""
     former: GenerationRecord | None = None
     """The newest before it in which a local worker has committed a step."""
     ranks: tuple[GenerationRecord | None, Mapping[int, int]] = (None, MappingProxyType({}))

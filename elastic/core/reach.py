@@ -79,6 +79,6 @@ def _settle(
 
 
 def neighbours(at: int, count: int) -> set[int]:
-    """Of `count` places in a ring, those 1, 2, 4, … away from place `at`, on either side: about 2 log2 `count`. Each
-    of them has `at` among its own."""
-    return {(at + way * 2**k) % count for k in range(count.bit_length()) for way in (1, -1)} - {at}
+    """Of `count` places in a ring, those 1, 4, 16, … away from place `at`, on either side: about log2 `count`. Each of
+    them has `at` among its own."""
+    return {(at + way * 4**k) % count for k in range(1 + count.bit_length() // 2) for way in (1, -1)} - {at}

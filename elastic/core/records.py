@@ -6,7 +6,7 @@ Times called ``*_wall_s`` are seconds since 1970 for people to read; nothing is 
 from __future__ import annotations
 
 import enum
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -147,13 +147,15 @@ class MemberRecord(Record, frozen=True, kw_only=True):
     """Nodes, sorted, whose agents do not answer this one although their leases stand."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class Place(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One member node of a generation. `slots` in rank order: a survivor before a newcomer."""
 
     node: str
     incarnation: str
     host: str
     slots: tuple[int, ...]
+    port: int = 0
+    """Where its agent listens for others."""
 
 
 class GenerationRecord(Record, frozen=True, kw_only=True):
@@ -278,10 +280,17 @@ class _Version(msgspec.Struct):
 def decode(kind: type[R], raw: bytes) -> R:
     """Read one record. Raises SpeaksAnotherProtocol, or msgspec.ValidationError for what is not such a record."""
     try:
-        theirs = msgspec.json.decode(raw, type=_Version).protocol
+        theirs = _VERSIONS.decode(raw).protocol
         if theirs != PROTOCOL:
             raise SpeaksAnotherProtocol(kind.__name__, theirs)
-        return msgspec.json.decode(raw, type=kind)
+        return cast(R, _DECODERS[kind].decode(raw))
     except (UnicodeDecodeError, RecursionError) as error:
         # msgspec lets these through; nobody who reads records should have to know.
         raise msgspec.ValidationError(f"{kind.__name__}: {error}") from error
+
+
+# Made once, here: msgspec looks into a type when it is first used, and does not bear two threads doing that at a time.
+_VERSIONS = msgspec.json.Decoder(_Version)
+_DECODERS: dict[type[Record], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in Record.__subclasses__()
+}

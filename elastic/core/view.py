@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
 
@@ -58,9 +58,34 @@ class Member:
         return self.record.node, self.record.incarnation
 
 
+class Seats(Mapping[str, Member]):
+    """The nodes of a generation as members, for want of their records: all that is known is that they were there."""
+
+    def __init__(self, formed: GenerationRecord | None) -> None:
+        self._places = {place.node: place for place in formed.places} if formed else {}
+
+    def __getitem__(self, node: str) -> Member:
+        place = self._places[node]
+        record = MemberRecord(
+            node=place.node,
+            incarnation=place.incarnation,
+            host=place.host,
+            port=place.port,
+            slots=len(place.slots),
+            ready=place.slots,
+        )
+        return Member(record, 0)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """Everything etcd says of one job, at one revision."""
+    """Everything etcd says of one job, at one revision; of a large one perhaps only its head (see `sight`)."""
 
     spec: SpecRecord | None = None
     state: JobState = field(default_factory=JobState)
@@ -73,19 +98,21 @@ class JobView:
     broken: BrokenRecord | None = None
     """The record of `generation`'s failure, if it has one."""
     revision: int = 0
+    whole: bool = True
+    """Whether it shows the members. Else `members` are those who have a place in `generation`, dead or alive."""
     disputes: frozenset[reach.Dispute] = field(init=False, compare=False)
     """Pairs of members of which one cannot reach the other."""
 
     def __post_init__(self) -> None:
         found: frozenset[reach.Dispute] = frozenset()
-        if any(m.record.unreachable for m in self.members.values()):
+        if self.whole and any(m.record.unreachable for m in self.members.values()):
             found = reach.disputes({node: m.record.unreachable for node, m in self.members.items()})
         object.__setattr__(self, "disputes", found)
 
     @staticmethod
-    def read(keys: JobKeys, kvs: Mapping[str, Stored], revision: int) -> JobView:
+    def read(keys: JobKeys, kvs: Mapping[str, Stored], revision: int, whole: bool = True) -> JobView:
         """Raises SpeaksAnotherProtocol for a record of another version."""
-        return Reader(keys).read(kvs, revision)
+        return Reader(keys).read(kvs, revision, whole)
 
 
 class Reader:
@@ -99,12 +126,16 @@ class Reader:
         self._keys = keys
         self._kvs: Mapping[str, Stored] = {}
         self._members: Mapping[str, Member] = {}
+        self._seats: tuple[GenerationRecord | None, Seats] = (None, Seats(None))
         self._records: dict[str, tuple[Stored, Record]] = {}
 
-    def read(self, kvs: Mapping[str, Stored], revision: int) -> JobView:
-        """Raises SpeaksAnotherProtocol for a record of another version, msgspec.ValidationError for what is none."""
+    def read(self, kvs: Mapping[str, Stored], revision: int, whole: bool = True) -> JobView:
+        """`whole`: whether the members are among `kvs`.
+
+        Raises SpeaksAnotherProtocol for a record of another version, msgspec.ValidationError for what is none.
+        """
         keys = self._keys
-        members = self._members if kvs is self._kvs else self._changed_members(kvs)
+        members = self._members if kvs is self._kvs or not whole else self._changed_members(kvs)
         spec, state, generation = kvs.get(keys.spec), kvs.get(keys.state), kvs.get(keys.generation)
         formed = self._record(GenerationRecord, generation, _generation) if generation else None
         broken = kvs.get(keys.broken(formed.number)) if formed else None
@@ -113,15 +144,22 @@ class Reader:
             spec=self._record(SpecRecord, spec) if spec else None,
             state=self._record(JobState, state) if state else JobState(),
             state_revision=state.mod_revision if state else 0,
-            members=members,
+            members=members if whole else self._seated(formed),
             generation=formed,
             generation_revision=generation.mod_revision if generation else 0,
             broken=self._record(BrokenRecord, broken) if broken else None,
             revision=revision,
             saved_step=(self._record(ProgressRecord, progress).checkpoint_step or 0) if progress else 0,
+            whole=whole,
         )
-        self._kvs, self._members = kvs, members
+        if whole:
+            self._kvs, self._members = kvs, members
         return view
+
+    def _seated(self, formed: GenerationRecord | None) -> Seats:
+        if self._seats[0] is not formed:
+            self._seats = formed, Seats(formed)
+        return self._seats[1]
 
     def _changed_members(self, kvs: Mapping[str, Stored]) -> Mapping[str, Member]:
         prefix, before = self._keys.members, self._kvs

@@ -77,7 +77,7 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
         spec=SPEC.spec,
         timeouts=Timeouts(),
     )
-    made = Loop(config, Agent(policy), Mute(), Mute(), KEYS, SPEC)  # type: ignore[arg-type]
+    made = Loop(config, Agent(policy), Mute(), Mute(), Mute(), KEYS, SPEC)  # type: ignore[arg-type]
     yield made
     made.saver.close()
     made._selector.close()

@@ -506,7 +506,7 @@ class Cluster:
             assert watch.stdout is not None
             for line in watch.stdout:
                 for event in json.loads(line).get("Events", []):
-                    key = _text(event["kv"]["key"]).removeprefix(root)
+                    key = _text(event["kv"]["key"]).removeprefix(root).removeprefix("head/")
                     if key == "zz-end-of-test":
                         return found
                     value = event["kv"].get("value")

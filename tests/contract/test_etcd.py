@@ -145,6 +145,31 @@ def test_a_prefix_is_read_at_one_revision_and_deleted_at_one(world: World) -> No
     assert after.revision == view.revision + 1
 
 
+def test_the_newest_key_of_a_prefix_and_how_many_there_are(world: World) -> None:
+    etcd = world.client()
+    nothing = etcd.newest("/a/")
+    assert (nothing.count, nothing.key, nothing.mod_revision) == (0, "", 0)
+    etcd.put("/a/1", b"x")
+    last = etcd.put("/a/2", b"x")
+    now = etcd.put("/b", b"x")
+    newest = etcd.newest("/a/")
+    assert (newest.count, newest.key, newest.mod_revision, newest.revision) == (2, "/a/2", last, now)
+    assert newest.cluster == nothing.cluster
+
+
+def test_a_picture_says_of_what(world: World) -> None:
+    etcd = world.client()
+    assert etcd.get_prefix("/a/").prefix == "/a/"
+    seen: list[View] = []
+    etcd.watch("/a/", seen.append)
+    world.until(lambda: seen)
+    etcd.put("/a/1", b"x")
+    world.until(lambda: seen[-1].kvs)
+    world.stop()
+    world.until(lambda: not seen[-1].connected)
+    assert {view.prefix for view in seen} == {"/a/"}
+
+
 def test_a_transaction_compares_and_does_all_or_the_other(world: World) -> None:
     etcd = world.client()
     made = etcd.txn([Absent("/t/g")], [Put("/t/g", b"1"), Put("/t/h", b"x")])

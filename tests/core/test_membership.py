@@ -59,6 +59,14 @@ def waits(verdict: Change | Wait) -> Wait:
 # ── the leader ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_while_one_of_the_first_few_is_there_it_leads_though_it_is_about_to_leave() -> None:
+    """Beyond these not all see the members of a large job."""
+    leaving = view(member("a", 1, draining="off"), member("b", 2, draining="off"), member("c", 3))
+    assert leader(leaving, NOBODY, ABC, deputies=2) == "a"
+    assert leader(leaving, NOBODY, ABC, deputies=3) == "c"
+    assert leader(leaving, frozenset({("a", "a.1")}), ABC, deputies=2) == "c"
+
+
 def test_nobody_leads_nobody() -> None:
     assert leader(view(), NOBODY, None) is None
     assert leader(view(), NOBODY, ABC) is None
@@ -270,6 +278,16 @@ def test_rather_one_that_was_set_aside_than_none() -> None:
     assert nodes(decide(picture, alone)) == ["a"]
     both = view(*ALL[:2], failed=broken(5, "a", 0), avoid=("a",))
     assert nodes(decide(both, generation(5, [place("a"), place("b")]))) == ["b"]
+
+
+def test_who_came_since_the_last_step_may_not_hold_the_state_yet() -> None:
+    current, former = generation(5, [place("a"), place("b")]), generation(4, [place("a")])
+    picture = view(*ALL[:2], formed=current, failed=broken(5, "b", 0), avoid=("a",))
+    two = view(member("a", 1), member("b", 2, ready=(0, 1)), failed=broken(5, "b", 0), avoid=("a",))
+    seated = generation(5, [place("a"), place("b", 0, 1)])
+    assert nodes(decide(two, seated, settled=False, former=former)) == ["a", "b"]
+    assert nodes(decide(two, seated, settled=True, former=former)) == ["b"]
+    assert nodes(decide(picture, current, settled=False, former=former)) == ["a", "b"]
 
 
 def test_a_holder_whose_workers_died_has_nothing_to_hand_over() -> None:

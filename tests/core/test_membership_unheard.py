@@ -14,7 +14,7 @@ def member(node: str, seniority: int) -> Member:
 
 
 def decide(present: list[str], *, steps_advance: bool) -> Change | Wait:
-    places = tuple(Place(node=n, incarnation=f"{n}-1", host="h", slots=(0,)) for n in ("a", "b"))
+    places = tuple(Place(node=n, incarnation=f"{n}-1", host="h", slots=(0,), port=1) for n in ("a", "b"))
     current = GenerationRecord(number=1, places=places, store_host="h", store_port=1, leader="a", why="first")
     view = JobView(members={n: member(n, i) for i, n in enumerate(present)}, generation=current)
     return next_generation(

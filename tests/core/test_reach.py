@@ -26,7 +26,7 @@ def member(node: str, seniority: int, unreachable: tuple[str, ...] = (), drainin
 
 
 def generation(seated: str, host: str | None = None) -> GenerationRecord:
-    places = tuple(Place(node=n, incarnation=f"{n}-1", host="h", slots=(0,)) for n in seated)
+    places = tuple(Place(node=n, incarnation=f"{n}-1", host="h", slots=(0,), port=1) for n in seated)
     return GenerationRecord(number=1, places=places, store_host="h", store_port=1, leader=host or seated[0], why="")
 
 
@@ -145,7 +145,7 @@ def test_who_complains_and_in_which_order_makes_no_difference(seed: int) -> None
         said = _said(rng, nodes, [pair if rng.random() < 0.5 else pair[::-1] for pair in pairs])
         shuffled = rng.sample(nodes, len(nodes))
         members = {n: member(n, nodes.index(n), tuple(said[n])) for n in shuffled}
-        places = tuple(Place(node=n, incarnation=f"{n}-1", host="h", slots=(0,)) for n in nodes[:4])
+        places = tuple(Place(node=n, incarnation=f"{n}-1", host="h", slots=(0,), port=1) for n in nodes[:4])
         current = GenerationRecord(number=1, places=places, store_host="h", store_port=1, leader="n0", why="")
         views.append(JobView(members=members, generation=current))
     assert len({cut_off(view, NOBODY, view.generation) for view in views}) == 1
@@ -232,7 +232,7 @@ def test_a_store_out_of_reach_cannot_be_formed_at() -> None:
 
 def big(count: int) -> JobView:
     nodes = [f"n{i:04}" for i in range(count)]
-    places = tuple(Place(node=n, incarnation=f"{n}-1", host="h", slots=(0,)) for n in nodes[:-1])
+    places = tuple(Place(node=n, incarnation=f"{n}-1", host="h", slots=(0,), port=1) for n in nodes[:-1])
     current = GenerationRecord(number=1, places=places, store_host="h", store_port=1, leader="n0000", why="")
     return JobView(members={n: member(n, i) for i, n in enumerate(nodes)}, generation=current)
 

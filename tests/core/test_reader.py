@@ -64,7 +64,7 @@ def _member(node: str, *ready: int) -> MemberRecord:
 
 
 def _generation(number: int, *nodes: str) -> GenerationRecord:
-    places = tuple(Place(node=n, incarnation=f"i-{n}", host="h", slots=(0,)) for n in nodes)
+    places = tuple(Place(node=n, incarnation=f"i-{n}", host="h", slots=(0,), port=1) for n in nodes)
     return GenerationRecord(number=number, places=places, store_host="h", store_port=1, leader=nodes[0], why="")
 
 

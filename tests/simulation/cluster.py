@@ -46,6 +46,9 @@ class Setting:
     """How long until a checkpoint is durable."""
     setup_s: float = 0.5
     drift: float = 0.0
+    crowd: int = 64
+    """With more nodes than this, not all see all members."""
+    deputies: int = 8
     calm: bool = False
     """Delays have one length: for histories that are read."""
 
@@ -72,6 +75,7 @@ class Cluster:
         self.events = 0
         self.listener: Listener | None = None
         self.healing = False
+        self.failed_on_order = 0
         self.cut_off: set[str] = set()
         self.unanswered: set[str] = set()
         self.islands: dict[str, int] = {}
@@ -170,6 +174,7 @@ class Cluster:
 
     def fail_worker(self, node: int, slot: int) -> None:
         if worker := self.worker(node, slot):
+            self.failed_on_order += 1
             worker.die("exit code 1", 1, "RuntimeError: planted", "RuntimeError at train.py:7")
 
     def stop_worker(self, node: int, slot: int) -> None:

@@ -84,6 +84,8 @@ def draw(seed: int) -> History:
         save_s=random.Random(f"save {seed}").choice((0.05, 0.05, 4.0)),
         setup_s=rng.choice((0.2, 1.0, 3.0)),
         drift=rng.choice((0.0, 0.05, 0.2)),
+        crowd=random.Random(f"crowd {seed}").choice((64, 64, 1)),
+        deputies=1,
     )
     count = 1 + min(int(rng.expovariate(0.35)), MOST_FAULTS - 1)
     at_s, faults = rng.uniform(0.0, 6.0), []

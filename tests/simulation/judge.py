@@ -55,9 +55,18 @@ class Judge:
         steps = self._cluster.training.steps
         done = (bool(steps) and self.top[1] >= steps) or any(w.stage is Stage.DONE for w in before.workers.values())
         if self.only_etcd and self.commits and not after.view.state.phase.over and not done:
+            # Who hears of a planned change after its boundary lets go of a step that nobody can commit.
+            planned = after.generation is not None and after.generation.at_step is not None
             for effect in effects:
-                told = isinstance(effect, Tell) and isinstance(effect.message, messages.LetGo)
-                if told or isinstance(effect, Kill) or (isinstance(effect, Publish) and _drops(after, effect)):
+                match effect:
+                    case Tell(message=messages.LetGo(generation=number)):
+                        disturbs = number in self.newest and not planned
+                    case Publish():
+                        number = after.generation.number if after.generation else 0
+                        disturbs = number in self.newest and _drops(after, effect)
+                    case _:
+                        disturbs = isinstance(effect, Kill)
+                if disturbs:
                     raise Broken("G4", f"{node.name} disturbs training while only etcd fails: {effect}")
 
     def _generation(self, node: Node, old: GenerationRecord | None, new: GenerationRecord | None) -> None:
@@ -145,7 +154,8 @@ class Judge:
         training = cluster.training
         if state.phase is Phase.SUCCEEDED and (not training.steps or self.top[1] < training.steps):
             raise Broken("G7", f"the job has succeeded at step {self.top[1]} of {training.steps or 'endless'}")
-        if state.phase is Phase.FAILED and not training.bug and "failures within" not in state.reason:
+        looped = cluster.failed_on_order >= cluster.spec.restarts.same_failure and "crash loop" in state.reason
+        if state.phase is Phase.FAILED and not (training.bug or looped or "failures within" in state.reason):
             raise Broken("G10", f"the job has failed though its script has no bug: {state.reason}")
         if state.phase in (Phase.STOPPED, Phase.STOPPING) and not cluster.stopped:
             raise Broken("G10", f"the job is {state.phase.value}, and nobody asked: {state.reason}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
-from support.fake_etcd import FakeClient
+from support.fake_etcd import FakeClient, FakeWatch
 
 from elastic.agent.registry import Registry
 from elastic.core import recovery
@@ -28,6 +28,7 @@ from elastic.core.effects import (
 from elastic.core.events import Event, Progress, Start, Tick, Viewed
 from elastic.core.membership import Limits, leader, living
 from elastic.core.model import Agent, Policy, Stage
+from elastic.core.sight import sees_members
 from elastic.core.timeouts import Timeouts
 from elastic.core.turn import ASK_AGAIN_S
 from elastic.core.view import JobView
@@ -133,6 +134,8 @@ class Node:
         self._starts = 0
         self._client: FakeClient | None = None
         self._view: View | None = None
+        self._watch: FakeWatch | None = None
+        self._narrow_since_s = 0.0
         self._queue: list[Event] = []
         self._undone: tuple[Effect, ...] = ()
         """What it was about to do when it was stopped."""
@@ -177,6 +180,8 @@ class Node:
             managed=True,
             spec=spec,
             timeouts=Timeouts(),
+            crowd=cluster.setting.crowd,
+            deputies=cluster.setting.deputies,
         )
         self.stores = Stores(self)
         self.registry = Registry(
@@ -190,7 +195,7 @@ class Node:
             wall=lambda: cluster.clock.now_s,
         )
         self.agent = Agent(policy)
-        client.watch(cluster.keys.root, self._on_view)
+        self._watch = client.watch(cluster.keys.root, self._on_view)
         self.take(Start())
         self.pump()
 
@@ -249,7 +254,8 @@ class Node:
         self._client.pump()
         if self._view is not None:
             view, self._view = self._view, None
-            self.take(Viewed(JobView.read(self.cluster.keys, view.kvs, view.revision), view.connected))
+            whole = view.prefix == self.cluster.keys.root
+            self.take(Viewed(JobView.read(self.cluster.keys, view.kvs, view.revision, whole), view.connected))
 
     def soon(self, event: Event, life: int = 0) -> None:
         """From worker `life`, or a thread of the agent (0): taken in the loop's turn, in the order of its source."""
@@ -318,7 +324,23 @@ class Node:
             return
         if agent.generation is not before.generation or agent.view.members != before.view.members:
             self._watch_peers()
+        self._look_around()
         self._schedule_tick()
+
+    def _look_around(self) -> None:
+        """As `agent.sight.Sight`: in a large job a node watches the head only, while it need not lead."""
+        agent, watch = self.agent, self._watch
+        if agent is None or watch is None or self._client is None or not agent.connected:
+            return
+        root = self.cluster.keys.root
+        narrow = watch.prefix != root
+        whole = sees_members(agent, self.now_s(), self.now_s() - self._narrow_since_s if narrow else None)
+        if whole == narrow:
+            watch.close()
+            self._view = None
+            self._narrow_since_s = self.now_s()
+            self._watch = self._client.watch(root if whole else self.cluster.keys.head, self._on_view)
+            self.cluster.clock.after(self.cluster.delay(0.001, 0.02), self.pump)
 
     def _do_all(self, effects: tuple[Effect, ...]) -> None:
         for index, effect in enumerate(effects):
@@ -332,7 +354,7 @@ class Node:
         agent = self.agent
         assert agent is not None
         others = {m.id for m in living(agent.view, agent.dead).values() if m.record.node != self.name}
-        chief = leader(agent.view, agent.dead, agent.generation)
+        chief = leader(agent.view, agent.dead, agent.generation, agent.policy.deputies)
         if chief != self.name:
             others = {key for key in others if key[0] == chief}
         if others - self.watched:
@@ -423,6 +445,9 @@ class Node:
         number = agent.generation.number if agent.generation else -1
         if any(w.stage is Stage.READY and w.generation == number for w in agent.workers.values()):
             due.append(now_s + 0.5)
+        narrow = self._watch is not None and self._watch.prefix != self.cluster.keys.root
+        if narrow:  # whether it still steps
+            due.append(now_s + 1.0)
         if agent.draining is not None or agent.reason not in AT_REST:
             due.append(now_s + 0.5)
         return min(due, default=float("inf"))

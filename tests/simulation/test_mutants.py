@@ -11,7 +11,7 @@ from simulation.mutants import MUTANTS, Mutant, planted
 from simulation.player import FILES, Player
 from simulation.run import silent
 
-TRIES = 400
+TRIES = 1500
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeVar
 
+from elastic._etcd_keepers import Newest
 from elastic.etcd import (
     KV,
     Absent,
@@ -265,7 +266,7 @@ class FakeWatch:
         if not self._client.in_contact:
             if view and not view.connected:
                 return 0
-            view = view or View(MappingProxyType({}), 0, connected=True, as_of_s=-math.inf)
+            view = view or View(MappingProxyType({}), 0, connected=True, as_of_s=-math.inf, prefix=self.prefix)
             return self._show(replace(view, connected=False, error="cut off"))
         if view is None or not view.connected or self._cluster != server.cluster or view.revision < server.compacted:
             self._cluster = server.cluster
@@ -275,7 +276,7 @@ class FakeWatch:
             kvs = self._apply(view.kvs, changes)
             if kvs is None:
                 continue
-            view = View(MappingProxyType(kvs), revision, connected=True, as_of_s=server.now_s)
+            view = replace(view, kvs=MappingProxyType(kvs), revision=revision, as_of_s=server.now_s)
             shown += self._show(view)
             if self.closed or shown == limit:
                 return shown
@@ -355,7 +356,19 @@ class FakeClient:
     def get_prefix(self, prefix: str) -> View:
         self._ask()
         kvs = MappingProxyType(self.server.picture(prefix))
-        return View(kvs, self.server.revision, connected=True, as_of_s=self.server.now_s)
+        return View(kvs, self.server.revision, connected=True, as_of_s=self.server.now_s, prefix=prefix)
+
+    def newest(self, prefix: str) -> Newest:
+        self._ask()
+        kvs = self.server.picture(prefix)
+        last = max(kvs.values(), key=lambda kv: kv.mod_revision, default=None)
+        return Newest(
+            cluster=self.server.cluster,
+            revision=self.server.revision,
+            count=len(kvs),
+            key=last.key if last else "",
+            mod_revision=last.mod_revision if last else 0,
+        )
 
     def put(self, key: str, value: bytes, lease: int = 0) -> int:
         return self._do(lambda: self.server.put_all([Put(key, value, lease)]))

@@ -33,7 +33,7 @@ def member(
 
 
 def place(node: str, *slots: int, life: int = 1) -> Place:
-    return Place(node=node, incarnation=f"{node}.{life}", host=node, slots=slots or (0,))
+    return Place(node=node, incarnation=f"{node}.{life}", host=node, slots=slots or (0,), port=1)
 
 
 def generation(

@@ -1,0 +1,54 @@
+"""A job of more nodes than see each other's coming and going: real agents and a real etcd, and no workers."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from support.etcd_server import EtcdServer
+from support.source import ROOT
+
+from elastic.core.keys import ClusterKeys
+from elastic.core.records import GenerationRecord, SpecRecord, decode, encode
+from elastic.core.spec import JobSpec
+from elastic.etcd import Etcd
+
+pytestmark = pytest.mark.etcd
+NODES = 76
+DEPUTIES = 8
+
+
+def test_a_crowd_outlives_all_who_would_lead_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from _scale_agents import Fleet
+
+    spec = JobSpec(name="job", script="none.py", nodes=f"1:{NODES}", join_wait_s=90.0)
+    keys = ClusterKeys("scale").job("job")
+    with EtcdServer() as server:
+        etcd = Etcd(server.access, call_s=10.0)
+        etcd.put(keys.spec, encode(SpecRecord(spec=spec, submitted_wall_s=0.0, submitted_by="test")))
+        fleet = Fleet(server.access, spec, tmp_path, NODES)
+        try:
+            everyone = set(range(NODES))
+            fleet.start(everyone)
+            fleet.wait(1, everyone, 100.0)
+            threading.Event().wait(3.0)  # they step, so that most turn to the head
+            there = everyone
+            for number, lost in ((2, {max(everyone)}), (3, set())):
+                lost = lost or leading(etcd, keys.generation)
+                there = there - lost
+                fleet.lose(lost)
+                fleet.wait(number, there, 100.0)
+            assert fleet.narrow[2] >= len(everyone) - 1 - DEPUTIES
+        finally:
+            fleet.close()
+            etcd.close()
+
+
+def leading(etcd: Etcd, key: str) -> set[int]:
+    """Those who lead, or would next."""
+    kv = etcd.get(key)
+    assert kv is not None
+    places = decode(GenerationRecord, kv.value).places[:DEPUTIES]
+    return {int(place.node.removeprefix("n")) for place in places}
