@@ -41,8 +41,10 @@ simulate: venv
 GPU_TESTS ?= tests/gpu
 
 test-gpu:
-	@PYTHONPATH=$(CURDIR):$(CURDIR)/.wheels/$$(python3 -c 'import sys; print("cp%d%d" % sys.version_info[:2])'):$$PYTHONPATH \
-		python3 -m pytest -q -m gpu $(GPU_TESTS)
+	@export PYTHONPATH=$(CURDIR):$(CURDIR)/.wheels/$$(python3 -c 'import sys; print("cp%d%d" % sys.version_info[:2])'):$$PYTHONPATH; \
+	python3 -c 'import pytest' 2>/dev/null || { \
+		echo "pytest is missing here: run 'make gpu-bundle' where there is a network, and bring .wheels along" >&2; exit 1; }; \
+	python3 -m pytest -q -m gpu $(GPU_TESTS)
 
 gpu-bundle:
 	@python3 tests/gpu/wheels.py
