@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,21 +107,42 @@ class Store:
         self._state = state
         self._generation = generation
         self._kept = Kept([])
+        self._answers: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        self._closed = False
 
     def saved(self) -> tuple[Version | None, Version | None]:
-        """(snapshot, checkpoint). The agent answers once what it was writing is on disk."""
-        answers: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-        self._session.on(messages.Kept, lambda _, descriptors: answers.put(descriptors))
+        """(snapshot, checkpoint). The agent answers once what it was writing is on disk. Raises ToldToLeave."""
+        self._session.on(messages.Kept, self._on_kept)
         self._session.send(messages.AskKept(generation=self._generation))
-        try:
-            descriptors = answers.get(timeout=ASK_S)
-        except queue.Empty:
-            descriptors = []
+        self._session.wait(lambda: not self._answers.empty(), self._generation, ASK_S)
+        descriptors = [] if self._answers.empty() else self._answers.get_nowait()
         self._kept = Kept([Arena.from_fd(descriptor, warm=False) for descriptor in descriptors])
         return self._kept.version(), self._disk.newest()
+
+    def _on_kept(self, message: messages.Message, descriptors: list[int]) -> None:
+        """In the monitor's thread. What nobody waits for any more, or what a generation before asked for, is closed."""
+        assert isinstance(message, messages.Kept)
+        if message.generation == self._generation:
+            self._answers.put(descriptors)
+            if self._closed:
+                self._drop_answers()
+        else:
+            _close_all(descriptors)
+
+    def _drop_answers(self) -> None:
+        while not self._answers.empty():
+            with contextlib.suppress(queue.Empty):  # the other thread was faster
+                _close_all(self._answers.get_nowait())
 
     def load(self, kind: Literal["snapshot", "checkpoint"]) -> str:
         return self._kept.load(self._state) if kind == "snapshot" else self._disk.load(self._state)
 
     def close(self) -> None:
+        self._closed = True
+        self._drop_answers()
         self._kept.close()
+
+
+def _close_all(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -107,6 +107,13 @@ class Session:
             while not self._finished and self._let_go < generation and not self._forms:
                 self._changed.wait()
 
+    def wait(self, there: Callable[[], bool], generation: int, limit_s: float) -> None:
+        """Until `there`, which a handler brings about, or for `limit_s`. Raises ToldToLeave: `generation` is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: there() or self._let_go >= generation, limit_s)
+            if self._let_go >= generation:
+                raise ToldToLeave(self._why)
+
     def holds(self, group: Abortable | None, generation: int) -> None:
         """The group to abort when the agent says so. One that was let go of meanwhile is aborted here and now."""
         with self._changed:
@@ -179,6 +186,8 @@ class Session:
             case _:
                 if handler := self._handlers.get(type(message)):
                     handler(message, descriptors)
+                    with self._changed:
+                        self._changed.notify_all()  # somebody may `wait` for it
 
     def _abort(self, generation: int, why: str) -> None:
         with self._changed:

@@ -1,0 +1,96 @@
+"""Who waits for its agent's snapshots can be let go of meanwhile; what comes too late is closed and not taken."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import pathlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from elastic.core import messages
+from elastic.core.beat import PAGE_BYTES
+from elastic.worker.restore import Disk, Store
+from elastic.worker.session import Session, ToldToLeave
+
+GENERATION = 3
+
+
+class Asking:
+    """A worker that asks for what is kept, in a thread of its own; the test is the monitor, and the agent."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.agent, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel = channel
+        self.agent.settimeout(10.0)
+        self.session = Session(channel, memoryview(mmap.mmap(-1, PAGE_BYTES)))
+        self.store = Store(self.session, Disk(str(folder), "job"), None, GENERATION)  # type: ignore[arg-type]
+        self.result: object = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+        assert messages.from_worker(self.agent.recv(4096)) == messages.AskKept(generation=GENERATION)
+
+    def _run(self) -> None:
+        try:
+            self.result = self.store.saved()
+        except ToldToLeave as error:
+            self.result = error
+
+    def end(self) -> object:
+        self.thread.join(10.0)
+        assert not self.thread.is_alive(), "it waits on"
+        self.store.close()
+        return self.result
+
+    def answer(self, generation: int) -> int:
+        """With a descriptor, which is returned."""
+        descriptor = os.open(os.devnull, os.O_RDONLY)
+        self.session._take(messages.Kept(generation=generation), [descriptor])
+        return descriptor
+
+
+@pytest.fixture
+def asking(tmp_path: pathlib.Path) -> Iterator[Asking]:
+    made = Asking(tmp_path)
+    yield made
+    made.session._take(messages.LetGo(generation=GENERATION, why="the test is over"), [])
+    made.end()
+    made.agent.close()
+    made.channel.close()
+
+
+def closed(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError as error:
+        return error.errno == errno.EBADF
+    os.close(descriptor)
+    return False
+
+
+def test_let_go_ends_the_wait_and_a_late_answer_is_closed(asking: Asking) -> None:
+    asking.session._take(messages.LetGo(generation=GENERATION, why="n1 is gone"), [])
+    told = asking.end()
+    assert isinstance(told, ToldToLeave)
+    assert str(told) == "n1 is gone"
+    assert closed(asking.answer(GENERATION))
+
+
+def test_an_answer_to_a_generation_before_is_none(asking: Asking) -> None:
+    assert closed(asking.answer(GENERATION - 1))
+    assert asking.thread.is_alive()
+    asking.session._take(messages.Kept(generation=GENERATION), [])
+    assert asking.end() == (None, None)
+
+
+def test_an_end_before_the_question_is_heard(tmp_path: pathlib.Path, asking: Asking) -> None:
+    asking.session._take(messages.LetGo(generation=GENERATION, why="at once"), [])
+    asking.end()
+    again = Store(asking.session, Disk(str(tmp_path), "job"), None, GENERATION)  # type: ignore[arg-type]
+    with pytest.raises(ToldToLeave, match="at once"):
+        again.saved()
+    again.close()
