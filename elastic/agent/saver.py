@@ -112,9 +112,14 @@ class Saver:
                 for arena in held.arenas:
                     arena.close()
             held = self._slots[slot] = _Slot(life, fresh)
+            # What is still written from the old ones frees none of the new.
+            for ticket, (of, step, buffer) in tuple(self._writes.items()):
+                if of == slot:
+                    self._writes[ticket] = (-1, step, buffer)
         held.life = life
-        for arena in held.arenas:
-            self.tell(life, messages.Arena(nbytes=arena.capacity), (arena.fd,))
+        writing = {buffer for of, _, buffer in self._writes.values() if of == slot}
+        for buffer, arena in enumerate(held.arenas):
+            self.tell(life, messages.Arena(nbytes=arena.capacity, busy=buffer in writing), (arena.fd,))
 
     def filled(self, slot: int, message: messages.Filled, *, lead: bool, world: int) -> None:
         """A share is whole in its arena: write it, and once per step commit, if that is ours to do."""

@@ -72,6 +72,8 @@ class Arena(Message, frozen=True, kw_only=True):
     """One of two shared-memory buffers (its descriptor rides along) in answer to NeedArena; 0 bytes: no memory."""
 
     nbytes: int
+    busy: bool = False
+    """The worker before this one filled it, and it is still being written to disk: a Saved will free it."""
 
 
 class Saved(Message, frozen=True, kw_only=True):

@@ -46,15 +46,16 @@ class AgentSink:
         self._beside = True
         self._beside_s = 0.0
         self._preparing: threading.Thread | None = None
-        self._offers: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._offers: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[messages.Saved] = queue.SimpleQueue()
         self._durable_s = 0.0
         session.on(messages.Arena, self._on_arena)
         session.on(messages.Saved, self._on_saved)
 
-    def _on_arena(self, _: messages.Message, descriptors: list[int]) -> None:
+    def _on_arena(self, message: messages.Message, descriptors: list[int]) -> None:
+        assert isinstance(message, messages.Arena)
         for descriptor in descriptors or [NO_MEMORY]:
-            self._offers.put(descriptor)
+            self._offers.put((descriptor, message.busy))
 
     def _on_saved(self, message: messages.Message, _: list[int]) -> None:
         assert isinstance(message, messages.Saved)
@@ -72,8 +73,10 @@ class AgentSink:
         return self._session.stop_wanted
 
     def free(self) -> bool:
+        if not self._arenas:
+            return True  # nor is heard yet what frees a buffer: which are busy comes with them
         self._take_results()
-        return self._preparing is not None or self._free_buffer() is not None
+        return self._free_buffer() is not None
 
     def wait(self, limit_s: float) -> None:
         deadline_s = time.monotonic() + limit_s
@@ -86,13 +89,14 @@ class AgentSink:
     # ── one snapshot ────────────────────────────────────────────────────────────────────────────────────────
 
     def put(self, part: Part) -> bool:
-        """False: the agent has no memory for it."""
+        """False: the agent has no memory for it, or still writes both that the worker before this one has filled."""
         self.settle()
         self._session.beat(Doing.SAVING)
         self._prepared()
         self._make_room(arena_nbytes(part.table))
+        self._take_results()
         buffer = self._free_buffer()
-        if buffer is None or not self._arenas:
+        if buffer is None:
             return False
         began_s = time.monotonic()
         arena = self._arenas[buffer]
@@ -155,9 +159,7 @@ class AgentSink:
         )
 
     def _free_buffer(self) -> int | None:
-        """The older of the buffers that nobody writes from; 0 while there are none yet."""
-        if not self._arenas:
-            return 0
+        """The older of the buffers that nobody writes from."""
         free = [i for i in range(len(self._arenas)) if i not in self._busy]
         return min(free, key=lambda i: _age(self._arenas[i]), default=None)
 
@@ -188,17 +190,20 @@ class AgentSink:
             arena.close()
         self._arenas, self._busy = [], set()
         arenas: list[Arena] = []
+        busy: set[int] = set()
         self._session.send(messages.NeedArena(nbytes=nbytes))
         deadline_s = time.monotonic() + ARENA_WAIT_S
         while len(arenas) < 2:
             try:
-                descriptor = self._offers.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                descriptor, written_from = self._offers.get(timeout=max(0.0, deadline_s - time.monotonic()))
                 if descriptor == NO_MEMORY:
                     return
                 arena = Arena.from_fd(descriptor, warm=device is None)  # to pin a page makes it present
                 if arena.capacity < nbytes:
                     arena.close()  # the answer to an earlier request, which was not waited for any longer
                     continue
+                if written_from:
+                    busy.add(len(arenas))
                 arenas.append(arena)
                 if device is not None:
                     arenas[-1].pin(device)
@@ -206,7 +211,7 @@ class AgentSink:
                 for arena in arenas:
                     arena.close()
                 return
-        self._arenas = arenas
+        self._busy, self._arenas = busy, arenas  # in this order: `free` may be asked meanwhile
 
     # ── what the agent says ─────────────────────────────────────────────────────────────────────────────────
 

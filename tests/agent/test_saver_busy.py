@@ -77,6 +77,35 @@ def test_a_write_that_found_no_room_frees_the_buffer(bench: Bench) -> None:
     assert not bench.saver._writes
 
 
+def offered(bench: Bench, nbytes: int) -> list[bool]:
+    """Which buffers a worker that replaces the one before is told to be busy."""
+    bench.told.clear()
+    bench.saver.need_arena(0, 2, nbytes)
+    return [message.busy for message, _ in bench.told if isinstance(message, messages.Arena)]
+
+
+def written(bench: Bench) -> None:
+    ticket = next(i for i, order in enumerate(bench.writer.taken, 1) if isinstance(order, orders.Write))
+    bench.told.clear()
+    bench.saver._written(orders.Result(id=ticket, kind="Write", step=7, generation=2))
+
+
+def test_a_replacement_is_told_which_buffers_are_still_written(bench: Bench) -> None:
+    bench.filled()
+    assert offered(bench, 4096) == [False, True]
+    written(bench)
+    assert bench.told == [(messages.Saved(step=7, buffer=1), 0)], "which is said to the replacement"
+    assert offered(bench, 4096) == [False, False]
+
+
+def test_what_is_written_from_given_up_buffers_frees_none_of_the_new(bench: Bench) -> None:
+    bench.filled()
+    assert offered(bench, 1 << 20) == [False, False]
+    assert bench.saver._writes, "a recovery still waits for it"
+    written(bench)
+    assert not bench.told
+
+
 def test_more_arenas_than_a_message_takes_are_none(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = bench.saver._slots[0].arenas[0]
     for count in (MAX_KEPT, MAX_KEPT + 1):

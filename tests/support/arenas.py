@@ -28,12 +28,22 @@ class Agent:
 
     def send(self, message: messages.Message) -> None:
         if isinstance(message, messages.NeedArena):
-            if not self.no_memory:
+            if self.no_memory:
+                self._handlers[messages.Arena](messages.Arena(nbytes=0), [])
+                return
+            if not self.arenas or self.arenas[0].capacity < message.nbytes:
                 self.arenas = [Arena.create(message.nbytes, warm=False) for _ in range(2)]
-            self._handlers[messages.Arena](messages.Arena(nbytes=0), [os.dup(arena.fd) for arena in self.arenas])
+            self.offer()
         elif isinstance(message, messages.Filled):
             self.filled.append(message)
             self.unwritten.append(message)
+
+    def offer(self) -> None:
+        """The answer to NeedArena, also to another worker than the one who had them filled."""
+        busy = {message.buffer for message in self.unwritten}
+        for buffer, arena in enumerate(self.arenas):
+            answer = messages.Arena(nbytes=arena.capacity, busy=buffer in busy)
+            self._handlers[messages.Arena](answer, [os.dup(arena.fd)])
 
     def wrote(self) -> None:
         """The oldest snapshot that is not on disk now is."""
