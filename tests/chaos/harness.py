@@ -144,6 +144,13 @@ class Etcd:
         shutil.rmtree(self._folder / "data")
 
 
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # a zombie is one of these, too
+        return ""
+
+
 class Node:
     """A daemon and what it starts."""
 
@@ -220,7 +227,7 @@ class Node:
     def children(self, job: str = "job") -> list[int]:
         """What the agent of `job` has forked from its zygote: the zygote itself, the oldest, comes first."""
         agent = psutil.Process(self.agent_pid(job))
-        forked = [c for c in agent.children() if "elastic.worker.zygote" in " ".join(c.cmdline())]
+        forked = [c for c in agent.children() if "elastic.worker.zygote" in _command(c)]
         return [c.pid for c in sorted(forked, key=lambda c: (c.create_time(), c.pid))]
 
     def agent_pid(self, job: str = "job") -> int:

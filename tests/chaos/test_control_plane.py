@@ -85,7 +85,9 @@ def test_etcd_wiped_and_started_empty() -> None:
         cluster.start_etcd()
         steps_on(job)
         root = "/elastic/chaos/jobs/job/"
-        wanted = {f"{root}{name}" for name in ("spec", "state", "generation", "members/node0", "members/node1")}
+        wanted = {
+            f"{root}{name}" for name in ("head/spec", "head/state", "head/generation", "members/node0", "members/node1")
+        }
         eventually(
             lambda: wanted <= set(etcd.ctl("get", "--prefix", root, "--keys-only").stdout.split()), 15.0, "all is back"
         )
