@@ -28,7 +28,7 @@ _OPTIONS = (
     ("grpc.enable_retries", 0),  # we know which requests may be repeated
 )
 # gRPC wakes each thread that reads a stream ten times a second, so that Ctrl-C gets through to it. Ours are never the
-# main thread, and with thousands of agents to an etcd that is most of what an idle one costs (docs/scale.md).
+# main thread; what it costs many agents on one machine stands in docs/scale.md.
 _waits: Any = getattr(grpc, "_common", None)
 if hasattr(_waits, "MAXIMUM_WAIT_TIMEOUT"):
     _waits.MAXIMUM_WAIT_TIMEOUT = 5.0
