@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +58,17 @@ from elastic.etcd import Etcd  # noqa: E402
 
 AGENTS_PER_PROCESS = 64
 START_S = 240.0
-STEP_S = 1.0
+STEP_S = 5.0
 """What the workers that are not there pretend to take for a step."""
-TIMEOUTS = Timeouts(beat_s=2.0, let_go_s=3.0, respawn_s=20.0, lease_ttl_s=15.0, lease_renew_s=5.0)
+TIMEOUTS = Timeouts(beat_s=STEP_S, let_go_s=3.0, respawn_s=20.0, lease_ttl_s=15.0, lease_renew_s=5.0)
 
 
 class NoProcesses:
-    """A pool whose workers do at once what they are told."""
+    """A pool whose workers do at once what they are told. Only the loop calls it, so that it need not be woken."""
 
     def __init__(self, loop: Loop) -> None:
         self.processes: dict[int, Any] = {}
-        self._loop = loop
+        self._post = loop._inbox.put
         self._generation = 0
         self._step = 0
         self._yield: tuple[int, messages.Yield] | None = None
@@ -76,10 +76,10 @@ class NoProcesses:
     def fork(
         self, life: int, slot: int, env: Mapping[str, str], argv: Sequence[str], workdir: str, log_file: str
     ) -> None:
-        self._loop.post(WorkerReady(0, life))
+        self._post(WorkerReady(0, life))
 
     def tell(self, life: int, message: messages.Message, descriptors: Sequence[int] = ()) -> None:
-        post = self._loop.post
+        post = self._post
         match message:
             case messages.Form(generation=generation):
                 self._generation = generation
@@ -94,17 +94,17 @@ class NoProcesses:
                 self._yield = (life, message)
 
     def kill(self, life: int, gently: bool = False) -> None:
-        self._loop.post(WorkerExited(0, life, "killed"))
+        self._post(WorkerExited(0, life, "killed"))
 
     def tick(self) -> list[Any]:
         """A step has passed."""
         if self._generation:
             self._step += 1
-            self._loop.post(Progress(self._generation, self._step, STEP_S))
+            self._post(Progress(self._generation, self._step, STEP_S))
         if self._yield and self._step >= self._yield[1].at_step:
             life, message = self._yield
             self._yield = None
-            self._loop.post(WorkerReleased(0, life, message.generation, self._step))
+            self._post(WorkerReleased(0, life, message.generation, self._step))
         return []
 
     def reap(self) -> None:
@@ -129,10 +129,10 @@ class OneAgent(Loop):
         while self._ended is None and not self.vanished:
             for key, _ in self._selector.select(max(0.0, due_s - time.monotonic())):
                 self._readable(key.data)
-            self._drain_inbox()
             if (now_s := time.monotonic()) >= due_s and not self.vanished:
                 due_s = now_s + beat_s
                 self._on_tick(now_s)
+            self._drain_inbox()
         return 0
 
     def prepare(self) -> None:
@@ -141,18 +141,6 @@ class OneAgent(Loop):
         for sock in (self._wake_read, self._wake_write):
             sock.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, ("wake", 0))
-
-
-def own_cache(read: Callable[[bytes], GenerationRecord]) -> Callable[[bytes], GenerationRecord]:
-    """The newest record of each agent, which reads in a thread of its own."""
-    own = threading.local()
-
-    def newest(raw: bytes) -> GenerationRecord:
-        if getattr(own, "raw", None) != raw:
-            own.raw, own.record = raw, read(raw)
-        return own.record  # type: ignore[no-any-return]
-
-    return newest
 
 
 class Host:
@@ -165,7 +153,7 @@ class Host:
 
     def say(self, **what: object) -> None:
         with self._said:
-            print(json.dumps(what), flush=True)
+            os.write(1, (json.dumps(what) + "\n").encode())
 
     def start(self, index: int) -> None:
         node, incarnation = f"n{index}", f"i{index}"
@@ -217,7 +205,9 @@ class Host:
 
 
 def main() -> None:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL), cache_logger_on_first_use=True
+    )
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     threading.stack_size(512 << 10)
@@ -227,9 +217,8 @@ def main() -> None:
     sys.setswitchinterval(0.05)
     found = versions()
     agent_loop.versions = lambda: found  # reads files for 0.05 s, once per agent
-    # Caches by content, which on one node only one agent fills.
+    # A cache by content, which on one node only one agent fills.
     view._member = view._member.__wrapped__  # type: ignore[assignment]
-    view._generation = own_cache(view._generation.__wrapped__)  # type: ignore[assignment]
     first = json.loads(sys.stdin.readline())
     access = msgspec.convert(first["access"], EtcdAccess)
     host = Host(access, msgspec.convert(first["spec"], JobSpec), Path(first["folder"]))

@@ -35,10 +35,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 import _scale_costs  # noqa: E402
 import msgspec  # noqa: E402
 import psutil  # noqa: E402
-from _scale_agents import TIMEOUTS, Fleet  # noqa: E402
+from _scale_agents import STEP_S, TIMEOUTS, Fleet  # noqa: E402
 from support.etcd_server import EtcdServer  # noqa: E402
 
 from elastic.core.keys import ClusterKeys, JobKeys  # noqa: E402
+from elastic.core.model import CROWD  # noqa: E402
 from elastic.core.records import SpecRecord, encode  # noqa: E402
 from elastic.core.spec import JobSpec  # noqa: E402
 from elastic.etcd import KV, Etcd, EtcdError  # noqa: E402
@@ -159,7 +160,8 @@ def measure(count: int) -> Row:
 
 
 def _measure(count: int, fleet: Fleet, ledger: Ledger, meter: Meter) -> Row:
-    settle_s = 2.5 + count / 100
+    # In a large job most turn to its head when they next look around.
+    settle_s = 2.5 + count / 100 + (1.5 * STEP_S if count > CROWD else 0.0)
     with ledger.page() as form_writes:
         fleet.start(range(count))
         form_s = fleet.wait(1, range(count), FORM_LIMIT_S) - max(fleet.ready_s(agent) for agent in range(count))

@@ -147,6 +147,7 @@ def _log_to(path: Path) -> None:
             logging.DEBUG if os.environ.get("ELASTIC_DEBUG") else logging.INFO
         ),
         logger_factory=structlog.WriteLoggerFactory(cast(TextIO, output)),
+        cache_logger_on_first_use=True,
     )
 
 

@@ -26,16 +26,17 @@ class _Open:
     resumed_step: int | None = None
     stacks: dict[str, str] = field(default_factory=dict)
     causes: int = 1
+    replaced: tuple[Agent, Agent] | None = None
+    """Before and after the turn in which a generation without some of its nodes followed: it was not called broken."""
 
 
 class Incidents:
-    """Call `turn` after each turn of the recovery machine; it returns a record when a recovery is over: complete, or
-    given up with the job."""
+    """Call `turn` after each turn of the recovery machine; to who leads then, it returns a record when a recovery is
+    over: complete, or given up with the job."""
 
     def __init__(self) -> None:
         self._open: _Open | None = None
         self._stacks: dict[str, str] = {}
-        self.last: IncidentRecord | None = None
 
     def stacks(self, stacks: dict[str, str]) -> None:
         """Stacks saved before a kill go into the incident that it begins."""
@@ -58,6 +59,7 @@ class Incidents:
         after: Agent,
         local_broken: BrokenRecord | None,
         newest_step: Callable[[], int],
+        leads: Callable[[], bool],
         now_s: float,
         wall_s: float,
     ) -> IncidentRecord | None:
@@ -65,7 +67,7 @@ class Incidents:
         if self._open is None:
             return None
         self._mark(before, after, newest_step, now_s)
-        return self._end(after, now_s)
+        return self._end(after, leads, now_s)
 
     def _begin(
         self,
@@ -101,10 +103,7 @@ class Incidents:
         )
         self._stacks = {}
         if not broke and not planned and after.generation is not None:
-            gone = sorted({p.node for p in before.generation.places} - {p.node for p in after.generation.places})
-            opened.node = ", ".join(gone)
-            if cut_off(after.view, after.dead, before.generation).intersection(gone):
-                opened.kind = "unreachable"
+            opened.replaced = before, after
         if broke and record is not None:
             opened.kind, opened.node, opened.ranks, opened.detail = (
                 record.kind,
@@ -138,7 +137,7 @@ class Incidents:
         if "synced" not in times and placed and all(w.stage in (Stage.RUNNING, Stage.DONE) for w in placed):
             times["synced"] = elapsed_s
 
-    def _end(self, after: Agent, now_s: float) -> IncidentRecord | None:
+    def _end(self, after: Agent, leads: Callable[[], bool], now_s: float) -> IncidentRecord | None:
         opened, generation = self._open, after.generation
         assert opened is not None
         if generation is None:
@@ -148,9 +147,13 @@ class Incidents:
             return None
         opened.timeline_s["stepping" if recovered else "given_up"] = now_s - opened.began_s
         self._open = None
+        if not leads():
+            return None
+        if opened.replaced is not None:
+            _name_the_lost(opened, *opened.replaced)
         lost = max(0, opened.step - opened.resumed_step) if opened.resumed_step is not None else None
         again = f" (and {opened.causes - 1} more while recovering)" if opened.causes > 1 else ""
-        self.last = IncidentRecord(
+        return IncidentRecord(
             generation=generation.number + (0 if recovered else 1),
             kind=opened.kind,
             node=opened.node,
@@ -166,4 +169,12 @@ class Incidents:
             stacks=opened.stacks,
             error=opened.error,
         )
-        return self.last
+
+
+def _name_the_lost(opened: _Open, before: Agent, after: Agent) -> None:
+    assert before.generation is not None
+    assert after.generation is not None
+    gone = sorted(before.generation.order.keys() - after.generation.order.keys())
+    opened.node = ", ".join(gone)
+    if cut_off(after.view, after.dead, before.generation).intersection(gone):
+        opened.kind = "unreachable"

@@ -60,7 +60,7 @@ from .words import as_event
 STATUS_S = 0.5
 PROGRESS_S = 2.0
 FINISH_SAVING_S = 30.0
-LINES_PER_S = 250
+LINES_PER_S = 100
 """In a large job, how many agents a second lay their lines to others anew after a change: not all at once."""
 
 log = structlog.get_logger()
@@ -89,6 +89,8 @@ class Loop:
         self._spec = spec.spec
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
+        self._woken = False
+        """It has been told to look into its inbox, and has not yet."""
         self._inbox: queue.SimpleQueue[Event | View] = queue.SimpleQueue()
         self.pool = Pool(self._selector, self._spec.python or "", self._spec.preload, self._spec.stop_grace_s)
         self._deeds = Deeds(config, self._spec, registry, self.pool)
@@ -124,8 +126,10 @@ class Loop:
 
     def post(self, event: Event | View) -> None:
         self._inbox.put(event)
-        with contextlib.suppress(OSError):
-            self._wake_write.send(b"x")
+        if not self._woken:
+            self._woken = True
+            with contextlib.suppress(OSError):
+                self._wake_write.send(b"x")
 
     def on_dead(self, node: str, incarnation: str, evidence: str) -> None:
         self.post(PeerDead(node, incarnation, evidence))
@@ -196,6 +200,7 @@ class Loop:
         if key[0] == "wake":
             with contextlib.suppress(BlockingIOError):
                 self._wake_read.recv(4096)
+            self._woken = False  # before the inbox is emptied: what comes then wakes again
             return
         if key[0] == "writer":
             self.saver.readable()
@@ -346,7 +351,7 @@ class Loop:
         now_s = time.monotonic()
         self.agent, effects = step(before, event, now_s, random.random())
         if not isinstance(event, Tick | Viewed | Progress):
-            log.debug("event", what=repr(event))
+            log.debug("event", what=event)
         if isinstance(event, WorkerReady) and any(s.life == event.life for s in self.agent.standbys):
             log.info("standby.ready", life=event.life)
         if self.agent.standbys != before.standbys:
@@ -357,8 +362,8 @@ class Loop:
         local = self._deeds.broken
         if local is not None and (self.agent.generation is None or local.generation != self.agent.generation.number):
             local = None
-        record = self._incidents.turn(before, self.agent, local, self._newest_step, now_s, time.time())
-        if record is not None and self._leads():
+        record = self._incidents.turn(before, self.agent, local, self._newest_step, self._leads, now_s, time.time())
+        if record is not None:
             self._registry.put_incident(record)
             self.on_incident(record)
             log.info("incident", **msgspec.to_builtins(record))

@@ -30,6 +30,8 @@ call: with one in twenty lost each way, less than one series in ten thousand fai
 CONNECT_S = 2.0
 """The same for the calls after that, with RETRY_S between them."""
 RETRY_S = 1.0
+RESET_S, RESETS = 0.02, 25
+"""A call that was taken and reset, as by a process that is just ending, is made again after this long, so often."""
 HOLD_S, HOLD_MAX_S = 5.0, 60.0
 """How long a line must have held until its peer can be reached again: twice as long after each further fall."""
 FORGET_S = 300.0
@@ -70,6 +72,8 @@ class _Line:
     """Whether one of those dialled so far did not answer."""
     misses: int = 0
     """Calls in a row that got no answer."""
+    resets: int = 0
+    """Calls in a row that were reset."""
     unreachable: bool = False
     refused_us: bool = False
     """See `Peers._refusers`."""
@@ -264,7 +268,7 @@ class Peers:
                 return
             line.connected = True
             line.deadline_s = float("inf")  # for one that could not be reached: until it has said hello
-            line.misses = 0
+            line.misses = line.resets = 0
             self._selector.modify(sock, selectors.EVENT_READ, line)
         try:
             hello = sock.recv(HELLO_BYTES)
@@ -293,6 +297,10 @@ class Peers:
             self._dead(line, f"connection to {line.address[0]}:{line.address[1]} refused")
             line.refused_us, line.deadline_s = True, time.monotonic() + RETRY_S
             self._refusers.add(line.id)
+            return
+        if code == errno.ECONNRESET and not line.silent and line.resets < RESETS:
+            line.resets += 1
+            line.deadline_s = time.monotonic() + RESET_S
             return
         if line.silent:
             line.misses += 1

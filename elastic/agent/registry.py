@@ -17,13 +17,16 @@ from ..core.effects import Publish
 from ..core.events import Event, Joined, LeaseLost, PublishFailed
 from ..core.keys import JobKeys
 from ..core.model import Policy
+from ..core.places import changes
 from ..core.records import (
     BrokenRecord,
+    Changes,
     GenerationRecord,
     IncidentRecord,
     JobState,
     MemberRecord,
     Phase,
+    Place,
     ProgressRecord,
     Record,
     SpeaksAnotherProtocol,
@@ -176,6 +179,7 @@ class Registry:
             why=effect.change.why,
             at_step=effect.at_step,
             restore=effect.change.restore,
+            changes=self._changes(view.generation, effect.change.places),
         )
         ops: list[Op] = [Put(self.keys.generation, encode(record))]
         if verdict.state.phase is not Phase.RUNNING:
@@ -197,6 +201,9 @@ class Registry:
             at_step=record.at_step,
         )
         return done
+
+    def _changes(self, before: GenerationRecord | None, places: tuple[Place, ...]) -> Changes | None:
+        return changes(before.places, places) if before and len(places) > self.policy.crowd else None
 
     def _number(self, number: int) -> int:
         """Generations count on from those of the job's checkpoints: newer state has the larger number, always."""

@@ -10,6 +10,10 @@ import structlog
 from ..core.keys import JobKeys
 from ..etcd import Etcd, EtcdError, View, Watch
 
+WHOLE_S, HEAD_S = 5.0, 15.0
+"""How often etcd is asked whether it is there and the same as before. In a large job that is a thousand who ask; and
+a lease that cannot be renewed tells them sooner that etcd is away."""
+
 log = structlog.get_logger()
 
 
@@ -53,7 +57,7 @@ class Sight:
     def _open(self, whole: bool, now_s: float) -> None:
         self._narrow_since_s = None if whole else now_s
         self.prefix = self._keys.root if whole else self._keys.head
-        self._watch = self._etcd.watch(self.prefix, self._post)
+        self._watch = self._etcd.watch(self.prefix, self._post, refresh_s=WHOLE_S if whole else HEAD_S)
 
     def close(self) -> None:
         if self._watch is not None:

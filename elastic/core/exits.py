@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from .announce import broken_record, call_broken
 from .effects import ChargeFailure

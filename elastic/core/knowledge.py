@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from .announce import call_broken, group_failed, member_record
 from .effects import PutPhase, Rejoin

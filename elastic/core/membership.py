@@ -64,9 +64,10 @@ def watch_list(
     chief = leader(view, dead, current, deputies)
     wanted: Collection[str] = members
     if me != chief and len(members) > reach.MESH:
-        ring = [place.node for place in current.places] if current else []
-        near = reach.neighbours(ring.index(me), len(ring)) if me in ring else ()
-        wanted = {ring[i] for i in near} | ({chief} if chief else set()) | set(complaints)
+        at = current.at(me) if current else None
+        near = reach.neighbours(at, len(current.places)) if current and at is not None else ()
+        ring = {current.places[i].node for i in near} if current else set()
+        wanted = ring | ({chief} if chief else set()) | set(complaints)
     found = [members[node] for node in wanted if node != me and node in members]
     return [m for m in found if m.id not in dead]
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
+
+import msgspec
 
 from .membership import DEPUTIES, Dead, Limits
 from .records import BrokenRecord, GenerationRecord, JobState, MemberRecord, SpecRecord
 from .spec import JobSpec
 from .timeouts import Timeouts
 from .view import JobView
+
+CROWD = 64
 
 
 class Stage(enum.Enum):
@@ -31,8 +34,7 @@ class Stage(enum.Enum):
 IN_GROUP = frozenset({Stage.FORMING, Stage.RUNNING, Stage.YIELDING, Stage.DONE})
 
 
-@dataclass(frozen=True, slots=True)
-class Worker:
+class Worker(msgspec.Struct, frozen=True):
     slot: int
     life: int
     """Unique per process in this agent's life."""
@@ -46,8 +48,7 @@ class Worker:
     """Deaths of this slot since it last committed a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(msgspec.Struct, frozen=True):
     """What of the job's spec and the node's settings decides about recovery."""
 
     node: str
@@ -62,16 +63,17 @@ class Policy:
     """The script uses `elastic` and survives a re-formation; otherwise its workers are replaced each time."""
     spec: JobSpec
     timeouts: Timeouts
-    crowd: int = 64
+    crowd: int = CROWD
     """In a generation of more nodes than this, not every agent sees all members: see `sight`."""
     deputies: int = DEPUTIES
     """So many see them in any case: those that may come to lead."""
 
 
-@dataclass(frozen=True, slots=True)
-class Agent:
+class Agent(msgspec.Struct, frozen=True):
+    """A struct, since a turn changes a few of its many fields several times over."""
+
     policy: Policy
-    view: JobView = field(default_factory=JobView)
+    view: JobView = msgspec.field(default_factory=JobView)
     joined: bool = False
     connected: bool = False
     generation: GenerationRecord | None = None
@@ -88,7 +90,7 @@ class Agent:
     """Who said so, and why; outlives etcd."""
     broken_at_s: float = float("-inf")
     """When this agent came to know it."""
-    state: JobState = field(default_factory=JobState)
+    state: JobState = msgspec.field(default_factory=JobState)
     """The newest that etcd has shown; outlives etcd."""
     spec: SpecRecord | None = None
     """The newest that etcd has shown; outlives etcd."""
@@ -99,14 +101,14 @@ class Agent:
     orphaned_s: float | None = None
     """Since when nobody of the generation can be heard of."""
     dead: Dead = frozenset()
-    dead_since_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    dead_since_s: Mapping[tuple[str, str], float] = msgspec.field(default_factory=dict)
     undead: Dead = frozenset()
     """Called dead here, and alive all the same: what refuses our calls to them proves nothing but that it does."""
     unreachable: frozenset[tuple[str, str]] = frozenset()
     """(node, incarnation) of members whose agents do not answer us."""
     disputed_s: float = float("-inf")
     """When the newest complaint of anybody of anybody was heard of."""
-    workers: Mapping[int, Worker] = field(default_factory=dict)
+    workers: Mapping[int, Worker] = msgspec.field(default_factory=dict)
     standbys: tuple[Worker, ...] = ()
     lives: int = 0
     published: MemberRecord | None = None
@@ -131,5 +133,5 @@ class Agent:
     reason: str = ""
     """Why the agent waits, for people."""
     below_min: bool = False
-    asked: Mapping[str, float] = field(default_factory=dict)
+    asked: Mapping[str, float] = msgspec.field(default_factory=dict)
     """What was asked for and is not confirmed yet, and when."""

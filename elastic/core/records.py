@@ -6,6 +6,8 @@ Times called ``*_wall_s`` are seconds since 1970 for people to read; nothing is 
 from __future__ import annotations
 
 import enum
+import operator
+from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -158,12 +160,25 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Where its agent listens for others."""
 
 
-class GenerationRecord(Record, frozen=True, kw_only=True):
-    """One formed world. Immutable; re-forming makes the next number."""
+class Splice(msgspec.Struct, frozen=True, array_like=True):
+    """Instead of the earlier places [start:stop]: these."""
 
+    start: int
+    stop: int
+    places: tuple[Place, ...] = ()
+
+
+class Changes(msgspec.Struct, frozen=True, kw_only=True):
+    """How a large generation's places follow from those of the one before: whoever has read that one can do without
+    reading them all again."""
+
+    since: str
+    """Digest of the earlier places as they are written."""
+    splices: tuple[Splice, ...]
+
+
+class GenerationHead(Record, frozen=True, kw_only=True):
     number: int
-    places: tuple[Place, ...]
-    """Node rank = index here. Ranks count through `slots`, place by place."""
     store_host: str
     store_port: int
     """The TCPStore of this generation, hosted by the leader's agent."""
@@ -173,22 +188,59 @@ class GenerationRecord(Record, frozen=True, kw_only=True):
     """Planned change: the generation before runs until it has committed this step. None: let go now."""
     restore: str = "newest"
     """'newest': live state, then snapshot, then checkpoint. 'snapshot': live state is not trusted (roll back)."""
+    changes: Changes | None = None
 
-    @property
+
+FEW = 4
+"""To look for more nodes than this one by one is more work than to put all in order."""
+
+_node, _slots = operator.attrgetter("node"), operator.attrgetter("slots")
+
+
+class GenerationRecord(GenerationHead, frozen=True, kw_only=True, dict=True):
+    """One formed world. Immutable; re-forming makes the next number."""
+
+    places: tuple[Place, ...]
+    """Node rank = index here. Ranks count through `slots`, place by place."""
+
+    # There may be thousands of places: what is asked in every turn is found out once, and see `places`.
+
+    @cached_property
     def world(self) -> int:
-        return sum(len(place.slots) for place in self.places)
+        return sum(map(len, map(_slots, self.places)))
+
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """node -> node rank."""
+        return {node: i for i, node in enumerate(map(_node, self.places))}
+
+    @cached_property
+    def asked(self) -> tuple[dict[str, int | None], dict[str, int]]:
+        """Of the nodes that were asked for: node ranks, and the rank of the first worker."""
+        return {}, {}
+
+    def at(self, node: str) -> int | None:
+        """Its node rank; None: it is not a member."""
+        known = self.asked[0]
+        if node not in known:
+            if len(known) >= FEW or "order" in self.__dict__:
+                return self.order.get(node)
+            nodes = list(map(_node, self.places))
+            known[node] = nodes.index(node) if node in nodes else None
+        return known[node]
 
     def place(self, node: str, incarnation: str) -> Place | None:
-        return next((p for p in self.places if p.node == node and p.incarnation == incarnation), None)
+        at = self.at(node)
+        return self.places[at] if at is not None and self.places[at].incarnation == incarnation else None
 
     def ranks(self, node: str) -> dict[int, int]:
         """slot -> rank on `node`; empty when the node is not a member."""
-        rank = 0
-        for place in self.places:
-            if place.node == node:
-                return {slot: rank + i for i, slot in enumerate(place.slots)}
-            rank += len(place.slots)
-        return {}
+        at, firsts = self.at(node), self.asked[1]
+        if at is None:
+            return {}
+        if node not in firsts:
+            firsts[node] = sum(map(len, map(_slots, self.places[:at])))
+        return {slot: firsts[node] + i for i, slot in enumerate(self.places[at].slots)}
 
 
 class BrokenRecord(Record, frozen=True, kw_only=True):
@@ -291,6 +343,5 @@ def decode(kind: type[R], raw: bytes) -> R:
 
 # Made once, here: msgspec looks into a type when it is first used, and does not bear two threads doing that at a time.
 _VERSIONS = msgspec.json.Decoder(_Version)
-_DECODERS: dict[type[Record], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in Record.__subclasses__()
-}
+_KINDS: list[type[Record]] = [*Record.__subclasses__(), GenerationRecord]
+_DECODERS: dict[type[Record], msgspec.json.Decoder[Any]] = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}

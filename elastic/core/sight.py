@@ -36,7 +36,8 @@ def sees_members(agent: Agent, now_s: float, narrow_for_s: float | None) -> bool
     limit_s = policy.timeouts.lease_ttl_s + GRACE_S
     if narrow_for_s is None:
         return not (agent.settled >= formed.number > agent.broken and quiet_s <= limit_s)
-    at = next(i for i, place in enumerate(formed.places) if place.node == policy.node)
+    at = formed.at(policy.node)
+    assert at is not None  # it has ranks there
     return quiet_s > limit_s + WAVE_S * (at // policy.deputies)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from .effects import Effect, Kill
 from .membership import Limits
@@ -32,7 +33,7 @@ class Turn:
         return self.agent.policy
 
     def change(self, **fields: object) -> None:
-        self.agent = replace(self.agent, **fields)  # type: ignore[arg-type]
+        self.agent = replace(self.agent, **fields)
 
     def do(self, effect: Effect) -> None:
         self.effects.append(effect)
@@ -46,7 +47,7 @@ class Turn:
         return worker if worker and worker.life == life else None
 
     def move(self, worker: Worker, stage: Stage, deadline_s: float = math.inf, **fields: object) -> Worker:
-        moved = replace(worker, stage=stage, since_s=self.now_s, deadline_s=deadline_s, **fields)  # type: ignore[arg-type]
+        moved = replace(worker, stage=stage, since_s=self.now_s, deadline_s=deadline_s, **fields)
         self.put(moved)
         return moved
 

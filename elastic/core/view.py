@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar, cast
 
 from . import reach
 from .keys import JobKeys
+from .places import GenerationReader
 from .records import (
     BrokenRecord,
     GenerationRecord,
@@ -42,11 +43,6 @@ def _member(raw: bytes) -> MemberRecord:
     return decode(MemberRecord, raw)
 
 
-@functools.lru_cache(maxsize=16)
-def _generation(raw: bytes) -> GenerationRecord:
-    return decode(GenerationRecord, raw)
-
-
 @dataclass(frozen=True, slots=True)
 class Member:
     record: MemberRecord
@@ -62,10 +58,13 @@ class Seats(Mapping[str, Member]):
     """The nodes of a generation as members, for want of their records: all that is known is that they were there."""
 
     def __init__(self, formed: GenerationRecord | None) -> None:
-        self._places = {place.node: place for place in formed.places} if formed else {}
+        self._formed = formed
 
     def __getitem__(self, node: str) -> Member:
-        place = self._places[node]
+        at = self._formed.at(node) if self._formed else None
+        if self._formed is None or at is None:
+            raise KeyError(node)
+        place = self._formed.places[at]
         record = MemberRecord(
             node=place.node,
             incarnation=place.incarnation,
@@ -77,10 +76,10 @@ class Seats(Mapping[str, Member]):
         return Member(record, 0)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._formed.order if self._formed else ())
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._formed.places) if self._formed else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +127,7 @@ class Reader:
         self._members: Mapping[str, Member] = {}
         self._seats: tuple[GenerationRecord | None, Seats] = (None, Seats(None))
         self._records: dict[str, tuple[Stored, Record]] = {}
+        self._generations = GenerationReader()
 
     def read(self, kvs: Mapping[str, Stored], revision: int, whole: bool = True) -> JobView:
         """`whole`: whether the members are among `kvs`.
@@ -137,7 +137,7 @@ class Reader:
         keys = self._keys
         members = self._members if kvs is self._kvs or not whole else self._changed_members(kvs)
         spec, state, generation = kvs.get(keys.spec), kvs.get(keys.state), kvs.get(keys.generation)
-        formed = self._record(GenerationRecord, generation, _generation) if generation else None
+        formed = self._record(GenerationRecord, generation, self._generations.read) if generation else None
         broken = kvs.get(keys.broken(formed.number)) if formed else None
         progress = kvs.get(keys.progress)
         view = JobView(

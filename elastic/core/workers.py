@@ -76,15 +76,15 @@ def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: Mappi
         turn.move(worker, Stage.RUNNING, generation=generation.number, life=life)
         turn.do(ForkPlain(worker.slot, life, generation))
         return
-    places = generation.places
-    group_rank = next(i for i, p in enumerate(places) if p.node == turn.policy.node)
+    at = generation.at(turn.policy.node)
+    assert at is not None  # `ranks` are its
     turn.move(worker, Stage.FORMING, generation=generation.number)
     form = messages.Form(
         generation=generation.number,
         rank=ranks[worker.slot],
         world=generation.world,
-        group_rank=group_rank,
-        group_world=len(places),
+        group_rank=at,
+        group_world=len(generation.places),
         local_rank=sorted(ranks.values()).index(ranks[worker.slot]),
         local_world=len(ranks),
         store_host=generation.store_host,

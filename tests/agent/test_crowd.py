@@ -33,7 +33,7 @@ def test_a_crowd_outlives_all_who_would_lead_it(tmp_path: Path, monkeypatch: pyt
             everyone = set(range(NODES))
             fleet.start(everyone)
             fleet.wait(1, everyone, 100.0)
-            threading.Event().wait(3.0)  # they step, so that most turn to the head
+            threading.Event().wait(8.0)  # they step, so that at their next look around most turn to the head
             there = everyone
             for number, lost in ((2, {max(everyone)}), (3, set())):
                 lost = lost or leading(etcd, keys.generation)

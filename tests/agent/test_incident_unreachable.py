@@ -32,8 +32,8 @@ def recorded(after: JobView) -> IncidentRecord:
     incidents = Incidents()
     before = agent(view(member("a", 1), member("b", 2), member("c", 3), spec=SPEC, formed=THREE), 1)
     formed, stepping = agent(after, 1), agent(after, 2)
-    assert incidents.turn(before, formed, None, lambda: 7, 10.0, 0.0) is None
-    record = incidents.turn(formed, stepping, None, lambda: 8, 11.0, 0.0)
+    assert incidents.turn(before, formed, None, lambda: 7, lambda: True, 10.0, 0.0) is None
+    record = incidents.turn(formed, stepping, None, lambda: 8, lambda: True, 11.0, 0.0)
     assert record is not None
     return record
 

@@ -7,6 +7,7 @@ import errno
 import queue
 import select
 import socket
+import struct
 import time
 from collections.abc import Iterator
 
@@ -355,3 +356,38 @@ def test_who_looks_late_has_still_got_an_answer(heard: Heard) -> None:
         assert not line.misses
         for sock in (line.sock, peers._listener, peers._wake_read, peers._wake_write, peers._selector):
             sock.close()
+
+
+def test_a_call_that_is_reset_is_made_again_soon(heard: Heard) -> None:
+    """As when it gets to an agent that is just being killed, and is looked at only then: its death is not to be known
+    a second later for it."""
+    peers = Peers("late", lambda *dead: heard.put(dead))
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        peers._wanted = {("n1", "one"): there.getsockname()}
+        peers._reconcile()
+        line = peers._lines["n1", "one"]
+        taken, _ = there.accept()
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        taken.close()
+    assert line.sock is not None
+    eventually(lambda: line.sock in select.select([line.sock], [], [], 0.0)[0], 5.0)
+    began_s = time.monotonic()
+    peers._ready(line)
+    assert line.resets == 1
+    assert line.deadline_s < began_s + peers_module.RETRY_S / 2
+    eventually(lambda: (peers._reconcile(), not heard.empty())[1], 5.0)
+    assert heard.get()[:2] == ("n1", "one")
+    peers.start()
+    peers.close()
+
+
+def test_one_that_resets_every_call_is_not_called_without_end() -> None:
+    peers = Peers("late", lambda *_: None)
+    line = peers_module._Line(("n1", "one"), ("127.0.0.1", 1))
+    for _ in range(peers_module.RESETS):
+        peers._failed(line, errno.ECONNRESET)
+        assert line.deadline_s < time.monotonic() + peers_module.RETRY_S / 2
+    peers._failed(line, errno.ECONNRESET)
+    assert line.deadline_s > time.monotonic() + peers_module.RETRY_S / 2
+    peers.start()
+    peers.close()

@@ -6,6 +6,7 @@ import pathlib
 
 import pytest
 from support.agents import Job
+from support.wait import eventually
 
 from elastic.core.records import Phase
 
@@ -45,4 +46,4 @@ def test_it_is_no_reason_to_try_for_ever(tmp_path: pathlib.Path) -> None:
         assert state.error is not None
         assert "FileNotFoundError: caf\\udce9.png" in state.error.message
         assert state.error.rank == 1
-        assert job.incidents()
+        eventually(job.incidents, 10.0, "its incident")

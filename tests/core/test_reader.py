@@ -111,7 +111,6 @@ def test_what_has_not_changed_is_the_same_object_and_not_decoded_again(monkeypat
     read: list[bytes] = []
     decode = view._member
     monkeypatch.setattr(view, "_member", lambda raw: (read.append(raw), decode(raw))[1])
-    monkeypatch.setattr(view, "_generation", None)
     etcd.put(KEYS.state, JobState(phase=Phase.RUNNING))
     after = etcd.read(reader)
     assert after.members is before.members

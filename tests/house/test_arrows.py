@@ -24,7 +24,7 @@ MAY_IMPORT = {
 PURE = {
     "__future__", "abc", "ast", "base64", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime",
     "decimal", "difflib", "enum", "fractions", "functools", "graphlib", "hashlib", "heapq", "itertools", "json", "math",
-    "operator", "re", "statistics", "string", "struct", "textwrap", "types", "typing", "msgspec",
+    "operator", "re", "statistics", "string", "struct", "textwrap", "types", "typing", "msgspec", "xxhash",
 }  # fmt: skip
 """All that the core may import from elsewhere: no clock, no randomness, no files, no sockets, no threads."""
 
