@@ -134,7 +134,7 @@ class Watch:
         self._refresh_s = refresh_s
         self._cluster = 0
         self._closing = threading.Event()
-        self._inbox: queue.Queue[Batch | EtcdError | None] = queue.Queue(maxsize=256)
+        self._inbox: queue.SimpleQueue[Batch | EtcdError | None] = queue.SimpleQueue()
         """From the stream's reader; None: look whether etcd is still there."""
         self._thread = threading.Thread(target=self._run, name=f"etcd-watch-{prefix}", daemon=True)
 
@@ -147,10 +147,7 @@ class Watch:
 
     def nudge(self) -> None:
         """Somebody else found etcd silent: look now, not at the next refresh."""
-        try:
-            self._inbox.put_nowait(None)
-        except queue.Full:
-            pass  # there is news, so it is looking
+        self._inbox.put(None)
 
     def close(self) -> None:
         """End the watch; afterwards `on_view` is not called any more. May be called twice, and from `on_view`."""
@@ -228,10 +225,7 @@ class Watch:
                 self._confirm()
         finally:
             stream.cancel()
-            while reader.is_alive():  # it may be waiting for room
-                while not self._inbox.empty():
-                    self._inbox.get_nowait()
-                reader.join(0.05)
+            reader.join()
 
     def _read(self, stream: Iterable[Batch]) -> None:
         try:

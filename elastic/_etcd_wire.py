@@ -24,6 +24,8 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),  # a new channel to a stuck member must not share the stuck connection
     ("grpc.max_receive_message_length", 256 << 20),  # a prefix with thousands of keys
+    ("grpc.http2.bdp_probe", 0),  # a ping after what is read, to size the window: our pictures are small
+    ("grpc.http2.lookahead_bytes", 1 << 20),
     ("grpc.enable_http_proxy", 0),  # etcd is never behind the proxy for web pages
     ("grpc.enable_retries", 0),  # we know which requests may be repeated
 )

@@ -99,6 +99,7 @@ class Loop:
             self.pool, self._spec.hang, self.post, self._incidents.stacks, config.timeouts.group_s
         )
         self._gauge = status.Gauge()
+        self._status_file = status.StatusFile(Path(config.agent_dir))
         self._trimmer = Trimmer(self._spec.log_limit_mb)
         self._orders = AgentOrders()
         self._orders_file = Path(config.agent_dir, "orders.json")
@@ -425,7 +426,7 @@ class Loop:
             standbys=sum(1 for s in agent.standbys if s.stage is Stage.READY),
             last_etcd_contact_wall_s=self._pictures.contact_wall_s,
         )
-        status.write(Path(self.config.agent_dir, "status.json"), record)
+        self._status_file.write(record)
         now_s = time.monotonic()
         if leads and agent.generation and agent.connected and now_s >= self._progress_due_s:
             self._progress_due_s = now_s + PROGRESS_S

@@ -109,11 +109,15 @@ def phase_of(agent: Agent) -> str:
     return "forming"
 
 
-def write(path: Path, status: AgentStatus) -> None:
-    """Replace the file; a full disk keeps the old one and costs the job nothing."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        temporary.write_bytes(msgspec.json.encode(status))
-        os.replace(temporary, path)
-    except OSError:
-        return
+class StatusFile:
+    """What the daemon of this node reads."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._temporary = str(folder / "status.json"), str(folder / "status.tmp")
+
+    def write(self, status: AgentStatus) -> None:
+        """Replace it; a full disk keeps the old one and costs the job nothing."""
+        with contextlib.suppress(OSError):
+            with open(self._temporary, "wb") as file:
+                file.write(msgspec.json.encode(status))
+            os.replace(self._temporary, self._path)

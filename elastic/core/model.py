@@ -17,7 +17,7 @@ from .view import JobView
 CROWD = 64
 
 
-class Stage(enum.Enum):
+class Stage(enum.StrEnum):
     """Where a worker stands, as its agent knows it."""
 
     STARTING = "starting"  # forked; imports and setup
