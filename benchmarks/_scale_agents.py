@@ -127,8 +127,7 @@ class OneAgent(Loop):
         self._turn(Start())
         due_s = time.monotonic() + beat_s * (0.5 + hash(self.config.node) % 100 / 100)
         while self._ended is None and not self.vanished:
-            for key, _ in self._selector.select(max(0.0, due_s - time.monotonic())):
-                self._readable(key.data)
+            self._wait(due_s)
             if (now_s := time.monotonic()) >= due_s and not self.vanished:
                 due_s = now_s + beat_s
                 self._on_tick(now_s)

@@ -19,6 +19,11 @@ class Gathering:
         self._held_back: View | None = None
         self._next_s = 0.0
 
+    @property
+    def due_s(self) -> float:
+        """When what is held back may be looked at."""
+        return self._next_s if self._held_back is not None else float("inf")
+
     def pick(self, newest: View | None, formed: bool, now_s: float) -> View | None:
         """The picture to look at now, if any. `newest`: what came since the last call; `formed`: whether the agent
         has a generation, and so something to lose by waiting."""

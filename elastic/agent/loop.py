@@ -154,8 +154,7 @@ class Loop:
         beat_s = self.config.timeouts.beat_s
         due_s = time.monotonic() + beat_s
         while self._ended is None:
-            for key, _ in self._selector.select(max(0.0, due_s - time.monotonic())):
-                self._readable(key.data)
+            self._wait(due_s)
             self._drain_inbox()
             now_s = time.monotonic()
             if now_s >= due_s:
@@ -168,6 +167,12 @@ class Loop:
         self.saver.close()
         self._selector.close()
         return self._ended.code
+
+    def _wait(self, due_s: float) -> None:
+        """Until then, or until something has happened."""
+        until_s = min(due_s, self._pictures.due_s)
+        for key, _ in self._selector.select(max(0.0, until_s - time.monotonic())):
+            self._readable(key.data)
 
     def _save_failed(self, step: int, error: str) -> None:
         """A checkpoint that failed is an incident too, though it costs no step."""

@@ -36,6 +36,11 @@ class Pictures:
         """The view to read now, if any; `newest`: what came since the last call."""
         return self._gathering.pick(newest, agent.generation is not None, now_s)
 
+    @property
+    def due_s(self) -> float:
+        """When to pick again even if nothing has come."""
+        return self._gathering.due_s
+
     def read(self, view: View, agent: Agent) -> JobView:
         """Raises SpeaksAnotherProtocol while the agent is in no generation; later it keeps to its last picture, since
         training goes on as it is, and what is new is not for us."""

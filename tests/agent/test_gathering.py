@@ -25,10 +25,12 @@ def test_a_crowd_is_looked_at_now_and_then_and_the_newest_is_not_lost() -> None:
     gathering, count = Gathering(GENERATION), 1000
     views = [_view(count, revision) for revision in range(4)]
     assert gathering.pick(views[0], formed=False, now_s=10.0) is views[0]
+    assert gathering.due_s == float("inf")
     assert gathering.pick(views[1], formed=False, now_s=10.1) is None
     assert gathering.pick(views[2], formed=False, now_s=10.2) is None
     assert gathering.pick(None, formed=False, now_s=10.3) is None
     due_s = 10.0 + PAUSE_S * count
+    assert gathering.due_s == due_s
     assert gathering.pick(None, formed=False, now_s=due_s) is views[2]
     assert gathering.pick(None, formed=False, now_s=due_s) is None, "once"
     assert gathering.pick(views[3], formed=False, now_s=due_s + 0.1) is None
