@@ -6,7 +6,7 @@ python benchmarks/scale.py --costs
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MappingProxyType
 
 import msgspec
@@ -15,6 +15,7 @@ from elastic.core.events import Joined, Progress, Start, Tick, Viewed, WorkerRea
 from elastic.core.keys import ClusterKeys
 from elastic.core.membership import Limits
 from elastic.core.model import Agent, Policy
+from elastic.core.places import GenerationReader, changes
 from elastic.core.records import (
     GenerationRecord,
     JobState,
@@ -44,6 +45,8 @@ class Costs(msgspec.Struct):
     nodes: int
     generation_kb: float
     decode_generation_ms: float
+    read_next_ms: float
+    """The next generation, without one node, by who has read the one before."""
     read_whole_ms: float
     read_changed_ms: float
     """One key in the picture has changed."""
@@ -119,6 +122,17 @@ def agent_at(index: int, picture: Picture, view: JobView, now_s: float) -> Agent
     return agent
 
 
+def followers(formed: GenerationRecord) -> Iterator[bytes]:
+    """The generations that follow as one node after the other is lost."""
+    for lost in range(ROUNDS):
+        middle = len(formed.places) // 2 + lost
+        places = formed.places[:middle] + formed.places[middle + 1 :]
+        formed = msgspec.structs.replace(
+            formed, number=formed.number + 1, places=places, changes=changes(formed.places, places)
+        )
+        yield encode(formed)
+
+
 def measure(nodes: int) -> Costs:
     picture = Picture(nodes)
     raw, reader = encode(picture.generation), Reader(KEYS)
@@ -129,6 +143,10 @@ def measure(nodes: int) -> Costs:
     leader, _ = step(leader, Tick(), now_s)
     whole = picture.taken()
     decode_ms = best_ms(lambda: decode(GenerationRecord, raw))
+    generations = GenerationReader()
+    generations.read(raw)
+    after = iter(tuple(followers(picture.generation)))
+    next_ms = best_ms(lambda: generations.read(next(after)))
     whole_ms = best_ms(lambda: Reader(KEYS).read(whole, picture.revision))
     changed = []
     for count in range(ROUNDS):
@@ -146,6 +164,7 @@ def measure(nodes: int) -> Costs:
         nodes=nodes,
         generation_kb=round(len(raw) / 1e3, 1),
         decode_generation_ms=decode_ms,
+        read_next_ms=next_ms,
         read_whole_ms=whole_ms,
         read_changed_ms=changed_ms,
         leader_turn_ms=best_ms(lambda: step(leader, next(events), now_s)),
