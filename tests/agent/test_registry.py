@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.fake_etcd import FakeClient, FakeServer
+from support.jobs import generation, place
 
 from elastic.agent.desk import Order
 from elastic.agent.registry import Registry
@@ -16,7 +17,8 @@ from elastic.core.effects import Publish
 from elastic.core.events import Event, PublishFailed
 from elastic.core.keys import ClusterKeys
 from elastic.core.membership import Change, Limits
-from elastic.core.model import Policy
+from elastic.core.model import CROWD, Policy
+from elastic.core.places import GenerationReader
 from elastic.core.records import (
     BrokenRecord,
     GenerationRecord,
@@ -233,6 +235,27 @@ def test_a_number_that_is_used_again_after_a_wipe_gets_a_store_that_nobody_has_c
     office.desks["urgent"].orders[-1]()
     assert port_of(office) != there
     office.stores.close()
+
+
+@pytest.mark.parametrize(("nodes", "large"), [(CROWD, False), (CROWD + 2, True)])
+def test_a_large_generation_says_what_changed(nodes: int, large: bool) -> None:
+    """So that who has read the one before reads next to nothing."""
+    office = Office()
+    office.client.put(KEYS.member("n"), b"ours")
+    before = generation(1, [place(f"n{i}") for i in range(nodes)])
+    revision = office.client.put(KEYS.generation, encode(before))
+    after = before.places[1:]
+    effect = Publish(2, Change(after, "n0 is gone", planned=False), revision, None, None)
+    office.registry.publish(effect, JobView(generation=before, generation_revision=revision), "n")
+    office.desks["urgent"].orders[-1]()
+    office.stores.close()
+    written = office.client.server.kvs[KEYS.generation].value
+    assert (decode(GenerationRecord, written).changes is not None) is large
+    reader = GenerationReader()
+    known = reader.read(encode(before)).places[1:]
+    read = reader.read(written).places
+    assert read == after
+    assert all(a is b for a, b in zip(read, known, strict=True)) is large
 
 
 def test_a_store_is_another_on_another_basis() -> None:
