@@ -36,7 +36,7 @@ from ..core.events import (
     WorkerReady,
 )
 from ..core.keys import JobKeys
-from ..core.membership import leader, watch_list
+from ..core.membership import leader
 from ..core.model import Agent, Stage
 from ..core.records import GenerationRecord, IncidentRecord, SpeaksAnotherProtocol, SpecRecord
 from ..core.recovery import step
@@ -47,6 +47,7 @@ from .deeds import Deeds
 from .errors import read_error
 from .incidents import Incidents
 from .logs import Trimmer
+from .lookout import Lookout
 from .peers import Peers
 from .pictures import Pictures
 from .pool import Exited, Happening, Pool, Said, ZygoteUp
@@ -60,8 +61,6 @@ from .words import as_event
 STATUS_S = 0.5
 PROGRESS_S = 2.0
 FINISH_SAVING_S = 30.0
-LINES_PER_S = 100
-"""In a large job, how many agents a second lay their lines to others anew after a change: not all at once."""
 
 log = structlog.get_logger()
 
@@ -82,9 +81,8 @@ class Loop:
         self.config = config
         self.agent = agent
         self._registry = registry
-        self._peers = peers
+        self._lookout = Lookout(peers)
         self._sight = sight
-        self._lines_due_s = float("inf")
         self._pictures = Pictures(keys)
         self._spec = spec.spec
         self._selector = selectors.DefaultSelector()
@@ -255,8 +253,6 @@ class Loop:
             self._turn(Drain("the agent was told to end", now_s + self._spec.stop_grace_s))
         self._turn(progress or Tick())
         self._look_around(now_s)
-        if now_s >= self._lines_due_s:
-            self._watch_peers()
         if now_s >= self._status_due_s:
             self._status_due_s = now_s + STATUS_S
             self.pool.reap()
@@ -376,15 +372,7 @@ class Loop:
         if self.agent.generation is not None and self.agent.generation is not before.generation:
             self.on_generation(self.agent, self.agent.generation)
             self.changed.set()
-        if (
-            self.agent.generation is not before.generation
-            or self.agent.view.members is not before.view.members
-            or self.agent.dead != before.dead
-            or self.agent.unreachable != before.unreachable
-        ):
-            self._lines_due_s = min(self._lines_due_s, now_s + self._spread_s())
-            if now_s >= self._lines_due_s:
-                self._watch_peers()
+        self._lookout.turned(before, self.agent, self._sight.whole, now_s)
 
     def _newest_step(self) -> int:
         """The newest step that a rank of this node is known to have committed."""
@@ -395,18 +383,6 @@ class Loop:
     def _leads(self) -> bool:
         agent = self.agent
         return leader(agent.view, agent.dead, agent.generation, agent.policy.deputies) == self.config.node
-
-    def _spread_s(self) -> float:
-        if self._sight.whole or self.agent.generation is None:
-            return 0.0
-        return random.uniform(0.0, len(self.agent.generation.places) / LINES_PER_S)
-
-    def _watch_peers(self) -> None:
-        self._lines_due_s = float("inf")
-        agent = self.agent
-        complaints = {node for node, _ in agent.unreachable}
-        seen = watch_list(agent.view, agent.dead, agent.generation, self.config.node, complaints)
-        self._peers.watch({m.id: (m.record.host, m.record.port) for m in seen})
 
     # ── status ──────────────────────────────────────────────────────────────────────────────────────────────
 
