@@ -19,6 +19,8 @@ from .pool import Pool
 from .saver import Saved
 
 RATE_WINDOW_S = 10.0
+SLOW_S = 1.0
+"""A group that takes longer than this to form waits for somebody."""
 
 
 class Gauge:
@@ -76,7 +78,6 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
                 gauge.loss = beat.loss
                 break
     reason = "" if phase_of(agent) == "running" else agent.reason
-    starting = [f"slot {w.slot} of {agent.policy.node}" for w in agent.workers.values() if w.stage is Stage.STARTING]
     return ProgressRecord(
         generation=agent.generation.number if agent.generation else 0,
         world=agent.generation.world if agent.generation else 0,
@@ -84,7 +85,7 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
         steps_per_s=round(gauge.per_s(), 3),
         loss=gauge.loss,
         wall_s=time.time(),
-        waiting_for=reason or (f"{', '.join(starting)} to start" if starting else ""),
+        waiting_for=reason or _waits_for(agent, time.monotonic()),
         ranks=rows,
         checkpoint_step=saved.step if saved.step is not None else agent.view.saved_step or None,
         checkpoint_wall_s=saved.wall_s,
@@ -92,6 +93,16 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
         checkpoint_interval=saved.interval,
         checkpoint_skipped=saved.skipped,
     )
+
+
+def _waits_for(agent: Agent, now_s: float) -> str:
+    starting = [f"slot {w.slot} of {agent.policy.node}" for w in agent.workers.values() if w.stage is Stage.STARTING]
+    if starting:
+        return f"{', '.join(starting)} to start"
+    slow = [w for w in agent.workers.values() if w.stage is Stage.FORMING and now_s - w.since_s > SLOW_S]
+    if slow and agent.generation is not None:  # which of the others is not there yet, only its own agent knows
+        return f"all ranks to start in generation {agent.generation.number} ({agent.generation.why})"
+    return ""
 
 
 def phase_of(agent: Agent) -> str:

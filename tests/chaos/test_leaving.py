@@ -20,8 +20,8 @@ def test_a_drain_that_would_cost_all_waits_until_its_deadline() -> None:
         job.wait_step(10)
         (node,) = cluster.nodes
         cluster.api("POST", "/v1/nodes/node0/drain", {"reason": "a new disk", "deadline_s": 8.0})
-        why = eventually(lambda: job.row()["agent"]["reason"], 6.0, "it says why it is still there")
-        assert "no checkpoint.dir" in why
+        said = "it says why it is still there"
+        eventually(lambda: "no checkpoint.dir" in job.row()["agent"]["reason"], 6.0, said)
         there = job.history.step()
         job.wait_step(there + 2, 5.0)
         assert node.daemon is not None

@@ -1,0 +1,45 @@
+"""What an agent says its job waits for, while no rank of it is missing here."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from support.jobs import generation, place
+
+from elastic.agent.pool import Pool
+from elastic.agent.saver import Saved
+from elastic.agent.status import SLOW_S, Gauge, progress
+from elastic.core.membership import Limits
+from elastic.core.model import Agent, Policy, Stage, Worker
+from elastic.core.spec import JobSpec
+from elastic.core.timeouts import Timeouts
+
+
+class NoPool:
+    def __init__(self) -> None:
+        self.processes: dict[int, object] = {}
+
+
+def waits_for(stage: Stage, since_s: float) -> str:
+    policy = Policy(
+        node="a", incarnation="a.1", host="a", port=1, slots=1, limits=Limits(1, 2, 0.0), shrink=False, standbys=0,
+        managed=True, spec=JobSpec(name="job", script="x.py"), timeouts=Timeouts(),
+    )  # fmt: skip
+    worker = Worker(slot=0, life=1, stage=stage, generation=2, since_s=time.monotonic() - since_s)
+    agent = Agent(policy, generation=generation(2, [place("a"), place("b")]), workers={0: worker})
+    pool: Pool = NoPool()  # type: ignore[assignment]
+    return progress(agent, pool, Gauge(), (), Saved()).waiting_for
+
+
+@pytest.mark.parametrize(
+    ("stage", "since_s", "said"),
+    [
+        (Stage.RUNNING, 100.0, ""),
+        (Stage.FORMING, SLOW_S / 2, ""),
+        (Stage.FORMING, SLOW_S * 2, "all ranks to start in generation 2 (because)"),
+        (Stage.STARTING, 0.0, "slot 0 of a to start"),
+    ],
+)
+def test_who_waits_says_for_what(stage: Stage, since_s: float, said: str) -> None:
+    assert waits_for(stage, since_s) == said
