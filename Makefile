@@ -1,18 +1,27 @@
-# make demo · make test · make lint · make bench · make chaos · make simulate
+# make demo · make test · make lint · make bench · make chaos · make soak · make simulate
 PYTHON ?= python3
-BIN := .venv/bin
+# make test TORCH=2.15.0: the same in an environment of its own. The package index may have that torch for CUDA only:
+# some 5 GB. PYTHON=python3.13 with it: another Python.
+TORCH ?=
+VENV := .venv$(if $(TORCH),-$(TORCH))
+BIN := $(VENV)/bin
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SEED ?= 1
 MINUTES ?= 2
 # Most tests wait for processes, leases and time-outs rather than for a core.
 TEST_PROCESSES ?= 2
+CASES ?= 300
+CASE ?=
+SHRINK ?=
 
-.PHONY: demo test lint bench chaos simulate venv test-gpu gpu-bundle clean
+.PHONY: demo test lint bench chaos soak simulate venv test-gpu test-cuda-fork gpu-bundle clean
 
-venv: .venv/.ready
+venv: $(VENV)/.ready
 
-.venv/.ready: pyproject.toml
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -q -e '.[embedded,remote,data,test,lint]'
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(if $(TORCH),echo torch==$(TORCH) > $(CONSTRAINTS))
+	@$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[embedded,remote,data,test,lint]'
 	@touch $@
 
 demo: venv
@@ -33,6 +42,9 @@ bench: venv
 chaos: venv
 	@PYTHONPATH=tests $(BIN)/python -m chaos.random_faults --seed $(SEED) --minutes $(MINUTES)
 
+soak: venv
+	@PYTHONPATH=tests $(BIN)/python -m soak.run --cases $(CASES) --seed $(SEED) $(if $(CASE),--case $(CASE)) $(if $(SHRINK),--shrink)
+
 simulate: venv
 	@PYTHONPATH=tests $(BIN)/python -m simulation.run --minutes $(MINUTES)
 
@@ -46,8 +58,21 @@ test-gpu:
 		echo "pytest is missing here: run 'make gpu-bundle' where there is a network, and bring .wheels along" >&2; exit 1; }; \
 	python3 -m pytest -q -m gpu $(GPU_TESTS)
 
+# A CUDA build of torch, on a machine without a GPU that seems to have one. Makes an environment of its own in
+# CUDA_VENV, of about 5 GB; never part of `make test`. A torch of the version range in pyproject.toml that the package
+# index has with CUDA.
+CUDA_VENV ?= /tmp/elasticd-cuda-venv
+CUDA_TORCH ?= torch==2.12.1
+
+test-cuda-fork: venv
+	@test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
+	@$(CUDA_VENV)/bin/python -c 'import torch, etcd3, msgspec' 2>/dev/null || \
+		$(CUDA_VENV)/bin/python -m pip install -q --no-cache-dir '$(CUDA_TORCH)' -e '.'
+	@$(CUDA_VENV)/bin/python -c 'import torch; assert torch.version.cuda, "not a CUDA build"'
+	@ELASTIC_CUDA_PYTHON=$(CUDA_VENV)/bin/python $(BIN)/pytest -v tests/cuda_fork
+
 gpu-bundle:
 	@python3 tests/gpu/wheels.py
 
 clean:
-	@rm -rf .venv .wheels build dist *.egg-info
+	@rm -rf .venv .venv-* .wheels build dist *.egg-info

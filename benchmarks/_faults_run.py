@@ -130,7 +130,7 @@ class Run:
         """The newest incident, once there is one of a generation after `generation`. Raises NotStruck: another kind."""
 
         def told() -> dict[str, Any] | None:
-            found = [i for i in self.job.incidents() if i["generation"] > generation]
+            found = [i for i in self.job.incidents() if not i["open"] and i["generation"] > generation]
             return found[0] if found else None
 
         seen = wait_for(told, 10.0, f"an incident after generation {generation}", every_s=0.1)

@@ -146,14 +146,13 @@ def workplace(keep: bool = False) -> Iterator[tuple[pathlib.Path, Processes]]:
 class Node:
     """One elasticd with a state directory of its own. The first of a cluster runs the embedded etcd."""
 
-    def __init__(
-        self, folder: pathlib.Path, processes: Processes, name: str, *, slots: int, etcd: str = "", etcd_port: int = 0
-    ) -> None:
+    def __init__(self, folder: pathlib.Path, processes: Processes, name: str, *, slots: int, etcd: str = "") -> None:
         self.name, self._processes = name, processes
         self.folder = folder / name
         self.folder.mkdir()
         self.socket = self.folder / "s"
-        endpoints = f'endpoints = ["{etcd}"]' if etcd else f'embedded_listen = "127.0.0.1:{etcd_port}"'
+        self.etcd = etcd or f"unix:{self.folder}/state/etcd/client:0"
+        endpoints = f'endpoints = ["{etcd}"]' if etcd else ""
         self.config = self.folder / "elasticd.toml"
         self.config.write_text(
             f'cluster = "bench"\nnode = "{name}"\naddress = "127.0.0.1"\nslots = {slots}\n'

@@ -14,11 +14,12 @@ import logging
 import math
 import os
 import resource
+import selectors
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from elastic.agent.versions import versions  # noqa: E402
 from elastic.core import messages, view  # noqa: E402
 from elastic.core.agentfile import AgentConfig, EtcdAccess  # noqa: E402
 from elastic.core.events import (  # noqa: E402
+    Event,
     Progress,
     Start,
     WorkerExited,
@@ -66,12 +68,18 @@ TIMEOUTS = Timeouts(beat_s=STEP_S, let_go_s=3.0, respawn_s=20.0, lease_ttl_s=15.
 class NoProcesses:
     """A pool whose workers do at once what they are told. Only the loop calls it, so that it need not be woken."""
 
-    def __init__(self, loop: Loop) -> None:
+    why_fresh = ""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
         self.processes: dict[int, Any] = {}
-        self._post = loop._inbox.put
+        self._post: Callable[[Event], None] = lambda event: None
         self._generation = 0
         self._step = 0
         self._yield: tuple[int, messages.Yield] | None = None
+
+    def attach(self, loop: Loop) -> None:
+        self._post = loop._inbox.put
 
     def fork(
         self, life: int, slot: int, env: Mapping[str, str], argv: Sequence[str], workdir: str, log_file: str
@@ -135,8 +143,6 @@ class OneAgent(Loop):
         return 0
 
     def prepare(self) -> None:
-        import selectors
-
         for sock in (self._wake_read, self._wake_write):
             sock.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, ("wake", 0))
@@ -176,9 +182,9 @@ class Host:
             etcd, keys, policy, Stores("127.0.0.1"), lambda event: loop.post(event) if loop else None, record
         )
         sight = Sight(etcd, keys, policy.crowd)
-        loop = OneAgent(config, Agent(policy), registry, peers, sight, keys, record)
-        loop.pool = NoProcesses(loop)  # type: ignore[assignment]
-        loop._watchman.pool = loop._deeds._pool = loop.pool
+        pool = NoProcesses()
+        loop = OneAgent(config, Agent(policy), registry, peers, sight, keys, record, pool)  # type: ignore[arg-type]
+        pool.attach(loop)
 
         def formed(agent: Agent, generation: GenerationRecord) -> None:
             now_s, whole = time.monotonic(), agent.view.whole

@@ -28,7 +28,7 @@ from elastic.core.records import (
 from elastic.core.spec import BadSpec, parse_job
 from elastic.etcd import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, ModIs, Op, Put
 
-from .board import Board
+from .board import Board, Snapshot
 from .errors import Refused
 
 SEEN_S = 2.0
@@ -158,7 +158,7 @@ class Actions:
     def _spec(self, job: str) -> SpecRecord:
         spec, _ = self._read(SpecRecord, self._job(job).spec)
         if spec is None:
-            raise Refused(404, f"there is no job {job!r}")
+            raise Refused(404, no_job(job, self._board.now))
         return spec
 
     def _node(self, node: str) -> None:
@@ -216,6 +216,11 @@ class Actions:
             raise _unavailable(error) from error
         name = keys.root.rstrip("/").rpartition("/")[2]
         self._board.wait(lambda s: name not in s.cluster.jobs, SEEN_S)
+
+
+def no_job(job: str, snapshot: Snapshot) -> str:
+    """The same sentence wherever a job is named that is not there."""
+    return f"there is no job {job!r}; there are: {', '.join(sorted(snapshot.cluster.jobs)) or 'none'}"
 
 
 def _ended(phase: Phase) -> str:

@@ -21,11 +21,14 @@ from typing import TypeVar
 import msgspec
 
 from elastic.core.agentfile import AgentConfig, AgentOrders, AgentStatus
+from elastic.core.keys import NAME, check_name
 from elastic.core.records import PROTOCOL
 
-from . import launch
+from . import launch, leftovers
 from .errors import CannotStart
+from .folders import Folder
 from .log import Log
+from .ownership import replace_file
 from .threads import Threads
 
 FIRST_PAUSE_S = 0.2
@@ -91,20 +94,27 @@ class Agents:
         self._log = log
 
     def dir(self, job: str) -> Path:
-        return self.jobs_dir / job / "agent"
+        """Raises ValueError for what is no name of a job: it must not lead out of `jobs_dir`."""
+        return self.jobs_dir / check_name("job", job) / "agent"
+
+    def logs(self, job: str) -> Folder:
+        """Raises ValueError for what is no name of a job."""
+        return Folder(self.jobs_dir, (check_name("job", job), "logs"))
 
     def logs_dir(self, job: str) -> Path:
-        return self.jobs_dir / job / "logs"
+        """Where a new agent's workers shall write. Raises ValueError for what is no name of a job."""
+        return self.jobs_dir / check_name("job", job) / "logs"
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def find(self) -> None:
         """Take up the agents that an earlier daemon started."""
-        self.jobs_dir.mkdir(parents=True, exist_ok=True)
+        self.jobs_dir.mkdir(parents=True, exist_ok=True, mode=0o750)
         for folder in sorted(self.jobs_dir.iterdir()):
-            if folder.name not in self.running:
+            if NAME.fullmatch(folder.name) and folder.name not in self.running:
                 try:
-                    self.adopt(folder.name)
+                    if not self.adopt(folder.name):
+                        self._end_leftovers(folder.name)
                 except OSError as error:  # out of descriptors, say: `start` will look again
                     self._log.error("agent.cannot_look", job=folder.name, why=str(error))
 
@@ -154,7 +164,8 @@ class Agents:
             if self.adopt(job, config):
                 return
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            Path(config.logs_dir).mkdir(parents=True, exist_ok=True)
+            self._end_leftovers(job)
+            Path(config.logs_dir).mkdir(parents=True, exist_ok=True, mode=0o750)
             (folder / "status.json").unlink(missing_ok=True)
             write(folder / "orders.json", AgentOrders())
             write(folder / "config.json", config)
@@ -177,12 +188,23 @@ class Agents:
         self._log.info("agent.started", job=job, pid=started.pid, slots=config.slots, unit=started.unit)
         self._watch(job, started.pid, started.child)
 
+    def _end_leftovers(self, job: str) -> None:
+        """What the workers of a dead agent have started and left."""
+        if launch.holder(self.dir(job) / "lock") is not None:
+            return
+        if pids := leftovers.end(self.dir(job)):
+            self._log.warning("agent.leftovers_ended", job=job, pids=pids)
+
     def gone(self, event: Gone) -> None:
         """Book the end of an agent."""
         running = self.running.get(event.job)
         if running is None or running.pid != event.pid:
             return
         del self.running[event.job]
+        try:
+            self._end_leftovers(event.job)
+        except OSError as error:  # out of descriptors, say: the next start looks again
+            self._log.error("agent.cannot_look", job=event.job, why=str(error))
         lived_s = time.monotonic() - running.since_s
         if event.code == 0:  # it left in peace: the job is over, or leaves this node
             self._log.info("agent.left", job=event.job, pid=event.pid, lived_s=round(lived_s, 3))
@@ -253,10 +275,7 @@ class Agents:
 
 def write(path: Path, content: AgentConfig | AgentOrders) -> None:
     """Replace a file as a whole: its reader sees the old or the new. It may hold etcd's password: ours alone."""
-    aside = path.with_name(f".{path.name}.new")
-    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(content))
-    os.replace(aside, path)
+    replace_file(path, msgspec.json.encode(content))
 
 
 def describe_exit(code: int) -> str:

@@ -13,6 +13,7 @@ A job in a final phase, or about to stop, gets no new node. A job without a spec
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -42,7 +43,7 @@ class Plan:
 
 def plan(cluster: Cluster, running: Mapping[str, int], me: str) -> Plan:
     """`running`: job -> workers of the agents on node `me`, which may not be members yet."""
-    used: dict[str, int] = {}
+    used = _Used()
     places: dict[str, dict[str, int]] = {}
     surplus: dict[str, dict[str, str]] = {}
     for job in cluster.jobs.values():
@@ -50,7 +51,7 @@ def plan(cluster: Cluster, running: Mapping[str, int], me: str) -> Plan:
             continue
         places[job.name] = _standing(job, running, me)
         for node, slots in places[job.name].items():
-            used[node] = used.get(node, 0) + slots
+            used.add(job, node, slots)
     waiting: dict[str, str] = {}
     for job in cluster.by_age():
         assert job.spec is not None
@@ -61,12 +62,47 @@ def plan(cluster: Cluster, running: Mapping[str, int], me: str) -> Plan:
         if job.state.phase is not Phase.STOPPING:
             for new in _candidates(cluster, job, mine, used)[: max(0, spec.max_nodes - len(staying))]:
                 mine[new.name] = slots_wanted(job.spec, new.record.slots)
-                used[new.name] = used.get(new.name, 0) + mine[new.name]
+                used.add(job, new.name, mine[new.name])
         if extra := _surplus(job, staying, list(mine)):
             surplus[job.name] = extra
         if len(mine) < spec.min_nodes:
             waiting[job.name] = _why(cluster, job, mine, used)
     return Plan(places, surplus, waiting)
+
+
+class _Used:
+    """Slots that have a worker, by node; and those of them whose worker has a GPU."""
+
+    def __init__(self) -> None:
+        self._slots: Counter[str] = Counter()
+        self._gpus: Counter[str] = Counter()
+
+    def add(self, job: Job, node: str, slots: int) -> None:
+        self._slots[node] += slots
+        if _wants_gpus(job):
+            self._gpus[node] += slots
+
+    def free(self, node: Node) -> int:
+        return node.record.slots - self._slots[node.name]
+
+    def free_gpus(self, node: Node) -> int:
+        return node.record.gpus - self._gpus[node.name]
+
+    def fits(self, job: Job, node: Node) -> bool:
+        assert job.spec is not None
+        wanted = slots_wanted(job.spec, node.record.slots)
+        return wanted <= self.free(node) and not (_needs_gpus(job, node) and wanted > self.free_gpus(node))
+
+
+def _wants_gpus(job: Job) -> bool:
+    """Whether the job's workers take a GPU each where there are any."""
+    return job.spec is None or job.spec.spec.backend != "gloo"
+
+
+def _needs_gpus(job: Job, node: Node) -> bool:
+    """NCCL refuses two ranks on one GPU, and a job that asks for it by name has no use for a node without one."""
+    assert job.spec is not None
+    return job.spec.spec.backend == "nccl" or (node.record.gpus > 0 and _wants_gpus(job))
 
 
 def _standing(job: Job, running: Mapping[str, int], me: str) -> dict[str, int]:
@@ -94,24 +130,23 @@ def _surplus(job: Job, staying: list[str], planned: list[str]) -> dict[str, str]
     aside = [n for n in planned if n in job.state.avoid]
     if len(planned) - len(aside) < job.spec.spec.min_nodes:
         aside = []
-    return dict.fromkeys(extra, f"{job.name} was scaled to {job.spec.spec.nodes} nodes") | {
+    most = job.spec.spec.max_nodes
+    enough = f"{job.name} has the {most} nodes" if most > 1 else f"{job.name} has the one node"
+    return dict.fromkeys(extra, f"{enough} that it may have (nodes = {job.spec.spec.nodes})") | {
         n: f"{n} is set aside for {job.name}: its workers fail there more often" for n in aside
     }
 
 
-def _candidates(cluster: Cluster, job: Job, mine: Mapping[str, int], used: Mapping[str, int]) -> list[Node]:
+def _candidates(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used) -> list[Node]:
     assert job.spec is not None
     return [
         node
         for node in sorted(cluster.nodes.values(), key=lambda n: n.seniority)
-        if node.name not in mine
-        and not node.why_not
-        and node.name not in job.state.avoid
-        and slots_wanted(job.spec, node.record.slots) <= node.record.slots - used.get(node.name, 0)
+        if node.name not in mine and not node.why_not and node.name not in job.state.avoid and used.fits(job, node)
     ]
 
 
-def _why(cluster: Cluster, job: Job, mine: Mapping[str, int], used: Mapping[str, int]) -> str:
+def _why(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used) -> str:
     """In words: what stands in the way of each node that the job does not have."""
     assert job.spec is not None
     spec = job.spec.spec
@@ -119,11 +154,23 @@ def _why(cluster: Cluster, job: Job, mine: Mapping[str, int], used: Mapping[str,
     for node in sorted(cluster.nodes.values(), key=lambda n: n.name):
         if node.name in mine:
             continue
-        free, wanted = node.record.slots - used.get(node.name, 0), slots_wanted(job.spec, node.record.slots)
+        free, wanted = used.free(node), slots_wanted(job.spec, node.record.slots)
         if node.why_not:
             reasons.append(f"{node.name} is {node.why_not}")
         elif node.name in job.state.avoid:
             reasons.append(f"{node.name} is set aside for this job (elasticctl uncordon {node.name} takes it back)")
         elif wanted > free:
             reasons.append(f"{node.name} has {free} of {node.record.slots} slots free, {wanted} are needed")
+        elif not used.fits(job, node):
+            reasons.append(_lacks_gpus(node, wanted, used.free_gpus(node), spec.backend))
     return "; ".join([f"{len(mine)} of at least {spec.min_nodes} nodes", *reasons])
+
+
+def _lacks_gpus(node: Node, wanted: int, free: int, backend: str) -> str:
+    if not node.record.gpus:
+        return f"{node.name} has no GPU, and the job asks for backend nccl"
+    cure = f"set slots = {node.record.gpus} on {node.name}" if node.record.slots > node.record.gpus else "wait"
+    return (
+        f"{node.name} has {max(0, free)} of {node.record.gpus} GPUs free, {wanted} are needed, one per worker "
+        f"(backend {backend}): {cure}, or submit with fewer workers per node or backend gloo"
+    )

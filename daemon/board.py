@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from elastic.core.agentfile import AgentStatus
+from elastic.etcd import MemberHealth
 
 from .assignment import Plan
 from .cluster import Cluster
@@ -33,6 +34,10 @@ class Contact:
     version: str = ""
     alarms: tuple[str, ...] = ()
     """What etcd itself has raised alarm about: 'NOSPACE', 'CORRUPT'."""
+    members: tuple[MemberHealth, ...] = ()
+    """Each configured member by itself; empty: not asked yet, or embedded."""
+    anonymous: bool = False
+    """Whether it is known to take writes from anyone: no password, no client certificate."""
 
 
 @dataclass(frozen=True, slots=True)

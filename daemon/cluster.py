@@ -169,7 +169,8 @@ class Reader:
                 generation=take(GenerationRecord, mine.get(job.generation)),
                 progress=take(ProgressRecord, mine.get(job.progress)),
                 asked=take(AskedRecord, mine.get(job.asked)) or AskedRecord(),
-                incidents=tuple(i for i in incidents if i is not None),
+                # The keys of failed checkpoints are not in the order of their steps: 9 comes after 10.
+                incidents=tuple(sorted((i for i in incidents if i is not None), key=lambda i: i.wall_s)),
             )
         return Cluster(nodes, jobs, cordons, drains, revision, foreign)
 

@@ -6,6 +6,7 @@ import ast
 import inspect
 import math
 import os
+import re
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping
@@ -40,28 +41,33 @@ class Loaded:
 def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, str]) -> Loaded:
     """Read and check all settings. `flags`: 'etcd.endpoints' -> text. Raises BadConfig naming the setting."""
     raw = _read(path) if path else {}
-    where = str(path) if path else "defaults"
     sources = {name: "file" for name, _ in _leaves(raw)}
     try:
         refuse_unknown(Settings, raw)
         for name, text in _from_environment(environment):
             _put(raw, name, _value(name, text))
             sources[name] = "environment"
-            where = "environment"
         for name, text in flags.items():
+            sources[name] = "flag"
             if name not in HINTS:
                 probe: Raw = {}
-                _put(probe, name, text)
+                _put(probe, ".".join(name.split(".")[:3]), text)  # no setting lies deeper
                 refuse_unknown(Settings, probe)
             _put(raw, name, _value(name, text))
-            sources[name] = "flag"
         settings = msgspec.convert(raw, Settings)
         check(settings)
     except msgspec.ValidationError as error:
-        raise BadConfig(f"{path or where}: {_explain(error, raw)}") from None
+        raise BadConfig(_with_source(_explain(error, raw), sources, path)) from None
     except (BadSpec, ValueError) as error:
-        raise BadConfig(f"{path or where}: {error}") from None
+        raise BadConfig(_with_source(str(error), sources, path)) from None
     return Loaded(settings, {name: sources.get(name, "default") for name in HINTS})
+
+
+def _with_source(message: str, sources: Mapping[str, str], path: Path | None) -> str:
+    """The message, behind where the settings that it names were given."""
+    named = [name for name in sources if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", message)]
+    places = {"file": str(path), "environment": "environment", "flag": "flag"}
+    return ": ".join([*dict.fromkeys(places[sources[name]] for name in named), message])
 
 
 def check(settings: Settings) -> None:
@@ -75,8 +81,10 @@ def check(settings: Settings) -> None:
             raise ValueError(f"timeouts.{name} = {value}: a finite number of seconds")  # agents get it as JSON
     etcd = settings.etcd
     for endpoint in etcd.endpoints:
-        host_port("etcd.endpoints", endpoint)
-    host_port("etcd.embedded_listen", etcd.embedded_listen, zero_ok=True)
+        if not endpoint.startswith("unix:/"):
+            host_port("etcd.endpoints", endpoint)
+    if etcd.embedded_listen:
+        host_port("etcd.embedded_listen", etcd.embedded_listen)
     if settings.http.listen:
         host_port("http.listen", settings.http.listen, zero_ok=True)
     for a, b in (("user", "password_file"), ("cert_file", "key_file")):
@@ -94,7 +102,12 @@ def check(settings: Settings) -> None:
 def host_port(field: str, text: str, zero_ok: bool = False) -> tuple[str, int]:
     """'10.0.0.1:2379' or '[::1]:2379' -> (host, port). Raises ValueError naming `field`."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not (0 if zero_ok else 1) <= int(port) <= 65535 or "/" in host:
+    if (
+        not host
+        or not re.fullmatch("[0-9]{1,5}", port)
+        or not (0 if zero_ok else 1) <= int(port) <= 65535
+        or "/" in host
+    ):
         raise ValueError(f"{field} = {text!r}: write host:port, as in '10.0.0.1:2379'")
     return host.strip("[]"), int(port)
 
@@ -113,7 +126,7 @@ def _read(path: Path) -> Raw:
             return tomllib.load(file)
     except OSError as error:
         raise BadConfig(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadConfig(f"{path}: is not TOML: {error}") from None
 
 
@@ -139,7 +152,7 @@ def _value(name: str, text: str) -> Any:
         return [part.strip() for part in text.split(",") if part.strip()]
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
 
 

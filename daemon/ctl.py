@@ -1,24 +1,31 @@
 """The command `elasticctl`: shows and steers a cluster through the daemon of this node.
 
-Exit codes: 0 all is well · 1 refused or failed · 2 wrong usage · 3 degraded: something wants attention ·
-4 a job has failed · 5 no daemon answers · 6 etcd cannot be reached, and the command needs it.
+Exit codes: 0 all is well · 1 refused or failed · 2 wrong usage, or a value that is never right · 3 degraded: something
+wants attention · 4 a job has failed · 5 no daemon answers · 6 etcd cannot be reached, and the command needs it.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
+import elastic
+
+from . import ctl_text
 from .ctl_client import Client, Failed, Unreachable, default_socket, name
 
 Json = dict[str, Any]
 
 OK, ERROR, USAGE, DEGRADED, FAILED, NO_DAEMON, NO_ETCD = range(7)
+INTERRUPTED = 130
 OVER = ("succeeded", "failed", "stopped")
 HEALTH = {"healthy": OK, "degraded": DEGRADED, "failed": FAILED}
 
@@ -26,25 +33,44 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as d
 
 
 class Main(click.Group):
-    """Turns what goes wrong into words and an exit code."""
+    """Turns what goes wrong into words, or JSON where that was asked for, and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
-        except Unreachable as error:
-            _die(str(error), NO_DAEMON)
-        except Failed as error:
-            _die(str(error), NO_ETCD if error.status == 503 else ERROR)
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()  # here, and not while the interpreter ends, where nobody could catch it
         except BrokenPipeError:  # head, less: they have seen enough
-            sys.stderr.close()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(OK)
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # a locale that lacks '→' ends no command
+        words = list(sys.argv[1:] if args is None else args)
+        as_json = "--json" in words[: words.index("--") if "--" in words else None]
+        try:
+            code = super().main(words, *rest, **options | {"standalone_mode": False})
+        except Unreachable as error:
+            _die(str(error), NO_DAEMON, as_json)
+        except Failed as error:
+            _die(str(error), {400: USAGE, 503: NO_ETCD}.get(error.status, ERROR), as_json, error.status)
+        except click.UsageError as error:
+            _die(error.format_message(), USAGE, as_json, hint=error.ctx.get_usage() if error.ctx else "")
+        except click.ClickException as error:
+            _die(error.format_message(), error.exit_code, as_json)
+        except (click.Abort, KeyboardInterrupt):
+            sys.exit(INTERRUPTED)
+        sys.exit(code if isinstance(code, int) else OK)
 
 
 @click.group(cls=Main, context_settings={"help_option_names": ["-h", "--help"]}, epilog=__doc__.partition("\n\n")[2])
 @click.option(
     "--socket", default=None, metavar="PATH", help="The daemon's socket; else $ELASTICCTL_SOCKET, else found."
 )
-@click.version_option(package_name="elasticd", prog_name="elasticctl")
+@click.version_option(elastic.__version__, prog_name="elasticctl")
 @click.pass_context
 def main(ctx: click.Context, socket: str | None) -> None:
     """Show and steer elasticd: jobs that survive."""
@@ -83,7 +109,7 @@ def jobs(client: Client, as_json: bool) -> None:
         return _print(data)
     from . import ctl_views
 
-    return ctl_views.console().print(ctl_views.jobs_table(data["jobs"]) if data["jobs"] else "no jobs")
+    return ctl_views.jobs(data["jobs"])
 
 
 @main.command()
@@ -96,7 +122,7 @@ def nodes(client: Client, as_json: bool) -> None:
         return _print(data)
     from . import ctl_views
 
-    return ctl_views.console().print(ctl_views.nodes_table(data["nodes"]))
+    return ctl_views.nodes(data["nodes"])
 
 
 @main.command()
@@ -117,25 +143,27 @@ def incidents(client: Client, job: str | None, last: int, full: bool, as_json: b
         for row in found:
             ctl_views.incident(row)
         return None
-    return ctl_views.console().print(ctl_views.incidents_table(found) if found else "no incidents")
+    return ctl_views.incidents(found)
 
 
 @main.command()
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("file")
 @click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Override a field: checkpoint.keep=5.")
 @click.option("--replace", is_flag=True, help="Take the name of a job that is over; its records go.")
 @as_json
 @click.pass_obj
-def submit(client: Client, file: Path, settings: tuple[str, ...], replace: bool, as_json: bool) -> None:
+def submit(client: Client, file: str, settings: tuple[str, ...], replace: bool, as_json: bool) -> None:
     """Submit the job that FILE (job.toml) describes."""
     from . import ctl_jobs
 
     try:
-        raw = ctl_jobs.from_file(file)
+        raw = ctl_jobs.from_file(Path(file))
         ctl_jobs.override(raw, settings)
         ctl_jobs.resolve(raw, Path.cwd())
+        if raw.get("module"):
+            ctl_jobs.check_module(raw, client.get("/v1/status")["python"])
     except ctl_jobs.BadJob as error:
-        _die(str(error), USAGE)
+        raise Failed(400, str(error)) from None
     data = client.post("/v1/jobs", {"spec": raw, "replace": replace})
     _say(data, as_json, f"{data['job']} is submitted; see: elasticctl status {data['job']}")
 
@@ -145,7 +173,14 @@ def submit(client: Client, file: Path, settings: tuple[str, ...], replace: bool,
 @click.option("--nodes", metavar="MIN:MAX", help="How many nodes. Default 1:1.")
 @click.option("-w", "--workers", metavar="N", help="Workers on each node; default: as many as it has slots.")
 @click.option("-m", "--module", is_flag=True, help="The first word is a module, as for python -m.")
-@click.option("-e", "--env", multiple=True, metavar="NAME=VALUE", help="Environment for the workers.")
+@click.option(
+    "-e",
+    "--env",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="A variable for the workers, as text; without =VALUE as it is in this shell.",
+)
+@click.option("--python", metavar="PATH", help="Interpreter with torch and elastic; default: the daemon's own.")
 @click.option("--checkpoints", metavar="DIR", help="Folder for checkpoints.")
 @click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other field of a job.")
 @click.option("--detach", is_flag=True, help="Submit only; do not follow.")
@@ -159,6 +194,7 @@ def run(
     workers: str | None,
     module: bool,
     env: tuple[str, ...],
+    python: str | None,
     checkpoints: str | None,
     settings: tuple[str, ...],
     detach: bool,
@@ -167,22 +203,26 @@ def run(
 ) -> None:
     """Submit a script, follow its log, and end with its result: elasticctl run --nodes 1:2 -- train.py --lr 0.1
 
-    Ctrl-C asks whether to detach (the job goes on) or to stop it."""
+    Options stand before the script; what stands behind it is the script's own. Ctrl-C asks whether to detach (the job
+    goes on) or to stop it."""
     from . import ctl_jobs
 
     try:
         raw = ctl_jobs.from_command(command, module)
-        options = {"nodes": nodes, "workers_per_node": workers, "checkpoint.dir": checkpoints}
+        options = {"nodes": nodes, "workers_per_node": workers, "checkpoint.dir": checkpoints, "python": python}
         for field, value in options.items():
             if value is not None:
-                ctl_jobs.put(raw, field, int(value) if field == "workers_per_node" and value.isdigit() else value)
-        ctl_jobs.override(raw, [f"env.{pair}" for pair in env])
+                ctl_jobs.put(raw, field, ctl_jobs.number(value) if field == "workers_per_node" else value)
+        ctl_jobs.environment(raw, env)
         ctl_jobs.override(raw, settings)
         ctl_jobs.resolve(raw, Path.cwd())
+        cluster = client.get("/v1/status")
+        ctl_jobs.check_module(raw, cluster["python"])
     except ctl_jobs.BadJob as error:
-        _die(str(error), USAGE)
-    taken = [row["job"] for row in client.get("/v1/jobs")["jobs"]]
-    raw["name"] = job_name or ctl_jobs.free_name(raw["name"], taken)
+        raise Failed(400, str(error)) from None
+    raw["name"] = job_name or ctl_jobs.free_name(raw["name"], [row["job"] for row in cluster["jobs"]])
+    if not as_json and "python" not in raw and cluster["python"] != sys.executable:
+        click.echo(ctl_text.line(f"it runs with {cluster['python']}; --python takes another"), err=True)
     data = client.post("/v1/jobs", {"spec": raw})
     _say(data, as_json, f"{data['job']} is submitted", err=True)
     if not detach:
@@ -217,7 +257,8 @@ def stop(client: Client, job: str, reason: str, wait_s: float, as_json: bool) ->
     until_s = time.monotonic() + wait_s
     while data["phase"] not in OVER and (left_s := min(until_s - time.monotonic(), 60.0)) > 0:  # 60: the longest answer
         data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": left_s}, timeout_s=left_s + 10)
-    _say(data, as_json, f"{job} is {data['phase']}")
+    is_over = data["phase"] in ("succeeded", "failed")
+    _say(data, as_json, f"{job} {'has' if is_over else 'is'} {data['phase']}")
 
 
 @main.command()
@@ -330,7 +371,7 @@ def checkpoint_verify(client: Client, where: str, as_json: bool) -> None:
 
 
 @checkpoint.command("export")
-@click.argument("path", type=click.Path(exists=True, file_okay=False))
+@click.argument("path")
 @click.argument("target")
 @click.option("--format", "form", type=click.Choice(["torch", "dcp"]), default="torch", show_default=True,
               help="One file for torch.load, or a torch.distributed.checkpoint directory.")  # fmt: skip
@@ -350,9 +391,15 @@ def _say(data: Json, as_json: bool, text: str, err: bool = False) -> None:
     if as_json:
         _print(data)
     else:
-        click.echo(text, err=err)
+        click.echo(ctl_text.line(text), err=err)
 
 
-def _die(message: str, code: int) -> NoReturn:
-    click.echo(f"elasticctl: {message}", err=True)
+def _die(message: str, code: int, as_json: bool = False, status: int | None = None, hint: str = "") -> NoReturn:
+    """End with `code`. As JSON on stdout, in the form of the API's errors; else as text on stderr."""
+    if as_json:
+        _print({"schema": 1, "error": {"status": status, "message": message, "exit_code": code}})
+    else:
+        if hint:
+            click.echo(ctl_text.block(hint), err=True)
+        click.echo(ctl_text.block(f"elasticctl: {message}", most=ctl_text.LINE_CHARS), err=True)
     sys.exit(code)

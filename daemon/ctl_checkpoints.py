@@ -12,6 +12,7 @@ import sys
 
 import click
 
+from . import ctl_text
 from .ctl_client import Client, Failed, Json, Unreachable, name
 from .views import SCHEMA
 
@@ -26,7 +27,7 @@ def show_list(client: Client, where: str, as_json: bool) -> int:
 
         ctl_views.checkpoints(rows)
     else:
-        click.echo(f"no checkpoints in {where}")
+        click.echo(ctl_text.line(f"no checkpoints in {where}"))
     return 0
 
 
@@ -38,19 +39,20 @@ def show_verify(client: Client, where: str, as_json: bool) -> int:
     for row in () if as_json else rows:
         good = row["state"] == "good"
         said = "good" if good else f"DAMAGED ({row['state']}): {row['detail']}"
-        click.secho(f"{row['path']}: {said}", fg=None if good else "red")
-    if not rows:
-        click.echo(f"no checkpoints in {where}", err=True)
+        click.secho(ctl_text.line(f"{row['path']}: {said}"), fg=None if good else "red")
+    if not rows and not as_json:
+        click.echo(ctl_text.line(f"no checkpoints in {where}"), err=True)
     return int(not rows or any(row["state"] != "good" for row in rows))
 
 
 def export(path: str, target: str, form: str, as_json: bool) -> int:
-    done = _ask("export", path, target, "--format", form)
+    if not os.path.isdir(path):
+        raise Failed(404, f"{path!r} is no folder here")
+    done = _ask("export", os.path.abspath(path), os.path.abspath(target), "--format", form)
     if done.returncode:
         raise Failed(500, done.stderr.strip() or f"ended with exit code {done.returncode}")
-    click.echo(
-        json.dumps({"schema": SCHEMA, "exported": target, "format": form}) if as_json else f"{target} is written"
-    )
+    content = {"schema": SCHEMA, "exported": target, "format": form}
+    click.echo(json.dumps(content) if as_json else ctl_text.line(f"{target} is written"))
     return 0
 
 
@@ -70,8 +72,8 @@ def _rows(client: Client, where: str, command: str) -> list[Json]:
 
 def _folder(client: Client, where: str) -> tuple[str, str | None]:
     """A folder as it is; else the one of the job of that name."""
-    if os.path.isdir(where):
-        return where, None
+    if "\0" not in where and os.path.isdir(where):
+        return os.path.abspath(where), None  # a name that begins with a dash is no option
     try:
         spec = client.get(f"/v1/jobs/{name(where)}")["spec"]
     except (Failed, Unreachable) as error:
@@ -84,7 +86,12 @@ def _folder(client: Client, where: str) -> tuple[str, str | None]:
 
 def _ask(*args: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "elastic.checkpoint", *args]
-    return subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    try:
+        return subprocess.run(
+            argv, capture_output=True, text=True, errors="backslashreplace", check=False, stdin=subprocess.DEVNULL
+        )
+    except (OSError, ValueError) as error:  # a path too long for one argument; a NUL in it
+        raise Failed(400, f"{args[1]!r}: {error}") from None
 
 
 def _print(rows: list[Json]) -> None:

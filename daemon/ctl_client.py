@@ -80,7 +80,10 @@ class Client:
         head = f"{method} {path} HTTP/1.0\r\nHost: elasticd\r\nContent-Length: {len(raw)}\r\n\r\n"
         try:
             connection.connect(self.path)
-            connection.sendall(head.encode() + raw)
+            try:
+                connection.sendall(head.encode() + raw)
+            except BrokenPipeError:
+                pass  # it has answered before it had read all: the answer says why
         except OSError as error:
             connection.close()
             raise Unreachable(_why(self.path, error)) from None
@@ -89,11 +92,11 @@ class Client:
 
 def name(text: str) -> str:
     """A job's or node's name as part of a path."""
-    return quote(text, safe="")
+    return quote(text, safe="", errors="surrogatepass")  # what is no UTF-8 is refused by the daemon, as any wrong name
 
 
 def _with(path: str, query: Mapping[str, object] | None) -> str:
-    return f"{path}?{urlencode(query)}" if query else path
+    return f"{path}?{urlencode(query, errors='surrogatepass')}" if query else path
 
 
 def _head(answer: Any) -> int:

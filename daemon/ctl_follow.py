@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn, TextIO
 
 import click
 
+from . import ctl_text
 from .ctl_client import Client, Json, Unreachable, name
 
 RECONNECT_S = 30.0
@@ -18,64 +25,140 @@ AGAIN = threading.Event()
 """Never set: a daemon's coming back is no event that we could wait for."""
 
 RESULTS = {"succeeded": 0, "failed": 4, "stopped": 1}
+TERMINATED = 143
+
+_CLEAR = "\r\x1b[2K"
+
+
+class ProgressLine:
+    """One line at the foot of a terminal that is replaced as the job goes on; nothing where there is no terminal."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._on = out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._shown = ""
+
+    def show(self, text: str) -> None:
+        if self._on:
+            self._shown = text
+            width = shutil.get_terminal_size().columns
+            self._out.write(_CLEAR + ctl_text.line(text)[: width - 1])
+            self._out.flush()
+
+    def clear(self) -> None:
+        """Before other output; `again` puts it back."""
+        if self._on and self._shown:
+            self._out.write(_CLEAR)
+            self._out.flush()
+
+    def again(self) -> None:
+        if self._shown:
+            self.show(self._shown)
 
 
 def show(
     client: Client, job: str, *, follow: bool, rank: int | None, tail: int, as_json: bool, notes: bool = False
 ) -> Json:
-    """Print lines until the stream ends; returns its last message, {} when it broke."""
-    query: dict[str, object] = {"tail": tail, "follow": int(follow)}
+    """Print lines until the stream ends; returns its last message, {} when it broke. `notes`: also what happens to the
+    job, and on a terminal where it stands."""
+    foot = ProgressLine(sys.stderr)
+    query: dict[str, object] = {"tail": tail, "follow": int(follow), "progress": int(notes and not as_json)}
     if rank is not None:
         query["rank"] = rank
     end: Json = {}
-    for message in client.lines(f"/v1/jobs/{name(job)}/logs", query):
-        if message.get("end"):
-            end = message
-        if as_json:
-            sys.stdout.write(json.dumps(message) + "\n")
-        elif "note" in message:
-            if notes:
-                click.secho(f"── {message['note']}", fg="cyan", err=True)
-        elif "line" in message:
-            sys.stdout.write(f"[{_who(message)}] {message['line']}\n")
-        sys.stdout.flush()
+    as_shown = ctl_text.output if sys.stdout.isatty() else str  # into a pipe or a file: as the worker wrote it
+    try:
+        for message in client.lines(f"/v1/jobs/{name(job)}/logs", query):
+            if message.get("end"):
+                end = message
+            if as_json:
+                sys.stdout.write(json.dumps(message) + "\n")
+            elif "progress" in message:
+                foot.show(progress_text(message["progress"]))
+                continue
+            elif "note" in message:
+                if notes or message.get("cut"):
+                    foot.clear()
+                    click.secho(ctl_text.line(f"── {message['note']}"), fg="cyan", err=True)
+                    foot.again()
+            elif "line" in message:
+                foot.clear()
+                sys.stdout.write(f"[{_source(message)}] {as_shown(message['line'])}\n")
+                sys.stdout.flush()
+                foot.again()
+            sys.stdout.flush()
+    finally:
+        foot.clear()
     if not as_json and (elsewhere := end.get("elsewhere")):
         where = ", ".join(f"{', '.join(map(str, ranks))} on {node}" for node, ranks in elsewhere.items())
-        click.secho(f"(other ranks write on their own nodes: {where})", dim=True, err=True)
+        click.secho(ctl_text.line(f"(other ranks write on their own nodes: {where})"), dim=True, err=True)
     if not as_json and end.get("phase") == "failed":
         _tell_error(client.get(f"/v1/jobs/{name(job)}"))
     return end
 
 
+def progress_text(row: Json) -> str:
+    """'running  step 120  8.3 steps/s  loss 0.0123  world 4'."""
+    parts = [str(row["phase"])]
+    if row["step"] is not None:
+        parts.append(f"step {row['step']}")
+    if row["steps_per_s"] and row["phase"] == "running":
+        parts.append(f"{row['steps_per_s']:.1f} steps/s")
+    if row["loss"] is not None:
+        parts.append(f"loss {row['loss']:.4g}")
+    if row["world"]:
+        parts.append(f"world {row['world']}")
+    if row["waiting_for"]:
+        parts.append(f"waits for: {row['waiting_for']}")
+    return "  ".join(parts)
+
+
 def _tell_error(data: Json) -> None:
     """The rank that failed first, with its traceback."""
     if error := data["error"]:
-        step = f" at step {error['step']}" if error["step"] is not None else ""
-        click.secho(f"── rank {error['rank']} on {error['node']} failed first{step}:", fg="red", err=True)
-        click.echo(error["traceback"].rstrip() or error["message"], err=True)
+        from .ctl_views import failed_first
+
+        click.secho(ctl_text.line(f"── {failed_first(error)}:"), fg="red", err=True)
+        click.echo(ctl_text.block(error["traceback"].rstrip() or error["message"]), err=True)
 
 
 def until_over(client: Client, job: str, as_json: bool) -> int:
     """Follow `job` to its end; returns its result as an exit code. Ctrl-C asks."""
     tail, gone_s = 1000, None
-    while True:
-        try:
-            end = show(client, job, follow=True, rank=None, tail=tail, as_json=as_json, notes=True)
-            data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": 30}, timeout_s=40)
-            gone_s, tail = None, 0
-            if end and data["phase"] in RESULTS:
-                return _result(data, as_json)
-        except Unreachable:
-            now_s = time.monotonic()
-            gone_s = gone_s or now_s
-            if now_s - gone_s > RECONNECT_S:
-                raise
-            tail = 0
-            AGAIN.wait(0.3)
-        except KeyboardInterrupt:
-            if (code := _ask(client, job)) is not None:
-                return code
-            tail = 0
+    with _terminated_in_words(job):
+        while True:
+            try:
+                end = show(client, job, follow=True, rank=None, tail=tail, as_json=as_json, notes=True)
+                data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": 30}, timeout_s=40)
+                gone_s, tail = None, 0
+                if end and data["phase"] in RESULTS:
+                    return _result(data, as_json)
+            except Unreachable:
+                now_s = time.monotonic()
+                gone_s = gone_s or now_s
+                if now_s - gone_s > RECONNECT_S:
+                    raise
+                tail = 0
+                AGAIN.wait(0.3)
+            except KeyboardInterrupt:
+                if (code := _ask(client, job)) is not None:
+                    return code
+                tail = 0
+
+
+@contextmanager
+def _terminated_in_words(job: str) -> Iterator[None]:
+    """SIGTERM, from `timeout` say, ends this command and not the job: it says so."""
+
+    def end(*_: object) -> NoReturn:
+        click.echo(f"\nterminated: {job} goes on; stop it with: elasticctl stop {job}", err=True)
+        sys.exit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _ask(client: Client, job: str) -> int | None:
@@ -100,15 +183,20 @@ def _ask(client: Client, job: str) -> int | None:
 
 
 def _result(data: Json, as_json: bool) -> int:
-    phase = data["phase"]
     if not as_json:
-        reason = f": {data['reason']}" if data["reason"] else ""
-        click.secho(f"── {data['job']} has {'been stopped' if phase == 'stopped' else phase}{reason}",
-                    fg="green" if phase == "succeeded" else "red", err=True)  # fmt: skip
-    return RESULTS[phase]
+        click.secho(ctl_text.line(result_text(data)), fg="green" if data["phase"] == "succeeded" else "red", err=True)
+    return RESULTS[data["phase"]]
 
 
-def _who(message: Json) -> str:
+def result_text(data: Json) -> str:
+    """'── train has succeeded at step 468, loss 0.01234'."""
+    at = f" at step {data['step']}" if data["step"] is not None else ""
+    loss = f", loss {data['loss']:.6g}" if data["loss"] is not None else ""
+    reason = f": {data['reason']}" if data["reason"] else ""
+    return f"── {data['job']} has {'been stopped' if data['phase'] == 'stopped' else data['phase']}{at}{loss}{reason}"
+
+
+def _source(message: Json) -> str:
     if message["rank"] is not None:
         return str(message["rank"])
     return f"slot {message['slot']}" if message["slot"] is not None else "standby"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,13 @@ def from_file(path: Path) -> Raw:
         raw = tomllib.loads(path.read_text())
     except OSError as error:
         raise BadJob(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadJob(f"{path}: is not TOML: {error}") from None
+    except ValueError as error:  # a NUL in the path
+        raise BadJob(f"{str(path)!r}: {error}") from None
+    for field, value in _leaves(raw):
+        if not _is_json(value):
+            raise BadJob(f"{path}: {field} = {value}: no field is a date: write a text in quotes")
     raw.setdefault("name", _name(path.stem))
     return raw
 
@@ -35,16 +42,35 @@ def from_command(command: Sequence[str], module: bool) -> Raw:
 
 
 def override(raw: Raw, settings: Iterable[str]) -> None:
-    """Apply 'checkpoint.keep=5' and the like. A value is read as TOML, else as text."""
+    """Apply 'checkpoint.keep=5' and the like. A value is read as TOML, else as text; of `env` always as text."""
     for text in settings:
         name, equals, value = text.partition("=")
         if not equals:
             raise BadJob(f"--set {text}: write FIELD=VALUE, as in checkpoint.keep=5")
-        put(raw, name.strip(), _value(value))
+        if name.strip().startswith("env."):
+            environment(raw, [f"{name.strip().removeprefix('env.')}={value}"])
+        else:
+            put(raw, name.strip(), _value(value))
+
+
+def environment(raw: Raw, pairs: Iterable[str], shell: Mapping[str, str] = os.environ) -> None:
+    """Apply 'LR=0.1': all behind the first '=' is the value, as it is. 'LR' alone: as it is in the shell."""
+    env = raw.setdefault("env", {})
+    if not isinstance(env, dict):
+        raise BadJob(f"env = {env!r}: expected a table [env]")
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name:
+            raise BadJob(f"-e {pair!r}: write NAME=VALUE, or NAME to pass on the shell's value")
+        if not equals and name not in shell:
+            raise BadJob(f"-e {pair}: there is no variable {name!r} in this shell: export it, or write {name}=VALUE")
+        env[name] = value if equals else shell[name]
 
 
 def put(raw: Raw, name: str, value: Any) -> None:
     *tables, last = name.split(".")
+    if len(tables) > 1:
+        raise BadJob(f"{name[:200]}: no such field")
     for table in tables:
         raw = raw.setdefault(table, {})
         if not isinstance(raw, dict):
@@ -53,18 +79,49 @@ def put(raw: Raw, name: str, value: Any) -> None:
 
 
 def resolve(raw: Raw, here: Path) -> None:
-    """Make paths absolute, from `here`: the daemon runs elsewhere. The script must be there."""
-    workdir = raw["workdir"] = str(_absolute(raw.get("workdir") or ".", here))
+    """Make paths absolute, from `here`: the daemon runs elsewhere. What shall run must be there. A field that is no
+    text is left as it is: the daemon refuses it by name."""
+    given = raw.get("workdir") or "."
+    if isinstance(given, str):
+        raw["workdir"] = str(_absolute("workdir", given, here))
+        if not os.path.isdir(raw["workdir"]):
+            raise BadJob(f"workdir = {given!r}: there is no such folder: {raw['workdir']}")
     if isinstance(script := raw.get("script"), str) and script:
-        found = next((p for p in (_absolute(script, here), Path(workdir, script)) if p.is_file()), None)
-        if found is None:
-            raise BadJob(f"script = {script!r}: there is no such file in {here}")
-        raw["script"] = str(found)
-    if "/" in (python := raw.get("python") or ""):
-        raw["python"] = str(_absolute(python, here, follow=False))
+        raw["script"] = _script(script, here, str(raw.get("workdir")))
+    if isinstance(python := raw.get("python"), str) and "/" in python:
+        raw["python"] = str(_absolute("python", python, here, follow=False))
+        if not os.access(raw["python"], os.X_OK) or os.path.isdir(raw["python"]):
+            raise BadJob(f"python = {python!r}: there is no such program: {raw['python']}")
     checkpoint = raw.get("checkpoint")
     if isinstance(checkpoint, dict) and isinstance(folder := checkpoint.get("dir"), str) and folder:
-        checkpoint["dir"] = str(_absolute(folder, here))
+        checkpoint["dir"] = str(_absolute("checkpoint.dir", folder, here))
+
+
+def _script(script: str, here: Path, workdir: str) -> str:
+    for base in (here, Path(workdir)):
+        path = _absolute("script", script, base)
+        if os.path.isfile(path):
+            return str(path)
+        if os.path.isdir(path):
+            raise BadJob(f"script = {script!r}: is a folder: name a file in it, or run a package with -m")
+    raise BadJob(f"script = {script!r}: there is no such file in {here}")
+
+
+def check_module(raw: Raw, python: str) -> None:
+    """Raise BadJob for a module that its interpreter does not find. `python`: the one of a job that names none."""
+    from . import ctl_modules
+
+    module, given, env = raw.get("module"), raw.get("python") or python, raw.get("env") or {}
+    if not (isinstance(module, str) and module and isinstance(given, str) and isinstance(env, dict)):
+        return
+    texts = {name: value for name, value in env.items() if isinstance(value, str)}
+    if why := ctl_modules.missing(module, given, str(raw.get("workdir") or ""), texts):
+        raise BadJob(f"module = {module[:200]!r}: {given} -m would fail in {raw.get('workdir')}: {why[:500]}")
+
+
+def number(text: str) -> int | str:
+    """'2' -> 2; what is no number stays, to be refused by name."""
+    return int(text) if re.fullmatch("[0-9]{1,30}", text) else text
 
 
 def free_name(wanted: str, taken: Iterable[str]) -> str:
@@ -75,9 +132,12 @@ def free_name(wanted: str, taken: Iterable[str]) -> str:
     return next(name for n in range(2, len(known) + 3) if (name := f"{wanted}-{n}") not in known)
 
 
-def _absolute(text: str, here: Path, follow: bool = True) -> Path:
-    path = here / Path(text).expanduser()
-    return path.resolve() if follow else Path(os.path.abspath(path))
+def _absolute(field: str, text: str, here: Path, follow: bool = True) -> Path:
+    try:
+        path = here / Path(text).expanduser()
+        return path.resolve() if follow else Path(os.path.abspath(path))
+    except (OSError, ValueError, RuntimeError) as error:  # too long; a NUL; a user that is not there, a ring of links
+        raise BadJob(f"{field} = {text[:200]!r}: {error}") from None
 
 
 def _name(text: str) -> str:
@@ -87,6 +147,24 @@ def _name(text: str) -> str:
 
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
+    return value["value"] if list(value) == ["value"] and _is_json(value["value"]) else text
+
+
+def _leaves(raw: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def _is_json(value: Any) -> bool:
+    """TOML has dates and times besides."""
+    try:
+        json.dumps(value)
+    except (TypeError, RecursionError):
+        return False
+    return True

@@ -1,16 +1,22 @@
-"""How elasticctl shows what the daemon says. Rich is imported here only, and only the parts that are needed."""
+"""How elasticctl shows what the daemon says. Rich is imported here only, and only the parts that are needed.
+
+Every answer goes through `ctl_text.shown` first, and the console reads no markup: no text in it can break a screen.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.control import Control
-from rich.table import Table
 from rich.text import Text
+
+from .ctl_table import Column, Rows
+from .ctl_text import shown
 
 Json = dict[str, Any]
 
@@ -25,14 +31,21 @@ COLOURS = {
 
 OVER = ("succeeded", "failed", "stopped")
 
-NARROW = 110
-"""Columns of a terminal below which the table of jobs is cut."""
+PIPED_CELLS = 200
+"""Width where the output is not a terminal and nobody says how wide it is."""
 
 
 def console() -> Console:
-    """Wide enough for a table when its output is not a terminal and nobody says how wide it is."""
-    made = Console(highlight=False, soft_wrap=False)
-    return made if made.is_terminal or os.environ.get("COLUMNS") else Console(highlight=False, width=200)
+    """Reads no markup, no emoji codes; colours nothing by itself."""
+    made = _Console(highlight=False, markup=False, emoji=False)
+    if made.is_terminal or os.environ.get("COLUMNS"):
+        return made
+    return _Console(highlight=False, markup=False, emoji=False, width=PIPED_CELLS)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would end the process with exit code 1
 
 
 def watch(show: Callable[[], None]) -> None:
@@ -49,28 +62,47 @@ def watch(show: Callable[[], None]) -> None:
 
 def status(data: Json) -> None:
     """One screen: cluster, nodes, jobs, what wants attention."""
-    out = console()
+    out, data = console(), shown(data)
     head = Text.assemble("cluster ", (data["cluster"], "bold"), "  node ", (data["node"], "bold"), "  ", _health(data))
-    out.print(head)
-    out.print(etcd_line(data["etcd"]))
+    _say(out, head)
+    _say(out, etcd_line(data["etcd"]))
+    if data["address_why"]:
+        on = f" on {data['interface']}" if data["interface"] else ", on no interface of this machine"
+        _say(out, Text(f"address {data['address']}{on} ({data['address_why']})"))
     for problem in data["problems"]:
-        out.print(Text(f"! {problem}", "yellow"))
+        _say(out, Text(f"! {problem}", "yellow"))
     out.print()
-    out.print(nodes_table(data["nodes"]))
+    _nodes(data["nodes"]).print(out)
     out.print()
-    narrow = out.width < NARROW
+    rows = _jobs(data["jobs"])
     if data["jobs"]:
-        out.print(jobs_table(data["jobs"], narrow))
+        rows.print(out)
     else:
-        out.print("no jobs. Submit one: elasticctl submit job.toml, or: elasticctl run -- train.py")
+        _say(out, Text("no jobs. Submit one: elasticctl submit job.toml, or: elasticctl run -- train.py"))
+    narrow = "last incident" in rows.left_out(out.width)
     for job in data["jobs"]:
         if narrow and job["last_incident"]:
-            out.print(f"  {job['job']}: last incident {_incident_short(job['last_incident'])}", soft_wrap=True)
+            _say(out, Text(f"  {job['job']}: last incident {_incident_short(job['last_incident'])}"))
         _remarks(out, job)
+
+
+def jobs(rows: Sequence[Json]) -> None:
+    out, rows = console(), shown(rows)
+    _jobs(rows).print(out) if rows else _say(out, Text("no jobs"))
+
+
+def nodes(rows: Sequence[Json]) -> None:
+    _nodes(shown(rows)).print(console())
+
+
+def incidents(rows: Sequence[Json]) -> None:
+    out, rows = console(), shown(rows)
+    _incidents(rows).print(out) if rows else _say(out, Text("no incidents"))
 
 
 def etcd_line(etcd: Json) -> Text:
     where = "embedded" if etcd["embedded"] else ", ".join(etcd["endpoints"])
+    where += "; takes writes from anyone" if etcd["anonymous"] else ""
     version = f" {etcd['version']}" if etcd["version"] else ""
     if etcd["connected"]:
         return Text.assemble(f"etcd{version} ({where}) ", ("connected", "green"))
@@ -78,25 +110,138 @@ def etcd_line(etcd: Json) -> Text:
     return Text.assemble(f"etcd{version} ({where}) ", ("not connected", "bold red"), f", {seen}: {etcd['error']}")
 
 
-def nodes_table(rows: Sequence[Json]) -> Table:
-    table = _table("node", "state", ">slots", ">gpus", "address", "jobs", "reason")
+_MANNER = {
+    True: "managed: it has called elastic.run, and keeps its processes over failures",
+    False: "plain: it has not called elastic.run, and is started anew after each failure",
+    None: "",
+}
+
+
+def job(data: Json) -> None:
+    """One job with its ranks and its last incidents."""
+    out, data = console(), shown(data)
+    spec = data["spec"] or {}
+    _say(out, Text.assemble("job ", (data["job"], "bold"), "  ", _coloured(data["phase"]), "  ", _health(data)))
+    if not data["etcd"]["connected"]:
+        _say(out, etcd_line(data["etcd"]))
+    runs = spec.get("script") or f"-m {spec.get('module', '?')}"
+    generation = f"{data['generation']}, world {data['world']}: {data['why_generation']}".rstrip(": ")
+    facts = [
+        ("runs", " ".join([runs, *spec.get("args", ())])),
+        ("script", _MANNER[data["managed"]] if data["generation"] else ""),
+        ("submitted", f"{clock(data['submitted_wall_s'])} by {data['submitted_by']}" if spec else "unknown"),
+        ("nodes", f"{data['members']} of {data['nodes']}"),
+        ("generation", generation if data["generation"] else "none yet"),
+        ("step", f"{_or(data['step'])}" + (f", {data['steps_per_s']:.2f} a second" if data["steps_per_s"] else "")),
+        ("loss", f"{data['loss']:.6g}" if data["loss"] is not None else "-"),
+        ("checkpoint", _checkpoint_long(data["checkpoint"])),
+        ("snapshot", _snapshot(data["snapshot"])),
+        ("restarts", f"{data['restarts']}, {data['failures_in_window']} within the window"),
+        ("set aside", ", ".join(data["avoid"])),
+        ("reason", data["reason"]),
+        ("waiting for", data["waiting_for"]),
+    ]
+    for name, value in facts:
+        if value and value != "-":
+            _say(out, Text.assemble((f"{name:>12}  ", "dim"), value))
+    if data["ranks"]:
+        out.print()
+        _ranks(data["ranks"]).print(out)
+        if far := sorted({row["node"] for row in data["ranks"] if row["step"] is None}):
+            ask = f"what the ranks on {', '.join(far)} do is known there: elasticctl status {data['job']}"
+            _say(out, Text(f"({ask})", "dim"))
+    if data["recent_incidents"]:
+        out.print()
+        _incidents(data["recent_incidents"], of_one_job=True).print(out)
+    if data["error"]:
+        out.print()
+        print_error(out, data["error"])
+
+
+def incident(row: Json) -> None:
+    """One incident in full: its time line, stacks and error."""
+    out, row = console(), shown(row)
+    ranks = ", ".join(map(str, row["ranks"])) or "none"
+    _say(out, Text(f"{clock(row['wall_s'])}  {row['kind']} on {row['node']}, ranks {ranks}: {row['detail']}"))
+    for phase, at_s in sorted(row["timeline_s"].items(), key=lambda item: float(item[1])):
+        _say(out, Text(f"  {at_s * 1000:8.0f} ms  {phase}"))
+    for worker, stack in row["stacks"].items():
+        _say(out, Text(f"  stack of {worker}:", "bold"))
+        _say(out, Text(stack))
+    if row["error"]:
+        print_error(out, row["error"])
+
+
+def print_error(out: Console, error: Json) -> None:
+    how = error["signal"] or (f"exit code {error['exit_code']}" if error["exit_code"] is not None else "")
+    _say(out, Text(f"{failed_first(error)}{how and f' ({how})'}", "bold red"))
+    _say(out, Text(error["traceback"].rstrip() or error["message"]))
+
+
+def failed_first(error: Json) -> str:
+    """'rank 1 on a failed first at step 39'; before its first generation a worker has a slot and no rank."""
+    worker = f"rank {error['rank']}" if error["rank"] >= 0 else f"the worker in slot {error['slot']}"
+    step = f" at step {error['step']}" if error["step"] is not None else ""
+    return f"{worker} on {error['node']} failed first{step}"
+
+
+def checkpoints(rows: Sequence[Json]) -> None:
+    found = Rows([Column("checkpoint"), Column("step", right=True), Column("gen", 3, right=True), Column("job", 2),
+                  Column("world", 4, right=True), Column("size", 1, right=True), Column("written", 5),
+                  Column("state", flex=True)])  # fmt: skip
+    for row in shown(rows):
+        good = row["state"] == "good"
+        size = f"{row['nbytes'] / 1e6:.1f} MB" if "nbytes" in row else "-"
+        state = Text("committed") if good else Text(f"{row['state']} {row['detail']}".strip(), "red")
+        found.add(
+            row["path"].rpartition("/")[2], _or(row.get("step")), _or(row.get("generation")), row.get("job", ""),
+            _or(row.get("world")), size, clock(row.get("created_wall_s")), state,
+        )  # fmt: skip
+    found.print(console())
+
+
+def config(data: Json, explain: bool) -> None:
+    out, data = console(), shown(data)
+    table = Rows([Column("setting"), Column("value", flex=True), Column("from", 1)])
+    for row in data["settings"]:
+        value = row["value"]
+        plain = ", ".join(value) if isinstance(value, list) else str(value).lower() if value in (True, False) else value
+        table.add(row["name"], plain, row["source"])
+        if explain:
+            table.add("", Text(row["doc"], "dim"), "")
+    table.print(out)
+    _say(out, Text("\nThe hierarchy of time-outs, checked at start:"))
+    for row in data["hierarchy"]:
+        times = f"{row['factor']:g} × " if row["factor"] != 1 else ""
+        rule = f"{times}{row['below']} ({row['below_s']:g} s) < {row['above']} ({row['above_s']:g} s)"
+        _say(out, Text.assemble(f"  {rule}", (f"  {row['why']}", "dim")))
+
+
+# ── tables ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _nodes(rows: Sequence[Json]) -> Rows:
+    found = Rows([Column("node"), Column("state"), Column("slots", right=True), Column("gpus", 3, right=True),
+                  Column("address", 2), Column("jobs", 1, flex=True), Column("reason", flex=True)])  # fmt: skip
     for row in rows:
         slots = f"{row['slots_used']}/{row['slots']}" if row["slots"] is not None else str(row["slots_used"])
-        table.add_row(
+        found.add(
             row["node"], _coloured(row["state"]), slots, _or(row["gpus"]), row["address"], ", ".join(row["jobs"]),
             row["reason"],
         )  # fmt: skip
-    return table
+    return found
 
 
-def jobs_table(rows: Sequence[Json], narrow: bool = False) -> Table:
-    """`narrow`: without the columns that a terminal of 80 has no room for."""
-    last = () if narrow else (">restarts", "last incident")
-    table = _table("job", "phase", ">gen", ">world", ">nodes", ">step", ">step/s", ">loss", ">checkpoint", *last)
+def _jobs(rows: Sequence[Json]) -> Rows:
+    found = Rows([
+        Column("job"), Column("phase"), Column("gen", 6, right=True), Column("world", 3, right=True),
+        Column("nodes", 2, right=True), Column("step", right=True), Column("step/s", 4, right=True),
+        Column("loss", 1, right=True), Column("checkpoint", 5, right=True), Column("restarts", 7, right=True),
+        Column("last incident", 8),
+    ])  # fmt: skip
     for row in rows:
         live = row["phase"] in ("running", "stopping")
-        more = () if narrow else (str(row["restarts"]), _incident_short(row["last_incident"]))
-        table.add_row(
+        found.add(
             row["job"],
             _coloured(row["phase"]),
             str(row["generation"] or "-"),
@@ -106,123 +251,46 @@ def jobs_table(rows: Sequence[Json], narrow: bool = False) -> Table:
             f"{row['steps_per_s']:.1f}" if live and row["steps_per_s"] is not None else "-",
             f"{row['loss']:.4g}" if row["loss"] is not None else "-",
             _checkpoint(row["checkpoint"]),
-            *more,
+            str(row["restarts"]),
+            _incident_short(row["last_incident"]),
         )
-    return table
+    return found
 
 
-def job(data: Json) -> None:
-    """One job with its ranks and its last incidents."""
-    out = console()
-    spec = data["spec"] or {}
-    out.print(Text.assemble("job ", (data["job"], "bold"), "  ", _coloured(data["phase"]), "  ", _health(data)))
-    if not data["etcd"]["connected"]:
-        out.print(etcd_line(data["etcd"]))
-    runs = spec.get("script") or f"-m {spec.get('module', '?')}"
-    facts = [
-        ("runs", " ".join([runs, *spec.get("args", ())])),
-        ("submitted", f"{clock(data['submitted_wall_s'])} by {data['submitted_by']}" if spec else "unknown"),
-        ("nodes", f"{data['members']} of {data['nodes']}"),
-        ("generation", f"{data['generation']}, world {data['world']}: {data['why_generation']}"),
-        ("step", f"{_or(data['step'])}" + (f", {data['steps_per_s']:.2f} a second" if data["steps_per_s"] else "")),
-        ("loss", f"{data['loss']:.6g}" if data["loss"] is not None else "-"),
-        ("checkpoint", _checkpoint_long(data["checkpoint"])),
-        ("restarts", f"{data['restarts']}, {data['failures_in_window']} within the window"),
-        ("set aside", ", ".join(data["avoid"])),
-        ("reason", data["reason"]),
-        ("waiting for", data["waiting_for"]),
-    ]
-    for name, value in facts:
-        if value and value != "-":
-            out.print(Text.assemble((f"{name:>12}  ", "dim"), value), soft_wrap=True)
-    if data["ranks"]:
-        out.print()
-        out.print(ranks_table(data["ranks"]))
-    if data["recent_incidents"]:
-        out.print()
-        out.print(incidents_table(data["recent_incidents"]))
-    if data["error"]:
-        out.print()
-        print_error(out, data["error"])
-
-
-def ranks_table(rows: Sequence[Json]) -> Table:
-    table = _table(">rank", "node", ">slot", ">pid", "phase", ">step", ">life", ">memory")
+def _ranks(rows: Sequence[Json]) -> Rows:
+    found = Rows([
+        Column("rank", right=True), Column("node"), Column("slot", 3, right=True), Column("pid", 4, right=True),
+        Column("phase"), Column("step", right=True), Column("life", 2, right=True), Column("memory", 1, right=True),
+    ])  # fmt: skip
     for row in rows:
         memory = f"{row['rss_mb']:.0f} MB" if row["rss_mb"] is not None else "-"
         rank = str(row["rank"]) if row["rank"] >= 0 else "-"
         life, step = _or(row["incarnation"]), _or(row["step"])
-        table.add_row(rank, row["node"], str(row["slot"]), str(row["pid"] or "-"), row["phase"], step, life, memory)
-    return table
+        found.add(rank, row["node"], str(row["slot"]), str(row["pid"] or "-"), row["phase"] or "-", step, life, memory)
+    return found
 
 
-def incidents_table(rows: Sequence[Json]) -> Table:
-    table = _table("when", "job", ">gen", "kind", "node", "ranks", ">took", ">lost", "from", "world", "what happened")
+def _incidents(rows: Sequence[Json], of_one_job: bool = False) -> Rows:
+    found = Rows([
+        Column("when", 1), *([] if of_one_job else [Column("job")]), Column("gen", 6, right=True), Column("kind"),
+        Column("node", 2), Column("ranks", 3, flex=True), Column("took", right=True), Column("lost", right=True),
+        Column("from", 5), Column("world", 4), Column("what happened", flex=True),
+    ])  # fmt: skip
     for row in rows:
-        table.add_row(
+        found.add(
             clock(row["wall_s"]),
-            row["job"],
+            *([] if of_one_job else [row["job"]]),
             str(row["generation"]),
             row["kind"],
             row["node"],
             ", ".join(map(str, row["ranks"])),
             seconds(row["took_s"]),
-            "-" if row["steps_lost"] is None else f"{row['steps_lost']} steps",
+            "so far" if row["open"] else row["lost"],
             row["restored_from"],
             f"{row['world_before']} → {row['world_after']}",
             row["detail"],
         )
-    return table
-
-
-def incident(row: Json) -> None:
-    """One incident in full: its time line, stacks and error."""
-    out = console()
-    out.print(f"{clock(row['wall_s'])}  {row['kind']} on {row['node']}, ranks {row['ranks']}: {row['detail']}")
-    for phase, at_s in sorted(row["timeline_s"].items(), key=lambda item: float(item[1])):
-        out.print(f"  {at_s * 1000:8.0f} ms  {phase}")
-    for who, stack in row["stacks"].items():
-        out.print(Text(f"  stack of {who}:", "bold"))
-        out.print(Text(stack))
-    if row["error"]:
-        print_error(out, row["error"])
-
-
-def print_error(out: Console, error: Json) -> None:
-    how = error["signal"] or (f"exit code {error['exit_code']}" if error["exit_code"] is not None else "")
-    step = f" at step {error['step']}" if error["step"] is not None else ""
-    out.print(Text(f"rank {error['rank']} on {error['node']} failed first{step} {how and f'({how})'}", "bold red"))
-    out.print(Text(error["traceback"].rstrip() or error["message"]), soft_wrap=True)
-
-
-def checkpoints(rows: Sequence[Json]) -> None:
-    table = _table("checkpoint", ">step", ">gen", "job", ">world", ">size", "written", "state")
-    for row in rows:
-        good = row["state"] == "good"
-        size = f"{row['nbytes'] / 1e6:.1f} MB" if "nbytes" in row else "-"
-        state = Text("committed") if good else Text(f"{row['state']} {row['detail']}".strip(), "red")
-        table.add_row(
-            row["path"].rpartition("/")[2], _or(row.get("step")), _or(row.get("generation")), row.get("job", ""),
-            _or(row.get("world")), size, clock(row.get("created_wall_s")), state,
-        )  # fmt: skip
-    console().print(table)
-
-
-def config(data: Json, explain: bool) -> None:
-    out = console()
-    table = _table("setting", "value", "from")
-    for row in data["settings"]:
-        value = row["value"]
-        shown = ", ".join(value) if isinstance(value, list) else str(value).lower() if value in (True, False) else value
-        table.add_row(row["name"], str(shown), row["source"])
-        if explain:
-            table.add_row("", Text(row["doc"], "dim"), "")
-    out.print(table)
-    out.print("\nThe hierarchy of time-outs, checked at start:")
-    for row in data["hierarchy"]:
-        times = f"{row['factor']:g} × " if row["factor"] != 1 else ""
-        rule = f"{times}{row['below']} ({row['below_s']:g} s) < {row['above']} ({row['above_s']:g} s)"
-        out.print(Text.assemble(f"  {rule}", (f"  {row['why']}", "dim")))
+    return found
 
 
 # ── small parts ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -245,17 +313,18 @@ def seconds(value: float | None) -> str:
 
 
 def clock(wall_s: float | None) -> str:
-    import time
+    try:
+        return time.strftime("%m-%d %H:%M:%S", time.localtime(wall_s)) if wall_s else "-"
+    except (OverflowError, ValueError, OSError):  # a record may hold any number
+        return "?"
 
-    return time.strftime("%m-%d %H:%M:%S", time.localtime(wall_s)) if wall_s else "-"
 
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        right = column.startswith(">")
-        table.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold")
-    return table
+def _say(out: Console, text: Text) -> None:
+    """On a terminal folded at words; in a pipe one line as it is, for grep."""
+    if out.is_terminal:
+        out.print(text, overflow="fold")
+    else:
+        out.print(text, soft_wrap=True)  # with an overflow besides, the end of a long line would be cut off
 
 
 def _remarks(out: Console, job: Json) -> None:
@@ -266,7 +335,7 @@ def _remarks(out: Console, job: Json) -> None:
     )
     for what, text in remarks:
         if text:
-            out.print(Text.assemble((f"! {job['job']} ", "yellow"), f"{what}: {text}"), soft_wrap=True)
+            _say(out, Text.assemble((f"! {job['job']} ", "yellow"), f"{what}: {text}"))
 
 
 def _health(data: Json) -> Text:
@@ -284,21 +353,36 @@ def _or(value: object) -> str:
 def _checkpoint(checkpoint: Json | None) -> str:
     if checkpoint is None or (checkpoint["step"] is None and not checkpoint["error"]):
         return "-"
-    step = f"step {checkpoint['step']}, {ago(checkpoint['age_s'])}" if checkpoint["step"] is not None else "none"
-    return f"{step} (failed)" if checkpoint["error"] else step
+    return f"{_saved(checkpoint)} (failed)" if checkpoint["error"] else _saved(checkpoint)
+
+
+def _saved(checkpoint: Json) -> str:
+    if checkpoint["step"] is None:
+        return "none"
+    age = f", {ago(checkpoint['age_s'])}" if checkpoint["age_s"] is not None else ""  # of another agent's life
+    return f"step {checkpoint['step']}{age}"
+
+
+def _snapshot(snapshot: Json | None) -> str:
+    """The state in the memory of the leader's node."""
+    if snapshot is None:
+        return ""
+    step = f"step {snapshot['step']}" if snapshot["step"] is not None else "none yet"
+    every = f"every {snapshot['interval']}" if snapshot["interval"][:1].isdigit() else snapshot["interval"]
+    return ", ".join(part for part in (step, every, f"{snapshot['memory_mb']:.0f} MB a node") if part)
 
 
 def _checkpoint_long(checkpoint: Json | None) -> str:
     if checkpoint is None:
         return "-"
+    saved = _saved(checkpoint) if checkpoint["step"] is not None else "none yet"
     skipped = f"{checkpoint['skipped']} skipped" if checkpoint["skipped"] else ""
-    said = _checkpoint(checkpoint).replace("-", "none yet")
-    parts = [said, checkpoint["interval"], skipped, checkpoint["error"] or ""]
-    return "; ".join(part for part in parts if part)
+    failed = f"the newest one failed: {checkpoint['error']}" if checkpoint["error"] else ""
+    return "; ".join(part for part in (saved, checkpoint["interval"], skipped, failed) if part)
 
 
 def _incident_short(row: Json | None) -> str:
     if row is None:
         return "-"
-    lost = "" if row["steps_lost"] is None else f", {row['steps_lost']} lost"
+    lost = ", not over yet" if row["open"] else f", {row['lost']} lost"
     return f"{row['kind']} {seconds(row['took_s'])}{lost}, {ago(row['age_s'])}"

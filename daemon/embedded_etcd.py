@@ -1,16 +1,21 @@
 """The etcd that a daemon runs itself when no endpoint is configured: one member, its data below the state directory.
 
+It asks for no password, so no other user may reach it: it listens on Unix sockets in a folder that is this user's
+alone. Where `etcd.embedded_listen` gives an address for other nodes, it serves that one over TLS, to clients with a
+certificate of its own authority (see `certificates`).
+
 It outlives the daemon (restart, upgrade, SIGKILL) and the next one finds it again by the lock that it holds:
 
     <state_dir>/etcd/lock          held by the living etcd, with its process id inside
-    <state_dir>/etcd/listen        host:port that it listens on
+    <state_dir>/etcd/client:0      the socket that daemon and agents use
+    <state_dir>/etcd/peer:0        etcd wants one; a single member has no peer
+    <state_dir>/etcd/tls/          certificates, if other nodes use it
     <state_dir>/etcd/data/         etcd's own
     <state_dir>/etcd/etcd.log
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import select
@@ -22,42 +27,57 @@ import threading
 import time
 from pathlib import Path
 
-from . import launch
-from .config import host_port
+from . import certificates, ending, launch
+from .config import MAX_SOCKET_PATH, host_port
 from .errors import CannotStart
 from .etcd_versions import Soundness, judge
 from .log import Log
+from .ownership import private
+from .settings import Settings
 from .threads import Threads
 
 UNIT = "elasticd-etcd"
 LISTEN = "--listen-client-urls="
+CLIENT, PEER = "client:0", "peer:0"
+"""Names of its sockets, in its folder: etcd before 3.5.5 wants something like a port at the end."""
 BACKOFF_S = (0.2, 30.0)
 """First and longest pause between starts of an etcd that dies at once."""
 
 
 class EmbeddedEtcd:
-    def __init__(self, state_dir: Path, listen: str, binary: str, launcher: launch.Launcher, log: Log) -> None:
-        self.dir = state_dir / "etcd"
-        self._listen = listen
-        self._binary = binary
+    def __init__(self, settings: Settings, launcher: launch.Launcher, log: Log) -> None:
+        self.dir = Path(settings.state_dir) / "etcd"
+        self._settings = settings
         self._launcher = launcher
         self._log = log
         self._closed = threading.Event()
         self._pid: int | None = None
         self._child: subprocess.Popen[bytes] | None = None
-        self.endpoint = ""
-        """host:port, once started."""
+        self.endpoint = f"unix:{self.dir / CLIENT}"
 
     def start(self) -> str:
         """Find it running, or start it. Returns its endpoint at once; it may take a moment to answer. Raises
         CannotStart."""
-        self.dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        pid = launch.holder(self.dir / "lock")
-        if pid is not None and (listen := self._remembered() or self._asked_of(pid)):
-            self.endpoint = listen
-            self._log.info("etcd.found", pid=pid, endpoint=listen)
+        if len(os.fsencode(self.dir / CLIENT)) > MAX_SOCKET_PATH:
+            raise CannotStart(f"{self.dir / CLIENT}: longer than the {MAX_SOCKET_PATH} bytes a Unix socket may have")
+        private(self.dir)
+        try:
+            pid = launch.holder(self.dir / "lock")
+        except launch.HeldElsewhere as error:
+            raise CannotStart(str(error)) from None
+        if pid is not None and (listens := _listens(pid)) != self._urls():
+            if listens and "unix:" not in listens:
+                raise CannotStart(
+                    f"an embedded etcd of an earlier elasticd (process {pid}) runs and takes writes from every user "
+                    f"at {listens}: end it and the jobs with `elasticd --stop`, then start elasticd again"
+                )
+            if listens:
+                self._log.warning("etcd.restarts", pid=pid, listens=listens, shall=self._urls())
+                ending.end("etcd", pid)
+            pid = None  # or it has just ended by itself
+        if pid is not None:
+            self._log.info("etcd.found", pid=pid, endpoint=self.endpoint)
         else:
-            self.endpoint = self._endpoint()
             pid = self._launch()
         self._pid = pid
         return self.endpoint
@@ -72,59 +92,28 @@ class EmbeddedEtcd:
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _remembered(self) -> str:
-        """host:port of last time; empty: there was none, or the file is damaged."""
-        try:
-            text = (self.dir / "listen").read_text().strip()
-            host_port("listen", text)
-        except (FileNotFoundError, ValueError):
-            return ""
-        return text
-
-    def _asked_of(self, pid: int) -> str:
-        """The same of the etcd that runs, from its command line: the file is damaged, and is written anew."""
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-        except OSError:
-            return ""
-        listen = next((word.rpartition("//")[2] for word in words if word.startswith(LISTEN)), "")
-        with contextlib.suppress(OSError):  # a full disk
-            (self.dir / "listen").write_text(listen)
-        return listen
-
-    def _endpoint(self) -> str:
-        """Where it shall listen: as configured; for port 0 the port of last time, else a free one."""
-        host, port = host_port("etcd.embedded_listen", self._listen, zero_ok=True)
-        if port == 0 and (before := self._remembered()):
-            port = host_port("listen", before)[1]
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                raise CannotStart(
-                    f"the embedded etcd cannot listen on {host}:{port}: {error.strerror}. If that is an etcd to be "
-                    f'used, set etcd.endpoints = ["{host}:{port}"]; else choose another etcd.embedded_listen'
-                ) from None
-            port = probe.getsockname()[1]
-        endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        (self.dir / "listen").write_text(endpoint)
-        return endpoint
+    def _urls(self) -> str:
+        """Where it shall listen."""
+        etcd = self._settings.etcd
+        if not etcd.embedded_listen:
+            return f"unix://{CLIENT}"
+        return f"unix://{CLIENT},{'http' if etcd.insecure else 'https'}://{etcd.embedded_listen}"
 
     def _launch(self) -> int:
-        binary = self._binary or find_binary(self._log)
-        url = f"http://{self.endpoint}"
+        etcd = self._settings.etcd
+        binary = etcd.embedded_binary or find_binary(self._log)
         argv = [
             binary, "--name=embedded", f"--data-dir={self.dir / 'data'}",
-            f"{LISTEN}{url}", f"--advertise-client-urls={url}",
-            # A single member talks to no peer: any free port of loopback.
-            "--listen-peer-urls=http://127.0.0.1:0", "--initial-advertise-peer-urls=http://127.0.0.1:0",
-            "--initial-cluster=embedded=http://127.0.0.1:0",
+            f"{LISTEN}{self._urls()}", f"--advertise-client-urls=unix://{CLIENT}",
+            f"--listen-peer-urls=unix://{PEER}", f"--initial-advertise-peer-urls=unix://{PEER}",
+            f"--initial-cluster=embedded=unix://{PEER}",
             # With no peers an election is a formality: 70 ms to ready instead of 600.
             "--heartbeat-interval=20", "--election-timeout=200",
             "--auto-compaction-mode=periodic", "--auto-compaction-retention=1h",
             "--quota-backend-bytes=1073741824", "--logger=zap", "--log-level=warn",
         ]  # fmt: skip
+        if etcd.embedded_listen:
+            argv += self._for_other_nodes(etcd.embedded_listen)
         started = self._launcher.start(
             UNIT, launch.holding(self.dir / "lock", argv), launch.environment(), self.dir, self.dir / "etcd.log"
         )
@@ -132,6 +121,28 @@ class EmbeddedEtcd:
         if started.child is not None:
             self._child = started.child
         return started.pid
+
+    def _for_other_nodes(self, listen: str) -> list[str]:
+        """Make sure of the port and of the certificates. Raises CannotStart."""
+        host, port = host_port("etcd.embedded_listen", listen)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise CannotStart(
+                    f"the embedded etcd cannot listen on {listen}: {error.strerror}. If that is an etcd to be "
+                    f'used, set etcd.endpoints = ["{listen}"]; else choose another etcd.embedded_listen'
+                ) from None
+        if self._settings.etcd.insecure:
+            self._log.warning("etcd.open", listen=listen, why="etcd.insecure: whoever reaches it may write to it")
+            return []
+        tls = self.dir / "tls"
+        certificates.ensure(tls, sorted({host, self._settings.address, socket.gethostname(), "localhost"}))
+        return [
+            f"--cert-file={tls / 'server.pem'}", f"--key-file={tls / 'server-key.pem'}",
+            f"--trusted-ca-file={tls / 'ca.pem'}", "--client-cert-auth",
+        ]  # fmt: skip
 
     def _supervise(self) -> None:
         pause_s = BACKOFF_S[0]
@@ -174,6 +185,15 @@ class EmbeddedEtcd:
                 return log.read().decode(errors="replace").strip().rpartition("\n")[2]
         except OSError:
             return ""
+
+
+def _listens(pid: int) -> str:
+    """The URLs on which the etcd with this id serves clients, by its command line; empty: it has just ended."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return ""
+    return next((word.removeprefix(LISTEN) for word in words if word.startswith(LISTEN)), "")
 
 
 def find_binary(log: Log) -> str:

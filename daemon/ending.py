@@ -7,22 +7,35 @@ import select
 import signal
 from pathlib import Path
 
-from . import launch
+from . import launch, leftovers
 
+NOT = "could not be ended"
 GRACE_S = 15.0
 """From SIGTERM until SIGKILL."""
 
 
 def stop_all(state_dir: Path) -> list[str]:
-    """End the daemon, then its agents (their workers end with them), then the embedded etcd. Returns what was ended."""
-    ended = _end("elasticd", launch.holder(state_dir / "lock"))
-    agents = {f.parent.parent.name: launch.holder(f) for f in sorted(state_dir.glob("jobs/*/agent/lock"))}
-    for job, pid in agents.items():
-        ended += _end(f"agent of {job}", pid)
-    return ended + _end("etcd", launch.holder(state_dir / "etcd" / "lock"))
+    """End the daemon, then its agents (their workers end with them) and what their workers have left, then the embedded
+    etcd. Returns what was done, in words; a line with NOT in it tells of what lives on."""
+    said = _end_holder("elasticd", state_dir / "lock")
+    for lock in sorted(state_dir.glob("jobs/*/agent/lock")):
+        what = f"agent of {lock.parent.parent.name}"
+        ended = _end_holder(what, lock)
+        said += ended
+        if not any(NOT in line for line in ended) and (pids := leftovers.end(lock.parent)):
+            said.append(f"what the {what} has left ({', '.join(map(str, pids))})")
+    return said + _end_holder("etcd", state_dir / "etcd" / "lock")
 
 
-def _end(what: str, pid: int | None) -> list[str]:
+def _end_holder(what: str, lock: Path) -> list[str]:
+    try:
+        return end(what, launch.holder(lock))
+    except OSError as error:
+        return [f"{what} {NOT}: {error}"]
+
+
+def end(what: str, pid: int | None) -> list[str]:
+    """End one process, by SIGTERM, then SIGKILL. Returns what was done, in words; nothing without a process."""
     if pid is None:
         return []
     try:
@@ -38,7 +51,7 @@ def _end(what: str, pid: int | None) -> list[str]:
         return [f"{what} (process {pid})"]
     finally:
         os.close(descriptor)
-    return [f"{what} (process {pid}) does not end"]
+    return [f"{what} {NOT} (process {pid}, SIGKILL)"]
 
 
 def _gone(descriptor: int, wait_s: float) -> bool:

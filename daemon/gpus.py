@@ -37,7 +37,8 @@ TESTING = "self-test of its GPUs is under way"
 class Health:
     """`reason` may be read from any thread; the thread that `run` occupies writes it."""
 
-    def __init__(self, gpus: Sequence[int], log: Log, *, self_test: bool) -> None:
+    def __init__(self, gpus: Sequence[int], log: Log, *, self_test: bool, problem: str = "") -> None:
+        """`problem`: why this node's GPUs cannot be seen. It takes no work then, rather than train on its CPU."""
         self._gpus = tuple(gpus)
         self._log = log
         self._self_test = self_test and bool(gpus)
@@ -45,6 +46,8 @@ class Health:
         """Why the node should take no work; empty: it may. Once a GPU is sick it stays so until the daemon restarts."""
         self._stopped = threading.Event()
         self._throttled: dict[int, bool] = {}
+        if problem:
+            self._say(problem)
 
     @property
     def sick(self) -> str:

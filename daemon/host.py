@@ -3,45 +3,55 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import re
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from elastic.core.keys import check_name
 
-from .config import MAX_SOCKET_PATH, host_port
+from . import addresses
+from .config import MAX_SOCKET_PATH
 from .errors import BadConfig
 from .settings import Settings
 
 CORES_PER_SLOT = 2
 """A CPU worker's share when nothing is said: torch's own threads make use of a second core."""
 
+NVIDIA_DRIVER = "/dev/nvidiactl"
+"""There once NVIDIA's driver is loaded."""
+
 LEAST_FREE_MB = 50.0
 """Free space in the state directory below which a node takes no new work."""
 
 
 def complete(settings: Settings, gpus: tuple[int, ...]) -> Settings:
-    """Fill in what was left blank from what this machine says of itself. Raises BadConfig."""
+    """Fill in what was left blank from what this machine says of itself. Raises BadConfig,
+    CannotStart."""
     node = settings.node or node_name(socket.gethostname())
-    state_dir = os.path.abspath(settings.state_dir or default_state_dir())
+    state_dir = state_dir_of(settings)
     run_dir = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
     socket_path = os.path.abspath(settings.socket or os.path.join(run_dir or state_dir, "elasticd.sock"))
     if len(os.fsencode(socket_path)) > MAX_SOCKET_PATH:
         raise BadConfig(f"socket = {socket_path!r}: longer than the {MAX_SOCKET_PATH} bytes a Unix socket may have")
-    address = settings.address or _address(settings)
+    found = addresses.find(settings)
     return msgspec.structs.replace(
         settings,
         node=check_name("node", node),
         state_dir=state_dir,
         socket=socket_path,
-        address=address,
-        interface=settings.interface or ("lo" if is_loopback(address) else ""),
+        address=found.address,
+        interface=found.interface,
         slots=settings.slots if settings.slots != "auto" else len(gpus) or cpu_slots(),
     )
+
+
+def state_dir_of(settings: Settings) -> str:
+    """The state directory, absolute."""
+    return os.path.abspath(settings.state_dir or default_state_dir())
 
 
 def node_name(hostname: str) -> str:
@@ -55,20 +65,31 @@ def cpu_slots() -> int:
     return max(2, len(os.sched_getaffinity(0)) // CORES_PER_SLOT)
 
 
-def gpus() -> tuple[int, ...]:
-    """Indices of the GPUs that the driver shows; empty without a driver or without nvidia-ml-py."""
-    if not os.path.exists("/dev/nvidiactl"):
-        return ()
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    indices: tuple[int, ...] = ()
+    """As NVML numbers them."""
+    problem: str = ""
+    """Why GPUs that are here cannot be seen; empty: there is no such problem."""
+
+
+def gpus(setting: str = "auto") -> Gpus:
+    """The GPUs that the driver shows; none without a driver, or where `setting` is 'none'."""
+    if setting == "none" or not os.path.exists(NVIDIA_DRIVER):
+        return Gpus()
+    cure = "and restart elasticd, or set gpus = 'none' to train on its CPU"
     try:
         import pynvml
     except ImportError:
-        return ()
+        return Gpus(problem=f"GPUs cannot be seen: nvidia-ml-py is missing: pip install nvidia-ml-py {cure}")
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
+    except pynvml.NVMLError as error:
+        return Gpus(problem=f"GPUs cannot be seen: NVML: {error}: mend the driver {cure}")
     try:
-        return tuple(range(pynvml.nvmlDeviceGetCount()))
+        return Gpus(tuple(range(pynvml.nvmlDeviceGetCount())))
+    except pynvml.NVMLError as error:
+        return Gpus(problem=f"GPUs cannot be seen: NVML: {error}: mend the driver {cure}")
     finally:
         pynvml.nvmlShutdown()
 
@@ -106,47 +127,3 @@ def default_state_dir() -> str:
         return "/var/lib/elasticd"
     home = os.environ.get("XDG_STATE_HOME") or os.path.join(Path.home(), ".local", "state")
     return os.path.join(home, "elasticd")
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def only_loopback(settings: Settings) -> bool:
-    """Whether every way to etcd is loopback, so that all nodes of the cluster are on this machine."""
-    ways = settings.etcd.endpoints or (settings.etcd.embedded_listen,)
-    return all(is_loopback(host_port("etcd.endpoints", way, zero_ok=True)[0]) for way in ways)
-
-
-def _address(settings: Settings) -> str:
-    if settings.interface:
-        return interface_address(settings.interface)
-    return "127.0.0.1" if only_loopback(settings) else route_address()
-
-
-def interface_address(name: str) -> str:
-    """The IPv4 address of an interface, else its IPv6 one. Raises BadConfig."""
-    import psutil
-
-    known = psutil.net_if_addrs()
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for entry in known.get(name, ()):
-            if entry.family == family:
-                return str(entry.address).partition("%")[0]
-    what = "has no IP address" if name in known else "does not exist"
-    raise BadConfig(f"interface = {name!r}: {what} here; there are: {', '.join(sorted(known))}")
-
-
-def route_address() -> str:
-    """The address this machine has towards the default route. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: a place that exists nowhere
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])

@@ -8,17 +8,17 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from elastic.core.agentfile import SYSTEMD_VARIABLES
+
 from . import host
 from .errors import CannotStart
-
-STRIPPED = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES",
-            "INVOCATION_ID", "JOURNAL_STREAM", "SYSTEMD_EXEC_PID", "CREDENTIALS_DIRECTORY", "MAINPID")  # fmt: skip
-"""What systemd tells this service alone."""
 
 PROPERTIES = (
     "KillMode=control-group",  # nothing of the process's tree is left behind
@@ -30,6 +30,8 @@ PROPERTIES = (
     "Slice=elasticd.slice",
 )
 
+HOLDER_S = 1.0
+"""Longest look for the holder of a lock: it writes its id just after it has taken it."""
 SYSTEMD_S = 10.0
 """Longest wait for systemd's answer."""
 
@@ -52,7 +54,8 @@ class Detached:
 
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], cwd: Path, output: Path) -> Started:
         try:
-            with output.open("ab") as log:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(output, flags, 0o640), "ab") as log:
                 child = subprocess.Popen(
                     argv, env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                     start_new_session=True,
@@ -109,7 +112,7 @@ def launcher() -> Launcher:
 
 def environment() -> dict[str, str]:
     """Ours, without what is meant for this very process, and what is no text: agents hand it on to workers as JSON."""
-    env = {k: v for k, v in os.environ.items() if k.isidentifier() and k not in STRIPPED and _is_text(k + v)}
+    env = {k: v for k, v in os.environ.items() if k.isidentifier() and k not in SYSTEMD_VARIABLES and _is_text(k + v)}
     env = {k: v for k, v in env.items() if not k.startswith("ELASTICD_")}
     return env | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 
@@ -124,7 +127,7 @@ def _is_text(raw: str) -> bool:
 
 _HOLD = """
 import fcntl, os, signal, sys
-lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)
+lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 signal.alarm(2)  # somebody may look at it for a moment; if somebody keeps it, that is our end
 fcntl.flock(lock, fcntl.LOCK_EX)
 signal.alarm(0)
@@ -140,27 +143,67 @@ def holding(lock: Path, argv: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _HOLD, str(lock), *argv]
 
 
+class HeldElsewhere(OSError):
+    """A lock is held, and by no process that can be seen from here."""
+
+
 def holder(lock: Path) -> int | None:
-    """Id of the process that holds `lock`, or None: nobody does. The kernel drops the lock at its holder's death."""
+    """Id of the process that holds `lock`, or None: nobody does. The kernel drops the lock at its holder's death.
+
+    Never another process: the file has its holder's id, but for a moment that of the holder before, and a holder in
+    another pid namespace (a container that shares the folder) has an id that means another process here. So the
+    process must be the one that the kernel names, or be seen to have the file open. Raises HeldElsewhere."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        written = os.read(descriptor, 32).decode(errors="replace").strip()
-        return int(written) if written.isdigit() else _holder_by_inode(descriptor)
+        deadline_s = time.monotonic() + HOLDER_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pass
+            else:
+                return None
+            written = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            lockers = _lockers(os.fstat(descriptor).st_ino)
+            for pid in dict.fromkeys([*([int(written)] if written.isdigit() else []), *lockers]):
+                if _has_open(pid, descriptor, unseen=pid in lockers):
+                    return pid
+            if time.monotonic() >= deadline_s:
+                break
+            threading.Event().wait(0.01)  # flock has no time-out
     finally:
         os.close(descriptor)
-    return None
+    raise HeldElsewhere(
+        f"{lock} is held by a process that cannot be seen from here (its id there: {written or 'unknown'}), in another "
+        "container or on another machine: end it there, or give each its own state_dir"
+    )
 
 
-def _holder_by_inode(descriptor: int) -> int | None:
-    inode = os.fstat(descriptor).st_ino
+def _lockers(inode: int) -> list[int]:
+    """Processes that hold a lock on a file of this inode number, on whatever file system."""
+    found = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
             fields = line.split()
-            if "FLOCK" in fields and fields[-3].endswith(f":{inode}"):
-                return int(fields[-4])
-    return None
+            if "FLOCK" in fields and "->" not in fields and fields[-3].endswith(f":{inode}"):
+                found.append(int(fields[-4]))
+    return [pid for pid in found if pid > 0]
+
+
+def _has_open(pid: int, descriptor: int, *, unseen: bool) -> bool:
+    """Whether a process has the file of our `descriptor` open; `unseen`: the answer where we may not look."""
+    wanted = os.fstat(descriptor)
+    folder, ours = f"/proc/{pid}/fd", (os.getpid(), str(descriptor))
+    try:
+        for name in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):
+                if (pid, name) != ours and os.path.samestat(os.stat(f"{folder}/{name}"), wanted):
+                    return True
+    except PermissionError:
+        return unseen
+    except OSError:  # it is gone
+        return False
+    return False

@@ -10,12 +10,17 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-NAME = re.compile(r"(?:slot(?P<slot>\d+)|standby)\..+\.log")
+from .folders import Folder, open_file, regular_files
+
+NAME = re.compile(r"(?:slot(?P<slot>[0-9]+)|standby)\..+\.log", re.DOTALL)
 GAP = b"\n[... the middle of this log is gone: log_limit_mb ...]\n"
 CHUNK_BYTES = 256 * 1024
-"""Most that is read of one file at once; of its past, when only the last lines are asked for."""
+"""Most that is read of one file at once."""
+PAST_BYTES = 16 * 1024 * 1024
+"""Most that is read backwards, of all files together, to find the last lines."""
+LINE_BYTES = 1024 * 1024
+"""A longer line is passed on in pieces: a worker that never ends its line must not fill the daemon's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +35,31 @@ class Line:
 class Tail:
     """Lines of all workers of one job on this node, or of one slot."""
 
-    def __init__(self, logs_dir: Path, slot: int | None = None) -> None:
-        self._dir = logs_dir
+    def __init__(self, folder: Folder, slot: int | None = None) -> None:
+        self._folder = folder
         self._slot = slot
         self._offsets: dict[str, int] = {}
         self._partial: dict[str, bytes] = {}
+        self.cut = False
+        """Whether `last` found fewer lines than it was asked for because it read PAST_BYTES."""
 
     def last(self, count: int) -> list[Line]:
         """The last `count` lines written so far, oldest file first; reading goes on from here."""
         lines: list[Line] = []
-        for path in self._files():
-            size = path.stat().st_size
-            start = max(0, size - CHUNK_BYTES)
-            self._offsets[path.name] = start
-            read = list(self._read(path))
-            lines += read[1:] if start else read  # the first one may be cut
-        return lines[-count:] if count > 0 else []
+        budget = PAST_BYTES
+        for name, descriptor in self._opened(newest_first=True):
+            size = self._offsets[name] = os.fstat(descriptor).st_size
+            past = _Past(descriptor, size, budget)
+            *whole, self._partial[name] = past.lines(count - len(lines))
+            budget -= past.read
+            self.cut = self.cut or (past.cut and len(lines) + len(whole) < count)
+            lines = [self._line(name, raw) for raw in whole] + lines
+        return lines
 
     def more(self) -> Iterator[Line]:
         """What was written since."""
-        for path in self._files():
-            yield from self._read(path)
+        for name, descriptor in self._opened():
+            yield from self._read(name, descriptor)
 
     def rest(self) -> Iterator[Line]:
         """Last words without an end of line, when nothing more is to come."""
@@ -59,41 +68,101 @@ class Tail:
                 yield self._line(name, raw)
         self._partial.clear()
 
-    def _files(self) -> list[Path]:
+    def _opened(self, newest_first: bool = False) -> Iterator[tuple[str, int]]:
+        """Name and descriptor of each log that is wanted, by the time of its last change."""
         try:
-            found = [p for p in self._dir.iterdir() if (m := NAME.fullmatch(p.name)) and self._wanted(m)]
-        except FileNotFoundError:
-            return []
-        return sorted(found, key=lambda p: (p.stat().st_mtime_ns, p.name))
+            with self._folder.opened() as folder:
+                found = [(at, name) for at, name in regular_files(folder) if self._wanted(name)]
+                for _, name in sorted(found, reverse=newest_first):
+                    try:
+                        descriptor = open_file(folder, name)
+                    except (FileNotFoundError, PermissionError):  # removed or replaced since it was listed
+                        self._offsets.pop(name, None)
+                        continue
+                    try:
+                        yield name, descriptor
+                    finally:
+                        os.close(descriptor)
+        except (FileNotFoundError, NotADirectoryError):
+            return  # nothing written yet; or a link stands in the folder's place
 
-    def _wanted(self, match: re.Match[str]) -> bool:
-        return self._slot is None or match["slot"] == str(self._slot)
+    def _wanted(self, name: str) -> bool:
+        match = NAME.fullmatch(name)
+        return match is not None and (self._slot is None or match["slot"] == str(self._slot))
 
-    def _read(self, path: Path) -> Iterator[Line]:
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            self._offsets.pop(path.name, None)
-            return
-        try:
-            offset, size = self._offsets.get(path.name, 0), os.fstat(descriptor).st_size
-            if offset > size:  # it was cut: begin anew
-                offset = 0
-            while offset < size:
-                chunk, offset = _next(descriptor, offset, size)
-                self._offsets[path.name] = offset
-                *whole, rest = (self._partial.pop(path.name, b"") + chunk).split(b"\n")
-                self._partial[path.name] = rest
-                for raw in whole:
-                    yield self._line(path.name, raw)
-        finally:
-            os.close(descriptor)
+    def _read(self, name: str, descriptor: int) -> Iterator[Line]:
+        offset, size = self._offsets.get(name, 0), os.fstat(descriptor).st_size
+        if offset > size:  # it was cut: begin anew
+            offset = 0
+        while offset < size:
+            chunk, offset = _next(descriptor, offset, size)
+            self._offsets[name] = offset
+            *whole, rest = (self._partial.pop(name, b"") + chunk).split(b"\n")
+            if len(rest) > LINE_BYTES:
+                whole, rest = [*whole, rest], b""
+            self._partial[name] = rest
+            for raw in whole:
+                yield self._line(name, raw)
 
     @staticmethod
     def _line(name: str, raw: bytes) -> Line:
         match = NAME.fullmatch(name)
         slot = match["slot"] if match else None
         return Line(int(slot) if slot else None, name, raw.decode(errors="replace").rstrip("\r"))
+
+
+class _Past:
+    """The end of one file, read backwards in chunks until enough of it is known."""
+
+    def __init__(self, descriptor: int, size: int, budget: int) -> None:
+        self._descriptor = descriptor
+        self._segments = list(_segments(descriptor, size))
+        self._budget = budget
+        self.read = 0
+        """Bytes read so far."""
+        self.cut = False
+        """Whether the budget ended before the file did."""
+
+    def lines(self, count: int) -> list[bytes]:
+        """The last `count` whole lines, and behind them what stands after the last end of line."""
+        found, ends = [], 0
+        for chunk in self._backwards():
+            found.append(chunk)
+            ends += chunk.count(b"\n")
+            if ends > count:
+                break
+        *whole, rest = b"".join(reversed(found)).split(b"\n")
+        if self.cut:
+            whole = whole[1:]  # a piece of a line
+        return [*(whole[-count:] if count > 0 else []), rest[-LINE_BYTES:]]
+
+    def _backwards(self) -> Iterator[bytes]:
+        for begin, end in reversed(self._segments):
+            while end > begin:
+                if self.read >= self._budget:
+                    self.cut = True
+                    return
+                start = max(begin, end - CHUNK_BYTES)
+                raw = os.pread(self._descriptor, end - start, start)
+                self.read += end - start
+                yield raw.replace(b"\0", b"")  # zeros: the rest of the block in which a hole begins
+                end = start
+            if begin > 0:
+                yield GAP
+
+
+def _segments(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
+    """(begin, end) of the parts of a file that are no hole."""
+    offset = 0
+    while offset < size:
+        try:
+            begin = os.lseek(descriptor, offset, os.SEEK_DATA)
+            offset = os.lseek(descriptor, begin, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return  # nothing but hole up to the end
+        yield begin, min(offset, size)
 
 
 def _next(descriptor: int, offset: int, size: int) -> tuple[bytes, int]:

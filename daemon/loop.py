@@ -13,14 +13,14 @@ from dataclasses import replace
 import elastic
 from elastic.core.agentfile import AgentConfig, AgentOrders, EtcdAccess
 from elastic.core.keys import ClusterKeys
-from elastic.core.records import NodeRecord, Phase
+from elastic.core.records import NodeRecord, Phase, WorkerRow
 from elastic.etcd import Lease, View
 
 from . import host, reconcile
 from .agents import Agents, Gone
 from .assignment import Plan, plan
 from .board import Board, Contact, LocalAgent, Snapshot
-from .cluster import Cluster, Reader
+from .cluster import Cluster, Job, Reader
 from .gpus import Health
 from .log import Log
 from .mailbox import Event, LeaseLost, Mailbox, Registered, Stop, Updated, Written
@@ -32,6 +32,10 @@ TICK_S = 1.0
 """Longest time between two turns."""
 ALARMS_S = 5.0
 """Time between two looks at etcd's alarms, and at its version while that is not known."""
+WORKERS_S = 5.0
+"""Least time between two changes of what this node's record says of its workers."""
+CONTACT_S = 5.0
+"""Least time between two log lines that say, with different reasons, that etcd cannot be reached."""
 RETRY_S = 1.0
 """Pause before another try to register, or to write what has changed."""
 
@@ -60,6 +64,7 @@ class Loop:
         self._notify = notify
         self._log = log
         self._health = health
+        self._refuses_anonymous = os.geteuid() == 0 and not settings.etcd.insecure
         self._reader = Reader(ClusterKeys(settings.cluster))
         self._started_wall_s = time.time()
         self._cluster = Cluster()
@@ -71,9 +76,17 @@ class Loop:
         self._retry_s = 0.0
         self._version_due_s = 0.0
         self._alarms_due_s = 0.0
+        self._workers_due_s = 0.0
+        self._worker_rows: tuple[WorkerRow, ...] = ()
         self._ready = False
         self._overdue: dict[str, float] = {}
+        self._aside: dict[str, float] = {}
+        """Job -> monotonic instant at which this daemon first saw this node set aside for it."""
         self._said: dict[str, str] = {}
+        self._contact_said = ("", 0.0)
+        """Why etcd could not be reached, as it was last logged, and the instant before which no other reason is."""
+        self._compact_mark: tuple[float, int] | None = None
+        """(monotonic instant, revision of etcd then) since which its history is kept."""
         self._turn = 0
 
     def run(self) -> Stop:
@@ -123,8 +136,7 @@ class Loop:
                 raise AssertionError("the loop ends at a Stop")
 
     def _look(self, view: View) -> None:
-        if view.connected != self._contact.connected:
-            self._log.info("etcd.contact", connected=view.connected, error=view.error, revision=view.revision)
+        self._say_contact(view)
         if view.revision or view.connected:  # an empty picture before the first contact says nothing
             self._cluster = self._reader.read(view.kvs, view.revision)
         for name in list(self._agents.trouble):
@@ -134,6 +146,19 @@ class Loop:
         self._contact = Contact(view.connected, view.as_of_s, view.error)
         for key, why in self._cluster.foreign.items():
             self._say(f"record {key}", why)
+
+    def _say_contact(self, view: View) -> None:
+        """Log that contact with etcd is there or not, with the first failure after the start among them."""
+        now_s = time.monotonic()
+        if view.connected:
+            if not self._contact.connected:
+                self._log.info("etcd.contact", connected=True, error="", revision=view.revision)
+                self._contact_said = ("", 0.0)
+            return
+        reason, until_s = self._contact_said
+        if self._contact.connected or not reason or (view.error != reason and now_s >= until_s):
+            self._log.warning("etcd.contact", connected=False, error=view.error, revision=view.revision)
+            self._contact_said = view.error or "unknown", now_s + CONTACT_S
 
     def _say(self, about: str, what: str) -> None:
         """Log a trouble when it is new or has changed, not each time it is met."""
@@ -153,9 +178,11 @@ class Loop:
         if self._contact.connected:
             self._check_version(now_s)
             self._check_alarms(now_s)
+            self._compact(now_s)
             if not stays_out:
                 self._keep_registered(now_s)
-                self._start_agents(now_s)
+                if self._trusted():
+                    self._start_agents(now_s)
             self._write_states()
         self._order_agents()
         self._end_overdue(now_s)
@@ -169,6 +196,12 @@ class Loop:
         key, why = next(iter(self._cluster.foreign.items()))
         return f"{key}: {why}"
 
+    def _trusted(self) -> bool:
+        """Whether what stands in etcd may be run here: root asks first whether anyone may write it."""
+        if self._writer.anonymous is None:
+            self._writer.check_anonymous(refuse=self._refuses_anonymous)
+        return not (self._refuses_anonymous and self._writer.anonymous is not False)
+
     def _check_version(self, now_s: float) -> None:
         if not self._writer.version and now_s >= self._version_due_s:  # again, where no member could say
             self._version_due_s = now_s + ALARMS_S
@@ -178,6 +211,22 @@ class Loop:
         if now_s >= self._alarms_due_s:
             self._alarms_due_s = now_s + ALARMS_S
             self._writer.check_alarms()
+
+    def _compact(self, now_s: float) -> None:
+        """The oldest node's daemon has an external etcd forget what is older than an hour, say: else its space, of
+        which each revision of a progress record takes a part, is used up within days."""
+        every_s = self._settings.etcd.compact_every_s
+        if (
+            not every_s
+            or not self._settings.etcd.endpoints
+            or not reconcile.is_oldest(self._cluster, self._settings.node)
+        ):
+            self._compact_mark = None
+        elif self._compact_mark is None:
+            self._compact_mark = now_s, self._cluster.revision
+        elif now_s >= self._compact_mark[0] + every_s:
+            self._writer.compact(self._compact_mark[1])
+            self._compact_mark = now_s, self._cluster.revision
 
     def _keep_registered(self, now_s: float) -> None:
         record = self._record()
@@ -208,7 +257,16 @@ class Loop:
             draining=drain.reason if drain else self._health.sick or None,
             healthy=not (reason := host.sickness(settings.state_dir) or self._health.reason),
             reason=reason or None,
+            workers=self._workers(),
         )
+
+    def _workers(self) -> tuple[WorkerRow, ...]:
+        """Looked up seldom: each change is a write to etcd that every daemon of the cluster receives."""
+        now_s = time.monotonic()
+        if now_s >= self._workers_due_s:
+            self._workers_due_s = now_s + WORKERS_S
+            self._worker_rows = reconcile.worker_rows({j: a.status for j, a in self._agents.running.items()})
+        return self._worker_rows
 
     def _start_agents(self, now_s: float) -> None:
         me = self._cluster.nodes.get(self._settings.node)
@@ -237,10 +295,19 @@ class Loop:
             trouble = self._agents.trouble.get(job.name)
             failed = trouble.why if trouble and trouble.failures >= reconcile.FAILED_STARTS else ""
             here = job.name in self._agents.running
-            state = reconcile.job_state(job, self._cluster, self._settings.node, here, failed, time.time())
+            aside_s = self._set_aside_s(job)
+            state = reconcile.job_state(job, self._cluster, self._settings.node, here, failed, time.time(), aside_s)
             if state is not None:
                 self._log.info("job.state", job=job.name, phase=state.phase, reason=state.reason, avoid=state.avoid)
                 self._writer.put_state(job, state)
+
+    def _set_aside_s(self, job: Job) -> float:
+        """For how long this node has been set aside for `job`, as far as this daemon saw; 0: it is not."""
+        if self._settings.node not in job.state.avoid:
+            if self._aside.pop(job.name, None) is not None:
+                self._agents.forget(job.name)  # what failed before it was set aside counts no more
+            return 0.0
+        return time.monotonic() - self._aside.setdefault(job.name, time.monotonic())
 
     def _order_agents(self) -> None:
         drain = self._cluster.drains.get(self._settings.node)
@@ -281,7 +348,13 @@ class Loop:
         }
         snapshot = Snapshot(
             cluster=self._cluster,
-            contact=replace(self._contact, version=self._writer.version, alarms=self._writer.alarms),
+            contact=replace(
+                self._contact,
+                version=self._writer.version,
+                alarms=self._writer.alarms,
+                members=self._writer.members,
+                anonymous=bool(self._writer.anonymous),
+            ),
             plan=self._plan,
             agents=agents,
             trouble={job: t.why for job, t in self._agents.trouble.items() if t.why},
@@ -301,5 +374,6 @@ class Loop:
             else:
                 self._notify.not_yet(30.0)
         agents = len(self._agents.running)
-        etcd = "" if self._contact.connected else "; etcd cannot be reached"
+        why = f": {self._contact.error.splitlines()[0]}" if self._contact.error else ""
+        etcd = "" if self._contact.connected else f"; etcd cannot be reached{why}"
         self._notify.status(f"{agents} {'agent' if agents == 1 else 'agents'} here{etcd}")

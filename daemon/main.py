@@ -19,7 +19,8 @@ import elastic
 from elastic.core.agentfile import EtcdAccess
 from elastic.core.timeouts import RELATIONS
 
-from . import config, host, launch
+from . import addresses, config, ending, host, launch, ownership, trust
+from .ctl_text import block
 from .ending import stop_all
 from .errors import AlreadyRuns, BadConfig, CannotStart, DaemonError
 from .notify import Notify
@@ -36,17 +37,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     started_s = time.monotonic()
     try:
         loaded = config.load(args.config, os.environ, _flags(args))
-        gpus = host.gpus()
-        settings = host.complete(loaded.settings, gpus)
+        if args.stop:
+            said = stop_all(Path(host.state_dir_of(loaded.settings)))
+            print("\n".join(said) or "nothing runs")
+            return 1 if any(ending.NOT in line for line in said) else 0
+        gpus = host.gpus(loaded.settings.gpus)
+        settings = host.complete(loaded.settings, gpus.indices)
+        trust.check(settings.etcd, os.geteuid())
         if args.check:
             print(f"{args.config or 'defaults'}: good")
             return 0
-        if args.stop:
-            print("\n".join(stop_all(Path(settings.state_dir))) or "nothing runs")
-            return 0
-        return _run(settings, loaded.sources, gpus, started_s)
+        return _run(settings, loaded.sources, gpus, started_s, addresses.find(loaded.settings).why)
     except DaemonError as error:
-        print(f"elasticd: {error}", file=sys.stderr)
+        print(f"elasticd: {block(error)}", file=sys.stderr)
         return error.code
 
 
@@ -73,7 +76,7 @@ def _flags(args: argparse.Namespace) -> dict[str, str]:
     return given
 
 
-def _run(settings: Settings, sources: Mapping[str, str], gpus: tuple[int, ...], started_s: float) -> int:
+def _run(settings: Settings, sources: Mapping[str, str], gpus: host.Gpus, started_s: float, address_why: str) -> int:
     # What takes time to import comes after the embedded etcd has been started: they overlap.
     notify = Notify.from_environment()
     state_dir = Path(settings.state_dir)
@@ -90,8 +93,7 @@ def _run(settings: Settings, sources: Mapping[str, str], gpus: tuple[int, ...], 
     embedded = None
     endpoints = settings.etcd.endpoints
     if not endpoints:
-        etcd_settings = settings.etcd
-        embedded = EmbeddedEtcd(state_dir, etcd_settings.embedded_listen, etcd_settings.embedded_binary, launcher, log)
+        embedded = EmbeddedEtcd(settings, launcher, log)
         endpoints = (embedded.start(),)
         embedded.supervise(threads)
     from .service import Daemon
@@ -105,13 +107,20 @@ def _run(settings: Settings, sources: Mapping[str, str], gpus: tuple[int, ...], 
         endpoints=endpoints,
         embedded=embedded is not None,
         metrics="",
+        address=settings.address,
+        interface=settings.interface,
+        address_why=address_why,
+        python=sys.executable,
     )
     daemon = Daemon(
         settings, _access(settings, endpoints), identity, gpus, lambda: describe(settings, sources), launcher, threads,
         notify, log,
     )  # fmt: skip
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda n, _: daemon.stop(signal.Signals(n).name))
+    # A terminal that closes, a service manager that reloads: settings are read at start, so there is nothing to do. Not
+    # SIG_IGN, which processes started from here would inherit.
+    signal.signal(signal.SIGHUP, lambda *_: None)
     try:
         return daemon.run()
     finally:
@@ -125,8 +134,12 @@ def _run(settings: Settings, sources: Mapping[str, str], gpus: tuple[int, ...], 
 def _own(state_dir: Path) -> IO[bytes]:
     """Lock the state directory for as long as the file is open. Raises AlreadyRuns, CannotStart."""
     try:
-        state_dir.mkdir(parents=True, exist_ok=True)
-        lock = (state_dir / "lock").open("a+b", buffering=0)
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o755)
+        ownership.trusted(state_dir, "state_dir")
+        # For this user alone: whoever may read a file may lock it, and so keep elasticd from starting.
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        lock = open(os.open(state_dir / "lock", flags, 0o600), "a+b", buffering=0)  # noqa: SIM115 - see `_run`
+        os.fchmod(lock.fileno(), 0o600)  # one of an earlier version
     except OSError as error:
         raise CannotStart(f"state_dir = {str(state_dir)!r}: {error.strerror}") from error
     try:

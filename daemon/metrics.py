@@ -26,9 +26,12 @@ JOB_GAUGES = (
     ("elasticd_job_restarts", "Failures charged over the job's life.", ("restarts",)),
     ("elasticd_job_incidents", "Incidents over the job's life.", ("incidents",)),
     ("elasticd_job_last_incident_seconds", "Duration of the newest recovery.", ("last_incident", "took_s")),
+    ("elasticd_job_no_progress_seconds", "While no step is made: for how long; else absent.", ("no_progress", "for_s")),
     ("elasticd_job_checkpoint_age_seconds", "Age of the newest checkpoint.", ("checkpoint", "age_s")),
     ("elasticd_job_checkpoint_step", "Step of the newest checkpoint.", ("checkpoint", "step")),
     ("elasticd_job_checkpoint_failed", "1 while the newest checkpoint failed.", ("checkpoint", "failed")),
+    ("elasticd_job_snapshot_step", "Step of the newest snapshot in memory.", ("snapshot", "step")),
+    ("elasticd_job_snapshot_megabytes", "Memory for snapshots, a node.", ("snapshot", "memory_mb")),
     ("elasticd_job_checkpoint_skipped", "Due while another was still being written.", ("checkpoint", "skipped")),
 )
 """Name, help, and where the value stands in the job's row."""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from elastic.core.records import JobState, Phase
+from elastic.core.agentfile import AgentStatus
+from elastic.core.records import JobState, Phase, WorkerRow
 
-from . import host
+from . import addresses
 from .cluster import Cluster, Job
 from .settings import Settings
 
 FAILED_STARTS = 3
 """This many agents in a row that end before they report anything: the node is set aside for the job."""
+SET_ASIDE_S = 600.0
+"""How long a node stays set aside for a job, for whatever reason: then it is tried again."""
 END_AFTER_S = 10.0
 """Beyond the job's own stop grace: how long an agent may outlive its job before it is told to end by signal, and
 again until it is killed."""
@@ -34,22 +37,50 @@ def pick_gpus(gpus: tuple[int, ...], slots: int, taken: Iterable[tuple[int, ...]
     return tuple(picked)
 
 
+def worker_rows(agents: Mapping[str, AgentStatus | None]) -> tuple[WorkerRow, ...]:
+    """Of all jobs on this node, in the order of job and slot. Workers that have no process yet are left out."""
+    rows = [
+        WorkerRow(job, row.slot, row.pid, row.incarnation)
+        for job, status in agents.items()
+        for row in (status.ranks if status else ())
+        if row.pid
+    ]
+    return tuple(sorted(rows, key=lambda row: (row.job, row.slot)))
+
+
 def refuses_unsound(settings: Settings) -> bool:
     """An etcd that loses data is refused, except our own and where all of the cluster is this one machine."""
     etcd = settings.etcd
-    return bool(etcd.endpoints) and not etcd.allow_unsound_version and not host.only_loopback(settings)
+    return bool(etcd.endpoints) and not etcd.allow_unsound_version and not addresses.only_loopback(settings)
 
 
-def job_state(job: Job, cluster: Cluster, me: str, here: bool, failed: str, wall_s: float) -> JobState | None:
-    """The state that this daemon should write for a job, or None: none. `failed`: why no agent comes up here."""
+def is_oldest(cluster: Cluster, me: str) -> bool:
+    """Whether `me` is the node that registered before all others: what one daemon of all is to do is its."""
+    return (
+        min(cluster.nodes.values(), key=lambda node: (node.seniority, node.name)).name == me if cluster.nodes else False
+    )
+
+
+def job_state(
+    job: Job, cluster: Cluster, me: str, here: bool, failed: str, wall_s: float, aside_s: float = 0.0
+) -> JobState | None:
+    """The state that this daemon should write for a job, or None: none.
+
+    `failed`: why no agent comes up here; `aside_s`: for how long this daemon has seen its node set aside for the job.
+    """
     state = job.state
     if job.over:
         return None
     if state.phase is Phase.STOPPING and not job.members and not here:
         return msgspec.structs.replace(state, phase=Phase.STOPPED, since_wall_s=wall_s)
+    if me in state.avoid and aside_s >= SET_ASIDE_S:
+        rest = tuple(node for node in state.avoid if node != me)
+        failures = tuple(failure for failure in state.failures if failure.node != me)
+        reason = "" if state.reason.startswith(_no_agent_on(me)) else state.reason
+        return msgspec.structs.replace(state, avoid=rest, failures=failures, reason=reason)
     if failed and not here and me not in state.avoid and state.phase is not Phase.STOPPING:
         avoid = tuple(sorted({*state.avoid, me}))
-        reason = f"no agent comes up on {me}: {failed}"
+        reason = f"{_no_agent_on(me)}{failed}"
         hopeless = state.phase is Phase.PENDING and not job.members and set(cluster.nodes) <= set(avoid)
         phase = Phase.FAILED if hopeless else state.phase
         since_s = wall_s if hopeless else state.since_wall_s
@@ -57,9 +88,15 @@ def job_state(job: Job, cluster: Cluster, me: str, here: bool, failed: str, wall
     return None
 
 
+def _no_agent_on(node: str) -> str:
+    return f"no agent comes up on {node}: "
+
+
 def signal_for(job: Job, overdue_s: float, told: bool) -> signal.Signals | None:
     """How to end an agent that outlives its job, if it is time to."""
-    grace_s = (job.spec.spec.stop_grace_s if job.spec else 0.0) + END_AFTER_S
+    spec = job.spec.spec if job.spec else None
+    ends_s = max(spec.stop_grace_s, spec.exit_timeout_s if job.state.phase is Phase.SUCCEEDED else 0.0) if spec else 0.0
+    grace_s = ends_s + END_AFTER_S
     if overdue_s > 2 * grace_s:
         return signal.SIGKILL
     return signal.SIGTERM if overdue_s > grace_s and not told else None

@@ -5,26 +5,37 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import unquote
 
+from elastic.core.keys import check_name
 from elastic.core.records import Phase
 
 from . import views
-from .actions import Actions
+from .actions import Actions, no_job
 from .board import Board, Snapshot
 from .errors import Refused
+from .folders import Folder
 from .log import Log
-from .logs import Line, Tail
+from .logs import PAST_BYTES, Line, Tail
 from .views import SCHEMA, Identity, Json, Now
 
 LONGEST_WAIT_S = 60.0
 FOLLOW_S = 0.2
 """Interval at which a followed log is looked at."""
+PROGRESS_S = 0.5
+"""Least time between two reports of progress to a follower."""
 WAITS_S = 2.0
 """From when a job waits for something until who follows it is told."""
+
+MAX_DEADLINE_S = 1e9
+"""Of a drain. No timer takes a number without bound."""
+MAX_REASON_CHARS = 1_000
+"""A reason goes into records, orders and every status of the node."""
+COUNT = re.compile("[0-9]{1,9}")
 
 Query = Mapping[str, str]
 
@@ -36,7 +47,7 @@ class Service:
     board: Board
     actions: Actions
     identity: Identity
-    logs_dir: Callable[[str], Path]
+    logs: Callable[[str], Folder]
     config: Callable[[], Json]
     log: Log
 
@@ -51,6 +62,7 @@ class Request(Protocol):
     def send_json(self, status: int, content: Json) -> None: ...
     def begin_stream(self) -> None: ...
     def stream(self, content: Json) -> None: ...
+    def end_stream(self) -> None: ...
     def still_there(self) -> bool: ...
 
 
@@ -74,12 +86,12 @@ def get_nodes(h: Request, query: Query) -> None:
 
 def get_job(h: Request, query: Query, job: str) -> None:
     snapshot = h.service.board.now
-    if (wait_s := _number(query, "wait_over_s", 0.0)) > 0:
+    if (wait_s := _seconds(query, "wait_over_s")) > 0:
         snapshot = h.service.board.wait(
             lambda s: job not in s.cluster.jobs or s.cluster.jobs[job].over, min(wait_s, LONGEST_WAIT_S)
         )
     if job not in snapshot.cluster.jobs:
-        raise Refused(404, _no_job(job, snapshot.cluster.jobs))
+        raise Refused(404, no_job(job, snapshot))
     detail = views.job_detail(snapshot, snapshot.cluster.jobs[job], now())
     h.send_json(200, detail | {"etcd": views.etcd(snapshot, h.service.identity, now())})
 
@@ -87,9 +99,9 @@ def get_job(h: Request, query: Query, job: str) -> None:
 def get_incidents(h: Request, query: Query) -> None:
     snapshot, job = h.service.board.now, query.get("job", "")
     if job and job not in snapshot.cluster.jobs:
-        raise Refused(404, _no_job(job, snapshot.cluster.jobs))
+        raise Refused(404, no_job(job, snapshot))
     found = views.incidents(snapshot, job, now())
-    if (last := int(_number(query, "last", 0))) > 0:
+    if (last := _count(query, "last", 0)) > 0:
         found = found[-last:]
     h.send_json(200, {"schema": SCHEMA, "incidents": found})
 
@@ -100,22 +112,28 @@ def get_config(h: Request, query: Query) -> None:
 
 def get_logs(h: Request, query: Query, job: str) -> None:
     board = h.service.board
-    rank = int(_number(query, "rank", -1))
-    tail = Tail(h.service.logs_dir(job), _slot_of(h, job, rank) if rank >= 0 else None)
-    last = tail.last(int(_number(query, "tail", 100)))
+    rank = _count(query, "rank", 0) if "rank" in query else None
+    tail = Tail(h.service.logs(job), _slot_of(h, job, rank) if rank is not None else None)
+    last = tail.last(_count(query, "tail", 100))
     if not last and job not in board.now.cluster.jobs:
-        raise Refused(404, _no_job(job, board.now.cluster.jobs))
+        raise Refused(404, no_job(job, board.now))
     h.begin_stream()
+    if tail.cut:
+        h.stream({"note": f"of the lines asked for, only the last {len(last)} are shown: as many as were found in the "
+                          f"newest {PAST_BYTES // 2**20} MiB", "cut": True})  # fmt: skip
     for line in last:
         h.stream(_line(h, job, line))
     follow = query.get("follow", "0") in ("1", "true", "")
     told, waits = _told(board.now, job), Waits(job)
+    progress = Progress(job) if query.get("progress", "0") in ("1", "true", "") else None
     while follow and h.still_there():
         if note := waits.look(board.now, time.monotonic()):
             h.stream({"note": note})
-        for note in _told(board.now, job)[len(told) :]:
+        before, told = told, _told(board.now, job)
+        for note in news(before, told):
             h.stream({"note": note})
-        told = _told(board.now, job)
+        if progress and (row := progress.look(board.now, time.monotonic())):
+            h.stream({"progress": row})
         for line in tail.more():
             h.stream(_line(h, job, line))
         follow = not _ended(board.wait(lambda s: _ended(s, job), FOLLOW_S), job)
@@ -123,7 +141,8 @@ def get_logs(h: Request, query: Query, job: str) -> None:
         h.stream(_line(h, job, line))
     known = board.now.cluster.jobs.get(job)
     phase = str(known.state.phase) if known else None
-    h.stream({"end": True, "phase": phase, "elsewhere": _elsewhere(h, job) if rank < 0 else {}})
+    h.stream({"end": True, "phase": phase, "elsewhere": _elsewhere(h, job) if rank is None else {}})
+    h.end_stream()
 
 
 class Waits:
@@ -147,21 +166,50 @@ class Waits:
         return f"{self._job} waits for: {why}"
 
 
+class Progress:
+    """Where a job stands, told when it has changed and at most once in PROGRESS_S."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._said: Json = {}
+        self._due_s = 0.0
+
+    def look(self, snapshot: Snapshot, now_s: float) -> Json:
+        """What is to be told now; {} when there is nothing new."""
+        known = snapshot.cluster.jobs.get(self._job)
+        if known is None or now_s < self._due_s:
+            return {}
+        row = views.job_row(snapshot, known, now())
+        said = {key: row[key] for key in ("phase", "step", "steps_per_s", "loss", "world", "waiting_for")}
+        if said == self._said:
+            return {}
+        self._said, self._due_s = said, now_s + PROGRESS_S
+        return said
+
+
 def _told(snapshot: Snapshot, job: str) -> tuple[str, ...]:
-    """What has happened to a job so far, in words; grows at its end."""
+    """What has happened to a job so far, in words."""
     known = snapshot.cluster.jobs.get(job)
     if known is None:
         return ()
     said = []
     for incident in known.incidents:
+        if incident.open:
+            continue
         took_s = max(incident.timeline_s.values(), default=None)
         took = f" in {took_s:.2f} s" if took_s is not None else ""
-        lost = "" if incident.steps_lost is None else f", {incident.steps_lost} steps lost"
+        lost = f", {views.steps_lost(incident)} lost"
         became = f"world {incident.world_before} → {incident.world_after} again{took}{lost}"
         if not incident.world_after:
-            became = "the job was given up"
+            became = "the job was given up" if incident.world_before else "before the job's first generation"
         said.append(f"{incident.kind} on {incident.node}: {incident.detail}; {became}")
     return tuple(said)
+
+
+def news(before: Sequence[str], told: Sequence[str]) -> list[str]:
+    """What `told` has more than `before`. Not only at its end: an outage is over after a checkpoint has failed in it;
+    and the oldest go."""
+    return list((Counter(told) - Counter(before)).elements())
 
 
 def _ended(snapshot: Snapshot, job: str) -> bool:
@@ -172,9 +220,15 @@ def _ended(snapshot: Snapshot, job: str) -> bool:
 
 def post_job(h: Request, query: Query) -> None:
     body = h.body()
-    spec, replace = body.get("spec", body), bool(body.get("replace", False)) if "spec" in body else False
+    spec, replace = body, False
+    if "spec" in body:
+        spec, replace = body["spec"], body.get("replace", False)
+        if unknown := sorted(body.keys() - {"spec", "replace"}):
+            raise Refused(400, f"{unknown[0]}: no such field beside spec and replace")
     if not isinstance(spec, dict):
         raise Refused(400, "spec must be a JSON object")
+    if not isinstance(replace, bool):
+        raise Refused(400, f"replace = {replace!r}: true or false")
     name = h.service.actions.submit(spec, h.peer(), replace)
     h.service.log.info("job.submitted", job=name, by=h.peer())
     h.send_json(201, {"schema": SCHEMA, "job": name})
@@ -214,8 +268,8 @@ def post_uncordon(h: Request, query: Query, node: str) -> None:
 def post_drain(h: Request, query: Query, node: str) -> None:
     body = h.body()
     deadline_s = body.get("deadline_s", 0)
-    if not isinstance(deadline_s, int | float) or not 0 <= deadline_s < math.inf:
-        raise Refused(400, f"deadline_s = {deadline_s!r}: seconds from 0")
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not 0 <= deadline_s <= MAX_DEADLINE_S:
+        raise Refused(400, f"deadline_s = {deadline_s!r}: seconds from 0 to {MAX_DEADLINE_S:g}; 0: no deadline")
     h.service.actions.drain(node, _text(body, "reason", f"drained by {h.peer()}"), float(deadline_s))
     h.send_json(200, {"schema": SCHEMA, "node": node})
 
@@ -225,22 +279,31 @@ def _done(h: Request, job: str) -> None:
     h.send_json(200, {"schema": SCHEMA, "job": job, "phase": str(known.state.phase) if known else None})
 
 
-def _number(query: Query, name: str, default: float) -> float:
+def _seconds(query: Query, name: str) -> float:
+    """0 where it is not given."""
     try:
-        return float(query.get(name, default))
+        value = float(query.get(name, 0.0))
     except ValueError:
-        raise Refused(400, f"{name} = {query[name]!r}: a number") from None
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise Refused(400, f"{name} = {query[name]!r}: seconds, from 0")
+    return value
+
+
+def _count(query: Query, name: str, default: int) -> int:
+    text = query.get(name, str(default))
+    if not COUNT.fullmatch(text):
+        raise Refused(400, f"{name} = {text!r}: a whole number from 0 to 999999999")
+    return int(text)
 
 
 def _text(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
     value = body.get(name, default)
     if not isinstance(value, str) or not value:
         raise Refused(400, f"{name} = {value!r}: a text is needed")
+    if len(value) > MAX_REASON_CHARS:
+        raise Refused(400, f"{name} has {len(value)} characters: at most {MAX_REASON_CHARS}")
     return value
-
-
-def _no_job(job: str, known: Mapping[str, Any]) -> str:
-    return f"there is no job {job!r}; there are: {', '.join(sorted(known)) or 'none'}"
 
 
 def _slot_of(h: Request, job: str, rank: int) -> int:
@@ -299,13 +362,24 @@ ROUTES: tuple[tuple[str, re.Pattern[str], Answer], ...] = tuple(
 )
 
 
+def checked(field: str, name: str) -> str:
+    """`name`, or Refused (400)."""
+    try:
+        return check_name(field, name)
+    except ValueError as error:
+        raise Refused(400, str(error)) from None
+
+
 def find(method: str, path: str) -> tuple[Answer, dict[str, str]]:
-    """The answer to a request and the names in its path. Raises Refused (404, 405)."""
+    """The answer to a request and the names in its path, unquoted. Raises Refused (400, 404, 405).
+
+    The names are checked here, for every path alike: some become parts of file names and of keys in etcd.
+    """
     others = []
     for verb, pattern, answer in ROUTES:
         if match := pattern.fullmatch(path):
             if verb == method:
-                return answer, match.groupdict()
+                return answer, {field: checked(field, unquote(raw)) for field, raw in match.groupdict().items()}
             others.append(verb)
     if others:
         raise Refused(405, f"{path} takes {', '.join(others)}, not {method}")

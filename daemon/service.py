@@ -15,10 +15,13 @@ from .actions import Actions
 from .agents import Agents
 from .board import Board
 from .gpus import Health
+from .host import Gpus
+from .httpd import Server
 from .launch import Launcher
 from .log import Log
 from .loop import Loop
 from .mailbox import Mailbox, Stop
+from .members import Members
 from .notify import Notify
 from .routes import Service
 from .settings import Settings
@@ -35,7 +38,7 @@ class Daemon:
         settings: Settings,
         access: EtcdAccess,
         identity: Identity,
-        gpus: tuple[int, ...],
+        gpus: Gpus,
         describe: Callable[[], Json],
         launcher: Launcher,
         threads: Threads,
@@ -50,10 +53,11 @@ class Daemon:
         self._etcd = Etcd(access, call_s=settings.timeouts.etcd_call_s)
         self._keys = ClusterKeys(settings.cluster)
         self._writer = Writer(self._etcd, self._keys, self._mailbox, log)
+        self._members = Members(self._etcd, self._writer.show_members, log)
         self._agents = Agents(Path(settings.state_dir), launcher, threads, self._mailbox.post, log)
-        self._health = Health(gpus, log, self_test=settings.gpu_self_test)
+        self._health = Health(gpus.indices, log, self_test=settings.gpu_self_test, problem=gpus.problem)
         self._loop = Loop(
-            settings, access, gpus, self._mailbox, self._writer, self._agents, self._board, notify, log,
+            settings, access, gpus.indices, self._mailbox, self._writer, self._agents, self._board, notify, log,
             self._health,
         )  # fmt: skip
         self._identity = identity
@@ -64,6 +68,8 @@ class Daemon:
         self._serve()
         self._threads.start("writer", self._writer.run)
         self._threads.start("gpus", self._health.run)
+        if not self._identity.embedded:
+            self._threads.start("etcd-members", self._members.run)
         self._etcd.watch(self._keys.root, self._mailbox.show)
         try:
             stop = self._loop.run()
@@ -82,6 +88,7 @@ class Daemon:
         # The servers end with the process: to stop them first would only cost the time of their polls.
         Path(self._settings.socket).unlink(missing_ok=True)
         self._health.stop()
+        self._members.close()
         self._loop.leave()
         self._etcd.close()
 
@@ -97,15 +104,16 @@ class Daemon:
                     holder.append(metrics.exposition(lambda: self._board.now, self._identity))
                 return holder[0]()
 
-            server = api.metrics_server(settings.http.listen, self._board, exposition)
-            host, port = server.server_address[:2]
-            identity = dataclasses.replace(identity, metrics=f"http://{host!s}:{port}")
+            server = api.metrics_server(settings.http.listen, self._board, exposition, self._log)
+            host, port = server.listener.getsockname()[:2]
+            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            identity = dataclasses.replace(identity, metrics=f"http://{where}")
             self._identity = identity
             self._add("metrics", server)
         actions = Actions(self._etcd, self._keys, self._board)
-        service = Service(self._board, actions, identity, self._agents.logs_dir, self._describe, self._log)
+        service = Service(self._board, actions, identity, self._agents.logs, self._describe, self._log)
         self._add("api", api.unix_server(settings.socket, settings.socket_group, service))
         self._log.info("api.listening", socket=settings.socket, metrics=identity.metrics)
 
-    def _add(self, name: str, server: api.UnixServer | api.MetricsServer) -> None:
-        self._threads.start(name, lambda: server.serve_forever(poll_interval=0.5))
+    def _add(self, name: str, server: Server) -> None:
+        self._threads.start(name, server.serve)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from elastic.core.records import IncidentRecord, Phase, ProgressRecord
+from elastic.etcd import MemberHealth
 
 from .board import Snapshot
 from .cluster import Job
@@ -19,6 +20,9 @@ SCHEMA = 1
 
 SILENT_S = 10.0
 """An agent replaces its status once a second; after so long it is stopped, or its disk is full."""
+
+LARGE_DATABASE_MB = 1600.0
+"""Of etcd: three quarters of its default quota."""
 
 Json = dict[str, Any]
 
@@ -41,6 +45,11 @@ class Identity:
     endpoints: tuple[str, ...]
     embedded: bool
     metrics: str
+    address: str = ""
+    interface: str = ""
+    address_why: str = ""
+    python: str = ""
+    """The interpreter of jobs that name none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,10 @@ def status(snapshot: Snapshot, identity: Identity, now: Now) -> Json:
         "pid": identity.pid,
         "uptime_s": round(now.monotonic_s - identity.started_s, 1),
         "metrics": identity.metrics,
+        "address": identity.address,
+        "interface": identity.interface,
+        "address_why": identity.address_why,
+        "python": identity.python,
         "wall_s": now.wall_s,
         "etcd": etcd(snapshot, identity, now),
         "health": _worst([*(j["health"] for j in jobs), "degraded" if problems else "healthy"]),
@@ -81,6 +94,17 @@ def etcd(snapshot: Snapshot, identity: Identity, now: Now) -> Json:
         "version": contact.version,
         "endpoints": list(identity.endpoints),
         "embedded": identity.embedded,
+        "anonymous": contact.anonymous,
+        "members": [
+            {
+                "endpoint": m.endpoint,
+                "ok": m.ok,
+                "version": m.version,
+                "error": m.error,
+                "database_mb": round(m.database_mb, 1),
+            }
+            for m in contact.members
+        ],
         "revision": snapshot.cluster.revision,
     }
 
@@ -89,8 +113,11 @@ def nodes(snapshot: Snapshot) -> list[Json]:
     cluster = snapshot.cluster
     used: dict[str, dict[str, int]] = {}
     for job in cluster.jobs.values():
-        for name, member in job.members.items():
-            used.setdefault(name, {})[job.name] = member.record.slots
+        # As the plan counts them, so that "1/2" never stands beside "0 of 2 slots free": an agent that is just
+        # starting has its slots already, one whose job is over holds none back.
+        members = {name: 0 if job.over else member.record.slots for name, member in job.members.items()}
+        for name, slots in {**members, **snapshot.plan.places.get(job.name, {})}.items():
+            used.setdefault(name, {})[job.name] = slots
     rows = []
     for name in sorted({*cluster.nodes, *used}):
         node = cluster.nodes.get(name)
@@ -140,8 +167,11 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> Json:
         "loss": _number(progress.loss) if progress else None,
         "progress_age_s": round(max(0.0, now.wall_s - progress.wall_s), 1) if progress else None,
         "checkpoint": _checkpoint(progress, now),
+        "snapshot": _snapshot(progress),
+        "managed": progress.managed if progress else None,
         "restarts": job.state.restarts,
         "waiting_for": waiting,
+        "no_progress": _no_progress(job, progress, now),
         "incidents": len(job.incidents),
         "last_incident": incident(job, job.incidents[-1], now) if job.incidents else None,
         "error": msgspec.to_builtins(job.state.error) if job.state.error else None,
@@ -178,8 +208,21 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now) -> Json:
 def incident(job: Job, record: IncidentRecord, now: Now) -> Json:
     row: Json = msgspec.to_builtins(record)
     del row["protocol"]
-    total_s = max(record.timeline_s.values(), default=None)
-    return row | {"job": job.name, "age_s": round(max(0.0, now.wall_s - record.wall_s), 1), "took_s": total_s}
+    row["open"] = record.open and not job.over  # with the job's end every outage is over
+    age_s = round(max(0.0, now.wall_s - record.wall_s), 1)
+    took_s = age_s if row["open"] else max(record.timeline_s.values(), default=None)
+    return row | {"job": job.name, "age_s": age_s, "took_s": took_s, "lost": steps_lost(record)}
+
+
+def steps_lost(record: IncidentRecord) -> str:
+    """'0 steps', '0 to 1 steps', '6 steps or more'; 'unknown'."""
+    least, most = record.steps_lost, record.steps_lost_at_most
+    if least is None:
+        return "unknown"
+    if most is None:
+        return f"{least} step{'' if least == 1 else 's'} or more"
+    number = str(least) if least == most else f"{least} to {most}"
+    return f"{number} step{'' if number == '1' else 's'}"
 
 
 def incidents(snapshot: Snapshot, job: str, now: Now) -> list[Json]:
@@ -212,12 +255,16 @@ def _in_order(snapshot: Snapshot) -> list[Job]:
 
 
 def _ranks(snapshot: Snapshot, job: Job) -> dict[tuple[str, int], Json]:
-    """(node, slot) -> row: what its own agent says, else what the leader wrote, else only that it is there."""
+    """(node, slot) -> row: what its own agent says, else what the leader wrote, else what its node's record says."""
     rows: dict[tuple[str, int], Json] = {}
     for place in job.generation.places if job.generation else ():
         for slot, rank in job.generation.ranks(place.node).items() if job.generation else ():
             rows[place.node, slot] = {"rank": rank, "node": place.node, "slot": slot, "pid": None, "phase": "",
                                       "step": None, "incarnation": None, "rss_mb": None}  # fmt: skip
+    for name, node in snapshot.cluster.nodes.items():
+        for worker in node.record.workers:
+            if worker.job == job.name and (row := rows.get((name, worker.slot))):
+                row |= {"pid": worker.pid, "incarnation": worker.incarnation}
     local = snapshot.agents.get(job.name)
     said = [*(job.progress.ranks if job.progress else ()), *(local.status.ranks if local and local.status else ())]
     return rows | {(row.node, row.slot): msgspec.to_builtins(row) for row in said}
@@ -240,6 +287,7 @@ def _agent(snapshot: Snapshot, job: str) -> Json | None:
         "leader": said.leader if said else False,
         "etcd_ok": said.etcd_ok if said else None,
         "standbys": said.standbys if said else 0,
+        "preloaded": list(said.preloaded) if said else [],
         "draining": agent.draining,
         "trouble": snapshot.trouble.get(job, ""),
     }
@@ -259,6 +307,16 @@ def _checkpoint(progress: ProgressRecord | None, now: Now) -> Json | None:
     }
 
 
+def _snapshot(progress: ProgressRecord | None) -> Json | None:
+    if progress is None or not (progress.snapshot_mb or progress.snapshot_interval):
+        return None
+    return {
+        "step": progress.snapshot_step,
+        "memory_mb": progress.snapshot_mb,
+        "interval": progress.snapshot_interval,
+    }
+
+
 def _waiting(snapshot: Snapshot, job: Job, progress: ProgressRecord | None) -> str:
     if job.over:
         return ""
@@ -270,6 +328,20 @@ def _waiting(snapshot: Snapshot, job: Job, progress: ProgressRecord | None) -> s
     return snapshot.trouble.get(job.name, "") if job.name not in snapshot.agents else ""
 
 
+def _no_progress(job: Job, progress: ProgressRecord | None, now: Now) -> Json | None:
+    still = progress.still if progress and not job.over and job.members else None
+    if still is None:
+        return None
+    return {
+        "since_wall_s": still.since_wall_s,
+        "for_s": round(max(0.0, now.wall_s - still.since_wall_s), 1),
+        "rank": still.rank,
+        "node": still.node,
+        "because": still.because,
+        "declared": still.declared,
+    }
+
+
 def _health(job: Job, row: Mapping[str, Any]) -> str:
     phase = job.state.phase
     if phase is Phase.FAILED:
@@ -277,7 +349,9 @@ def _health(job: Job, row: Mapping[str, Any]) -> str:
     if job.over:
         return "healthy"
     checkpoint = row["checkpoint"]
+    still = row["no_progress"]
     troubled = phase is Phase.WAITING or bool(row["waiting_for"]) or bool(checkpoint and checkpoint["error"])
+    troubled = troubled or bool(still and not still["declared"])
     return "degraded" if troubled else "healthy"
 
 
@@ -286,15 +360,41 @@ def _problems(snapshot: Snapshot, rows: list[Json], now: Now) -> list[str]:
     if not snapshot.contact.connected:
         found.append("etcd cannot be reached: this is the last that was seen of it")
     found += [_ALARMS.get(alarm, f"etcd has raised the alarm {alarm}") for alarm in snapshot.contact.alarms]
+    found += _member_problems(snapshot.contact.members)
     if snapshot.stays_out:
         found.append(f"this node stays out of the cluster: {snapshot.stays_out}")
     elif not snapshot.registered:
         found.append("this node is not registered in the cluster (yet)")
+    if (foreign := snapshot.cluster.foreign) and not snapshot.stays_out:
+        key = min(foreign)
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        found.append(f"etcd holds what this elasticd cannot read: {key}{more}: {foreign[key]}")
     for agent in snapshot.agents.values():
         if agent.status and (silent_s := now.wall_s - agent.status.written_wall_s) > SILENT_S:
             found.append(f"the agent of {agent.job} on this node has said nothing for {silent_s:.0f} s")
+        if agent.status and agent.status.why_fresh:
+            found.append(
+                f"workers of {agent.job} start seconds later on this node, as new processes, since the zygote is unfit "
+                f"to fork: {agent.status.why_fresh}"
+            )
     found += [f"{r['node']} is {r['state']}: {r['reason']}" for r in rows if r["state"] in ("unhealthy", "no daemon")]
     return found
+
+
+def _member_problems(members: Sequence[MemberHealth]) -> list[str]:
+    good = sum(member.ok for member in members)
+    found = [
+        f"etcd member {member.endpoint} is in trouble: {member.error}; {good} of {len(members)} are well, "
+        f"{len(members) // 2 + 1} are needed"
+        for member in members
+        if not member.ok
+    ]
+    large = [member for member in members if member.database_mb > LARGE_DATABASE_MB]
+    return found + [
+        f"etcd member {member.endpoint}: its database takes {member.database_mb:.0f} MB of the 2147 that etcd takes by "
+        "default; compact and defragment it, or raise its --quota-backend-bytes"
+        for member in large
+    ]
 
 
 def _worst(healths: list[str]) -> str:

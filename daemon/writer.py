@@ -10,8 +10,9 @@ import msgspec
 
 from elastic.core.keys import ClusterKeys
 from elastic.core.records import JobState, NodeRecord, SpeaksAnotherProtocol, decode, encode
-from elastic.etcd import Etcd, EtcdError, EtcdUnavailable, LeaseGone, ModIs, Put
+from elastic.etcd import Etcd, EtcdError, EtcdUnavailable, LeaseGone, MemberHealth, ModIs, Put
 
+from . import trust
 from .cluster import Job
 from .etcd_versions import Soundness, judge
 from .log import Log
@@ -30,6 +31,10 @@ class Writer:
         self.version = ""
         self.alarms: tuple[str, ...] = ()
         """As of the last look."""
+        self.members: tuple[MemberHealth, ...] = ()
+        """As `members.Members` has found them lately."""
+        self.anonymous: bool | None = None
+        """Whether etcd takes writes without a password or certificate; None: not yet known."""
 
     def run(self) -> None:
         """Body of the thread."""
@@ -114,6 +119,40 @@ class Writer:
             self.alarms = alarms
 
         self._do("alarms", work)
+
+    def compact(self, revision: int) -> None:
+        """Let etcd forget the history before `revision`; another daemon may have done so already."""
+
+        def work() -> None:
+            try:
+                self._etcd.compact(revision)
+            except EtcdUnavailable:
+                raise
+            except EtcdError as error:
+                self._log.info("etcd.not_compacted", revision=revision, why=str(error))
+            else:
+                self._log.info("etcd.compacted", revision=revision)
+
+        self._do("compact", work)
+
+    def show_members(self, members: tuple[MemberHealth, ...]) -> None:
+        """From the thread that asks them."""
+        self.members = members
+
+    def check_anonymous(self, refuse: bool) -> None:
+        """Look whether etcd answers without credentials; with `refuse`, one that does stops the daemon."""
+
+        def work() -> None:
+            endpoint = self._etcd.anonymous_endpoint()
+            if endpoint is None:
+                return  # the loop asks again
+            self.anonymous = bool(endpoint)
+            if endpoint and refuse:
+                self._mailbox.post(Stop(trust.refusal(endpoint), code=78))
+            elif endpoint:
+                self._log.warning("etcd.anonymous", endpoint=endpoint, why="whoever reaches it may write to it")
+
+        self._do("anonymous", work)
 
     def check_version(self, refuse: bool) -> None:
         """Look what etcd we talk to; with `refuse`, one that loses data stops the daemon."""

@@ -225,7 +225,7 @@ class Watch:
                 self._confirm()
         finally:
             stream.cancel()
-            reader.join()
+            reader.join()  # the inbox takes all it still has, and the cancelled stream ends it
 
     def _read(self, stream: Iterable[Batch]) -> None:
         try:
@@ -268,10 +268,11 @@ class Watch:
         self._show(View(MappingProxyType(kvs), revision, connected=True, as_of_s=now_s, prefix=self.prefix))
 
     def _lost(self, error: str) -> None:
-        """Say so once per loss; before the first contact, with an empty picture of revision 0."""
+        """Say so once per loss, and when the reason changes; before the first contact, with an empty picture of
+        revision 0."""
         nothing = View(MappingProxyType({}), 0, connected=True, as_of_s=float("-inf"), prefix=self.prefix)
         view = self.view or nothing
-        if view.connected:
+        if view.connected or error != view.error:
             self._show(replace(view, connected=False, error=error))
 
     def _show(self, view: View) -> None:

@@ -101,6 +101,8 @@ class MemberHealth(NamedTuple):
     version: str
     ok: bool
     error: str
+    database_mb: float = 0.0
+    """Size of its database on disk; etcd takes no more writes beyond its quota, 2 GiB unless it is told otherwise."""
 
 
 class EtcdError(Exception):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),  # a new channel to a stuck member must not share the stuck connection
     ("grpc.max_receive_message_length", 256 << 20),  # a prefix with thousands of keys
-    ("grpc.http2.bdp_probe", 0),  # a ping after what is read, to size the window: our pictures are small
+    ("grpc.http2.bdp_probe", 0),  # it would ping after what it reads, which wakes both sides, to size this window:
     ("grpc.http2.lookahead_bytes", 1 << 20),
     ("grpc.enable_http_proxy", 0),  # etcd is never behind the proxy for web pages
     ("grpc.enable_retries", 0),  # we know which requests may be repeated
@@ -34,6 +36,11 @@ _OPTIONS = (
 _waits: Any = getattr(grpc, "_common", None)
 if hasattr(_waits, "MAXIMUM_WAIT_TIMEOUT"):
     _waits.MAXIMUM_WAIT_TIMEOUT = 5.0
+OPEN_S = 10.0
+"""For a connection to be made and its user to be logged in. More than a call gets: TLS and a password hashed at great
+cost take seconds where a node or a member is busy, so both go on after the call that began them has given up."""
+DENIED_S = 5.0
+"""After a login was refused, how long the answer is repeated without asking again: each costs etcd the hashing."""
 _STATUS_ERRORS = 8
 """Number of the field `errors` in etcd's StatusResponse."""
 _LOGIN_AGAIN = ("invalid auth token", "revision of auth store is old", "user name is empty")
@@ -56,37 +63,120 @@ _RETRY_CODES = (
 )
 
 
+class Token:
+    """What a login gave: etcd's members all know it, so that the connections of one client share it."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+
+class _Opening:
+    """The making of a connection and the login over it, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.fault: EtcdError | None = None
+
+
 class Connection:
     """`silent` becomes True when a call ended without any answer."""
 
-    def __init__(self, endpoint: str, access: EtcdAccess) -> None:
+    def __init__(self, endpoint: str, access: EtcdAccess, token: Token | None = None) -> None:
         self.endpoint = endpoint.removeprefix("http://").removeprefix("https://")
         self.silent = False
         self._access = access
         self._rpc = _etcd3_import.load()
-        self._token = ""
-        self._login_lock = threading.Lock()
+        self._token = token or Token()
+        self._lock = threading.Lock()
+        self._opening: _Opening | None = None
+        self._open = not access.ca_file or self.endpoint.startswith("unix:")
+        """Without TLS there is nothing to wait for but the kernel."""
+        self._denied: tuple[float, EtcdError] | None = None
+        self._files = _files(access)
         self._channel = _channel(self.endpoint, access)
         self._methods: dict[str, Any] = {}
 
-    def call(self, method: str, request: Callable[[Any], Any], within_s: float) -> Any:
-        """One unary request, `method` like 'KV.Put'. Raises EtcdError in one of its kinds."""
+    @property
+    def opening(self) -> bool:
+        """Whether it is being made just now: worth waiting for."""
+        opening = self._opening
+        return opening is not None and not opening.done.is_set()
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the TLS files have been replaced since: gRPC goes on with those it was given, also expired ones."""
+        return _files(self._access) != self._files
+
+    @property
+    def open(self) -> bool:
+        """Whether it has been made, and the user is logged in."""
+        return self._open and bool(self._token.text or not self._access.user)
+
+    def call(self, method: str, request: Callable[[Any], Any], within_s: float, *, login: bool = True) -> Any:
+        """One unary request, `method` like 'KV.Put'. Raises EtcdError in one of its kinds.
+
+        `login`: False for a request that etcd answers to anyone."""
+        end_s = time.monotonic() + within_s
         message = request(self._rpc.messages)
-        token = self._login(within_s, stale="") if self._access.user else ""
+        token = self._ready(within_s, login=login)
         try:
-            return self._send(method, message, within_s)
+            return self._send(method, message, max(0.05, end_s - time.monotonic()))
         except EtcdDenied as error:
             if not self._access.user or not any(sign in str(error) for sign in _LOGIN_AGAIN):
                 raise
-            self._login(within_s, stale=token)
-            return self._send(method, message, within_s)
+        self._ready(max(0.05, end_s - time.monotonic()), stale=token)
+        return self._send(method, message, max(0.05, end_s - time.monotonic()))
 
     def watch(self, span: dict[str, bytes], start: int, within_s: float) -> Stream:
-        if self._access.user:
-            self._login(within_s, stale="")
+        self._ready(within_s)
         pb = self._rpc.messages
         request = pb.WatchRequest(create_request=pb.WatchCreateRequest(**span, start_revision=start))
         return Stream(self._rpc.stubs.WatchStub(self._channel).Watch, request, self._metadata())
+
+    def _ready(self, within_s: float, *, stale: str | None = None, login: bool = True) -> str:
+        """Wait until the connection is made and there is a token, another than the `stale` one; returns that.
+
+        Raises EtcdUnavailable when it takes longer than `within_s`: it goes on, and a later call finds it done."""
+        login = login and bool(self._access.user)
+        with self._lock:
+            token = self._token.text
+            if token and token == stale:
+                self._token.text = token = ""
+            if self._open and (token or not login):
+                return token
+            if self._denied is not None and time.monotonic() < self._denied[0]:
+                raise self._denied[1]
+            if self._opening is None or self._opening.done.is_set():
+                self._opening = _Opening()
+                name = f"etcd-open-{self.endpoint}"
+                threading.Thread(target=self._make, args=(self._opening, login), name=name, daemon=True).start()
+            opening = self._opening
+        if not opening.done.wait(within_s):
+            doing = "logging in" if login else "connecting"
+            raise EtcdUnavailable(f"{self.endpoint}: still {doing}", maybe_done=False)
+        if opening.fault is not None:
+            raise opening.fault
+        return self._token.text
+
+    def _make(self, opening: _Opening, login: bool) -> None:
+        pb = self._rpc.messages
+        try:
+            if login and not self._token.text:
+                request = pb.AuthenticateRequest(name=self._access.user, password=self._access.password)
+                self._token.text = self._send("Auth.Authenticate", request, OPEN_S).token
+            elif not self._open:
+                self._send("Maintenance.Status", pb.StatusRequest(), OPEN_S)
+            self._open, self._denied = True, None
+        except EtcdError as error:
+            opening.fault = error
+            if isinstance(error, EtcdUnavailable):
+                opening.fault = EtcdUnavailable(
+                    str(error), maybe_done=False
+                )  # of what the caller wants, nothing is done
+            else:
+                self._denied = time.monotonic() + DENIED_S, error
+        finally:
+            opening.done.set()
 
     def close(self) -> None:
         self._channel.close()
@@ -119,17 +209,8 @@ class Connection:
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         # Without hasleader, a member cut off from the others takes requests and watches and lets them hang.
         leader = (("hasleader", "true"),)
-        return (*leader, ("token", self._token)) if self._token else leader
-
-    def _login(self, within_s: float, stale: str) -> str:
-        """Return a token; get one if there is none, or only the `stale` one."""
-        with self._login_lock:
-            if self._token == stale:
-                pb = self._rpc.messages
-                self._token = ""
-                request = pb.AuthenticateRequest(name=self._access.user, password=self._access.password)
-                self._token = self._send("Auth.Authenticate", request, within_s).token
-            return self._token
+        token = self._token.text
+        return (*leader, ("token", token)) if token else leader
 
 
 def alarms_of(status: Any) -> tuple[str, ...]:
@@ -145,8 +226,21 @@ def alarms_of(status: Any) -> tuple[str, ...]:
     return tuple(sorted({found[1] for error in errors if (found := re.search(r"alarm:(\w+)", error))}))
 
 
+def _files(access: EtcdAccess) -> tuple[tuple[int, int, int] | None, ...]:
+    """What tells the TLS files from others of their names; None: it cannot be read."""
+    found: list[tuple[int, int, int] | None] = []
+    for name in filter(None, (access.ca_file, access.cert_file, access.key_file)):
+        try:
+            file = os.stat(name)
+        except OSError:
+            found.append(None)
+        else:
+            found.append((file.st_ino, file.st_mtime_ns, file.st_size))
+    return tuple(found)
+
+
 def _channel(endpoint: str, access: EtcdAccess) -> grpc.Channel:
-    if not access.ca_file:
+    if not access.ca_file or endpoint.startswith("unix:"):
         return grpc.insecure_channel(endpoint, options=_OPTIONS)
     try:
         ca, key, cert = (
@@ -198,11 +292,22 @@ def _change(event: Any) -> KV | tuple[str, int]:
     return KV(key_text(kv.key), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
 
 
+def _tls_trouble(details: str) -> str:
+    """What a failed TLS handshake means, in words before gRPC's own; empty: it is another failure."""
+    if "handshake failed" not in details:
+        return ""
+    if "alert" in details:
+        return "etcd refuses the client certificate (cert_file), or wants one: "
+    if "certificate" in details:
+        return "etcd's certificate is not signed by the authority of ca_file, or not for this name: "
+    return "etcd does not speak TLS there, or ends the handshake: "
+
+
 def translate(error: Any, where: str) -> EtcdError:
     """What a gRPC failure means for the caller."""
     code, details = error.code(), error.details() or ""
-    text = f"{where}: {details or code.name.lower()}"
     lowered = details.lower()
+    text = f"{where}: {_tls_trouble(lowered)}{details or code.name.lower()}"
     if code is grpc.StatusCode.NOT_FOUND and "lease not found" in lowered:
         return LeaseGone(text)
     if "database space exceeded" in lowered:

@@ -85,7 +85,10 @@ class Etcd:
         self.call_s = call_s
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._connection: Any = None  # an _etcd_wire.Connection; its module imports gRPC
+        self._connections: dict[str, Any] = {}  # endpoint -> _etcd_wire.Connection, whose module imports gRPC
+        self._token: Any = None
+        self._asking: dict[str, Any] = {}
+        """Connections over which each member is asked for itself."""
         self._next = random.randrange(len(access.endpoints))  # spread a thousand nodes over the members
         self._watches: list[Watch] = []
         self._leases: list[Lease] = []
@@ -222,22 +225,57 @@ class Etcd:
 
     # Health
 
-    def members(self) -> list[MemberHealth]:
-        """Ask each endpoint for itself. Never raises for one that does not answer."""
+    def members(self, within_s: float = 0.0) -> list[MemberHealth]:
+        """Ask each endpoint for itself, for up to `within_s` seconds each (0: as long as a call may take).
+
+        Never raises for one that does not answer."""
         from ._etcd_wire import Connection
 
         found = []
         for endpoint in self.access.endpoints:
-            connection = Connection(endpoint, self.access)
+            with self._lock:
+                connection = self._asking.pop(endpoint, None) or Connection(endpoint, self.access)
             try:
-                status = connection.call("Maintenance.Status", lambda pb: pb.StatusRequest(), self.call_s)
+                ask = lambda pb: pb.StatusRequest()  # noqa: E731
+                status = connection.call("Maintenance.Status", ask, within_s or self.call_s, login=False)
                 error = "" if status.leader else "has no leader"
-                found.append(MemberHealth(endpoint, status.version, bool(status.leader), error))
+                found.append(MemberHealth(endpoint, status.version, bool(status.leader), error, status.dbSize / 1e6))
             except EtcdError as failure:
                 found.append(MemberHealth(endpoint, "", False, str(failure)))
-            finally:
+            with self._lock:  # kept: a TLS handshake at each look would be most of the cost
+                keep = not (connection.silent or self._closed.is_set() or endpoint in self._asking)
+                if keep:
+                    self._asking[endpoint] = connection
+            if not keep:
                 connection.close()
         return found
+
+    def anonymous_endpoint(self) -> str | None:
+        """An endpoint that answers a request without password and certificate, so that anyone may write to etcd
+        there; '' when there is none; None when no endpoint answered at all.
+
+        A Unix socket is not asked: its folder's owner says who may use it.
+        """
+        from ._etcd_wire import Connection
+
+        nobody = EtcdAccess(endpoints=self.access.endpoints, ca_file=self.access.ca_file)
+        answered = False
+        for endpoint in self.access.endpoints:
+            if endpoint.startswith("unix:"):
+                answered = True
+                continue
+            connection = Connection(endpoint, nobody)
+            try:
+                connection.call("KV.Range", lambda pb: pb.RangeRequest(key=b"/", limit=1, keys_only=True), self.call_s)
+            except EtcdUnavailable as error:  # a handshake that etcd ended, for lack of a certificate, is an answer
+                answered |= not connection.silent and "refused" not in str(error).lower()
+            except EtcdError:
+                answered = True
+            else:
+                return endpoint
+            finally:
+                connection.close()
+        return "" if answered else None
 
     def alarms(self) -> tuple[str, ...]:
         """Alarms that etcd has raised: 'NOSPACE' (it takes no writes), 'CORRUPT'. A local read of one member."""
@@ -285,26 +323,40 @@ class Etcd:
             raise
 
     def _connected(self) -> Any:
-        from ._etcd_wire import Connection
+        from ._etcd_wire import Connection, Token
 
         with self._lock:
             if self._closed.is_set():
                 raise EtcdError("this etcd client is closed")
-            if self._connection is None:
-                endpoint = self.access.endpoints[self._next % len(self.access.endpoints)]
-                self._connection = Connection(endpoint, self.access)
-            return self._connection
+            endpoints = self.access.endpoints
+            current = self._connections.get(endpoints[self._next % len(endpoints)])
+            if current is None or not current.open:  # one whose opening took longer than its turn may be done by now
+                for number, endpoint in enumerate(endpoints):
+                    if endpoint in self._connections and self._connections[endpoint].open:
+                        self._next = number
+            endpoint = endpoints[self._next % len(endpoints)]
+            if endpoint not in self._connections:
+                self._token = self._token or Token()
+                self._connections[endpoint] = Connection(endpoint, self.access, self._token)
+            return self._connections[endpoint]
 
     def _leave(self, connection: Any) -> None:
-        """`connection` did not do what it was asked: let the next call try another, and the watches look twice."""
+        """`connection` did not do what it was asked: let the next call try another, and the watches look twice.
+
+        One that is being opened goes on with that, and is taken when it is done and its turn has come."""
+        close = False
         with self._lock:
-            mine = self._connection is connection
+            endpoints = self.access.endpoints
+            endpoint = next((e for e, known in self._connections.items() if known is connection), None)
             # With one endpoint a refused connection is best left to gRPC, which tries it again by itself.
-            if left := mine and (connection.silent or len(self.access.endpoints) > 1):
-                self._connection = None
-                self._next += 1
+            if endpoint is not None and (connection.silent or connection.outdated or len(endpoints) > 1):
+                if not connection.opening:
+                    del self._connections[endpoint]
+                    close = True
+                if endpoint == endpoints[self._next % len(endpoints)]:
+                    self._next += 1
             watches = self._watches
-        if left:
+        if close:
             connection.close()
         for watch in watches:
             watch.nudge()
@@ -313,10 +365,11 @@ class Etcd:
         """End watches and renewals (leases are not revoked) and the connection. May be called twice."""
         with self._lock:
             self._closed.set()
-            connection, self._connection = self._connection, None
+            connections = [*self._connections.values(), *self._asking.values()]
+            self._connections, self._asking = {}, {}
             watches, self._watches = self._watches, []
             leases, self._leases = self._leases, []
-        if connection is not None:
+        for connection in connections:
             connection.close()  # ends the calls under way, so that the threads end soon
         for lease in leases:
             lease.close(revoke=False)

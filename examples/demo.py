@@ -12,7 +12,6 @@ import os
 import pathlib
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -132,11 +131,8 @@ def _ended(number: int, _: object) -> None:
 def cluster() -> Iterator[tuple[pathlib.Path, Node, Node]]:
     """Two nodes, ready; everything is ended and removed at the end, after Ctrl-C and failure too."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="elastic-demo-"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-    a = Node(folder, "a", f'embedded_listen = "{endpoint}"')
-    b = Node(folder, "b", f'endpoints = ["{endpoint}"]')
+    a = Node(folder, "a", "")  # its daemon runs the embedded etcd
+    b = Node(folder, "b", f'endpoints = ["unix:{a.folder}/etcd/client:0"]')
     signal.signal(signal.SIGTERM, _ended)
     try:
         a.start()
@@ -197,7 +193,7 @@ class Watch:
         """The next incident after those shown that ends in a world of this size."""
 
         def look() -> Any:
-            all_of_them = self._node.ask("incidents", JOB)["incidents"]
+            all_of_them = _recovered(self._node.ask("incidents", JOB)["incidents"])
             fresh = [i for i in all_of_them[self.seen_incidents :] if i["world_after"] == world]
             if fresh:
                 self.seen_incidents = len(all_of_them)
@@ -206,12 +202,29 @@ class Watch:
         return wait_for(look, deadline_s, f"an incident that ends with {world} workers")
 
 
+def _recovered(incidents: Any) -> list[Any]:
+    return [incident for incident in incidents if not incident["open"]]
+
+
+def _lost(incident: Any) -> str:
+    least, most = incident["steps_lost"], incident["steps_lost_at_most"]
+    if least is None:
+        return "unknown"
+    return str(least) if least == most else f"{least} or more" if most is None else f"{least} to {most}"
+
+
+def _sum(numbers: list[int | None]) -> int | None:
+    """None: one of them is not known."""
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None
+
+
 def show_incident(incident: Any) -> None:
     console.print(f"    [bold]{incident['detail'] or incident['kind']}[/]")
     for phase, at_s in sorted(incident["timeline_s"].items(), key=lambda item: item[1]):
         console.print(f"      {at_s * 1000:7.0f} ms  {phase}")
     console.print(
-        f"    [green]{incident['steps_lost'] or 0} steps lost[/], {incident['world_before']} → "
+        f"    [green]{_lost(incident)} steps lost[/], {incident['world_before']} → "
         f"{incident['world_after']} workers, state from: {incident['restored_from']}\n"
     )
 
@@ -277,18 +290,18 @@ def finish(watch: Watch, a: Node) -> bool:
     watch.until(lambda row: row["phase"] == "succeeded", 120.0, "the job is done")
     console.print("\n[dim]$ elasticctl status[/]")
     console.print(a.ctl("status"), markup=False)
-    incidents = a.ask("incidents", JOB)["incidents"]
-    lost = sum(i["steps_lost"] or 0 for i in incidents)
+    incidents = _recovered(a.ask("incidents", JOB)["incidents"])
+    total = {name: _sum([i[name] for i in incidents]) for name in ("steps_lost", "steps_lost_at_most")}
     first, last = (watch.losses[step] for step in (min(watch.losses), max(watch.losses)))
     table = Table(title="what the failures cost")
     for column in ("what happened", "workers", "seconds", "steps lost"):
         table.add_column(column, justify="left" if column == "what happened" else "right")
     for i in incidents:
         worlds = f"{i['world_before']} → {i['world_after']}"
-        table.add_row(i["detail"] or i["kind"], worlds, f"{i['took_s'] or 0:.2f}", str(i["steps_lost"] or 0))
+        table.add_row(i["detail"] or i["kind"], worlds, f"{i['took_s'] or 0:.2f}", _lost(i))
     console.print(table)
-    good = lost == 0 and last < first
-    console.print(f"{STEPS} steps done, loss {first:.3f} → {last:.3f}, [bold green]{lost} steps lost[/]")
+    good = total["steps_lost"] == 0 and last < first
+    console.print(f"{STEPS} steps done, loss {first:.3f} → {last:.3f}, [bold green]{_lost(total)} steps lost[/]")
     return good
 
 
@@ -304,7 +317,7 @@ def main() -> int:
         )
         submit(a, folder)
         watch.until(lambda row: row["world"] == 4 and (row["step"] or 0) >= 30, 60.0, "the job steps on 4 workers")
-        watch.seen_incidents = len(a.ask("incidents", JOB)["incidents"])
+        watch.seen_incidents = len(_recovered(a.ask("incidents", JOB)["incidents"]))
         kill_a_worker(watch)
         lose_a_node(watch, b)
         bring_it_back(watch, b)

@@ -110,7 +110,7 @@ def nothing_left_behind() -> Iterator[None]:
     run = uuid.uuid4().hex
     reaper = subprocess.Popen(  # for the case that we are killed
         [sys.executable, pathlib.Path(__file__).parent / "support" / "reaper.py", run, str(os.getpid())],
-        stdin=subprocess.PIPE, text=True, start_new_session=True,
+        stdin=subprocess.PIPE, text=True, process_group=0,  # in our session: a pool under test ends orphans in others
     )  # fmt: skip
     os.environ[RUN] = run  # inherited by all that tests start
     before = _shared_memory()

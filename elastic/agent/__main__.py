@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import selectors
 import sys
 import threading
 import time
@@ -22,7 +23,14 @@ from ..core.membership import Limits
 from ..core.model import Agent, Policy
 from ..core.records import SpeaksAnotherProtocol, SpecRecord, decode
 from ..etcd import Etcd, EtcdError, scrub_environment
-from . import environment
+from . import environment, gpus
+from .loop import Loop
+from .peers import Peers
+from .pool import Pool
+from .registry import Registry
+from .sight import Sight
+from .starting import read_spec
+from .status import left_behind
 
 log = structlog.get_logger()
 
@@ -34,19 +42,21 @@ LOCK_S = 1.0
 def main(argv: list[str]) -> int:
     folder = Path(argv[0])
     config = msgspec.json.decode((folder / "config.json").read_bytes(), type=AgentConfig)
-    Path(config.logs_dir).mkdir(parents=True, exist_ok=True)
+    Path(config.logs_dir).mkdir(parents=True, exist_ok=True, mode=0o750)
     _log_to(folder / "agent.log")
-    lock = open(folder / "lock", "w")  # noqa: SIM115 - held as long as the process lives
+    lock_fd = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    lock = open(lock_fd, "w")  # noqa: SIM115 - held as long as the process lives
     if not _take(lock):
         log.error("agent.already_runs", folder=str(folder))
         return ALREADY_RUNS_EXIT
+    lock.truncate(0)
     lock.write(str(os.getpid()))
     lock.flush()
     threading.excepthook = _thread_failed
     etcd = Etcd(config.etcd, call_s=config.timeouts.etcd_call_s)
     keys = ClusterKeys(config.cluster).job(config.job)
     try:
-        kv = etcd.get(keys.spec)
+        kv = read_spec(etcd, keys, config)
         if kv is None:
             log.error("agent.no_spec", key=keys.spec)
             return NO_SPEC_EXIT
@@ -74,23 +84,37 @@ def _take(lock: IO[str]) -> bool:
 
 def _run(config: AgentConfig, etcd: Etcd, keys: JobKeys, spec: SpecRecord) -> int:
     os.environ.setdefault("RES_OPTIONS", environment.QUICK_DNS)
-    # torch takes a second or two to import; the zygote does the same at the same time.
-    from . import gpus, torch_agent
-    from .loop import Loop
-    from .peers import Peers
-    from .registry import Registry
-    from .sight import Sight
-    from .store import Stores
-
     job = msgspec.structs.replace(spec.spec, python=spec.spec.python or sys.executable)
     incarnation = uuid.uuid4().hex
+    env = environment.base(config, job, scrub_environment(os.environ))
+    pool = Pool(selectors.DefaultSelector(), job.python, environment.preload(job), job.stop_grace_s, job.exit_timeout_s)
+    try:
+        pool.start(env, str(Path(config.logs_dir) / f"zygote.{incarnation[:8]}.log"))
+        return _run_with(pool, env, incarnation, config, etcd, keys, msgspec.structs.replace(spec, spec=job))
+    finally:
+        pool.close()
+
+
+def _run_with(
+    pool: Pool,
+    env: dict[str, str],
+    incarnation: str,
+    config: AgentConfig,
+    etcd: Etcd,
+    keys: JobKeys,
+    spec: SpecRecord,
+) -> int:
+    # They import torch, which takes seconds; the zygote, which has been started, does the same at the same time.
+    from . import torch_agent
+    from .store import Stores
+
+    job = spec.spec
     loop: Loop | None = None
     peers = Peers(
         incarnation,
         lambda *dead: loop.on_dead(*dead) if loop else None,
         lambda *heard: loop.on_reach(*heard) if loop else None,
     )
-    managed = environment.uses_elastic(job, environment.workdir(job))
     policy = Policy(
         node=config.node,
         incarnation=incarnation,
@@ -100,20 +124,18 @@ def _run(config: AgentConfig, etcd: Etcd, keys: JobKeys, spec: SpecRecord) -> in
         limits=Limits(job.min_nodes, job.max_nodes, job.join_wait_s),
         shrink=job.on_loss == "shrink",
         standbys=job.standby,
-        managed=managed,
+        managed=False,
         spec=job,
         timeouts=config.timeouts,
     )
     stores = Stores(config.address)
     registry = Registry(etcd, keys, policy, stores, lambda event: loop.post(event) if loop else None, spec)
     sight = Sight(etcd, keys, policy.crowd)
-    loop = Loop(config, Agent(policy), registry, peers, sight, keys, msgspec.structs.replace(spec, spec=job))
-    log.info(
-        "agent.starts", job=config.job, node=config.node, incarnation=incarnation, managed=managed, pid=os.getpid()
-    )
-    loop.pool.gate = gpus.gate(config.gpus, config.timeouts.respawn_s)
-    env = environment.base(config, job, scrub_environment(os.environ))
-    loop.pool.start(env, str(Path(config.logs_dir) / f"zygote.{incarnation[:8]}.log"))
+    reached, left_wall_s = left_behind(Path(config.agent_dir), spec.submitted_wall_s)
+    agent = Agent(policy, reached=reached, left_wall_s=left_wall_s)
+    loop = Loop(config, agent, registry, peers, sight, keys, spec, pool)
+    log.info("agent.starts", job=config.job, node=config.node, incarnation=incarnation, pid=os.getpid())
+    pool.gate = gpus.gate(config.gpus, config.timeouts.respawn_s)
     registry.start()
     peers.start()
     sight.start(loop.post, time.monotonic())
@@ -124,7 +146,6 @@ def _run(config: AgentConfig, etcd: Etcd, keys: JobKeys, spec: SpecRecord) -> in
         registry.leave()
         peers.close()
         stores.close()
-        loop.pool.close()
 
 
 def _thread_failed(args: threading.ExceptHookArgs) -> None:
@@ -134,7 +155,7 @@ def _thread_failed(args: threading.ExceptHookArgs) -> None:
 
 
 def _log_to(path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
     output = LogFile(lambda raw: os.write(descriptor, raw))
     structlog.configure(
         processors=[

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
+import msgspec
 import structlog
 
 from ..core import messages
@@ -17,6 +19,7 @@ from ..core.effects import (
     Leave,
     Publish,
     PutBroken,
+    PutIncident,
     PutMember,
     PutPhase,
     Rejoin,
@@ -24,10 +27,12 @@ from ..core.effects import (
     SaveNow,
     Tell,
 )
+from ..core.leaving import TOO_LATE
 from ..core.model import Agent
-from ..core.records import BrokenRecord
+from ..core.records import IncidentRecord
 from ..core.spec import JobSpec
 from . import environment
+from .incidents import dated
 from .pool import Pool
 from .registry import Registry
 
@@ -47,8 +52,7 @@ class Deeds:
         """What workers' environments begin with."""
         self.slots: dict[int, int] = {}
         """life -> slot of every process ever forked here; -1: a standby."""
-        self.broken: BrokenRecord | None = None
-        """The last generation that this agent called broken."""
+        self.on_incident: Callable[[IncidentRecord], None] = lambda incident: None
         self.left: Leave | None = None
 
     def do(self, effect: Effect, agent: Agent) -> None:
@@ -73,15 +77,19 @@ class Deeds:
                 self._fork(effect, agent)
             case Kill(slot, life, why, gently):
                 log.info("worker.kill", slot=slot, life=life, why=why, gently=gently)
-                self._pool.kill(life, gently)
+                self._pool.kill(life, gently, late=why == TOO_LATE)
             case SaveNow(reason, stop):
                 self.save_now(agent, reason, stop)
 
     def _in_etcd(self, effect: Effect, agent: Agent) -> None:
         registry = self._registry
         match effect:
+            case PutIncident():
+                record = dated(effect, time.monotonic(), time.time())
+                registry.put_incident(record, effect.key)
+                self.on_incident(record)
+                log.info("incident", key=effect.key, **msgspec.to_builtins(record))
             case PutBroken(record, member):
-                self.broken = record
                 registry.put_broken(record, member)
             case Publish():
                 registry.publish(effect, agent.view, self._config.node)
@@ -101,9 +109,10 @@ class Deeds:
     def _fork(self, effect: ForkWorker | ForkPlain, agent: Agent) -> None:
         slot, life, spec = effect.slot, effect.life, self._spec
         files = environment.files(self._config, slot, life, agent.policy.incarnation)
-        env = environment.managed(self._config, spec, dict(self.env), slot=slot, error_file=files.error_file)
-        if isinstance(effect, ForkPlain):
-            env = environment.plain(env, self._config, effect.generation, slot)
+        generation = effect.generation if isinstance(effect, ForkPlain) else agent.generation
+        env = environment.worker(
+            self._config, spec, self.env, slot=slot, error_file=files.error_file, generation=generation
+        )
         self.slots[life] = slot
         self._pool.fork(life, slot, env, environment.argv(spec), self._workdir, files.log_file)
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.agentfile import AgentConfig
+from ..core import messages
+from ..core.agentfile import MARK_ENV, SYSTEMD_VARIABLES, AgentConfig, mark
 from ..core.records import GenerationRecord
 from ..core.spec import JobSpec
 
 PATH_ENV = "PYTHONPATH"
-PLAIN_ENV = "ELASTIC_PLAIN"
-"""Set: the agent has taken the script for one that knows nothing of elastic. Should it import elastic after all,
-through another module, it runs as under torchrun: nobody would tell it to form."""
+DEFAULTS_ENV = "ELASTIC_PLAIN_DEFAULTS"
+"""Names of variables that hold for a plain script only: `elastic.run` takes them back."""
+NO_RANK = -1
+"""RANK of a process that waits for a place: a standby, or a worker of a node that is about to join."""
 
 
 @dataclass(frozen=True)
@@ -37,40 +40,76 @@ def files(config: AgentConfig, slot: int, life: int, incarnation: str) -> Worker
 
 def base(config: AgentConfig, spec: JobSpec, inherited: Mapping[str, str]) -> dict[str, str]:
     """For the zygote, and so for every worker: what must be set before torch is imported."""
-    env = {k: v for k, v in inherited.items() if not k.startswith(("GRPC_", "PROTOCOL_BUFFERS_", "ELASTICD_"))}
+    stripped = ("GRPC_", "PROTOCOL_BUFFERS_", "ELASTICD_")
+    env = {k: v for k, v in inherited.items() if not k.startswith(stripped) and k not in SYSTEMD_VARIABLES}
+    env = _account() | env
+    env.setdefault("SPT_NOENV", "1")  # a title takes the room of the arguments alone: the environment stays readable
     env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: workers share the cores
     env.setdefault("RES_OPTIONS", QUICK_DNS)
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # each connection cut on purpose is a page of C++ back trace else
     env["PYTHONUNBUFFERED"] = "1"
+    env[MARK_ENV] = _mark(config.agent_dir)
+    # Else torch.cuda.is_available(), at the import of a module, would start the driver in the zygote; a job without
+    # GPUs of its own may run on a machine that has some.
+    env.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if config.interface:
         env["GLOO_SOCKET_IFNAME"] = env["NCCL_SOCKET_IFNAME"] = config.interface
     if config.gpus:
         # LOCAL_RANK counts this job's own GPUs, as NVML numbers them. dict: two slots may share one.
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, dict.fromkeys(config.gpus)))
-        env.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() would start CUDA in the zygote
+    env["TORCHELASTIC_RUN_ID"] = config.job
     env.update(spec.env)
     return env
 
 
-def managed(
-    config: AgentConfig, spec: JobSpec, zygote: Mapping[str, str], *, slot: int, error_file: str
+def _account() -> dict[str, str]:
+    """What a login sets, and systemd does not for a system service."""
+    try:
+        entry = pwd.getpwuid(os.geteuid())
+    except KeyError:  # a user id without an entry, as in containers
+        return {}
+    return {"HOME": entry.pw_dir, "USER": entry.pw_name, "LOGNAME": entry.pw_name, "SHELL": entry.pw_shell or "/bin/sh"}
+
+
+def _mark(folder: str) -> str:
+    try:
+        found = os.stat(folder)
+    except OSError:
+        return ""
+    return mark(found.st_dev, found.st_ino, os.path.abspath(folder))
+
+
+def worker(
+    config: AgentConfig,
+    spec: JobSpec,
+    zygote: Mapping[str, str],
+    *,
+    slot: int,
+    error_file: str,
+    generation: GenerationRecord | None,
 ) -> dict[str, str]:
-    """For a worker that is given its rank later, when its generation forms."""
+    """torchrun's environment, and what `elastic.run` reads.
+
+    Rank and store are those of `generation`: the one that the process is started for, or the newest there is. A worker
+    that replaces another so begins with the other's rank; where it has none yet RANK is -1. `elastic.run` sets them
+    anew in each generation.
+    """
     env = dict(zygote)
     env.update(
         TORCHELASTIC_RUN_ID=config.job,
         TORCHELASTIC_MAX_RESTARTS=str(spec.restarts.budget),
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_ERROR_FILE=error_file,
-        GROUP_RANK="0",
         LOCAL_RANK=str(slot),
-        LOCAL_WORLD_SIZE=str(config.slots),
         ROLE_NAME="default",
         ELASTIC_BACKEND=spec.backend,
+        ELASTIC_EXIT_TIMEOUT_S=str(spec.exit_timeout_s),
+        ELASTIC_STOP_GRACE_S=str(spec.stop_grace_s),
         ELASTIC_FORM_TIMEOUT_S=str(config.timeouts.form_s),
         ELASTIC_FINGERPRINT_EVERY=str(spec.fingerprint_every_steps),
         ELASTIC_ON_BAD_NUMBERS=spec.on_bad_numbers,
+        ELASTIC_SNAPSHOTS=spec.snapshots,
     )
     if config.gpus:
         env["ELASTIC_GPU"] = "1"
@@ -80,55 +119,34 @@ def managed(
         env["ELASTIC_CHECKPOINT_EVERY_STEPS"] = str(spec.checkpoint.every_steps)
         env["ELASTIC_CHECKPOINT_EVERY_S"] = str(spec.checkpoint.every_s)
         env["ELASTIC_CHECKPOINT_SHARED"] = "1" if spec.checkpoint.shared else "0"
+    if generation is not None:
+        env.update(_ranks(config, generation, slot))
+    if "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in env:
+        # Under a plain script stock torch aborts hung NCCL groups by itself only with this; nothing else would.
+        env |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", DEFAULTS_ENV: "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
     return env
 
 
-def plain(env: dict[str, str], config: AgentConfig, generation: GenerationRecord, slot: int) -> dict[str, str]:
-    """torchrun's complete environment, for a script that knows nothing of elastic."""
-    places = generation.places
-    group_rank = next(i for i, place in enumerate(places) if place.node == config.node)
+def _ranks(config: AgentConfig, generation: GenerationRecord, slot: int) -> dict[str, str]:
     ranks = generation.ranks(config.node)
-    env.update(
-        RANK=str(ranks[slot]),
-        WORLD_SIZE=str(generation.world),
-        LOCAL_RANK=str(slot),
-        LOCAL_WORLD_SIZE=str(len(ranks)),
-        GROUP_RANK=str(group_rank),
-        GROUP_WORLD_SIZE=str(len(places)),
-        ROLE_RANK=str(ranks[slot]),
-        ROLE_WORLD_SIZE=str(generation.world),
-        MASTER_ADDR=generation.store_host,
-        MASTER_PORT=str(generation.store_port),
-        TORCHELASTIC_RESTART_COUNT=str(generation.number - 1),
-        **{PLAIN_ENV: "1"},
-        # Stock torch aborts hung NCCL groups by itself only with this; nobody else would here.
-        TORCH_NCCL_ASYNC_ERROR_HANDLING=env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-    )
-    return env
+    at = generation.at(config.node)
+    rank = str(ranks.get(slot, NO_RANK))
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": str(generation.world),
+        "LOCAL_WORLD_SIZE": str(len(ranks) or config.slots),
+        "GROUP_RANK": str(NO_RANK if at is None else at),
+        "GROUP_WORLD_SIZE": str(len(generation.places)),
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": str(generation.world),
+        "MASTER_ADDR": generation.store_host,
+        "MASTER_PORT": str(generation.store_port),
+        "TORCHELASTIC_RESTART_COUNT": str(generation.number - 1),
+    }
 
 
-def uses_elastic(spec: JobSpec, workdir: str) -> bool:
-    """Whether the script can be re-formed in place: it imports `elastic`. Only the text is looked at."""
-    import ast
-
-    path = Path(workdir, spec.script) if spec.script else _module_path(spec.module, workdir)
-    if path is None or not path.is_file():
-        return True  # the worker will say what is wrong with it
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
-    except SyntaxError:
-        return True
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level}
-    return any(name == "elastic" or name.startswith("elastic.") for name in names)
-
-
-def _module_path(module: str, workdir: str) -> Path | None:
-    parts = module.split(".")
-    for candidate in (Path(workdir, *parts).with_suffix(".py"), Path(workdir, *parts, "__main__.py")):
-        if candidate.is_file():
-            return candidate
-    return None
+def preload(spec: JobSpec) -> messages.Preload:
+    return messages.Preload(modules=spec.preload, argv=argv(spec), workdir=workdir(spec), skip=spec.preload_skip)
 
 
 def argv(spec: JobSpec) -> tuple[str, ...]:

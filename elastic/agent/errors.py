@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from pathlib import Path
+import stat
 from typing import Any
 
 from ..core.records import WorkerError
@@ -13,6 +14,8 @@ from .pool import Exited
 MESSAGE_CHARS = 500
 TRACEBACK_CHARS = 8000
 TAIL_BYTES = 4000
+ERROR_FILE_BYTES = 1 << 20
+"""A longer error file is cut, and so no JSON: the log says why then."""
 
 
 def read_error(ended: Exited, *, node: str, slot: int, rank: int, step: int | None) -> tuple[WorkerError | None, str]:
@@ -47,22 +50,38 @@ def fingerprint(message: str, trace: str) -> str:
 
 
 def _from_error_file(path: str) -> tuple[str, str]:
+    """(message, traceback) as torch's `record` writes them; empty where the file holds anything else."""
     try:
-        raw: Any = json.loads(Path(path).read_text())
-    except (OSError, ValueError):
+        raw: Any = json.loads(_read(path, ERROR_FILE_BYTES, from_end=False))
+    except (OSError, ValueError, RecursionError):
         return "", ""
-    said = raw.get("message", "") if isinstance(raw, dict) else ""
-    if isinstance(said, str):
-        return said, ""
-    extra = said.get("extraInfo", {})
-    return str(said.get("message", "")), str(extra.get("py_callstack", ""))
+    said = raw.get("message") if isinstance(raw, dict) else None
+    if not isinstance(said, dict):
+        return _text(said), ""
+    extra = said.get("extraInfo")
+    return _text(said.get("message")), _text(extra.get("py_callstack")) if isinstance(extra, dict) else ""
 
 
 def _tail(path: str) -> str:
     try:
-        with open(path, "rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - TAIL_BYTES))
-            return file.read().decode(errors="replace")
+        return _read(path, TAIL_BYTES, from_end=True).decode(errors="replace")
     except OSError:
         return ""
+
+
+def _read(path: str, most_bytes: int, *, from_end: bool) -> bytes:
+    """The beginning or the end of a file that a worker wrote. Raises OSError, also for a link or a pipe in its place:
+    the one leads to a file that the worker may not read, the other waits for a writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise PermissionError(f"{path} is no regular file")
+        return os.pread(descriptor, most_bytes, max(0, found.st_size - most_bytes) if from_end else 0)
+    finally:
+        os.close(descriptor)
+
+
+def _text(value: Any) -> str:
+    """A text that records can hold: JSON may quote half a character."""
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else ""

@@ -38,7 +38,7 @@ def trim(path: str, limit_bytes: int) -> int:
     end = (stat.st_size - limit_bytes // 2) // BLOCK_BYTES * BLOCK_BYTES
     if end <= begin:
         return 0
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if _libc.fallocate(descriptor, _KEEP_SIZE | _PUNCH_HOLE, begin, end - begin) != 0:
             code = ctypes.get_errno()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import queue
 import random
@@ -14,11 +15,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import structlog
 
 from ..core import messages
-from ..core.agentfile import AgentConfig, AgentOrders, AgentStatus
+from ..core.agentfile import AgentConfig, AgentStatus
 from ..core.effects import Leave
 from ..core.events import (
     Drain,
@@ -33,30 +33,36 @@ from ..core.events import (
     Undrain,
     Viewed,
     WorkerExited,
+    WorkerFailed,
+    WorkerManaged,
     WorkerReady,
+    WorkerSick,
 )
 from ..core.keys import JobKeys
 from ..core.membership import leader
 from ..core.model import Agent, Stage
-from ..core.records import GenerationRecord, IncidentRecord, SpeaksAnotherProtocol, SpecRecord
+from ..core.records import GenerationRecord, IncidentRecord, SpeaksAnotherProtocol, SpecRecord, WorkerError
 from ..core.recovery import step
 from ..core.sight import sees_members
 from ..etcd import View
 from . import status
 from .deeds import Deeds
 from .errors import read_error
-from .incidents import Incidents
+from .incidents import exited_late, save_failed
 from .logs import Trimmer
 from .lookout import Lookout
+from .orders import OrdersFile
 from .peers import Peers
 from .pictures import Pictures
 from .pool import Exited, Happening, Pool, Said, ZygoteUp
 from .registry import Registry
 from .saver import Saver
 from .sight import Sight
-from .versions import versions
+from .standstill import with_stillness
+from .versions import untested, versions
 from .watchman import Watchman
 from .words import as_event
+from .zygote import ZygoteUnfit
 
 STATUS_S = 0.5
 PROGRESS_S = 2.0
@@ -77,6 +83,7 @@ class Loop:
         sight: Sight,
         keys: JobKeys,
         spec: SpecRecord,
+        pool: Pool,
     ) -> None:
         self.config = config
         self.agent = agent
@@ -85,31 +92,31 @@ class Loop:
         self._sight = sight
         self._pictures = Pictures(keys)
         self._spec = spec.spec
-        self._selector = selectors.DefaultSelector()
+        self._selector = pool.selector
         self._wake_read, self._wake_write = socket.socketpair()
         self._woken = False
         """It has been told to look into its inbox, and has not yet."""
         self._inbox: queue.SimpleQueue[Event | View] = queue.SimpleQueue()
-        self.pool = Pool(self._selector, self._spec.python or "", self._spec.preload, self._spec.stop_grace_s)
+        self.pool = pool
         self._deeds = Deeds(config, self._spec, registry, self.pool)
-        self._incidents = Incidents()
-        self._watchman = Watchman(
-            self.pool, self._spec.hang, self.post, self._incidents.stacks, config.timeouts.group_s
-        )
+        self._deeds.on_incident = self._incident
+        self._stacks: dict[str, str] = {}
+        """Saved before the kill of a hung worker, until that is reported."""
+        self._watchman = Watchman(self.pool, self._spec.hang, self.post, self._save_stacks, config.timeouts.group_s)
         self._gauge = status.Gauge()
         self._status_file = status.StatusFile(Path(config.agent_dir))
         self._trimmer = Trimmer(self._spec.log_limit_mb)
-        self._orders = AgentOrders()
-        self._orders_file = Path(config.agent_dir, "orders.json")
-        self._orders_version = (0, 0, 0)
+        self._orders = OrdersFile(Path(config.agent_dir))
         self._status_due_s = self._progress_due_s = 0.0
+        for problem in untested(versions()):
+            log.warning("versions.untested", problem=problem)
         self._ended: Leave | None = None
         self._terminating = False
         self.changed = threading.Event()
         """Set at each new generation, for whoever waits for one."""
         self.on_generation: Callable[[Agent, GenerationRecord], None] = lambda agent, generation: None
         self.on_incident: Callable[[IncidentRecord], None] = lambda incident: None
-        self._newest_exit = 0
+        self._preloaded: tuple[str, ...] = ()
         self._lost = ""
         """What there is to say of state that is gone for good."""
         self.saver = Saver(
@@ -119,6 +126,7 @@ class Loop:
             on_saved=lambda step: self.post(Saved(step)),
             on_failed=self._save_failed,
             versions=versions(),
+            slots=config.slots,
         )
 
     # ── from any thread ─────────────────────────────────────────────────────────────────────────────────────
@@ -158,6 +166,8 @@ class Loop:
             if now_s >= due_s:
                 due_s = now_s + beat_s
                 self._on_tick(now_s)
+        # The interpreter puts back the default of a handler while it ends, and new orders would then kill it.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._finish_saving()
         self._progress_due_s = 0.0  # the last word on where the job ended
         self._write_status()
@@ -174,20 +184,7 @@ class Loop:
 
     def _save_failed(self, step: int, error: str) -> None:
         """A checkpoint that failed is an incident too, though it costs no step."""
-        generation = self.agent.generation
-        record = IncidentRecord(
-            generation=generation.number if generation else 0,
-            kind="checkpoint",
-            node=self.config.node,
-            ranks=(),
-            detail=f"checkpoint of step {step} failed: {error}",
-            wall_s=time.time(),
-            step=step,
-            steps_lost=0,
-            world_before=generation.world if generation else 0,
-            world_after=generation.world if generation else 0,
-        )
-        self._registry.put_incident(record)
+        self._registry.put_save_incident(save_failed(self.agent, step, error, time.time()))
 
     def _finish_saving(self) -> None:
         """What the workers have handed over is still written."""
@@ -265,23 +262,29 @@ class Loop:
 
     def _happened(self, happening: Happening) -> None:
         match happening:
-            case ZygoteUp(seconds, problems):
-                log.info("zygote.up", seconds=round(seconds, 3))
+            case ZygoteUp(seconds, problems, preloaded):
+                self._preloaded = preloaded
+                log.info("zygote.up", seconds=round(seconds, 3), preloaded=preloaded)
                 for problem in problems:
                     log.warning("preload.failed", problem=problem)
+            case ZygoteUnfit(why, preload):
+                log.error("zygote.unfit", why=why, next="a zygote without preload" if preload else "new processes")
+                self._status_due_s = 0.0
             case Exited():
                 self._exited(happening)
             case Said(life, message):
                 slot = self._slot(life)
                 if isinstance(message, messages.Synced):
-                    self._incidents.synced(message.step, message.source)
                     if message.source == "setup":
                         self._started_over(message.generation)
                     log.info("worker.synced", slot=slot, step=message.step, source=message.source)
-                if isinstance(message, messages.NeedArena):
-                    self.saver.need_arena(slot, life, message.nbytes)
+                if isinstance(message, messages.ScriptEnded):
+                    if message.code:
+                        self._failed(life, slot, message.code)
+                elif isinstance(message, messages.NeedArena):
+                    self.saver.need_arena(slot, life, message.nbytes, optional=message.optional)
                 elif isinstance(message, messages.AskKept):
-                    self.saver.ask_kept(life, message.generation)
+                    self.saver.ask_kept(life, message.generation, saved=message.saved)
                 elif isinstance(message, messages.Filled):
                     generation = self.agent.generation
                     lead = self._leads() if self._spec.checkpoint.shared else True
@@ -296,24 +299,30 @@ class Loop:
             self._lost = (
                 f"all state was lost, and no checkpoint was ever saved: step {step} was done, begun again from 0"
             )
-            self._incidents.started_over(step, self._lost)
             log.error("state.lost", generation=generation, step=step)
 
     def _slot(self, life: int) -> int:
         return next((s for s, w in self.agent.workers.items() if w.life == life), self._deeds.slots.get(life, -1))
 
+    def _why(self, ended: Exited, slot: int) -> tuple[WorkerError | None, str]:
+        ranks = self.agent.generation.ranks(self.config.node) if self.agent.generation else {}
+        return read_error(ended, node=self.config.node, slot=slot, rank=ranks.get(slot, -1), step=ended.step)
+
+    def _failed(self, life: int, slot: int, code: int) -> None:
+        """Its script has; the process has still to end."""
+        process = self.pool.processes[life]
+        ended = Exited(life, code, None, process.page.read().step, process.error_file, process.log_file)
+        error, fingerprint = self._why(ended, slot)
+        log.info("worker.failed", slot=slot, life=life, cause=ended.cause)
+        self._turn(WorkerFailed(slot, life, ended.cause, code, error, fingerprint, ended.step))
+
     def _exited(self, happening: Exited) -> None:
         slot = self._slot(happening.life)
-        ranks = self.agent.generation.ranks(self.config.node) if self.agent.generation else {}
-        error, fingerprint = read_error(
-            happening,
-            node=self.config.node,
-            slot=slot,
-            rank=ranks.get(slot, -1),
-            step=happening.step,
-        )
-        log.info("worker.exited", slot=slot, life=happening.life, cause=happening.cause)
-        self._newest_exit = happening.step
+        error, fingerprint = self._why(happening, slot)
+        log.info("worker.exited", slot=slot, life=happening.life, cause=happening.cause, late_s=happening.late_s)
+        if happening.late_s:
+            record = exited_late(self.agent, slot, happening.late_s, time.time())
+            self._registry.put_exit_incident(record, happening.life)
         self._turn(
             WorkerExited(
                 slot,
@@ -327,19 +336,9 @@ class Loop:
         )
 
     def _read_orders(self) -> None:
-        try:
-            written = os.stat(self._orders_file)
-            version = (written.st_ino, written.st_mtime_ns, written.st_size)
-            if version == self._orders_version:
-                return
-            orders = msgspec.json.decode(self._orders_file.read_bytes(), type=AgentOrders)
-            self._orders_version = version
-        except FileNotFoundError:
+        if (news := self._orders.news()) is None:
             return
-        except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
-            log.warning("orders.unreadable", error=str(error))
-            return
-        before, self._orders = self._orders, orders
+        before, orders = news
         if orders.draining != before.draining:
             limit_s = orders.drain_deadline_s or float("inf")
             self._turn(Drain(orders.draining, time.monotonic() + limit_s) if orders.draining else Undrain())
@@ -351,34 +350,34 @@ class Loop:
     def _turn(self, event: Event) -> None:
         before = self.agent
         now_s = time.monotonic()
+        if isinstance(event, WorkerSick):
+            event, self._stacks = dataclasses.replace(event, stacks=self._stacks), {}
         self.agent, effects = step(before, event, now_s, random.random())
         if not isinstance(event, Tick | Viewed | Progress):
             log.debug("event", what=event)
         if isinstance(event, WorkerReady) and any(s.life == event.life for s in self.agent.standbys):
             log.info("standby.ready", life=event.life)
+        if self.agent.policy.managed and not before.policy.managed:
+            log.info("job.managed", told_by="a worker" if isinstance(event, WorkerManaged) else "another agent")
         if self.agent.standbys != before.standbys:
             self._status_due_s = 0.0  # with the next tick, while it is news
         for effect in effects:
             self._deeds.do(effect, self.agent)
         self._ended = self._ended or self._deeds.left
-        local = self._deeds.broken
-        if local is not None and (self.agent.generation is None or local.generation != self.agent.generation.number):
-            local = None
-        record = self._incidents.turn(before, self.agent, local, self._newest_step, self._leads, now_s, time.time())
-        if record is not None:
-            self._registry.put_incident(record)
-            self.on_incident(record)
-            log.info("incident", **msgspec.to_builtins(record))
+        if self.agent.settled > before.settled:
+            self._status_due_s = self._progress_due_s = 0.0  # a node that was drained waits for this
         if self.agent.generation is not None and self.agent.generation is not before.generation:
             self.on_generation(self.agent, self.agent.generation)
             self.changed.set()
         self._lookout.turned(before, self.agent, self._sight.whole, now_s)
 
-    def _newest_step(self) -> int:
-        """The newest step that a rank of this node is known to have committed."""
-        pages = [process.page.read().step for process in self.pool.processes.values()]
-        newest, self._newest_exit = max([*pages, self._newest_exit], default=0), 0
-        return newest
+    def _incident(self, record: IncidentRecord) -> None:
+        if not record.open:
+            self.on_incident(record)
+
+    def _save_stacks(self, stacks: dict[str, str]) -> None:
+        """From the watchman's thread, just before it posts what it has found."""
+        self._stacks = stacks
 
     def _leads(self) -> bool:
         agent = self.agent
@@ -389,7 +388,10 @@ class Loop:
     def _write_status(self) -> None:
         agent = self.agent
         rows = status.rank_rows(agent, self.pool)
-        progress = status.progress(agent, self.pool, self._gauge, rows, self.saver.last)
+        progress = with_stillness(
+            status.progress(agent, self.pool, self._gauge, rows, self.saver.last),
+            agent, self._watchman.known, self._spec.hang, time.monotonic(), time.time(),
+        )  # fmt: skip
         leads = self._leads()
         record = AgentStatus(
             pid=os.getpid(),
@@ -406,6 +408,8 @@ class Loop:
             progress=progress if agent.generation else None,
             standbys=sum(1 for s in agent.standbys if s.stage is Stage.READY),
             last_etcd_contact_wall_s=self._pictures.contact_wall_s,
+            why_fresh=self.pool.why_fresh,
+            preloaded=self._preloaded,
         )
         self._status_file.write(record)
         now_s = time.monotonic()

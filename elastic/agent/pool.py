@@ -10,98 +10,68 @@ import contextlib
 import ctypes
 import mmap
 import os
-import select
 import selectors
 import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import structlog
 
 from ..core import messages
 from ..core.beat import PAGE_BYTES, BeatPage
-from ..core.messages import Forked, FromWorker, Message
+from ..core.messages import Forked, Message
+from . import family
+from .children import ended, exit_status, signal_group
+from .family import Family
+from .fresh import start_fresh
 from .gpus import Gate
 from .oom import OomWatch
-from .zygote import CLOSE_S, Zygote, ZygoteDied
+from .process import Exited as Exited
+from .process import Happening as Happening
+from .process import Process as Process
+from .process import Said as Said
+from .process import ZygoteUp as ZygoteUp
+from .zygote import CLOSE_S, Zygote, ZygoteDied, ZygoteUnfit
 
 PR_SET_CHILD_SUBREAPER = 36
+CLOSED_S = 10.0
+"""A worker that has spoken, has closed its channel and lives on for so long is ended: it cannot be told anything. An
+interpreter that runs its exit handlers is not cut off."""
+LOOK_S = 2.0
+"""Between two looks at which processes descend from which worker."""
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    life: int
-    message: FromWorker
-
-
-@dataclass(frozen=True, slots=True)
-class Exited:
-    life: int
-    code: int | None
-    signal: str | None
-    step: int
-    """The last step that its beat page shows as committed."""
-    error_file: str = ""
-    log_file: str = ""
-    why: str = ""
-    """Why there never was a process; empty when there was."""
-    oom: bool = False
-    """Whether the kernel's out-of-memory killer was at work at that moment, and nobody of ours killed it."""
-
-    @property
-    def cause(self) -> str:
-        if self.why:
-            return self.why
-        if self.oom:
-            return f"killed by {self.signal}: out of memory (the kernel's OOM killer)"
-        return f"killed by {self.signal}" if self.signal else f"exit code {self.code}"
-
-
-@dataclass(frozen=True, slots=True)
-class ZygoteUp:
-    seconds: float
-    problems: tuple[str, ...]
-
-
-Happening = Said | Exited | ZygoteUp
-
-
-@dataclass(slots=True)
-class Process:
-    """One worker process."""
-
-    life: int
-    slot: int
-    channel: socket.socket
-    page: BeatPage
-    error_file: str
-    log_file: str
-    started_s: float
-    """When it was forked; until then, when it was ordered, which may be long before: the zygote imports first."""
-    pid: int = 0
-    pidfd: int = -1
-    killed: bool = False
-    terminate_deadline_s: float = float("inf")
 
 
 class Pool:
     """The node's zygote and its workers."""
 
-    def __init__(self, selector: selectors.BaseSelector, python: str, preload: Sequence[str], grace_s: float) -> None:
-        self._selector = selector
-        self._grace_s = grace_s
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        python: str,
+        preload: messages.Preload,
+        grace_s: float,
+        exit_s: float = float("inf"),
+    ) -> None:
+        """`grace_s`: from SIGTERM to SIGKILL, and what the process of a failed script gets to end; `exit_s`: what that
+        of any other gets."""
+        self.selector = selector
+        self._grace_s, self._exit_s = grace_s, exit_s
+        self._python = python
         self._zygote = Zygote(selector, python, preload)
         self._waiting: dict[int, tuple[messages.Fork, tuple[int, int, int]]] = {}
         self._held: set[int] = set()
         self._never_began: list[Exited] = []
         self._oom = OomWatch()
+        self._family = Family()
+        self._look_due_s = 0.0
         self.gate = Gate((), 0.0, lambda gpu: {})
         """Holds a worker back until its GPU is free; as constructed it never does."""
         self.processes: dict[int, Process] = {}
+        self._dying: dict[int, Process] = {}
+        """Reported as exited already; the kernel has not told their end yet."""
 
     # ── zygote ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -114,8 +84,8 @@ class Pool:
 
     def _zygote_event(self) -> Iterator[Happening]:
         match self._zygote.read():
-            case messages.ZygoteReady(seconds=seconds, problems=problems):
-                yield ZygoteUp(seconds, problems)
+            case messages.ZygoteReady(seconds=seconds, problems=problems, preloaded=preloaded):
+                yield ZygoteUp(seconds, problems, preloaded)
                 for ticket in tuple(self._waiting):
                     self._order_when_free(ticket)
             case Forked() as forked:
@@ -123,6 +93,21 @@ class Pool:
             case ZygoteDied() as died:
                 self._zygote_died(died)
                 yield from self._take_never_began()
+            case ZygoteUnfit() as unfit:
+                yield from self._zygote_unfit(unfit)
+
+    def _zygote_unfit(self, unfit: ZygoteUnfit) -> Iterator[Happening]:
+        """Who waits is started by the next one, or, where there will be none, here and now."""
+        self._held.clear()
+        yield unfit
+        for ticket in tuple(self._waiting) if self._zygote.unfit else ():
+            self._order_when_free(ticket)
+        yield from self._take_never_began()
+
+    @property
+    def why_fresh(self) -> str:
+        """Why workers are started as new processes rather than forked; empty: they are forked."""
+        return self._zygote.unfit
 
     def _zygote_died(self, died: ZygoteDied) -> None:
         """Workers live on; those whose fork was under way are asked for again, of the next one."""
@@ -142,8 +127,8 @@ class Pool:
         self._zygote.forget(life)
         self._held.discard(life)
         process = self.processes.pop(life)
-        if process.channel in self._selector.get_map():
-            self._selector.unregister(process.channel)
+        if process.channel in self.selector.get_map():
+            self.selector.unregister(process.channel)
         process.channel.close()
         log.warning("worker.never_began", slot=process.slot, life=life, why=why)
         self._never_began.append(
@@ -170,7 +155,7 @@ class Pool:
             why = f"a worker cannot be started: {error}"
             self._never_began.append(Exited(life, 1, None, 0, error_file, log_file, why))
             return
-        if self._zygote.up:
+        if self._zygote.up or self._zygote.unfit:
             self._order_when_free(life)
 
     def _prepare(self, life: int, slot: int, error_file: str, log_file: str, order: messages.Fork) -> None:
@@ -184,9 +169,9 @@ class Pool:
             page = BeatPage(memoryview(mmap.mmap(memory, PAGE_BYTES)))
             now_s = time.monotonic()
             page.clear(now_s)
-            output = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            output = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
             undo.callback(os.close, output)
-            self._selector.register(ours, selectors.EVENT_READ, ("worker", life))
+            self.selector.register(ours, selectors.EVENT_READ, ("worker", life))
             undo.pop_all()
         self._waiting[life] = (order, (theirs.detach(), memory, output))
         self.processes[life] = Process(
@@ -195,10 +180,24 @@ class Pool:
 
     def _order_when_free(self, life: int) -> None:
         self._held.discard(life)
-        if self.gate.closed(self.processes[life].slot, time.monotonic()) or not self._zygote.order(
-            *self._waiting[life]
-        ):
+        if self.gate.closed(self.processes[life].slot, time.monotonic()):
             self._held.add(life)  # `tick` tries again
+        elif self._zygote.unfit:
+            self._start_fresh(life)
+        elif not self._zygote.order(*self._waiting[life]):
+            self._held.add(life)
+
+    def _start_fresh(self, life: int) -> None:
+        """Start a worker as a new process, which imports everything itself."""
+        process, (order, descriptors) = self.processes[life], self._waiting[life]
+        try:
+            process.child = start_fresh(self._python, order, descriptors)
+            self._began(process, process.child.pid)
+        except OSError as error:
+            if process.child is not None:
+                process.child.kill()
+                process.child.wait()
+            self._give_up(life, f"a worker cannot be started: {error}")
 
     def _forked(self, message: Forked) -> Iterator[Happening]:
         if message.ticket not in self._waiting:
@@ -207,18 +206,22 @@ class Pool:
         try:
             if message.pid <= 0:
                 raise OSError("fork failed: no memory, or too many processes")
-            pidfd = os.pidfd_open(message.pid)
+            self._began(process, message.pid)
         except OSError as error:
             self._give_up(message.ticket, f"a worker cannot be started: {error}")
             yield from self._take_never_began()
             return
         self._zygote.proved()
-        _, descriptors = self._waiting.pop(message.ticket)
+
+    def _began(self, process: Process, pid: int) -> None:
+        """The worker runs, as process `pid`. Raises OSError when it cannot be waited for."""
+        pidfd = os.pidfd_open(pid)
+        _, descriptors = self._waiting.pop(process.life)
         for descriptor in descriptors:
             os.close(descriptor)
-        process.pid, process.pidfd = message.pid, pidfd
+        process.pid, process.pidfd = pid, pidfd
         process.started_s = time.monotonic()
-        self._selector.register(process.pidfd, selectors.EVENT_READ, ("exit", process.life))
+        self.selector.register(process.pidfd, selectors.EVENT_READ, ("exit", process.life))
         if process.killed:
             self.kill(process.life)
 
@@ -235,37 +238,57 @@ class Pool:
         except OSError as error:  # it is stopped and its socket full; or too many descriptors are in flight
             log.warning("worker.cannot_be_told", slot=process.slot, what=type(message).__name__, error=str(error))
 
-    def kill(self, life: int, gently: bool = False) -> None:
-        """SIGKILL to the worker and all it has started; `gently`: SIGTERM, and SIGKILL after the grace."""
+    def kill(self, life: int, gently: bool = False, late: bool = False) -> None:
+        """SIGKILL to the worker and all it has started; `gently`: SIGTERM, and SIGKILL after the grace. `late`: it was
+        to end by itself, and has had its time."""
         process = self.processes.get(life)
         if process is None:
             return
         process.killed = True
+        if late and self._exit_s < float("inf"):
+            process.late, process.late_s = True, self._exit_s
         if process.pidfd < 0:
-            return  # killed when it appears
+            if not self._zygote.owes(life):  # nothing waits for the zygote to come up first
+                self._give_up(life, "it was ended before it was started")
+            return  # else killed when it appears
         if gently:
             process.terminate_deadline_s = time.monotonic() + self._grace_s
-        _signal_group(process.pid, signal.SIGTERM if gently else signal.SIGKILL)
+        signal_group(process.pid, signal.SIGTERM if gently else signal.SIGKILL)
 
     def tick(self) -> list[Happening]:
         """To be called every beat. Returns workers that could not be started."""
         now_s = time.monotonic()
         self._oom.look(now_s)
-        if died := self._zygote.tick(now_s):
-            self._zygote_died(died)
-        for life in tuple(self._held) if self._zygote.up else ():
+        happened: list[Happening] = []
+        match self._zygote.tick(now_s):
+            case ZygoteDied() as died:
+                self._zygote_died(died)
+            case ZygoteUnfit() as unfit:
+                happened += self._zygote_unfit(unfit)
+        for life in tuple(self._held) if self._zygote.up or self._zygote.unfit else ():
             self._order_when_free(life)
-        for process in self.processes.values():
+        closed: list[Happening] = []
+        for process in tuple(self.processes.values()):
             if now_s >= process.terminate_deadline_s:
                 process.terminate_deadline_s = float("inf")
                 self.kill(process.life)
-        return list(self._take_never_began())
+            if now_s >= process.closed_s and process.exit_deadline_s == float("inf"):
+                closed += self._closed(process, now_s)
+            if now_s >= process.exit_deadline_s:
+                process.exit_deadline_s, process.late = float("inf"), True
+                log.warning("worker.exits_late", slot=process.slot, life=process.life, after_s=process.late_s)
+                self.kill(process.life)
+                process.killed = False  # by its own fault
+        return [*happened, *closed, *self._take_never_began()]
 
     def handle(self, key: tuple[str, int]) -> list[Happening]:
         """What a readable descriptor of ours means."""
         kind, life = key
         if kind == "zygote":
             return list(self._zygote_event())
+        if kind == "exit" and life in self._dying:
+            self._reap(self._dying[life])
+            return []
         process = self.processes.get(life)
         if process is None:
             return []
@@ -281,53 +304,108 @@ class Pool:
         except ConnectionResetError:
             raw = b""
         if raw:
-            yield Said(process.life, messages.from_worker(raw))
+            process.spoke = True
+            message = messages.from_worker(raw)
+            if isinstance(message, messages.ScriptEnded):
+                limit_s = min(self._grace_s, self._exit_s) if message.code else self._exit_s
+                process.script_code, process.late_s = message.code, limit_s
+                process.exit_deadline_s = time.monotonic() + limit_s
+            yield Said(process.life, message)
         else:
-            self._selector.unregister(process.channel)  # the exit follows
+            self.selector.unregister(process.channel)
+            process.closed_s = time.monotonic()
+            yield from self._closed(process, process.closed_s)
+
+    def _closed(self, process: Process, now_s: float) -> Iterator[Happening]:
+        """Its channel has come to an end. Mostly it dies, and is lost from now on, though the kernel may take a while
+        until it says so; else it cannot be told anything any more."""
+        if process.pidfd < 0:
+            return
+        if (status := exit_status(process.pid)) is not None:
+            self._dying[process.life] = process
+            yield self._lost(process, os.WEXITSTATUS(status), os.WTERMSIG(status))
+        elif process.spoke and now_s - process.closed_s >= CLOSED_S and not process.killed:
+            log.warning("worker.closed_its_channel", slot=process.slot, pid=process.pid)
+            self.kill(process.life)
 
     def _exited(self, process: Process) -> Iterator[Happening]:
         # What it said before it died comes first.
-        while process.channel in self._selector.get_map():
+        while process.channel in self.selector.get_map():
             before = list(self._heard(process))
             if not before:
                 break
-            yield from before
-        if os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            # How the script has ended shows in how the process has.
+            yield from (h for h in before if not (isinstance(h, Said) and isinstance(h.message, messages.ScriptEnded)))
+        if process.life in self._dying:
+            self._reap(self._dying[process.life])
             return
-        # Children that it left behind keep its sockets open. While it is a zombie its number is nobody else's.
+        if (result := os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
+            return
+        by_signal = result.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+        code, number = (0, result.si_status) if by_signal else (result.si_status, 0)
+        yield self._lost(process, code, number)
+        self._reap(process)
+
+    def _lost(self, process: Process, code: int, number: int) -> Exited:
+        """It does not run any more, and has not been waited for."""
+        # Children that it left behind keep its sockets open. Until it is waited for its number is nobody else's.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        result = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED)
-        assert result is not None
-        self._selector.unregister(process.pidfd)
-        if process.channel in self._selector.get_map():
-            self._selector.unregister(process.channel)
-        os.close(process.pidfd)
-        process.channel.close()
         del self.processes[process.life]
         self.gate.died(process.pid, time.monotonic())
-        by_signal = result.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-        yield Exited(
+        if late := process.late and bool(number):
+            code, number = process.script_code, 0
+        return Exited(
             life=process.life,
-            code=None if by_signal else result.si_status,
-            signal=signal.Signals(result.si_status).name if by_signal else None,
+            code=None if number else code,
+            signal=signal.Signals(number).name if number else None,
+            late_s=process.late_s if late else 0.0,
             step=process.page.read().step,
             error_file=process.error_file,
             log_file=process.log_file,
-            oom=by_signal and result.si_status == signal.SIGKILL and not process.killed and self._oom.struck(),
+            oom=number == signal.SIGKILL and not process.killed and self._oom.struck(),
         )
 
+    def _reap(self, process: Process) -> None:
+        """Wait for a process whose end the kernel has told, and close what is left of it."""
+        with contextlib.suppress(ChildProcessError):
+            result = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOHANG)
+            if result is None:
+                return
+            if process.child is not None:
+                process.child.returncode = result.si_status  # else Popen would wait for that process id again
+        self._dying.pop(process.life, None)
+        self.selector.unregister(process.pidfd)
+        if process.channel in self.selector.get_map():
+            self.selector.unregister(process.channel)
+        os.close(process.pidfd)
+        process.channel.close()
+        self.reap()
+
     def reap(self) -> None:
-        """Collect dead orphans of workers, which have become our children too."""
+        """Collect dead orphans of workers, which have become our children too, and end those that belong to no living
+        worker."""
         if self._zygote.owes_answers:
             return  # a worker that died at birth is not known by its number yet
-        known = {p.pid for p in self.processes.values()} | {self._zygote.pid}
-        ours = os.getsid(0)
-        for child in _children():
-            # Whatever we started ourselves (py-spy, the writer) is in our session, and waited for by its Popen.
-            if child not in known and _dead_in_session(child) not in (None, ours):
+        ours = self._orphans()
+        for child in ours:
+            if family.state(child) == "Z":
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child, os.WNOHANG)
+        living = {p.pid for p in self.processes.values() if p.pid}
+        if (now_s := time.monotonic()) >= self._look_due_s:
+            self._look_due_s = now_s + LOOK_S
+            self._family.look(living)
+        for process in self._family.orphans(ours, living):
+            if family.end(process):
+                log.warning("orphan.ended", pid=process.pid)
+
+    def _orphans(self) -> list[int]:
+        """Children that neither we nor the zygote have started. What we started ourselves (py-spy, the writer) is in
+        our session."""
+        known = {p.pid for p in (*self.processes.values(), *self._dying.values())} | {self._zygote.pid}
+        session = os.getsid(0)
+        return [pid for pid in family.children(os.getpid()) if pid not in known and family.session(pid) != session]
 
     def close(self) -> None:
         """End everything that is left, and wait until it is gone, CLOSE_S seconds at most: what hangs in the kernel
@@ -335,57 +413,20 @@ class Pool:
         deadline_s = time.monotonic() + CLOSE_S
         for process in self.processes.values():
             if process.pidfd >= 0:
-                _signal_group(process.pid, signal.SIGKILL)
-        for process in self.processes.values():
+                signal_group(process.pid, signal.SIGKILL)
+        for process in (*self.processes.values(), *self._dying.values()):
             if process.pidfd >= 0:
-                if not _ended(process.pidfd, deadline_s):
+                if not ended(process.pidfd, deadline_s):
                     log.error("worker.does_not_end", slot=process.slot, pid=process.pid)
+                if process.child is not None:
+                    process.child.returncode = -signal.SIGKILL
                 os.close(process.pidfd)
             process.channel.close()
         self.processes.clear()
+        self._dying.clear()
+        family.end_all(self._orphans, deadline_s)
         for _, descriptors in self._waiting.values():
             for descriptor in descriptors:
                 os.close(descriptor)
         self._waiting.clear()
         self._zygote.close()
-
-
-def _ended(pidfd: int, deadline_s: float) -> bool:
-    """Wait for a child's end, and take its exit status."""
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    if not poller.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
-        return False
-    with contextlib.suppress(ChildProcessError):
-        os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
-    return True
-
-
-def _dead_in_session(pid: int) -> int | None:
-    """The session of a zombie; None: it lives, or is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            state, _parent, _group, session = file.read().rpartition(")")[2].split()[:4]
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(session) if state == "Z" else None
-
-
-def _signal_group(pid: int, number: int) -> None:
-    try:
-        os.killpg(pid, number)
-    except ProcessLookupError:
-        # Not (yet) the leader of its group: killed between its fork and its setsid.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-    except PermissionError:
-        log.warning("worker.cannot_be_signalled", pid=pid)
-
-
-def _children() -> list[int]:
-    pid = os.getpid()
-    found: list[int] = []
-    for task in os.listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/task/{task}/children") as children:
-            found += map(int, children.read().split())
-    return found

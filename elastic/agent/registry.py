@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Hashable
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from ..checkpoint.find import peek
 from ..checkpoint.remote import list_remote
 from ..core.effects import Publish
 from ..core.events import Event, Joined, LeaseLost, PublishFailed
+from ..core.evidence import merged
 from ..core.keys import JobKeys
 from ..core.model import Policy
 from ..core.places import changes
@@ -43,8 +45,12 @@ log = structlog.get_logger()
 
 Post = Callable[[Event], None]
 LEAVE_S = 3.0
+TRIES = 10
+"""A record that others change at the same time is read and written so often before the order is put off."""
 KEPT_RECORDS = 200
 """Failures and incidents of so many generations stay in etcd."""
+KEPT_BESIDE = 50
+"""So many failed checkpoints and late exits of one agent stay in etcd."""
 
 
 class OpensStores(Protocol):
@@ -77,6 +83,8 @@ class Registry:
     def __post_init__(self) -> None:
         self._urgent, self._lazy = self.desk("urgent"), self.desk("lazy")
         self._charges = itertools.count()
+        self._beside: deque[str] = deque()
+        """Keys of failed checkpoints and late exits that this agent has written, oldest first."""
         self._restored = 0
         """Records that we have written back since etcd had lost them."""
         self._lease: Lease | None = None
@@ -127,7 +135,7 @@ class Registry:
     # ── generations ─────────────────────────────────────────────────────────────────────────────────────────
 
     def put_broken(self, record: BrokenRecord, member: MemberRecord | None) -> None:
-        """First failure wins. Tried until etcd has heard of it."""
+        """The first report names the failure; later ones are merged into it. Tried until etcd has heard of it."""
         key = self.keys.broken(record.generation)
         if member is not None:
             self._member = member
@@ -145,8 +153,22 @@ class Registry:
                 detail=record.detail,
                 first=result.ok,
             )
+            if not result.ok:
+                self._add_to_broken(key, record)
 
-        self._urgent.ask(f"broken {record.generation}", order, persist=True)
+        self._urgent.ask(f"broken {record.generation} {record.node} {record.slots}", order, persist=True)
+
+    def _add_to_broken(self, key: str, record: BrokenRecord) -> None:
+        for _ in range(TRIES):
+            kv = self.etcd.get(key)
+            if kv is None:
+                return  # etcd was wiped meanwhile: it is asked for again when the view shows that
+            first = decode(BrokenRecord, kv.value)
+            if (more := merged(first, record)) == first:
+                return
+            if self.etcd.txn([ModIs(key, kv.mod_revision)], [Put(key, encode(more))]).ok:
+                return
+        raise EtcdUnavailable(f"{key} changed under {TRIES} tries in a row", maybe_done=False)
 
     def publish(self, effect: Publish, view: JobView, leader: str) -> None:
         def order() -> None:
@@ -180,6 +202,7 @@ class Registry:
             at_step=effect.at_step,
             restore=effect.change.restore,
             changes=self._changes(view.generation, effect.change.places),
+            managed=effect.managed,
         )
         ops: list[Op] = [Put(self.keys.generation, encode(record))]
         if verdict.state.phase is not Phase.RUNNING:
@@ -191,6 +214,8 @@ class Registry:
             ops += [Delete(self.keys.broken(number - KEPT_RECORDS)), Delete(self.keys.incident(number - KEPT_RECORDS))]
         expected = effect.expect_revision
         guards.append(ModIs(self.keys.generation, expected) if expected else Absent(self.keys.generation))
+        if effect.at_step is not None:  # a generation that has just broken does not get to the boundary
+            guards.append(Absent(self.keys.broken(number - 1)))
         done = self.etcd.txn(guards, ops).ok
         log.info(
             "generation.published" if done else "generation.lost_race",
@@ -252,16 +277,16 @@ class Registry:
         wall_s = self.wall()
 
         def order() -> None:
-            for _ in range(10):
+            for _ in range(TRIES):
                 kv = self.etcd.get(self.keys.state)
                 state = decode(JobState, kv.value) if kv else JobState()
                 if state.phase.over or _booked(state, record, wall_s):
                     return  # booked: by the try before, which was not heard of
-                verdict = charge(state, record, self.policy.spec.restarts, wall_s, 0)
+                verdict = charge(state, record, self.policy.spec.restarts, wall_s, None)
                 guard = ModIs(self.keys.state, kv.mod_revision) if kv else Absent(self.keys.state)
                 if self.etcd.txn([guard], [Put(self.keys.state, encode(verdict.state))]).ok:
                     return
-            raise EtcdUnavailable("the job's state changed under ten tries in a row", maybe_done=False)
+            raise EtcdUnavailable(f"the job's state changed under {TRIES} tries in a row", maybe_done=False)
 
         self._lazy.ask(f"charge {next(self._charges)}", order, persist=True)
 
@@ -290,11 +315,36 @@ class Registry:
             done = self.etcd.txn([ModIs(key, kv.mod_revision)], [put]).ok
         return done
 
-    def put_incident(self, record: IncidentRecord) -> None:
-        key = self.keys.incident(record.generation)
-        if record.kind == "checkpoint":
-            key = self.keys.save_incident(record.generation, record.node, record.step or 0)
-        self._lazy.ask(key, lambda: self._put(key, encode(record)), persist=True)
+    def put_incident(self, record: IncidentRecord, number: int) -> None:
+        """`number`: see PutIncident.key."""
+        self._put_incident(self.keys.incident(number), record)
+
+    def put_save_incident(self, record: IncidentRecord) -> None:
+        """A checkpoint that failed."""
+        self._put_beside(self.keys.save_incident(record.generation, record.node, record.step or 0), record)
+
+    def put_exit_incident(self, record: IncidentRecord, life: int) -> None:
+        """A process that did not end after its script had; `life` tells it from others of its agent."""
+        self._put_beside(self.keys.exit_incident(record.generation, record.node, life), record)
+
+    def _put_beside(self, key: str, record: IncidentRecord) -> None:
+        """Where a disk stays full each save fails, for as long as the job runs: the oldest make room."""
+        if key not in self._beside:
+            self._beside.append(key)
+        old = [self._beside.popleft()] if len(self._beside) > KEPT_BESIDE else []
+        self._put_incident(key, record, [Delete(k) for k in old])
+
+    def _put_incident(self, key: str, record: IncidentRecord, also: Sequence[Op] = ()) -> None:
+
+        def order() -> None:
+            kv = self.etcd.get(key)
+            if kv is not None and _is_over(kv.value):
+                return  # by a try before, or by another agent that has led while this one was away
+            unchanged = ModIs(key, kv.mod_revision) if kv is not None else Absent(key)
+            if not self.etcd.txn([unchanged], [Put(key, encode(record)), *also]).ok:
+                raise EtcdUnavailable(f"{key} changed meanwhile", maybe_done=False)
+
+        self._lazy.ask(key, order, persist=True)
 
     def put_progress(self, record: ProgressRecord) -> None:
         self._lazy.ask("progress", lambda: self._put(self.keys.progress, encode(record)), persist=False)
@@ -343,6 +393,13 @@ def _readable(value: Any) -> Any:
         case list() | tuple():
             return [_readable(item) for item in value]
     return value
+
+
+def _is_over(raw: bytes) -> bool:
+    try:
+        return not decode(IncidentRecord, raw).open
+    except (SpeaksAnotherProtocol, msgspec.MsgspecError):
+        return False
 
 
 def _booked(state: JobState, record: BrokenRecord, wall_s: float) -> bool:

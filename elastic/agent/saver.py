@@ -1,4 +1,4 @@
-"""Checkpoints on the agent's side: owns the arenas that workers fill, has them written, has the leader commit.
+"""Snapshots on the agent's side: owns the arenas that workers fill, has checkpoints written, has the leader commit.
 
 A worker's death leaves its arenas here, so what it had filled is still written.
 """
@@ -18,6 +18,7 @@ from ..checkpoint.errors import ArenaError
 from ..core import messages
 from ..core.shares import newest_whole
 from ..core.spec import Checkpoint
+from .memory import available_nbytes, plenty
 
 COMMIT_WAIT_S = 60.0
 KEPT_WRITE_S, KEPT_COMMIT_S = 60.0, 3.0
@@ -59,6 +60,11 @@ class Saved:
     copied: str = ""
     """Newest copy at the remote end."""
     interval: str = ""
+    kept_step: int | None = None
+    """Newest snapshot of which this node has every part."""
+    kept_mb: float = 0.0
+    """Memory that this agent has given to snapshots, whether or not it was touched yet."""
+    kept_interval: str = ""
 
     @property
     def error(self) -> str | None:
@@ -70,6 +76,8 @@ class Saved:
 class _Slot:
     life: int
     arenas: tuple[Arena, ...] = ()
+    in_memory: set[int] = field(default_factory=set)
+    """Buffers that were filled for memory alone."""
 
 
 @dataclass
@@ -82,6 +90,8 @@ class Saver:
     on_saved: Callable[[int], None]
     on_failed: Callable[[int, str], None]
     versions: dict[str, str] = field(default_factory=dict)
+    slots: int = 1
+    """Workers of this node: what one asks for, each does."""
 
     def __post_init__(self) -> None:
         self.writer = WriterProcess()
@@ -97,10 +107,19 @@ class Saver:
 
     # ── what workers say ────────────────────────────────────────────────────────────────────────────────────
 
-    def need_arena(self, slot: int, life: int, nbytes: int) -> None:
-        """Two buffers for this worker; those of the one before in this slot are taken on when they are large enough."""
+    def need_arena(self, slot: int, life: int, nbytes: int, *, optional: bool = False) -> None:
+        """Two buffers for this worker; those of the one before in this slot are taken on when they are large enough.
+
+        `optional`: none where they would take memory that the training may need.
+        """
         held = self._slots.get(slot)
         if held is None or not held.arenas or held.arenas[0].capacity < nbytes:
+            wanted = 2 * nbytes * self.slots
+            if optional and not plenty(wanted, available_nbytes=available_nbytes()):
+                log.warning("snapshot.no_memory", wanted_mb=round(wanted / 1e6))
+                self.last.kept_interval = f"no memory: {wanted / 1e6:.0f} MB on this node would leave too little"
+                self.tell(life, messages.Arena(nbytes=0), ())
+                return
             try:
                 fresh = (Arena.create(nbytes, warm=False), Arena.create(nbytes, warm=False))  # the worker warms them
             except ArenaError as error:
@@ -117,15 +136,24 @@ class Saver:
                 if of == slot:
                     self._writes[ticket] = (-1, step, buffer)
         held.life = life
+        self.last.kept_mb = sum(arena.capacity for one in self._slots.values() for arena in one.arenas) / 1e6
         writing = {buffer for of, _, buffer in self._writes.values() if of == slot}
         for buffer, arena in enumerate(held.arenas):
             self.tell(life, messages.Arena(nbytes=arena.capacity, busy=buffer in writing), (arena.fd,))
 
     def filled(self, slot: int, message: messages.Filled, *, lead: bool, world: int) -> None:
-        """A share is whole in its arena: write it, and once per step commit, if that is ours to do."""
+        """A snapshot is whole in its arena. If it is to be saved: write its share, and once per step commit, if that is
+        ours to do."""
         self.last.interval, self.last.skipped = message.interval, message.skipped
         held = self._slots.get(slot)
         if held is None or not held.arenas:
+            return
+        self.last.kept_interval = message.kept or self.last.kept_interval
+        held.in_memory.discard(message.buffer)
+        if arenas := self._whole():
+            self.last.kept_step = arenas[0].header().step
+        if not message.save:
+            held.in_memory.add(message.buffer)
             return
         try:
             order = orders.Write(directory=self.rules.dir, step=message.step, generation=message.generation)
@@ -232,8 +260,17 @@ class Saver:
 
     # ── what is left when no worker lives ───────────────────────────────────────────────────────────────────
 
-    def ask_kept(self, life: int, generation: int) -> None:
-        """Answered at once, or when what is being written is on disk: it may be the newest there is."""
+    def ask_kept(self, life: int, generation: int, *, saved: bool = False) -> None:
+        """Answered at once, or when what is being written is on disk: it may be the newest there is.
+
+        `saved`: the job goes back to what was saved. What is in memory alone is then forgotten: it is newer, and as
+        bad as what the job goes back from.
+        """
+        if saved:
+            for held in self._slots.values():
+                for buffer in held.in_memory:
+                    held.arenas[buffer].clear()
+                held.in_memory.clear()
         self._asking[life] = (generation, time.monotonic())
         self.answer()
 
@@ -252,15 +289,14 @@ class Saver:
             self.tell(life, messages.Kept(generation=generation), tuple(arena.fd for arena in arenas))
 
     def _whole(self) -> list[Arena]:
-        """The arenas of the newest snapshot of which this node has every share."""
-        found = [
-            (arena.header(), arena) for held in self._slots.values() for arena in held.arenas if arena.header().whole
-        ]
-        newest = newest_whole([(h.generation, h.step, h.share, h.shares) for h, _ in found])
+        """The arenas of the newest snapshot of which this node has every part."""
+        arenas = [arena for held in self._slots.values() for arena in held.arenas]
+        found = [(header, arena) for arena in arenas if (header := arena.header()).whole]
+        newest = newest_whole([(h.generation, h.step, h.part, h.parts) for h, _ in found])
         if newest is None:
             return []
-        chosen = {h.share: arena for h, arena in found if (h.generation, h.step, h.shares) == newest}
-        return [chosen[share] for share in sorted(chosen)]
+        chosen = {h.part: arena for h, arena in found if (h.generation, h.step, h.parts) == newest}
+        return [chosen[part] for part in sorted(chosen)]
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────
 

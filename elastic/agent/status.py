@@ -30,8 +30,12 @@ class Gauge:
         self._marks: deque[tuple[float, int]] = deque()
         self.loss: float | None = None
         """The last that was reported: outlives the worker."""
+        self.step_wall_s = 0.0
+        """When the step was last seen to change; 0: not yet."""
 
     def mark(self, step: int, now_s: float) -> None:
+        if not self._marks or self._marks[-1][1] != step:
+            self.step_wall_s = time.time() if step else 0.0
         self._marks.append((now_s, step))
         while len(self._marks) > 2 and now_s - self._marks[0][0] > RATE_WINDOW_S:
             self._marks.popleft()
@@ -60,7 +64,7 @@ def rank_rows(agent: Agent, pool: Pool) -> tuple[RankRow, ...]:
                 slot=slot,
                 pid=process.pid if process else 0,
                 phase=worker.stage.value
-                if worker.stage is not Stage.RUNNING or beat is None
+                if worker.stage is not Stage.RUNNING or beat is None or not agent.policy.managed
                 else beat.doing.name.lower(),
                 step=max(worker.step, beat.step) if beat else worker.step,
                 incarnation=worker.life,
@@ -78,21 +82,43 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
                 gauge.loss = beat.loss
                 break
     reason = "" if phase_of(agent) == "running" else agent.reason
+    known = agent.view.progress
+    mine = max((row.step for row in rows), default=agent.step)
+    step, loss = _reached(agent, mine, gauge.loss)
+    repeats = known is not None and step == known.step and (step != mine or not gauge.step_wall_s)
     return ProgressRecord(
         generation=agent.generation.number if agent.generation else 0,
         world=agent.generation.world if agent.generation else 0,
-        step=max((row.step for row in rows), default=agent.step),
+        step=step,
         steps_per_s=round(gauge.per_s(), 3),
-        loss=gauge.loss,
+        loss=loss,
         wall_s=time.time(),
+        step_wall_s=known.step_wall_s if known is not None and repeats else gauge.step_wall_s,
+        stepped_in=max(agent.settled, known.stepped_in if known is not None else 0),
         waiting_for=reason or _waits_for(agent, time.monotonic()),
         ranks=rows,
         checkpoint_step=saved.step if saved.step is not None else agent.view.saved_step or None,
-        checkpoint_wall_s=saved.wall_s,
+        checkpoint_wall_s=saved.wall_s if saved.step is not None or known is None else known.checkpoint_wall_s,
         checkpoint_error=saved.error,
-        checkpoint_interval=saved.interval,
+        checkpoint_interval=saved.interval or (known.checkpoint_interval if known else ""),
         checkpoint_skipped=saved.skipped,
+        snapshot_step=saved.kept_step,
+        snapshot_mb=round(saved.kept_mb, 3),
+        snapshot_interval=saved.kept_interval,
+        managed=agent.policy.managed,
     )
+
+
+def _reached(agent: Agent, step: int, loss: float | None) -> tuple[int, float | None]:
+    """Step and loss to report: those of the local workers, if one of them holds the job's state. An agent whose workers
+    have not received it (it joined late, perhaps when the others had finished already) repeats what is on record."""
+    known = agent.view.progress
+    number = agent.generation.number if agent.generation else 0
+    holding = (Stage.RUNNING, Stage.YIELDING, Stage.DONE)
+    holds = any(w.generation == number and w.stage in holding for w in agent.workers.values())
+    if known is None:
+        return step, loss
+    return (step if holds else max(step, known.step)), known.loss if loss is None else loss
 
 
 def _waits_for(agent: Agent, now_s: float) -> str:
@@ -120,6 +146,19 @@ def phase_of(agent: Agent) -> str:
     return "forming"
 
 
+def left_behind(folder: Path, submitted_wall_s: float) -> tuple[tuple[int, int], float]:
+    """(generation and step of the newest commit, time of day of it) as the agent before this one wrote them down last,
+    half a second before its end or less. Zeros where there was none, or that of an earlier job of the same name."""
+    try:
+        status = msgspec.json.decode((folder / "status.json").read_bytes(), type=AgentStatus)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return (0, 0), 0.0
+    progress = status.progress
+    if progress is None or not progress.step or progress.step_wall_s < submitted_wall_s:
+        return (0, 0), 0.0
+    return (progress.generation, progress.step), progress.step_wall_s
+
+
 class StatusFile:
     """What the daemon of this node reads."""
 
@@ -129,6 +168,7 @@ class StatusFile:
     def write(self, status: AgentStatus) -> None:
         """Replace it; a full disk keeps the old one and costs the job nothing."""
         with contextlib.suppress(OSError):
-            with open(self._temporary, "wb") as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(self._temporary, flags, 0o640), "wb") as file:
                 file.write(msgspec.json.encode(status))
             os.replace(self._temporary, self._path)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import os
 import re
+import stat
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +86,7 @@ def settings(params: RendezvousParameters) -> Settings:
     if not endpoints:
         raise ValueError("--rdzv-endpoint is empty: give etcd's host:port, several separated by commas")
     for endpoint in endpoints:
-        if not re.fullmatch(r"(https?://)?[^/\s]+:\d+", endpoint):
+        if not re.fullmatch(r"(https?://)?[^/\s]+:\d+|unix:/\S+", endpoint):
             raise ValueError(f"--rdzv-endpoint: {endpoint!r} is not host:port")
     if not params.run_id:
         raise ValueError("--rdzv-id is empty")
@@ -133,6 +135,12 @@ def parse_conf(raw: Mapping[str, Any]) -> Conf:
 
 
 def _password(conf: Conf) -> str:
+    for name in ("password_file", "key_file"):
+        file_name = getattr(conf, name)
+        if file_name and os.path.exists(file_name) and os.stat(file_name).st_mode & (stat.S_IRWXO | stat.S_IWGRP):
+            raise ValueError(
+                f"--rdzv-conf {name}={file_name}: other users may read or change it: chmod 600 {file_name}"
+            )
     if not conf.password_file:
         return ""
     try:

@@ -1,17 +1,32 @@
-"""Which versions wrote a checkpoint."""
+"""Which versions run here: written into checkpoints, and compared with those that the tests are run with."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
+
+from .. import __version__
+
+TESTED = {"torch": ((2, 10), (2, 15)), "python": ((3, 11), (3, 14))}
+"""Oldest and newest minor version; docs/versions.md has the table. The range of torch is pyproject.toml's."""
 
 
 def versions() -> dict[str, str]:
     """Of Python, torch and elasticd, without importing torch."""
-    found = {"python": platform.python_version()}
-    for name in ("torch", "elasticd"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "unknown"
-    return found
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "unknown"
+    return {"python": platform.python_version(), "torch": torch, "elasticd": __version__}
+
+
+def untested(found: dict[str, str]) -> list[str]:
+    """What is outside the versions that the tests are run with, in words; empty if nothing is."""
+    outside = []
+    for name, (oldest, newest) in TESTED.items():
+        numbers = tuple(map(int, re.findall(r"\d+", found.get(name, ""))[:2]))
+        if numbers and not oldest <= numbers <= newest:
+            span = " to ".join(".".join(map(str, minor)) for minor in (oldest, newest))
+            outside.append(f"{name} {found[name]} is outside the versions that elasticd is tested with ({span})")
+    return outside

@@ -8,6 +8,7 @@ from ..core.events import (
     NumbersBad,
     WorkerDone,
     WorkerFormed,
+    WorkerManaged,
     WorkerReady,
     WorkerReleased,
     WorkerStepping,
@@ -18,12 +19,14 @@ from ..core.events import (
 def as_event(slot: int, life: int, message: messages.FromWorker) -> Event | None:
     """None for what does not concern the machine."""
     match message:
+        case messages.Managed():
+            return WorkerManaged(slot, life)
         case messages.Ready():
             return WorkerReady(slot, life)
         case messages.Formed(generation=generation):
             return WorkerFormed(slot, life, generation)
-        case messages.Synced(generation=generation, step=at):
-            return WorkerSynced(slot, life, generation, at)
+        case messages.Synced(generation=generation, step=at, source=source, reached=reached):
+            return WorkerSynced(slot, life, generation, at, source, reached)
         case messages.Stepping(generation=generation, step=at):
             return WorkerStepping(slot, life, generation, at)
         case messages.Released(generation=generation, step=at):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import structlog
 
 from ..core import messages
-from ..core.messages import Fork, Forked, ZygoteReady
+from ..core.messages import Fork, Forked, Preload, Refused, ZygoteReady
 
 RESTART_S, RESTART_MAX_S = 0.2, 10.0
 """Pause before a zygote that died is started again: the first, and the longest."""
@@ -26,6 +26,8 @@ BARREN_DEATHS = 3
 """A zygote that died so often without forking anything in between has a fault of its own: whoever waits is told."""
 ANSWER_S = 60.0
 """A zygote that does not answer an order for so long is stuck, and replaced."""
+PRELOAD_S = 120.0
+"""A zygote whose imports for the job take longer is ended, and the next one does without them."""
 CLOSE_S = 5.0
 
 log = structlog.get_logger()
@@ -38,13 +40,23 @@ class ZygoteDied:
     """It has died so often without forking that it never will."""
 
 
+@dataclass(frozen=True, slots=True)
+class ZygoteUnfit:
+    """It must not be forked from, and has been ended."""
+
+    why: str
+    preload: Preload
+    """What it was to import for the job. When not empty the next zygote is started without that, else there is none."""
+
+
 class Zygote:
     """One at a time; the next is started by `tick` when one has died."""
 
-    def __init__(self, selector: selectors.BaseSelector, python: str, preload: Sequence[str]) -> None:
+    def __init__(self, selector: selectors.BaseSelector, python: str, preload: Preload) -> None:
         self._selector = selector
         self._command = (python, "-m", "elastic.worker.zygote")
-        self._preload = tuple(preload)
+        self._preload = preload
+        self._started_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._env: dict[str, str] = {}
@@ -56,6 +68,8 @@ class Zygote:
         self.log_file = ""
         self.up = False
         """It has said that it is ready for orders."""
+        self.unfit = ""
+        """Why there is no zygote on this node for good; empty: there is one, or will be."""
 
     @property
     def pid(self) -> int:
@@ -65,6 +79,10 @@ class Zygote:
     @property
     def owes_answers(self) -> bool:
         return bool(self._ordered)
+
+    def owes(self, ticket: int) -> bool:
+        """Whether it has this order and has not answered."""
+        return ticket in self._ordered
 
     def start(self, env: Mapping[str, str], log_file: str) -> ZygoteDied | None:
         """Start it with `env`; its output goes to `log_file`. Returns its death when there is no room for it."""
@@ -78,7 +96,7 @@ class Zygote:
         except OSError as error:
             self._process = self._control = None
             return self._died(str(error))
-        self.up = False
+        self.up, self._started_s = False, time.monotonic()
         self._selector.register(self._control, selectors.EVENT_READ, ("zygote", 0))
         return None
 
@@ -86,9 +104,15 @@ class Zygote:
         with contextlib.ExitStack() as undo:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             undo.enter_context(ours)
-            with theirs, open(self.log_file, "ab") as output:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            with theirs, open(os.open(self.log_file, flags, 0o640), "ab") as output:
                 process = subprocess.Popen(
-                    [*self._command, str(theirs.fileno()), str(os.getpid()), *self._preload],
+                    [
+                        *self._command,
+                        str(theirs.fileno()),
+                        str(os.getpid()),
+                        messages.encode_preload(self._preload).decode(),
+                    ],
                     env=self._env,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -124,7 +148,7 @@ class Zygote:
         """Nothing was asked of the one that died: that is no fault that anybody meets."""
         self._deaths = 1
 
-    def read(self) -> ZygoteReady | Forked | ZygoteDied | None:
+    def read(self) -> ZygoteReady | Forked | ZygoteDied | ZygoteUnfit | None:
         """What its readable socket has to say."""
         if self._control is None:
             return None
@@ -135,11 +159,32 @@ class Zygote:
         if not raw:
             return self._gone()
         message = messages.from_zygote(raw)
-        if isinstance(message, ZygoteReady):
-            self.up = True
-        else:
-            self.forget(message.ticket)
+        match message:
+            case Refused(why=why) | ZygoteReady(unfit=why) if why:
+                return self._retire(why)
+            case ZygoteReady():
+                self.up = True
+            case Forked(ticket=ticket):
+                self.forget(ticket)
+            case _:
+                return None
         return message
+
+    def _retire(self, why: str) -> ZygoteUnfit | ZygoteDied:
+        """End it. One more is tried without the job's own modules; if these are not the cause, none."""
+        had = self._preload
+        assert self._control is not None
+        self._selector.unregister(self._control)
+        self._end()
+        self.up = False
+        self._ordered.clear()
+        if not had:
+            self.unfit = why
+        else:
+            self._preload = Preload()
+            if died := self._start():
+                return died
+        return ZygoteUnfit(why, had)
 
     def _gone(self) -> ZygoteDied:
         assert self._control is not None
@@ -162,10 +207,12 @@ class Zygote:
         log.warning("zygote.died", how=how, deaths=self._deaths, again_in_s=pause_s)
         return ZygoteDied(how, barren=self._deaths >= BARREN_DEATHS)
 
-    def tick(self, now_s: float) -> ZygoteDied | None:
+    def tick(self, now_s: float) -> ZygoteDied | ZygoteUnfit | None:
         """To be called every beat. Starts the next one when that is due; returns its death when that fails."""
         if now_s >= self._restart_s:
             return self._start()
+        if self._preload and not self.up and self._control is not None and now_s - self._started_s > PRELOAD_S:
+            return self._retire(f"its imports for the job took longer than {PRELOAD_S:g} s")
         if self._ordered and self._process is not None and now_s - min(self._ordered.values()) > ANSWER_S:
             log.error("zygote.stuck", orders=len(self._ordered), after_s=ANSWER_S)
             self._ordered.clear()
@@ -176,6 +223,9 @@ class Zygote:
         """End it, and wait until it is gone, CLOSE_S seconds at most. Safe to call twice."""
         self._restart_s = float("inf")
         self._ordered.clear()
+        self._end()
+
+    def _end(self) -> None:
         if self._control is not None:
             self._control.close()
             self._control = None

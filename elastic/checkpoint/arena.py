@@ -1,6 +1,7 @@
 """The arena: a piece of shared memory that is a safetensors file, allocated once and kept warm.
 
-One memfd: a page for the header, the file's bytes, then two small JSON parts (the table of tensors, the other state).
+One memfd: a page for the header, the file's bytes, tensors that are kept in memory alone, then three JSON texts (the
+table of the file's tensors, that of the others, the other state).
 The header lies in the shared memory itself, so it outlives whoever filled it. It says `FILLING` from before the first
 byte changes until after the last one has, so a half-filled arena is never taken for a whole one; its sequence is even
 only while the arena is whole or empty, so a reader can tell that nobody wrote meanwhile.
@@ -11,9 +12,11 @@ No torch at import: the writer process maps arenas too.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import enum
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import warnings
@@ -23,21 +26,27 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..core.tensors import Table
+from ..core.tensors import ALONE, Beside, Table, TensorInfo
 from .errors import ArenaError, NotWhole
-from .layout import PAGE_BYTES, Layout, pad, plan
+from .layout import PAGE_BYTES, Layout, offsets_beside, pad, plan
+from .progress import Progress, unreported
 
 if TYPE_CHECKING:
     import torch
 
     from .fill import Fill
+    from .memcpy import Move
 
 _MAGIC = 0x454C41_53544943  # "ELASTIC"
-_VERSION = 1
-_FIELDS = 13
+_VERSION = 2
+_FIELDS = 16
 (_MAGIC_AT, _VERSION_AT, _CAPACITY, _SEQUENCE, _STATE, _STEP, _GENERATION, _NBYTES, _DATA_AT, _SHARE, _SHARES, _TABLE,
- _EXTRA) = range(_FIELDS)  # fmt: skip
+ _EXTRA, _PART, _PARTS, _BESIDE) = range(_FIELDS)  # fmt: skip
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise, Linux 5.14
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_FAULT_IN_BYTES = 16 * 1024 * 1024
+"""Pages made present by one call: some 10 ms, after which progress is reported."""
 
 
 class Fullness(enum.IntEnum):
@@ -57,6 +66,10 @@ class Header:
     data_at: int
     share: int
     shares: int
+    """What the file is of a checkpoint."""
+    part: int
+    parts: int
+    """What the arena is of a snapshot that one node holds whole."""
 
     @property
     def whole(self) -> bool:
@@ -73,6 +86,7 @@ class Arena:
         self._layout: Layout | None = None
         self._key: tuple[object, ...] = ()
         self._views: list[torch.Tensor] = []
+        self._beside: tuple[Table, list[int]] = (), []
         self._pinned: bool | None = None
         """None: not tried yet."""
         self._filling: Fill | None = None
@@ -120,6 +134,16 @@ class Arena:
             ) from error
         return cls(fd, memory)
 
+    def touch(self, progress: Progress = unreported) -> None:
+        """Make every page present, also beside a `fill`: other threads run meanwhile. Raises ArenaError.
+
+        `progress` is called with the bytes of pages that have become present since the last call.
+        """
+        try:
+            _fault_in(self._memory, _POPULATE_WRITE, progress)
+        except OSError as error:
+            raise ArenaError(f"no shared memory for {self.capacity / 1e6:.0f} MB of state: {error.strerror}") from error
+
     @property
     def capacity(self) -> int:
         """Longest file that fits, in bytes."""
@@ -138,38 +162,59 @@ class Arena:
             data_at=ints[_DATA_AT],
             share=ints[_SHARE],
             shares=ints[_SHARES],
+            part=ints[_PART],
+            parts=ints[_PARTS],
         )
         if sequence % 2 or ints[_SEQUENCE] != sequence:
-            return Header(sequence, Fullness.FILLING, -1, -1, 0, 0, -1, 0)
+            return Header(sequence, Fullness.FILLING, -1, -1, 0, 0, -1, 0, -1, 0)
         return header
 
     # ── filling it ──────────────────────────────────────────────────────────────────────────────────────────
 
     def layout(
-        self, table: Table, metadata: Mapping[str, str] | None = None, *, share: int = 0, shares: int = 1
+        self,
+        table: Table,
+        metadata: Mapping[str, str] | None = None,
+        *,
+        share: int = 0,
+        shares: int = 1,
+        beside: Beside = ALONE,
+        part: int | None = None,
+        parts: int | None = None,
     ) -> None:
-        """Prepare for the tensors of `table`; nothing to do when it is as before. Raises ArenaError if too small."""
-        key = (table, tuple(sorted((metadata or {}).items())), share, shares)
+        """Prepare for the tensors of `table`, and those `beside`; nothing to do when it is as before.
+
+        `share` of `shares` is what the file is of a checkpoint; the whole arena is `part` of `parts` of a snapshot,
+        the same if not given. Raises ArenaError if too small.
+        """
+        part, parts = share if part is None else part, shares if parts is None else parts
+        key = (table, tuple(sorted((metadata or {}).items())), share, shares, beside, part, parts)
         if self._layout is not None and key == self._key:
             return
         layout = plan(table, metadata)
-        if layout.nbytes > self.capacity:
-            raise ArenaError(f"the state takes {layout.nbytes} bytes, the arena has {self.capacity}")
+        offsets, end = offsets_beside(beside.table)
+        if (nbytes := pad(layout.nbytes) + end if beside.table else layout.nbytes) > self.capacity:
+            raise ArenaError(f"the state takes {nbytes} bytes, the arena has {self.capacity}")
         self._dirty()
-        raw = msgspec.json.encode(layout.table)
+        raw, raw_beside = msgspec.json.encode(layout.table), msgspec.json.encode(beside)
         self._memory[PAGE_BYTES : PAGE_BYTES + layout.data_at] = layout.head
-        self._put(self._tail_at, raw)
+        self._put(self._tail_at, raw + raw_beside)
         ints = self._ints
-        ints[_TABLE], ints[_EXTRA] = len(raw), 0
+        ints[_TABLE], ints[_BESIDE], ints[_EXTRA] = len(raw), len(raw_beside), 0
         ints[_NBYTES], ints[_DATA_AT], ints[_SHARE], ints[_SHARES] = layout.nbytes, layout.data_at, share, shares
+        ints[_PART], ints[_PARTS] = part, parts
         self._layout, self._key, self._views = layout, key, []
+        self._beside = beside.table, [pad(layout.nbytes) + at for at in offsets]
 
-    def fill(self, tensors: Sequence[torch.Tensor], *, volatile: Collection[int] = ()) -> Fill:
-        """Copy `tensors`, in the order of the table given to `layout`, into the arena.
+    def fill(
+        self, tensors: Sequence[torch.Tensor], *, volatile: Collection[int] = (), progress: Progress = unreported
+    ) -> Fill:
+        """Copy `tensors`, in the order of the table given to `layout` and then of what is beside, into the arena.
 
         Call `finish()` of what is returned before the optimizer changes them, and before `seal`: CUDA tensors are
         copied on a side stream, those of the CPU by a thread if they are large. `volatile` names, by index, those that
         the next forward pass may change (buffers): they are copied on return, or on CUDA before what is queued next.
+        `progress` is called with the bytes copied since the last call, while the caller waits here or in `finish`.
         """
         from .fill import fill
 
@@ -177,17 +222,18 @@ class Arena:
             raise ArenaError("fill before layout")
         if not self._views:
             self._views = list(self._tensors(self._layout.table, self._layout.offsets).values())
+            self._views += self._tensors(*self._beside).values()
         if len(tensors) != len(self._views):
             raise ArenaError(f"{len(tensors)} tensors for a table of {len(self._views)}")
         self._dirty()
         if device := next((tensor.device for tensor in tensors if tensor.is_cuda), None):
-            self.pin(device)
-        order = self._layout.order
+            self.pin(device, progress)
+        order = (*self._layout.order, *range(len(self._layout.order), len(self._views)))
         pairs = [(view, tensors[i]) for view, i in zip(self._views, order, strict=True)]
-        self._filling = fill(pairs, [i in volatile for i in order] if volatile else [False] * len(pairs))
+        self._filling = fill(pairs, [i in volatile for i in order] if volatile else [False] * len(pairs), progress)
         return self._filling
 
-    def pin(self, device: torch.device) -> None:
+    def pin(self, device: torch.device, progress: Progress = unreported) -> None:
         """Register the memory with CUDA, so that copies from `device` run beside its kernels; again does nothing.
 
         The first `fill` would do it otherwise, and it takes a while. Where CUDA refuses there is a warning, and copies
@@ -196,7 +242,7 @@ class Arena:
         if self._pinned is None:
             from .fill import register
 
-            refused = register(self._address, len(self._memory), device)
+            refused = register(self._address, len(self._memory), device, progress)
             self._pinned = not refused
             if refused:
                 warnings.warn(
@@ -215,7 +261,7 @@ class Arena:
         if self._filling is not None and self._filling.torn:
             raise ArenaError("a tensor was changed while it was copied: call state.changing() before changing it")
         raw = msgspec.json.encode(extra) if extra else b""
-        self._put(self._tail_at + self._ints[_TABLE], raw)
+        self._put(self._extra_at, raw)
         ints = self._ints
         ints[_EXTRA], ints[_STEP], ints[_GENERATION] = len(raw), step, generation
         ints[_STATE] = Fullness.WHOLE
@@ -230,24 +276,52 @@ class Arena:
     # ── reading it ──────────────────────────────────────────────────────────────────────────────────────────
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Views of the snapshot by name, without a copy; valid until the arena is filled again. Raises NotWhole."""
-        from .layout import plan
+        """Views of all that is kept by name, without a copy; valid until the arena is filled again. Raises NotWhole."""
+        return self._tensors(*self._placed())
 
+    def load(self, tensors: Mapping[str, torch.Tensor], progress: Progress = unreported) -> None:
+        """Copy all that is kept into `tensors`, by name. Raises NotWhole, and KeyError for one that is not there."""
+        from .memcpy import Memcpy, movable
+
+        table, offsets = self._placed()
+        start = self._address + PAGE_BYTES
+        rest: list[tuple[TensorInfo, int]] = []
+        moves: list[Move] = []
+        for info, at in zip(table, offsets, strict=True):
+            tensor = tensors[info.name]
+            if movable(tensor):
+                moves.append((tensor.data_ptr(), start + at, info.nbytes))
+            else:
+                rest.append((info, at))
+        Memcpy.of(moves).finish(progress)
+        for name, view in self._tensors([info for info, _ in rest], [at for _, at in rest]).items():
+            tensors[name].copy_(view)
+            progress(view.nbytes)
+
+    def _placed(self) -> tuple[Table, list[int]]:
+        """All that is kept, and where each tensor begins. Raises NotWhole."""
         self._must_be_whole()
-        layout = plan(self.table())
-        shift = self._ints[_DATA_AT] - layout.data_at  # the header there may carry metadata
-        return self._tensors(layout.table, [at + shift for at in layout.offsets])
+        table, beside = self.table(), self.beside().table
+        ends = itertools.accumulate((tensor.nbytes for tensor in table), initial=self._ints[_DATA_AT])
+        behind = pad(self._ints[_NBYTES])
+        offsets = [at for at, _ in zip(ends, table, strict=False)]
+        return (*table, *beside), [*offsets, *(behind + at for at in offsets_beside(beside)[0])]
 
     def table(self) -> Table:
         """The tensors, in the order of the file."""
         return msgspec.json.decode(self.table_json(), type=Table)
+
+    def beside(self) -> Beside:
+        """The tensors that are in memory alone."""
+        raw = os.pread(self.fd, self._ints[_BESIDE], self._tail_at + self._ints[_TABLE])
+        return msgspec.json.decode(raw, type=Beside) if raw else ALONE
 
     def table_json(self) -> bytes:
         return os.pread(self.fd, self._ints[_TABLE], self._tail_at)
 
     def extra_json(self) -> bytes:
         """The other state, or an empty object."""
-        return os.pread(self.fd, self._ints[_EXTRA], self._tail_at + self._ints[_TABLE]) or b"{}"
+        return os.pread(self.fd, self._ints[_EXTRA], self._extra_at) or b"{}"
 
     def extra(self) -> dict[str, Any]:
         return msgspec.json.decode(self.extra_json(), type=dict[str, Any])
@@ -284,6 +358,10 @@ class Arena:
         return PAGE_BYTES + self._ints[_CAPACITY]
 
     @property
+    def _extra_at(self) -> int:
+        return self._tail_at + self._ints[_TABLE] + self._ints[_BESIDE]
+
+    @property
     def _address(self) -> int:
         import torch
 
@@ -312,7 +390,7 @@ class Arena:
         while done < len(raw):
             done += os.pwrite(self.fd, raw[done:], at + done)
 
-    def _tensors(self, table: Table, offsets: Sequence[int]) -> dict[str, torch.Tensor]:
+    def _tensors(self, table: Sequence[TensorInfo], offsets: Sequence[int]) -> dict[str, torch.Tensor]:
         import torch
 
         from .dtypes import dtype_of
@@ -326,16 +404,19 @@ class Arena:
         }
 
 
-def _fault_in(memory: mmap.mmap, how: int) -> None:
+def _fault_in(memory: mmap.mmap, how: int, progress: Progress = unreported) -> None:
     """Make every page present now: the first touch of a fresh page costs several times a copy into a warm one."""
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
         pass  # a kernel without them
-    try:
-        memory.madvise(how)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        # An older kernel: touch each page. Reading suffices: pages of a memfd are shared.
-        sum(memory[at] for at in range(0, len(memory), PAGE_BYTES))
+    held = ctypes.c_char.from_buffer(memory)  # the mapping stays while this does
+    for start in range(0, len(memory), _FAULT_IN_BYTES):
+        nbytes = min(_FAULT_IN_BYTES, len(memory) - start)
+        # Not mmap.madvise: it keeps the interpreter's lock.
+        if _madvise(ctypes.addressof(held) + start, nbytes, how):
+            if (code := ctypes.get_errno()) != errno.EINVAL:
+                raise OSError(code, os.strerror(code))
+            # An older kernel: touch each page. Reading suffices: pages of a memfd are shared.
+            sum(memory[at] for at in range(start, start + nbytes, PAGE_BYTES))
+        progress(nbytes)

@@ -1,7 +1,8 @@
 """A checkpoint for other tools: one `torch.save` file, or a `torch.distributed.checkpoint` directory.
 
-What is exported is a dictionary: ``{"state": {name: tensor}, "extra": {…}, "step": n}``. Every byte is checked on
-the way. The result is other people's format; elastic never reads it back.
+The file has what plain torch loads: ``{"step": n, "model": state_dict, "optimizer": state_dict, …}`` (see `plain`).
+The directory is flat: ``{"state": {name: tensor}, "extra": {…}, "step": n}``, and so is a file of a checkpoint that is
+not a `State`'s. Every byte is checked on the way. The result is other people's format; elastic never reads it back.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 from ..core.tensors import TensorInfo
 from .dtypes import dtype_of
 from .errors import SaveFailed
+from .files import REAL
 from .find import Found, verify
+from .plain import plain
 from .read import load
 
 
@@ -36,15 +39,18 @@ def read_all(path: str, job: str | None = None) -> dict[str, Any]:
 def to_torch_save(path: str, target: str) -> None:
     """One file that `torch.load(target, weights_only=True)` reads. Raises Damaged, OSError, SaveFailed."""
     whole = read_all(path)
+    if "parts" in (extra := whole["extra"].get("state") or {}):
+        whole = plain(whole["state"], extra)
     aside = f"{target}.{os.getpid()}.part"
     try:
         try:
-            torch.save(whole, aside)
+            with open(REAL.create(aside), "wb") as file:
+                torch.save(whole, file)
+                file.flush()
+                os.fsync(file.fileno())
         except RuntimeError as error:  # torch's zip writer says this of a full disk
             raise SaveFailed(f"{target}: {error}") from error
-        with open(aside, "rb") as file:
-            os.fsync(file.fileno())
-        os.rename(aside, target)
+        REAL.rename(aside, target)
     finally:
         with contextlib.suppress(FileNotFoundError):  # when all went well
             os.unlink(aside)

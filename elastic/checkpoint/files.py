@@ -1,15 +1,109 @@
 """The one seam to the file system: every call that can fail, or after which the process can die, is a method here.
 
 Tests put a file system in its place that fails or dies at the n-th call, for every n.
+
+The folder may belong to another user than this process, which is often root. So every name is taken relative to a
+descriptor of its folder (openat(2)), files are made new and never opened through a symbolic link, and a link on the way
+to a folder is followed only if it could not lead this process to what its owner may not write (`open_folder`). Whoever
+owns the folder can still remove or replace what is in it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import stat
+from collections import deque
+from collections.abc import Iterator
 
 _NO_RESERVE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.ENODEV}
+
+
+FOLDER_MODE, FILE_MODE = 0o750, 0o640
+"""Weights are nobody's business but the owner's and the group's (that of the folder, where it is setgid)."""
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MOST_LINKS = 40
+"""On one path, as in Linux."""
+
+
+def open_folder(path: str) -> int:
+    """A descriptor (O_PATH) of a folder. Raises OSError, PermissionError for a link that is not to be trusted.
+
+    A symbolic link of root's or this user's own is followed. One of another user is followed to a folder of that very
+    user: to put it elsewhere would let its owner choose where this process writes.
+    """
+    todo = deque(os.path.abspath(path).split("/"))
+    links = 0
+    folder = os.open("/", _FOLDER)
+    try:
+        while todo:
+            name = todo.popleft()
+            if not name:
+                continue
+            try:
+                below = os.open(name, _FOLDER, dir_fd=folder)
+            except NotADirectoryError:
+                links += 1
+                below, rest = _follow(folder, name, path, links)
+                todo.extendleft(reversed(rest))
+            os.close(folder)
+            folder = below
+    except BaseException:
+        os.close(folder)
+        raise
+    return folder
+
+
+def _follow(folder: int, name: str, path: str, links: int) -> tuple[int, list[str]]:
+    """Where `name`, which is no folder, leads: a descriptor and what remains to be walked from there."""
+    link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        found = os.fstat(link)
+        if not stat.S_ISLNK(found.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+        if links > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+        if found.st_uid in (0, os.geteuid()):
+            target = os.readlink("", dir_fd=link)
+            return os.open("/" if target.startswith("/") else ".", _FOLDER, dir_fd=folder), target.split("/")
+    finally:
+        os.close(link)
+    below = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+    if os.fstat(below).st_uid != found.st_uid:
+        os.close(below)
+        raise PermissionError(
+            errno.EPERM, f"{name} is a link of uid {found.st_uid} to a folder that is not theirs: not followed", path
+        )
+    return below, []
+
+
+@contextlib.contextmanager
+def _in_folder(path: str) -> Iterator[tuple[int, str]]:
+    """(descriptor of the folder that `path` is in, name in it)."""
+    above, name = os.path.split(os.path.abspath(path))
+    folder = open_folder(above)
+    try:
+        yield folder, name
+    finally:
+        os.close(folder)
+
+
+def open_file(path: str) -> int:
+    """A descriptor of a regular file, for reading. Raises OSError, PermissionError for a link or a pipe."""
+    with _in_folder(path) as (folder, name):
+        try:
+            # O_NONBLOCK: to open a named pipe must not wait for its writer.
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise PermissionError(errno.EPERM, "is a link, not a regular file: not read", path) from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise PermissionError(errno.EPERM, "is no regular file: not read", path)
+    return fd
 
 
 class Files:
@@ -18,21 +112,29 @@ class Files:
     def mkdir(self, path: str) -> None:
         """One folder; it may be there already. Durable once its parent is synced."""
         try:
-            os.mkdir(path)
+            with _in_folder(path) as (folder, name):
+                os.mkdir(name, FOLDER_MODE, dir_fd=folder)
         except FileExistsError:
-            if not os.path.isdir(path):
-                raise
+            os.close(open_folder(path))
 
     def create(self, path: str, *, direct: bool = False) -> int:
-        """A descriptor of a new, empty file. `direct` asks for O_DIRECT; a file system without it gets plain writes."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        if direct:
+        """A descriptor of a new, empty file, in the place of what has its name. `direct` asks for O_DIRECT; a file
+        system without it gets plain writes."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with _in_folder(path) as (folder, name):
             try:
-                return os.open(path, flags | os.O_DIRECT, 0o644)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-        return os.open(path, flags, 0o644)
+                os.unlink(name, dir_fd=folder)
+            except FileNotFoundError:
+                pass
+            if direct:
+                try:
+                    return os.open(name, flags | os.O_DIRECT, FILE_MODE, dir_fd=folder)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                with contextlib.suppress(FileNotFoundError):  # some file systems make it before they refuse
+                    os.unlink(name, dir_fd=folder)
+            return os.open(name, flags, FILE_MODE, dir_fd=folder)
 
     def reserve(self, fd: int, nbytes: int) -> None:
         """Take the disk space now, so that a full disk shows before anything is written."""
@@ -68,16 +170,19 @@ class Files:
         os.close(fd)
 
     def rename(self, old: str, new: str) -> None:
-        os.rename(old, new)
+        with _in_folder(old) as (from_folder, from_name), _in_folder(new) as (to_folder, to_name):
+            os.rename(from_name, to_name, src_dir_fd=from_folder, dst_dir_fd=to_folder)
 
     def unlink(self, path: str) -> None:
-        os.unlink(path)
+        with _in_folder(path) as (folder, name):
+            os.unlink(name, dir_fd=folder)
 
     def rmdir(self, path: str) -> None:
-        os.rmdir(path)
+        with _in_folder(path) as (folder, name):
+            os.rmdir(name, dir_fd=folder)
 
     def sync_dir(self, path: str) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = _readable_folder(path)
         try:
             os.fsync(fd)
         except OSError as error:
@@ -87,15 +192,19 @@ class Files:
             os.close(fd)
 
     def read(self, path: str) -> bytes:
-        with open(path, "rb") as file:
+        with open(open_file(path), "rb") as file:
             return file.read()
 
     def names(self, path: str) -> list[str]:
         """What a folder holds, sorted; empty for a folder that does not exist."""
         try:
-            return sorted(os.listdir(path))
+            fd = _readable_folder(path)
         except FileNotFoundError:
             return []
+        try:
+            return sorted(os.listdir(fd))
+        finally:
+            os.close(fd)
 
     def identity(self, path: str) -> tuple[int, int] | None:
         """Tells one file or folder from another that took its name; None when there is nothing of that name."""
@@ -106,7 +215,16 @@ class Files:
         return found.st_dev, found.st_ino
 
     def size(self, path: str) -> int:
-        return os.stat(path).st_size
+        with _in_folder(path) as (folder, name):
+            return os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
+
+
+def _readable_folder(path: str) -> int:
+    folder = open_folder(path)
+    try:
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+    finally:
+        os.close(folder)
 
 
 REAL = Files()

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 import torch
 
 from .memcpy import WORTH_A_THREAD_BYTES, Memcpy, Pair, copy_now, movable
+from .progress import Progress, unreported
+
+REGISTER_S, REPORT_EVERY_S = 60.0, 0.5
+"""How long to register memory with CUDA counts as progress, which itself says nothing before its end."""
+
+EVENT_EVERY_BYTES = 256 * 1024 * 1024
+"""A copy by a GPU is seen to progress in steps of this size: 10 ms at 25 GB/s."""
 
 
 class Fill:
@@ -18,8 +26,11 @@ class Fill:
         events: Sequence[torch.cuda.Event] = (),
         watched: Sequence[torch.Tensor] = (),
         memcpy: Memcpy | None = None,
+        progress: Progress = unreported,
     ) -> None:
-        """`watched`: must not be changed until `finish` has returned."""
+        """`watched`: must not be changed until `finish` has returned. `events`: one behind every EVENT_EVERY_BYTES, the
+        last of a device behind all of its copies."""
+        self._progress = progress
         self._events = list(events)
         self._memcpy = memcpy
         self._watched = [(tensor, tensor._version) for tensor in watched]
@@ -38,7 +49,7 @@ class Fill:
         """Raises RuntimeError when the device has failed: the copy is then never done, however often it is asked."""
         self._wait()
         if self._memcpy is not None:
-            self._memcpy.finish()
+            self._memcpy.finish(self._progress)
             self.torn = self._memcpy.differs()
             self.beside_s = self._memcpy.beside_s
             self._memcpy = None
@@ -57,11 +68,12 @@ class Fill:
 
     def _wait(self) -> None:
         while self._events:
-            self._events[-1].synchronize()
-            self._events.pop()
+            self._events[0].synchronize()
+            self._events.pop(0)
+            self._progress(EVENT_EVERY_BYTES)
 
 
-def fill(pairs: Sequence[Pair], volatile: Sequence[bool]) -> Fill:
+def fill(pairs: Sequence[Pair], volatile: Sequence[bool], progress: Progress = unreported) -> Fill:
     """Start copying each pair. What is `volatile`, small or strided on the CPU is there on return; the rest after
     `finish`."""
     by_device: dict[torch.device, list[tuple[Pair, bool]]] = {}
@@ -73,22 +85,22 @@ def fill(pairs: Sequence[Pair], volatile: Sequence[bool]) -> Fill:
                 by_device.setdefault(pair[1].device, []).append((pair, eager))
             else:
                 (now if eager or pair[1].is_inference() or not movable(pair[1]) else late).append(pair)
-        events = [_copy_cuda(device, some) for device, some in by_device.items()]
+        events = [event for device, some in by_device.items() for event in _copy_cuda(device, some)]
         if sum(source.numel() * source.element_size() for _, source in late) < WORTH_A_THREAD_BYTES:
             now, late = now + late, []
-        copy_now(now)
+        copy_now(now, progress)
         memcpy = Memcpy(late) if late else None
         if memcpy is not None:
             memcpy.begin()
     on_gpu = [source for some in by_device.values() for (_, source), eager in some if not eager]
-    return Fill(events, on_gpu + [source for _, source in late], memcpy)
+    return Fill(events, on_gpu + [source for _, source in late], memcpy, progress)
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def _copy_cuda(device: torch.device, pairs: Sequence[tuple[Pair, bool]]) -> torch.cuda.Event:
-    """Queue the copies on a side stream and return the event behind the last one.
+def _copy_cuda(device: torch.device, pairs: Sequence[tuple[Pair, bool]]) -> list[torch.cuda.Event]:
+    """Queue the copies on a side stream; the last of the events returned is behind all of them.
 
     The side stream waits for what the current one has queued (the optimizer's step). Sources are recorded on it, so
     that torch's allocator does not hand their memory out before the copy is done. Volatile ones go first, and the
@@ -98,22 +110,31 @@ def _copy_cuda(device: torch.device, pairs: Sequence[tuple[Pair, bool]]) -> torc
     if (side := _streams.get(device)) is None:
         side = _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(current)
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    marks: list[torch.cuda.Event] = []
+    unmarked = 0
     with torch.cuda.stream(side):
         for first in (True, False):
             for (to, source), eager in pairs:
                 if eager is first:
                     to.copy_(source.detach(), non_blocking=True)
                     source.record_stream(side)
+                    unmarked += source.numel() * source.element_size()
+                    if unmarked >= EVENT_EVERY_BYTES:
+                        unmarked = 0
+                        marks.append(_mark(side))
             if first and any(eager for _, eager in pairs):
-                held = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                held.record(side)
-                current.wait_event(held)
-        done.record(side)
-    return done
+                current.wait_event(_mark(side))
+        marks.append(_mark(side))
+    return marks
 
 
-def register(address: int, nbytes: int, device: torch.device) -> str:
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+def register(address: int, nbytes: int, device: torch.device, progress: Progress = unreported) -> str:
     """Pin the mapping at `address` for CUDA, so that copies into it run beside the kernels.
 
     Returns '', or why it could not be done: copies then work all the same, and the host waits for each. In a thread of
@@ -131,6 +152,10 @@ def register(address: int, nbytes: int, device: torch.device) -> str:
 
     thread = threading.Thread(target=act, name="elastic-register")
     thread.start()
+    deadline_s = time.monotonic() + REGISTER_S
+    while thread.is_alive() and time.monotonic() < deadline_s:
+        thread.join(REPORT_EVERY_S)
+        progress(0)
     thread.join()
     return said[0]
 

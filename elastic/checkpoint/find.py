@@ -17,7 +17,7 @@ import xxhash
 
 from ..core import manifest as m
 from .errors import Damaged, NoGoodCheckpoint
-from .files import REAL, Files
+from .files import REAL, Files, open_file
 from .names import head_of, is_aside, is_final, step_of
 from .write import digest
 
@@ -176,7 +176,7 @@ def read_piece(path: str, share: m.Share, index: int, into: list[memoryview]) ->
     file = os.path.join(path, share.file)
     at = index * share.piece_nbytes
     try:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_file(file)
         try:
             for views in (into[i : i + _IOV_MAX] for i in range(0, len(into), _IOV_MAX)):
                 at = _read_views(fd, views, at, share)

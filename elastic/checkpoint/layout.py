@@ -8,15 +8,17 @@ so that each one is aligned for its type.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from ..core.manifest import ITEM_BYTES
-from ..core.tensors import Table
+from ..core.tensors import Table, TensorInfo
 
 PAGE_BYTES = 4096
+
+BESIDE_ALIGN = 64
 
 STORED_AS: dict[str, tuple[str, tuple[int, ...]]] = {
     "C32": ("F16", (2,)),
@@ -49,12 +51,17 @@ def pad(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
+def file_order(table: Sequence[TensorInfo]) -> tuple[int, ...]:
+    """Indices into `table` in the order of the file: by element size, the largest first, else as they come."""
+    return tuple(sorted(range(len(table)), key=lambda i: -ITEM_BYTES[table[i].dtype]))
+
+
 def plan(table: Table, metadata: Mapping[str, str] | None = None) -> Layout:
     """Lay `table` out. Raises ValueError for a table that names a tensor twice, or by safetensors' reserved name."""
     names = {tensor.name for tensor in table}
     if len(names) != len(table) or "__metadata__" in names:
         raise ValueError("tensor names must differ from each other and from '__metadata__'")
-    order = tuple(sorted(range(len(table)), key=lambda i: -ITEM_BYTES[table[i].dtype]))
+    order = file_order(table)
     placed = tuple(table[i] for i in order)
     ends = list(itertools.accumulate((tensor.nbytes for tensor in placed), initial=0))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -68,6 +75,15 @@ def plan(table: Table, metadata: Mapping[str, str] | None = None) -> Layout:
     return Layout(placed, order, head, offsets, len(head) + ends[-1])
 
 
-def arena_nbytes(table: Table, metadata: Mapping[str, str] | None = None) -> int:
-    """What `Arena.create` needs for this table."""
-    return plan(table, metadata).nbytes
+def offsets_beside(table: Table) -> tuple[list[int], int]:
+    """Where tensors that are in memory alone lie behind the file, and where they end: multiples of BESIDE_ALIGN."""
+    offsets, end = [], 0
+    for tensor in table:
+        offsets.append(end)
+        end += -(-tensor.nbytes // BESIDE_ALIGN) * BESIDE_ALIGN
+    return offsets, end
+
+
+def arena_nbytes(table: Table, metadata: Mapping[str, str] | None = None, beside: Table = ()) -> int:
+    """What `Arena.create` needs for a file of `table` with `beside` behind it."""
+    return pad(plan(table, metadata).nbytes) + offsets_beside(beside)[1]

@@ -13,9 +13,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+
+from .progress import Progress, unreported
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """(where to, what)."""
@@ -29,6 +31,8 @@ _CHUNK_BYTES = 4 * 1024 * 1024
 _HELPERS = 3
 _WORTH_HELP_BYTES = 32 * 1024 * 1024
 _PROBE_BYTES = 64
+_LAST_CHUNK_S, _REPORT_EVERY_S = 60.0, 0.5
+"""How long a wait for the chunks that threads have begun counts as progress, and how often it says so."""
 _NICER = 10
 """The thread beside the training takes what the training leaves: all that is left when it is waited for."""
 
@@ -38,12 +42,13 @@ def movable(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and tensor.device.type == "cpu"
 
 
-def copy_now(pairs: Sequence[Pair]) -> None:
+def copy_now(pairs: Sequence[Pair], progress: Progress = unreported) -> None:
     """A memcpy of each dense tensor; torch for those with strides."""
     for to, source in pairs:
         if not movable(source):
             to.copy_(source.detach())
-    Memcpy([pair for pair in pairs if movable(pair[1])]).finish()
+            progress(source.numel() * source.element_size())
+    Memcpy([pair for pair in pairs if movable(pair[1])]).finish(progress)
 
 
 class Memcpy:
@@ -51,7 +56,17 @@ class Memcpy:
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self._pairs = pairs  # while there are addresses of theirs about
-        chunks = _chunks(pairs)
+        self._plan((to.data_ptr(), what.data_ptr(), what.numel() * what.element_size()) for to, what in pairs)
+
+    @classmethod
+    def of(cls, moves: Iterable[Move]) -> Memcpy:
+        """Of memory that the caller keeps until the end."""
+        memcpy = cls(())
+        memcpy._plan(moves)
+        return memcpy
+
+    def _plan(self, moves: Iterable[Move]) -> None:
+        chunks = _chunks(moves)
         self._left = deque(chunks)
         self._probes = [(to, ctypes.string_at(start, min(nbytes, _PROBE_BYTES))) for (to, start, nbytes), *_ in chunks]
         self._moved: deque[int] = deque()
@@ -63,13 +78,19 @@ class Memcpy:
         """Start a thread that copies beside whatever this one does."""
         self._help(self._beside)
 
-    def finish(self) -> None:
+    def finish(self, progress: Progress = unreported) -> None:
         """Returns when every byte has arrived; this thread helps. Raises RuntimeError when that cannot be."""
         # As many threads as torch itself would use: a job with a rank per core has that at one.
         helpers = min(torch.get_num_threads() - 1, _HELPERS) if self._left_nbytes() >= _WORTH_HELP_BYTES else 0
-        while len(self._threads) < helpers and self._help(self._move):
+        while len(self._threads) < helpers and self._help(lambda: self._move(progress)):
             pass
-        self._move()
+        self._move(progress)
+        deadline_s = time.monotonic() + _LAST_CHUNK_S
+        for thread in self._threads:
+            # At its low priority, on a machine with much else to do, one chunk can take seconds: no hang of this one.
+            while thread.is_alive() and time.monotonic() < deadline_s:
+                thread.join(_REPORT_EVERY_S)
+                progress(0)
         if not self.drop():
             raise RuntimeError("a thread that copied a snapshot has died")
 
@@ -104,7 +125,7 @@ class Memcpy:
         self._move()
         self.beside_s = time.thread_time()
 
-    def _move(self) -> None:
+    def _move(self, progress: Progress = unreported) -> None:
         memmove = ctypes.memmove  # lets other threads run
         while True:
             try:
@@ -114,14 +135,18 @@ class Memcpy:
             for to, start, nbytes in chunk:
                 memmove(to, start, nbytes)
             self._moved.append(1)
+            progress(sum(nbytes for *_, nbytes in chunk))
 
 
-def _chunks(pairs: Sequence[Pair]) -> list[list[Move]]:
+def _chunks(moves: Iterable[Move]) -> list[list[Move]]:
     """Moves of at most `_CHUNK_BYTES` together; small tensors share one."""
     chunks: list[list[Move]] = []
     room = 0
-    for to, source in pairs:
-        left, at, start = source.numel() * source.element_size(), to.data_ptr(), source.data_ptr()
+    for at, start, left in moves:
+        if 0 < left < room:
+            chunks[-1].append((at, start, left))
+            room -= left
+            continue
         while left:
             if not room:
                 chunks.append([])

@@ -20,6 +20,7 @@ from .dtypes import dtype_of
 from .errors import CheckpointError, Damaged, NoGoodCheckpoint
 from .files import REAL, Files
 from .find import READ_THREADS, Aside, Found, Spare, newest_good, read_piece, set_aside
+from .progress import Progress, unreported
 
 __all__ = ["Mismatch", "load", "load_newest", "resume"]
 
@@ -44,6 +45,7 @@ def load_newest(
     remote: str = "",
     threads: int = READ_THREADS,
     files: Files = REAL,
+    progress: Progress = unreported,
 ) -> Found | None:
     """Load the newest good checkpoint; each byte is read once, and checked.
 
@@ -54,7 +56,7 @@ def load_newest(
     over whatever had been read of it. Raises NoGoodCheckpoint, Mismatch; with `remote` RemoteError.
     """
     try:
-        if (found := _load_local(directory, job, prepare, threads, files)) or not remote:
+        if (found := _load_local(directory, job, prepare, threads, files, progress)) or not remote:
             return found
     except NoGoodCheckpoint:
         if not remote:
@@ -63,15 +65,17 @@ def load_newest(
 
     if fetch_newest(remote, job, directory) is None:
         return newest_good(directory, job, files=files)  # raises again what `directory` has to say
-    return _load_local(directory, job, prepare, threads, files)
+    return _load_local(directory, job, prepare, threads, files, progress)
 
 
-def _load_local(directory: str, job: str, prepare: Callable[[Found], Into], threads: int, files: Files) -> Found | None:
+def _load_local(
+    directory: str, job: str, prepare: Callable[[Found], Into], threads: int, files: Files, progress: Progress
+) -> Found | None:
     aside: tuple[Aside, ...] = ()
     while found := newest_good(directory, job, hashes=False, skip=aside, files=files):
         before = files.identity(found.path)
         try:
-            load(found, prepare(found), threads=threads)
+            load(found, prepare(found), threads=threads, progress=progress)
         except Damaged as damage:
             aside = (*found.aside, set_aside(found.path, damage, before=before, files=files))
         else:
@@ -79,8 +83,11 @@ def _load_local(directory: str, job: str, prepare: Callable[[Found], Into], thre
     return None
 
 
-def load(found: Found, into: Into, *, threads: int = READ_THREADS) -> None:
-    """Read every share, checking each piece. Raises Mismatch, and Damaged: part of `into` is then overwritten."""
+def load(found: Found, into: Into, *, threads: int = READ_THREADS, progress: Progress = unreported) -> None:
+    """Read every share, checking each piece; `progress` is told of each.
+
+    Raises Mismatch, and Damaged: part of `into` is then overwritten.
+    """
     targets = [
         _Target(share, [_place(tensor, into(tensor)) for tensor in share.tensors]) for share in found.manifest.shares
     ]
@@ -96,8 +103,9 @@ def load(found: Found, into: Into, *, threads: int = READ_THREADS) -> None:
     with ThreadPoolExecutor(max(1, threads)) as pool:
         running = [pool.submit(piece, job) for job in pieces]
         try:
-            for future in running:
+            for future, (target, _) in zip(running, pieces, strict=True):
                 future.result()
+                progress(target.share.piece_nbytes)
         finally:
             pool.shutdown(cancel_futures=True)  # after the first that failed, the others need not be read
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..core import manifest as m
 from .errors import CheckpointError, Damaged, NoGoodCheckpoint, SaveFailed
-from .files import REAL
+from .files import FILE_MODE, FOLDER_MODE, REAL, open_folder
 from .find import verify
 from .names import is_final
 from .retention import Entry, plan
@@ -109,25 +109,36 @@ def fetch(url: str, name: str, directory: str) -> str:
     if os.path.exists(os.path.join(target, m.MANIFEST)):
         return target
     os.makedirs(directory, exist_ok=True)
-    aside = tempfile.mkdtemp(prefix=f"{name}.fetch-", dir=directory)
+    above = open_folder(directory)
     try:
+        made = tempfile.mkdtemp(prefix=f"{name}.fetch-", dir=f"/proc/self/fd/{above}")
+    finally:
+        os.close(above)
+    aside = os.path.join(directory, os.path.basename(made))
+    # By its descriptor: the owner of `directory` could put a link in its place while files come.
+    folder = os.open(aside, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(folder).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "belongs to another user by now", aside)
         with _said(f"fetching {name} from {url}"):
             filesystem, root = _open(url)
             for there in filesystem.ls(posixpath.join(root, name), detail=False):
-                here = os.path.join(aside, posixpath.basename(there))
+                here = f"/proc/self/fd/{folder}/{posixpath.basename(there)}"
                 filesystem.get_file(there, here)
                 with open(here, "rb") as file:
+                    os.fchmod(file.fileno(), FILE_MODE)
                     os.fsync(file.fileno())
         verify(aside)
         REAL.sync_dir(aside)
-        os.chmod(aside, 0o755)
+        os.fchmod(folder, FOLDER_MODE)
         try:
-            os.rename(aside, target)
+            REAL.rename(aside, target)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         REAL.sync_dir(directory)  # another process may have been faster: then its copy is the one
     finally:
+        os.close(folder)
         shutil.rmtree(aside, ignore_errors=True)
     return target
 

@@ -18,6 +18,23 @@ import msgspec
 from .records import PROTOCOL, ProgressRecord, RankRow
 from .timeouts import Timeouts
 
+MARK_ENV = "ELASTIC_AGENT_DIR"
+"""In the environment of all that the agent's workers start: whose they are, should the agent die without a word."""
+
+
+SYSTEMD_VARIABLES = (
+    "NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "INVOCATION_ID",
+    "JOURNAL_STREAM", "SYSTEMD_EXEC_PID", "CREDENTIALS_DIRECTORY", "MAINPID", "MANAGERPID", "PIDFILE", "FDSTORE",
+    "RUNTIME_DIRECTORY", "STATE_DIRECTORY", "CACHE_DIRECTORY", "LOGS_DIRECTORY", "CONFIGURATION_DIRECTORY",
+    "MEMORY_PRESSURE_WATCH", "MEMORY_PRESSURE_WRITE", "EXIT_CODE", "EXIT_STATUS", "SERVICE_RESULT",
+)  # fmt: skip
+"""What systemd tells one service alone (systemd.exec(5)), and so nothing for what that starts."""
+
+
+def mark(device: int, inode: int, path: str) -> str:
+    """The value of MARK_ENV: an agent's folder as no other machine, container or daemon has it."""
+    return f"{device:x}:{inode:x}:{path}"
+
 
 class EtcdAccess(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: tuple[str, ...]
@@ -76,4 +93,8 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     standbys: int = 0
     """Those past their set-up."""
     last_etcd_contact_wall_s: float = 0.0
+    why_fresh: str = ""
+    """Why workers are started here as new processes, which takes seconds longer than a fork; empty: they are forked."""
+    preloaded: tuple[str, ...] = ()
+    """Modules that the zygote has imported for the job: its `preload`, and those that the script begins with."""
     protocol: int = PROTOCOL

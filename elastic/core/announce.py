@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .effects import PutBroken, PutMember, Restore
-from .model import Stage
-from .records import BrokenRecord, MemberRecord, WorkerError
+from .evidence import merged
+from .model import Stage, Worker
+from .records import BrokenRecord, GenerationRecord, MemberRecord, WorkerError
 from .restarts import COMM, summary
 from .turn import Turn
 
@@ -20,8 +21,7 @@ def member_record(turn: Turn) -> MemberRecord:
     """What the others are to know of us, as it stands."""
     agent, policy = turn.agent, turn.policy
     before = agent.published.ready if agent.published else ()
-    starting = (Stage.STARTING, Stage.GONE, Stage.KILLED)
-    standing = tuple(s for s, w in sorted(agent.workers.items()) if w.stage not in starting)
+    standing = tuple(s for s, w in sorted(agent.workers.items()) if _stands(turn, w))
     # Who came to shrink to nothing comes back whole; but whoever takes part is not to be passed over meanwhile.
     takes_part = any(slot in turn.my_ranks() for slot in standing)
     if policy.shrink and policy.managed and (before or takes_part):
@@ -39,7 +39,19 @@ def member_record(turn: Turn) -> MemberRecord:
         draining=agent.draining,
         done=number if turn.done_here() else 0,
         unreachable=tuple(sorted({node for node, _ in agent.unreachable})),
+        standings=agent.standings,
+        managed=policy.managed,
     )
+
+
+def _stands(turn: Turn, worker: Worker) -> bool:
+    """Whether its slot can take a rank, or has one that it will fill."""
+    if worker.stage is Stage.STARTING:
+        current = turn.agent.generation
+        return current is not None and worker.seat == current.number and not turn.is_broken()
+    if worker.stage is Stage.READY and not turn.policy.managed and not worker.life:
+        return turn.agent.view.revision > 0  # else etcd may be about to say that the job's workers are managed
+    return worker.stage not in (Stage.GONE, Stage.KILLED)
 
 
 def settle_member(turn: Turn) -> None:
@@ -62,6 +74,7 @@ def broken_record(
     error: WorkerError | None = None,
     charged: bool = True,
     rollback: bool = False,
+    stacks: dict[str, str] | None = None,
 ) -> BrokenRecord:
     """`ranks`: whose doing it was; by default those of `slots`, which are lost."""
     mine = turn.my_ranks()
@@ -77,15 +90,34 @@ def broken_record(
         step=step,
         charged=charged,
         rollback=rollback,
+        stacks=stacks or {},
     )
 
 
+def add_evidence(turn: Turn, record: BrokenRecord) -> None:
+    """Report a failure of a generation that is broken already, or was left as planned, unless it is known."""
+    known = turn.agent.broken_record
+    if turn.is_over():
+        return
+    if known is not None and known.generation == record.generation:
+        if (more := merged(known, record)) == known:
+            return
+        turn.change(broken_record=more)
+    if incident := turn.agent.incident:
+        mine = next((r for r in incident.reports if r.generation == record.generation), None)
+        turn.change(incident=incident.with_report(merged(mine, record) if mine else record))
+    turn.do(PutBroken(record))
+
+
 def call_broken(turn: Turn, kind: str, detail: str, slots: tuple[int, ...], **more: object) -> None:
-    """Say once that the newest generation is broken."""
+    """Say that the newest generation is broken; where that is known, report what it adds."""
     generation = turn.agent.generation
-    if generation is None or turn.is_broken() or turn.is_over():
+    if generation is None or turn.is_over():
         return
     record = broken_record(turn, generation.number, kind, detail, slots, **more)  # type: ignore[arg-type]
+    if turn.is_broken():
+        add_evidence(turn, record)
+        return
     turn.change(broken=generation.number, broken_record=record, broken_at_s=turn.now_s, suspicious_since_s=None)
     turn.change(asked={**turn.agent.asked, f"broken {generation.number}": turn.now_s})
     member = None
@@ -100,9 +132,10 @@ def adopt(turn: Turn) -> None:
     seen, held, spec = turn.agent.view.generation, turn.agent.generation, turn.agent.view.spec
     older = held is not None and (seen is None or seen.number < held.number)
     if seen is not None and (held is None or seen.number > held.number):
-        if held is not None and turn.policy.managed and turn.agent.settled >= held.number:
+        if held is not None and turn.policy.managed and _has_stepped(turn, held):
             turn.change(former=held)
         turn.change(generation=seen, formed_at_s=turn.now_s, suspicious_since_s=None, publishing=0)
+        _carry_over(turn, held, seen)
     elif turn.agent.connected and (spec is None or older):  # it was wiped or set back
         if held is None and turn.now_s < turn.agent.blind_until_s:
             return  # those who hold a generation come first: without the spec nobody forms another one
@@ -110,6 +143,29 @@ def adopt(turn: Turn) -> None:
     record = turn.agent.broken_record
     if record and held and seen == held and record.generation == held.number and not turn.agent.view.broken:
         turn.ask(PutBroken(record), f"broken {held.number}")
+
+
+def _has_stepped(turn: Turn, generation: GenerationRecord) -> bool:
+    """As far as is known here; an agent that had no rank in it has the progress record only."""
+    progress = turn.agent.view.progress
+    return turn.agent.settled >= generation.number or (
+        progress is not None and progress.stepped_in >= generation.number and progress.step > 0
+    )
+
+
+def _carry_over(turn: Turn, held: GenerationRecord | None, seen: GenerationRecord) -> None:
+    """A planned change was published while this node reported a failure of the generation before it: there was no
+    boundary, and a node that was to leave may be the only one that holds the state."""
+    record = turn.agent.broken_record
+    planned = held is not None and seen.at_step is not None and seen.number == held.number + 1
+    if held is None or record is None or not planned or record.generation != held.number:
+        return
+    slots = tuple(sorted(record.lost(turn.policy.node)))
+    if slots and seen.place(turn.policy.node, turn.policy.incarnation) is not None:
+        call_broken(
+            turn, record.kind, record.detail, slots, step=record.step, fingerprint=record.fingerprint,
+            error=record.error, charged=record.charged,
+        )  # fmt: skip
 
 
 def check_suspicion(turn: Turn) -> None:

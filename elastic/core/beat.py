@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 PAGE_BYTES = 4096
 
+PULSE_S = 0.5
+"""How often a thread of the worker's says that Python runs there."""
+
 
 class Doing(enum.IntEnum):
     """What the worker's main thread is at."""
@@ -26,9 +29,14 @@ class Doing(enum.IntEnum):
     SAVING = 7  # copies its share of a snapshot
     QUIET = 8  # the script said that it will be long (`job.quiet`)
     DONE = 9
+    FINISHING = 10  # `train` has returned here; the last save, then the barrier of all ranks
 
 
-_DOING, _GENERATION, _STEP, _BEATS, _BEAT_AT_NS, _LOSS, _STEP_NS, _QUIET_UNTIL_NS, _RANK, _COMMITTED_IN = range(10)
+WITH_OTHERS = frozenset({Doing.WAITING, Doing.FORMING, Doing.SYNCING, Doing.EXCHANGING, Doing.FINISHING, Doing.DONE})
+"""Nothing is owed to the other ranks: this one waits for them."""
+
+(_DOING, _GENERATION, _STEP, _BEATS, _BEAT_AT_NS, _LOSS, _STEP_NS, _QUIET_UNTIL_NS, _RANK, _COMMITTED_IN,
+ _COPIED_BYTES, _EXCHANGES, _GAP_NS, _LAST_GAP_NS, _PULSE_NS) = range(15)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,19 @@ class Beat:
     rank: int
     committed_in: int
     """Generation of the last commit here."""
+    copied_nbytes: int = 0
+    """Bytes of snapshots copied, and of memory made present for them, while the main thread waited for it."""
+    exchanges: int = 0
+    """How often this rank has begun to wait for others since its last commit: alike on all ranks of a step."""
+    gap_s: float = 0.0
+    """Longest time between two signs of progress in this step and the one before; waits for other ranks not counted."""
+    pulse_s: float = 0.0
+    """Monotonic instant at which the process last ran Python in any thread, to PULSE_S; 0: not known."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has committed a step in its present generation."""
+        return 0 < self.generation == self.committed_in
 
 
 class BeatPage:
@@ -66,13 +87,29 @@ class BeatPage:
 
     def write(self, doing: Doing, now_s: float) -> None:
         """One sign of progress."""
-        self._ints[_DOING] = doing
+        ints, now_ns = self._ints, int(now_s * 1e9)
+        if doing is Doing.EXCHANGING:
+            ints[_EXCHANGES] += 1
+        if ints[_DOING] not in WITH_OTHERS:
+            ints[_GAP_NS] = max(ints[_GAP_NS], now_ns - (ints[_BEAT_AT_NS] or now_ns))
+        ints[_DOING] = doing
+        ints[_BEATS] += 1
+        ints[_BEAT_AT_NS] = now_ns
+
+    def copied(self, nbytes: int, now_s: float) -> None:
+        """So many bytes more: a sign of progress, whatever the main thread is at."""
+        self._ints[_COPIED_BYTES] += nbytes
         self._ints[_BEATS] += 1
         self._ints[_BEAT_AT_NS] = int(now_s * 1e9)
+
+    def pulse(self, now_s: float) -> None:
+        """Some thread of the worker runs Python; says nothing of the main thread's progress."""
+        self._ints[_PULSE_NS] = int(now_s * 1e9)
 
     def place(self, generation: int, rank: int) -> None:
         self._ints[_GENERATION] = generation
         self._ints[_RANK] = rank
+        self._ints[_EXCHANGES] = self._ints[_GAP_NS] = self._ints[_LAST_GAP_NS] = 0
 
     def committed(self, step: int, step_s: float, loss: float | None, now_s: float) -> None:
         self._ints[_STEP] = step
@@ -81,6 +118,7 @@ class BeatPage:
         if loss is not None:
             self._floats[_LOSS] = loss
         self.write(Doing.COMPUTING, now_s)
+        self._ints[_EXCHANGES], self._ints[_LAST_GAP_NS], self._ints[_GAP_NS] = 0, self._ints[_GAP_NS], 0
 
     def set_step(self, step: int) -> None:
         self._ints[_STEP] = step
@@ -101,4 +139,8 @@ class BeatPage:
             quiet_until_s=ints[_QUIET_UNTIL_NS] / 1e9,
             rank=ints[_RANK],
             committed_in=ints[_COMMITTED_IN],
+            copied_nbytes=ints[_COPIED_BYTES],
+            exchanges=ints[_EXCHANGES],
+            gap_s=max(ints[_GAP_NS], ints[_LAST_GAP_NS]) / 1e9,
+            pulse_s=ints[_PULSE_NS] / 1e9,
         )

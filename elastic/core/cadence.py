@@ -28,6 +28,14 @@ FIRST_S = 30.0
 """The first checkpoint under 'auto' comes no later than this: nothing is known about its cost before."""
 
 
+SNAPSHOT_SHARE = 0.01
+"""Of the training time, at most, that snapshots in memory may cost."""
+
+SNAPSHOT_LEAST_S = 1.0
+SNAPSHOT_UNMEASURED_MOST_S = 30.0
+"""Until a copy into memory that was used before has been measured, no longer than this: the first one is dearer."""
+
+
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """One of two fixed intervals, or, with both at 0, 'auto'."""
 
@@ -55,6 +63,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     save_at: int = 0
     """Take a snapshot and save it once this step is committed; 0: none before `agree_at`."""
+
+    keep_at: int = 0
+    """Take a snapshot that stays in memory once this step is committed; 0: none before `agree_at`."""
     agree_at: int = 0
     """Agree again once this step is committed; 0: never."""
 
@@ -85,11 +96,36 @@ def describe(rule: Rule, measured: Measured) -> str:
     return f"auto: {interval_s(rule, measured):.0f} s (cost {measured.cost_s:.2f} s, a failure every {mtbf_h:.1f} h)"
 
 
-def first_plan(rule: Rule, step: int) -> Plan:
-    """The plan every rank starts a generation with at `step`, without talking."""
-    if rule.every_steps:
-        return Plan(save_at=next_multiple(step, rule.every_steps))
-    return Plan(agree_at=step + 1)
+def describe_snapshots(cost_s: float | None, *, warm: bool = True) -> str:
+    """For `status`: '15 s (cost 0.15 s)'."""
+    if cost_s is None:
+        return "not measured yet"
+    return f"{snapshot_interval_s(cost_s, warm=warm):.0f} s (cost {cost_s:.3f} s)"
+
+
+def first_plan(rule: Rule | None, step: int, *, snapshots: bool = False) -> Plan:
+    """The plan every rank starts a generation with at `step`, without talking. No `rule`: no checkpoints."""
+    keep_at = step + 1 if snapshots else 0
+    if rule is not None and rule.every_steps:
+        return Plan(save_at=next_multiple(step, rule.every_steps), keep_at=keep_at)
+    return Plan(agree_at=step + 1, keep_at=keep_at)
+
+
+def snapshot_interval_s(cost_s: float | None, *, warm: bool = True) -> float:
+    """Seconds between snapshots that stay in memory: so many that they cost SNAPSHOT_SHARE of the training time.
+
+    `cost_s`: training time that one costs; None: none taken yet. `warm`: measured on memory that was used before.
+    """
+    if cost_s is None:
+        return SNAPSHOT_LEAST_S
+    interval = max(SNAPSHOT_LEAST_S, cost_s / SNAPSHOT_SHARE)
+    return interval if warm else min(interval, SNAPSHOT_UNMEASURED_MOST_S)
+
+
+def snapshot_at(interval_s: float, *, step: int, step_s: float, since_s: float, agree_at: int) -> int:
+    """The step after which the next snapshot is due, `since_s` after the last; 0: not before `agree_at`."""
+    due_steps = max(1, math.ceil((interval_s - since_s) / max(step_s, 1e-6)))
+    return step + due_steps if step + due_steps <= agree_at else 0
 
 
 def next_plan(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .membership import Change
 from .messages import ToWorker
-from .records import BrokenRecord, GenerationRecord, JobState, MemberRecord, Phase, SpecRecord
+from .records import BrokenRecord, GenerationRecord, IncidentRecord, JobState, MemberRecord, Phase, SpecRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class ForkWorker:
 
 @dataclass(frozen=True, slots=True)
 class ForkPlain:
-    """A script that knows nothing of elastic: forked straight into its rank."""
+    """A worker that has not called `elastic.run`, and perhaps never will: forked straight into its rank."""
 
     slot: int
     life: int
@@ -48,7 +48,7 @@ class PutMember:
 
 @dataclass(frozen=True, slots=True)
 class PutBroken:
-    """Unless the generation has such a record already."""
+    """Where the generation has such a record already, what this one adds is merged into it: see `evidence`."""
 
     record: BrokenRecord
     member: MemberRecord | None = None
@@ -67,6 +67,8 @@ class Publish:
     """The failure to book on the job's budget in the same transaction."""
     spare: int = 0
     """How many living nodes the job has beyond its least: with none, no node is set aside for what is charged."""
+    managed: bool = False
+    """Whether the job's workers are known to call `elastic.run`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,18 @@ class PutPhase:
     phase: Phase
     reason: str
     expect_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class PutIncident:
+    """Write the record of an incident, replacing the one that was written when it began."""
+
+    key: int
+    """The number that it has in etcd: of the generation after the one that failed first."""
+    record: IncidentRecord
+    """Its instants are for the shell to fill in: `wall_s` is 0 unless it began before this agent did."""
+    began_s: float
+    """Monotonic instant from which its time line counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +140,7 @@ Effect = (
     | PutBroken
     | Publish
     | PutPhase
+    | PutIncident
     | ChargeFailure
     | Restore
     | Rejoin

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from .records import WorkerError
+from .records import Standing, WorkerError
 from .view import JobView
 
 
@@ -37,6 +38,14 @@ class PublishFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerManaged:
+    """Its script has called `elastic.run`."""
+
+    slot: int
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReady:
     slot: int
     life: int
@@ -55,6 +64,10 @@ class WorkerSynced:
     life: int
     generation: int
     step: int
+    source: str = "live"
+    """See messages.Synced."""
+    reached: int = 0
+    """The newest step that any rank of the generation knows to have been committed before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +97,20 @@ class WorkerDone:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerFailed:
+    """Its script has ended with an error, and its process is about to end."""
+
+    slot: int
+    life: int
+    cause: str
+    code: int
+    error: WorkerError | None = None
+    fingerprint: str = ""
+    step: int = 0
+    """The last it had committed, from its beat page."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerExited:
     slot: int
     life: int
@@ -104,6 +131,7 @@ class WorkerSick:
     life: int
     kind: str
     evidence: str
+    stacks: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +198,13 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class RanksStill:
+    """Local workers show no progress: the other agents are to know how far each has got."""
+
+    standings: tuple[Standing, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     reason: str
     deadline_s: float
@@ -193,12 +228,14 @@ class Tick:
 
 
 WorkerEvent = (
-    WorkerReady
+    WorkerManaged
+    | WorkerReady
     | WorkerFormed
     | WorkerSynced
     | WorkerStepping
     | WorkerReleased
     | WorkerDone
+    | WorkerFailed
     | WorkerExited
     | WorkerSick
     | GroupStuck
@@ -218,6 +255,7 @@ Event = (
     | PeerUnreachable
     | PeerReachable
     | Progress
+    | RanksStill
     | Drain
     | Undrain
     | Saved

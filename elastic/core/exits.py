@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from .announce import broken_record, call_broken
-from .effects import ChargeFailure
-from .events import WorkerExited
-from .model import Stage, Worker
+from .announce import add_evidence, broken_record, call_broken
+from .effects import ChargeFailure, PutBroken
+from .events import WorkerExited, WorkerFailed
+from .evidence import merged
+from .model import IN_GROUP, Stage, Worker
+from .records import Phase
 from .restarts import backoff_s, summary
 from .standbys import promote
 from .turn import Turn
@@ -23,7 +25,10 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     if worker is None or worker.stage is Stage.GONE:
         return
     worker = replace(worker, step=max(worker.step, event.step))
+    turn.reaches(worker.synced, event.step)
     expected = worker.stage in (Stage.KILLED, Stage.LEAVING) or turn.is_over()
+    if turn.agent.view.state.phase is Phase.STOPPING and _struck_down(turn, worker, event):
+        _report_at_the_end(turn, worker, event)
     if not turn.policy.managed:
         _plain_exited(turn, worker, event, expected)
         return
@@ -35,6 +40,22 @@ def exited(turn: Turn, event: WorkerExited) -> None:
         _report_exit(turn, worker, event)
     elif turn.policy.shrink and worker.slot in turn.my_ranks() and not turn.is_broken():
         call_broken(turn, "respawn", "did not let go in time", (worker.slot,), step=worker.step, charged=False)
+    elif worker.generation:
+        _report_fallen(turn, worker, event)
+
+
+def failed(turn: Turn, event: WorkerFailed) -> None:
+    """The script has ended with an error: the others hear of it now, and need not wait for the end of the process."""
+    worker = turn.find(event.slot, event.life)
+    if worker is None or worker.stage in (Stage.GONE, Stage.KILLED, Stage.LEAVING) or turn.is_over():
+        return
+    worker = replace(worker, step=max(worker.step, event.step))
+    turn.reaches(worker.synced, event.step)
+    # It ends by itself, and is killed when that takes too long: its exit is no news then.
+    turn.move(worker, Stage.KILLED, crashes=worker.crashes + 1)
+    if turn.policy.managed:
+        promote(turn, worker.slot)
+    _report_exit(turn, worker, event)
 
 
 def _plain_exited(turn: Turn, worker: Worker, event: WorkerExited, expected: bool) -> None:
@@ -46,14 +67,58 @@ def _plain_exited(turn: Turn, worker: Worker, event: WorkerExited, expected: boo
         _report_exit(turn, worker, event)
 
 
-def _report_exit(turn: Turn, worker: Worker, event: WorkerExited) -> None:
-    detail = summary(event.error.message) if event.error else event.cause
+def _struck_down(turn: Turn, worker: Worker, event: WorkerExited) -> bool:
+    """Whether it died by a signal that its agent did not send, while or before it was told to end."""
+    in_time = turn.now_s - worker.since_s < turn.policy.spec.stop_grace_s
+    told = worker.stage in IN_GROUP or (worker.told_to_end and in_time)
+    return told and "SIG" in event.cause and "SIGTERM" not in event.cause
+
+
+def _report_at_the_end(turn: Turn, worker: Worker, event: WorkerExited) -> None:
+    """The job was stopped just after the failure: nothing follows from it, but it has happened."""
+    generation = turn.agent.generation
+    if generation is None or worker.generation != generation.number or worker.slot not in turn.my_ranks():
+        return
+    record = broken_record(
+        turn, generation.number, "exit", _detail(event), (worker.slot,), step=worker.step, charged=False
+    )
+    if turn.is_broken() and (known := turn.agent.broken_record) is not None:
+        record = merged(known, record)
+    turn.change(broken=generation.number, broken_record=record)
+    turn.do(PutBroken(record))
+
+
+def _report_fallen(turn: Turn, worker: Worker, event: WorkerExited) -> None:
+    """It died while it let go of its group: killed with the one that broke the generation, or for not letting go. Not
+    charged, since one failure is charged for each generation."""
+    incident = turn.agent.incident
+    world = next((w for w in incident.worlds if w.number == worker.generation), None) if incident else None
+    if incident is None or world is None or world.place(turn.policy.node, turn.policy.incarnation) is None:
+        return
+    if any(worker.slot in r.lost(turn.policy.node) for r in incident.reports if r.generation == world.number):
+        return
+    killed = worker.stage is Stage.KILLED
+    kind, detail = ("respawn", "did not let go in time") if killed else ("exit", _detail(event))
+    record = broken_record(
+        turn, world.number, kind, detail, (worker.slot,), step=worker.step, charged=False,
+        ranks=(world.ranks(turn.policy.node)[worker.slot],),
+    )  # fmt: skip
+    add_evidence(turn, record)
+
+
+def _detail(event: WorkerExited | WorkerFailed) -> str:
+    return summary(event.error.message) if event.error else event.cause
+
+
+def _report_exit(turn: Turn, worker: Worker, event: WorkerExited | WorkerFailed) -> None:
+    detail = _detail(event)
     if event.code == 0 and turn.policy.managed:
         detail = "exited with code 0 before the job was done"
     fingerprint = event.fingerprint or event.cause
     if worker.slot in turn.my_ranks():
         call_broken(turn, "exit", detail, (worker.slot,), step=worker.step, fingerprint=fingerprint, error=event.error)
         return
+    _report_left_out(turn, worker, detail)
     workers = turn.agent.workers
     if any(w.crashes >= workers[worker.slot].crashes for s, w in workers.items() if s != worker.slot):
         return  # what one worker of a node meets before the first step, all of them do: that is one failure
@@ -68,3 +133,18 @@ def _report_exit(turn: Turn, worker: Worker, event: WorkerExited) -> None:
         error=event.error,
     )
     turn.do(ChargeFailure(record))
+
+
+def _report_left_out(turn: Turn, worker: Worker, detail: str) -> None:
+    """It died in the generation before, which steps on to the boundary of a planned change that leaves its slot
+    without a rank: the agents that go on name it in the incident of that change. It is charged on its own."""
+    former, node = turn.agent.former, turn.policy.node
+    if former is None or former.number != worker.generation or worker.stage not in IN_GROUP:
+        return
+    if former.place(node, turn.policy.incarnation) is None or worker.slot not in (ranks := former.ranks(node)):
+        return
+    record = broken_record(
+        turn, former.number, "exit", detail, (worker.slot,), step=worker.step, charged=False,
+        ranks=(ranks[worker.slot],),
+    )  # fmt: skip
+    add_evidence(turn, record)

@@ -20,6 +20,7 @@ from .events import (
     PeerUnreachable,
     Progress,
     PublishFailed,
+    RanksStill,
     Saved,
     Start,
     StillBusy,
@@ -29,14 +30,18 @@ from .events import (
     WorkerDone,
     WorkerEvent,
     WorkerExited,
+    WorkerFailed,
     WorkerFormed,
+    WorkerManaged,
     WorkerReady,
     WorkerReleased,
     WorkerSick,
     WorkerStepping,
     WorkerSynced,
 )
-from .exits import exited
+from .evidence import merged
+from .exits import exited, failed
+from .manner import learn, manage
 from .membership import bereft
 from .model import IN_GROUP, Stage, Worker
 from .records import Phase, WorkerError
@@ -75,7 +80,10 @@ def take(turn: Turn, event: Event) -> None:
             if at_step > turn.agent.step or generation > turn.agent.settled:
                 turn.change(stepped_at_s=turn.now_s)
             turn.change(step=at_step, step_s=step_s, settled=max(turn.agent.settled, generation))
+            turn.reaches(generation, at_step)
             _forgive(turn)  # it comes in a tick's place
+        case RanksStill(standings):
+            turn.change(standings=standings)
         case Drain(reason, deadline_s):
             turn.change(draining=reason, drain_deadline_s=deadline_s, drain_saved=0)
         case Undrain():
@@ -131,6 +139,8 @@ def _take_from_worker(turn: Turn, event: WorkerEvent) -> None:
     match event:
         case WorkerExited():
             exited(turn, event)
+        case WorkerFailed():
+            failed(turn, event)
         case WorkerReady(_, life) if turn.standby(life):
             turn.set_standby(life, Stage.READY)
         case _:
@@ -140,6 +150,8 @@ def _take_from_worker(turn: Turn, event: WorkerEvent) -> None:
 
 def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
     match event:
+        case WorkerManaged():
+            manage(turn)
         case WorkerReady():
             if worker.stage is Stage.STARTING:
                 turn.move(worker, Stage.READY)
@@ -147,20 +159,24 @@ def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
             pass
         case WorkerSynced(_, _, generation, at_step):
             if worker.stage is Stage.FORMING and generation == worker.generation:
-                turn.move(worker, Stage.RUNNING, step=at_step)
+                turn.move(worker, Stage.RUNNING, step=at_step, synced=generation)
+                turn.reaches(generation, at_step)
         case WorkerStepping(_, _, generation, at_step):
             if generation == worker.generation:
                 turn.put(replace(worker, step=at_step, crashes=0))
+                turn.reaches(generation, at_step)
                 turn.change(settled=max(turn.agent.settled, generation), stepped_at_s=turn.now_s)
         case WorkerReleased():
             _released(turn, worker, event)
         case WorkerDone(_, _, generation, at_step):
             if worker.stage in IN_GROUP and generation == worker.generation:
                 turn.move(worker, Stage.DONE, step=at_step)
-        case WorkerSick(_, _, kind, evidence):
+        case WorkerSick(_, _, kind, evidence, stacks):
             if worker.stage in IN_GROUP | {Stage.STARTING, Stage.READY}:
                 if worker.slot in turn.my_ranks():
-                    call_broken(turn, kind, evidence, (worker.slot,), step=worker.step, fingerprint=kind)
+                    call_broken(
+                        turn, kind, evidence, (worker.slot,), step=worker.step, fingerprint=kind, stacks=dict(stacks)
+                    )
                 turn.kill(worker, evidence)
         case GroupStuck(_, _, evidence):
             if worker.stage is Stage.RUNNING and worker.slot in turn.my_ranks():
@@ -185,8 +201,9 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
         if wiped:  # and with it what we may have published
             turn.change(wiped_until_s=turn.agent.blind_until_s, publishing=0)
     turn.change(view=view, connected=connected)
+    learn(turn)
     if before.dead:
-        places = before.generation.places if before.generation else ()
+        places = {p for held in (before.generation, view.generation) if held is not None for p in held.places}
         known = {m.id for m in view.members.values()} | {(p.node, p.incarnation) for p in places}
         turn.change(dead=frozenset(d for d in before.dead if d in known))
     if before.unreachable:
@@ -198,8 +215,12 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
     if view.disputes - before.view.disputes:
         turn.change(disputed_s=turn.now_s)
     turn.change(state=view.state if view.state_revision else before.state, spec=view.spec or before.spec)
-    if view.broken and view.generation and view.broken.generation == view.generation.number > before.broken:
-        turn.change(broken=view.broken.generation, broken_record=view.broken, broken_at_s=turn.now_s)
+    if view.broken and view.generation and view.broken.generation == view.generation.number:
+        if view.broken.generation > before.broken:
+            turn.change(broken=view.broken.generation, broken_record=view.broken, broken_at_s=turn.now_s)
+        elif view.broken.generation == before.broken:  # other nodes have reported more
+            held = before.broken_record
+            turn.change(broken_record=view.broken if held is None else merged(view.broken, held))
 
 
 def _start(turn: Turn) -> None:
@@ -220,6 +241,7 @@ def _released(turn: Turn, worker: Worker, event: WorkerReleased) -> None:
         return
     untold = worker.stage in (Stage.FORMING, Stage.RUNNING, Stage.DONE)
     turn.move(worker, Stage.READY, step=event.step)
+    turn.reaches(worker.synced, event.step)
     current = turn.agent.generation
     if untold and event.error and current and current.number == event.generation and not turn.is_broken():
         turn.change(suspicion=event.error)

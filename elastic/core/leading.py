@@ -53,7 +53,7 @@ def _follow(turn: Turn) -> None:
     out = view.disputes and node in cut_off(view, turn.agent.dead, turn.agent.generation)
     reason = f"{unreached(view, node)}: it waits with its state" if out else ""
     if turn.agent.reason != reason or turn.agent.below_min:
-        turn.change(reason=reason, below_min=False)
+        turn.change(reason=reason, below_min=False, halted=False)
 
 
 def _verdict(turn: Turn) -> Change | Wait:
@@ -117,9 +117,9 @@ def _publish(turn: Turn, change: Change) -> None:
     ahead = max(2, math.ceil(LEAD_S / agent.step_s)) if agent.step_s > 0 else 2
     at_step = agent.step + ahead if change.planned and turn.policy.managed else None
     told = view.broken and agent.generation and view.broken.generation == agent.generation.number
-    turn.change(publishing=number, reason="", below_min=False)
+    turn.change(publishing=number, reason="", below_min=False, halted=False)
     charge = view.broken if told else None
-    turn.do(Publish(number, change, view.generation_revision, at_step, charge, spare=_spare(turn)))
+    turn.do(Publish(number, change, view.generation_revision, at_step, charge, _spare(turn), turn.policy.managed))
 
 
 def _spare(turn: Turn) -> int:
@@ -160,12 +160,13 @@ def _wait(turn: Turn, verdict: Wait) -> None:
         reason += "; the job has no checkpoint.dir, so its state would be lost"
     if turn.agent.generation is None and view.state.error is not None:
         reason += f"; the newest failure, on {view.state.error.node}: {summary(view.state.error.message)}"
-    turn.change(reason="" if verdict.fine else reason, below_min=verdict.below_min)
+    lost = turn.is_broken() or not turn.steps_advance()
+    halted = verdict.below_min and lost and turn.agent.generation is not None
+    turn.change(reason="" if verdict.fine else reason, below_min=verdict.below_min, halted=halted)
     if verdict.below_min and any(m.record.draining for m in view.members.values()):
         # The one who leaves may not hold rank 0, and only rank 0 hears this.
         turn.ask(SaveNow("a node leaves, and the job falls below its minimum", stop=True), "save")
-    lost = turn.is_broken() or not turn.steps_advance()
-    if verdict.below_min and lost and turn.agent.generation and view.state.phase is Phase.RUNNING:
+    if halted and view.state.phase is Phase.RUNNING:
         turn.ask(PutPhase(Phase.WAITING, verdict.reason, view.state_revision), f"waiting {view.state_revision}")
     elif not lost and view.state.phase is Phase.WAITING:  # nothing had to be formed: who was away is back
         turn.ask(PutPhase(Phase.RUNNING, "", view.state_revision), f"running {view.state_revision}")

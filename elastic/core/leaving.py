@@ -9,13 +9,17 @@ from .model import IN_GROUP, Stage
 from .records import Phase
 from .turn import Turn
 
+TOO_LATE = "did not end in time"
+"""Why a worker is killed that was told to end by itself."""
+
 
 def check_drain(turn: Turn) -> None:
     agent = turn.agent
     if agent.draining is None or agent.leaving is not None:
         return
     if not turn.my_ranks():
-        if all(w.stage not in IN_GROUP | {Stage.LEAVING} for w in agent.workers.values()):
+        free = all(w.stage not in IN_GROUP | {Stage.LEAVING} for w in agent.workers.values())
+        if free and not _is_needed(turn):
             turn.change(leaving=f"drained: {agent.draining}")
         return
     due = turn.now_s >= agent.drain_deadline_s
@@ -28,8 +32,23 @@ def check_drain(turn: Turn) -> None:
         due = _may_fall_below_min(turn, bool(stay))
     if due:
         settle_member(turn)  # the next generation is to be made without this node
-        call_broken(turn, "drain", agent.draining, tuple(turn.my_ranks()), charged=False)
+        at_step = max([agent.step, *(w.step for w in agent.workers.values())])
+        call_broken(turn, "drain", agent.draining, tuple(turn.my_ranks()), step=at_step, charged=False)
         turn.change(leaving=f"drained: {agent.draining}")
+
+
+def _is_needed(turn: Turn) -> bool:
+    """The generation that goes on without this node has not stepped yet. Should it break before, by a failure at the
+    same moment, this node may be the only one that has committed the last step."""
+    agent, generation = turn.agent, turn.agent.generation
+    if generation is None or not turn.policy.managed or not agent.reached[1]:
+        return False
+    if all(w.synced == 0 for w in agent.workers.values()):
+        return False
+    progress = agent.view.progress
+    stepped = progress is not None and progress.stepped_in >= generation.number
+    due_s = min(agent.drain_deadline_s, agent.formed_at_s + turn.policy.timeouts.form_s)
+    return agent.view.whole and not stepped and turn.now_s < due_s
 
 
 def _may_fall_below_min(turn: Turn, others: bool) -> bool:
@@ -61,10 +80,10 @@ def leave(turn: Turn) -> None:
         busy = True
         if worker.stage is Stage.DONE and succeeded:
             turn.do(Tell(worker.slot, worker.life, messages.Finish()))
-            turn.move(worker, Stage.LEAVING, turn.now_s + turn.policy.spec.stop_grace_s)
+            turn.move(worker, Stage.LEAVING, turn.now_s + turn.policy.spec.exit_timeout_s)
         elif worker.stage is Stage.LEAVING:
             if turn.now_s >= worker.deadline_s or not succeeded:
-                turn.kill(worker, "did not end in time")
+                turn.kill(worker, TOO_LATE)
         elif worker.stage is not Stage.KILLED:
             turn.kill(worker, turn.agent.leaving or "", gently=True)
     for standby in turn.agent.standbys:

@@ -180,6 +180,7 @@ def next_generation(
         chosen = _choose(current, inside, limits.max_nodes)
         reached = {node: m for node, m in alive.items() if node not in cut}
         chosen = _with_witness(current, chosen, reached, broken, None if settled else former)
+        chosen = _with_leavers(current, chosen, reached, broken, None if settled else former, view.state.avoid)
         why = _why(view, broken, missing, cut)
         return _without_the_lost(current, chosen, limits, broken, why, settled)
 
@@ -210,7 +211,8 @@ def _without_the_lost(
 ) -> Change | Wait:
     if len(chosen) < limits.min_nodes:
         return Wait(f"{why}; {len(chosen)} of at least {limits.min_nodes} nodes are there", below_min=True)
-    lost = {(broken.node, slot) for slot in broken.slots} if broken else set()
+    nodes = {broken.node, *(loss.node for loss in broken.also)} if broken else set()
+    lost = {(node, slot) for node in nodes for slot in (broken.lost(node) if broken else ())}
     # A roll-back that was itself cut short is not over: what is live may still be what it went back from.
     rollback = (broken and broken.rollback) or (current.restore == "snapshot" and not settled)
     restore = "snapshot" if rollback else "newest"
@@ -255,9 +257,9 @@ def _choose(current: GenerationRecord | None, fit: list[Member], max_nodes: int)
 
 def bereft(current: GenerationRecord, node: str, broken: BrokenRecord | None) -> bool:
     """All workers of `node` were lost: nothing of the job's state is to be had there."""
-    if broken is None or broken.generation != current.number or broken.node != node:
+    if broken is None or broken.generation != current.number or not (lost := broken.lost(node)):
         return False
-    return all(set(p.slots) <= set(broken.slots) for p in current.places if p.node == node)
+    return all(set(p.slots) <= lost for p in current.places if p.node == node)
 
 
 def _with_witness(
@@ -282,12 +284,31 @@ def _with_witness(
     return [alive[holders[0]], *chosen]
 
 
+def _with_leavers(
+    current: GenerationRecord,
+    chosen: list[Member],
+    alive: Mapping[str, Member],
+    broken: BrokenRecord | None,
+    former: GenerationRecord | None,
+    avoid: tuple[str, ...],
+) -> list[Member]:
+    """`chosen`, and those that are drained, or have been set aside since, and hold the job's state: any of them may be
+    the only one that committed the last step. They leave after the next generation has stepped."""
+    there = {m.record.node for m in chosen}
+    holders = _holders(current, alive, broken)
+    if former is not None:
+        holders += [node for node in _holders(former, alive, None) if current.at(node) is None]
+    late = [alive[node] for node in dict.fromkeys(holders) if node not in there]
+    seated_aside = {node for node in avoid if current.at(node) is not None}
+    return [*chosen, *(m for m in late if m.record.draining is not None or m.record.node in seated_aside)]
+
+
 def _holders(formed: GenerationRecord, alive: Mapping[str, Member], broken: BrokenRecord | None) -> list[str]:
     """Nodes of `formed` on which a worker of it lives on, as far as one can tell."""
 
     def holds(place: Place) -> bool:
         member = alive.get(place.node)
-        lost = broken.slots if broken and broken.node == place.node else ()
+        lost = broken.lost(place.node) if broken else ()
         return (
             member is not None
             and member.record.incarnation == place.incarnation

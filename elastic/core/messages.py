@@ -37,6 +37,8 @@ class Form(Message, frozen=True, kw_only=True):
     """Time-out of the process group's collectives."""
     saved_step: int = 0
     """The newest step that a checkpoint of the job is known to have held; 0: none."""
+    reached: tuple[int, int] = (0, 0)
+    """(generation, step) of the newest commit that the agent knows of, of a worker that has died, say."""
 
 
 class LetGo(Message, frozen=True, kw_only=True):
@@ -102,6 +104,10 @@ ToWorker = Form | LetGo | Yield | Assign | SaveSoon | Arena | Saved | Kept | Fin
 # ── worker → agent ──────────────────────────────────────────────────────────────────────────────────────────
 
 
+class Managed(Message, frozen=True, kw_only=True):
+    """The script has called `elastic.run`: from now on this worker waits for Form, and keeps its process."""
+
+
 class Ready(Message, frozen=True, kw_only=True):
     """Imports and `setup` are done; waiting for Form."""
 
@@ -109,15 +115,19 @@ class Ready(Message, frozen=True, kw_only=True):
 
 
 class NeedArena(Message, frozen=True, kw_only=True):
-    """This worker's share of the state takes `nbytes`: make two buffers of that size."""
+    """What this worker keeps of the state takes `nbytes`: make two buffers of that size."""
 
     nbytes: int
+    optional: bool = False
+    """It can do with less: only where the node has plenty of memory."""
 
 
 class AskKept(Message, frozen=True, kw_only=True):
     """No rank has live state: what is left of the snapshots?"""
 
     generation: int
+    saved: bool = False
+    """The job goes back to what was saved: snapshots that were meant for memory alone are forgotten."""
 
 
 class Formed(Message, frozen=True, kw_only=True):
@@ -135,6 +145,8 @@ class Synced(Message, frozen=True, kw_only=True):
     """'live', 'snapshot', 'checkpoint step 40 at PATH', 'setup'."""
     seconds: float = 0.0
     nbytes: int = 0
+    reached: int = 0
+    """The newest step that any rank, or any rank's agent, knows to have been committed before this generation."""
 
 
 class Stepping(Message, frozen=True, kw_only=True):
@@ -163,7 +175,7 @@ class CommFailed(Message, frozen=True, kw_only=True):
 
 
 class Filled(Message, frozen=True, kw_only=True):
-    """This rank's share of the snapshot of `step` is whole in buffer `buffer`."""
+    """This rank's part of the snapshot of `step` is whole in buffer `buffer`."""
 
     generation: int
     step: int
@@ -174,8 +186,12 @@ class Filled(Message, frozen=True, kw_only=True):
     stall_s: float
     interval: str = ""
     """How often this job saves, in words."""
+    save: bool = True
+    """Write this rank's share to disk. False: the snapshot stays in memory."""
+    kept: str = ""
+    """How often snapshots are taken for memory alone, in words."""
     skipped: int = 0
-    """Snapshots that were due while the one before was still being written, so far in this worker's life."""
+    """Checkpoints that were due while the one before was still being written, so far in this worker's life."""
 
 
 class BadNumbers(Message, frozen=True, kw_only=True):
@@ -195,12 +211,45 @@ class Done(Message, frozen=True, kw_only=True):
     step: int
 
 
+class ScriptEnded(Message, frozen=True, kw_only=True):
+    """The script has ended with exit code `code`; threads and atexit handlers of its process may still run."""
+
+    code: int
+
+
 FromWorker = (
-    Ready | NeedArena | AskKept | Formed | Synced | Stepping | Released | CommFailed | Filled | BadNumbers | Done
+    Managed
+    | ScriptEnded
+    | Ready
+    | NeedArena
+    | AskKept
+    | Formed
+    | Synced
+    | Stepping
+    | Released
+    | CommFailed
+    | Filled
+    | BadNumbers
+    | Done
 )
 
 
 # ── agent ⇄ zygote ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Preload(msgspec.Struct, frozen=True, kw_only=True):
+    """What a zygote imports for its job beside torch."""
+
+    modules: tuple[str, ...] = ()
+    """Those that the job names."""
+    argv: tuple[str, ...] = ()
+    """What the workers will run: the imports at the top of that script come too."""
+    workdir: str = ""
+    skip: tuple[str, ...] = ()
+    """Modules of the script not to be imported; '*': none of them."""
+
+    def __bool__(self) -> bool:
+        return bool(self.modules or self.argv)
 
 
 class Fork(Message, frozen=True, kw_only=True):
@@ -221,18 +270,37 @@ class Forked(Message, frozen=True, kw_only=True):
 class ZygoteReady(Message, frozen=True, kw_only=True):
     seconds: float
     preloaded: tuple[str, ...]
+    """What it has imported for the job."""
     problems: tuple[str, ...] = ()
     """Modules that could not be preloaded, with the reason; workers will import (and fail on) them themselves."""
+    unfit: str = ""
+    """Why no worker may be forked from it; empty: it is fit."""
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """The zygote has become unfit to fork: no worker came of this order, and none will of later ones."""
+
+    ticket: int
+    why: str
 
 
 ToZygote = Fork
-FromZygote = Forked | ZygoteReady
+FromZygote = Forked | Refused | ZygoteReady
 
 _encoder = msgspec.json.Encoder()
 _to_worker: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)
 _from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
 _from_zygote: msgspec.json.Decoder[FromZygote] = msgspec.json.Decoder(FromZygote)
 _to_zygote: msgspec.json.Decoder[ToZygote] = msgspec.json.Decoder(ToZygote)
+_to_preload: msgspec.json.Decoder[Preload] = msgspec.json.Decoder(Preload)
+
+
+def encode_preload(preload: Preload) -> bytes:
+    return _encoder.encode(preload)
+
+
+def to_preload(raw: bytes) -> Preload:
+    return _to_preload.decode(raw)
 
 
 def encode(message: Message) -> bytes:

@@ -8,8 +8,9 @@ from types import MappingProxyType
 
 import msgspec
 
+from .incident import Incident
 from .membership import DEPUTIES, Dead, Limits
-from .records import BrokenRecord, GenerationRecord, JobState, MemberRecord, SpecRecord
+from .records import BrokenRecord, GenerationRecord, JobState, MemberRecord, SpecRecord, Standing
 from .spec import JobSpec
 from .timeouts import Timeouts
 from .view import JobView
@@ -46,6 +47,12 @@ class Worker(msgspec.Struct, frozen=True):
     step: int = 0
     crashes: int = 0
     """Deaths of this slot since it last committed a step."""
+    told_to_end: bool = False
+    """SIGTERM was sent, and no SIGKILL."""
+    synced: int = 0
+    """The newest generation in which its process has held the job's state."""
+    seat: int = 0
+    """The generation whose rank its process was started with, when it has called `elastic.run` and not formed yet."""
 
 
 class Policy(msgspec.Struct, frozen=True):
@@ -60,7 +67,8 @@ class Policy(msgspec.Struct, frozen=True):
     shrink: bool
     standbys: int
     managed: bool
-    """The script uses `elastic` and survives a re-formation; otherwise its workers are replaced each time."""
+    """The script calls `elastic.run`, so its workers survive a re-formation; plain ones are replaced each time. Every
+    job begins as plain, and the first worker that makes the call changes it: see `manner`."""
     spec: JobSpec
     timeouts: Timeouts
     crowd: int = CROWD
@@ -122,6 +130,8 @@ class Agent(msgspec.Struct, frozen=True):
     stepped_at_s: float = float("-inf")
     settled: int = 0
     """The newest generation in which a local worker has committed a step."""
+    standings: tuple[Standing, ...] = ()
+    """How far local workers have got that show no progress, as the others are told."""
     suspicious_since_s: float | None = None
     """A collective failed here and nobody said why yet."""
     suspicion: str = ""
@@ -133,5 +143,16 @@ class Agent(msgspec.Struct, frozen=True):
     reason: str = ""
     """Why the agent waits, for people."""
     below_min: bool = False
+    halted: bool = False
+    """As leader: nothing steps, and too few nodes are left to go on."""
+    reached: tuple[int, int] = (0, 0)
+    """(generation, step) of the newest commit known here: of this node's workers, also of those that have died, and
+    of those of the agent before this one."""
+    left_wall_s: float = 0.0
+    """When the agent before this one was last known to live, by its own clock."""
+    incident: Incident | None = None
+    """What is known of an incident that is not over."""
+    reported: int = 0
+    """Key of the last incident that was over."""
     asked: Mapping[str, float] = msgspec.field(default_factory=dict)
     """What was asked for and is not confirmed yet, and when."""

@@ -21,7 +21,7 @@ class _Unread(GenerationHead, frozen=True, kw_only=True):
 
 _UNREAD = msgspec.json.Decoder(_Unread)
 _PLACES = msgspec.json.Decoder(tuple[Place, ...])
-_PLAIN = GenerationHead.__struct_fields__
+_HEAD = GenerationHead.__struct_fields__
 
 
 class GenerationReader:
@@ -39,27 +39,22 @@ class GenerationReader:
         return self._record
 
     def _read(self, raw: bytes) -> tuple[bytes, GenerationRecord]:
+        known = self._record
         try:
             unread = _UNREAD.decode(raw)
-            text = bytes(unread.places)
-            splices = self._splices(unread)
-            places = _PLACES.decode(text) if splices is None else spliced(self._places(), splices)
+            text, changes = bytes(unread.places), unread.changes
+            if known is not None and changes is not None and changes.since == digest(self._text):
+                places = spliced(known.places, changes.splices)
+            else:
+                known, places = None, _PLACES.decode(text)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return b"", decode(GenerationRecord, raw)  # which knows what to say of it
         if unread.protocol != PROTOCOL:
             return b"", decode(GenerationRecord, raw)
-        record = GenerationRecord(places=places, **{name: getattr(unread, name) for name in _PLAIN})
-        if self._record is not None and splices is not None:
-            _carry_over(self._record, record, splices)
+        record = GenerationRecord(places=places, **{name: getattr(unread, name) for name in _HEAD})
+        if known is not None and changes is not None:
+            _carry_over(known, record, changes.splices)
         return text, record
-
-    def _splices(self, unread: _Unread) -> tuple[Splice, ...] | None:
-        """From what was read last; None: it does not follow from that."""
-        changes = unread.changes
-        return changes.splices if changes and changes.since == digest(self._text) else None
-
-    def _places(self) -> tuple[Place, ...]:
-        return self._record.places if self._record else ()
 
 
 def digest(text: bytes) -> str:

@@ -33,6 +33,16 @@ class SpeaksAnotherProtocol(Exception):
         self.theirs = theirs
 
 
+class WorkerRow(msgspec.Struct, frozen=True, array_like=True):
+    """A worker process on a node, as its daemon shows it to the others: what changes only when it is replaced."""
+
+    job: str
+    slot: int
+    pid: int
+    incarnation: int
+    """How many workers this slot has had before, in its agent's life."""
+
+
 class NodeRecord(Record, frozen=True, kw_only=True):
     node: str
     hostname: str
@@ -49,6 +59,8 @@ class NodeRecord(Record, frozen=True, kw_only=True):
     healthy: bool = True
     reason: str | None = None
     """Why the node takes no work, when it is not healthy."""
+    workers: tuple[WorkerRow, ...] = ()
+    """For people who ask another node; a few seconds old."""
 
 
 class CordonRecord(Record, frozen=True, kw_only=True):
@@ -114,6 +126,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     """What makes two failures the same: exception type and place, or the signal; see `restarts`."""
     step: int | None = None
+    slots: tuple[int, ...] = ()
+    """Of the workers that failed, on `node`."""
 
 
 class JobState(Record, frozen=True, kw_only=True):
@@ -128,6 +142,27 @@ class JobState(Record, frozen=True, kw_only=True):
     """The first failing rank of the newest failure."""
     avoid: tuple[str, ...] = ()
     """Nodes set aside for this job because its workers die there more often than elsewhere."""
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """How far a rank has got that shows no progress, as its own agent sees it."""
+
+    rank: int
+    position: tuple[int, int, int]
+    """See `health.Position`."""
+    doing: str
+    silent_s: float
+    """Since its last sign of progress, when this was written."""
+    gap_s: float = 0.0
+    """The longest time without one that it took on the way there."""
+    waits: bool = False
+    """For other ranks."""
+    stopped: bool = False
+    """Its process is stopped by a signal."""
+    deaf: bool = False
+    """No thread of it runs Python."""
+    quiet: bool = False
+    """It has declared a span without steps."""
 
 
 class MemberRecord(Record, frozen=True, kw_only=True):
@@ -147,6 +182,11 @@ class MemberRecord(Record, frozen=True, kw_only=True):
     """The newest generation all of whose local workers have finished `train`; 0 = none."""
     unreachable: tuple[str, ...] = ()
     """Nodes, sorted, whose agents do not answer this one although their leases stand."""
+    standings: tuple[Standing, ...] = ()
+    """Of the workers here that showed no progress when it was last looked at; written when a job stands still, and
+    told to be out of date by its positions."""
+    managed: bool = False
+    """Whether workers of the job are known there to call `elastic.run`."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -178,6 +218,8 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationHead(Record, frozen=True, kw_only=True):
+    """What stands in the record of a generation beside its places."""
+
     number: int
     store_host: str
     store_port: int
@@ -189,6 +231,9 @@ class GenerationHead(Record, frozen=True, kw_only=True):
     restore: str = "newest"
     """'newest': live state, then snapshot, then checkpoint. 'snapshot': live state is not trusted (roll back)."""
     changes: Changes | None = None
+    """Of a large one, when they are few."""
+    managed: bool = False
+    """Whether its leader knew the job's workers to call `elastic.run`."""
 
 
 FEW = 4
@@ -203,7 +248,8 @@ class GenerationRecord(GenerationHead, frozen=True, kw_only=True, dict=True):
     places: tuple[Place, ...]
     """Node rank = index here. Ranks count through `slots`, place by place."""
 
-    # There may be thousands of places: what is asked in every turn is found out once, and see `places`.
+    # There may be thousands of places, and some questions come in every turn: they are answered once per generation,
+    # and `places` carries the answers over to the next.
 
     @cached_property
     def world(self) -> int:
@@ -243,8 +289,21 @@ class GenerationRecord(GenerationHead, frozen=True, kw_only=True, dict=True):
         return {slot: firsts[node] + i for i, slot in enumerate(self.places[at].slots)}
 
 
+class Loss(msgspec.Struct, frozen=True, kw_only=True):
+    """A further failure of a generation that is broken already."""
+
+    node: str
+    kind: str
+    detail: str
+    slots: tuple[int, ...] = ()
+    """Slots of `node` whose workers are lost."""
+    ranks: tuple[int, ...] = ()
+    step: int | None = None
+
+
 class BrokenRecord(Record, frozen=True, kw_only=True):
-    """The first failure of a generation."""
+    """The first failure of a generation, and in `also` those that were reported after it. A collective that failed for
+    a reason that its rank did not know gives way to the reason when that is reported: see `evidence`."""
 
     generation: int
     node: str
@@ -261,22 +320,58 @@ class BrokenRecord(Record, frozen=True, kw_only=True):
     """Whether this counts against the restart budget."""
     rollback: bool = False
     """The state itself is not to be trusted: restore the newest snapshot or checkpoint, not live state."""
+    also: tuple[Loss, ...] = ()
+    """At most `evidence.KEPT_LOSSES` of them."""
+    stacks: dict[str, str] = {}
+    """Hang: process -> its stack, saved before the kill."""
+
+    def lost(self, node: str) -> frozenset[int]:
+        """Slots of `node` whose workers are known to be lost."""
+        first = self.slots if node == self.node else ()
+        return frozenset([*first, *(slot for loss in self.also if loss.node == node for slot in loss.slots)])
+
+
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """One failure of an incident."""
+
+    generation: int
+    """The generation that it broke."""
+    node: str
+    kind: str
+    ranks: tuple[int, ...] = ()
+    """Ranks of `generation` that were lost by it."""
+    detail: str = ""
+    """The evidence."""
 
 
 class IncidentRecord(Record, frozen=True, kw_only=True):
-    """One failure or planned change and its recovery."""
+    """One failure or planned change and its recovery. Written when it begins (`open`), and again when it is over."""
 
     generation: int
-    """The generation formed by the recovery."""
+    """The generation formed by the recovery; while it is open, the next one."""
     kind: str
+    """Of the first cause: see BrokenRecord; or lost, unreachable, planned, checkpoint."""
     node: str
+    """Nodes of the causes in the generation that failed first, comma-separated."""
     ranks: tuple[int, ...]
+    """All ranks lost in the generation that failed first."""
     detail: str
+    """Evidence of the first cause."""
     wall_s: float
+    """When it began: the detection; where all agents had died, the last sign of life of any of them."""
     timeline_s: dict[str, float] = {}
-    """Phase -> seconds since detection, on the clock of the node that reports."""
+    """Phase -> seconds since `wall_s`, on the clock of the node that reports."""
+    open: bool = False
+    """The job has not recovered yet."""
+    ended_wall_s: float | None = None
+    causes: tuple[Cause, ...] = ()
+    """All failures, the first one first; those reported during the recovery, too."""
     step: int | None = None
+    """The newest step known to have been committed before it."""
     steps_lost: int | None = None
+    """Committed steps that were done again, as far as known: at least so many. None: nothing is known."""
+    steps_lost_at_most: int | None = None
+    """Equal to `steps_lost` where the number is certain; None: no bound is known."""
     world_before: int = 0
     world_after: int = 0
     restored_from: str = ""
@@ -298,6 +393,20 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     rss_mb: float | None = None
 
 
+class Stillness(msgspec.Struct, frozen=True, kw_only=True):
+    """No rank has committed a step for longer than ten step times."""
+
+    since_wall_s: float
+    because: str
+    """What is known of the cause, in words."""
+    rank: int | None = None
+    """The rank at which the cause probably lies; None: not known."""
+    node: str = ""
+    """Its node, or the node that has not said how its ranks do."""
+    declared: bool = False
+    """The script has declared this span (`job.quiet`)."""
+
+
 class ProgressRecord(Record, frozen=True, kw_only=True):
     """What `status` shows of a running job. Written by the leader every few seconds, never per step."""
 
@@ -307,13 +416,26 @@ class ProgressRecord(Record, frozen=True, kw_only=True):
     steps_per_s: float
     loss: float | None
     wall_s: float
+    step_wall_s: float = 0.0
+    """When `step` was seen to be committed, give or take half a second; 0: not known."""
+    stepped_in: int = 0
+    """The newest generation in which a step is known to have been committed."""
     checkpoint_step: int | None = None
     checkpoint_wall_s: float | None = None
     checkpoint_error: str | None = None
     checkpoint_interval: str = ""
     checkpoint_skipped: int = 0
+    snapshot_step: int | None = None
+    """Newest snapshot that the leader's node holds whole in memory."""
+    snapshot_mb: float = 0.0
+    """Memory given to snapshots on the leader's node."""
+    snapshot_interval: str = ""
     waiting_for: str = ""
+    still: Stillness | None = None
+    """Set while no step is made."""
     ranks: tuple[RankRow, ...] = ()
+    managed: bool = False
+    """Whether the script has called `elastic.run`; else it is a plain script, started anew in each generation."""
 
 
 R = TypeVar("R", bound=Record)

@@ -1,7 +1,8 @@
 """What an agent does about everything that can happen to its job: ``step(agent, event, now_s)``. Pure.
 
 An event changes what the agent knows (`knowledge`, `exits`); then what is gets compared with what should be, and the
-difference asked for (`announce`, `leaving`, `workers`, `leading`, in this order). So no event needs to know what came
+difference asked for (`announce`, `leaving`, `workers`, `leading`, in this order). At last what the turn adds to an
+incident is noted (`reporting`). So no event needs to know what came
 before it, and a lost or repeated one does no harm.
 
 Order of effects: as returned, but nothing waits for anything: each is handed to the shell, which reports back by
@@ -11,12 +12,13 @@ events. A worker is told a thing once, when its stage changes.
 from __future__ import annotations
 
 from .announce import adopt, check_idle, check_suspicion, settle_member
-from .effects import Effect
+from .effects import Effect, Leave
 from .events import Event
 from .knowledge import take
 from .leading import lead
 from .leaving import check_drain, check_end, leave
 from .model import Agent
+from .reporting import report
 from .standbys import settle_standbys
 from .turn import Turn
 from .workers import settle_worker
@@ -27,6 +29,8 @@ def step(agent: Agent, event: Event, now_s: float, jitter: float = 0.5) -> tuple
     turn = Turn(agent, now_s, jitter)
     take(turn, event)
     _settle(turn)
+    report(turn, agent, event)
+    turn.effects.sort(key=lambda effect: isinstance(effect, Leave))  # nothing is done after that
     return turn.agent, tuple(turn.effects)
 
 

@@ -41,29 +41,40 @@ class Verdict:
     """Why the job is stopped; empty: it goes on."""
 
 
-def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float, other_nodes: int) -> Verdict:
+def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float, other_nodes: int | None) -> Verdict:
     """Book one failure. `other_nodes`: how many living nodes the job could go on with besides the failing one,
-    beyond its minimum (0: the node cannot be spared and is not set aside)."""
+    beyond its minimum (0: the node cannot be spared and is not set aside; None: not known, and none more is)."""
     if not broken.charged:
         return Verdict(state)
+    error = broken.error or state.error
+    if _follows_from_another(state, broken):
+        return Verdict(msgspec.structs.replace(state, error=error))
     failure = Failure(
         wall_s=wall_s,
         generation=broken.generation,
         node="" if broken.kind == COMM else broken.node,  # who says it need not be who caused it
         fingerprint=broken.fingerprint or broken.kind,
         step=broken.step,
+        slots=broken.slots,
     )
+    if broken.error and state.failures and (last := _with_neighbour(state.failures[-1], failure)) is not None:
+        return Verdict(msgspec.structs.replace(state, error=error, failures=(*state.failures[:-1], last)))
     recent = (*(f for f in state.failures if abs(wall_s - f.wall_s) < rules.window_s), failure)
+    kept = recent[-max(KEPT_FAILURES, rules.budget) :]
     charged = msgspec.structs.replace(
         state,
         restarts=state.restarts + 1,
-        failures=recent[-max(KEPT_FAILURES, rules.budget) :],
-        error=broken.error or state.error,
-        avoid=_avoid(recent) if other_nodes > 0 else (),
+        failures=kept,
+        error=error,
+        avoid=_set_aside(state, kept, other_nodes),
     )
     alike = sum(1 for f in recent if (f.fingerprint, f.step) == (failure.fingerprint, failure.step))
-    if broken.error is not None and alike >= rules.same_failure and not failure.fingerprint.startswith(NO_STATE):
+    crawling = _after_each_step(recent)
+    loop = max(alike, crawling) >= rules.same_failure and not failure.fingerprint.startswith(NO_STATE)
+    if broken.error is not None and loop:
         where = f"at step {failure.step}" if failure.step else "before the first step"
+        if crawling > alike:
+            where, alike = "after each step", crawling
         return _stop(charged, wall_s, f"crash loop: the same failure {where}, {alike} times: {broken.detail}")
     # A network that fails a job which has stepped before is not the job's fault: it waits, and tries again.
     counted = sum(1 for f in recent if f.fingerprint != COMM or not f.step)
@@ -84,6 +95,48 @@ def summary(message: str) -> str:
 
 def _stop(state: JobState, wall_s: float, reason: str) -> Verdict:
     return Verdict(msgspec.structs.replace(state, phase=Phase.FAILED, reason=reason, since_wall_s=wall_s), reason)
+
+
+def _follows_from_another(state: JobState, broken: BrokenRecord) -> bool:
+    """Whether no state was found because of the failure of the generation before, which is booked. When none is found
+    in the next generation either, that is a failure of its own."""
+    return broken.fingerprint.startswith(NO_STATE) and any(
+        f.generation == broken.generation - 1 and not f.fingerprint.startswith(NO_STATE) for f in state.failures
+    )
+
+
+def _after_each_step(failures: tuple[Failure, ...]) -> int:
+    """How often the last failure came in generations that follow each other and made no more than one step each."""
+    times = 1
+    for before, after in zip(failures[-2::-1], failures[:0:-1], strict=True):
+        follows = 1 <= after.generation - before.generation <= NUMBERS_LEFT_OUT
+        crawls = 0 <= (after.step or 0) - (before.step or 0) <= 1
+        if not (follows and crawls and after.fingerprint == before.fingerprint):
+            break
+        times += 1
+    return times
+
+
+def _with_neighbour(last: Failure, new: Failure) -> Failure | None:
+    """`last` with the slots of `new`, if that is the same failure of other workers of the node; None: it is not.
+
+    A setup that fails fails in each worker of a node. They do so one after the other, each in a generation of its own.
+    """
+    alike = (last.node, last.fingerprint) == (new.node, new.fingerprint) and not last.step and not new.step
+    if not alike or not new.slots or not last.slots or set(new.slots) & set(last.slots):
+        return None
+    return msgspec.structs.replace(last, slots=(*last.slots, *new.slots))
+
+
+def _set_aside(state: JobState, failures: tuple[Failure, ...], other_nodes: int | None) -> tuple[str, ...]:
+    """Nodes that fail more than others, where one can be spared, and those that a node's daemon has set aside because
+    no agent starts there: these are the ones that the failures booked so far do not explain. The daemon ends either
+    exclusion after a while."""
+    by_daemon = set(state.avoid) - set(_avoid(state.failures))
+    by_failures = set(_avoid(failures) if other_nodes != 0 else ())
+    if other_nodes is None:
+        by_failures &= set(state.avoid)
+    return tuple(sorted(by_daemon | by_failures))
 
 
 def _avoid(failures: tuple[Failure, ...]) -> tuple[str, ...]:

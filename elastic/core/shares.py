@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from .tensors import Table
 
 Snapshot = tuple[int, int, int, int]
-"""(generation, step, share, shares) of one arena that is whole."""
+"""(generation, step, part, parts) of one arena that is whole."""
 
 
 def assign_shares(table: Table, count: int) -> tuple[tuple[int, ...], ...]:
@@ -31,9 +31,19 @@ def assign_shares(table: Table, count: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(share)) for share in shares)
 
 
+def beside_shares(share: int, shares: int, part: int, parts: int) -> tuple[int, ...]:
+    """Shares of other nodes that the rank which saves `share` of `shares` keeps in memory beside it.
+
+    It is rank `part` of the `parts` of its node, which are numbered in a row, and which together keep every share.
+    """
+    first = share - part
+    others = [k for k in range(shares) if not first <= k < first + parts]
+    return tuple(others[part::parts])
+
+
 def newest_whole(snapshots: Iterable[Snapshot]) -> tuple[int, int, int] | None:
-    """(generation, step, shares) of the newest snapshot all of whose shares are there; None if there is none."""
+    """(generation, step, parts) of the newest snapshot all of whose parts are there; None if there is none."""
     seen: defaultdict[tuple[int, int, int], set[int]] = defaultdict(set)
-    for generation, step, share, shares in snapshots:
-        seen[generation, step, shares].add(share)
+    for generation, step, part, parts in snapshots:
+        seen[generation, step, parts].add(part)
     return max((key for key, have in seen.items() if have >= set(range(key[2]))), default=None)

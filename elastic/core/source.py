@@ -32,6 +32,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Newest checkpoint this rank could load by itself."""
     known_step: int = 0
     """The newest step that a checkpoint of the job is known to have held, whether or not it is found; 0: none."""
+    reached: Version = (0, 0)
+    """Of the newest commit that this rank or its agent knows of, whether or not that state is still there."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,8 +46,18 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+def reached(offers: Sequence[Offer]) -> int:
+    """The newest step known to have been committed, by a rank that takes part or by one that has died."""
+    known = [offer.version for offer in offers if offer.established] + [offer.reached for offer in offers]
+    return max(known)[1]
+
+
 class NoStateError(Exception):
     """No rank has, or can load, a state to go on from. The message says what each lacks."""
+
+
+class StateLostError(NoStateError):
+    """All that was left is half-changed, and nothing was ever saved: training can only begin again from its set-up."""
 
 
 def choose(offers: Sequence[Offer], restore: str = "newest") -> Choice:
@@ -54,8 +66,8 @@ def choose(offers: Sequence[Offer], restore: str = "newest") -> Choice:
     The newest version wins; live before snapshot before checkpoint among equals; then the lowest rank. If nobody
     ever had the job's state, the lowest rank whose freshly built one is whole gives it to all: replicas must be alike.
 
-    Raises NoStateError, ValueError. A job that once had a checkpoint never begins from its set-up again: a folder that
-    is empty now, or not mounted, is for a person to look at.
+    Raises StateLostError, NoStateError, ValueError. A job that once had a checkpoint never begins from its set-up
+    again: a folder that is empty now, or not mounted, is for a person to look at.
     """
     if restore not in ("newest", "snapshot"):
         raise ValueError(f"restore = {restore!r}: 'newest' or 'snapshot'")
@@ -69,9 +81,11 @@ def choose(offers: Sequence[Offer], restore: str = "newest") -> Choice:
         version, ranking, minus_rank = best
         kind = _RANKING[ranking]
         return _choice(kind, -minus_rank, version, offers)
+    known = max(offer.known_step for offer in offers)
     if any(offer.established for offer in offers):
-        raise NoStateError(f"nothing to go on from (restore = {restore!r}): {'; '.join(map(_lacks, offers))}")
-    if (known := max(offer.known_step for offer in offers)) > 0:
+        kind_of_error = StateLostError if restore == "newest" and not known else NoStateError
+        raise kind_of_error(f"nothing to go on from (restore = {restore!r}): {'; '.join(map(_lacks, offers))}")
+    if known > 0:
         raise NoStateError(
             f"the job has had a checkpoint of step {known}, and now no rank finds any, nor a snapshot, nor live state: "
             "training does not begin again from step 0 by itself. Is checkpoint.dir there, and the right one? To begin "
@@ -80,7 +94,7 @@ def choose(offers: Sequence[Offer], restore: str = "newest") -> Choice:
     for offer in sorted(offers, key=lambda o: o.rank):
         if offer.clean:
             return _choice("setup", offer.rank, offer.version, offers)
-    raise NoStateError(f"nothing to go on from: {'; '.join(map(_lacks, offers))}")
+    raise StateLostError(f"nothing to go on from: {'; '.join(map(_lacks, offers))}")
 
 
 def _candidates(offer: Offer, restore: str) -> list[tuple[Kind, Version]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import types
 import typing
 from collections.abc import Mapping
@@ -12,10 +11,18 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from .keys import check_name
+from .spec_values import MAX_NODES, MAX_WORKERS_PER_NODE, NODES, complaint, environment_complaint
+
+MAX_MESSAGE_CHARS = 1_000
 
 
 class BadSpec(ValueError):
     """A job's description is wrong. The message names the field, the value and what is allowed."""
+
+    def __init__(self, message: str) -> None:
+        if len(message) > MAX_MESSAGE_CHARS:  # a value may be as long as a request
+            message = f"{message[: MAX_MESSAGE_CHARS // 2]} … {message[-MAX_MESSAGE_CHARS // 2 :]}"
+        super().__init__(message)
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,10 +72,11 @@ class Restarts(Table, frozen=True, kw_only=True):
 
 class Hang(Table, frozen=True, kw_only=True):
     floor_s: Annotated[float, msgspec.Meta(gt=0)] = 2.0
-    """No worker is called hung sooner than this after its last sign of progress."""
+    """No worker is called hung sooner than this after its last sign of progress. A stopped one is, after it."""
 
     ceiling_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
-    """A worker without progress for this long is hung, whatever its step time was; also before the first step."""
+    """A worker without progress that another rank waits for is hung after this long, whatever its step time was. It is
+    the patience before the first commit of a generation and in a save, and that of a job's only rank."""
 
     factor: Annotated[float, msgspec.Meta(ge=1)] = 10.0
     """Between floor and ceiling: this many of the job's own recent step times."""
@@ -106,7 +114,11 @@ class JobSpec(Table, frozen=True, kw_only=True):
     """Process group backend; 'auto': nccl where there are GPUs, else gloo."""
 
     preload: tuple[str, ...] = ()
-    """Modules imported ahead in the zygote, so that a new worker has them at once. Must not start CUDA or threads."""
+    """Modules imported ahead in the zygote, so that a new worker has them at once. Where they start CUDA or threads,
+    they are left out again."""
+
+    preload_skip: tuple[str, ...] = ()
+    """Modules that the zygote does not import ahead though the script begins with their import; '*': none of them."""
 
     standby: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
     """Workers per node kept ready through imports and `setup`, without a rank, to take a dead one's place."""
@@ -120,6 +132,11 @@ class JobSpec(Table, frozen=True, kw_only=True):
     stop_grace_s: Annotated[float, msgspec.Meta(ge=0)] = 10.0
     """From SIGTERM to SIGKILL when the job is stopped."""
 
+    exit_timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 300.0
+    """From the end of training until a worker's process must have ended: what the script still does, its threads, its
+    atexit handlers. One that takes longer is killed, which is an incident; the job's result stays. A worker whose
+    script has failed gets `stop_grace_s`, since the others wait for the one that replaces it."""
+
     log_limit_mb: Annotated[float, msgspec.Meta(gt=0)] = 64.0
     """What one worker's log may take on disk; above that its middle goes: the beginning and the newest lines stay."""
 
@@ -128,6 +145,10 @@ class JobSpec(Table, frozen=True, kw_only=True):
 
     fingerprint_every_steps: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Steps between comparisons of the replicas' weights; 0: never."""
+
+    snapshots: Literal["auto", "off"] = "auto"
+    """'auto': each node keeps the newest state in its agent's memory, in two buffers, as often as costs 1 % of the
+    training time, with or without checkpoints. 'off': only what is on its way to a checkpoint."""
 
     checkpoint: Checkpoint = Checkpoint()
     restarts: Restarts = Restarts()
@@ -144,25 +165,27 @@ class JobSpec(Table, frozen=True, kw_only=True):
 
 def node_range(text: str) -> tuple[int, int]:
     """'2:4' -> (2, 4); '3' -> (3, 3). Raises BadSpec."""
+    if not NODES.fullmatch(text):
+        raise BadSpec(f"nodes = {text!r}: write 'min:max', as in '2:4', or one number")
     low, _, high = text.partition(":")
-    try:
-        least, most = int(low), int(high or low)
-    except ValueError:
-        raise BadSpec(f"nodes = {text!r}: write 'min:max', as in '2:4', or one number") from None
-    if not 1 <= least <= most:
-        raise BadSpec(f"nodes = {text!r}: needs 1 <= min <= max")
+    least, most = int(low), int(high or low)
+    if not 1 <= least <= most <= MAX_NODES:
+        raise BadSpec(f"nodes = {text!r}: needs 1 <= min <= max <= {MAX_NODES}")
     return least, most
 
 
 def parse_job(raw: Mapping[str, Any]) -> JobSpec:
     """Check a job's description (as read from TOML or JSON). Raises BadSpec."""
     refuse_unknown(JobSpec, raw)
+    if isinstance(env := raw.get("env"), Mapping) and (wrong := environment_complaint(env)):
+        raise BadSpec(wrong)
+    workers = raw.get("workers_per_node", "auto")
+    if isinstance(workers, str) and workers != "auto":
+        raise BadSpec(f"workers_per_node = {workers!r}: a number from 1 to {MAX_WORKERS_PER_NODE}, or 'auto'")
     try:
         spec = msgspec.convert(raw, JobSpec)
     except msgspec.ValidationError as error:
         raise BadSpec(_explain(error, raw)) from None
-    if endless := _not_finite(spec):
-        raise BadSpec(f"{endless}: a finite number is needed; a very large one does the same")
     try:
         check_name("name", spec.name)
     except ValueError as error:
@@ -170,8 +193,12 @@ def parse_job(raw: Mapping[str, Any]) -> JobSpec:
     if bool(spec.script) == bool(spec.module):
         raise BadSpec(f"script = {spec.script!r}, module = {spec.module!r}: give exactly one of them")
     node_range(spec.nodes)
-    if isinstance(spec.workers_per_node, int) and spec.workers_per_node < 1:
-        raise BadSpec(f"workers_per_node = {spec.workers_per_node}: a number from 1, or 'auto'")
+    if isinstance(spec.workers_per_node, int) and not 1 <= spec.workers_per_node <= MAX_WORKERS_PER_NODE:
+        raise BadSpec(
+            f"workers_per_node = {spec.workers_per_node}: a number from 1 to {MAX_WORKERS_PER_NODE}, or 'auto'"
+        )
+    if wrong := complaint(spec):
+        raise BadSpec(wrong)
     if spec.hang.floor_s > spec.hang.ceiling_s:
         raise BadSpec(f"hang.floor_s = {spec.hang.floor_s} is above hang.ceiling_s = {spec.hang.ceiling_s}")
     if spec.on_bad_numbers == "rollback" and not spec.checkpoint.dir:
@@ -195,19 +222,6 @@ def refuse_unknown(table: type[msgspec.Struct], raw: Mapping[str, Any], path: st
             if not isinstance(value, Mapping):
                 raise BadSpec(f"{path}{name} = {value!r}: expected a table [{path}{name}]")
             refuse_unknown(kind, value, f"{path}{name}.")
-
-
-def _not_finite(table: msgspec.Struct, path: str = "") -> str:
-    """The first field that is infinite or no number, as 'hang.ceiling_s = inf'; '' when there is none. Records are
-    JSON, which has neither: nobody could read such a job back."""
-    for name in table.__struct_fields__:
-        value = getattr(table, name)
-        if isinstance(value, msgspec.Struct):
-            if found := _not_finite(value, f"{path}{name}."):
-                return found
-        elif isinstance(value, float) and not math.isfinite(value):
-            return f"{path}{name} = {value}"
-    return ""
 
 
 def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:

@@ -17,3 +17,14 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
 
 Table = tuple[TensorInfo, ...]
+
+
+class Beside(msgspec.Struct, frozen=True):
+    """Tensors of other nodes' shares that a rank keeps in memory beside its own, and never writes to disk."""
+
+    table: Table = ()
+    positions: tuple[int, ...] = ()
+    """Of each of them in the whole table of the state."""
+
+
+ALONE = Beside()

@@ -53,7 +53,12 @@ class Turn:
 
     def kill(self, worker: Worker, why: str, gently: bool = False) -> None:
         self.do(Kill(worker.slot, worker.life, why, gently))
-        self.move(worker, Stage.KILLED)
+        self.move(worker, Stage.KILLED, told_to_end=gently)
+
+    def reaches(self, generation: int, step: int) -> None:
+        """A worker of this node has committed `step`, or received a state in which it was."""
+        if generation and (generation, step) > self.agent.reached:
+            self.change(reached=(generation, step))
 
     def ask(self, effect: Effect, key: str) -> None:
         """Ask for something that only the view can confirm; again after a while if it does not."""

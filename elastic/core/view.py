@@ -13,6 +13,7 @@ from .places import GenerationReader
 from .records import (
     BrokenRecord,
     GenerationRecord,
+    IncidentRecord,
     JobState,
     MemberRecord,
     ProgressRecord,
@@ -22,6 +23,10 @@ from .records import (
 )
 
 R = TypeVar("R", bound=Record)
+
+RECOVERY_GENERATIONS = 8
+"""The record of an open incident, and those of the failures that belong to it, are looked for under the numbers of so
+many generations back."""
 
 
 class Stored(Protocol):
@@ -94,8 +99,15 @@ class JobView:
     generation_revision: int = 0
     saved_step: int = 0
     """The newest checkpoint that the leader has told of."""
+    progress: ProgressRecord | None = field(default=None, compare=False)
+    """The progress record; None where it does not exist, or only the head of the job is watched."""
     broken: BrokenRecord | None = None
     """The record of `generation`'s failure, if it has one."""
+    broken_before: tuple[BrokenRecord, ...] = field(default=(), compare=False)
+    """The same of the generations before it, newest first: more may become known of a failure while the recovery from
+    it lasts, and generations that break during it have followed."""
+    incident: tuple[int, IncidentRecord] | None = field(default=None, compare=False)
+    """(key, record) of the newest incident that is not over; None where only the head of the job is watched."""
     revision: int = 0
     whole: bool = True
     """Whether it shows the members. Else `members` are those who have a place in `generation`, dead or alive."""
@@ -148,13 +160,32 @@ class Reader:
             generation=formed,
             generation_revision=generation.mod_revision if generation else 0,
             broken=self._record(BrokenRecord, broken) if broken else None,
+            broken_before=self._failed_before(kvs, formed) if formed else (),
+            incident=self._open_incident(kvs, formed) if formed else None,
             revision=revision,
             saved_step=(self._record(ProgressRecord, progress).checkpoint_step or 0) if progress else 0,
+            progress=self._record(ProgressRecord, progress) if progress else None,
             whole=whole,
         )
         if whole:
             self._kvs, self._members = kvs, members
         return view
+
+    def _failed_before(self, kvs: Mapping[str, Stored], formed: GenerationRecord) -> tuple[BrokenRecord, ...]:
+        found = []
+        for number in range(formed.number - 1, max(0, formed.number - RECOVERY_GENERATIONS), -1):
+            if kv := kvs.get(self._keys.broken(number)):
+                found.append(self._record(BrokenRecord, kv, name=f"broken {number % RECOVERY_GENERATIONS}"))
+        return tuple(found)
+
+    def _open_incident(self, kvs: Mapping[str, Stored], formed: GenerationRecord) -> tuple[int, IncidentRecord] | None:
+        """It stands under the number after that of the generation that failed first."""
+        for number in range(formed.number + 1, max(1, formed.number - RECOVERY_GENERATIONS), -1):
+            if kv := kvs.get(self._keys.incident(number)):
+                record = self._record(IncidentRecord, kv, name=f"incident {number % (RECOVERY_GENERATIONS + 2)}")
+                if record.open:
+                    return number, record
+        return None
 
     def _seated(self, formed: GenerationRecord | None) -> Seats:
         if self._seats[0] is not formed:
@@ -174,10 +205,11 @@ class Reader:
             members[key.removeprefix(prefix)] = Member(_member(kv.value), kv.create_revision)
         return members
 
-    def _record(self, kind: type[R], kv: Stored, read: Callable[[bytes], R] | None = None) -> R:
-        known = self._records.get(kind.__name__)
+    def _record(self, kind: type[R], kv: Stored, read: Callable[[bytes], R] | None = None, name: str = "") -> R:
+        """`name`: tells records of one kind that are read from different keys apart."""
+        known = self._records.get(name or kind.__name__)
         if known is not None and known[0] is kv:
             return cast(R, known[1])
         record = read(kv.value) if read else decode(kind, kv.value)
-        self._records[kind.__name__] = kv, record
+        self._records[name or kind.__name__] = kv, record
         return record

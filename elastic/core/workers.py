@@ -16,7 +16,7 @@ def settle_worker(turn: Turn, worker: Worker) -> None:
     if worker.stage is Stage.GONE:
         if turn.now_s >= worker.deadline_s:
             turn.change(lives=agent.lives + 1)
-            turn.move(worker, Stage.STARTING, life=agent.lives + 1, generation=0)
+            turn.move(worker, Stage.STARTING, life=agent.lives + 1, generation=0, synced=0, step=0, told_to_end=False)
             turn.do(ForkWorker(worker.slot, agent.lives + 1))
         return
     if worker.stage is Stage.LEAVING and turn.now_s >= worker.deadline_s:
@@ -92,5 +92,6 @@ def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: Mappi
         restore=generation.restore,
         timeout_s=turn.policy.timeouts.group_s,
         saved_step=turn.agent.view.saved_step,
+        reached=turn.agent.reached,
     )
     turn.do(Tell(worker.slot, worker.life, form))

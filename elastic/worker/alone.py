@@ -126,6 +126,7 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Rule) 
     generation = _restore(job, state, disk)
     if disk is None:
         job.enter(rank=job.rank, world=job.world_size, generation=generation, keeper=None)
+        state.begin()
         train(job, state)
         return
     saver = Saver(disk.directory, disk.job, generation=generation, rank=job.rank, world=job.world_size)
@@ -133,6 +134,7 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Rule) 
     keeper = Keeper(sink, rule, shared=True)
     keeper.enter(Place(generation, job.rank, job.world_size, job.local_rank, 1), state.step)
     job.enter(rank=job.rank, world=job.world_size, generation=generation, keeper=keeper)
+    state.begin()
     try:
         train(job, state)
         keeper.finish(state)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import random
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -131,6 +131,7 @@ def batches(
     device: torch.device | str | None = None,
     pin_memory: bool = False,
     share: Share | None = None,
+    on_turn: Callable[[], None] = lambda: None,
 ) -> Iterator[Batch]:
     """This rank's part of each step from `state.step` on; `state.step` must grow by one a turn (`job.commit`).
 
@@ -141,6 +142,8 @@ def batches(
     Random draws: those in `dataset[i]` depend on (seed, epoch, position of the sample in the epoch) alone, so they are
     the same whatever the world; those in the training loop (dropout) on (seed, step, rank). For Python's `random`,
     numpy's global generator and torch's, on CPU and CUDA.
+
+    `on_turn` is called when a turn has ended, before the next batch is loaded.
 
     Raises ValueError for an empty dataset or wrong sizes, RuntimeError when a turn ends without a commit.
     """
@@ -169,6 +172,7 @@ def batches(
                     f"step {step} ended with state.step = {state.step}: call job.commit(state) once, "
                     "at the end of each turn"
                 )
+            on_turn()
 
 
 def seed_everything(seed: int, *path: int) -> None:
@@ -184,6 +188,34 @@ def _seed(word: int) -> None:
     torch.default_generator.manual_seed(word)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(word)
+
+
+def _generators() -> tuple[object, ...]:
+    """The states of the three."""
+    numpy: Any = np.random.get_state(legacy=True)
+    return random.getstate(), numpy[0], bytes(numpy[1]), numpy[2:], bytes(torch.default_generator.get_state().numpy())
+
+
+class Untouched:
+    """Whether anything was drawn from the three since `rewind`; the two together are a tenth of looking at their
+    states. Afterwards they stand somewhere."""
+
+    def __init__(self) -> None:
+        random.seed(0)
+        self._start = random.getstate()
+        np.random.seed(0)
+        torch.default_generator.manual_seed(0)
+        self._torch = torch.default_generator.get_state()
+        self._first = random.getrandbits(64), np.random.random_sample()
+
+    def rewind(self) -> None:
+        random.setstate(self._start)
+        np.random.seed(0)
+        torch.default_generator.manual_seed(0)
+
+    def __call__(self) -> bool:
+        same = torch.equal(torch.default_generator.get_state(), self._torch)
+        return same and (random.getrandbits(64), np.random.random_sample()) == self._first
 
 
 def _scatter(word: int) -> int:
@@ -217,6 +249,9 @@ class _Parts:
         self._epoch = -1
         self._order: Order
         self._draws = 0
+        self._random = False
+        """The dataset draws random numbers."""
+        self._untouched: Untouched | None = None
         self._block: tuple[int, tuple[int, ...]] = (-1, ())
 
     def __getitem__(self, step: int) -> tuple[tuple[int, ...], Any]:
@@ -249,10 +284,37 @@ class _Parts:
         if many := getattr(self._dataset, "__getitems__", None):
             _seed(_scatter(self._draws ^ start))
             return list(many(list(indices)))
+        if self._random or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return self._seeded(start, indices)
+        return self._watched(start, indices)
+
+    def _seeded(self, start: int, indices: Sequence[int]) -> list[Any]:
         samples = []
         for position, index in enumerate(indices, start):
             _seed(_scatter(self._draws ^ position))
             samples.append(self._dataset[index])
+        return samples
+
+    def _watched(self, start: int, indices: Sequence[int]) -> list[Any]:
+        """To seed three generators costs more than many a sample, and most datasets draw nothing. So the first sample
+        of a process is looked at closely, and then the generators at the end of each batch. Once something was drawn
+        that batch is read again, seeded, and all later ones are seeded."""
+        samples = []
+        if self._untouched is None:
+            self._untouched = Untouched()
+            _seed(_scatter(self._draws ^ start))
+            before = _generators()
+            samples.append(self._dataset[indices[0]])
+            if _generators() != before:
+                self._random = True
+                return samples + self._seeded(start + 1, indices[1:])
+        self._untouched.rewind()
+        samples += [self._dataset[index] for index in indices[len(samples) :]]
+        if not self._untouched():
+            self._random = True
+            return self._seeded(start, indices)
+        if self._collate is not default_collate:  # which may draw: as after its last sample
+            _seed(_scatter(self._draws ^ start + len(indices) - 1))
         return samples
 
 

@@ -2,41 +2,79 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import os
 import runpy
 import signal
+import stat
 import sys
 import time
 import traceback
+from types import TracebackType
 from typing import NoReturn
 
 from ..core import messages
-from .session import CHANNEL_ENV, PAGE_ENV
+from . import main_module
+from .main_module import run_as_main
+from .session import CHANNEL_ENV, PAGE_ENV, WORKER_ENV
+from .title import title, worker_title
 
 PR_SET_PDEATHSIG = 1
 ADOPTION_S = 5.0
+EXIT_ENV, GRACE_ENV = "ELASTIC_EXIT_TIMEOUT_S", "ELASTIC_STOP_GRACE_S"
+MOST_S = 1e6
+STACKS_AT = 0.9
+"""The stacks of a process that does not end are written to its log at this share of its time."""
+_RUNNERS = (__file__, main_module.__file__, runpy.__file__, "<frozen runpy>")
 
 
 def become(order: messages.Fork, descriptors: list[int], agent_pid: int) -> NoReturn:
-    """Turn this process into the worker that `order` describes. `descriptors`: channel, beat page, log."""
-    code = 1
-    try:
-        _take_place(order, descriptors, agent_pid)
-        code = _run(order.argv)
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            # The disk is full, or the script has closed the stream or put another thing in its place.
+    """Turn this process into the worker that `order` describes. `descriptors`: channel, beat page, log.
+
+    Ends by SystemExit, which is to go up to the interpreter: threads, atexit handlers and open files then end as in any
+    Python program, and the agent ends what takes longer than it may.
+    """
+    _take_place(order, descriptors, agent_pid)
+    code = _run(order.argv)
+    _say_ended(descriptors[0], code)
+    sys.exit(code)
+
+
+def _say_ended(channel: int, code: int) -> None:
+    """Tell the agent, which from now on counts the time, and have the stacks written down shortly before it is up."""
+    _flush()
+    limits_s = [float(os.environ.get(name, "inf")) for name in (EXIT_ENV, GRACE_ENV)]
+    limit_s = min(limits_s) if code else limits_s[0]
+    if 0 < limit_s < MOST_S:
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.dump_traceback_later(limit_s * STACKS_AT, file=2)
+    with contextlib.suppress(OSError):  # closed by the script; or there is no agent any more, which ends this process
+        if stat.S_ISSOCK(os.fstat(channel).st_mode):
+            os.write(channel, messages.encode(messages.ScriptEnded(code=code)))
+
+
+def _flush() -> None:
+    """Write out what was printed. Where that fails, as on a full disk, drop it: the exit code stays the script's."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # or the script has closed it, or put another thing in its place
             with contextlib.suppress(OSError, ValueError, AttributeError):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, stream.fileno())
+                os.close(null)
                 stream.flush()
-        os._exit(code)
 
 
 def _take_place(order: messages.Fork, descriptors: list[int], agent_pid: int) -> None:
     os.setsid()  # its own group: killing that takes its children (data loaders) along
     channel, page, log = descriptors
+    os.set_inheritable(channel, False)
+    os.set_inheritable(page, False)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(log, 1)
@@ -54,11 +92,14 @@ def _take_place(order: messages.Fork, descriptors: list[int], agent_pid: int) ->
     os.environ.clear()
     os.environ.update(order.env)
     os.environ[CHANNEL_ENV], os.environ[PAGE_ENV] = str(channel), str(page)
+    os.environ[WORKER_ENV] = str(os.getpid())
+    title(worker_title(os.environ, order.argv))
     os.chdir(order.workdir)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - lives as long as the process
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     # As the interpreter's own: what is no text is told all the same.
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    atexit.register(_flush)  # the first of the worker's own, so the last to run
     gc.enable()
 
 
@@ -69,23 +110,24 @@ def _run(argv: tuple[str, ...]) -> int:
     handler = get_error_handler()
     handler.initialize()
     try:
-        if argv[0] == "-m":
-            sys.argv = list(argv[1:])
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = list(argv)
-            sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
-            runpy.run_path(argv[0], run_name="__main__")
+        run_as_main(argv)
     except SystemExit as stop:
         return _exit_code(stop)
     except BaseException as error:  # noqa: BLE001 - as the interpreter itself does at the top: report and exit 1
         try:
-            traceback.print_exc()
+            traceback.print_exception(type(error), error, _of_the_script(error.__traceback__))
         finally:  # a log on a full disk takes no line
             handler.record_exception(error)
         return 1
     return 0
+
+
+def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
+    """`trace` without the frames that have run the script, unless there are no others."""
+    inner = trace
+    while inner is not None and inner.tb_frame.f_code.co_filename in _RUNNERS:
+        inner = inner.tb_next
+    return inner or trace
 
 
 def _exit_code(stop: SystemExit) -> int:

@@ -24,6 +24,8 @@ class Share:
     def __init__(self) -> None:
         self._weight: float | None = None
         self._models: list[nn.Module] = []
+        self.failed = False
+        """An exchange of gradients has failed in this group, whatever the script makes of the error."""
 
     def __call__(self) -> float:
         """Samples of the backward under way / samples of the global batch. 1/world while no batch has been taken."""
@@ -38,6 +40,17 @@ class Share:
         """Forget the models and the weight: their group is gone."""
         self._models.clear()
         self._weight = None
+        self.failed = False
+
+    def share_buffers(self) -> None:
+        """Rank 0's buffers to all, before a step is applied. All ranks call it, at the same place."""
+        for model in self._models:
+            if isinstance(model, _Told):
+                model.share_buffers()
+
+    def fail(self) -> None:
+        """Gradients may be those of some ranks only: they are not to be applied in this group any more."""
+        self.failed = True
 
     def begin(self, weight: float, *, exchange: bool = True) -> None:
         """The next forward and backward have this weight; without `exchange` they only accumulate, as in `no_sync`."""
@@ -72,6 +85,7 @@ def wrap(
     weight: Weight,
     on_contributed: Callable[[], None],
     on_received: Callable[[], None] = lambda: None,
+    on_failed: Callable[[], None] = lambda: None,
     on_buffers: tuple[Callable[[], None], Callable[[], None]] = (lambda: None, lambda: None),
     sync_buffers: bool = True,
     **options: Any,
@@ -80,11 +94,11 @@ def wrap(
 
     `weight` is asked once per bucket. `on_contributed` is called when the last bucket of a backward has been handed
     to the group: from then on this rank only waits for the others; `on_received` when the sums are here, at the end of
-    that backward: from then on the others may wait for this rank. `on_buffers`: the same two for the exchange of
-    buffers, called before and after it.
-    `sync_buffers`: as in stock DDP, rank 0's buffers (BatchNorm's running statistics) are broadcast at the start of
-    every training forward, so all ranks keep rank 0's. Without, each rank has its own, and what a lost rank had
-    is replaced by the source's; switch it off for models whose buffers never change.
+    that backward: from then on the others may wait for this rank; `on_failed` where there are no sums. `on_buffers`:
+    the first two for the exchange of buffers, called before and after it.
+    `sync_buffers`: as in stock DDP all ranks keep rank 0's buffers (BatchNorm's running statistics); they are broadcast
+    before the optimizer's step and not at the start of the next forward. Without, each rank has its own, and what a
+    lost rank had is replaced by the source's; switch it off for models whose buffers never change.
     `options` go to DistributedDataParallel. Gradients are views of its buckets unless they say otherwise: it saves the
     copy back, which makes up for the multiplication by the weight, and as much memory as the gradients take.
     """
@@ -107,14 +121,25 @@ def wrap(
             gradient.zero_()  # not a product: a loss over no samples may be NaN
         elif factor != 1.0:
             gradient.mul_(factor)
-        work = dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=group, async_op=True)
+        try:
+            work = dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=group, async_op=True)
+        except Exception:
+            on_failed()
+            raise
         if bucket.is_last():
             on_contributed()
             # DDP's own wait for the sums is queued right after this hook; what is queued from within comes after it.
             _at_end_of_backward(lambda: _at_end_of_backward(on_received))
         assert work is not None  # only for ranks outside the group
-        reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
+        reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(received)
         return reduced
+
+    def received(future: torch.futures.Future[Any]) -> torch.Tensor:
+        try:
+            return _first(future)
+        except Exception:
+            on_failed()
+            raise
 
     # A lambda, because DDP refuses annotations that are not the very types it expects.
     wrapped.register_comm_hook(None, lambda _, bucket: reduce(bucket))
@@ -133,9 +158,30 @@ def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
 
 
 class _Told(DistributedDataParallel):
-    """DDP that says when it waits for rank 0's buffers: its own call for it has no hook."""
+    """DDP that says when it waits for rank 0's buffers, and brings them to all before a step is applied.
+
+    Stock DDP sends rank 0's buffers at the start of the next forward. Until then BatchNorm's running statistics are
+    rank 0's alone, and would be gone with it. Sent before the optimizer's step they are alike on all ranks when the
+    step is committed, and the next forward begins with the very same values without another exchange.
+    """
 
     on_buffers: tuple[Callable[[], None], Callable[[], None]]
+    _alike = False
+    """No training forward has changed this rank's buffers since they were exchanged."""
+
+    def share_buffers(self) -> None:
+        """All ranks call it, at the same place of a step."""
+        if not self._alike and super()._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+            self._sync_buffers()
+            self._alike = True
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        due = not self._alike and super()._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
+        if self.module.training and torch.is_grad_enabled():
+            self._alike = False
+        elif due:
+            self._alike = True
+        return bool(due)
 
     def _sync_buffers(self) -> None:
         waits, goes_on = self.on_buffers

@@ -78,7 +78,7 @@ class Group:
         self._over = threading.Event()
         """Aborted or closed."""
         self._sweeper: threading.Thread | None = None
-        self._aborted_communicators: list[Any] = []
+        self._aborts = nccl.Aborts()
         self._before_init: set[sockets.Sock] | None = None
         self._seen: set[sockets.Sock] = set()
         self._looks = 0
@@ -147,19 +147,20 @@ class Group:
             self._over.set()
         if self._sweeper is not None:
             self._sweeper.join()
+        self._aborts.wait(self.device)
+        if self._aborts.failed:
+            self.why += f"; {'; '.join(self._aborts.failed)}"
         if dist.is_initialized():
             self._strike_off()
-        self._aborted_communicators.clear()
         self._store = None
 
     def _strike_off(self) -> None:
         """Off torch's books. Raises RuntimeError where NCCL does not let go: this process can form no other group."""
         if self.backend == "nccl" and self._aborted.is_set():
-            try:
-                c10d._abort_process_group()  # to destroy it would wait for its kernels and join its watchdog
-            except RuntimeError as error:
-                said = cuda_failure(self.device) or error
-                raise RuntimeError(f"this process cannot let go of its NCCL group: {said}") from error
+            nccl.strike_off()  # to destroy it would wait for its kernels and join its watchdog
+            if self._aborts.failed:
+                said = cuda_failure(self.device) or "; ".join(self._aborts.failed)
+                raise RuntimeError(f"this process cannot abort its NCCL group: {said}")
             return
         try:
             dist.destroy_process_group()
@@ -249,7 +250,8 @@ class Group:
         name = "gloo"
         if self.backend == "nccl":
             nccl.prepare()
-            name = "cpu:gloo,cuda:nccl"
+            name = f"cpu:gloo,cuda:{nccl.backend_name()}"
+            torch.cuda.empty_cache()  # NCCL allocates its buffers outside of torch's cache
             torch.cuda.set_device(self.device)  # what a script does without naming a device belongs there
             options["device_id"] = self.device  # forms the communicator here and not in the first collective
             self._before_init = set(sockets.tcp_sockets())
@@ -270,6 +272,7 @@ class Group:
             self._before_init = None
             sys.excepthook = hook  # torch wraps it once more each time, and each adds its '[rank0]: ' to every line
         if self.backend == "nccl":
+            nccl.check_abortable()
             nccl.watch_time_out(self._over, self._timeout_s, self.generation, self.rank)
 
     def _stop_if(self, interrupted: Callable[[], bool]) -> None:
@@ -303,8 +306,8 @@ class Group:
             self._seen = new
         for sock in found:
             sockets.cut(sock)
-        if self.backend == "nccl" and (trouble := nccl.abort_all(self._aborted_communicators)):
-            self.why += f"; {trouble}"  # a miss costs the process: rung 2
+        if self.backend == "nccl":
+            self._aborts.start()
 
     def _sweep(self) -> None:
         while not self._closed.wait(SWEEP_S):

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.timeouts import QUIET_S
 from . import batches as data
 from . import ddp, streams
+from .errors import LetGoError
 from .numbers import Fingerprint, disagreeing, is_bad
 from .state import State
 
@@ -85,7 +86,6 @@ class Job:
         self._share = ddp.Share()
         self._began_s = 0.0
         self._loss = _LossReader()
-        self._summed: torch.cuda.Event | None = None
         self._fingerprint_every = fingerprint_every_steps
         self._fingerprint: Fingerprint | None = None
         self._ignore_bad_numbers = ignore_bad_numbers
@@ -103,7 +103,6 @@ class Job:
         self._group_s = group_s if world > 1 else math.inf
         self._share.detach_all()
         self._fingerprint = None
-        self._summed = None
         self._began_s = time.monotonic()
         self._link.entered()
 
@@ -124,7 +123,8 @@ class Job:
             model,
             weight=self._share,
             on_contributed=link.contributed,
-            on_received=self._received,
+            on_received=link.entered,
+            on_failed=self._share.fail,
             on_buffers=(link.contributed, link.entered),
             **options,
         )
@@ -144,6 +144,7 @@ class Job:
             world=self.world_size,
             device=self.device,
             share=self._share,
+            on_turn=lambda: self._turned(state),
             **options,
         )
 
@@ -164,6 +165,7 @@ class Job:
             world=self.world_size,
             device=self.device,
             share=self._share,
+            on_turn=lambda: self._turned(state),
             **options,
         )
 
@@ -171,8 +173,14 @@ class Job:
         """This step is final on this rank. Call it once per optimizer step, last.
 
         `loss` is shown by ``elasticctl status`` and watched for NaN. May not return: at the end of a generation
-        `train` is left from here and entered again in the next.
+        `train` is left from here and entered again in the next. What a loop changes in the state after it is then left
+        out; loops over `batches` and `streams` are told so, a loop of the script's own is not.
         """
+        if state.clean():  # no optimizer has stepped
+            if self._queued():
+                self._before_optimizer()  # what else has applied gradients was not guarded
+            else:
+                self._share.share_buffers()  # a step that GradScaler skips is committed with its forward's buffers
         value = self._loss.read(loss)
         state.committed(self.generation)
         now_s = time.monotonic()
@@ -220,27 +228,27 @@ class Job:
         """What the optimizer's pre-step hook calls: the state is about to be changed."""
         return self._before_optimizer
 
-    def _received(self) -> None:
-        """At the end of a backward. On a GPU the sums are only promised then: mark the place in the stream."""
-        if self.device.type == "cuda":
-            self._summed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            # This may be a thread of autograd's: the script's device is not always the current one here.
-            self._summed.record(torch.cuda.current_stream(self.device))
-        self._link.entered()
+    def _turned(self, state: State) -> None:
+        """The loop asks for its next batch. A script that catches every error of its step is to leave all the same."""
+        self._link.check(state.step)
+        state.turned()
+
+    def _queued(self) -> bool:
+        """Whether kernels that an abort could cut short may be queued on the device."""
+        return self.device.type == "cuda" and self.world_size > 1
 
     def _before_optimizer(self) -> None:
         """No gradient is applied whose all-reduce was not seen to complete here.
 
         An abort ends the kernels in flight with anything in their buffers, and what is queued behind them runs all the
-        same. So the host waits for the sums first, and only then asks whether the group was let go of: the flag is set
-        before the abort begins, so sums that an abort cut short are never taken for whole. Without `job.ddp` nobody
-        says where the sums are: then for all that is queued.
+        same. So the host waits for what is queued, the sums and any collective of the script's own, and only then asks
+        whether the group was let go of: the flag is set before the abort begins, so sums that an abort cut short are
+        never taken for whole.
         """
-        if self._summed is not None:
-            self._link.contributed()
-            self._summed.synchronize()
-            self._summed = None
-        elif self.device.type == "cuda" and self.world_size > 1:
+        if self._share.failed:
+            raise LetGoError("the exchange of gradients has failed, and what is here is no mean over all ranks")
+        self._share.share_buffers()
+        if self._queued():
             self._link.contributed()
             torch.cuda.current_stream(self.device).synchronize()
         self._link.applying()

@@ -1,7 +1,10 @@
-"""Snapshots on the worker's side: when one is due, every rank copies its share into an arena of its agent's.
+"""Snapshots on the worker's side: when one is due, every rank copies its part into an arena of its agent's.
 
-Ranks must agree on the step without a word per step. So about once a second, and at each checkpoint, they exchange
-three numbers: rank 0's plan (the next step to save at, the next step to talk at), and whether anybody lacks a buffer.
+Some are written to disk, as checkpoints; the others, more often, stay in the agents' memory. Together the ranks of a
+node keep all of the state there, so any node that lives has it.
+
+Ranks must agree on the step without a word per step. So about once a second, and at each snapshot, they exchange a few
+numbers: rank 0's plan (the next steps to save, to keep and to talk at), and whether anybody lacks a buffer.
 
 A large copy runs beside the next forward and backward. It is completed, and only then taken for whole, before anything
 changes what is copied: by `settle`, which the optimizer's guard calls before each step.
@@ -12,15 +15,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from ..checkpoint.layout import file_order
 from ..core import cadence
-from ..core.shares import assign_shares
-from ..core.tensors import Table
+from ..core.shares import assign_shares, beside_shares
+from ..core.tensors import ALONE, Beside, Table
+from . import collector
 from .restore import extra_of
 from .session import ToldToLeave
 from .state import State
@@ -42,7 +47,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """This rank's share of a snapshot."""
+    """This rank's part of a snapshot."""
 
     step: int
     commit_generation: int
@@ -50,17 +55,29 @@ class Part:
     shares: int
     table: Table
     tensors: Sequence[torch.Tensor]
+    """Of `table`, then of `beside`."""
     extra: dict[str, Any]
     interval: str
-    """How often snapshots are taken, in words."""
+    """How often checkpoints are taken, in words."""
+    beside: Beside = ALONE
+    """Other nodes' shares, which this rank keeps in memory beside its own."""
+    part: int | None = None
+    parts: int | None = None
+    """What own share and others are of the node's whole snapshot; None: as `share` of `shares`."""
+    save: bool = True
+    """Have the share written to disk; False: it is for memory alone."""
+    kept: str = ""
+    """How often snapshots are taken for memory alone, in words."""
     skipped: int = 0
-    """How many were due and not taken, so far."""
+    """How many checkpoints were due and not taken, so far."""
     volatile: Collection[int] = ()
     """Indices of the tensors that may change before the next optimizer step: copied before anything queued later."""
 
-    @property
-    def on_gpu(self) -> bool:
-        return any(tensor.is_cuda for tensor in self.tensors)
+    def own(self) -> Part:
+        """Without what is kept beside the share."""
+        count = len(self.table)
+        volatile = frozenset(place for place in self.volatile if place < count)
+        return replace(self, tensors=self.tensors[:count], beside=ALONE, part=None, parts=None, volatile=volatile)
 
 
 class Sink(Protocol):
@@ -106,21 +123,28 @@ class Sink(Protocol):
 class Keeper:
     """One per process; `enter` for each generation, `after` for each commit."""
 
-    def __init__(self, sink: Sink, rule: cadence.Rule, *, shared: bool) -> None:
+    def __init__(self, sink: Sink, rule: cadence.Rule | None, *, shared: bool, snapshots: bool = False) -> None:
+        """`rule`: of checkpoints; None: there are none. `snapshots`: keep the newest state in memory as well."""
         self._sink = sink
         self._rule = rule
         self._shared = shared
+        self._snapshots = snapshots
         self._place = Place(0, 0, 1, 0, 1)
         self._plan = cadence.Plan()
         self._marked = (0, 0.0)
         self._step_s = 0.0
-        self._began_s = self._saved_s = time.monotonic()
+        self._began_s = self._saved_s = self._kept_s = time.monotonic()
         self._cost_s: float | None = None
+        self._copies = 0
+        """Whose cost was measured."""
         self._stall_s = 0.0
         self._unsettled = False
         self._prepared = False
         self._cut_for: tuple[Table, int, int] = ((), 0, 0)
         self._cut: tuple[int, ...] = ()
+        self._beside = ALONE
+        self._chosen: tuple[int, ...] = ()
+        self._own: Table = ()
         self._volatile: frozenset[int] = frozenset()
         self._generations = 0
         self._saved_step = -1
@@ -135,17 +159,18 @@ class Keeper:
         self._generations += 1
         self._saved_step = -1  # alike on all ranks, newcomers among them
         self._marked = (step, time.monotonic())
-        first = cadence.first_plan(self._rule, step)
+        first = cadence.first_plan(self._rule, step, snapshots=self._snapshots)
         # Two steps in, the step time is known well enough to plan by it.
-        self._plan = cadence.Plan(save_at=first.save_at, agree_at=step + 2)
+        self._plan = cadence.Plan(save_at=first.save_at, keep_at=first.keep_at, agree_at=step + 2)
 
     def after(self, state: State, *, keep: bool = True) -> None:
         """After each commit, on every rank at the same step. Without `keep` no rank saves: this one's state is bad."""
         self.settle()  # there was no optimizer step since
         step = state.step
-        if step not in (self._plan.save_at, self._plan.agree_at):
+        if step not in (self._plan.save_at, self._plan.keep_at, self._plan.agree_at):
             return
         save = step == self._plan.save_at
+        take = save or step == self._plan.keep_at
         now_s = time.monotonic()
         marked_step, marked_s = self._marked
         if step > marked_step:
@@ -153,36 +178,38 @@ class Keeper:
         self._marked = (step, now_s)
         if save:
             self._saved_s = now_s
+        if take:
+            self._kept_s = now_s
         plan = self._next_plan(step, now_s, save) if self._place.rank == 0 else cadence.Plan()
         stop = self._place.rank == 0 and self._sink.stops()
-        save_at, agree_at, busy, stop = self._exchange(plan, save and not (keep and self._sink.free()), stop)
-        self._plan = cadence.Plan(save_at=save_at, agree_at=agree_at)
-        if not save:
+        self._plan, busy, stop = self._exchange(plan, take and not (keep and self._sink.free()), stop)
+        if not take:
             self._prepare(state)
             return
         if busy:
-            self.skipped += 1  # the one before is still being written
+            self.skipped += save  # the one before is still being written
             return
-        self._asked = False
-        self._saved_step = step  # agreed by all, whether or not it works out on each
-        kept = self._put(state)
-        if kept and stop:
+        if save:
+            self._asked = False
+            self._saved_step = step  # agreed by all, whether or not it works out on each
+        kept = self._put(state, save=save)
+        if kept and save and stop:
             self.settle()
             raise ToldToLeave(f"stopped at step {step}, which is saved")
 
     def finish(self, state: State) -> None:
         """`train` has returned on this rank: save what it came to, unless that was just saved."""
         self.settle()
-        if state.step == self._saved_step:
+        if self._rule is None or state.step == self._saved_step:
             return
         self._sink.wait(FINISH_S)
-        _, _, busy, _ = self._exchange(cadence.Plan(), not self._sink.free())
+        _, busy, _ = self._exchange(cadence.Plan(), not self._sink.free())
         if not busy:
             self._saved_step = state.step
         if busy:
             self.skipped += 1
         else:
-            self._put(state)
+            self._put(state, save=True)
             self.settle()
 
     def settle(self) -> None:
@@ -210,30 +237,35 @@ class Keeper:
             self._sink.leave()
 
     def describe(self) -> str:
-        """The interval in words, for status."""
-        return cadence.describe(self._rule, self._measured(time.monotonic()))
+        """The interval between checkpoints in words, for status."""
+        return cadence.describe(self._rule, self._measured(time.monotonic())) if self._rule is not None else ""
 
     def _prepare(self, state: State) -> None:
         """Once per process, two steps in: by then an optimizer has all its state."""
         if not self._prepared:
             self._prepared = True
-            part = self._part(state)
-            if part.on_gpu:
-                self._sink.prepare(part)
+            self._sink.prepare(self._part(state, save=True))
 
-    def _put(self, state: State) -> bool:
+    def _put(self, state: State, *, save: bool) -> bool:
+        self._prepared = True
         began_s = time.monotonic()
-        kept = self._sink.put(self._part(state))
-        self.skipped += not kept
+        with collector.paused():
+            kept = self._sink.put(self._part(state, save=save))
+        self.skipped += save and not kept
+        if not kept:
+            return False
         self._stall_s = time.monotonic() - began_s
-        if kept and self._sink.copying:
+        if self._sink.copying:
             self._unsettled = True
         else:
             self._stalled(self._stall_s)
-        return kept
+        return True
 
     def _stalled(self, stall_s: float) -> None:
-        self._cost_s = stall_s if self._cost_s is None else 0.7 * self._cost_s + 0.3 * stall_s
+        """The first one paid for fresh memory too: it counts only until there is another."""
+        known_s = self._cost_s if self._copies > 1 else None
+        self._cost_s = stall_s if known_s is None else 0.7 * known_s + 0.3 * stall_s
+        self._copies += 1
 
     def _measured(self, now_s: float) -> cadence.Measured:
         return cadence.Measured(
@@ -244,6 +276,23 @@ class Keeper:
         )
 
     def _next_plan(self, step: int, now_s: float, saving: bool) -> cadence.Plan:
+        plan = self._next_save(step, now_s, saving)
+        if not self._snapshots:
+            return plan
+        keep_at = cadence.snapshot_at(
+            cadence.snapshot_interval_s(self._cost_s, warm=self._copies > 1),
+            step=step,
+            step_s=self._step_s,
+            since_s=now_s - self._kept_s,
+            agree_at=plan.agree_at,
+        )
+        return cadence.Plan(save_at=plan.save_at, keep_at=keep_at, agree_at=plan.agree_at)
+
+    def _next_save(self, step: int, now_s: float, saving: bool) -> cadence.Plan:
+        ahead = max(1, round(cadence.AGREE_EVERY_S / max(self._step_s, 1e-6)))
+        agree_at = step + min(ahead, cadence.FARTHEST_AGREEMENT_STEPS)
+        if self._rule is None:
+            return cadence.Plan(agree_at=agree_at)
         self._asked = self._sink.wanted() or self._asked
         plan = cadence.next_plan(
             self._rule,
@@ -253,40 +302,52 @@ class Keeper:
             since_save_s=now_s - self._saved_s,
             asked=self._asked and not saving,
         )
-        if plan.agree_at:
-            return plan
-        ahead = max(1, round(cadence.AGREE_EVERY_S / max(self._step_s, 1e-6)))
-        return cadence.Plan(save_at=plan.save_at, agree_at=step + min(ahead, cadence.FARTHEST_AGREEMENT_STEPS))
+        return plan if plan.agree_at else cadence.Plan(save_at=plan.save_at, agree_at=agree_at)
 
-    def _exchange(self, plan: cadence.Plan, busy: bool, stop: bool = False) -> tuple[int, int, bool, bool]:
-        """(save_at, agree_at) of rank 0, whether anybody is busy, whether rank 0 says to stop."""
+    def _exchange(self, plan: cadence.Plan, busy: bool, stop: bool = False) -> tuple[cadence.Plan, bool, bool]:
+        """Rank 0's plan, whether any rank is busy, whether rank 0 says to stop."""
         if self._place.world == 1:
-            return plan.save_at, plan.agree_at, busy, stop
-        numbers = torch.tensor([plan.save_at, plan.agree_at, int(busy), int(stop)], dtype=torch.int64)
+            return plan, busy, stop
+        mine = [plan.save_at, plan.keep_at, plan.agree_at, int(busy), int(stop)]
+        numbers = torch.tensor(mine, dtype=torch.int64)
         dist.all_reduce(numbers)
-        save_at, agree_at, busy_ranks, stopping = numbers.tolist()
-        return save_at, agree_at, busy_ranks > 0, stopping > 0
+        save_at, keep_at, agree_at, busy_ranks, stopping = numbers.tolist()
+        return cadence.Plan(save_at=save_at, keep_at=keep_at, agree_at=agree_at), busy_ranks > 0, stopping > 0
 
-    def _part(self, state: State) -> Part:
+    def _part(self, state: State, *, save: bool) -> Part:
         place = self._place
         share, shares = (place.rank, place.world) if self._shared else (place.local_index, place.local_world)
         tensors = state.tensors()
         table = tuple(info for info, _ in tensors)
         if (table, share, shares) != self._cut_for:
             self._cut_for = table, share, shares
-            self._cut = assign_shares(table, shares)[share]
+            cuts = assign_shares(table, shares)
+            # As the file will have them: what is kept beside a share says of each of its tensors where it belongs.
+            self._cut = tuple(cuts[share][i] for i in file_order([table[i] for i in cuts[share]]))
+            others: tuple[int, ...] = ()
+            if self._snapshots and self._shared:
+                held = beside_shares(share, shares, place.local_index, place.local_world)
+                others = tuple(i for k in held for i in cuts[k])
+            self._beside = Beside(tuple(table[i] for i in others), others)
             changing = state.volatile()
-            self._volatile = frozenset(place for place, i in enumerate(self._cut) if table[i].name in changing)
-        mine = self._cut
+            self._chosen = (*self._cut, *others)
+            self._volatile = frozenset(place for place, i in enumerate(self._chosen) if table[i].name in changing)
+            self._own = tuple(table[i] for i in self._cut)
+        mine, beside = self._cut, self._beside
         return Part(
             step=state.step,
             commit_generation=state.commit_generation,
             share=share,
             shares=shares,
-            table=tuple(table[i] for i in mine),
-            tensors=[tensors[i][1] for i in mine],
+            table=self._own,
+            tensors=[tensors[i][1] for i in self._chosen],
             extra=extra_of(state, mine),
             interval=self.describe(),
+            beside=beside,
+            part=place.local_index if self._snapshots else None,
+            parts=place.local_world if self._snapshots else None,
+            save=save,
+            kept=cadence.describe_snapshots(self._cost_s, warm=self._copies > 1) if self._snapshots else "",
             skipped=self.skipped,
             volatile=self._volatile,
         )

@@ -1,6 +1,7 @@
 """What NCCL needs beside `init_process_group`: settings, versions known to be bad, aborts, and the last time-out.
 
-What is said here of ProcessGroupNCCL is what its source does (torch 2.10 to 2.13).
+What is said here of ProcessGroupNCCL is what its source does (torch 2.10 to 2.13); from torch 2.15 on it is the backend
+"nccl-legacy" (`backend_name`).
 """
 
 from __future__ import annotations
@@ -28,24 +29,65 @@ OLDEST_NCCL = (2, 26, 2)
 ABORT_S = 60.0
 """Longest wait for NCCL's aborts. The agent replaces the worker long before (`timeouts.let_go_s`)."""
 
+ABORT_LOOK_S = 0.002
+"""How often the wait for aborts looks whether they have returned."""
+
+LEGACY = "nccl-legacy"
+"""torch's name of ProcessGroupNCCL where "nccl" is another class."""
+
+ABORTABLE = ("abort", "get_error")
+"""What a backend must offer to be used: to be aborted from another thread, and to say that a collective timed out."""
+
 LOOK_S = 1.0
 """How often is looked whether a collective has run into the group's time-out."""
 
 GIVE_WAY_S = 5.0
 """So much longer than the rank before it does a rank wait until it ends by that time-out."""
 
+HARMFUL = (
+    ("TORCH_NCCL_DESYNC_DEBUG", "1", "makes torch end the process when a peer is lost; elastic would have kept it"),
+    (
+        "TORCH_DISTRIBUTED_DEBUG",
+        "DETAIL",
+        "makes torch end the process when a peer is lost; elastic would have kept it",
+    ),
+    ("TORCH_NCCL_BLOCKING_WAIT", "1", "turns off torch's watchdog: a collective beyond timeouts.group_s does not end"),
+    ("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "1", "replaces the NCCL groups that elastic can abort by others"),
+    ("TORCH_DIST_USE_NCCL2", "1", "makes NCCL groups whose watchdog ends the process when a peer is lost"),
+    ("NCCL_NVLS_ENABLE", "1", "lets NCCL use NVLink SHARP, under which the abort of a communicator may hang"),
+    ("NCCL_NVLS_ENABLE", "2", "lets NCCL use NVLink SHARP, under which the abort of a communicator may hang"),
+)
+"""Settings (name, value, what it does) that are warned of."""
+
 QUIET_TORCH = {
     # When NCCL notices by itself that a peer is gone, torch's watchdog sleeps for four times this, a minute by default,
     # with the lock in hand that each new collective takes: whoever posts one is then stuck, and no abort frees him.
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     # Its monitor would then write a dump and sleep for eight minutes, and the destructor of the group waits for it.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     # An illegal access is the main thread's to report, with its name; the watchdog would end the process by SIGABRT.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # Another thread of torch's that ends the process (by SIGABRT) when the watchdog is stuck: hangs are the agent's.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # The flight recorder takes a stack trace per collective, and prints one per collective that an abort ends.
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+    "TORCH_FR_BUFFER_SIZE": "0",
     # State is sent along a chain, one message after the other: that they are not sent at once is no news.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
 """Set unless the user has set them. torch reads them when a group is made."""
+
+QUIET_NCCL = {
+    # The RAS service opens listening sockets while the first communicator of a process is made. To free a thread that
+    # is stuck there, the sockets opened since are shut; the RAS thread would then spin on its own for ever.
+    "NCCL_RAS_ENABLE": "0",
+    # Connect all peers while forming, which has a deadline, and not in the first collective, where a lost peer would
+    # block the host inside NCCL.
+    "NCCL_RUNTIME_CONNECT": "0",
+    # An abort is not safe with NVLink SHARP's multicast: NVIDIA's resiliency extension asks for the same.
+    "NCCL_NVLS_ENABLE": "0",
+}
+"""Set unless the user has set them. NCCL reads them when the first communicator of a process is made."""
 
 
 def prepare() -> None:
@@ -53,8 +95,9 @@ def prepare() -> None:
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
         if os.environ.get(name, "0") != "0":
             warnings.warn(f"{name}={os.environ[name]} is set to 0: elastic aborts groups itself", stacklevel=2)
-        os.environ[name] = "0"
-    for name, value in QUIET_TORCH.items():
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    os.environ.pop("NCCL_ASYNC_ERROR_HANDLING", None)  # the older name of the same: torch warns where it is set at all
+    for name, value in (QUIET_TORCH | QUIET_NCCL).items():
         os.environ.setdefault(name, value)
     for problem in problems():
         warnings.warn(problem, stacklevel=2)
@@ -73,48 +116,120 @@ def problems(nccl_version: tuple[Any, ...] | None = None, torch_version: str = t
         found.append(
             f"NCCL {ours} may hang in the abort of a group (the worker is replaced then); use {least} or newer"
         )
-    for name, on in (("TORCH_NCCL_DESYNC_DEBUG", "1"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL")):
-        if os.environ.get(name, "").upper() == on:
-            found.append(f"{name}={on} makes torch end the process when a peer is lost; elastic would have kept it")
+    for name, value, effect in HARMFUL:
+        if os.environ.get(name, "").upper() in (value, value.lower()):
+            found.append(f"{name}={os.environ[name]} {effect}")
     return found
+
+
+def backend_name() -> str:
+    """The backend for tensors on a GPU, as `init_process_group` takes it.
+
+    From torch 2.15 on "nccl" is ProcessGroupNCCL2. Its watchdog ends the process when a peer is lost, and none of the
+    settings above reach it, so the class that they do reach is asked for, unless TORCH_DIST_USE_NCCL2=1 says otherwise.
+    """
+    if LEGACY in dist.Backend.backend_list and os.environ.get("TORCH_DIST_USE_NCCL2") != "1":
+        return LEGACY
+    return "nccl"
+
+
+def check_abortable() -> None:
+    """Raises RuntimeError if a group has a backend that could not be aborted: a lost peer would block this process."""
+    for backend in communicators():
+        missing = [name for name in ABORTABLE if not callable(getattr(backend, name, None))]
+        if missing:
+            raise RuntimeError(
+                f"torch {torch.__version__} makes NCCL groups of {type(backend).__name__}, which has no "
+                f"{' and no '.join(missing)}(): elastic could not free it from a lost peer. Unset TORCH_DIST_USE_NCCL2 "
+                f"and TORCH_DISTRIBUTED_USE_TORCHCOMMS, or use a torch that docs/gpu.md lists"
+            )
 
 
 # ── aborting ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def abort_all(done: list[Any], wait_s: float = ABORT_S) -> str:
-    """Abort the NCCL communicators of all groups that are not in `done` yet, and add them to it.
+class Aborts:
+    """Aborts of NCCL communicators, each in a thread of its own; `start` and `wait` may be called from any thread.
 
-    Returns what went wrong, or ''. Only the communicators: the books that torch keeps of its groups belong to the
-    main thread (``Group.close``).
+    All at the same time: one after the other could dead-lock, since an abort waits until the device is rid of its own
+    kernels, which may wait behind those of the next. A group call around them (``ncclGroupStart``) is bound to its
+    thread, and torch's abort does the work in a thread of its own.
 
-    All at the same time, each in a thread of its own. One after the other could dead-lock: an abort waits until the
-    device is rid of its own kernels, which may wait behind those of the next. A group call around them
-    (``ncclGroupStart``) is bound to its thread, and torch's abort does the work in a thread of its own.
+    Only the communicators: the books that torch keeps of its groups belong to the main thread (``Group.close``).
     """
-    found = [communicator for communicator in communicators() if all(communicator is not known for known in done)]
-    done += found  # held on to: a wrapper that is collected gives its identity to another
-    troubles: list[str] = []
 
-    def abort(communicator: Any) -> None:
+    def __init__(self) -> None:
+        self._begun: list[Any] = []  # held on to: a wrapper that is collected gives its identity to another
+        self._threads: list[threading.Thread] = []
+        self.failed: list[str] = []
+        """What went wrong, in words."""
+
+    def start(self) -> None:
+        """Begin to abort the communicators that exist and are not being aborted yet. Does not wait."""
+        for backend in communicators():
+            if any(backend is other for other in self._begun):
+                continue
+            self._begun.append(backend)
+            thread = threading.Thread(target=self._abort, args=[backend], name="elastic-abort", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def wait(self, device: torch.device, wait_s: float = ABORT_S) -> None:
+        """Until every abort has returned, or `device` has no kernel left to run; at most `wait_s` seconds.
+
+        Kernels leave as soon as they see the abort's flag. What the abort does after that, above all joining NCCL's
+        proxy threads, which look at the flag every 0.5 s, need not be waited for: it touches nothing of the next group.
+        """
+        deadline_s = time.monotonic() + wait_s
+        idle = threading.Event()
+        if any(thread.is_alive() for thread in self._threads):
+            threading.Thread(target=_drain, args=[device, idle], name="elastic-drain", daemon=True).start()
+        while any(thread.is_alive() for thread in self._threads) and not idle.wait(ABORT_LOOK_S):
+            if time.monotonic() >= deadline_s:
+                self.failed.append(f"the abort of an NCCL communicator has not returned within {wait_s:g} s")
+                return
+
+    def _abort(self, backend: Any) -> None:
         try:
-            communicator.abort()
+            backend.abort()
         except RuntimeError as error:
-            troubles.append(f"an NCCL communicator could not be aborted: {error}")
+            self.failed.append(f"an NCCL communicator could not be aborted: {error}")
+        except AttributeError:
+            self.failed.append(f"{type(backend).__name__} has no abort()")
 
-    threads = [threading.Thread(target=abort, args=[c], name="elastic-abort", daemon=True) for c in found]
-    for thread in threads:
-        thread.start()
-    deadline_s = time.monotonic() + wait_s
-    for thread in threads:
-        thread.join(max(0.0, deadline_s - time.monotonic()))
-    if any(thread.is_alive() for thread in threads):
-        troubles.append(f"the abort of an NCCL communicator has not returned within {wait_s:g} s")
-    return "; ".join(troubles)
+
+def _drain(device: torch.device, idle: threading.Event) -> None:
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        pass  # a failure of CUDA that sticks: `cuda_failure` names it when the generation is over
+    idle.set()
+
+
+def strike_off() -> None:
+    """Take every group off torch's books, so that a new default group can be made. Main thread.
+
+    As torch's `_abort_process_group` does it, but without its second abort of each backend, which would wait for the
+    first. The groups themselves end when nothing refers to them any more.
+    """
+    world = c10d._world
+    c10d._update_default_pg(None)
+    for book in BOOKS:
+        if (entries := getattr(world, book, None)) is not None:
+            entries.clear()
+    _distributed_c10d._unregister_all_process_groups()
+    world.group_count = 0
+
+
+BOOKS = (
+    "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state",
+    "pg_flight_recorder_hooks",
+)  # fmt: skip
+"""Attributes of `c10d._world` that have an entry per group."""
 
 
 def communicators() -> list[Any]:
-    """The NCCL back ends of all groups, the newest group first."""
+    """The backends for GPUs of all groups, the newest group first; whatever their class, but not gloo's."""
     if not dist.is_nccl_available():
         return []
     names = dict(c10d._world.pg_names)  # the main thread may make another one meanwhile
@@ -126,7 +241,7 @@ def communicators() -> list[Any]:
             continue  # a group of the CPU only
         while hasattr(backend, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
             backend = backend.wrapped_pg
-        if isinstance(backend, c10d.ProcessGroupNCCL) and all(backend is not other for other in found):
+        if not isinstance(backend, _distributed_c10d.ProcessGroupGloo) and all(b is not backend for b in found):
             found.append(backend)
     return found
 

@@ -6,21 +6,40 @@ so that parameters stay the objects that DDP and the optimizer hold), and `fille
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from ..checkpoint.dtypes import dtype_of
 from ..core.tensors import TensorInfo
-from .tree import Codecs, decode, encode
+from .copies import Copy, writable
+from .tree import Codecs, decode, encode, tensors_named
 
 Named = list[tuple[str, torch.Tensor]]
 Infos = Mapping[str, TensorInfo]
 """By full name, the part's own name included."""
 
 
+Watched = Callable[[torch.Tensor], bool]
+"""Whether a tensor is too large to be copied at each commit, or stepped by an optimizer of the state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place where a module keeps a tensor. The tensor in it may be another one tomorrow."""
+
+    holder: MutableMapping[str, torch.Tensor | None]
+    key: str
+    name: str
+    is_buffer: bool
+
+
 class Part(Protocol):
+    kind: str
+    """What plain torch would load it into; see `checkpoint.plain`."""
+    name: str
     value: Any
 
     def tensors(self) -> Named: ...
@@ -29,31 +48,73 @@ class Part(Protocol):
     def filled(self) -> None: ...
     def to(self, device: torch.device) -> None: ...
 
+    def slots(self) -> list[Slot]:
+        """Where its tensors stand, as far as they stand anywhere of their own."""
+
+    def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
+        """A copy of what is in no slot; None: there is nothing."""
+
+    def put_back(self, held: Any) -> None:
+        """Take in what `Copy.restored` of a `rest` gives."""
+
+    def settle(self) -> None:
+        """Forget what a step that was cut short has left behind."""
+
 
 class ModulePart:
-    """Parameters and persistent buffers, where they lie."""
+    """Parameters and persistent buffers, where they lie.
+
+    What else `state_dict()` gives, such as extra state and what a hook or a metric makes for the occasion, is taken in
+    by `load_state_dict`: writing into those tensors would change nothing.
+    """
+
+    kind = "module"
 
     def __init__(self, name: str, value: torch.nn.Module, codecs: Codecs) -> None:
         self.name = name
         self.value = value
         self._codecs = codecs
+        self._coming: dict[str, torch.Tensor] | None = None
+        self._coming_made: dict[str, Any] = {}
+        self._makes: tuple[bool, dict[str, torch.nn.Module]] | None = None
 
     def tensors(self) -> Named:
-        held = self.value.state_dict(keep_vars=True)
-        return [(f"{self.name}.{key}", item) for key, item in held.items() if isinstance(item, torch.Tensor)]
+        own, made = self.split()
+        found = dict(own)
+        if self._coming is not None:
+            found.update(self._coming)
+        else:
+            self._encoded(made, found)
+        return list(found.items())
 
     def extra(self) -> Any:
-        held = self.value.state_dict(keep_vars=True)
-        rest = {key: item for key, item in held.items() if not isinstance(item, torch.Tensor)}
-        return {key: encode(item, f"{self.name}.{key}", {}, self._codecs) for key, item in rest.items()}
+        return self._encoded(self.split()[1], {})
 
     def adopt(self, infos: Infos, extra: Any) -> None:
-        if extra:  # a module's own get_extra_state
-            values = {key: decode(item, _no_tensor, self._codecs) for key, item in extra.items()}
-            self.value.load_state_dict(values, strict=False)
+        self._coming, self._coming_made = None, {}
+        for slot in self.slots():
+            if slot.is_buffer and (tensor := slot.holder[slot.key]) is not None and not writable(tensor):
+                slot.holder[slot.key] = tensor.clone()
+        if not extra:
+            return
+        mine: dict[str, torch.Tensor] = {}
+        self._encoded(self.split()[1], mine)
+        coming: dict[str, torch.Tensor] = {}
+
+        def target(name: str, device: str) -> torch.Tensor:
+            if name not in infos:
+                raise ValueError(f"{name} is named by the state that came, but is not in its table")
+            coming[name] = _fitting(None, infos[name], device, like=mine.get(name))
+            return coming[name]
+
+        self._coming_made = {key: decode(item, target, self._codecs) for key, item in extra.items()}
+        self._coming = coming
 
     def filled(self) -> None:
-        pass
+        if self._coming is not None:
+            made = self._coming_made
+            self._coming, self._coming_made = None, {}
+            self.put_back(made)
 
     def to(self, device: torch.device) -> None:
         before = list(self.value.parameters())
@@ -63,9 +124,71 @@ class ModulePart:
                 f"state.{self.name} cannot move to {device} without new parameters; the optimizer has the old"
             )
 
+    def slots(self) -> list[Slot]:
+        self._makes = None
+        found = []
+        for prefix, module in self.value.named_modules():
+            path = f"{self.name}.{prefix}." if prefix else f"{self.name}."
+            params, buffers = _dictionary(module._parameters), _dictionary(module._buffers)
+            skipped = module._non_persistent_buffers_set
+            found += [Slot(params, key, f"{path}{key}", False) for key in params]
+            found += [Slot(buffers, key, f"{path}{key}", True) for key in buffers if key not in skipped]
+        return found
+
+    def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
+        if self._makes is None:
+            keepers = {
+                f"{prefix}.{_EXTRA}" if prefix else _EXTRA: module
+                for prefix, module in self.value.named_modules()
+                if type(module).get_extra_state is not torch.nn.Module.get_extra_state
+            }
+            self._makes = bool(set(self.split()[1]) - set(keepers)), keepers
+        others, keepers = self._makes
+        if not others and not keepers:
+            return None
+        made = self.split()[1] if others else {key: module.get_extra_state() for key, module in keepers.items()}
+        return Copy(made, self.name, self._codecs, before, watched)
+
+    def put_back(self, held: Any) -> None:
+        # Whole, because a module may look at several of its keys together; what lies where it is loads into itself.
+        whole = {**self.value.state_dict(), **held}
+        missed = set(self.value.load_state_dict(whole, strict=False).unexpected_keys) & set(held)
+        if missed:
+            raise ValueError(f"{self.name}.{min(missed)} is in the state, and load_state_dict() here does not take it")
+
+    def settle(self) -> None:
+        pass
+
+    def split(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """(tensors that are the module's own, by full name; whatever else its state_dict has, by key)."""
+        held = self.value.state_dict(keep_vars=True)
+        mine = [*self.value.parameters(), *self.value.buffers()]
+        ids = set(map(id, mine))
+        storages: set[int] | None = None
+        own: dict[str, torch.Tensor] = {}
+        made: dict[str, Any] = {}
+        for key, item in held.items():
+            if id(item) not in ids:
+                if storages is None:
+                    storages = {_storage(tensor) for tensor in mine} - {0}
+                if not (isinstance(item, torch.Tensor) and _storage(item) in storages):
+                    made[key] = item
+                    continue
+            own[f"{self.name}.{key}"] = item
+        return own, made
+
+    def _encoded(self, made: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
+        return {key: encode(item, f"{self.name}.{key}", tensors, self._codecs) for key, item in made.items()}
+
+
+_EXTRA = "_extra_state"
+"""torch's key for what `get_extra_state` returns."""
+
 
 class ObjectPart:
     """Anything with state_dict and load_state_dict; what it returns is JSON but for tensors."""
+
+    kind = "object"
 
     def __init__(self, name: str, value: Any, codecs: Codecs) -> None:
         self.name = name
@@ -101,6 +224,18 @@ class ObjectPart:
     def to(self, device: torch.device) -> None:
         pass  # its own affair; most hold no tensors
 
+    def slots(self) -> list[Slot]:
+        return []
+
+    def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
+        return Copy(self._get(), self.name, self._codecs, before, watched)
+
+    def put_back(self, held: Any) -> None:
+        self._put(held)
+
+    def settle(self) -> None:
+        pass
+
     def _encoded(self) -> tuple[Any, dict[str, torch.Tensor]]:
         tensors: dict[str, torch.Tensor] = {}
         return encode(self._get(), self.name, tensors, self._codecs), tensors
@@ -115,6 +250,8 @@ class ObjectPart:
 class ValuePart(ObjectPart):
     """A plain value, kept as an attribute of the state."""
 
+    kind = "value"
+
     def _get(self) -> Any:
         return self.value
 
@@ -122,11 +259,32 @@ class ValuePart(ObjectPart):
         self.value = held
 
 
+class ScalerPart(ObjectPart):
+    """torch's GradScaler. Its `state_dict()` waits for the device, which is too much for every commit."""
+
+    def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
+        held = {key: value for key, value in vars(self.value).items() if key in _SCALERS}
+        return Copy(held, self.name, self._codecs, before, watched)
+
+    def put_back(self, held: Any) -> None:
+        vars(self.value).update(held)
+
+    def settle(self) -> None:
+        # "unscaled already" of a step that will be taken again
+        for held in getattr(self.value, "_per_optimizer_states", {}).values():
+            held.update(torch.amp.grad_scaler._refresh_per_optimizer_state())
+
+
+_SCALERS = ("_scale", "_growth_tracker", "_init_scale", "_growth_factor", "_backoff_factor", "_growth_interval")
+
+
 class OptimizerPart:
     """Per-parameter tensors as `optimizer.state.<index>.<key>`; everything else as JSON.
 
     A newcomer's optimizer has no state before its first step: it is made here, with its parameter's memory layout.
     """
+
+    kind = "optimizer"
 
     def __init__(self, name: str, value: torch.optim.Optimizer, codecs: Codecs) -> None:
         self.name = name
@@ -156,19 +314,22 @@ class OptimizerPart:
             for key in [key for key in group if key != "params" and key not in options]:
                 del group[key]
             group.update(options)
-        fresh: dict[Any, dict[Any, Any]] = {}
+        fresh: dict[Any, Any] = {}
         prefix = f"{self.name}.state."
+        inner = tensors_named(extra)
         for name, info in infos.items():
+            if not name.startswith(prefix) or name in inner:
+                continue
             index, _, key = name.removeprefix(prefix).partition(".")
-            if name.startswith(prefix) and "." not in key:
-                if int(index) >= len(params):
-                    raise ValueError(f"{name}: there are only {len(params)} parameters here")
-                param = params[int(index)]
-                device = extra["on"].get(key, param.device.type)
-                fresh.setdefault(param, {})[key] = _fitting(mine.get(name), info, device, like=param)
+            if int(index) >= len(params):
+                raise ValueError(f"{name}: there are only {len(params)} parameters here")
+            param = params[int(index)]
+            device = extra["on"].get(key, param.device.type)
+            fresh.setdefault(param, {})[key] = _fitting(mine.get(name), info, device, like=param)
         for index, held in extra["state"].items():
             param = params[int(index)]
             fresh.setdefault(param, {}).update(decode(held, target, self._codecs))
+        fresh.update(decode(extra.get("common", {}), target, self._codecs))
         self.value.state.clear()
         self.value.state.update(fresh)
 
@@ -177,9 +338,29 @@ class OptimizerPart:
 
     def to(self, device: torch.device) -> None:
         for param, held in self.value.state.items():
-            for key, item in held.items():
+            for key, item in held.items() if isinstance(param, torch.Tensor) else ():
                 if isinstance(item, torch.Tensor) and (key != "step" or item.device.type != "cpu"):
                     held[key] = item.to(param.device)
+
+    def slots(self) -> list[Slot]:
+        return []
+
+    def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
+        groups = [{key: item for key, item in group.items() if key != "params"} for group in self.groups()]
+        return Copy(groups, self.name, self._codecs, before, watched)
+
+    def put_back(self, held: Any) -> None:
+        for group, options in zip(self.groups(), held, strict=False):
+            for key in [key for key in group if key != "params" and key not in options]:
+                del group[key]
+            group.update(options)
+
+    def settle(self) -> None:
+        pass
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Parameter groups, each once."""
+        return self.value.param_groups
 
     def _params(self) -> list[torch.Tensor]:
         return [param for group in self.value.param_groups for param in group["params"]]
@@ -196,16 +377,30 @@ class OptimizerPart:
             held = self.value.state.get(param, {})
             path = f"{self.name}.state.{index}"
             for key in sorted(held, key=str):
+                if type(key) is not str:
+                    raise TypeError(f"state.{path} has an entry {key!r}: only names can be kept, this is no text")
                 item = held[key]
                 if isinstance(item, torch.Tensor):
-                    tensors[f"{path}.{key}"] = item.detach()
+                    tensors[f"{path}.{key}"] = item
                     if item.device.type != param.device.type:
                         on[key] = item.device.type
                 else:
                     rest.setdefault(str(index), {})[key] = encode(item, f"{path}.{key}", tensors, self._codecs)
-        if strangers := [key for key in self.value.state if not isinstance(key, torch.Tensor)]:
-            raise TypeError(f"state.{self.name} keeps state under {strangers[0]!r}, which belongs to no parameter")
-        return {"groups": groups, "on": on, "state": rest}
+        found = {"groups": groups, "on": on, "state": rest}
+        if common := self._common():
+            found["common"] = encode(common, f"{self.name}.common", tensors, self._codecs)
+        return found
+
+    def _common(self) -> dict[str, Any]:
+        """What the optimizer keeps for all parameters together."""
+        known = set(map(id, self._params()))
+        others: dict[Any, Any] = {key: item for key, item in self.value.state.items() if id(key) not in known}
+        for key in others:
+            if isinstance(key, torch.Tensor):
+                raise TypeError(f"state.{self.name} keeps state for a tensor that is in none of its parameter groups")
+            if type(key) is not str:
+                raise TypeError(f"state.{self.name} keeps state under {key!r}: neither a parameter nor a text")
+        return others
 
 
 def _fitting(
@@ -213,13 +408,23 @@ def _fitting(
 ) -> torch.Tensor:
     """`mine` if the bytes of `info` can go straight into it, else new storage on a device of that type."""
     dtype = dtype_of(info.dtype)
-    if mine is not None and mine.dtype == dtype and tuple(mine.shape) == info.shape and mine.device.type == device:
+    fits = mine is not None and mine.dtype == dtype and tuple(mine.shape) == info.shape and mine.device.type == device
+    if mine is not None and fits and writable(mine):
         return mine
-    if like is not None and tuple(like.shape) == info.shape and like.device.type == device:
+    if like is not None and tuple(like.shape) == info.shape and like.device.type == device and writable(like):
         return torch.empty_like(like, dtype=dtype, requires_grad=False).detach()
     where = like.device if like is not None and like.device.type == device else torch.device(device)
     return torch.empty(info.shape, dtype=dtype, device=where)
 
 
-def _no_tensor(name: str, device: str) -> torch.Tensor:
-    raise ValueError(f"{name}: tensors in a module's extra state are not supported; register them as buffers")
+def _dictionary(held: Any) -> MutableMapping[str, torch.Tensor | None]:
+    """A module's own, or a copy of what a TorchScript module gives in its place: its tensors are always the same."""
+    return held if isinstance(held, dict) else dict(held.items())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Address of what the tensor is a view of; 0: it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse, and what only looks like a tensor
+        return 0

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
@@ -91,12 +92,18 @@ def pull(
     """
     found: list[int] = []
     staging: torch.Tensor | None = None
+    gathered: torch.Tensor | None = None
     for group in _groups(tensors):
         hasher = xxhash.xxh3_64()
         if len(group) > 1 and all(tensors[i].is_contiguous() for i in group):
-            _fetch(pid, [(tensors[i].data_ptr(), addresses[i], _nbytes(tensors[i])) for i in group])
-            for i in group:
-                hasher.update(_memory(byte_view(tensors[i])))
+            gathered = torch.empty(PIECE_BYTES, dtype=torch.uint8) if gathered is None else gathered
+            sizes = [_nbytes(tensors[i]) for i in group]
+            _fetch_row(pid, gathered.data_ptr(), [addresses[i] for i in group], sizes)
+            hasher.update(_memory(gathered[: sum(sizes)]))
+            at = gathered.data_ptr()
+            for i, nbytes in zip(group, sizes, strict=True):
+                ctypes.memmove(tensors[i].data_ptr(), at, nbytes)
+                at += nbytes
         else:
             for i in group:
                 tensor, size = tensors[i], tensors[i].element_size()
@@ -121,8 +128,19 @@ def pull(
 def digests(tensors: Sequence[torch.Tensor], check: Callable[[], None] = lambda: None) -> list[int]:
     """xxh3 of each group of dense `tensors`, in the order in which `pull` reads them."""
     found = []
+    gathered: torch.Tensor | None = None
     for group in _groups(tensors):
         hasher = xxhash.xxh3_64()
+        if len(group) > 1:
+            gathered = torch.empty(PIECE_BYTES, dtype=torch.uint8) if gathered is None else gathered
+            first = at = gathered.data_ptr()
+            for i in group:
+                nbytes = _nbytes(tensors[i])
+                ctypes.memmove(at, tensors[i].data_ptr(), nbytes)
+                at += nbytes
+            found.append(_signed(xxhash.xxh3_64_intdigest(_memory(gathered[: at - first]))))
+            check()
+            continue
         for i in group:
             data = byte_view(tensors[i])
             for start in range(0, data.numel(), PIECE_BYTES):
@@ -162,6 +180,17 @@ def _fetch(pid: int, vectors: Sequence[tuple[int, int, int]]) -> None:
     """(here, there, bytes) each, all of them."""
     total = sum(nbytes for _, _, nbytes in vectors)
     if (came := _read(pid, vectors)) != total:
+        raise dist.DistNetworkError(f"process {pid}, the source of the state, is gone: read {came} of {total} bytes")
+
+
+def _fetch_row(pid: int, here: int, there: Sequence[int], sizes: Sequence[int]) -> None:
+    """Many pieces into one, in a row: no object for each of them."""
+    vectors = np.empty((len(sizes), 2), dtype=np.uint64)
+    vectors[:, 0], vectors[:, 1] = there, sizes
+    total = sum(sizes)
+    row = _Vector(here, total)
+    pointer = ctypes.cast(vectors.ctypes.data, ctypes.POINTER(_Vector))
+    if (came := int(_process_vm_readv(pid, row, 1, pointer, len(sizes), 0))) != total:
         raise dist.DistNetworkError(f"process {pid}, the source of the state, is gone: read {came} of {total} bytes")
 
 

@@ -11,10 +11,12 @@ from typing import Any, Literal
 
 from ..checkpoint import find, read
 from ..checkpoint.arena import Arena
+from ..checkpoint.progress import Progress, unreported
 from ..checkpoint.remote import list_remote
 from ..core import messages
 from ..core.source import Version
 from ..core.tensors import Table, TensorInfo
+from . import collector
 from .session import Session
 from .state import State
 
@@ -23,7 +25,10 @@ ASK_S = 90.0
 
 
 def extra_of(state: State, positions: Sequence[int]) -> dict[str, Any]:
-    """What a share keeps beside its tensors: the rest of the state, and where its tensors stand in the whole table."""
+    """What a share keeps beside its tensors: the rest of the state, and where its tensors stand in the whole table.
+
+    `positions` in the order of the share's file (`layout.file_order`).
+    """
     return {"state": state.extra(), "positions": list(positions)}
 
 
@@ -47,15 +52,17 @@ class Kept:
         header = self._arenas[0].header()
         return (header.generation, header.step) if header.whole else None
 
-    def load(self, state: State) -> str:
+    @collector.paused()
+    def load(self, state: State, progress: Progress = unreported) -> str:
         """Copy it into `state`. Raises NotWhole when an arena is being filled anew."""
         extras = [arena.extra() for arena in self._arenas]
-        state.adopt(
-            whole_table((extra, a.table()) for extra, a in zip(extras, self._arenas, strict=True)), extras[0]["state"]
-        )
-        kept = {name: tensor for arena in self._arenas for name, tensor in arena.tensors().items()}
-        for info, tensor in state.tensors():
-            tensor.copy_(kept[info.name])
+        besides = [arena.beside() for arena in self._arenas]
+        own = ((extra, arena.table()) for extra, arena in zip(extras, self._arenas, strict=True))
+        others = (({"positions": beside.positions}, beside.table) for beside in besides)
+        state.adopt(whole_table([*own, *others]), extras[0]["state"])
+        here = {info.name: tensor for info, tensor in state.tensors()}
+        for arena in self._arenas:
+            arena.load(here, progress)
         state.filled()
         return f"snapshot step {state.step} in this node's memory"
 
@@ -77,7 +84,7 @@ class Disk:
         found = find.peek(self.directory, self.job) or (list_remote(self.remote, self.job) if self.remote else [])
         return next(((generation, step) for step, generation, _ in found), None)
 
-    def load(self, state: State) -> str:
+    def load(self, state: State, progress: Progress = unreported) -> str:
         """The newest good checkpoint into `state`; returns words for it. A damaged one is set aside on the way.
 
         Raises NoGoodCheckpoint when there are checkpoints but none is good: starting from zero is for a person to
@@ -90,7 +97,7 @@ class Disk:
             here = {info.name: tensor for info, tensor in state.tensors()}
             return lambda info: here[info.name]
 
-        found = read.load_newest(self.directory, self.job, prepare, remote=self.remote)
+        found = read.load_newest(self.directory, self.job, prepare, remote=self.remote, progress=progress)
         if found is None:
             raise FileNotFoundError(f"no checkpoint of job {self.job!r} in {self.directory}")
         state.filled()
@@ -99,13 +106,17 @@ class Disk:
 
 
 class Store:
-    """All that is saved, as one worker can get at it: the agent's memory and the disk."""
+    """All that is saved, as one worker can get at it: the agent's memory and, if there are checkpoints, the disk."""
 
-    def __init__(self, session: Session, disk: Disk, state: State, generation: int) -> None:
+    def __init__(
+        self, session: Session, disk: Disk | None, state: State, generation: int, restore: str = "newest"
+    ) -> None:
+        """`restore` as in `core.source.choose`: 'snapshot' leaves out what was meant for memory alone."""
         self._session = session
         self._disk = disk
         self._state = state
         self._generation = generation
+        self._saved_only = restore == "snapshot"
         self._kept = Kept([])
         self._answers: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
         self._closed = False
@@ -113,11 +124,11 @@ class Store:
     def saved(self) -> tuple[Version | None, Version | None]:
         """(snapshot, checkpoint). The agent answers once what it was writing is on disk. Raises ToldToLeave."""
         self._session.on(messages.Kept, self._on_kept)
-        self._session.send(messages.AskKept(generation=self._generation))
+        self._session.send(messages.AskKept(generation=self._generation, saved=self._saved_only))
         self._session.wait(lambda: not self._answers.empty(), self._generation, ASK_S)
         descriptors = [] if self._answers.empty() else self._answers.get_nowait()
         self._kept = Kept([Arena.from_fd(descriptor, warm=False) for descriptor in descriptors])
-        return self._kept.version(), self._disk.newest()
+        return self._kept.version(), self._disk.newest() if self._disk else None
 
     def _on_kept(self, message: messages.Message, descriptors: list[int]) -> None:
         """In the monitor's thread. What nobody waits for any more, or what a generation before asked for, is closed."""
@@ -135,7 +146,10 @@ class Store:
                 _close_all(self._answers.get_nowait())
 
     def load(self, kind: Literal["snapshot", "checkpoint"]) -> str:
-        return self._kept.load(self._state) if kind == "snapshot" else self._disk.load(self._state)
+        if kind == "snapshot":
+            return self._kept.load(self._state, self._session.copied)
+        assert self._disk is not None, "a job without a checkpoint directory offers no checkpoint"
+        return self._disk.load(self._state, self._session.copied)
 
     def close(self) -> None:
         self._closed = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import time
 import traceback
 from dataclasses import dataclass
@@ -16,15 +17,16 @@ import torch.distributed as dist
 from ..core import messages
 from ..core.beat import Doing
 from ..core.cadence import Rule
+from ..core.source import StateLostError
 from .errors import FormError, LetGoError, is_communication_error
 from .group import Group, cuda_failure
 from .job import Job, Setup, Train, checked
 from .keeper import Keeper, Place
 from .restore import Disk, Store
-from .session import Session, ToldToLeave
+from .session import DEFAULTS_ENV, Session, ToldToLeave
 from .sink import AgentSink
 from .state import State
-from .sync import synchronise
+from .sync import Synced, synchronise
 
 COMPLAINT_CHARS = 2000
 
@@ -63,6 +65,7 @@ class Settings:
     checkpoint_remote: str
     checkpoint_rule: Rule
     checkpoint_shared: bool
+    snapshots: bool
 
     @staticmethod
     def from_environment() -> Settings:
@@ -85,6 +88,7 @@ class Settings:
                 every_s=float(env.get("ELASTIC_CHECKPOINT_EVERY_S", "0")),
             ),
             checkpoint_shared=env.get("ELASTIC_CHECKPOINT_SHARED", "1") == "1",
+            snapshots=env.get("ELASTIC_SNAPSHOTS", "auto") != "off",
         )
 
 
@@ -144,20 +148,29 @@ class Managed:
         self._setup = setup
         self._train = train
         self._settings = settings
+        self._state: State
         self._link = AgentLink(session, backward_waits=settings.backend == "gloo")
         self._disk = (
             Disk(settings.checkpoint_dir, settings.job, settings.checkpoint_remote) if settings.checkpoint_dir else None
         )
         self._keeper = (
-            Keeper(AgentSink(session), settings.checkpoint_rule, shared=settings.checkpoint_shared)
-            if self._disk
+            Keeper(
+                AgentSink(session),
+                settings.checkpoint_rule if self._disk else None,
+                shared=settings.checkpoint_shared,
+                snapshots=settings.snapshots,
+            )
+            if self._disk or settings.snapshots
             else None
         )
 
     def run(self) -> State:
         session, settings = self._session, self._settings
+        for name in os.environ.pop(DEFAULTS_ENV, "").split(","):
+            os.environ.pop(name, None)  # torch reads them when a group is formed
         session.start()
         session.beat(Doing.STARTING)
+        session.send(messages.Managed())
         slot = settings.slot
         job = Job(
             name=settings.job,
@@ -170,15 +183,15 @@ class Managed:
         session.on(messages.Assign, lambda message, _: self._assigned(job, message))
         if job.device.type == "cuda":
             torch.cuda.set_device(job.device)  # starts CUDA, while the survivors let go of their group
-        state = checked(self._setup(job))
-        state.watch_optimizers(job.guard())
+        state = self._build(job)
         session.beat(Doing.WAITING)
         session.send(messages.Ready(state_bytes=state.nbytes()))
+        del state
         while (form := session.next_form()) is not None:
-            self._one_generation(job, state, form)
+            self._one_generation(job, form)
             session.beat(Doing.WAITING)
         session.beat(Doing.DONE)
-        return state
+        return self._state
 
     def _device(self, slot: int) -> torch.device:
         """A standby (slot below 0) stays off the GPU until it is given a place."""
@@ -192,11 +205,11 @@ class Managed:
         job.local_rank = message.slot
         job.device = self._device(message.slot)
 
-    def _one_generation(self, job: Job, state: State, form: messages.Form) -> None:
+    def _one_generation(self, job: Job, form: messages.Form) -> None:
         session = self._session
         session.page.place(form.generation, form.rank)
         session.beat(Doing.FORMING)
-        self._link.enter(form.generation, state.step)
+        self._link.enter(form.generation, self._state.step)
         group = Group(
             backend=self._settings.backend,
             rank=form.rank,
@@ -211,7 +224,7 @@ class Managed:
         failure: BaseException | None = None
         try:
             session.holds(group, form.generation)
-            self._train_in(group, job, state, form)
+            self._train_in(group, job, form)
         except (ToldToLeave, LetGoError, FormError) as error:
             failure = error
         except Exception as error:
@@ -226,36 +239,31 @@ class Managed:
                 _forget(failure)
                 group.abort(str(failure))
             group.close()
+        state = self._state
         if failure is not None:
+            session.beat(Doing.SYNCING)  # a snapshot is completed, the state put back: no reason to be ended
             if self._keeper is not None:
                 self._keeper.leave()
             if said := cuda_failure(job.device):
                 raise RuntimeError(f"this process cannot use its GPU any more: {said}") from failure
+            if (changed := state.rewind()) is not None:
+                print(
+                    f"elastic: state.{changed} was changed after the commit of step {state.step}, and not by an "
+                    "optimizer of the state; this rank's state is of no use to the others",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self._released(state, form, failure)
 
-    def _train_in(self, group: Group, job: Job, state: State, form: messages.Form) -> None:
+    def _train_in(self, group: Group, job: Job, form: messages.Form) -> None:
         session = self._session
         group.form(lambda: session.over(form.generation))
         session.send(messages.Formed(generation=form.generation))
         session.beat(Doing.SYNCING)
         _announce(form, job)
-        state.to(job.device)
-        store = Store(session, self._disk, state, form.generation) if self._disk else None
-        try:
-            synced = synchronise(
-                state,
-                rank=form.rank,
-                world=form.world,
-                restore=form.restore,
-                generation=form.generation,
-                saved=store.saved if store else None,
-                load=store.load if store else None,
-                known_step=form.saved_step if store else 0,
-                check=lambda: session.check(form.generation, -1),
-            )
-        finally:
-            if store:
-                store.close()
+        self._state.to(job.device)
+        synced = self._synchronised(job, form)
+        state = self._state
         self._link.enter(form.generation, state.step)
         session.send(
             messages.Synced(
@@ -264,6 +272,7 @@ class Managed:
                 source=synced.source,
                 seconds=synced.seconds,
                 nbytes=synced.nbytes,
+                reached=synced.reached,
             )
         )
         session.check(form.generation, state.step)
@@ -279,12 +288,15 @@ class Managed:
             group_s=form.timeout_s,
         )
         state.forget_gradients()
+        state.begin()
         self._train(job, state)
-        session.beat(Doing.EXCHANGING)
+        session.beat(Doing.FINISHING)
         if self._keeper is not None:
+            # Where the others still step, its exchange would meet theirs of gradients.
+            dist.barrier()
             self._keeper.finish(state)  # may wait for the writer, and for the others
         # Nobody is done before everybody is: until then a rank may die and need the others' state.
-        session.beat(Doing.EXCHANGING)
+        session.beat(Doing.FINISHING)
         dist.barrier()
         session.beat(Doing.DONE)
         session.send(messages.Done(generation=form.generation, step=state.step))
@@ -292,6 +304,54 @@ class Managed:
         if not session.finished:
             # Somebody died after all: this state may be what its replacement needs.
             raise ToldToLeave(session.why())
+
+    def _synchronised(self, job: Job, form: messages.Form) -> Synced:
+        """The newest state there is. Where none is left, and none was ever saved, what a new `setup` builds: a survivor
+        that was in the middle of a step when another rank died has made no mistake, and is not to end for it."""
+        try:
+            return self._synchronise(form)
+        except StateLostError as error:
+            print(f"elastic: {error}; training begins again from setup()", file=sys.stderr, flush=True)
+        if self._state.established or not self._state.clean():
+            del self._state
+            gc.collect()  # a GPU may not have room for two
+            self._build(job)
+            self._state.to(job.device)
+        return self._synchronise(form)
+
+    def _synchronise(self, form: messages.Form) -> Synced:
+        session, state = self._session, self._state
+        store = None
+        if self._keeper is not None:
+            store = Store(session, self._disk, state, form.generation, form.restore)
+        try:
+            return synchronise(
+                state,
+                rank=form.rank,
+                world=form.world,
+                restore=form.restore,
+                generation=form.generation,
+                saved=store.saved if store else None,
+                load=store.load if store else None,
+                known_step=form.saved_step if self._disk else 0,
+                known_commit=form.reached,
+                check=lambda: self._moved(form.generation),
+            )
+        finally:
+            if store:
+                store.close()
+
+    def _build(self, job: Job) -> State:
+        """Runs `setup`."""
+        state = checked(self._setup(job))
+        state.watch_optimizers(job.guard())
+        self._state = state
+        return state
+
+    def _moved(self, generation: int) -> None:
+        """One more piece of the state has been received, or handed over."""
+        self._session.copied(0)
+        self._session.check(generation, -1)
 
     def _released(self, state: State, form: messages.Form, failure: BaseException) -> None:
         session = self._session

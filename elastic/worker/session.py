@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import mmap
 import os
+import select
 import socket
 import threading
 import time
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from ..core import messages
-from ..core.beat import PAGE_BYTES, BeatPage, Doing
+from ..core.beat import PAGE_BYTES, PULSE_S, BeatPage, Doing
 from ..core.messages import Finish, Form, LetGo, Message, SaveSoon, Yield
 
 CHANNEL_ENV = "ELASTIC_CHANNEL_FD"
@@ -29,8 +30,11 @@ AGENT_GONE_EXIT = 78
 MAX_DESCRIPTORS = 253
 """The kernel's limit for one message."""
 
-PLAIN_ENV = "ELASTIC_PLAIN"
-"""Set for a script that was taken for one without elastic: it has its rank already, as under torchrun."""
+WORKER_ENV = "ELASTIC_WORKER_PID"
+"""The worker's process id. A child that inherits the environment is no worker: its `elastic.run` runs alone."""
+
+DEFAULTS_ENV = "ELASTIC_PLAIN_DEFAULTS"
+"""Names, separated by commas, of variables that were set for the case that the script is a plain one."""
 
 
 class Abortable(Protocol):
@@ -64,7 +68,7 @@ class Session:
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> Session | None:
         """None when no agent started this process."""
-        if CHANNEL_ENV not in environment or environment.get(PLAIN_ENV):
+        if CHANNEL_ENV not in environment or environment.get(WORKER_ENV) != str(os.getpid()):
             return None
         channel = socket.socket(fileno=int(environment[CHANNEL_ENV]))
         page = mmap.mmap(int(environment[PAGE_ENV]), PAGE_BYTES)
@@ -88,6 +92,10 @@ class Session:
 
     def beat(self, doing: Doing) -> None:
         self.page.write(doing, time.monotonic())
+
+    def copied(self, nbytes: int) -> None:
+        """The main thread has copied so many bytes more: it is not hung, however long the whole copy takes."""
+        self.page.copied(nbytes, time.monotonic())
 
     def next_form(self) -> Form | None:
         """Wait for a generation to form; None when the job is over."""
@@ -145,7 +153,13 @@ class Session:
     # ── monitor thread ──────────────────────────────────────────────────────────────────────────────────────
 
     def _monitor(self) -> None:
+        poller = select.poll()
+        poller.register(self._channel, select.POLLIN)
         while True:
+            # A thread that does not get the interpreter's lock cannot say so: no pulse tells that nothing here runs.
+            self.page.pulse(time.monotonic())
+            if not poller.poll(PULSE_S * 1000):
+                continue
             try:
                 raw, ancillary, _, _ = self._channel.recvmsg(
                     messages.MAX_MESSAGE_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)

@@ -5,10 +5,13 @@ The agent writes them to disk, also when this process is dead by then. It hears 
 
 from __future__ import annotations
 
+import contextlib
+import math
 import queue
 import threading
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +20,16 @@ from ..checkpoint.arena import Arena
 from ..checkpoint.errors import ArenaError
 from ..checkpoint.fill import Fill
 from ..checkpoint.layout import arena_nbytes
+from ..checkpoint.memcpy import WORTH_A_THREAD_BYTES
 from ..core import messages
 from ..core.beat import Doing
+from ..core.tensors import ALONE, Beside, Table
 from .keeper import Part
 from .session import Session
 
 ARENA_WAIT_S = 30.0
+ASK_AGAIN_S = 60.0
+"""After the agent has said that the node has not memory enough for more than the shares to be written."""
 NO_MEMORY = -1
 
 
@@ -43,9 +50,15 @@ class AgentSink:
         self._arenas: list[Arena] = []
         self._busy: set[int] = set()
         self._copying: _Copying | None = None
+        self._cold: set[int] = set()
+        """Buffers whose pages may not be present yet."""
+        self._refused_s = -math.inf
+        self._sized: tuple[Table, Beside, int] = ((), ALONE, arena_nbytes(()))
         self._beside = True
         self._beside_s = 0.0
         self._preparing: threading.Thread | None = None
+        self._awaited = True
+        """The main thread waits for what is done in here: then it is progress of this worker."""
         self._offers: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[messages.Saved] = queue.SimpleQueue()
         self._durable_s = 0.0
@@ -89,19 +102,33 @@ class AgentSink:
     # ── one snapshot ────────────────────────────────────────────────────────────────────────────────────────
 
     def put(self, part: Part) -> bool:
-        """False: the agent has no memory for it, or still writes both that the worker before this one has filled."""
+        """False: the agent has no memory for it, or still writes both that the worker before this one has filled.
+
+        Where there is no memory for what is kept beside the share, the share alone is put if it is to be written.
+        """
         self.settle()
         self._session.beat(Doing.SAVING)
         self._prepared()
-        self._make_room(arena_nbytes(part.table))
+        if not self._has_room(part, optional=bool(part.beside.table) or not part.save):
+            part = part.own()
+            if not part.save or not self._has_room(part, optional=False):
+                return False
         self._take_results()
         buffer = self._free_buffer()
         if buffer is None:
             return False
         began_s = time.monotonic()
         arena = self._arenas[buffer]
-        arena.layout(part.table, share=part.share, shares=part.shares)
-        fill = arena.fill(part.tensors, volatile=part.volatile if self._beside else range(len(part.tensors)))
+        if buffer in self._cold and part.tensors and part.tensors[0].is_cuda:
+            arena.touch(self._session.copied)  # to register it with CUDA would do that without a sign of progress
+        arena.layout(
+            part.table, share=part.share, shares=part.shares, beside=part.beside, part=part.part, parts=part.parts
+        )
+        fill = arena.fill(
+            part.tensors,
+            volatile=part.volatile if self._beside else range(len(part.tensors)),
+            progress=self._session.copied,
+        )
         self._copying = _Copying(part, buffer, fill, time.monotonic() - began_s)
         if fill.done:
             self.settle()
@@ -143,7 +170,8 @@ class AgentSink:
         except ArenaError as error:
             warnings.warn(f"no snapshot of step {part.step}: {error}", stacklevel=2)
             return
-        self._busy.add(copying.buffer)
+        if part.save:
+            self._busy.add(copying.buffer)
         self._session.send(
             messages.Filled(
                 generation=part.commit_generation,
@@ -154,9 +182,14 @@ class AgentSink:
                 shares=part.shares,
                 stall_s=copying.launched_s + time.monotonic() - began_s,
                 interval=part.interval,
+                save=part.save,
+                kept=part.kept,
                 skipped=part.skipped,
             )
         )
+        self._cold.discard(copying.buffer)
+        if self._cold:
+            self._prepare_by_thread(self._warm, part.tensors)
 
     def _free_buffer(self) -> int | None:
         """The older of the buffers that nobody writes from."""
@@ -166,52 +199,90 @@ class AgentSink:
     # ── the buffers ─────────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self, part: Part) -> None:
-        """Get the buffers and register them with CUDA while training goes on; both take about as long as a copy."""
+        """Get the buffers, make their pages present and register them with CUDA, all while training goes on: on fresh
+        memory that takes several times as long as a copy."""
         if self._preparing is not None or self._arenas:
             return
-        device = next(tensor.device for tensor in part.tensors if tensor.is_cuda)
-        nbytes = arena_nbytes(part.table)
 
-        self._preparing = threading.Thread(
-            target=self._make_room, args=[nbytes, device], name="elastic-arenas", daemon=True
-        )
-        self._preparing.start()
+        def act(device: torch.device | None) -> None:
+            if self._has_room(part, optional=bool(part.beside.table)) or self._has_room(part.own(), optional=False):
+                self._warm(device)
+
+        self._prepare_by_thread(act, part.tensors)
+
+    def _prepare_by_thread(self, act: Callable[[torch.device | None], None], tensors: Sequence[torch.Tensor]) -> None:
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        self._awaited = False
+        thread = threading.Thread(target=act, args=[device], name="elastic-arenas", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the system has no thread to spare: the next copy does it
+            thread.start()
+            self._preparing = thread
 
     def _prepared(self) -> None:
+        self._awaited = True
         if self._preparing is not None:
             self._preparing.join()  # it has a deadline of its own
             self._preparing = None
 
-    def _make_room(self, nbytes: int, device: torch.device | None = None) -> None:
-        """Two buffers of at least `nbytes` from the agent; without them there is no snapshot."""
+    def _touched(self, nbytes: int) -> None:
+        if self._awaited:
+            self._session.copied(nbytes)
+
+    def _warm(self, device: torch.device | None) -> None:
+        """Make the pages of the buffers present, and register them with CUDA."""
+        for buffer, arena in enumerate(self._arenas):
+            with contextlib.suppress(ArenaError):  # it says so again when it is filled
+                if buffer in self._cold:
+                    arena.touch(self._touched)
+                if device is not None:
+                    arena.pin(device, self._touched)
+        self._cold.clear()
+
+    def _has_room(self, part: Part, *, optional: bool) -> bool:
+        if self._sized[:2] != (part.table, part.beside):
+            self._sized = part.table, part.beside, arena_nbytes(part.table, beside=part.beside.table)
+        nbytes = self._sized[2]
         if self._arenas and self._arenas[0].capacity >= nbytes:
-            return
+            return True
+        if optional and time.monotonic() - self._refused_s < ASK_AGAIN_S:
+            return False
+        if self._make_room(nbytes, optional):
+            return True
+        if optional:
+            self._refused_s = time.monotonic()
+        return False
+
+    def _make_room(self, nbytes: int, optional: bool) -> bool:
+        """Two buffers of at least `nbytes` from the agent; without them there is no snapshot."""
         for arena in self._arenas:
             arena.close()
-        self._arenas, self._busy = [], set()
+        self._arenas, self._busy, self._cold = [], set(), set()
         arenas: list[Arena] = []
         busy: set[int] = set()
-        self._session.send(messages.NeedArena(nbytes=nbytes))
+        self._session.send(messages.NeedArena(nbytes=nbytes, optional=optional))
         deadline_s = time.monotonic() + ARENA_WAIT_S
         while len(arenas) < 2:
             try:
                 descriptor, written_from = self._offers.get(timeout=max(0.0, deadline_s - time.monotonic()))
                 if descriptor == NO_MEMORY:
-                    return
-                arena = Arena.from_fd(descriptor, warm=device is None)  # to pin a page makes it present
+                    return False
+                arena = Arena.from_fd(descriptor, warm=False)
                 if arena.capacity < nbytes:
                     arena.close()  # the answer to an earlier request, which was not waited for any longer
                     continue
                 if written_from:
                     busy.add(len(arenas))
                 arenas.append(arena)
-                if device is not None:
-                    arenas[-1].pin(device)
+                if nbytes < WORTH_A_THREAD_BYTES:
+                    arena.touch(self._touched)
             except (queue.Empty, ArenaError):
                 for arena in arenas:
                     arena.close()
-                return
-        self._busy, self._arenas = busy, arenas  # in this order: `free` may be asked meanwhile
+                return False
+        # In this order: `free` may be asked meanwhile.
+        self._busy, self._cold = busy, set() if nbytes < WORTH_A_THREAD_BYTES else set(range(len(arenas)))
+        self._arenas = arenas
+        return True
 
     # ── what the agent says ─────────────────────────────────────────────────────────────────────────────────
 

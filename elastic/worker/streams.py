@@ -57,6 +57,7 @@ def streams(
     collate: Callable[[list[Any]], Any] | None = None,
     device: torch.device | str | None = None,
     share: Share | None = None,
+    on_turn: Callable[[], None] = lambda: None,
 ) -> Iterator[Batch]:
     """This rank's part of each step from `state.step` to `steps`; a stream that ends begins again.
 
@@ -95,6 +96,7 @@ def streams(
                 raise RuntimeError(
                     f"step {step} ended with state.step = {state.step}: call job.commit(state) once a turn"
                 )
+            on_turn()
     finally:
         for stream in mine.values():
             stream.close()

@@ -11,9 +11,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ..core.source import Choice, Offer, Version, choose
+from ..core.source import Choice, Offer, Version, choose, reached
 from ..core.tensors import Table
-from . import broadcast, pull
+from . import broadcast, collector, pull
 from .state import State
 
 Saved = Callable[[], tuple[Version | None, Version | None]]
@@ -36,6 +36,8 @@ class Synced:
     """Received by this rank; 0 where the state was here already."""
     reason: str
     """Why this source, in words."""
+    reached: int
+    """The newest step that any rank knows to have been committed before."""
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -60,15 +62,17 @@ def synchronise(
     saved: Saved | None = None,
     load: Load | None = None,
     known_step: int = 0,
+    known_commit: Version = (0, 0),
     check: Callable[[], None] = lambda: None,
 ) -> Synced:
     """Make every rank's `state` the newest there is, over torch's default group. All ranks call it.
 
     `saved` says what `load` could load here; it is asked only when nobody's live state will do, and must be given on
-    all ranks or none. `known_step`: of the newest checkpoint that the job is known to have had. `check` raises once
-    the group was let go of.
+    all ranks or none. `known_step`: of the newest checkpoint that the job is known to have had. `known_commit`: of the
+    newest commit that this rank's agent knows of. `check` raises once the group was let go of.
     If this raises half-way, `state.clean()` is False and the rank needs the state from another one. Raises
-    NoStateError, ValueError (this rank's model is another one), broadcast.CorruptError, what `load` raises.
+    NoStateError (StateLostError: on all ranks alike), ValueError (this rank's model is another one),
+    broadcast.CorruptError, what `load` raises.
     """
     begun_s = time.monotonic()
     mine = Offer(
@@ -77,6 +81,7 @@ def synchronise(
         clean=state.clean(),
         established=state.established,
         known_step=known_step,
+        reached=known_commit,
     )
     offers = _gather(mine, world)
     # Live state of an older generation may be that of a node which was cut off while the others went on and saved.
@@ -88,15 +93,24 @@ def synchronise(
         check()
         offers = _gather(msgspec.structs.replace(mine, snapshot=snapshot, checkpoint=checkpoint), world)
     choice = choose(offers, restore)
-    source, nbytes = _bring(state, choice, rank, generation, load, check)
+    with collector.paused():
+        source, nbytes = _bring(state, choice, rank, generation, load, check)
     check()
     seconds = time.monotonic() - begun_s
-    return Synced(step=state.step, source=source, seconds=seconds, nbytes=nbytes, reason=choice.reason)
+    return Synced(
+        step=state.step,
+        source=source,
+        seconds=seconds,
+        nbytes=nbytes,
+        reason=choice.reason,
+        reached=reached(offers),
+    )
 
 
 def _gather(mine: Offer, world: int) -> list[Offer]:
     snapshot, checkpoint = mine.snapshot or _NONE, mine.checkpoint or _NONE
-    numbers = [*mine.version, int(mine.clean), int(mine.established), mine.known_step, *snapshot, *checkpoint]
+    numbers = [*mine.version, int(mine.clean), int(mine.established), mine.known_step, *mine.reached]
+    numbers += [*snapshot, *checkpoint]
     if world == 1:
         return [mine]
     device = broadcast.control_device()
@@ -107,7 +121,7 @@ def _gather(mine: Offer, world: int) -> list[Offer]:
 
 
 def _offer(rank: int, numbers: Sequence[int]) -> Offer:
-    generation, step, clean, established, known_step, *kept = numbers
+    generation, step, clean, established, known_step, reached_in, reached_step, *kept = numbers
     snapshot, checkpoint = (kept[0], kept[1]), (kept[2], kept[3])
     return Offer(
         rank=rank,
@@ -115,6 +129,7 @@ def _offer(rank: int, numbers: Sequence[int]) -> Offer:
         clean=bool(clean),
         established=bool(established),
         known_step=known_step,
+        reached=(reached_in, reached_step),
         snapshot=None if snapshot == _NONE else snapshot,
         checkpoint=None if checkpoint == _NONE else checkpoint,
     )

@@ -12,11 +12,17 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 Codecs = Mapping[type, Codec]
 """type -> (to something encodable, back again)."""
+
+_FACTORIES: dict[str, Any] = {"": None} | {
+    kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple)
+}
+"""Of a defaultdict. Others are refused: a function cannot be kept."""
 
 _BIG = 1 << 53
 """Integers from here on are spelled out: not every JSON reader keeps them."""
@@ -43,11 +49,13 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], codecs: Code
         if isinstance(value, kind):
             return {"$as": _name(kind), "value": sub(to_json(value), "value")}
     if isinstance(value, torch.Tensor):
-        tensors[path] = value.detach()
+        tensors[path] = value
         return {"$tensor": path, "on": value.device.type}
-    if isinstance(value, float):  # numpy's float64 is one, too
-        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     kind = type(value)
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        return {"$numpy": value.dtype.str, "value": base64.b64encode(value.tobytes()).decode()}
     if kind in (type(None), bool, str):
         return value
     if kind is int:
@@ -59,10 +67,14 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], codecs: Code
     if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
     if kind in (set, frozenset):
-        return {"$set": [sub(item, i) for i, item in enumerate(sorted(value, key=repr))]}
+        return {f"${kind.__name__}": [sub(item, i) for i, item in enumerate(sorted(value, key=repr))]}
     if kind is collections.Counter:
         return {"$counter": _pairs(value, sub)}
-    if kind in (dict, collections.OrderedDict, collections.defaultdict):
+    if kind is collections.OrderedDict:
+        return {"$ordered": _pairs(value, sub)}
+    if kind is collections.defaultdict and _FACTORIES.get(_name_of(value.default_factory)) is value.default_factory:
+        return {"$default": _name_of(value.default_factory), "items": _pairs(value, sub)}
+    if kind is dict:
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: sub(item, key) for key, item in value.items()}
         return {"$dict": _pairs(value, sub)}
@@ -90,6 +102,14 @@ def decode(value: Any, tensors: Callable[[str, str], torch.Tensor], codecs: Code
             return base64.b64decode(text)
         case {"$set": list(items)}:
             return {sub(item) for item in items}
+        case {"$frozenset": list(items)}:
+            return frozenset(sub(item) for item in items)
+        case {"$numpy": str(code), "value": str(text)}:
+            return np.frombuffer(base64.b64decode(text), dtype=code)[0]
+        case {"$ordered": list(pairs)}:
+            return collections.OrderedDict((sub(key), sub(item)) for key, item in pairs)
+        case {"$default": str(name), "items": list(pairs)}:
+            return collections.defaultdict(_FACTORIES[name], ((sub(key), sub(item)) for key, item in pairs))
         case {"$counter": list(pairs)}:
             return collections.Counter({sub(key): sub(item) for key, item in pairs})
         case {"$dict": list(pairs)}:
@@ -102,6 +122,22 @@ def decode(value: Any, tensors: Callable[[str, str], torch.Tensor], codecs: Code
         case dict():
             return {key: sub(item) for key, item in value.items()}
     return value
+
+
+def tensors_named(value: Any) -> set[str]:
+    """Names of the tensors that stand in what `encode` returned."""
+    match value:
+        case {"$tensor": str(name)}:
+            return {name}
+        case dict():
+            return {name for item in value.values() for name in tensors_named(item)}
+        case list():
+            return {name for item in value for name in tensors_named(item)}
+    return set()
+
+
+def _name_of(factory: Any) -> str:
+    return "" if factory is None else getattr(factory, "__name__", "")
 
 
 def _name(kind: type) -> str:

@@ -1,6 +1,8 @@
 """A process that has torch imported and forks workers in milliseconds. One thread, no CUDA, no gRPC.
 
-    python -m elastic.worker.zygote CONTROL_FD AGENT_PID [MODULE …]
+    python -m elastic.worker.zygote CONTROL_FD AGENT_PID PRELOAD
+
+PRELOAD is JSON: a `core.messages.Preload`.
 
 Workers are forked twice, so that they become children of the agent (a child subreaper): it can wait for them, and
 they outlive this process.
@@ -21,6 +23,9 @@ import time
 from collections.abc import Mapping, Sequence
 
 from ..core import messages
+from . import fitness
+from .script_imports import preloadable
+from .title import JOB_ENV, title
 
 PR_SET_PDEATHSIG = 1
 
@@ -38,24 +43,29 @@ WARM_MODULES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    control_fd, agent_pid, preload = int(argv[0]), int(argv[1]), argv[2:]
+    control_fd, agent_pid, wanted = int(argv[0]), int(argv[1]), messages.to_preload(argv[2].encode())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != agent_pid:
         return 0  # it died before we could ask to die with it
+    title(f"elastic zygote of {os.environ.get(JOB_ENV, '?')}")
     control = socket.socket(fileno=control_fd)
     began_s = time.monotonic()
-    problems = _import([*WARM_MODULES, *preload])
+    imports = preloadable(wanted.argv, wanted.workdir, wanted.skip)
+    preload = [*wanted.modules, *(name for name in imports if name not in wanted.modules)]
+    problems, starters = _import([*WARM_MODULES, *preload])
     _load_cuda_libraries(os.environ)
-    problems += _warm()
-    problems += _cuda_problems(_open_files())
+    _warm()
+    if unfit := fitness.unfit():
+        unfit = "; ".join([unfit, *starters])
     gc.collect()
     gc.freeze()  # collections in the children leave the shared pages alone
     _send(
         control,
         messages.ZygoteReady(
             seconds=time.monotonic() - began_s,
-            preloaded=tuple(m for m in (*WARM_MODULES, *preload) if m in sys.modules),
+            preloaded=tuple(m for m in preload if m in sys.modules),
             problems=tuple(problems),
+            unfit=unfit,
         ),
     )
     while True:
@@ -66,28 +76,43 @@ def main(argv: Sequence[str]) -> int:
         for _level, _kind, data in ancillary:
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
         order = messages.to_zygote(raw)
-        pid = _fork(control, order, list(descriptors), agent_pid)
+        if unfit := unfit or fitness.unfit_by_threads():
+            answer: messages.Message = messages.Refused(ticket=order.ticket, why=unfit)
+        else:
+            answer = messages.Forked(ticket=order.ticket, pid=_fork(control, order, list(descriptors), agent_pid))
         for descriptor in descriptors:
             os.close(descriptor)
-        _send(control, messages.Forked(ticket=order.ticket, pid=pid))
+        _send(control, answer)
 
 
 def _send(control: socket.socket, message: messages.Message) -> None:
     control.send(messages.encode(message))
 
 
-def _import(modules: Sequence[str]) -> list[str]:
-    problems = []
+def _import(modules: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Import `modules`. Returns a line for each that could not be, and for each that started what no fork survives."""
+    problems, starters = [], []
+    threads, cuda = fitness.threads(), False
     for name in modules:
         try:
             importlib.import_module(name)
         except Exception as error:  # noqa: BLE001 - the user's module: any mistake in it is reported, the worker meets it again
             problems.append(f"{name}: {type(error).__name__}: {error}")
-    return problems
+        if (now := fitness.threads()) > threads:
+            starters.append(f"the import of {name} started {now - threads} of them")
+            threads = now
+        if not cuda and "torch" in sys.modules and fitness.cuda_started():
+            starters.append(f"the import of {name} started CUDA")
+            cuda = True
+    return problems, starters
 
 
-def _warm() -> list[str]:
-    """Run the paths that are slow the first time: autograd, an optimizer step. They leave no thread behind."""
+def _warm() -> None:
+    """Run the paths that are slow the first time, as far as a fork survives it.
+
+    A backward and an optimizer's step only where torch has no accelerator: elsewhere the one starts autograd's threads
+    for the devices, and the other asks for the current stream, which starts CUDA.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -95,13 +120,11 @@ def _warm() -> list[str]:
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         loss = torch.nn.functional.cross_entropy(model(torch.ones(2, 4)), torch.zeros(2, dtype=torch.int64))
+        if not fitness.cpu_build():
+            return
         torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    threads = len(os.listdir("/proc/self/task"))
-    if threads != 1:
-        return [f"{threads} threads run in the zygote: a module named in preload started them; forks may hang"]
-    return []
 
 
 def _load_cuda_libraries(environment: Mapping[str, str]) -> None:
@@ -112,24 +135,6 @@ def _load_cuda_libraries(environment: Mapping[str, str]) -> None:
     if environment.get("CUDA_VISIBLE_DEVICES"):
         with contextlib.suppress(OSError):  # a worker that needs it says what is missing
             ctypes.CDLL("libcuda.so.1")
-
-
-def _open_files() -> list[str]:
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
-    return found
-
-
-def _cuda_problems(open_files: Sequence[str]) -> list[str]:
-    """CUDA does not survive a fork. Whoever starts it opens the driver's memory device, torch or not."""
-    import torch
-
-    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if started or "/dev/nvidia-uvm" in open_files:
-        return ["CUDA was started in the zygote, by a module named in preload: workers cannot use their GPUs"]
-    return []
 
 
 def _fork(control: socket.socket, order: messages.Fork, descriptors: list[int], agent_pid: int) -> int:

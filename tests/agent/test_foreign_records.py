@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import selectors
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 
 from elastic.agent.loop import Loop
+from elastic.agent.pool import Pool
 from elastic.core.agentfile import AgentConfig, EtcdAccess
 from elastic.core.keys import ClusterKeys
 from elastic.core.membership import Limits
+from elastic.core.messages import Preload
 from elastic.core.model import Agent, Policy
 from elastic.core.records import GenerationRecord, JobState, MemberRecord, Phase, Place, SpecRecord, encode
 from elastic.core.spec import JobSpec
@@ -77,10 +80,11 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
         spec=SPEC.spec,
         timeouts=Timeouts(),
     )
-    made = Loop(config, Agent(policy), Mute(), Mute(), Mute(), KEYS, SPEC)  # type: ignore[arg-type]
+    pool = Pool(selectors.DefaultSelector(), "", Preload(), 1.0)
+    made = Loop(config, Agent(policy), Mute(), Mute(), Mute(), KEYS, SPEC, pool)  # type: ignore[arg-type]
     yield made
     made.saver.close()
-    made._selector.close()
+    made.pool.selector.close()
     made._wake_read.close()
     made._wake_write.close()
     gc.collect()

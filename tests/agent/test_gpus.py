@@ -36,8 +36,10 @@ from elastic.agent import environment, gpus, selftest
 from elastic.agent.gpus import Gate
 from elastic.agent.pool import Pool
 from elastic.core.agentfile import AgentConfig, EtcdAccess
+from elastic.core.messages import Preload
 from elastic.core.spec import JobSpec
-from elastic.worker import zygote
+from elastic.worker import fitness, zygote
+from elasticd import host
 from elasticd.gpus import TESTING, Health, _same, self_test
 
 
@@ -170,7 +172,7 @@ def test_without_gpus_nvml_is_not_even_asked(nvml: FakeNvml) -> None:
 def pool() -> Iterator[tuple[Pool, socket.socket]]:
     """A pool whose zygote is up, and the zygote's end of the line."""
     with selectors.DefaultSelector() as selector:
-        pool = Pool(selector, sys.executable, (), 1.0)
+        pool = Pool(selector, sys.executable, Preload(), 1.0)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pool._zygote._control, pool._zygote.up = ours, True
         theirs.setblocking(False)
@@ -333,6 +335,31 @@ def test_a_node_without_gpus_is_well_at_once() -> None:
     assert health.reason == ""
 
 
+def test_gpus_that_cannot_be_seen_keep_the_node_out_of_work(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a machine with GPUs would train on its CPU, and nothing would say so."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+    found = host.gpus()
+    assert found.indices == ()
+    assert "nvidia-ml-py is missing: pip install nvidia-ml-py" in found.problem
+    with capture_logs() as logs:
+        health = Health(found.indices, structlog.get_logger(), self_test=True, problem=found.problem)
+    health.run()
+    assert health.reason == health.sick == found.problem
+    assert [(entry["event"], entry["log_level"]) for entry in logs] == [("gpu.sick", "error")]
+    assert host.gpus("none") == host.Gpus()
+
+
+def test_a_driver_that_does_not_answer_keeps_the_node_out_of_work(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise NVMLError_GpuIsLost()
+
+    assert host.gpus() == host.Gpus((0, 1))
+    monkeypatch.setattr(nvml, "nvmlInit", refuse)
+    assert "GPUs cannot be seen: NVML" in host.gpus().problem
+
+
 # ── the self-test ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -405,16 +432,14 @@ def test_the_daemon_takes_the_self_tests_word(script: str, says: str, monkeypatc
 # ── the zygote ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_zygote_without_cuda_has_no_problem() -> None:
-    assert zygote._cuda_problems(()) == []
-
-
-def test_cuda_started_before_the_fork_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_driver = zygote._cuda_problems(("/dev/null", "/dev/nvidia-uvm"))
+def test_cuda_that_was_started_is_noticed_however_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not fitness.cuda_started()
+    with monkeypatch.context() as patch:
+        patch.setattr(fitness, "_open_files", lambda: ("/dev/null", "/dev/nvidia-uvm"))
+        assert fitness.cuda_started()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    by_torch = zygote._cuda_problems(())
-    assert len(by_driver) == len(by_torch) == 1
-    assert "CUDA was started in the zygote" in by_driver[0]
+    assert fitness.cuda_started()
+    assert "CUDA was started in it" in fitness.unfit()
 
 
 def test_the_drivers_library_is_loaded_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:

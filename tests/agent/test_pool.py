@@ -18,10 +18,13 @@ import pytest
 from support.procs import alive
 from support.wait import eventually
 
-from elastic.agent import zygote
+from elastic.agent import family, zygote
+from elastic.agent.children import exit_status
 from elastic.agent.errors import read_error
-from elastic.agent.pool import PR_SET_CHILD_SUBREAPER, Exited, Happening, Pool, ZygoteUp
-from elastic.core.messages import Forked, SaveSoon
+from elastic.agent.family import Family
+from elastic.agent.pool import PR_SET_CHILD_SUBREAPER, Exited, Happening, Pool, Said, ZygoteUp
+from elastic.agent.zygote import ZygoteUnfit
+from elastic.core.messages import Forked, Preload, Refused, Released, SaveSoon, ScriptEnded, encode
 
 
 class Bench:
@@ -30,7 +33,7 @@ class Bench:
     def __init__(self, folder: Path, python: str = sys.executable) -> None:
         self.folder = folder
         self.selector = selectors.DefaultSelector()
-        self.pool = Pool(self.selector, python, (), grace_s=0.5)
+        self.pool = Pool(self.selector, python, Preload(), grace_s=0.5)
         self.seen: list[Happening] = []
         self.pool.start(dict(os.environ), str(folder / "zygote.log"))
 
@@ -80,6 +83,35 @@ def test_how_workers_end(bench: Bench) -> None:
     ends = [bench.exit_of(life) for life in (1, 2, 3, 4)]
     assert [(e.code, e.signal) for e in ends if e] == [(3, None), (None, "SIGABRT"), (0, None), (None, "SIGKILL")]
     assert (bench.folder / "3.log").read_text() == "hello\n"
+
+
+def test_one_that_is_ended_before_it_was_started_waits_for_no_zygote(bench: Bench) -> None:
+    bench.pool.fork(1, 0, dict(os.environ), ["x.py"], str(bench.folder), str(bench.folder / "1.log"))
+    bench.pool.kill(1, gently=True)
+    (end,) = bench.pool.tick()
+    assert isinstance(end, Exited)
+    assert "before it was started" in end.cause
+    assert not bench.pool.processes
+    assert not any(isinstance(h, ZygoteUp) for h in bench.seen)
+
+
+def test_ps_tells_worker_and_zygote_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"TORCHELASTIC_RUN_ID": "train", "LOCAL_RANK": "3", "SPT_NOENV": "1", "ELT_MARK": "here"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    bench = Bench(tmp_path)
+    try:
+        pid = bench.worker(1, ASLEEP)
+        bench.until(lambda: "up" in (tmp_path / "1.log").read_text())
+        shown = [Path(f"/proc/{p}/cmdline").read_bytes() for p in (bench.pool._zygote.pid, pid)]
+        assert shown[0].startswith(b"elastic zygote of train\0")
+        assert shown[1].startswith(b"elastic worker of train, slot 3: ")
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        assert b"ELT_MARK=here" in environ, "whose process it is can still be read"
+    finally:
+        bench.pool.close()
+        bench.selector.close()
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(bench: Bench) -> None:
@@ -166,6 +198,63 @@ class TestBroken:
         assert not bench.pool.processes
 
 
+class TestUnfit:
+    """A zygote that must not be forked from: a thread of its own would be missing in every worker."""
+
+    SITE = """
+import sys, threading
+if "elastic.worker.zygote" in " ".join(sys.orig_argv):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+
+    @pytest.fixture
+    def bench(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+        (tmp_path / "sitecustomize.py").write_text(self.SITE)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+        made = Bench(tmp_path)
+        yield made
+        made.pool.close()
+        made.selector.close()
+        gc.collect()
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+    def test_workers_are_new_processes(self, bench: Bench) -> None:
+        bench.worker(1, "import threading\nprint('threads', threading.active_count())\nraise SystemExit(3)\n")
+        bench.worker(2, "import os; os.abort()\n")
+        bench.worker(3, ASLEEP)
+        bench.until(lambda: "up" in (bench.folder / "3.log").read_text())
+        bench.pool.kill(3)
+        bench.until(lambda: all(bench.exit_of(life) for life in (1, 2, 3)))
+        ends = [bench.exit_of(life) for life in (1, 2, 3)]
+        assert [(e.code, e.signal) for e in ends if e] == [(3, None), (None, "SIGABRT"), (None, "SIGKILL")]
+        assert (bench.folder / "1.log").read_text() == "threads 1\n"
+        assert not any(isinstance(h, ZygoteUp) for h in bench.seen)
+        (unfit,) = [h for h in bench.seen if isinstance(h, ZygoteUnfit)]
+        assert "2 threads run in it" in unfit.why
+        assert bench.pool.why_fresh == unfit.why
+        assert bench.pool._zygote.pid == 0
+
+
+def test_one_that_has_become_unfit_since_is_not_forked_from(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.until(lambda: bench.seen)
+    first = bench.pool._zygote.pid
+    control = bench.pool._zygote._control
+    assert control is not None
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, monkeypatch.context() as patch:
+        patch.setattr(bench.pool._zygote, "order", lambda order, descriptors: True)
+        bench.pool.fork(1, 0, dict(os.environ), ["absent.py"], str(bench.folder), str(bench.folder / "1.log"))
+        theirs.send(encode(Refused(ticket=1, why="a thread runs in it")))
+        patch.setattr(bench.pool._zygote, "_control", ours)
+        bench.selector.unregister(control)
+        bench.selector.register(ours, selectors.EVENT_READ, ("zygote", 0))
+        bench.until(lambda: bench.exit_of(1))
+        control.close()
+    assert bench.pool.why_fresh == "a thread runs in it"
+    assert not alive(first)
+    assert "absent.py" in (bench.folder / "1.log").read_text()
+
+
 def test_where_no_worker_can_be_made_one_has_exited(bench: Bench) -> None:
     for life, log_file in ((1, bench.folder / "absent" / "1.log"), (2, bench.folder)):
         bench.pool.fork(life, 0, dict(os.environ), ["x.py"], str(bench.folder), str(log_file))
@@ -186,23 +275,82 @@ def test_a_fork_that_failed_is_an_exit(bench: Bench, pid: int) -> None:
     assert not bench.pool.processes
 
 
-def test_reaping_takes_orphans_only(bench: Bench) -> None:
-    """Not what somebody of ours waits for: its exit status would be lost."""
+LEAVES = """
+import os, subprocess, time
+def detached(**more):
+    argv = ["sh", "-c", "echo $$; exec sleep 600"]
+    made = subprocess.Popen(argv, start_new_session=True, stdout=-1, text=True, **more)
+    return int(made.stdout.readline())
+pids = [detached(), detached(env={})]
+if (middle := os.fork()) == 0:  # a service that leaves its parent
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    time.sleep(600)
+os.waitpid(middle, 0)
+print(*pids, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_worker_leaves_in_sessions_of_its_own_goes_with_it_and_nothing_of_the_living(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = set(family.children(os.getpid()))  # of the test session: its guard, say
     ours = subprocess.Popen([sys.executable, "-c", "raise SystemExit(5)"])
-    eventually(lambda: state(ours.pid) == "Z", 10.0)
+    service = subprocess.Popen(["sleep", "600"])
+    pids = {life: bench.worker(life, LEAVES) for life in (1, 2)}
+    left = {}
+    for life in pids:
+        log = bench.folder / f"{life}.log"
+        bench.until(lambda log=log: log.read_text().count("\n"))  # type: ignore[misc]
+        left[life] = [int(pid) for pid in log.read_text().split()]
+    monkeypatch.setattr(bench.pool, "_look_due_s", 0.0)
+    bench.pool.reap()
+    os.kill(pids[1], signal.SIGKILL)
+    bench.until(lambda: bench.exit_of(1))
+    bench.until(lambda: not any(alive(pid) for pid in left[1]), 5.0)
+    bench.pool.reap()
+    assert all(alive(pid) for pid in left[2])
+    bench.pool.close()
+    assert not any(alive(pid) for pid in left[2])
+    kept = set(family.children(os.getpid())) - others
+    served = alive(service.pid)
+    service.kill()
+    service.wait()
+    assert kept <= {ours.pid, service.pid}
+    assert served, "that is ours"
+    assert ours.wait() == 5, "and so was this one: its exit status is still there"
+
+
+def test_a_service_in_a_session_with_the_number_of_a_dead_worker_is_that_of_the_living_one() -> None:
+    living = subprocess.Popen(["sleep", "600"])
+    service = subprocess.Popen(
+        ["sleep", "600"], start_new_session=True, env={**os.environ, "ELASTIC_WORKER_PID": str(living.pid)}
+    )
+    try:
+        made = Family()
+        made.look([service.pid])  # a worker had that number once
+        made.look([])
+        made._of.clear()
+        assert made.orphans([service.pid], [living.pid]) == []
+        assert [orphan.pid for orphan in made.orphans([service.pid], [])] == [service.pid]
+    finally:
+        for process in (living, service):
+            process.kill()
+            process.wait()
+
+
+def test_what_died_at_birth_is_not_taken_for_an_orphan(bench: Bench) -> None:
     text = "import subprocess\nprint(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)\n"
+    bench.pool._zygote._ordered[9] = time.monotonic()
     bench.worker(1, text)
     bench.until(lambda: bench.exit_of(1))
     orphan = int((bench.folder / "1.log").read_text())
-    os.kill(orphan, signal.SIGKILL)
-    eventually(lambda: state(orphan) == "Z", 5.0)
-    bench.pool._zygote._ordered[9] = time.monotonic()
-    bench.pool.reap()
-    assert state(orphan) == "Z", "one whose number is still to come may be among them"
+    assert alive(orphan), "one whose number is still to come may be among them"
     bench.pool._zygote.forget(9)
     bench.pool.reap()
-    assert not alive(orphan)
-    assert ours.wait() == 5
+    eventually(lambda: not alive(orphan), 5.0)
 
 
 def state(pid: int) -> str:
@@ -221,3 +369,74 @@ def test_a_worker_that_reads_nothing_stops_nobody(bench: Bench) -> None:
         bench.pool.tell(1, SaveSoon(reason="x" * 100))
     bench.pool.kill(1)
     bench.until(lambda: bench.exit_of(1))
+
+
+def test_the_end_of_its_channel_reports_a_death_before_the_kernel_has_told_it(bench: Bench) -> None:
+    """The kernel may take a while to tear a process down; what is left of it is waited for all the same."""
+    pid = bench.worker(1, "import os; os._exit(3)\n")
+    eventually(lambda: exit_status(pid) is not None, 20.0, "it ends")
+    # Its memory is given back before its files are closed.
+    happened = eventually(lambda: bench.pool.handle(("worker", 1)), 20.0, "the end of its channel")
+    assert [(h.code, h.signal) for h in happened if isinstance(h, Exited)] == [(3, None)]
+    assert os.path.exists(f"/proc/{pid}"), "it has been waited for already"
+    bench.until(lambda: not os.path.exists(f"/proc/{pid}"))
+    assert bench.exit_of(1) is None, "its exit is told twice"
+
+
+FAILS_AT_ONCE = """
+import os, socket, time
+while not os.path.exists("go"):
+    time.sleep(0.01)
+channel = socket.socket(fileno=int(os.environ["ELASTIC_CHANNEL_FD"]))
+for raw in (%r, %r):
+    channel.send(bytes.fromhex(raw))
+os._exit(3)
+"""
+
+
+def test_an_end_seen_with_the_last_messages_tells_the_failure_once(bench: Bench) -> None:
+    """Where the agent was held up for a moment, the process has ended before its messages are read. A failure told of a
+    process that the pool does not know any more would end the agent with a KeyError."""
+    said = [encode(Released(generation=1, step=0, clean=False)), encode(ScriptEnded(code=3))]
+    pid = bench.worker(1, FAILS_AT_ONCE % tuple(raw.hex() for raw in said))
+    (bench.folder / "go").touch()
+    eventually(lambda: state(pid) == "Z", 20.0, "it ends")
+    happened = bench.pool.handle(("exit", 1))
+    assert [h.message for h in happened if isinstance(h, Said)] == [Released(generation=1, step=0, clean=False)]
+    assert [h.code for h in happened if isinstance(h, Exited)] == [3]
+
+
+def test_how_a_process_ends_is_known_before_it_is_waited_for() -> None:
+    for argv, expected in (("exit 7", (7, 0)), ("kill -KILL $$", (0, signal.SIGKILL))):
+        process = subprocess.Popen(["sh", "-c", argv])
+        status = eventually(lambda process=process: exit_status(process.pid), 10.0)  # type: ignore[misc]
+        assert (os.WEXITSTATUS(status), os.WTERMSIG(status)) == expected
+        process.wait()
+        assert exit_status(process.pid) is None
+    assert exit_status(os.getpid()) is None
+
+
+CLOSES = """
+import os, socket, sys, time
+channel = socket.socket(fileno=int(os.environ["ELASTIC_CHANNEL_FD"]))
+if SPEAKS:
+    channel.send(bytes.fromhex(%r))
+channel.close()
+print("closed", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_worker_that_closes_its_channel_and_lives_on_is_ended(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain script that never spoke may close what it does not know."""
+    monkeypatch.setattr("elastic.agent.pool.CLOSED_S", 0.3)
+    body = CLOSES % encode(Released(generation=1, step=0, clean=True)).hex()
+    speaker = bench.worker(1, f"SPEAKS = True\n{body}")
+    silent = bench.worker(2, f"SPEAKS = False\n{body}")
+    bench.until(lambda: bench.exit_of(1))
+    ended = bench.exit_of(1)
+    assert ended is not None
+    assert ended.signal == "SIGKILL"
+    bench.until(lambda: not alive(speaker))
+    assert "closed" in (bench.folder / "2.log").read_text()
+    assert alive(silent)

@@ -76,8 +76,8 @@ def test_two_at_once_and_again_during_recovery() -> None:
 
 
 def test_all_workers_killed_resume_from_the_checkpoint(tmp_path: Path) -> None:
-    """G6: nothing live is left; the job goes on from the newest good checkpoint, and says so."""
-    spec = {"checkpoint": {"dir": str(tmp_path), "every_steps": 20}}
+    """G6: nothing live is left, nor in memory; the job goes on from the newest good checkpoint, and says so."""
+    spec = {"checkpoint": {"dir": str(tmp_path), "every_steps": 20}, "snapshots": "off"}
     with Job(args={"steps": STEPS, "batch": BATCH, "step-ms": 40}, spec=spec) as job:
         eventually(lambda: (p := job.progress()) and (p.checkpoint_step or 0) >= 40, 40.0, "a checkpoint at step 40")
         for rank in range(4):

@@ -11,17 +11,19 @@ from support.fake_etcd import FakeClient, FakeServer
 from support.jobs import generation, place
 
 from elastic.agent.desk import Order
-from elastic.agent.registry import Registry
+from elastic.agent.incidents import exited_late, save_failed
+from elastic.agent.registry import KEPT_BESIDE, Registry
 from elastic.agent.store import Stores
 from elastic.core.effects import Publish
 from elastic.core.events import Event, PublishFailed
 from elastic.core.keys import ClusterKeys
 from elastic.core.membership import Change, Limits
-from elastic.core.model import CROWD, Policy
+from elastic.core.model import CROWD, Agent, Policy
 from elastic.core.places import GenerationReader
 from elastic.core.records import (
     BrokenRecord,
     GenerationRecord,
+    IncidentRecord,
     JobState,
     MemberRecord,
     Phase,
@@ -34,6 +36,7 @@ from elastic.core.spec import Checkpoint, JobSpec
 from elastic.core.timeouts import Timeouts
 from elastic.core.view import JobView
 from elastic.etcd import EtcdUnavailable
+from elasticd.views import steps_lost
 
 KEYS = ClusterKeys("c").job("job")
 
@@ -278,3 +281,54 @@ def test_a_new_agents_record_is_younger_than_its_predecessors_and_then_keeps_its
         office.desks["urgent"].orders[-1]()
         ages.append(office.client.server.kvs[key].create_revision)
     assert ages[0] < ages[1] == ages[2]
+
+
+def test_a_record_that_was_closed_meanwhile_is_not_opened_again() -> None:
+    """By an agent that was away from etcd, and hears late that it was."""
+    office = Office()
+    over = IncidentRecord(generation=2, kind="exit", node="a", ranks=(1,), detail="", wall_s=1.0, ended_wall_s=2.0)
+    late = msgspec.structs.replace(over, kind="lost", open=True, ended_wall_s=None)
+    for record in (late, over, late):
+        office.registry.put_incident(record, 2)
+        office.desks["lazy"].orders[-1]()
+    kv = office.client.get(KEYS.incident(2))
+    assert kv is not None
+    assert decode(IncidentRecord, kv.value) == over
+
+
+def test_late_exits_are_one_record_each_and_lose_no_step() -> None:
+    office = Office()
+    agent = Agent(office.policy)
+    for life, slot in ((4, 0), (5, 1)):  # before their first generation: neither has a rank
+        office.registry.put_exit_incident(exited_late(agent, slot, 3.0, 10.0), life)
+        office.desks["lazy"].orders[-1]()
+    found = [decode(IncidentRecord, kv.value) for kv in office.client.get_prefix(KEYS.incidents).kvs.values()]
+    assert sorted(i.detail.partition(" had")[0] for i in found) == ["the process of slot 0", "the process of slot 1"]
+    assert {(i.open, i.ended_wall_s, steps_lost(i)) for i in found} == {(False, 10.0, "0 steps")}
+
+
+def test_checkpoints_that_fail_without_end_do_not_fill_etcd() -> None:
+    office = Office()
+    for step in range(1, KEPT_BESIDE + 3):
+        office.registry.put_save_incident(save_failed(Agent(office.policy), step, "no space left", 10.0))
+        office.desks["lazy"].orders[-1]()
+    kvs = office.client.get_prefix(KEYS.incidents).kvs.values()
+    assert {decode(IncidentRecord, kv.value).step for kv in kvs} == set(range(3, KEPT_BESIDE + 3)), "the newest stay"
+
+
+def report(node: str, *slots: int, kind: str = "exit") -> BrokenRecord:
+    return BrokenRecord(generation=3, node=node, kind=kind, detail=f"{kind} on {node}", slots=slots, step=7)
+
+
+def test_all_reports_of_a_broken_generation_are_kept_and_the_death_comes_first() -> None:
+    office = Office()
+    reports = [report("a", kind="comm"), report("b", 0), report("c", 1), report("b", 0), report("d", kind="comm")]
+    for said in reports:
+        office.registry.put_broken(said, None)
+        office.desks["urgent"].orders[-1]()
+    kv = office.client.get(KEYS.broken(3))
+    assert kv is not None
+    kept = decode(BrokenRecord, kv.value)
+    assert (kept.kind, kept.node, kept.slots) == ("exit", "b", (0,))
+    assert [(loss.node, loss.slots) for loss in kept.also] == [("c", (1,))]
+    assert kept.lost("c") == {1}

@@ -20,6 +20,7 @@ def params(endpoint: str = "127.0.0.1:2379", run_id: str = "r", **conf: str) -> 
 
 
 def test_strings_become_numbers_and_names_reach_etcd(tmp_path: Path) -> None:
+    (tmp_path / "password").touch(0o600)
     (tmp_path / "password").write_text("secret\n")
     made = settings(
         params(
@@ -54,6 +55,13 @@ def test_strings_become_numbers_and_names_reach_etcd(tmp_path: Path) -> None:
 def test_wrong_settings_are_named(conf: dict[str, str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         create_handler(params(**conf))
+
+
+def test_a_password_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "password").touch(0o600)
+    (tmp_path / "password").chmod(0o644)
+    with pytest.raises(ValueError, match="other users may read or change it: chmod 600"):
+        create_handler(params(user="me", password_file=str(tmp_path / "password")))
 
 
 @pytest.mark.parametrize("endpoint", ["", "host", "host:port", "http://host"])

@@ -15,7 +15,9 @@ import pytest
 
 from elastic.agent import environment
 from elastic.agent.pool import PR_SET_CHILD_SUBREAPER, Exited, Happening, Pool, ZygoteUp
+from elastic.agent.zygote import ZygoteUnfit
 from elastic.core.agentfile import AgentConfig, EtcdAccess
+from elastic.core.messages import Preload
 from elastic.core.spec import JobSpec
 
 pytestmark = pytest.mark.slow
@@ -69,7 +71,7 @@ class Bench:
         (folder / "sitecustomize.py").write_text(SITE)
         (folder / "starts_cuda.py").write_text("import torch\ntorch.cuda.init()\n")
         self.selector = selectors.DefaultSelector()
-        self.pool = Pool(self.selector, sys.executable, preload, grace_s=0.5)
+        self.pool = Pool(self.selector, sys.executable, Preload(modules=preload), grace_s=0.5)
         self.seen: list[Happening] = []
         path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
         inherited = {**os.environ, "PYTHONPATH": path, "CUDA_LOG": str(folder / "cuda")}
@@ -129,10 +131,14 @@ def test_the_zygote_loads_the_driver_and_starts_nothing(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("bench", [("starts_cuda",)], indirect=True)
-def test_a_module_that_starts_it_is_told_of_and_why_that_matters_is_seen(bench: Bench) -> None:
-    (problem,) = bench.problems()
-    assert "CUDA was started in the zygote" in problem
+def test_no_worker_is_forked_where_a_preloaded_module_has_started_it(bench: Bench) -> None:
+    assert bench.problems() == ()
+    (unfit,) = [h for h in bench.seen if isinstance(h, ZygoteUnfit)]
+    assert "CUDA was started in it" in unfit.why
+    assert "the import of starts_cuda started CUDA" in unfit.why
+    assert unfit.preload.modules == ("starts_cuda",)
     assert (bench.zygote, "starts CUDA") in bench.said()
-    _, code, printed = bench.worker(USES_CUDA)
-    assert code == 1
-    assert "Cannot re-initialize CUDA in forked subprocess" in printed
+    pid, code, printed = bench.worker(USES_CUDA)
+    assert (code, printed) == (0, "on the card\n")
+    assert (pid, "starts CUDA") in bench.said()
+    assert not bench.pool.why_fresh

@@ -35,6 +35,8 @@ from support.lab import Host, Hosts
 from support.procs import Procs, alive, describe, end_all, kill, tagged
 from support.wait import eventually
 
+from elastic.core.evidence import weight
+
 SCRIPT = pathlib.Path(__file__).parents[1] / "support" / "train_chaos.py"
 BIN = pathlib.Path(sys.executable).parent
 NODE = "ELASTIC_TEST_NODE"
@@ -173,7 +175,8 @@ class Node:
             "": {"cluster": "chaos", "node": self.name, "address": address, "slots": cluster.slots,
                  "interface": "eth0" if self.host else "lo", "state_dir": str(self.folder / "state"),
                  "socket": str(self.socket), **cluster.settings},
-            "etcd": {"endpoints": [e.endpoint for e in cluster.etcd], "allow_unsound_version": True, **cluster.login},
+            "etcd": {"endpoints": [e.endpoint for e in cluster.etcd], "allow_unsound_version": True, "insecure": True,
+                     **cluster.login},
             "http": {"listen": ""},
             "timeouts": cluster.timeouts,
         }  # fmt: skip
@@ -227,7 +230,7 @@ class Node:
     def children(self, job: str = "job") -> list[int]:
         """What the agent of `job` has forked from its zygote: the zygote itself, the oldest, comes first."""
         agent = psutil.Process(self.agent_pid(job))
-        forked = [c for c in agent.children() if "elastic.worker.zygote" in _command(c)]
+        forked = [c for c in agent.children() if _command(c).startswith(("elastic zygote", "elastic worker"))]
         return [c.pid for c in sorted(forked, key=lambda c: (c.create_time(), c.pid))]
 
     def agent_pid(self, job: str = "job") -> int:
@@ -277,8 +280,9 @@ class Job:
         return str(self.row()["phase"])
 
     def incidents(self) -> list[dict[str, Any]]:
+        """Those that are over."""
         found: list[dict[str, Any]] = self.cluster.api("GET", f"/v1/incidents?job={self.name}")["incidents"]
-        return found
+        return [incident for incident in found if not incident["open"]]
 
     def wait_step(self, step: int, deadline_s: float = 60.0) -> History:
         """Until `step` steps are committed somewhere."""
@@ -427,6 +431,7 @@ class Cluster:
         for member in self.etcd:
             member.password = self._password
         file = self.folder / "password"
+        file.touch(0o600)
         file.write_text(self._password)
         self.login = {"user": USER, "password_file": str(file)}
 
@@ -526,14 +531,19 @@ class Cluster:
         raise AssertionError("etcd's history ended early")
 
     def check_etcd(self, job: str, since: int = 1) -> None:
-        """One plan per generation, numbers that only grow, the first failure of a generation final."""
+        """One plan per generation, numbers that only grow; a generation's record of failures only gains."""
         numbers: list[int] = []
         broken: dict[str, dict[str, Any]] = {}
         for key, record in self.control_history(job, since):
             if key == "generation" and record is not None:
                 numbers.append(record["number"])
             if key.startswith("broken/") and record is not None:
-                assert broken.setdefault(key, record) == record, f"{key} was written over: {record}"
+                before = broken.get(key, record)
+                assert _failures(before) <= _failures(record), f"{key} has lost a failure: {before} → {record}"
+                assert weight(before["kind"]) <= weight(record["kind"]), (
+                    f"{key} has lost its cause: {before} → {record}"
+                )
+                broken[key] = record
         assert numbers == sorted(set(numbers)), f"generations were written in this order: {numbers}"
 
     # ── telling ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -554,11 +564,17 @@ class Cluster:
 def small_disk(folder: pathlib.Path, size_mb: int) -> Iterator[None]:
     """A file system of its own at `folder`."""
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "tmpfs", folder], check=True, timeout=10)
+    options = f"size={size_mb}m,mode=0700"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True, timeout=10)
     try:
         yield
     finally:
         subprocess.run(["umount", "-l", folder], check=True, timeout=10)
+
+
+def _failures(broken: Mapping[str, Any]) -> set[tuple[str, int]]:
+    """Node and slot of each worker that a record of failures names."""
+    return {(loss["node"], slot) for loss in (broken, *broken.get("also", ())) for slot in loss.get("slots", ())}
 
 
 def _text(base64: str) -> str:

@@ -7,12 +7,14 @@ from chaos.harness import Cluster
 from chaos.reference import undisturbed
 from support.history import final_sha256
 from support.memory import limited
-from support.procs import alive, kill
+from support.procs import alive, describe, kill
 from support.wait import eventually
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 
 STEPS = 40
+NORM = {"NORM": "1"}
+"""A model whose forward changes buffers: a step that is taken again must not change them twice."""
 
 
 def test_undisturbed() -> None:
@@ -26,10 +28,13 @@ def test_undisturbed() -> None:
 
 
 def test_killed_at_every_place_of_a_step() -> None:
-    """One after the other, each time another rank, rank 0 and the store's host among them."""
+    """One after the other, each time another rank, rank 0 and the store's host among them.
+
+    The fingerprint has BatchNorm's statistics in it, as they were on rank 0, which is killed first.
+    """
     steps, places = 100, ["forward", "backward", "apply", "commit", "committed"]
     with Cluster(nodes=2, slots=2) as cluster:
-        job = cluster.submit(steps=steps)
+        job = cluster.submit(steps=steps, env=NORM)
         for index, place in enumerate(places):
             job.order(place, rank=index % 4, step=15 * (index + 1), place=place, do="SIGKILL")
         before = job.wait_step(5) and job.workers()
@@ -44,7 +49,7 @@ def test_killed_at_every_place_of_a_step() -> None:
         job.wait_over()
         history = job.check()
         assert history.generations() == [1, 2, 3, 4, 5, 6]
-        assert final_sha256(history) == undisturbed(4, steps)
+        assert final_sha256(history) == undisturbed(4, steps, **NORM)
         back_s = [history.back_s(float(str(history.struck(p)["at_s"])), i + 1) for i, p in enumerate(places)]
         assert max(back_s) < 3.0, back_s  # on a busy machine; benchmarks/recovery.py has the real number
         incidents = job.incidents()
@@ -108,12 +113,25 @@ def test_the_first_to_commit_dies_while_the_others_still_apply() -> None:
         assert final_sha256(history) == undisturbed(4, STEPS)
 
 
+DETACHES = """
+import subprocess
+prepare = t.setup
+
+def setup(job):
+    subprocess.Popen(["sleep", "601"], start_new_session=True)
+    return prepare(job)
+
+t.setup = setup
+"""
+
+
 def test_the_agent_dies_and_the_daemon_starts_another() -> None:
     with Cluster(nodes=2, slots=1) as cluster:
-        job = cluster.submit(steps=120)
+        job = cluster.submit(steps=120, script=cluster.script("detaches", DETACHES))
         job.wait_step(10)
         node = cluster.nodes[1]
         agent, workers = node.agent_pid(), set(node.pids())
+        assert "sleep 601" in describe(workers), "a process in a session of its own, which outlives its worker"
         kill(agent)
         eventually(lambda: not any(alive(p) for p in workers if p != node.daemon.pid), 5.0, "its workers die with it")  # type: ignore[union-attr]
         job.wait_over()

@@ -9,6 +9,7 @@ from chaos.harness import Cluster, now_s
 from chaos.reference import undisturbed
 from support.history import final_sha256
 from support.procs import alive, kill
+from support.wait import eventually
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 
@@ -57,4 +58,69 @@ def test_who_waits_before_the_forward_is_no_culprit() -> None:
         before, after = set(job.workers_of(first).values()), set(job.workers_of(last).values())
         assert len(before & after) >= 2  # both innocents of the first loop are the same processes to the end
         assert before - after <= culprits
+        cluster.workers_gone()
+
+
+def test_a_rank_that_is_stuck_after_its_gradients_are_handed_over() -> None:
+    """Its page says that it waits for the others, and they have all gone on: each node has one rank, so its agent must
+    hear that from the other one. First a call keeps the GIL; then the main thread loops in a callback of the backward.
+    """
+    with Cluster(nodes=2, slots=1) as cluster:
+        job = cluster.submit(steps=STEPS, hang={"floor_s": 3.0, "ceiling_s": 30.0})
+        job.order("late", rank=0, step=20, do="sleep", seconds=1.5)
+        job.order("gil", rank=1, step=20, place="backward", do="gil", seconds=300)
+        job.order("stuck", rank=0, step=50, place="summing", do="spin")
+        struck = job.wait_struck("gil")
+        job.wait_over(deadline_s=90.0)
+        history = job.check()
+        assert not alive(int(str(struck["pid"])))
+        assert history.back_s(float(str(struck["at_s"])), 1) < 15.0
+        assert not alive(int(str(history.struck("stuck")["pid"])))
+        incidents = job.incidents()
+        assert [(i["kind"], i["ranks"], i["steps_lost"]) for i in incidents] == [("hang", [1], 0), ("hang", [0], 0)]
+        assert "no thread of it has run Python" in incidents[0]["detail"]
+        assert "while exchanging at step 50" in incidents[1]["detail"]
+        assert final_sha256(history) == undisturbed(2, STEPS)
+        cluster.workers_gone()
+
+
+def test_what_train_does_before_its_first_step_costs_no_survivor_its_process() -> None:
+    """The survivors open their data for 5 s on each entry. One rank is killed, and its successor again while the
+    survivors are at that: they cannot hear yet that this generation is over, too."""
+    with Cluster(nodes=2, slots=1) as cluster:
+        job = cluster.submit(steps=STEPS, hang={"floor_s": 1.0, "ceiling_s": 60.0}, env={"PRELUDE_S": "5"})
+        job.wait_step(10)
+        survivor = job.worker(0)
+        kill(job.worker(1), signal.SIGKILL)
+        entered = eventually(lambda: sorted(job.folder.glob(f"entered.2.{survivor}.json")), 30.0, "it enters again")
+        second = eventually(
+            lambda: [p for p in job.folder.glob("entered.2.*.json") if p not in entered], 30.0, "so does the successor"
+        )
+        kill(int(second[0].name.split(".")[2]), signal.SIGKILL)
+        job.wait_over(deadline_s=120.0)
+        history = job.check()
+        assert job.worker(0) == survivor
+        assert {i["kind"] for i in job.incidents()} == {"exit"}
+        assert final_sha256(history) == undisturbed(2, STEPS)
+        cluster.workers_gone()
+
+
+def test_a_job_of_which_one_rank_has_left_train_is_not_called_healthy() -> None:
+    with Cluster(nodes=2, slots=1) as cluster:
+        limits, folder = {"floor_s": 1.0, "ceiling_s": 4.0}, cluster.folder / "checkpoints"
+        job = cluster.submit(steps=STEPS, hang=limits, checkpoint={"dir": str(folder)})
+        job.order("leave", rank=1, step=20, do="leave")
+        job.wait_struck("leave")
+        row = eventually(lambda: seen if (seen := job.row())["health"] != "healthy" else None, 20.0, "it is said")
+        named = eventually(
+            lambda: still if (still := job.row()["no_progress"]) and still["rank"] == 1 else None, 20.0, "rank 1 is"
+        )
+        assert named["node"] == next(c.node for c in job.history.commits if c.rank == 1)
+        assert named["because"] == "its train has returned at step 21, others go on"
+        assert row["health"] == "degraded"
+        assert job.row()["waiting_for"].startswith("no progress since ")
+        eventually(lambda: job.row()["no_progress"]["for_s"] > 8.0, 20.0, "the ceiling passes")
+        assert job.incidents() == []
+        assert job.history.generations() == [1]
+        job.stop()
         cluster.workers_gone()

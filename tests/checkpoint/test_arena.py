@@ -160,7 +160,7 @@ def test_another_kind_of_descriptor_is_refused() -> None:
     with pytest.raises(ArenaError, match="is no arena"):
         Arena.from_fd(fd)
     os.ftruncate(fd, 3 * PAGE_BYTES)
-    with pytest.raises(ArenaError, match="is no arena of version 1"):
+    with pytest.raises(ArenaError, match="is no arena of version 2"):
         Arena.from_fd(fd)
     os.close(fd)
 
@@ -221,6 +221,12 @@ class FakeTensor:
     is_cuda = True
     _version = 0
     device = torch.device("cuda", 0)
+
+    def numel(self) -> int:
+        return 1
+
+    def element_size(self) -> int:
+        return 4
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log

@@ -130,7 +130,7 @@ def test_a_read_only_disk_still_gives_the_one_before(tmp_path: Path, monkeypatch
     save(str(tmp_path), 10)
     flip(share_paths(save(str(tmp_path), 20))[0], -1)
 
-    def refuse(old: str, new: str) -> None:
+    def refuse(old: str, new: str, **folders: int) -> None:
         raise OSError(30, "Read-only file system", old)
 
     monkeypatch.setattr(os, "rename", refuse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.ckpt import blank, flip, save, share_paths, state_at
+from support.ckpt import PIECE, blank, filled, flip, save, share_paths, state_at
 
 from elastic.checkpoint.errors import Damaged, NoGoodCheckpoint, SaveFailed
 from elastic.checkpoint.export import to_dcp, to_torch_save
 from elastic.checkpoint.find import newest_good
 from elastic.checkpoint.read import load_newest
 from elastic.checkpoint.remote import RemoteError, copy_up, fetch, fetch_newest, list_remote
+from elastic.checkpoint.write import commit, write_share
+from elastic.worker.restore import extra_of
+from elastic.worker.state import State
 
 
 @pytest.fixture
@@ -137,6 +141,47 @@ def test_export_to_one_torch_file(tmp_path: Path) -> None:
     assert found["state"].keys() == state_at(10).keys()
     assert all(torch.equal(found["state"][name], tensor) for name, tensor in state_at(10).items())
     assert sorted(os.listdir(tmp_path)) == ["out.pt", "step-10"]
+
+
+def test_an_exported_state_loads_into_plain_torch(tmp_path: Path) -> None:
+    """`load_state_dict` of the module and of the optimizer take what the file has, and train on alike."""
+
+    def build() -> tuple[Any, Any, Any]:
+        net = torch.nn.ModuleDict(
+            {"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3), "n": torch.nn.BatchNorm1d(3)}
+        )
+        net["b"].weight = net["a"].weight
+        optimizer = torch.optim.AdamW(
+            [{"params": net["a"].parameters()}, {"params": [net["b"].bias], "lr": 0.5}], lr=0.1
+        )
+        return net, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    def step(net: Any, optimizer: Any, scheduler: Any) -> None:
+        net["n"](net["b"](net["a"](torch.arange(12.0).view(4, 3)))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    net, optimizer, scheduler = made = build()
+    state = State(model=net, optimizer=optimizer, scheduler=scheduler, best=math.inf, seen={"t": [torch.ones(2)]})
+    for _ in range(3):
+        step(*made)
+        state.committed(1)
+    tensors = {info.name: tensor for info, tensor in state.tensors()}
+    extra = extra_of(state, range(len(tensors)))
+    with filled(tensors, 3, extra=extra) as arena:
+        write_share(arena, str(tmp_path), threads=1, piece_nbytes=PIECE)
+    path = commit(str(tmp_path), "job", step=3, generation=1, shares=1, world=1)
+    to_torch_save(path, str(tmp_path / "out.pt"))
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert (found["step"], found["best"], found["seen"]["t"][0].tolist()) == (3, math.inf, [1.0, 1.0])
+    other = build()
+    for name, one in zip(("model", "optimizer", "scheduler"), other, strict=True):
+        one.load_state_dict(found[name])
+    step(*made)
+    step(*other)
+    for (key, mine), theirs in zip(net.state_dict().items(), other[0].state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs), key
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.*")  # dcp's own, about running without a process group

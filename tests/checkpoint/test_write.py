@@ -84,11 +84,11 @@ def test_a_file_system_without_o_direct_gets_plain_writes(tmp_path: Path, monkey
     real_open, real_pwrite = os.open, os.pwrite
     refused = []
 
-    def refuse_open(path: str, flags: int, mode: int = 0o777) -> int:
+    def refuse_open(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         if flags & os.O_DIRECT:
             refused.append("open")
             raise OSError(errno.EINVAL, "Invalid argument", path)
-        return real_open(path, flags, mode)
+        return real_open(path, flags, mode, dir_fd=dir_fd)
 
     def refuse_write(fd: int, data: memoryview, at: int) -> int:
         import fcntl

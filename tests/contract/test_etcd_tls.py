@@ -74,11 +74,29 @@ def test_with_our_certificate_we_are_let_in(server: EtcdServer, certificates: Pa
         etcd.close()
 
 
+def test_files_that_are_replaced_are_read_again(server: EtcdServer, certificates: Path, tmp_path: Path) -> None:
+    """As when a certificate has run out and is renewed: with one endpoint, too, whose connection is kept."""
+    shutil.copy(certificates / "ca.pem", tmp_path)
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=unknown")
+    argv = ["openssl", "req", "-x509", *key, "-keyout", "client.key", "-out", "client.pem"]
+    subprocess.run(argv, cwd=tmp_path, check=True, capture_output=True, timeout=30)
+    ca, cert, secret = (str(tmp_path / name) for name in ("ca.pem", "client.pem", "client.key"))
+    etcd = Etcd(EtcdAccess(endpoints=(server.endpoint,), ca_file=ca, cert_file=cert, key_file=secret), call_s=1.0)
+    try:
+        with pytest.raises(EtcdUnavailable):
+            etcd.get("/t")
+        for name in ("client.pem", "client.key"):
+            shutil.copy(certificates / name, tmp_path)
+        eventually(lambda: _answers(etcd), 15)
+    finally:
+        etcd.close()
+
+
 @pytest.mark.parametrize("ca", [True, False])
 def test_without_it_we_are_not(server: EtcdServer, certificates: Path, ca: bool) -> None:
     access = EtcdAccess(endpoints=(server.endpoint,), ca_file=f"{certificates}/ca.pem" if ca else "")
     etcd = Etcd(access, call_s=0.5)
-    with pytest.raises(EtcdUnavailable):
+    with pytest.raises(EtcdUnavailable, match=r"refuses the client certificate \(cert_file\)" if ca else "."):
         etcd.get("/t/a")
     etcd.close()
 

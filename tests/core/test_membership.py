@@ -280,13 +280,22 @@ def test_rather_one_that_was_set_aside_than_none() -> None:
     assert nodes(decide(both, generation(5, [place("a"), place("b")]))) == ["b"]
 
 
+def test_a_node_that_has_been_set_aside_hands_its_state_over_before_it_leaves() -> None:
+    """It may be the only one that committed the last step, and goes at the next planned change."""
+    current = generation(5, [place("a", 0, 1), place("b")])
+    both = member("a", 1, ready=(0, 1)), member("b", 2)
+    assert nodes(decide(view(*both, failed=broken(5, "a", 0), avoid=("a",)), current)) == ["b", "a"]
+    assert nodes(decide(view(*both, failed=broken(5, "a", 0, 1), avoid=("a",)), current)) == ["b"]
+    assert nodes(decide(view(*both, avoid=("a",)), current, steps_advance=True)) == ["b"]
+
+
 def test_who_came_since_the_last_step_may_not_hold_the_state_yet() -> None:
     current, former = generation(5, [place("a"), place("b")]), generation(4, [place("a")])
     picture = view(*ALL[:2], formed=current, failed=broken(5, "b", 0), avoid=("a",))
     two = view(member("a", 1), member("b", 2, ready=(0, 1)), failed=broken(5, "b", 0), avoid=("a",))
     seated = generation(5, [place("a"), place("b", 0, 1)])
     assert nodes(decide(two, seated, settled=False, former=former)) == ["a", "b"]
-    assert nodes(decide(two, seated, settled=True, former=former)) == ["b"]
+    assert nodes(decide(two, seated, settled=True, former=former)) == ["b", "a"]
     assert nodes(decide(picture, current, settled=False, former=former)) == ["a", "b"]
 
 

@@ -333,8 +333,11 @@ def test_its_end_was_ordered_and_is_charged_to_nobody() -> None:
     machine = running()
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
     machine.wait(TIMES.let_go_s)
-    assert machine.take(WorkerExited(0, 1, "signal SIGKILL")) == [ForkWorker(0, 3)]
+    reported, forked = machine.take(WorkerExited(0, 1, "signal SIGKILL"))
+    assert forked == ForkWorker(0, 3)
     assert machine.agent.workers[0].crashes == 0
+    assert isinstance(reported, PutBroken), "its state is lost: it is no survivor for the next generation"
+    assert (reported.record.kind, reported.record.slots, reported.record.charged) == ("respawn", (0,), False)
 
 
 def test_the_next_generation_is_formed_when_the_worker_has_let_go_and_not_before() -> None:
@@ -355,6 +358,22 @@ def test_a_planned_change_lets_them_step_on_to_the_boundary() -> None:
     allowed_s = 5 * 0.1 + 2 * TIMES.let_go_s  # four steps to go and the one under way
     assert machine.wait(allowed_s - 0.01) == []
     assert told(machine.wait(0.02)) == [messages.LetGo(generation=1, why="because")] * 2
+
+
+def test_a_generation_that_was_published_over_a_failure_as_planned_is_broken_by_it_too() -> None:
+    """There is no boundary to step on to, and this node may be the only one that holds the state."""
+    machine = running()
+    machine.take(WorkerExited(0, 1, "signal SIGKILL"))
+    planned = generation(2, [place("b", 0, 1), place("a", 0, 1)], at_step=12)
+    reports = [e.record for e in machine.see(view(A, B, spec=SPEC, formed=planned)) if isinstance(e, PutBroken)]
+    assert [(r.generation, r.kind, r.slots) for r in reports] == [(2, "exit", (0,))]
+
+
+def test_the_record_of_an_older_generation_says_nothing_of_the_newest_one() -> None:
+    machine = running()
+    third = generation(3, [place("b", 0, 1), place("a", 0, 1)])
+    machine.see(view(A, B, spec=SPEC, formed=third, failed=broken(2, "b", 0)))
+    assert (machine.agent.broken, machine.agent.broken_record) == (0, None)
 
 
 # ── suspicion ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -600,7 +619,7 @@ def test_who_does_not_finish_in_time_is_killed() -> None:
     machine = running()
     machine.take(WorkerDone(0, 1, 1, 20), WorkerDone(1, 2, 1, 20))
     machine.see(ended(Phase.SUCCEEDED))
-    assert machine.wait(SPEC.stop_grace_s - 0.01) == []
+    assert machine.wait(SPEC.exit_timeout_s - 0.01) == []
     assert kinds(machine.wait(0.01)) == [Kill, Kill]
 
 

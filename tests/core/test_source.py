@@ -35,6 +35,12 @@ def test_a_later_generation_beats_more_steps_of_a_node_that_was_cut_off() -> Non
     assert (choice.source, choice.version) == (1, (3, 41))
 
 
+def test_equal_steps_of_different_lineages_are_not_the_same_state() -> None:
+    """Each of two worlds that were cut off from one another has committed a step 41 of its own."""
+    choice = choose([offer(0, (2, 41)), offer(1, (3, 41)), offer(2, (2, 41))])
+    assert (choice.source, choice.version, choice.needs) == (1, (3, 41), (0, 2))
+
+
 def test_a_set_up_that_was_handed_out_is_live_state() -> None:
     choice = choose([offer(0), offer(1, (2, 0), established=True)])
     assert (choice.kind, choice.source, choice.needs) == ("live", 1, (0,))

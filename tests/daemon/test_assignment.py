@@ -29,8 +29,11 @@ def node(name: str, slots: int = 2, seniority: int = 0, **record: object) -> Nod
     return Node(msgspec.convert(facts | {"started_wall_s": 0.0} | record, NodeRecord), seniority or ord(name[-1]))
 
 
-def job(name: str, nodes: str = "1:1", workers: int | str = 2, submitted: int = 0, **state: object) -> Job:
-    spec = msgspec.convert({"name": name, "script": "t.py", "nodes": nodes, "workers_per_node": workers}, JobSpec)
+def job(
+    name: str, nodes: str = "1:1", workers: int | str = 2, submitted: int = 0, backend: str = "auto", **state: object
+) -> Job:
+    told = {"name": name, "script": "t.py", "nodes": nodes, "workers_per_node": workers, "backend": backend}
+    spec = msgspec.convert(told, JobSpec)
     return Job(
         name=name,
         spec=SpecRecord(spec=spec, submitted_wall_s=0.0, submitted_by="x"),
@@ -66,6 +69,32 @@ def test_the_oldest_nodes_come_first() -> None:
 def test_two_small_jobs_share_a_node() -> None:
     made = plan(cluster([node("a", 3)], [job("j1", workers=1), job("j2", workers=2), job("j3", workers=1)]), {}, "a")
     assert made.of("a") == {"j1": 1, "j2": 2}
+
+
+def test_a_job_gets_no_more_slots_than_there_are_gpus() -> None:
+    """NCCL refuses two ranks on one GPU, and a slot without one would take a device that does not exist."""
+    made = plan(cluster([node("a", 4, gpus=2)], [job("j1", workers=3)]), {}, "a")
+    assert where(made) == {"j1": []}
+    assert made.waiting["j1"] == (
+        "0 of at least 1 nodes; a has 2 of 2 GPUs free, 3 are needed, one per worker (backend auto): "
+        "set slots = 2 on a, or submit with fewer workers per node or backend gloo"
+    )
+    assert where(plan(cluster([node("a", 4, gpus=2)], [job("j1", workers=3, backend="gloo")]), {}, "a")) == {
+        "j1": ["a"]
+    }
+
+
+def test_gpus_that_another_job_has_are_not_handed_out_again() -> None:
+    jobs = [job("j1", workers=2), job("j2", workers=1, backend="nccl"), job("j3", workers=2, backend="gloo")]
+    made = plan(cluster([node("a", 4, gpus=2)], jobs), {}, "a")
+    assert where(made) == {"j1": ["a"], "j2": [], "j3": ["a"]}
+    assert "a has 0 of 2 GPUs free, 1 are needed" in made.waiting["j2"]
+
+
+def test_nccl_by_name_takes_no_node_without_a_gpu() -> None:
+    made = plan(cluster([node("a"), node("b", gpus=2)], [job("j1", backend="nccl", nodes="2:2")]), {}, "a")
+    assert where(made) == {"j1": ["b"]}
+    assert "a has no GPU, and the job asks for backend nccl" in made.waiting["j1"]
 
 
 def test_auto_takes_the_whole_node() -> None:
@@ -129,7 +158,7 @@ def test_a_job_scaled_down_gives_up_those_outside_its_generation_and_then_the_yo
     standing = replace(job("j1", "1:1"), members=members, generation=generation)
     made = plan(cluster([node("a"), node("b"), node("c")], [standing]), {}, "a")
     assert set(made.surplus["j1"]) == {"a", "c"}
-    assert made.surplus["j1"]["c"] == "j1 was scaled to 1:1 nodes"
+    assert made.surplus["j1"]["c"] == "j1 has the one node that it may have (nodes = 1:1)"
 
 
 @pytest.mark.parametrize("phase", ["succeeded", "failed", "stopped"])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import re
 import socket
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from elasticd import config, host, main
-from elasticd.errors import BadConfig
+from elasticd import addresses, config, host, main
+from elasticd.errors import BadConfig, CannotStart
 from elasticd.settings import EtcdSettings, Settings
 
 
@@ -112,10 +116,28 @@ def test_blanks_are_filled_from_the_machine(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_address_follows_the_interface_and_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    far = Settings(etcd=EtcdSettings(endpoints=("10.0.0.1:2379",)))
-    monkeypatch.setattr(host, "route_address", lambda: "10.0.0.7")
-    assert host.complete(far, ()).address == "10.0.0.7"
-    assert host.complete(far, ()).interface == ""
+    far = Settings(etcd=EtcdSettings(endpoints=("etcd-1:2379", "10.0.0.1:2379")))
+    sources = {"etcd-1": "127.0.0.1", "10.0.0.1": "10.0.0.7", addresses.DEFAULT_ROUTE: "172.16.0.7"}
+
+    def source_address(host: str) -> str:
+        if host not in sources:
+            raise OSError(101, "Network is unreachable")
+        return sources[host]
+
+    monkeypatch.setattr(addresses, "source_address", source_address)
+    monkeypatch.setattr(addresses, "interface_with", {"10.0.0.7": "eth1", "172.16.0.7": "eth0"}.get)
+    assert addresses.find(far) == addresses.Found("10.0.0.7", "eth1", "reaches etcd at 10.0.0.1:2379")
+    assert host.complete(far, ()).interface == "eth1"
+    behind_nat = msgspec.structs.replace(far, address="203.0.113.5")
+    assert addresses.find(behind_nat).interface == "eth1"
+    del sources["10.0.0.1"]
+    assert addresses.find(far) == addresses.Found("172.16.0.7", "eth0", "that of the default route")
+    del sources[addresses.DEFAULT_ROUTE]
+    with pytest.raises(CannotStart, match=r"etcd-1:2379 is this machine; 10.0.0.1:2379: Network is unreachable"):
+        addresses.find(far)
+    for wrong in (msgspec.structs.replace(far, address="127.0.0.1"), msgspec.structs.replace(far, interface="lo")):
+        with pytest.raises(BadConfig, match=r"no other node can reach it, but etcd at etcd-1:2379, 10.0.0.1:2379"):
+            addresses.find(wrong)
     assert host.complete(Settings(interface="lo"), ()).address == "127.0.0.1"
     with pytest.raises(BadConfig, match=r"interface = 'eth99': does not exist here; there are: .*lo"):
         host.complete(Settings(interface="eth99"), ())
@@ -150,3 +172,36 @@ def _value(settings: object, name: str) -> object:
     for part in name.split("."):
         settings = getattr(settings, part)
     return settings
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "words"),
+    [
+        ({}, {"http.listen": "nowhere"}, "flag: http.listen = 'nowhere': write host:port"),
+        ({"ELASTICD_SLOTS": "0"}, {"node": "a"}, "environment: slots = 0: "),
+        ({"ELASTICD_NODE": "a"}, {"slots": "x"}, "flag: slots = 'x': "),
+        ({}, {"nods": "x"}, "flag: nods = 'x': no such field"),
+        ({}, {"timeouts.lease_renew_s": "1e9"}, "flag: .*timeouts.lease_renew_s"),
+        ({"ELASTICD_NODE": "a"}, {"http.listen": "a:²"}, "flag: http.listen = 'a:²'"),
+    ],
+)
+def test_a_refusal_names_where_the_setting_was_given(
+    environment: dict[str, str], flags: dict[str, str], words: str
+) -> None:
+    with pytest.raises(BadConfig, match=f"^{words}"):
+        config.load(None, environment, flags)
+
+
+TYPED = st.text(st.characters(exclude_categories=["Cs"]), max_size=15) | st.sampled_from(
+    ["inf", "nan", "2026-11-22", "[1]", "{a=1}", "-1", "1e400", "9" * 5000, "[" * 5000, "a:²", "x" * 5000, ""]
+)
+
+
+@given(
+    flags=st.dictionaries(st.sampled_from(sorted(config.HINTS)) | TYPED | st.just("a." * 2000), TYPED, max_size=3),
+    environment=st.dictionaries(st.sampled_from(["ELASTICD_SLOTS", "ELASTICD_ETCD", "ELASTICD_X"]), TYPED, max_size=2),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_setting_is_taken_or_refused_in_words(flags: dict[str, str], environment: dict[str, str]) -> None:
+    with contextlib.suppress(BadConfig):
+        config.load(None, environment, flags)

@@ -11,8 +11,11 @@ import pytest
 
 from elastic.core.keys import ClusterKeys
 from elastic.core.records import (
+    BrokenRecord,
     CordonRecord,
     DrainRecord,
+    Failure,
+    IncidentRecord,
     JobState,
     MemberRecord,
     NodeRecord,
@@ -20,10 +23,12 @@ from elastic.core.records import (
     SpecRecord,
     encode,
 )
-from elastic.core.spec import JobSpec
-from elasticd import ctl_jobs, etcd_versions, reconcile
+from elastic.core.restarts import BAD_NODE_FAILURES, charge
+from elastic.core.spec import JobSpec, Restarts
+from elasticd import ctl_jobs, etcd_versions, logs, reconcile
 from elasticd.cluster import Cluster, Job, Member, Node, Reader
 from elasticd.etcd_versions import Soundness
+from elasticd.folders import Folder
 from elasticd.logs import Tail
 from elasticd.settings import EtcdSettings, Settings
 from elasticd.writer import taken
@@ -65,6 +70,17 @@ def test_records_are_put_together() -> None:
     found = seen.jobs["j"]
     assert (found.submitted, found.spec_revision, found.state_revision) == (7, 8, 9)
     assert found.members["a"].seniority == 11
+
+
+def test_incidents_are_in_the_order_of_their_time() -> None:
+    """Not of their keys, in which a failed checkpoint of step 10 comes before that of step 9."""
+    job = KEYS.job("j")
+    failed = [
+        IncidentRecord(generation=2, kind="checkpoint", node="a", ranks=(), detail="", wall_s=float(step), step=step)
+        for step in (9, 10, 100)
+    ]
+    seen = read(*(KV(job.save_incident(2, "a", i.step or 0), encode(i)) for i in failed))
+    assert [i.step for i in seen.jobs["j"].incidents] == [9, 10, 100]
 
 
 def test_a_drain_weighs_more_than_a_cordon() -> None:
@@ -156,9 +172,13 @@ def test_nothing_is_written_for_a_job_that_is_over_or_well() -> None:
     assert state(job(Phase.PENDING), failed="x", here=True) is None
 
 
-def test_an_agent_that_outlives_its_job_is_told_once_and_then_killed() -> None:
-    over = job(Phase.SUCCEEDED)
-    grace_s = SPEC.spec.stop_grace_s + reconcile.END_AFTER_S
+@pytest.mark.parametrize(
+    ("phase", "own_s"), [(Phase.STOPPED, SPEC.spec.stop_grace_s), (Phase.SUCCEEDED, SPEC.spec.exit_timeout_s)]
+)
+def test_an_agent_that_outlives_its_job_is_told_once_and_then_killed(phase: Phase, own_s: float) -> None:
+    """Of a job that has succeeded the scripts may still be at their end."""
+    over = job(phase)
+    grace_s = own_s + reconcile.END_AFTER_S
     assert reconcile.signal_for(over, grace_s - 1, False) is None
     assert reconcile.signal_for(over, grace_s + 1, False) is signal.SIGTERM
     assert reconcile.signal_for(over, grace_s + 1, True) is None
@@ -219,7 +239,7 @@ def test_a_tail_follows_files_that_grow_appear_and_are_cut(tmp_path: pathlib.Pat
     one, two = tmp_path / "slot0.ab.0001.log", tmp_path / "slot1.ab.0002.log"
     (tmp_path / "slot0.ab.0001.error.json").write_text("{}")
     one.write_text("a\nb\nc\nhalf")
-    tail = Tail(tmp_path)
+    tail = Tail(Folder(tmp_path))
     assert [(line.slot, line.text) for line in tail.last(2)] == [(0, "b"), (0, "c")]
     with one.open("a") as file:
         file.write("-whole\n")
@@ -238,14 +258,45 @@ def test_a_tail_of_one_slot_and_of_nothing(tmp_path: pathlib.Path) -> None:
     (tmp_path / "slot0.ab.0001.log").write_text("zero\n")
     (tmp_path / "slot10.ab.0002.log").write_text("ten\n")
     (tmp_path / "standby.ab.0003.log").write_text("s\n")
-    assert [line.text for line in Tail(tmp_path, 10).last(9)] == ["ten"]
-    assert {line.slot for line in Tail(tmp_path).last(9)} == {0, 10, None}
-    assert Tail(tmp_path / "none").last(9) == []
+    assert [line.text for line in Tail(Folder(tmp_path), 10).last(9)] == ["ten"]
+    assert {line.slot for line in Tail(Folder(tmp_path)).last(9)} == {0, 10, None}
+    assert Tail(Folder(tmp_path / "none")).last(9) == []
 
 
 def test_a_long_log_is_read_from_its_end(tmp_path: pathlib.Path) -> None:
     (tmp_path / "slot0.ab.0001.log").write_text("".join(f"line {i}\n" for i in range(100_000)))
-    assert [line.text for line in Tail(tmp_path).last(2)] == ["line 99998", "line 99999"]
+    assert [line.text for line in Tail(Folder(tmp_path)).last(2)] == ["line 99998", "line 99999"]
+
+
+def test_the_last_lines_are_found_however_far_back_they_begin(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "slot0.ab.0001.log").write_text("".join(f"line {i}\n" for i in range(100_000)) + "half")
+    tail = Tail(Folder(tmp_path))
+    assert [line.text for line in tail.last(90_000)] == [f"line {i}" for i in range(10_000, 100_000)]
+    assert not tail.cut
+    assert [line.text for line in tail.rest()] == ["half"]
+    assert len(tail.last(200_000)) == 100_000
+
+
+def test_a_tail_that_would_take_too_much_reading_says_that_it_is_cut(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "PAST_BYTES", 1000)
+    monkeypatch.setattr(logs, "CHUNK_BYTES", 100)
+    (tmp_path / "slot0.ab.0001.log").write_text("".join(f"line {i:04}\n" for i in range(1000)))
+    tail = Tail(Folder(tmp_path))
+    assert [line.text for line in tail.last(500)] == [f"line {i:04}" for i in range(901, 1000)]
+    assert tail.cut
+    enough = Tail(Folder(tmp_path))
+    assert len(enough.last(50)) == 50
+    assert not enough.cut
+
+
+def test_a_line_without_end_is_passed_on_in_pieces(tmp_path: pathlib.Path) -> None:
+    tail = Tail(Folder(tmp_path))
+    (tmp_path / "slot0.ab.0001.log").write_text("x" * 3_000_000)
+    pieces = [len(line.text) for line in (*tail.more(), *tail.rest())]
+    assert sum(pieces) == 3_000_000
+    assert max(pieces) <= logs.LINE_BYTES + logs.CHUNK_BYTES
 
 
 def test_the_hole_of_a_trimmed_log_is_passed_over(tmp_path: pathlib.Path) -> None:
@@ -255,8 +306,8 @@ def test_the_hole_of_a_trimmed_log_is_passed_over(tmp_path: pathlib.Path) -> Non
         file.seek(8 * 1024**3)  # sparse: takes no space
         file.write(b"newest\n")
     gap = "[... the middle of this log is gone: log_limit_mb ...]"
-    assert [line.text for line in Tail(tmp_path).more()] == ["begin", "", gap, "newest"]
-    assert [line.text for line in Tail(tmp_path).last(1)] == ["newest"]
+    assert [line.text for line in Tail(Folder(tmp_path)).more()] == ["begin", "", gap, "newest"]
+    assert [line.text for line in Tail(Folder(tmp_path)).last(1)] == ["newest"]
 
 
 # ── job files ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -264,6 +315,8 @@ def test_the_hole_of_a_trimmed_log_is_passed_over(tmp_path: pathlib.Path) -> Non
 
 def test_paths_are_made_absolute_from_here(tmp_path: pathlib.Path) -> None:
     (tmp_path / "train.py").touch()
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/python").touch(mode=0o755)
     raw = {"script": "train.py", "python": "venv/bin/python", "checkpoint": {"dir": "ckpt"}}
     ctl_jobs.resolve(raw, tmp_path)
     assert raw == {
@@ -307,3 +360,39 @@ def test_a_job_file_takes_its_own_name(tmp_path: pathlib.Path) -> None:
     path.write_text("script = ")
     with pytest.raises(ctl_jobs.BadJob, match="is not TOML"):
         ctl_jobs.from_file(path)
+
+
+def test_a_node_that_was_set_aside_is_tried_again_after_a_while() -> None:
+    failures = tuple(Failure(wall_s=1.0, generation=1, node=n, fingerprint="f") for n in ("a", "b"))
+    aside = JobState(phase=Phase.RUNNING, avoid=("a", "b"), failures=failures, reason="no agent comes up on a: so")
+    of = Job(name="j", spec=SPEC, state=aside)
+    cluster = Cluster(nodes={"a": Node(NODE, 1)})
+
+    def after(aside_s: float) -> JobState | None:
+        return reconcile.job_state(of, cluster, "a", False, "still", 5.0, aside_s)
+
+    assert after(reconcile.SET_ASIDE_S - 1) is None
+    again = after(reconcile.SET_ASIDE_S)
+    assert again is not None
+    assert (again.avoid, again.failures, again.reason) == (("b",), failures[1:], "")
+    assert reconcile.job_state(of, cluster, "c", False, "", 5.0, reconcile.SET_ASIDE_S) is None
+
+
+def test_a_node_that_was_set_aside_for_its_failures_is_tried_again_too() -> None:
+    """And one more failure there is not enough to set it aside once more."""
+    state, rules = JobState(phase=Phase.RUNNING, avoid=("b",)), Restarts()
+
+    def failed(step: int) -> JobState:
+        record = BrokenRecord(generation=step, node="a", kind="exit", detail="SIGKILL", step=step)
+        return charge(state, record, rules, float(step), 1).state
+
+    for step in range(1, BAD_NODE_FAILURES + 1):
+        state = failed(step)
+    assert state.avoid == ("a", "b")
+    cluster, of = Cluster(nodes={"a": Node(NODE, 1)}), Job(name="j", spec=SPEC, state=state)
+    assert reconcile.job_state(of, cluster, "a", False, "", 5.0, reconcile.SET_ASIDE_S - 1) is None
+    again = reconcile.job_state(of, cluster, "a", False, "", 5.0, reconcile.SET_ASIDE_S)
+    assert again is not None
+    assert again.avoid == ("b",)
+    state = again
+    assert failed(9).avoid == ("b",)

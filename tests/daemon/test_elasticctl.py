@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import re
 import resource
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 from support import procs
-from support.daemons import FAKE_AGENT, Node, Nodes
+from support.daemons import ELASTICCTL, FAKE_AGENT, Node, Nodes
 from support.wait import eventually
 
 pytestmark = pytest.mark.etcd
@@ -59,9 +60,10 @@ def test_submit_status_stop_forget(node: Node, script: pathlib.Path, tmp_path: p
     assert (spec["script"], spec["workdir"], spec["checkpoint"]["keep"]) == (str(script), str(tmp_path), 7)
 
     eventually(lambda: "5.0" in node.ctl("status").stdout or "0.5" in node.ctl("status").stdout, 10)
+    eventually(lambda: "1/4" in node.ctl("status").stdout, 10, "the node's record says that a worker runs")
     screen = node.ctl("status").stdout
     assert re.search(r"cluster main +node desk +healthy", screen)
-    assert re.search(r"desk +ready +0/4", screen)
+    assert re.search(r"desk +ready +1/4", screen)
     assert re.search(r"first +pending", screen)
     detail = node.ctl("status", "first").stdout
     assert f"runs  {script}" in detail
@@ -99,12 +101,13 @@ def test_run_follows_and_ends_with_the_jobs_result(node: Node, script: pathlib.P
 def test_what_is_refused_is_refused_in_words(node: Node, script: pathlib.Path) -> None:
     here = script.parent
     wrong = node.ctl("run", "--set", "nods=2", "--", "train.py", cwd=here)
-    assert (wrong.returncode, wrong.stderr) == (1, "elasticctl: nods = 2: no such field; did you mean 'nodes'?\n")
+    assert (wrong.returncode, wrong.stderr) == (2, "elasticctl: nods = 2: no such field; did you mean 'nodes'?\n")
     wrong = node.ctl("run", "--nodes", "3:1", "--", "train.py", cwd=here)
     assert "nodes = '3:1': needs 1 <= min <= max" in wrong.stderr
     wrong = node.ctl("run", "--", "absent.py", cwd=here)
     assert (wrong.returncode, "there is no such file" in wrong.stderr) == (2, True)
     assert node.ctl("run").returncode == 2
+    assert node.ctl("run", "--json", "--nodes", "3:1", "--", "train.py", cwd=here).returncode == 2
     assert node.ctl("frobnicate").returncode == 2
     assert "there is no node 'mars'; there are: desk" in node.ctl("drain", "mars").stderr
     assert "there is no job 'x'" in node.ctl("logs", "x").stderr
@@ -132,6 +135,32 @@ def test_cordon_and_uncordon(node: Node) -> None:
 def test_json_has_its_schema_everywhere(node: Node) -> None:
     for command in (["status"], ["jobs"], ["nodes"], ["incidents"], ["config", "show"]):
         assert json.loads(node.ctl(*command, "--json").stdout)["schema"] == 1
+
+
+def test_under_json_an_error_is_json_too(node: Node, tmp_path: pathlib.Path) -> None:
+    def told(*args: str) -> tuple[int, int | None, str, str]:
+        done = node.ctl(*args)
+        error = json.loads(done.stdout)["error"]
+        assert error["exit_code"] == done.returncode
+        return done.returncode, error["status"], error["message"], done.stderr
+
+    code, status, message, errors = told("status", "x", "--json")
+    assert (code, status, message.partition(";")[0], errors) == (1, 404, "there is no job 'x'", "")
+    assert told("drain", "--deadline", "nan", "desk", "--json")[:2] == (2, 400)
+    assert told("jobs", "--json", "--frob")[:3] == (2, None, "No such option '--frob'.")
+    assert told("--socket", str(tmp_path / "none"), "jobs", "--json")[0] == 5
+    plain = node.ctl("run", "--", "gone.py", "--json")
+    assert (plain.returncode, plain.stdout) == (2, ""), "the script's own --json"
+
+
+@pytest.mark.parametrize("view", [["config", "show", "--explain"], ["status", "--json"]])
+def test_a_reader_that_has_seen_enough_is_no_failure(node: Node, view: list[str]) -> None:
+    ctl = [*ELASTICCTL, "--socket", str(node.socket), *view]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(ctl, stdout=writing, stderr=subprocess.PIPE, timeout=20, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_config_show(node: Node) -> None:

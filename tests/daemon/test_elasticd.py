@@ -303,7 +303,6 @@ def test_damaged_files_cost_no_agent(nodes: Nodes) -> None:
     folder = node.state / "jobs" / "train" / "agent"
     for name in ("config.json", "orders.json"):
         (folder / name).write_text('{"cluster": "ma')
-    (node.state / "etcd" / "listen").chmod(0o600)
     (node.state / "jobs" / "rubbish").mkdir()
     node.start()
     eventually(lambda: node.agent_pid("train") == agent, 10)

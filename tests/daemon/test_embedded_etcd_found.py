@@ -1,24 +1,46 @@
-"""The embedded etcd outlives its daemon; the next one finds it, whatever has become of the file that says where."""
+"""The embedded etcd outlives its daemon; the next one finds it, or has it listen where the settings now say."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
+from support import procs
 from support.daemons import Nodes
+from support.etcd_server import free_ports
 
 pytestmark = pytest.mark.etcd
 
 
-@pytest.mark.parametrize("damage", [b"", b"127.0.0.1:\xff", None], ids=["empty", "rubbish", "gone"])
-def test_where_it_listens_is_known_without_the_file(damage: bytes | None) -> None:
+def test_it_is_found_by_its_lock_and_started_anew_where_it_shall_listen_elsewhere() -> None:
     with Nodes() as nodes:
         node = nodes.add("found")
-        etcd, file = node.etcd_pid(), node.state / "etcd" / "listen"
-        before = file.read_text()
+        etcd = node.etcd_pid()
+        node.post("/v1/nodes/found/cordon", {"reason": "kept"})
         node.kill()
-        if damage is None:
-            file.unlink()
-        else:
-            file.write_bytes(damage)
         node.start()
         assert node.etcd_pid() == etcd
-        assert file.read_text() == before
+        node.kill()
+        node._settings["etcd.embedded_listen"] = f"127.0.0.1:{free_ports(1)[0]}"
+        node.start()
+        assert node.etcd_pid() != etcd
+        assert not procs.alive(etcd)
+        assert node.get("/v1/nodes")["nodes"][0]["reason"] == "kept", "its data are the same"
+
+
+def test_one_of_an_earlier_elasticd_that_anyone_may_write_to_is_not_used() -> None:
+    with Nodes() as nodes:
+        node = nodes.add("early", start=False)
+        (node.state / "etcd").mkdir(mode=0o700)
+        hold = "import fcntl, os, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); f.write(str(os.getpid()))"
+        hold += "; f.flush(); print(flush=True); time.sleep(60)"
+        argv = [sys.executable, "-c", hold, node.state / "etcd" / "lock"]
+        early = nodes._procs.popen([*argv, "--listen-client-urls=http://127.0.0.1:2379"], stdout=subprocess.PIPE)
+        assert early.stdout is not None
+        early.stdout.readline()
+        node.start(wait_s=0)
+        assert node.process is not None
+        assert node.process.wait(20) == 69
+        assert "takes writes from every user at http://127.0.0.1:2379" in node.log.read_text()
+        assert early.poll() is None, "it is for a person to decide when the jobs there end"

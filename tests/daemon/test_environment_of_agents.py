@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import pwd
 
 import pytest
 
+from elastic.agent import environment
 from elastic.core import messages
+from elastic.core.agentfile import AgentConfig, EtcdAccess
+from elastic.core.spec import JobSpec
 from elasticd import launch
 
 
@@ -19,3 +23,21 @@ def test_what_is_no_text_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env["ELT_TEXT"] == "café"
     assert not {"ELT_LATIN", "NOTIFY_SOCKET"} & env.keys()
     messages.encode(messages.Fork(ticket=1, env=env, argv=("train.py",), workdir="/"))
+
+
+CONFIG = AgentConfig(
+    cluster="c", node="n", job="train", address="127.0.0.1", slots=1, etcd=EtcdAccess(endpoints=()),
+    agent_dir="/absent", logs_dir="/l",
+)  # fmt: skip
+
+
+def test_workers_get_what_a_login_sets_and_nothing_that_systemd_tells_its_service() -> None:
+    """systemd starts an agent as a unit of its own, with variables of its own, and sets no HOME for a service."""
+    told = dict.fromkeys(("INVOCATION_ID", "JOURNAL_STREAM", "MEMORY_PRESSURE_WATCH", "STATE_DIRECTORY"), "x")
+    env = environment.base(CONFIG, JobSpec(name="train", script="x.py"), {"PATH": "/bin", **told})
+    assert not told.keys() & env.keys()
+    entry = pwd.getpwuid(os.geteuid())
+    assert (env["HOME"], env["USER"], env["LOGNAME"]) == (entry.pw_dir, entry.pw_name, entry.pw_name)
+    assert env["PATH"] == "/bin"
+    kept = environment.base(CONFIG, JobSpec(name="train", script="x.py"), {"HOME": "/mine", "USER": "ada"})
+    assert (kept["HOME"], kept["USER"]) == ("/mine", "ada")

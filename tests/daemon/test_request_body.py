@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
-from elasticd.api import Handler
+from elasticd.api import json_object as body
 from elasticd.errors import Refused
-
-
-def body(raw: bytes) -> dict[str, object]:
-    return Handler.body(SimpleNamespace(_raw=raw))  # type: ignore[arg-type]
 
 
 def test_an_object() -> None:
@@ -24,6 +18,9 @@ def test_an_object() -> None:
     [
         (b"{", "is not JSON"),
         (b'{"reason": "\xff"}', "is not JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "is not JSON"),
         (b"[]", "must be a JSON object"),
         (rb'{"args": ["caf\udce9.png"]}', r"holds what is no Unicode text: .*caf\\udce9.png"),
     ],

@@ -16,11 +16,12 @@ from elastic.core.records import (
     JobState,
     Phase,
     WorkerError,
+    WorkerRow,
 )
-from elasticd import ctl_views, metrics, views
+from elasticd import ctl_views, metrics, reconcile, views
 from elasticd.assignment import Plan
 from elasticd.board import Contact, LocalAgent
-from elasticd.cluster import Job
+from elasticd.cluster import Job, Node
 from elasticd.views import Identity, Now
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
@@ -138,6 +139,18 @@ def test_the_health_check_is_about_the_loop_alone() -> None:
     assert not views.healthz(snapshot(turned_s=50.0), NOW)[0]
 
 
+def test_a_job_that_makes_no_step_is_not_healthy_unless_that_was_declared() -> None:
+    still = {"since_wall_s": 940.0, "because": "it is computing in step 41", "rank": 2, "node": "b"}
+    seen = status(job(progress=progress(still=still)))
+    assert seen["jobs"][0]["health"] == "degraded"
+    assert seen["jobs"][0]["no_progress"] == still | {"for_s": 60.0, "declared": False}
+    assert status(job(progress=progress(still=still | {"declared": True})))["jobs"][0]["health"] == "healthy"
+    assert status(job())["jobs"][0]["no_progress"] is None
+    text = metrics.exposition(lambda: snapshot(job(progress=progress(still=still))), IDENTITY)().decode()
+    told = next(line for line in text.splitlines() if line.startswith("elasticd_job_no_progress_seconds{"))
+    assert float(told.rpartition(" ")[2]) > 0
+
+
 def test_metrics_of_a_job() -> None:
     text = metrics.exposition(lambda: snapshot(job()), IDENTITY)().decode()
     assert 'elasticd_job_step{job="train"} 40.0' in text
@@ -159,7 +172,7 @@ def test_the_screen(screen: io.StringIO) -> None:
     text = screen.getvalue()
     assert "etcd (127.0.0.1:2379) not connected, last seen 60 s ago; all below is as of then: refused" in text
     assert "b     no daemon" in text
-    assert "exit 144 ms, 0 lost, 10 s ago" in text
+    assert "exit 144 ms, 0 steps lost, 10 s ago" in text
     assert "! train reason: node b is gone" in text
 
 
@@ -201,3 +214,39 @@ def test_the_last_words_of_somebody_who_left_are_no_reason_to_wait() -> None:
     assert status(left, plan=plan)["jobs"][0]["waiting_for"] == "0 of at least 1 nodes; a is draining: a new disk"
     there = replace(left, members=job().members)
     assert status(there, plan=plan)["jobs"][0]["waiting_for"] == "left: drained: a new disk"
+
+
+def test_slots_are_counted_as_the_plan_counts_them() -> None:
+    starting = job(members={}, progress=None, state=JobState())
+    rows = status(starting, plan=Plan(places={"train": {"a": 2}}))["nodes"]
+    assert [(r["node"], r["slots_used"], r["jobs"]) for r in rows] == [("a", 2, ["train"])]
+    over = job(state=JobState(phase=Phase.SUCCEEDED))
+    row = status(over)["nodes"][0]
+    assert (row["node"], row["slots_used"], row["jobs"]) == ("a", 0, ["train"])
+
+
+def test_a_record_that_cannot_be_read_is_a_problem() -> None:
+    cluster = replace(snapshot().cluster, foreign={"/k/2": "JobState speaks protocol 2", "/k/1": "is not a JobState"})
+    assert status(cluster=cluster)["problems"] == [
+        "etcd holds what this elasticd cannot read: /k/1 and 1 more: is not a JobState"
+    ]
+    out = status(cluster=cluster, stays_out="x", registered=False)["problems"]
+    assert out == ["this node stays out of the cluster: x"], "said once"
+
+
+def test_pid_and_life_of_a_rank_elsewhere_come_from_its_nodes_record() -> None:
+    seen = snapshot(job())
+    record = msgspec.structs.replace(
+        seen.cluster.nodes["a"].record, workers=(WorkerRow("train", 1, 4711, 3), WorkerRow("other", 0, 1, 1))
+    )
+    nodes = {"a": Node(record, 1)}
+    ranks = views.job_detail(replace(seen, cluster=replace(seen.cluster, nodes=nodes)), job(), NOW)["ranks"]
+    assert [(r["rank"], r["pid"], r["incarnation"], r["step"]) for r in ranks] == [
+        (0, None, None, None), (1, 4711, 3, None), (2, 12, 1, 40)
+    ]  # fmt: skip
+
+
+def test_a_nodes_record_names_the_workers_that_have_a_process() -> None:
+    said = local(ranks=[msgspec.to_builtins(r) for r in (row(1, "a", 1), row(0, "a", 0), row(-1, "a", 2, pid=0))])
+    rows = reconcile.worker_rows({"train": said["train"].status, "silent": None})
+    assert rows == (WorkerRow("train", 0, 10, 1), WorkerRow("train", 1, 11, 1))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
 from support.pictures import job, snapshot
 
 from elastic.core.records import JobState, Phase
 from elasticd.assignment import Plan
 from elasticd.board import Snapshot
-from elasticd.routes import WAITS_S, Waits
+from elasticd.routes import WAITS_S, Waits, _told, news
 
 
 def pending(why: str) -> Snapshot:
@@ -29,3 +30,22 @@ def test_a_job_that_runs_or_is_not_known_waits_for_nothing() -> None:
     running = snapshot(job(state=JobState(phase=Phase.RUNNING)))
     assert [waits.look(running, float(at_s)) for at_s in range(10)] == [""] * 10
     assert [Waits("other").look(pending("no slots"), float(at_s)) for at_s in range(10)] == [""] * 10
+
+
+def test_an_outage_that_is_over_after_a_checkpoint_has_failed_in_it_is_told() -> None:
+    (exit_,) = job().incidents
+    failed = replace(exit_, kind="checkpoint", detail="no space left", wall_s=991.0)
+    before = _told(snapshot(job(incidents=(replace(exit_, open=True), failed))), "train")
+    told = _told(snapshot(job(incidents=(exit_, failed))), "train")
+    assert [note.partition(":")[0] for note in news(before, told)] == ["exit on a"]
+    assert news(told, told) == []
+    later = _told(snapshot(job(incidents=(failed, replace(failed, detail="again")))), "train")
+    assert [note.partition(";")[0] for note in news(told, later)] == ["checkpoint on a: again"]
+
+
+def test_what_happens_before_the_first_generation_gives_no_job_up() -> None:
+    (exit_,) = job().incidents
+    late = replace(exit_, kind="late exit", world_before=0, world_after=0, timeline_s={})
+    given_up = replace(exit_, world_after=0)
+    told = _told(snapshot(job(incidents=(late, given_up))), "train")
+    assert [note.partition("; ")[2] for note in told] == ["before the job's first generation", "the job was given up"]

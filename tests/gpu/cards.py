@@ -8,6 +8,7 @@ ended, {"raised": …} for one that raised. Nothing is forked: CUDA does not sur
 
 from __future__ import annotations
 
+import concurrent.futures
 import importlib.util
 import json
 import os
@@ -15,6 +16,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -43,28 +45,45 @@ def environment(rank: int, given: Mapping[str, str] = ONE_CARD, *, own_host: boo
 def spawn(
     function: Callable[..., Any], rank: int, world: int, port: int, env: Mapping[str, str], **args: Any
 ) -> subprocess.Popen[str]:
-    """One rank; what it printed last is its result."""
+    """One rank; what it printed last is its result. Its stderr is a file: torch's watchdog prints some kilobytes per
+    collective that failed, and would block at a full pipe with a lock in hand."""
     code = function.__code__
     argv = [sys.executable, str(HERE), code.co_filename, code.co_name, str(rank), str(world), str(port)]
-    return subprocess.Popen(
+    errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - `last_errors` closes it
+    process = subprocess.Popen(
         [*argv, json.dumps(args)],
-        env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,
         start_new_session=True,
     )  # fmt: skip
+    process.stderr = errors
+    return process
 
 
 def collect(process: subprocess.Popen[str], deadline_s: float) -> Any:
     """The result of a rank; one that is not done by then is killed and says so."""
-    try:
-        out, err = process.communicate(timeout=max(0.1, deadline_s - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        return {"raised": f"not done in time; said last: {err[-2000:]}"}
+    assert process.stdout is not None
+    done = True
+    with concurrent.futures.ThreadPoolExecutor(1) as reader:
+        printed = reader.submit(process.stdout.read)
+        try:
+            process.wait(max(0.1, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            done = False
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        lines = printed.result().strip().splitlines()
+    if not done:
+        return {"raised": f"not done in time; printed last: {last_errors(process)}"}
     if process.returncode < 0:
         return {"died": -process.returncode}
-    lines = out.strip().splitlines()
-    return json.loads(lines[-1]) if lines else {"raised": f"code {process.returncode}: {err[-2000:]}"}
+    return json.loads(lines[-1]) if lines else {"raised": f"code {process.returncode}: {last_errors(process)}"}
+
+
+def last_errors(process: subprocess.Popen[str], chars: int = 2000) -> str:
+    assert process.stderr is not None
+    with process.stderr as errors:
+        errors.seek(0)
+        return errors.read()[-chars:]
 
 
 def run(
@@ -95,7 +114,7 @@ def run(
         for process in processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
+                process.wait()
     results += [{"killed": True}] * stops
     for rank, result in enumerate(results):
         assert not (check and isinstance(result, dict) and "raised" in result), f"rank {rank}: {result['raised']}"

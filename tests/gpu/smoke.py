@@ -82,4 +82,7 @@ def install() -> None:
     for name, stub in stubs.items():
         setattr(torch.cuda, name, stub)
     torch.Generator = Generator  # type: ignore[misc]
+    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+        if hasattr(torch.optim.Optimizer, name):  # a build for CUDA would start CUDA in it
+            setattr(torch.optim.Optimizer, name, lambda self: None)
     OnCpu().__enter__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import zipfile
 
 import pytest
 from support.source import FOLDERS, ROOT, modules
+
+import elastic
 
 CONF = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -41,8 +44,15 @@ def test_every_entry_point_is_there(target: str) -> None:
 
 
 def test_the_version_is_written_once() -> None:
-    text = (ROOT / "elastic" / "__init__.py").read_text()
-    assert f'__version__ = "{CONF["project"]["version"]}"' in text
+    """In elastic/__init__.py, which setuptools and both commands read."""
+    written = re.findall(r'^__version__ = "(.+)"$', (ROOT / "elastic" / "__init__.py").read_text(), re.MULTILINE)
+    assert written == [elastic.__version__]
+    assert CONF["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "elastic.__version__"}
+    for name, path in modules().items():
+        if name != "elastic":
+            assert "__version__ =" not in path.read_text(), name
+        asks = 'metadata.version("elasticd")', "version_option(package_name"
+        assert not any(ask in path.read_text() for ask in asks), f"{name}: of an installed copy, which may be older"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from elastic.core.effects import Effect
 from elastic.core.events import Drain, Event, PeerDead, Undrain
 from elastic.core.keys import ClusterKeys
 from elastic.core.records import GenerationRecord, JobState, Phase, SpecRecord, decode, encode
-from elastic.core.spec import Checkpoint, JobSpec
+from elastic.core.spec import Checkpoint, JobSpec, Restarts
 from elastic.etcd import Put
 
 from .clock import Clock
@@ -45,10 +46,18 @@ class Setting:
     save_s: float = 0.05
     """How long until a checkpoint is durable."""
     setup_s: float = 0.5
+    rollback: bool = False
+    """`on_bad_numbers`."""
+    budget: int = 20
+    window_s: float = 3600.0
     drift: float = 0.0
     crowd: int = 64
     """With more nodes than this, not all see all members."""
     deputies: int = 8
+    repeats: bool = False
+    """What workers say may arrive a second time, late."""
+    managed: bool = True
+    """Agents know from the start that the script calls `elastic.run`; else workers tell them."""
     calm: bool = False
     """Delays have one length: for histories that are read."""
 
@@ -70,12 +79,18 @@ class Cluster:
             standby=setting.standby,
             on_loss="shrink" if setting.shrink else "wait",
             checkpoint=Checkpoint(dir="/nowhere/checkpoints") if setting.checkpoint_every else Checkpoint(),
+            on_bad_numbers="rollback" if setting.rollback else "stop",
+            restarts=Restarts(budget=setting.budget, window_s=setting.window_s),
         )
         self.spec_record = SpecRecord(spec=self.spec, submitted_wall_s=0.0, submitted_by="sim")
         self.events = 0
         self.listener: Listener | None = None
         self.healing = False
         self.failed_on_order = 0
+        self.deaths: Counter[str] = Counter()
+        """Node -> how many workers have died there that were not told to."""
+        self.died_s: list[float] = []
+        """When they died, and when else a failure was made that is charged."""
         self.cut_off: set[str] = set()
         self.unanswered: set[str] = set()
         self.islands: dict[str, int] = {}
@@ -162,6 +177,10 @@ class Cluster:
         if node.name not in self.drained and not self.state().phase.over:
             self.clock.after(1.0, node.start)
 
+    def died(self, worker: Worker, cause: str) -> None:
+        self.deaths[worker.node.name] += 1
+        self.died_s.append(self.clock.now_s)
+
     # ── faults ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def worker(self, node: int, slot: int) -> Worker | None:
@@ -170,6 +189,7 @@ class Cluster:
 
     def kill_worker(self, node: int, slot: int) -> None:
         if worker := self.worker(node, slot):
+            self.judge.killed(worker)
             worker.die()
 
     def fail_worker(self, node: int, slot: int) -> None:
@@ -209,7 +229,11 @@ class Cluster:
     def handing_over(self, source: Worker, receivers: list[Worker]) -> None:
         if self.strikes:
             victim = source if self.strikes.pop(0) == "source" else self.rng.choice(receivers)
-            self.clock.after(0.005, victim.die)
+            self.clock.after(0.005, self._strike, victim)
+
+    def _strike(self, worker: Worker) -> None:
+        self.judge.killed(worker)
+        worker.die()
 
     def pause_agent(self, node: int, seconds: float) -> None:
         it = self.nodes[node]
@@ -335,8 +359,19 @@ class Cluster:
         self.training.bug = (latest.version[1] if latest else 0) + 2
         self.training.bug_rank = rank
 
+    def spoil(self, steps: int) -> None:
+        """The step after so many more makes the numbers bad."""
+        latest = self.training.latest
+        self.died_s.append(self.clock.now_s + (steps + 1) * self.setting.step_s)
+        self.training.spoil_at = (latest.version[1] if latest else 0) + 1 + steps
+
+    def fail_forming(self, times: int) -> None:
+        """The next groups fail while they form, on all ranks, for no known reason."""
+        self.training.failing_forms = times
+
     def heal(self) -> None:
         """All faults end."""
+        self.training.failing_forms = 0
         self.note_trouble()
         self.healing = True
         self.strikes.clear()

@@ -11,6 +11,8 @@ from .cluster import Cluster, Setting
 from .judge import Broken
 
 MOST_FAULTS = 12
+INCIDENT_S = 15.0
+"""An incident that a lost leader has left open is closed by the next one within this many virtual seconds."""
 LIVELY_S = 90.0
 """Once faults stop, the job steps again, or is over, within this many virtual seconds."""
 
@@ -86,6 +88,7 @@ def draw(seed: int) -> History:
         drift=rng.choice((0.0, 0.05, 0.2)),
         crowd=random.Random(f"crowd {seed}").choice((64, 64, 1)),
         deputies=1,
+        managed=random.Random(f"managed {seed}").random() < 0.5,
     )
     count = 1 + min(int(rng.expovariate(0.35)), MOST_FAULTS - 1)
     at_s, faults = rng.uniform(0.0, 6.0), []
@@ -122,11 +125,111 @@ def _fault(rng: random.Random, at_s: float, kind: str, setting: Setting) -> Faul
     return Fault(round(at_s, 3), kind, args)
 
 
+def family(seed: int) -> History:
+    """Histories that random draws seldom make: one kind after another, each with its own random instants."""
+    rng = random.Random(f"family {seed}")
+    return _FAMILIES[seed % len(_FAMILIES)](seed, rng)
+
+
+def _worn(seed: int, rng: random.Random) -> History:
+    """More failures than the budget allows, never within its window."""
+    setting = Setting(seed=seed, nodes=2, slots=1, least=2, most=2, budget=3, window_s=20.0, setup_s=0.2)
+    kills = [Fault(4.0 + 8 * n + rng.random(), "kill_worker", (n % 2, 0)) for n in range(6)]
+    return History(setting, tuple(kills))
+
+
+def _spoiled(seed: int, rng: random.Random) -> History:
+    """Bad numbers, and a death while the job goes back from them."""
+    setting = Setting(
+        seed=seed, nodes=2, slots=1, least=1, most=2, rollback=True, checkpoint_every=7, setup_s=0.2, step_s=0.1
+    )
+    at_s = 5.0 + rng.random()
+    faults = [Fault(at_s, "spoil", (1.0,))]
+    faults += [Fault(at_s + 0.2 + 0.4 * rng.random(), "kill_worker", (rng.randrange(2), 0))]
+    faults += [Fault(at_s, rng.choice(("kill_source", "kill_receiver")))]
+    return History(setting, tuple(faults))
+
+
+def _slow(seed: int, rng: random.Random) -> History:
+    """Steps of several seconds, while etcd or a worker is away."""
+    setting = Setting(seed=seed, nodes=3, slots=1, least=1, most=3, step_s=rng.choice((3.0, 6.0)), setup_s=0.2)
+    if seed % 2:
+        return History(setting, (Fault(15.0 + 6 * rng.random(), "kill_worker", (rng.randrange(3), 0)),))
+    at_s = 15.0 + 6 * rng.random()
+    return History(setting, (Fault(at_s, "cut", (rng.randrange(3),)), Fault(at_s + 20.0, "heal_etcd_links")), True)
+
+
+def _unformed(seed: int, rng: random.Random) -> History:
+    """Groups that fail while they form: nobody knows whose fault it is."""
+    setting = Setting(seed=seed, nodes=3, slots=1, least=1, most=3, setup_s=0.2)
+    return History(setting, (Fault(0.01, "fail_forming", (rng.randint(3, 5),)), Fault(30.0, "kill_worker", (1, 0))))
+
+
+def _drained(seed: int, rng: random.Random) -> History:
+    """A node leaves as planned, and a worker on another one dies at the same moment."""
+    setting = Setting(seed=seed, nodes=3, slots=1, least=1, most=3, setup_s=0.2, step_s=0.2)
+    at_s = 4.0 + rng.random()
+    return History(
+        setting,
+        (Fault(at_s, "drain", (2, 1e6)), Fault(at_s + 0.6 * rng.random(), "kill_worker", (rng.randrange(2), 0))),
+    )
+
+
+def _together(seed: int, rng: random.Random) -> History:
+    """Several workers die at nearly the same moment, and one more while the job recovers."""
+    setting = Setting(seed=seed, nodes=2, slots=2, least=2, most=2, checkpoint_every=rng.choice((0, 7)), setup_s=0.2)
+    at_s = 4.0 + rng.random()
+    ranks = rng.sample(range(4), rng.randint(2, 4))
+    faults = [Fault(at_s + 0.02 * rng.random(), "kill_worker", (r // 2, r % 2)) for r in ranks]
+    return History(setting, (*sorted(faults, key=lambda f: f.at_s), Fault(at_s + 0.4, "kill_worker", (0, 0))))
+
+
+def _repeated(seed: int, rng: random.Random) -> History:
+    """What workers say comes twice, the second time late, while they die one after the other."""
+    setting = Setting(seed=seed, nodes=2, slots=2, least=1, most=2, setup_s=0.2, repeats=True)
+    kills = [Fault(4.0 + n * rng.choice((0.1, 0.5, 2.0)), "kill_worker", (rng.randrange(2), n % 2)) for n in range(4)]
+    return History(setting, tuple(sorted(kills, key=lambda f: f.at_s)))
+
+
+def _away(seed: int, rng: random.Random) -> History:
+    """A node's agent dies while its lease has run out and etcd is away or wiped."""
+    setting = Setting(seed=seed, nodes=3, slots=1, least=1, most=3, setup_s=0.2)
+    node = rng.randrange(3)
+    return History(
+        setting,
+        (Fault(4.0, "cut", (node,)), Fault(10.0 + rng.random(), "kill_agent", (node,)),
+         Fault(10.2 + rng.random(), rng.choice(("compact", "wipe_etcd", "stop_etcd")))),
+    )  # fmt: skip
+
+
+def late(seed: int) -> History:
+    """A worker dies while its agent stands still, and others before and after that agent reports it."""
+    rng = random.Random(f"late {seed}")
+    nodes, slots = rng.choice((2, 3)), rng.choice((2, 3))
+    setting = Setting(
+        seed=seed, nodes=nodes, slots=slots, least=rng.choice((1, nodes)), most=nodes, setup_s=0.2,
+        checkpoint_every=rng.choice((0, 7)), step_s=rng.choice((0.1, 0.3)), shrink=rng.random() < 0.3,
+    )  # fmt: skip
+    at_s, (late, other) = 4.0 + rng.random(), rng.sample(range(nodes), 2)
+    faults = [
+        Fault(at_s, "pause_agent", (late, rng.choice((0.3, 1.0, 3.0, 9.0)))),
+        Fault(at_s, "kill_worker", (late, 0)),
+    ]
+    for _ in range(rng.randint(1, 3)):
+        at_s += rng.choice((0.0, 0.02, 0.3, 1.0)) * rng.random()
+        faults.append(Fault(at_s, "kill_worker", (rng.choice((other, other, late)), rng.randrange(slots))))
+    return History(setting, tuple(faults))
+
+
+_FAMILIES = (_worn, _spoiled, _slow, _unformed, _drained, _together, _repeated, _away)
+
+
 def play(history: History) -> Outcome:
     """Never raises for a broken promise: it is the outcome."""
     cluster = Cluster(history.setting)
     cluster.judge.only_etcd = history.only_etcd
     kinds = [fault.kind for fault in history.faults]
+    cluster.judge.obedient = {"kill_worker", "fail_worker", "drain"}.issuperset(kinds)
     cluster.judge.plain_deaths = kinds in (["kill_worker"], ["fail_worker"])
     failure = ""
     try:
@@ -160,9 +263,24 @@ def _must_go_on(cluster: Cluster) -> None:
     if cluster.over():
         cluster.judge.ended(cluster.state())
         return
-    if not lively():
+    if lively():
+        _incidents_end(cluster)
+    else:
         record = cluster.record()
         raise Broken("liveness", f"no whole world steps {LIVELY_S:g} s after the last fault; {record}")
+
+
+def _incidents_end(cluster: Cluster) -> None:
+    """Where the job steps again, no incident stays open; and what each says of lost steps is true."""
+
+    def none_is_open() -> bool:
+        return not any(i.open and i.kind != "planned" for i in cluster.judge.incidents().values())
+
+    cluster.clock.run(cluster.clock.now_s + INCIDENT_S, none_is_open)
+    if not none_is_open() and cluster.whole() and not cluster.over():
+        raise Broken("incidents", f"one stays open: {cluster.judge.incidents()}")
+    cluster.judge.steps_told()
+    cluster.judge.deaths_told()
 
 
 def shrink(history: History) -> History:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from elastic.core import messages
 from elastic.core.effects import Effect, Kill, Publish, Tell
+from elastic.core.events import Event, PeerDead
 from elastic.core.model import Agent, Stage
-from elastic.core.records import GenerationRecord, JobState, Phase, decode
+from elastic.core.records import GenerationRecord, IncidentRecord, JobState, Phase, decode
+from elastic.core.restarts import BAD_NODE_FAILURES
+from elastic.core.sharding import Plan, share
 from elastic.core.source import Choice, Version
 
 if TYPE_CHECKING:
@@ -23,6 +27,11 @@ class Broken(AssertionError):
         super().__init__(f"{promise}: {detail}")
 
 
+SAMPLES, BATCH, PER_EPOCH = 10, 4, 3
+"""The data: the last batch of each epoch is a short one."""
+
+SLACK_S = 5.0
+GONE = ("lost", "unreachable")
 REJOIN_S = 1.0
 """Who has a new lease only since then may have come a moment too late."""
 
@@ -34,6 +43,8 @@ class Judge:
         """Nothing but etcd fails in this history: training must not notice (G4)."""
         self.plain_deaths = False
         """One worker dies in this history, and nothing else happens: rank 0 is then always a survivor."""
+        self.obedient = False
+        """Every worker does in this history what it is told."""
         self.chains: dict[Version, int] = {}
         self.newest: dict[int, int] = {}
         """Generation -> newest step committed in it."""
@@ -41,13 +52,26 @@ class Judge:
         self.stands: tuple[int, GenerationRecord | None] = (0, None)
         """The etcd cluster, and the generation in it."""
         self.commits = 0
+        self.steps: dict[int, set[int]] = {}
+        """Step -> generations that have committed it."""
         self.top: Version = (0, 0)
+        self._first_etcd = cluster.etcd.cluster
+        self.told: dict[str, dict[int, int]] = {}
+        """Agent -> life of a worker -> newest generation that it was told to form."""
+        self.proven: dict[str, set[tuple[str, str]]] = {}
+        """Agent -> (node, incarnation) of the agents that it was told are dead."""
+        self.condemned: set[int] = set()
+        """Chains of states that the job went back from."""
+        self._killed: list[tuple[str, str, int, int]] = []
+        """(node, incarnation of its agent, generation, slot) of each worker that was killed from outside."""
         self._leaseless: dict[str, float] = {}
         """Node -> when its agent last had no lease."""
 
     # ── the machines ────────────────────────────────────────────────────────────────────────────────────────
 
-    def turned(self, node: Node, before: Agent, after: Agent, effects: tuple[Effect, ...]) -> None:
+    def turned(self, node: Node, event: Event, before: Agent, after: Agent, effects: tuple[Effect, ...]) -> None:
+        self._deaths(node, event, after)
+        self._orders(node, effects)
         if not (before.joined and after.joined):
             self._leaseless[node.name] = self._cluster.clock.now_s
         if after.generation is not before.generation:
@@ -69,6 +93,34 @@ class Judge:
                 if disturbs:
                     raise Broken("G4", f"{node.name} disturbs training while only etcd fails: {effect}")
 
+    def _deaths(self, node: Node, event: Event, after: Agent) -> None:
+        """What is proven is not forgotten while it matters: as long as the dead have a place or a member record."""
+        proven = self.proven.setdefault(node.incarnation, set())
+        if isinstance(event, PeerDead) and (event.node, event.incarnation) not in after.undead:
+            proven.add((event.node, event.incarnation))
+        if not proven:
+            return
+        proven -= after.undead
+        places = after.generation.places if after.generation else ()
+        matter = {m.id for m in after.view.members.values()} | {(p.node, p.incarnation) for p in places}
+        proven &= matter
+        for dead in proven - after.dead:
+            raise Broken("G2", f"{node.name} has forgotten that {dead} is dead")
+
+    def _orders(self, node: Node, effects: tuple[Effect, ...]) -> None:
+        """A worker is told once to form a generation, and never an older one after a newer one."""
+        told = self.told.setdefault(node.incarnation, {})
+        for effect in effects:
+            match effect:
+                case Tell(life=life, message=messages.Form(generation=number)):
+                    if number <= told.get(life, 0):
+                        raise Broken("one order", f"{node.name} has life {life} form {number} after {told[life]}")
+                    told[life] = number
+                case Kill(life=life, why=why):
+                    worker = node.processes.get(life)
+                    if "let go" in why and worker and self.obedient:
+                        raise Broken("G1", f"{worker.name} is killed though it was about to let go: {why}")
+
     def _generation(self, node: Node, old: GenerationRecord | None, new: GenerationRecord | None) -> None:
         if new is None or (old is not None and new.number <= old.number):
             raise Broken("generations grow", f"{node.name} goes from {old} to {new}")
@@ -89,10 +141,19 @@ class Judge:
         old = self.stands[1] if self.stands[0] == cluster.etcd.cluster else None  # else it was wiped
         new = decode(GenerationRecord, kv.value) if kv else None
         self.stands = cluster.etcd.cluster, new
+        if new is not None and new.restore == "snapshot" and (old is None or old.number < new.number):
+            self.condemned |= cluster.training.spoiled
+        self._set_aside()
         if old is not None and (new is None or new.number < old.number):
             raise Broken("generations grow", f"in etcd {new} replaces {old}")
         if old is not None and new is not None and new.number == old.number and new != old:
             raise Broken("one plan per generation", f"in etcd {new} replaces {old}")
+
+    def _set_aside(self) -> None:
+        """No node is set aside for what happened elsewhere."""
+        for name in self._cluster.state().avoid:
+            if self._cluster.deaths[name] < BAD_NODE_FAILURES:
+                raise Broken("blame", f"{name} is set aside after {self._cluster.deaths[name]} deaths there")
 
     # ── training ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -104,6 +165,8 @@ class Judge:
         for rank, worker in group.ranks.items():
             if rank != choice.source and rank not in choice.needs and not worker.whole:
                 raise Broken("G1", f"rank {rank} of generation {group.generation} goes on with half a state")
+        if choice.kind == "live" and group.ranks[choice.source].chain in self.condemned:
+            raise Broken("rollback", f"generation {group.generation} goes on from a state that was gone back from")
         if self.plain_deaths and choice.kind == "live" and not group.ranks[0].established:
             raise Broken("survivors first", f"rank 0 of generation {group.generation} is a newcomer")
         if group.restore != "newest":
@@ -126,7 +189,7 @@ class Judge:
             return True
         if cluster.clock.now_s - self._leaseless[node.name] < REJOIN_S:
             return True
-        return node.agent.draining is not None or node.agent.leaving is not None or cluster.scaled
+        return node.agent.leaving is not None or cluster.scaled
 
     def committed(self, group: Group) -> None:
         """A step is committed on some rank of `group`."""
@@ -138,13 +201,85 @@ class Judge:
             raise Broken("G7", f"generation {number} commits step {step} after {before}")
         if before is not None and number < max(self.newest) and not self._cut_off(group):
             raise Broken("G9", f"generation {number} commits step {step}, generation {max(self.newest)} has committed")
+        self._samples(group, step)
         self.newest[number] = step
+        self.steps.setdefault(step, set()).add(number)
         self.commits += 1
         self.top = max(self.top, version)
+
+    def _samples(self, group: Group, step: int) -> None:
+        """The ranks' parts of the step are its batch, all of it and nothing twice (G7)."""
+        plan = Plan(SAMPLES, BATCH)
+        turn = (step - 1) % PER_EPOCH
+        batch = plan.at(step - 1)
+        ends = [share(batch.start, batch.stop, rank, group.world) for rank in range(group.world)]
+        taken = [sample for start, stop in ends for sample in range(start, stop)]
+        if taken != list(range(turn * BATCH, min(turn * BATCH + BATCH, SAMPLES))):
+            raise Broken("G7", f"step {step} in a world of {group.world} takes the samples {taken}")
 
     def _cut_off(self, group: Group) -> bool:
         """Nobody can tell this world that it is over: all of it is away from etcd, or its agents stand still."""
         return all(w.node.name in self._cluster.troubled for w in group.ranks.values())
+
+    def redone(self, since: int = 1, until: int = 10**9) -> int:
+        """Steps that had been committed, and that generations of these numbers went back behind."""
+        lost: set[int] = set()
+        for before, number in itertools.pairwise(sorted(self.newest)):
+            if since <= number < until:
+                first = min(step for step, of in self.steps.items() if number in of)
+                lost |= set(range(first, self.newest[before] + 1))
+        return len(lost)
+
+    # ── incidents ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def incidents(self) -> dict[int, IncidentRecord]:
+        """Those on record, by their key."""
+        cluster = self._cluster
+        prefix, kvs = cluster.keys.incidents, cluster.etcd.kvs
+        return {
+            int(key.removeprefix(prefix)): decode(IncidentRecord, kvs[key].value)
+            for key in sorted(kvs)
+            if key.startswith(prefix)
+        }
+
+    def killed(self, worker: Worker) -> None:
+        """`worker` is about to be killed from outside. Called for what its agent is to name in an incident."""
+        if worker.alive and worker.group is not None and worker.node.up:
+            self._killed.append((worker.node.name, worker.node.incarnation, worker.group.generation, worker.slot))
+
+    def deaths_told(self) -> None:
+        """Each worker that was killed in a generation is named, as long as its agent lives to report it."""
+        if self._cluster.etcd.cluster != self._first_etcd:
+            return  # records were lost with etcd's data
+        agents = {(node.name, node.incarnation) for node in self._cluster.nodes if node.agent is not None}
+        causes = [cause for incident in self.incidents().values() for cause in incident.causes]
+        for node, incarnation, generation, slot in self._killed:
+            # At a planned change its agent may have taken on the generation after it already.
+            ranks = {n: self.plans[n].ranks(node).get(slot) for n in (generation, generation + 1) if n in self.plans}
+            # A node that is lost during the recovery is named with all its workers.
+            named = (
+                c.node == node
+                and (ranks.get(c.generation, -1) in c.ranks or (c.kind in GONE and c.generation >= generation))
+                for c in causes
+            )
+            if (node, incarnation) in agents and not any(named):
+                raise Broken("incidents", f"{node}/{slot} was killed in generation {generation}, not named: {causes}")
+
+    def steps_told(self) -> None:
+        """Each incident says how many steps were done again, or at least says nothing that is wrong."""
+        if self._cluster.etcd.cluster != self._first_etcd:
+            return  # records were lost with etcd's data
+        found = self.incidents()
+        for key, following in itertools.zip_longest(found, list(found)[1:], fillvalue=10**9):
+            incident = found[key]
+            if incident.open or incident.steps_lost is None:
+                continue
+            redone, most = self.redone(key, following), incident.steps_lost_at_most
+            if incident.steps_lost > redone or (most is not None and most < redone):
+                raise Broken(
+                    "incidents",
+                    f"{redone} steps were lost, and incident {key} says {incident.steps_lost} to {most}",
+                )
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -154,6 +289,12 @@ class Judge:
         training = cluster.training
         if state.phase is Phase.SUCCEEDED and (not training.steps or self.top[1] < training.steps):
             raise Broken("G7", f"the job has succeeded at step {self.top[1]} of {training.steps or 'endless'}")
+        if "failures within" in state.reason:
+            now_s, rules = cluster.clock.now_s, cluster.spec.restarts
+            # One that could not be written while etcd was away is dated when it is written.
+            recent = sum(1 for at_s in cluster.died_s if now_s - at_s < rules.window_s + SLACK_S)
+            if recent <= rules.budget:
+                raise Broken("G10", f"{recent} deaths in {rules.window_s:g} s and more: {state.reason}")
         looped = cluster.failed_on_order >= cluster.spec.restarts.same_failure and "crash loop" in state.reason
         if state.phase is Phase.FAILED and not (training.bug or looped or "failures within" in state.reason):
             raise Broken("G10", f"the job has failed though its script has no bug: {state.reason}")

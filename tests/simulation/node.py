@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING
 
 from support.fake_etcd import FakeClient, FakeWatch
 
+from elastic.agent.incidents import dated
 from elastic.agent.registry import Registry
 from elastic.core import recovery
 from elastic.core.announce import SUSPICION_S
 from elastic.core.effects import (
     ChargeFailure,
     Effect,
+    ForkPlain,
     ForkWorker,
     Kill,
     Leave,
     Publish,
     PutBroken,
+    PutIncident,
     PutMember,
     PutPhase,
     Rejoin,
@@ -25,9 +28,10 @@ from elastic.core.effects import (
     SaveNow,
     Tell,
 )
-from elastic.core.events import Event, Progress, Start, Tick, Viewed
+from elastic.core.events import Event, Progress, Start, Tick, Viewed, WorkerExited
 from elastic.core.membership import Limits, leader, living
 from elastic.core.model import Agent, Policy, Stage
+from elastic.core.records import ProgressRecord
 from elastic.core.sight import sees_members
 from elastic.core.timeouts import Timeouts
 from elastic.core.turn import ASK_AGAIN_S
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
     from .cluster import Cluster
 
 BEAT_S = 0.1
+PROGRESS_S = 2.0
 AT_REST = ("", "as it should be")
 Order = Callable[[], None]
 
@@ -177,7 +182,7 @@ class Node:
             limits=limits,
             shrink=spec.on_loss == "shrink",
             standbys=spec.standby,
-            managed=True,
+            managed=cluster.setting.managed,
             spec=spec,
             timeouts=Timeouts(),
             crowd=cluster.setting.crowd,
@@ -197,6 +202,7 @@ class Node:
         self.agent = Agent(policy)
         self._watch = client.watch(cluster.keys.root, self._on_view)
         self.take(Start())
+        cluster.clock.after(PROGRESS_S, self._tell_progress, self.incarnation)
         self.pump()
 
     def crash(self) -> None:
@@ -260,6 +266,8 @@ class Node:
     def soon(self, event: Event, life: int = 0) -> None:
         """From worker `life`, or a thread of the agent (0): taken in the loop's turn, in the order of its source."""
         self._send(("from", life), self._arrives, self.incarnation, event)
+        if self.cluster.setting.repeats and life and not isinstance(event, WorkerExited):
+            self.cluster.clock.after(self.cluster.delay(0.05, 1.0), self._arrives, self.incarnation, event)
 
     def _send(self, line: tuple[str, int], act: Callable[..., None], *args: object) -> None:
         clock = self.cluster.clock
@@ -315,7 +323,7 @@ class Node:
         now_s = self.now_s()
         cluster.events += 1
         self.agent, effects = recovery.step(before, event, now_s, cluster.rng.random())
-        cluster.judge.turned(self, before, self.agent, effects)
+        cluster.judge.turned(self, event, before, self.agent, effects)
         if cluster.listener is not None:
             cluster.listener(self, event, effects)
         self._do_all(effects)
@@ -326,6 +334,37 @@ class Node:
             self._watch_peers()
         self._look_around()
         self._schedule_tick()
+        if agent.settled > before.settled:
+            self._put_progress()
+
+    def _tell_progress(self, incarnation: str) -> None:
+        """As `agent.loop.Loop`: the leader tells every two seconds how far the job is, and at a generation's first
+        step."""
+        agent = self.agent
+        if agent is None or incarnation != self.incarnation:
+            return
+        self.cluster.clock.after(PROGRESS_S, self._tell_progress, incarnation)
+        if self.paused or agent.generation is None or not agent.connected:
+            return
+        self._look_at_pages()
+        self._put_progress()
+
+    def _put_progress(self) -> None:
+        agent, now_s = self.agent, self.cluster.clock.now_s
+        if agent is None or agent.generation is None:
+            return
+        if leader(agent.view, agent.dead, agent.generation, agent.policy.deputies) != self.name:
+            return
+        known = agent.view.progress
+        mine, at_s = agent.step, now_s
+        if known is not None and known.generation > agent.reached[0]:
+            mine, at_s = known.step, known.step_wall_s
+        self.registry.put_progress(
+            ProgressRecord(
+                generation=agent.generation.number, world=agent.generation.world, step=mine, steps_per_s=0.0,
+                loss=None, wall_s=now_s, step_wall_s=at_s, stepped_in=agent.settled,
+            )
+        )  # fmt: skip
 
     def _look_around(self) -> None:
         """As `agent.sight.Sight`: in a large job a node watches the head only, while it need not lead."""
@@ -372,6 +411,9 @@ class Node:
             case ForkWorker(slot, life, _):
                 worker = self.processes[life] = Worker(self, slot, life)
                 self.cluster.clock.after(self.cluster.delay(0.05, self.cluster.setup_s), worker.ready)
+            case ForkPlain(slot, life, _):
+                worker = self.processes[life] = Worker(self, slot, life)
+                self.cluster.clock.after(self.cluster.delay(0.01, 0.2), worker.calls_run)
             case Kill(_, life, _, gently):
                 if worker := self.processes.get(life):
                     self.cluster.clock.after(
@@ -387,6 +429,9 @@ class Node:
                 registry.rejoin(record)
             case PutPhase(phase, reason):
                 registry.put_phase(phase, reason, agent.view)
+            case PutIncident():
+                wall_s = self.cluster.clock.now_s
+                registry.put_incident(dated(effect, self.now_s(), wall_s), effect.key)
             case ChargeFailure(record):
                 registry.charge_failure(record)
             case Restore(generation, state, spec):

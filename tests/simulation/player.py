@@ -7,7 +7,7 @@ from pathlib import Path
 
 from elastic.core import effects as does
 from elastic.core import events, messages
-from elastic.core.records import BrokenRecord, GenerationRecord, MemberRecord
+from elastic.core.records import BrokenRecord, GenerationRecord, IncidentRecord, MemberRecord
 
 from .cluster import Cluster, Setting
 from .node import Node
@@ -77,6 +77,14 @@ def _broken(record: BrokenRecord) -> str:
     return f"generation {record.generation}: {record.kind}, {record.detail}{lost}"
 
 
+def _incident(record: IncidentRecord) -> str:
+    lost = "unknown" if record.steps_lost is None else record.steps_lost
+    bound = record.steps_lost_at_most
+    lost = lost if record.steps_lost == bound else f"{lost} to {'?' if bound is None else bound}"
+    how = "open" if record.open else f"over: {lost} steps lost, from {record.restored_from or 'nothing'}"
+    return f"{record.kind} on {record.node or 'no node'}, ranks {list(record.ranks)}: {record.detail}; {how}"
+
+
 def _event(event: events.Event) -> str:
     match event:
         case events.Viewed(view, connected):
@@ -130,6 +138,8 @@ def _effect(effect: does.Effect) -> str:
             return f"Restore {_generation(generation)}" if generation else "Restore the spec"
         case does.PutPhase(phase, reason):
             return f"PutPhase {phase.value}" + (reason and f": {reason}")
+        case does.PutIncident(_, record):
+            return f"PutIncident {_incident(record)}"
         case does.ChargeFailure(record):
             return f"ChargeFailure {_broken(record)}"
         case _:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import multiprocessing
 import random
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import structlog
 
-from .histories import Outcome, draw, play, shrink
+from .histories import History, Outcome, draw, play, shrink
 
 PROCESSES = 2
 CHUNK = 50
@@ -23,15 +24,15 @@ def silent() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
-def _play_seed(seed: int) -> Outcome:
-    return play(draw(seed))
+def _play_seed(drawn: Callable[[int], History], seed: int) -> Outcome:
+    return play(drawn(seed))
 
 
-def many(seeds: Iterable[int]) -> Iterator[Outcome]:
+def many(seeds: Iterable[int], drawn: Callable[[int], History] = draw) -> Iterator[Outcome]:
     """The outcome of each seed's history, in no order."""
     # Not forked: gRPC is imported here, and tests have threads.
     with multiprocessing.get_context("spawn").Pool(PROCESSES, initializer=silent) as pool:
-        yield from pool.imap_unordered(_play_seed, seeds, chunksize=CHUNK)
+        yield from pool.imap_unordered(functools.partial(_play_seed, drawn), seeds, chunksize=CHUNK)
 
 
 def explain(outcome: Outcome) -> str:

@@ -1,17 +1,20 @@
-"""Each planted mistake is caught, by a golden scenario or by a random history."""
+"""Each planted mistake is caught, by a golden scenario, by a random history or by the test that it names."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
-from simulation.histories import draw, play
+from simulation.histories import draw, family, late, play
 from simulation.mutants import MUTANTS, Mutant, planted
 from simulation.player import FILES, Player
 from simulation.run import silent
 
-TRIES = 1500
+TRIES, FAMILY_TRIES, LATE_TRIES = 1500, 96, 48
+TESTS = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -21,12 +24,34 @@ def quiet() -> Iterator[None]:
     structlog.reset_defaults()
 
 
+def fails(test: str) -> bool:
+    """Whether this test fails with any of its parameters. Fixtures are not passed to it."""
+    path, name = test.split("::")
+    spec = importlib.util.spec_from_file_location("caught_by_" + Path(path).stem, TESTS / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, name)
+    marks = [mark for mark in getattr(function, "pytestmark", ()) if mark.name == "parametrize"]
+    rows = marks[0].args[1] if marks else [()]
+    try:
+        for row in rows:
+            function(*(row if isinstance(row, tuple) else (row,)))
+    except AssertionError:
+        return True
+    return False
+
+
 def caught_by(mutant: Mutant) -> str:
     """What catches it first; empty when nothing does."""
     with planted(mutant):
-        for seed in range(TRIES):
-            if failure := play(draw(seed)).failure:
-                return f"seed {seed}: {failure}"
+        if mutant.test:
+            return mutant.test if fails(mutant.test) else ""
+        for drawn, tries in ((family, FAMILY_TRIES), (late, LATE_TRIES), (draw, TRIES)):
+            for seed in range(tries):
+                if failure := play(drawn(seed)).failure:
+                    return f"{drawn.__name__} {seed}: {failure}"
         for path in FILES:
             try:
                 if Player().play(path.read_text()) != path.read_text():
@@ -41,6 +66,11 @@ def test_mutant_is_caught(mutant: Mutant, quiet: None) -> None:
     by = caught_by(mutant)
     print(f"{mutant.name}: {by}")
     assert by, f"{TRIES} histories and {len(FILES)} scenarios, and nobody noticed: {mutant.name}"
+
+
+@pytest.mark.parametrize("test", sorted({mutant.test for mutant in MUTANTS if mutant.test}))
+def test_what_catches_a_mistake_passes_without_it(test: str, quiet: None) -> None:
+    assert not fails(test)
 
 
 def test_mistakes_are_gone_afterwards(quiet: None) -> None:

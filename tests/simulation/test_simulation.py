@@ -6,12 +6,14 @@ import collections
 import os
 
 import pytest
-from simulation.histories import draw, play
+from simulation.histories import draw, family, late, play
 from simulation.run import explain, many
 
 from elastic.core.records import Phase
 
 HISTORIES = 10_000
+FAMILIES = 400
+LATE = 100
 
 
 @pytest.mark.timeout(400)
@@ -29,6 +31,13 @@ def test_every_promise_is_kept_in_ten_thousand_histories() -> None:
     assert longest >= 200
     assert generations > 1.5 * HISTORIES
     assert {Phase.RUNNING, Phase.SUCCEEDED, Phase.FAILED, Phase.STOPPED} <= set(phases)
+
+
+def test_every_promise_is_kept_in_the_histories_that_are_seldom_drawn() -> None:
+    for drawn, count in ((family, FAMILIES), (late, LATE)):
+        for outcome in many(range(count), drawn=drawn):
+            if outcome.failure:
+                pytest.fail(explain(outcome))
 
 
 def test_a_history_is_the_same_each_time() -> None:

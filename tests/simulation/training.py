@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 from elastic.core import messages
 from elastic.core.events import (
     Event,
+    NumbersBad,
     Saved,
     WorkerDone,
     WorkerExited,
     WorkerFormed,
+    WorkerManaged,
     WorkerReady,
     WorkerReleased,
     WorkerSick,
@@ -24,12 +26,14 @@ from elastic.core.events import (
     WorkerSynced,
 )
 from elastic.core.records import WorkerError
-from elastic.core.source import NoStateError, Offer, Version, choose
+from elastic.core.source import NoStateError, Offer, StateLostError, Version, choose, reached
 
 if TYPE_CHECKING:
     from .cluster import Cluster
     from .node import Node
 
+LONG_S = 1.0
+"""Steps longer than this hold up a worker that is told to let go."""
 SETUP = 0
 """The chain of a state that nothing has gone into."""
 
@@ -58,6 +62,7 @@ class Worker:
     unheard: list[messages.Message] = field(default_factory=list)
     """What came while the process was stopped."""
     finish: bool = False
+    known_commit: Version = (0, 0)
 
     @property
     def alive(self) -> bool:
@@ -90,7 +95,7 @@ class Worker:
                     return
                 self.let_go = max(self.let_go, generation)
                 if self.group and self.group.generation <= generation:
-                    self.group.leave(self, "", partial=True)
+                    self._let_go_of(self.group)
                 elif self.doing == "arriving" and self.group is None:  # it still dials
                     self.doing = "idle"
                     self.say(WorkerReleased(self.slot, self.life, generation, self.version[1]))
@@ -109,6 +114,14 @@ class Worker:
                 if self.doing in ("idle", "done"):
                     self.node.cluster.clock.after(0.01, self.die, "exit code 0", 0)
 
+    def _let_go_of(self, group: Group) -> None:
+        """The call in flight raises only when its step gets to it."""
+        step_s = self.node.cluster.training.step_s
+        if step_s <= LONG_S or self.doing != "running":
+            group.leave(self, "", partial=True)
+        else:
+            self.node.cluster.clock.after(step_s * 0.8, group.leave_late, self)
+
     def look(self) -> None:
         """Idle: take the next generation to form."""
         if self.doing != "idle" or self.stopped:
@@ -116,7 +129,7 @@ class Worker:
         while self.forms:
             form = self.forms.pop(0)
             if form.generation > self.let_go:
-                self.doing, self.rank = "arriving", form.rank
+                self.doing, self.rank, self.known_commit = "arriving", form.rank, form.reached
                 self.node.cluster.training.arrive(self, form)
                 return
 
@@ -134,6 +147,14 @@ class Worker:
     def say(self, event: Event) -> None:
         self.node.soon(event, self.life)
 
+    def calls_run(self) -> None:
+        """Its imports are done."""
+        if self.stopped:
+            self.node.cluster.clock.after(1.0, self.calls_run)
+        elif self.alive:
+            self.say(WorkerManaged(self.slot, self.life))
+            self.node.cluster.clock.after(self.node.cluster.delay(0.05, self.node.cluster.setup_s), self.ready)
+
     def ready(self) -> None:
         if self.doing == "setup" and not self.stopped:
             self.doing = "idle"
@@ -148,6 +169,7 @@ class Worker:
             return
         step = self.state()[0][1]
         group = self.group
+        self.node.cluster.died(self, cause)
         if group is not None:
             if code == 0 and self.doing == "done":
                 group.part(self)
@@ -178,6 +200,9 @@ class Group:
     phase: str = "arriving"  # arriving, forming, syncing, running, broken, done
     version: Version = (0, 0)
     chain: int = SETUP
+    source: str = "live"
+    reached: int = 0
+    """The newest step that its ranks, or their agents, knew of when it formed."""
     fresh: bool = True
     """No step of this generation is committed yet."""
     yields: bool = False
@@ -213,6 +238,11 @@ class Group:
             self.stalled = True
             return
         match self.phase:
+            case "forming" if self.training.failing_forms:
+                self.training.failing_forms -= 1
+                self.training.cluster.died_s.append(self.training.cluster.clock.now_s)
+                for worker in tuple(self.ranks.values()):
+                    self.training.cluster.clock.after(0.01, self._fails, worker)
             case "forming":
                 self.phase = "syncing"
                 for worker in self.ranks.values():
@@ -250,15 +280,29 @@ class Group:
             look = self.restore == "snapshot" or not (w.whole and w.established)
             saved = checkpoint[0] if checkpoint and look else None
             offers.append(
-                Offer(rank=rank, version=w.version, clean=w.whole, established=w.established, checkpoint=saved)
+                Offer(
+                    rank=rank,
+                    version=w.version,
+                    clean=w.whole,
+                    established=w.established,
+                    checkpoint=saved,
+                    reached=w.known_commit,
+                )
             )
+        self.reached = max(self.reached, reached(offers))
         try:
             choice = choose(offers, self.restore)
+        except StateLostError:  # each builds its state anew, and they choose again
+            for worker in self.ranks.values():
+                if worker.established or not worker.whole:
+                    worker.version, worker.chain, worker.whole, worker.established = (0, 0), SETUP, True, False
+            self._choose()
+            return
         except NoStateError as error:
             for worker in tuple(self.ranks.values()):
                 self.training.cluster.clock.after(0.001, worker.die, "exit code 1", 1, str(error), "NoStateError")
             return
-        source = self.ranks[choice.source]
+        source, self.source = self.ranks[choice.source], choice.kind
         if choice.kind == "checkpoint":
             assert checkpoint is not None
             self.version, self.chain = checkpoint
@@ -280,7 +324,8 @@ class Group:
         for worker in self.ranks.values():
             worker.doing, worker.whole, worker.established = "running", True, True
             worker.version, worker.chain = self.version, self.chain
-            worker.say(WorkerSynced(worker.slot, worker.life, self.generation, self.version[1]))
+            synced = self.generation, self.version[1], self.source, self.reached
+            worker.say(WorkerSynced(worker.slot, worker.life, *synced))
         self._leavers()
         if self.phase == "running":
             self._work_or_finish()
@@ -305,6 +350,12 @@ class Group:
             return
         self._commit()
         training.committed(self, step)
+        if self.chain in training.spoiled:
+            training.cluster.deaths[self.ranks[0].node.name] += 1
+            training.cluster.died_s.append(training.cluster.clock.now_s)
+            self.ranks[0].say(
+                NumbersBad(self.ranks[0].slot, self.ranks[0].life, self.generation, step, "nan", "loss is nan", (0,))
+            )
         if self.fresh:
             self.fresh = False
             for worker in self.ranks.values():
@@ -317,7 +368,11 @@ class Group:
     def _commit(self) -> None:
         step = self.version[1] + 1
         self.version = (max(self.version[0], self.generation), step)
+        before, training = self.chain, self.training
         self.chain = hash((self.chain, self.generation, step, self.world))
+        if before in training.spoiled or step == training.spoil_at:
+            training.spoiled.add(self.chain)
+            training.spoil_at = 0
         self.training.cluster.judge.committed(self)
 
     def _leavers(self) -> None:
@@ -357,6 +412,10 @@ class Group:
             release = WorkerReleased(worker.slot, worker.life, self.generation, worker.version[1], error)
             worker.say(release)
             cluster.clock.after(0.001, worker.look)
+
+    def leave_late(self, worker: Worker) -> None:
+        if worker.alive and not worker.stopped:
+            self.leave(worker, "", partial=True)
 
     def _materialise(self, partial: bool) -> None:
         """The group breaks up: each rank keeps its own state from here on. `partial`: the step under way completed
@@ -404,6 +463,12 @@ class Training:
         self.bug = 0
         """The step at which the script fails, each time; 0: none."""
         self.bug_rank = 0
+        self.spoil_at = 0
+        """The step that spoils the numbers; 0: none."""
+        self.spoiled: set[int] = set()
+        """Chains of states with bad numbers in them."""
+        self.failing_forms = 0
+        """So many groups fail while they form, and nobody knows why."""
         self.groups: dict[int, Group] = {}
         self.checkpoint_every = checkpoint_every
         self.checkpoints: list[tuple[Version, int]] = []
@@ -447,6 +512,8 @@ class Training:
                 worker.group.stop = worker.group.stop or stop
 
     def _saved(self, checkpoint: tuple[Version, int]) -> None:
+        if checkpoint[1] in self.spoiled:
+            return  # the worker saves no bad numbers
         self.checkpoints.append(checkpoint)
         for node in self.cluster.nodes:
             node.soon(Saved(checkpoint[0][1]))

@@ -164,6 +164,10 @@ class Job:
         return decode(ProgressRecord, kv.value) if kv else None
 
     def incidents(self) -> list[IncidentRecord]:
+        """Those that are over."""
+        return [incident for incident in self.all_incidents() if not incident.open]
+
+    def all_incidents(self) -> list[IncidentRecord]:
         return [
             decode(IncidentRecord, kv.value) for _, kv in sorted(self.etcd.get_prefix(self.keys.incidents).kvs.items())
         ]

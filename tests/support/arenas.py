@@ -19,12 +19,17 @@ class Agent:
         self.filled: list[messages.Filled] = []
         self.unwritten: list[messages.Filled] = []
         self.no_memory = False
+        self.progress: list[int] = []
+        """Bytes, one entry for each sign of progress."""
         self._handlers: dict[type, Callable[..., None]] = {}
 
     def on(self, kind: type, handler: Callable[..., None]) -> None:
         self._handlers[kind] = handler
 
     def beat(self, doing: Any) -> None: ...
+
+    def copied(self, nbytes: int) -> None:
+        self.progress.append(nbytes)
 
     def send(self, message: messages.Message) -> None:
         if isinstance(message, messages.NeedArena):

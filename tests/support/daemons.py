@@ -35,7 +35,7 @@ class Node:
         self.log = self.folder / "elasticd.log"
         self._started = started
         self._settings = {"node": name, "state_dir": str(self.state), "slots": 2, "http.listen": "127.0.0.1:0",
-                          "etcd.embedded_listen": "127.0.0.1:0", "timeouts.lease_ttl_s": 3.0,
+                          "etcd.insecure": "true", "timeouts.lease_ttl_s": 3.0,
                           "timeouts.lease_renew_s": 0.8} | settings  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
         self.ready_s = 0.0

@@ -410,13 +410,16 @@ class FakeClient:
         self.watches.append(watch)
         return watch
 
-    def members(self) -> list[MemberHealth]:
+    def members(self, within_s: float = 0.0) -> list[MemberHealth]:
         error = "" if self.in_contact else "cut off"
         return [MemberHealth("fake", "3.5.1" if self.in_contact else "", self.in_contact, error)]
 
     def version(self) -> str:
         self._ask()
         return "3.5.1"
+
+    def anonymous_endpoint(self) -> str | None:
+        return ""
 
     def alarms(self) -> tuple[str, ...]:
         self._ask()

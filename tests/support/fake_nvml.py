@@ -70,6 +70,9 @@ class FakeNvml(types.ModuleType):
     def nvmlShutdown(self) -> None:
         self.open -= 1
 
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
 

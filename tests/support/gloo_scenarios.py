@@ -5,6 +5,7 @@ One interpreter imports torch once and forks the ranks of each scenario from the
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import multiprocessing
@@ -24,8 +25,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from elastic.worker import numbers
+from elastic.worker.alone import NoLink
 from elastic.worker.batches import batches
 from elastic.worker.ddp import Share, wrap
+from elastic.worker.errors import LetGoError
+from elastic.worker.job import Job
+from elastic.worker.state import State
 
 G = torch.Generator().manual_seed(0)
 X = torch.randn(64, 5, generator=G, dtype=torch.float64)
@@ -121,6 +126,72 @@ def buffers(rank: int, world: int, folder: str, *, sync: bool) -> Any:
     return net[0].running_mean.tolist()
 
 
+def buffers_shared(rank: int, world: int, folder: str) -> Any:
+    """As `buffers`, and exchanged before each step is applied: (running mean, exchanges in all)."""
+    join(folder, "store", rank, world)
+    net = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+    torch.manual_seed(0)
+    share, exchanges = Share(), []
+    on_buffers = (lambda: exchanges.append(1), lambda: None)
+    wrapped = wrap(net, weight=share, on_contributed=lambda: None, on_buffers=on_buffers)
+    for _ in range(3):
+        wrapped(torch.tensor([[rank + 1.0], [rank + 1.0]])).sum().backward()
+        share.share_buffers()
+    return [*net[0].running_mean.tolist(), len(exchanges)]
+
+
+def skipped_step(rank: int, world: int, folder: str) -> Any:
+    """As `buffers`; GradScaler skips the optimizer's step for its infinite gradients, and an evaluation follows the
+    commit: (running mean at the commit, what the loop is told at its next batch)."""
+    join(folder, "store", rank, world)
+    net = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=NoLink())
+    state = State(model=net, optimizer=optimizer, scaler=scaler)
+    state.watch_optimizers(job.guard())
+    job.enter(rank=rank, world=world, generation=1, keeper=None)
+    state.begin()
+    wrapped = job.ddp(net)
+    x = torch.tensor([[rank + 1.0], [rank + 1.0]])
+    scaler.scale(wrapped(x).sum() * torch.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    job.commit(state)
+    mean = net[0].running_mean.item()
+    wrapped.eval()
+    with torch.no_grad():
+        wrapped(x)
+    try:
+        state.turned()
+    except RuntimeError as error:
+        return [mean, str(error)]
+    return [mean, ""]
+
+
+def swallowed(rank: int, world: int, folder: str) -> Any:
+    """Rank 1 is gone, and rank 0 catches what its backward raises and steps: (weights changed, what that raises)."""
+    join(folder, "store", rank, world)
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=NoLink())
+    state = State(model=net, optimizer=optimizer)
+    state.watch_optimizers(job.guard())
+    job.enter(rank=rank, world=world, generation=1, keeper=None)
+    state.begin()
+    wrapped = job.ddp(net)
+    if rank == 1:
+        return None
+    before = net.weight.tolist()
+    with contextlib.suppress(RuntimeError):
+        wrapped(torch.ones(1, 2)).sum().backward()
+    try:
+        optimizer.step()
+    except LetGoError as error:
+        return [net.weight.tolist() != before, state.clean(), str(error)]
+    return [net.weight.tolist() != before, state.clean(), ""]
+
+
 def empty_loss_is_nan(rank: int, world: int, folder: str) -> Any:
     """A rank of no weight whose gradients are NaN does not spoil the others'."""
     join(folder, "store", rank, world)
@@ -175,6 +246,9 @@ SCENARIOS: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
     "disturbed": (3, same_bits, {"reform_at": (2, 3)}),
     "buffers synced": (2, buffers, {"sync": True}),
     "buffers apart": (2, buffers, {"sync": False}),
+    "buffers shared": (2, buffers_shared, {}),
+    "skipped step": (2, skipped_step, {}),
+    "swallowed": (2, swallowed, {}),
     "nan": (2, empty_loss_is_nan, {}),
     "drift": (3, drift, {}),
     "orphans": (1, loader_orphans, {}),

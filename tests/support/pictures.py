@@ -53,8 +53,8 @@ def job(**facts: object) -> Job:
         incidents=(
             IncidentRecord(
                 generation=2, kind="exit", node="a", ranks=(1,), detail="killed by SIGKILL", wall_s=990.0,
-                timeline_s={"let_go": 0.01, "stepping": 0.144}, steps_lost=0, world_before=3, world_after=3,
-                restored_from="live",
+                timeline_s={"let_go": 0.01, "stepping": 0.144}, steps_lost=0, steps_lost_at_most=0,
+                world_before=3, world_after=3, restored_from="live",
             ),
         ),
     )  # fmt: skip

@@ -82,6 +82,8 @@ def tracked() -> tuple[pathlib.Path, ...]:
     ignored = {".venv", "build", "dist", "__pycache__", ".git", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
     found = []
     for folder, folders, files in os.walk(ROOT):
-        folders[:] = [f for f in folders if f not in ignored and not f.endswith(".egg-info")]
+        folders[:] = [
+            f for f in folders if f not in ignored and not f.startswith(".venv-") and not f.endswith(".egg-info")
+        ]
         found += [pathlib.Path(folder, f) for f in files if not pathlib.Path(folder, f).is_symlink()]
     return tuple(found)

@@ -8,24 +8,29 @@ Everything is told by the environment:
     SETUP_S         what `setup` takes (default 0)
     WIDTH           width of the model (default 32)
     NORM            set: the model has a BatchNorm, so its buffers are exchanged before each forward
+    PRELUDE_S       what `train` does before its first step takes (default 0)
     ASK             set: the script has an all_reduce of its own before each forward
 
 Each process appends to RECORD_DIR/commits.<node>.<pid>.jsonl one line per committed step (see `history.Commit`), and
 writes final.<rank>.json at the end. A file RECORD_DIR/fault.<name>.json {"rank", "step", "place", "do", …} strikes
 once, in whichever process has that rank when it gets to that place of that step; struck.fault.<name>.json says so.
 Places, in their order within a step: `ask` (before the script's own all_reduce), `forward`, `backward` (while
-gradients are exchanged), `apply` (inside the
-optimizer), `commit` (just before), `committed`. `do`: a signal's name, `exception`, `exit` (`code`), `spin`, `sleep`.
+gradients are exchanged), `summing` (all gradients are handed over, the sums are waited for), `apply` (inside the
+optimizer), `commit` (just before), `committed`. `do`: a signal's name, `exception`, `exit` (`code`), `spin`, `sleep`,
+`gil` (0.5 s later a thread calls a C function that keeps the interpreter's lock for `seconds`), `leave` (`train`
+returns before the next step).
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
 import pathlib
 import signal
 import sys
+import threading
 import time
 
 import torch
@@ -59,6 +64,7 @@ class Faults:
 
     def __init__(self):
         self.rank = self.step = -1
+        self.leaves = False
 
     def at(self, place):
         for path in FOLDER.glob("fault.*.json"):
@@ -86,9 +92,18 @@ class Faults:
                 pass
         if do == "sleep":
             time.sleep(fault["seconds"])
+        elif do == "gil":
+            threading.Thread(target=keep_the_lock, args=[fault["seconds"]], daemon=True).start()
+        elif do == "leave":
+            self.leaves = True
         else:
             os.kill(os.getpid(), getattr(signal, do))
             time.sleep(0.2)  # a signal to oneself may take a moment; SIGSTOP returns when continued
+
+
+def keep_the_lock(seconds):
+    time.sleep(0.5)
+    ctypes.PyDLL(None).sleep(int(seconds))  # unlike CDLL it does not release the lock
 
 
 def note(name, content):
@@ -102,24 +117,33 @@ faults = Faults()
 log = os.open(FOLDER / f"commits.{NODE}.{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
 
+def in_backward():
+    faults.at("backward")
+    torch.autograd.Variable._execution_engine.queue_callback(lambda: faults.at("summing"))
+
+
 def setup(job):
     time.sleep(float(os.environ.get("SETUP_S", "0")))
     torch.manual_seed(1)
-    # momentum 0: after the last forward nobody sends rank 0's statistics, and they are part of the fingerprint
-    norm = [torch.nn.BatchNorm1d(WIDTH, momentum=0.0)] if os.environ.get("NORM") else []
+    norm = [torch.nn.BatchNorm1d(WIDTH)] if os.environ.get("NORM") else []
     model = torch.nn.Sequential(
         torch.nn.Linear(8, WIDTH), *norm, torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, 1)
     ).to(job.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer.register_step_pre_hook(lambda *_: faults.at("apply"))
-    model[0].weight.register_hook(lambda gradient: faults.at("backward"))
+    model[0].weight.register_hook(lambda gradient: in_backward())
     return elastic.State(model=model, optimizer=optimizer)
 
 
 def train(job, state):
     model = job.ddp(state.model)
     faults.rank = job.rank
+    if float(os.environ.get("PRELUDE_S", "0")):
+        note(f"entered.{job.generation}.{os.getpid()}.json", {})
+        time.sleep(float(os.environ["PRELUDE_S"]))
     for batch in job.batches(Squares(), state, batch_size=BATCH, steps=STEPS, epochs=1000):
+        if faults.leaves:
+            return
         began_s = time.monotonic()
         faults.step = state.step
         if os.environ.get("ASK"):

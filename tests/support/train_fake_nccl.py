@@ -36,6 +36,11 @@ class Communicator:
         self._generation = generation
 
     def abort(self) -> None:
+        kernels_gone.clear()
+        self._abort()
+        kernels_gone.set()
+
+    def _abort(self) -> None:
         if self.struck_by("hang"):
             threading.Event().wait()  # as an `ncclCommAbort` whose proxy thread does not end
         linger = RECORD / "linger"
@@ -61,6 +66,9 @@ class Communicator:
 def started_cuda() -> set[str]:
     return {path.suffix[1:] for path in RECORD.glob("cuda.*")}
 
+
+kernels_gone = threading.Event()
+"""What `torch.cuda.synchronize` waits for: here an abort that does not return is one whose kernels do not end."""
 
 formed: list[Communicator] = []
 """Of this process's newest group."""
@@ -91,6 +99,7 @@ def install() -> None:
     smoke.install()
     torch.cuda.set_device = lambda device: (RECORD / f"cuda.{os.getpid()}").touch()
     torch.cuda.Event = torch.cuda.current_stream = Stream
+    torch.cuda.synchronize = lambda device: kernels_gone.wait() and None
     torch.cuda.is_initialized = lambda: Stream.broken
     form = Group._init
 

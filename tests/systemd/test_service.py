@@ -88,7 +88,7 @@ def test_started_is_ready_to_work(host: SystemdHost) -> None:
 
 
 def test_without_etcd_it_is_not_ready_and_says_why(host: SystemdHost) -> None:
-    write(host, "/etc/elasticd/elasticd.toml", CONFIG + '[etcd]\nendpoints = ["127.0.0.1:23999"]\n')
+    write(host, "/etc/elasticd/elasticd.toml", CONFIG + '[etcd]\nendpoints = ["127.0.0.1:23999"]\ninsecure = true\n')
     host.systemctl("start", "--no-block", "elasticd")
     eventually(lambda: "etcd cannot be reached" in host.show("elasticd", "StatusText")["StatusText"], 15.0)
     assert host.show("elasticd", "ActiveState") == {"ActiveState": "activating"}

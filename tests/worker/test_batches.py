@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import random
 import socket
@@ -16,8 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.core.sharding import Order
+from elastic.worker.alone import NoLink
 from elastic.worker.batches import Batch, batches, take_many
 from elastic.worker.ddp import Share
+from elastic.worker.job import Job
+from elastic.worker.session import ToldToLeave
+from elastic.worker.state import State
 
 
 class Numbers:
@@ -176,3 +181,20 @@ def test_loader_processes_end_with_the_iterator_and_hold_no_socket_of_ours() -> 
             assert peer.recv(1) == b""  # although the children were forked while it was open
             loop.close()  # type: ignore[attr-defined]
             assert multiprocessing.active_children() == []
+
+
+class Over(NoLink):
+    def check(self, step: int) -> None:
+        raise ToldToLeave("another rank has died")
+
+
+def test_a_script_that_catches_every_error_of_its_step_is_told_at_the_next_batch() -> None:
+    """It would go through all of the data otherwise, each step failing, while the others wait for it."""
+    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=Over())
+    state = State(count=0)
+    parts = job.batches(torch.utils.data.TensorDataset(torch.zeros(40, 1)), state, batch_size=4, epochs=1)
+    next(parts)
+    with contextlib.suppress(Exception):
+        job.commit(state)
+    with pytest.raises(ToldToLeave):
+        next(parts)

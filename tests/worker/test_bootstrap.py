@@ -52,3 +52,60 @@ def test_a_full_disk_does_not_change_the_exit_code(tmp_path: pathlib.Path, code:
 def test_on_a_full_disk_an_error_is_still_written_down_for_the_agent(tmp_path: pathlib.Path) -> None:
     assert exit_code(tmp_path, 'raise KeyError("mine")\n', pathlib.Path("/dev/full")) == 1
     assert "KeyError" in error(tmp_path)
+
+
+ENDS = """
+import atexit, concurrent.futures, os, tempfile, threading, time
+record = open("record", "w", buffering=1)
+left_open = open("left_open", "w")
+left_open.write("not flushed")
+folder = tempfile.TemporaryDirectory(dir=".")
+open("folder", "w").write(folder.name)
+atexit.register(record.write, "atexit ")
+weak = lambda: folder
+
+def late():
+    time.sleep(0.2)
+    record.write("thread ")
+
+threading.Thread(target=late).start()
+executor = concurrent.futures.ThreadPoolExecutor()
+executor.submit(lambda: (time.sleep(0.3), record.write("executor ")))
+"""
+
+
+@pytest.mark.parametrize(("last", "code"), [("", 0), ("raise KeyError('mine')\n", 1), ("raise SystemExit(7)\n", 7)])
+def test_the_process_ends_as_python_does(tmp_path: pathlib.Path, last: str, code: int) -> None:
+    assert exit_code(tmp_path, ENDS + last, tmp_path / "log") == code
+    assert (tmp_path / "record").read_text() == "thread executor atexit "
+    assert (tmp_path / "left_open").read_text() == "not flushed"
+    assert not pathlib.Path(tmp_path, (tmp_path / "folder").read_text()).exists()
+
+
+def test_main_stays_the_scripts_for_its_threads_and_for_spawned_children(tmp_path: pathlib.Path) -> None:
+    script = """
+import multiprocessing, os, pickle, threading, time
+class Mine: pass
+def child(queue): queue.put(os.getpid())
+def late():
+    time.sleep(0.2)
+    assert isinstance(pickle.loads(pickle.dumps(Mine())), Mine)
+    print("pickled", flush=True)
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    assert queue.get(timeout=60) == process.pid
+    process.join()
+    threading.Thread(target=late).start()
+"""
+    assert exit_code(tmp_path, script, tmp_path / "log") == 0
+    assert (tmp_path / "log").read_text() == "pickled\n"
+
+
+def test_a_traceback_begins_in_the_script(tmp_path: pathlib.Path) -> None:
+    assert exit_code(tmp_path, "def f():\n    raise KeyError('mine')\nf()\n", tmp_path / "log") == 1
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1] == f'  File "{tmp_path}/script.py", line 3, in <module>'

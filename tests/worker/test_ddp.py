@@ -50,6 +50,24 @@ def test_buffers_follow_rank_0_or_are_left_alone(played: dict[str, list[Any]]) -
     assert (first, second) == (pytest.approx(0.19), pytest.approx(0.38))
 
 
+def test_rank_0s_buffers_are_everywhere_before_a_step_is_applied(played: dict[str, list[Any]]) -> None:
+    """Once a step, as in stock DDP, and once more at the first forward of a group."""
+    assert played["buffers shared"] == [[pytest.approx(0.271), 4]] * 2
+
+
+def test_a_step_that_was_skipped_is_committed_with_rank_0s_buffers_too(played: dict[str, list[Any]]) -> None:
+    assert played["skipped step"] == [[pytest.approx(0.1), ""]] * 2
+
+
+def test_gradients_of_some_ranks_are_not_applied_by_a_script_that_catches_the_error(
+    played: dict[str, list[Any]],
+) -> None:
+    changed, clean, said = played["swallowed"][0]
+    assert not changed
+    assert clean
+    assert "the exchange of gradients has failed" in said
+
+
 def test_nan_of_a_rank_without_samples_does_not_spread(played: dict[str, list[Any]]) -> None:
     assert played["nan"] == [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
 

@@ -97,9 +97,10 @@ def test_what_looks_like_a_lost_peer_ends_the_process_if_cuda_has_failed(
     session = Session()
     settings = Settings(
         job="j", slot=0, backend="nccl", form_timeout_s=1.0, fingerprint_every_steps=0, ignore_bad_numbers=False,
-        checkpoint_dir="", checkpoint_remote="", checkpoint_rule=Rule(), checkpoint_shared=True,
+        checkpoint_dir="", checkpoint_remote="", checkpoint_rule=Rule(), checkpoint_shared=True, snapshots=False,
     )  # fmt: skip
     worker = Managed(session, lambda job: State(), lambda job, state: None, settings)  # type: ignore[arg-type]
+    worker._state = State()
     job = run.Job(name="j", device=DEVICE, local_rank=0, link=worker._link)
     form = messages.Form(
         generation=1, rank=0, world=2, local_rank=0, local_world=2, group_rank=0, group_world=1,
@@ -107,8 +108,8 @@ def test_what_looks_like_a_lost_peer_ends_the_process_if_cuda_has_failed(
     )  # fmt: skip
     if failed:
         with pytest.raises(RuntimeError, match="this process cannot use its GPU any more: CUDA error: unspecified"):
-            worker._one_generation(job, State(), form)
+            worker._one_generation(job, form)
         assert session.sent == []
     else:
-        worker._one_generation(job, State(), form)
+        worker._one_generation(job, form)
         assert [type(message) for message in session.sent] == [messages.CommFailed]

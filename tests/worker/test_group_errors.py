@@ -84,19 +84,18 @@ def test_bad_torch_versions_are_named() -> None:
     assert "torch 2.9.1 is older than 2.10" in said
 
 
-@pytest.mark.parametrize(("name", "value"), [("TORCH_DISTRIBUTED_DEBUG", "DETAIL"), ("TORCH_NCCL_DESYNC_DEBUG", "1")])
-def test_settings_that_bring_torchs_error_handling_back_are_named(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "value", "effect"), nccl.HARMFUL)
+def test_settings_under_which_recovery_would_not_work_are_named(
+    name: str, value: str, effect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The constructor of ProcessGroupNCCL: with either it takes 'off' for 'on'."""
     monkeypatch.setenv(name, value)
     (said,) = nccl.problems((2, 27, 5))
-    assert said.startswith(f"{name}={value} makes torch end the process")
+    assert said.startswith(f"{name}={value} {effect}")
 
 
 def test_torchruns_error_handling_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "problems", list)
-    for name in nccl.QUIET_TORCH:
+    for name in (*nccl.QUIET_TORCH, *nccl.QUIET_NCCL):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     monkeypatch.delenv("NCCL_ASYNC_ERROR_HANDLING", raising=False)

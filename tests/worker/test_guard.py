@@ -9,14 +9,12 @@ import random
 import socket
 import threading
 from collections.abc import Sequence
-from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from elastic.core.beat import PAGE_BYTES
 from elastic.core.messages import LetGo
-from elastic.worker import job as job_module
 from elastic.worker.job import Job
 from elastic.worker.run import AgentLink
 from elastic.worker.session import Session, ToldToLeave
@@ -49,23 +47,9 @@ class FakeStream:
         self.log.append(f"waited for {self.device}")
 
 
-class FakeEvent:
-    """As torch.cuda.Event: without a stream it would be recorded on the current device's."""
-
-    log: ClassVar[list[str]] = []
-
-    def record(self, stream: FakeStream) -> None:
-        self.log.append(f"marked {stream.device}")
-
-    def synchronize(self) -> None:
-        self.log.append("waited for the mark")
-
-
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     log: list[str] = []
-    monkeypatch.setattr(FakeEvent, "log", log)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(log, device))
     return log
 
@@ -77,16 +61,22 @@ def make(log: list[str], device: str = "cuda:1", world: int = 2) -> Job:
 
 
 def test_the_sums_are_waited_for_before_the_flag_is_looked_at(log: list[str]) -> None:
-    job = make(log)
-    job._received()
-    job.guard()()
-    assert log == ["marked cuda:1", "waited for the mark", "asked"]
-
-
-def test_without_the_projects_ddp_all_that_is_queued_is_waited_for(log: list[str]) -> None:
+    """All that is queued: the sums, and what the script exchanges between its backward and the step."""
     job = make(log)
     job.guard()()
     assert log == ["waited for cuda:1", "asked"]
+
+
+def test_a_commit_without_any_optimizer_is_guarded_too(log: list[str]) -> None:
+    """Gradients applied by hand, with no hook to see it."""
+    model = torch.nn.Linear(1, 1)
+    job, state = make(log), State(model=model)
+    state.begin()
+    job._link.let_go = True  # type: ignore[attr-defined]
+    with pytest.raises(ToldToLeave):
+        job.commit(state)
+    assert log == ["waited for cuda:1", "asked"]
+    assert state.step == 0
 
 
 @pytest.mark.parametrize(("device", "world"), [("cpu", 2), ("cuda:0", 1)])
@@ -94,26 +84,6 @@ def test_where_nothing_can_be_cut_short_nothing_is_waited_for(log: list[str], de
     job = make(log, device, world)
     job.guard()()
     assert log == ["asked"]
-
-
-def test_a_mark_of_the_generation_before_is_forgotten(log: list[str]) -> None:
-    job = make(log)
-    job._received()
-    job.enter(rank=0, world=2, generation=2, keeper=None)
-    job.guard()()
-    assert log == ["marked cuda:1", "waited for cuda:1", "asked"]
-
-
-def test_the_projects_ddp_marks_where_the_sums_are(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of each backward; else the guard would wait for all that is queued."""
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(job_module.ddp, "wrap", lambda model, **options: given.update(options))
-    job = make(log)
-    job.ddp(torch.nn.Linear(1, 1))
-    given["on_received"]()
-    job.guard()()
-    assert log == ["marked cuda:1", "waited for the mark", "asked"]
 
 
 class Card:
@@ -139,11 +109,8 @@ class Card:
         self.reduced.set()
 
 
-class CardsEvent:
+class CardsStream:
     card: Card
-
-    def record(self, stream: Any) -> None:
-        pass
 
     def synchronize(self) -> None:
         assert self.card.reduced.wait(10.0)
@@ -170,7 +137,7 @@ class Training:
 
     def abort(self, why: str) -> None:
         """The session's group is this one."""
-        CardsEvent.card.aborted.set()
+        CardsStream.card.aborted.set()
 
     def step(self, chance: random.Random | None) -> tuple[str, str]:
         """(how it ended, what the card came to); with `chance` an abort and the peers race."""
@@ -178,7 +145,7 @@ class Training:
         draw = torch.Generator().manual_seed(self.state.step)
         for parameter in parameters:
             parameter.grad = parameter.detach() * 0.1 + torch.randn(parameter.shape, generator=draw)
-        card = CardsEvent.card = Card([p.grad for p in parameters if p.grad is not None])
+        card = CardsStream.card = Card([p.grad for p in parameters if p.grad is not None])
         self.generation += 1
         self.link.enter(self.generation, self.state.step)
         self.job.enter(rank=0, world=2, generation=self.generation, keeper=None)
@@ -195,7 +162,6 @@ class Training:
         threads = [threading.Thread(target=act) for act in (card.all_reduce, peers, *([let_go] if chance else []))]
         for thread in threads:
             thread.start()
-        self.job._received()
         try:
             self.state.optimizer.step()
             self.state.committed(self.generation)
@@ -217,8 +183,7 @@ STEPS = 150
 
 def test_weights_are_bit_by_bit_those_of_an_undisturbed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Aborts race with sums, some hundred times: what an abort cut short is taken again, and never applied."""
-    monkeypatch.setattr(torch.cuda, "Event", CardsEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: CardsStream())
     undisturbed = Training()
     bits = [undisturbed.bits()]
     for _ in range(STEPS):

@@ -413,3 +413,305 @@ def test_moving_keeps_parameters_or_says_that_it_cannot() -> None:
     assert all(a is b for a, b in zip(params, state.model.parameters(), strict=True))
     with pytest.raises(RuntimeError, match=r"state\.model cannot move to meta"):
         state.to("meta")
+
+
+# ── what a module makes for the occasion, and what cannot be kept ───────────────────────────────────────────
+
+
+class Packed(nn.Linear):
+    """Extra state that is a tensor, made anew at each call, as TransformerEngine does it."""
+
+    scale = 1.0
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor([self.scale, 2.0])
+
+    def set_extra_state(self, held: torch.Tensor) -> None:
+        self.scale = float(held[0])
+
+
+class Converting(nn.Linear):
+    """Saves a converted copy, as quantisers and metrics do."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}halves"] = self.weight.detach() / 2
+        destination[f"{prefix}history"] = [torch.ones(2), {"n": 3}]
+        destination[f"{prefix}bias"] = self.bias
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        with torch.no_grad():
+            self.weight.copy_(state_dict[f"{prefix}halves"] * 2)
+        self.history = state_dict[f"{prefix}history"]
+
+
+def test_what_a_module_makes_for_the_occasion_is_loaded_by_the_module() -> None:
+    for build in (Packed, Converting):
+        torch.manual_seed(1)
+        source = State(model=nn.Sequential(build(2, 2), nn.Linear(2, 2)))
+        torch.manual_seed(2)
+        target = State(model=nn.Sequential(build(2, 2), nn.Linear(2, 2)))
+        source.model[0].scale = 5.0
+        copy(source, target)
+        assert same(source, target)
+        assert torch.equal(source.model(torch.ones(1, 2)), target.model(torch.ones(1, 2)))
+        assert build is Converting or target.model[0].scale == 5.0
+        assert build is Packed or target.model[0].history[1] == {"n": 3}
+
+
+def test_a_newcomer_takes_in_what_cannot_be_written_in_place() -> None:
+    def build(content: float) -> State:
+        net = nn.Linear(2, 2)
+        net.register_buffer("mask", torch.full((1,), content).expand(5))
+        with torch.inference_mode():
+            net.register_buffer("found", torch.full((3,), content))
+        return State(model=net, scales=torch.full((1,), content).expand(5))
+
+    source, target = build(1.0), build(2.0)
+    copy(source, target)
+    assert same(source, target)
+
+
+@pytest.mark.parametrize("build", [lambda: nn.LazyLinear(2), lambda: nn.Sequential(nn.LazyBatchNorm1d(affine=False))])
+def test_lazy_modules_are_refused_until_they_have_a_shape(build: Any) -> None:
+    net = build()
+    with pytest.raises(TypeError, match=r"state\.model\..* has no shape yet: run one forward"):
+        State(model=net)
+    net(torch.zeros(3, 4))
+    State(model=net)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_torchscript_module() -> None:
+    torch.manual_seed(0)
+    net = torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    state = State(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    state.begin()
+    for _ in range(2):
+        train(state)
+    state.turned()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    net(torch.randn(4, 4))
+    assert state.rewind() is None
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+class Odd(torch.optim.SGD):
+    """Keeps state under names of its own."""
+
+    def __init__(self, params: Any, **held: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.held = held
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.state["global"] = {"k": 3, "t": torch.ones(2)}
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].update({"a.b": torch.full_like(param, 2.0), "c.d": 7, **self.held})
+
+
+def test_state_of_an_optimizer_under_names_of_its_own() -> None:
+    def build() -> State:
+        net = nn.Linear(2, 2)
+        return State(model=net, optimizer=Odd(net.parameters()))
+
+    source, target = build(), build()
+    source.model(torch.ones(1, 2)).sum().backward()
+    source.optimizer.step()
+    source.committed(1)
+    copy(source, target)
+    assert same(source, target)
+    held = target.optimizer.state[target.model.weight]
+    assert (held["c.d"], float(held["a.b"][0, 0])) == (7, 2.0)
+    assert target.optimizer.state["global"]["k"] == 3
+    assert torch.equal(target.optimizer.state["global"]["t"], torch.ones(2))
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As timm's: the slow weights lie in the inner optimizer's state, and `state_dict()` is the inner one's."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self._base_optimizer = base
+        self.param_groups = base.param_groups
+        for group in self.param_groups:
+            group["lookahead_step"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._base_optimizer.step(closure)
+        for group in self.param_groups:
+            group["lookahead_step"] += 1
+            for param in group["params"]:
+                slow = self._base_optimizer.state[param].setdefault("slow_buffer", param.clone())
+                param.copy_(slow.lerp_(param, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._base_optimizer.state_dict()
+
+
+class Sharp(torch.optim.Optimizer):
+    """As SAM: perturbs the parameters and steps back; `state_dict()` lacks the inner optimizer's state."""
+
+    def __init__(self, params: Any, base: type[torch.optim.Optimizer]) -> None:
+        super().__init__(params, {"rho": 0.05})
+        self.base_optimizer = base(self.param_groups, lr=0.1)  # type: ignore[call-arg]
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["old"] = param.clone()
+        self.base_optimizer.step()
+
+
+class Several(torch.optim.Optimizer):
+    """A list of optimizers, each with parameters of its own."""
+
+    def __init__(self, *inner: torch.optim.Optimizer) -> None:
+        super().__init__([{"params": [p for o in inner for g in o.param_groups for p in g["params"]]}], {})
+        self.inner = list(inner)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.inner:
+            optimizer.step()
+
+
+def lookahead(net: nn.Module) -> torch.optim.Optimizer:
+    return Lookahead(torch.optim.AdamW(net.parameters(), lr=0.1))
+
+
+def sharp(net: nn.Module) -> torch.optim.Optimizer:
+    return Sharp(net.parameters(), torch.optim.AdamW)
+
+
+def several(net: nn.Module) -> torch.optim.Optimizer:
+    first, *others = net.parameters()
+    return Several(torch.optim.AdamW([first], lr=0.1), torch.optim.SGD(others, lr=0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize("wrapped", [lookahead, sharp, several])
+def test_the_state_of_an_optimizer_within_an_optimizer_is_kept(wrapped: Any) -> None:
+    def build() -> State:
+        net = model()
+        return State(model=net, optimizer=wrapped(net))
+
+    source, target = build(), build()
+    for _ in range(3):
+        train(source)
+    copy(source, target)
+    assert same(source, target)
+    for state in (source, target):
+        for _ in range(2):
+            train(state)
+    assert same(source, target)
+    assert all(torch.equal(a, b) for a, b in zip(source.model.parameters(), target.model.parameters(), strict=True))
+    for inner, other in zip(_inner(source.optimizer), _inner(target.optimizer), strict=True):
+        assert inner.state_dict()["state"].keys() == other.state_dict()["state"].keys() != set()
+
+
+def _inner(optimizer: Any) -> list[torch.optim.Optimizer]:
+    return [v for held in vars(optimizer).values() for v in (held if isinstance(held, list) else [held])
+            if isinstance(v, torch.optim.Optimizer)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ({"lock": object()}, r"state\.optimizer\.state\.0\.lock is object, which JSON cannot hold"),
+        ({"sparse": torch.eye(2).to_sparse()}, r"state\.optimizer\.state\.0\.sparse .* only dense"),
+    ],
+)
+def test_what_cannot_be_handed_over_is_refused_at_the_first_commit(held: Any, said: str) -> None:
+    """And not at the first failure, when it is too late."""
+    net = nn.Linear(2, 2)
+    state = State(model=net, optimizer=Odd(net.parameters(), **held))
+    net(torch.ones(1, 2)).sum().backward()
+    state.optimizer.step()
+    with pytest.raises(TypeError, match=said):
+        state.committed(1)
+    assert state.step == 0
+
+
+def test_entries_that_are_no_text_are_refused_by_name() -> None:
+    net = nn.Linear(2, 2)
+    state = State(model=net, optimizer=Odd(net.parameters()))
+    state.optimizer.state[net.weight][3] = 1
+    with pytest.raises(TypeError, match=r"state\.optimizer\.state\.0 has an entry 3"):
+        state.table()
+    state.optimizer.state.clear()
+    state.optimizer.state[("a", 1)] = 1
+    with pytest.raises(TypeError, match=r"state\.optimizer keeps state under \('a', 1\)"):
+        state.table()
+
+
+def test_a_value_that_became_something_else_is_refused_at_the_commit() -> None:
+    state = State(seen=[1])
+    for _ in range(4):
+        state.committed(1)
+    state.seen.append(object())
+    with pytest.raises(CannotEncodeError, match=r"state\.seen\.1 is object"):
+        state.committed(1)
+
+
+def test_containers_and_numbers_keep_their_types() -> None:
+    import numpy as np
+
+    value = {
+        "counts": collections.defaultdict(int, {"a": 1}),
+        "lists": collections.defaultdict(list, {3: [1]}),
+        "none": collections.defaultdict(None, {"x": 1}),
+        "ordered": collections.OrderedDict([("b", 1), ("a", (2, frozenset({1, 2})))]),
+        "numpy": [np.float64(0.1), np.float32(0.1), np.int64(3), np.bool_(True)],
+        "bytes": b"\x00\xff",
+        "$odd": {1: 2},
+    }
+    again = decode(json.loads(json.dumps(encode(value, "x", {}, {}), allow_nan=False)), lambda *_: torch.empty(0), {})
+    assert again == value
+    assert [type(item) for item in again.values()] == [type(item) for item in value.values()]
+    assert [type(item) for item in again["numpy"]] == [type(item) for item in value["numpy"]]
+    again["counts"]["new"] += 1
+    again["lists"]["new"].append(1)
+    assert type(again["ordered"]["a"][1]) is frozenset
+    with pytest.raises(CannotEncodeError, match="defaultdict"):
+        encode(collections.defaultdict(lambda: 1), "x", {}, {})
+
+
+def test_a_trained_tensor_remains_the_tensor_that_the_optimizer_steps() -> None:
+    def build(start: float) -> State:
+        weight = torch.full((2,), start, requires_grad=True)
+        return State(weight=weight, optimizer=torch.optim.SGD([weight], lr=0.1))
+
+    source, target = build(1.0), build(2.0)
+    weight = target.weight
+    copy(source, target)
+    assert target.weight is weight
+    assert weight.requires_grad
+    assert torch.equal(weight, torch.ones(2))
+
+
+def test_sharded_modules_are_refused_with_the_way_out() -> None:
+    kind = type("FSDPModule", (nn.Linear,), {})
+    with pytest.raises(TypeError, match=r"state\.model is sharded \(FSDPModule\).*job\.ddp"):
+        State(model=nn.Sequential(kind(2, 2)))
+    state = State(model=nn.Sequential(nn.Linear(2, 2)))
+    state.model[0].__class__ = kind  # as `fully_shard` does it, in `train`
+    with pytest.raises(TypeError, match="is sharded"):
+        state.committed(1)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: torch.eye(3).to_sparse(), r"state\.odd is sparse .* only dense"),
+        (
+            lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+            r"state\.odd is quantised .* only dense",
+        ),
+    ],
+)
+def test_sparse_and_quantised_tensors_are_refused_by_what_they_are(make: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        State(odd=make())

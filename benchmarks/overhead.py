@@ -1,0 +1,281 @@
+"""What elastic costs where the work itself is small: many small tensors, small samples, short steps.
+
+    per_tensor_us               state from a survivor to a new process, over loopback between two ranks: the time for
+                                40,000 tensors beyond that for as many bytes in few, by tensor. Also: the time on a
+                                core of both ranks together, which a busy machine does not change; the same over
+                                sockets, the way between hosts; a snapshot (once its buffers are laid out); the newest
+                                snapshot read back
+    batches_over_dataloader_64  `job.batches` with 64 samples a batch over torch's DataLoader with the same dataset,
+                                shuffled, in this process; also with 8
+    api_us_per_step             `job.commit` and the hooks of one optimizer's step, with an agent's beat page and a
+                                keeper that has nothing to do
+
+`--quick` takes less than two minutes. Each figure is the best of several turns; per_tensor_us and per_tensor_sockets_us
+are by the clock on the wall, the others by the time on a core. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic.core.beat import PAGE_BYTES
+from elastic.core.cadence import Rule
+from elastic.worker import pull
+from elastic.worker.job import Job
+from elastic.worker.keeper import Keeper, Part, Place
+from elastic.worker.run import AgentLink
+from elastic.worker.session import Session
+from elastic.worker.state import State
+from elastic.worker.sync import synchronise
+
+ELEMENTS = 12
+"""Of each small tensor: 40,000 of them are 2 MB."""
+LIMIT_S = 300.0
+
+
+class Many(torch.nn.Module):
+    """`count` parameters of `elements` each."""
+
+    def __init__(self, count: int, elements: int) -> None:
+        super().__init__()
+        self.held = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(elements)) for _ in range(count)])
+
+
+def build(count: int, elements: int, *, stepped: bool) -> State:
+    model = Many(count, elements)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    state = State(model=model, optimizer=optimizer)
+    if stepped:
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        state.committed(1)
+    return state
+
+
+def best(act: Callable[[], object], turns: int) -> float:
+    """Seconds of this process on a core, in the quickest of `turns`: all of it is this process's own work, and what
+    else runs on the machine is not counted."""
+    times = []
+    for _ in range(turns):
+        began_s = time.process_time()
+        act()
+        times.append(time.process_time() - began_s)
+    return min(times)
+
+
+# ── many tensors ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def core_s(before_s: float) -> float:
+    return time.process_time() - before_s
+
+
+def hand_over(rank: int, port: int, shapes: list[tuple[int, int]], turns: int, sockets: bool, out: Any) -> None:
+    """One rank's part; it puts (rank, best seconds on the wall and on a core for each shape) into `out`. The state of
+    rank 1 is new in each turn."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    if sockets:
+        pull.can_read = lambda window: False
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    found = []
+    for count, elements in shapes:
+        source = build(count, elements, stepped=True) if rank == 0 else None
+        times = []
+        for _ in range(turns):
+            state = source or build(count, elements, stepped=False)
+            dist.barrier()
+            began_s, before = time.perf_counter(), time.process_time()
+            synchronise(state, rank=rank, world=2, generation=1)
+            dist.barrier()
+            times.append((time.perf_counter() - began_s, core_s(before)))
+        found.append((min(wall for wall, _ in times), min(core for _, core in times)))
+    out.put((rank, found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def per_tensor(params: int, turns: int) -> dict[str, float]:
+    """Microseconds a tensor, beyond what the bytes take."""
+    shapes = [(params, ELEMENTS), (4, params * ELEMENTS // 4)]
+    tensors = 4 * params  # AdamW: two moments and a step each
+    context = multiprocessing.get_context("spawn")
+    figures: dict[str, float] = {}
+    for name, sockets in (("per_tensor_us", False), ("per_tensor_sockets_us", True)):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        out = context.Queue()
+        ranks = [context.Process(target=hand_over, args=(r, port, shapes, turns, sockets, out)) for r in range(2)]
+        for process in ranks:
+            process.start()
+        try:
+            told = dict(out.get(timeout=LIMIT_S) for _ in ranks)
+        finally:
+            for process in ranks:
+                process.join(30.0)
+                if process.is_alive():
+                    process.kill()
+        (many, _), (few, _) = told[0]
+        figures[name] = 1e6 * (many - few) / tensors
+        cores = sum(many - few for (_, many), (_, few) in told.values())
+        figures[name.replace("_us", "_core_us")] = 1e6 * cores / tensors
+    snapshots = [snapshot(*shape, turns) for shape in shapes]
+    for index, name in enumerate(("per_tensor_snapshot_us", "per_tensor_restore_us")):
+        figures[name] = 1e6 * (snapshots[0][index] - snapshots[1][index]) / tensors
+    return figures
+
+
+def snapshot(count: int, elements: int, turns: int) -> tuple[float, float]:
+    """Seconds of a snapshot into memory that was used before, and of reading it back."""
+    from elastic.checkpoint.arena import Arena
+    from elastic.checkpoint.layout import arena_nbytes
+    from elastic.worker.restore import Kept
+
+    state = build(count, elements, stepped=True)
+    kept: list[Part] = []
+
+    class Sink(Idle):
+        def put(self, part: Part) -> bool:
+            if not kept:
+                kept.append(part)
+                arenas.append(Arena.create(arena_nbytes(part.table)))
+            arenas[0].layout(part.table)
+            arenas[0].fill(part.tensors).finish()
+            arenas[0].seal(part.step, 1, part.extra)
+            return True
+
+    arenas: list[Arena] = []
+    keeper = Keeper(Sink(), Rule(every_steps=1), shared=True)
+    keeper.enter(Place(1, 0, 1, 0, 1), 0)
+    keeper._put(state, save=True)
+    fill_s = best(lambda: keeper._put(state, save=True), turns)
+    newcomers = [build(count, elements, stepped=False) for _ in range(turns)]
+    load_s = best(lambda: Kept(arenas).load(newcomers.pop()), turns)
+    arenas[0].close()
+    return fill_s, load_s
+
+
+class Idle:
+    """A sink that is never given anything."""
+
+    durable_s = 0.0
+    beside_s = 0.0
+    copying = False
+
+    def wanted(self) -> bool:
+        return False
+
+    def stops(self) -> bool:
+        return False
+
+    def free(self) -> bool:
+        return True
+
+    def wait(self, limit_s: float) -> None: ...
+
+    def put(self, part: Part) -> bool:
+        return False
+
+    def settle(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def prepare(self, part: Part) -> None: ...
+
+
+# ── samples ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """As cheap as a sample can be: a row of a tensor, and its label."""
+
+    def __init__(self, count: int) -> None:
+        self.x, self.y = torch.randn(count, 32), torch.arange(count)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], self.y[index]
+
+
+def batches_over_dataloader(batch_size: int, turns: int, batches: int) -> float:
+    """Seconds of an epoch of ours / seconds of the DataLoader's; the two take turns."""
+    dataset = Samples(batch_size * batches)
+    job, state = alone()
+
+    def ours() -> None:
+        state._step = 0
+        for _ in job.batches(dataset, state, batch_size=batch_size):
+            state._step += 1
+
+    def theirs() -> None:
+        for _ in torch.utils.data.DataLoader(dataset, batch_size=batch_size, shuffle=True):
+            pass
+
+    pairs = [(best(ours, 1), best(theirs, 1)) for _ in range(turns)]
+    return min(o for o, _ in pairs) / min(t for _, t in pairs)
+
+
+def alone() -> tuple[Job, State]:
+    page = memoryview(bytearray(PAGE_BYTES))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link = AgentLink(Session(ours, page), backward_waits=True)
+    job = Job(name="bench", device=torch.device("cpu"), local_rank=0, link=link)
+    model = torch.nn.Linear(4, 4)
+    state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
+    keeper = Keeper(Idle(), None, shared=True, snapshots=True)
+    keeper.enter(Place(1, 0, 1, 0, 1), 0)
+    link.enter(1, 0)
+    job.enter(rank=0, world=1, generation=1, keeper=keeper)
+    state.watch_optimizers(job.guard())
+    job.keep_open = (ours, theirs)  # type: ignore[attr-defined]
+    return job, state
+
+
+def api_per_step(steps: int, turns: int) -> float:
+    """Microseconds of the hooks before the optimizer's step and of the commit, without the optimizer itself."""
+    job, state = alone()
+    loss = torch.tensor(0.5)
+
+    def act() -> None:
+        for _ in range(steps):
+            state.changing()
+            job.commit(state, loss=loss)
+
+    return 1e6 * best(act, turns) / steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer turns; less than two minutes")
+    args = parser.parse_args()
+    turns = 3 if args.quick else 7
+    figures: dict[str, float] = {}
+    for batch_size in (64, 8):
+        name = f"batches_over_dataloader_{batch_size}"
+        figures[name] = batches_over_dataloader(batch_size, turns + 2, 100 if args.quick else 400)
+        print(f"{name:28s} {figures[name]:.2f}", flush=True)
+    figures["api_us_per_step"] = api_per_step(1000, turns + 2)
+    print(f"{'api_us_per_step':28s} {figures['api_us_per_step']:.1f}", flush=True)
+    for name, value in per_tensor(10_000, turns).items():
+        figures[name] = value
+        print(f"{name:28s} {value:.1f}", flush=True)
+    print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Foreign text made fit for a terminal: what users typed, workers printed and other programs reported. Pure.
+
+Nothing here is ever markup, and no control character of it reaches a terminal: an escape sequence is shown as such.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+LINE_CHARS = 2_000
+"""A text of one line is cut beyond this; --json has all of it."""
+BLOCK_CHARS = 50_000
+"""A traceback or stack is cut beyond this, in its middle."""
+BLOCKS = frozenset({"traceback", "stacks", "doc"})
+"""Fields whose text has several lines."""
+
+_COLOUR = re.compile(r"(\x1b\[[0-9;:]{0,64}m)")
+_RESET = "\x1b[0m"
+
+
+def line(text: object, most: int = LINE_CHARS) -> str:
+    """`text` as one line: what cannot be printed (line breaks, escape sequences, direction marks) as its escape."""
+    said = str(text)
+    if len(said) > most:
+        said = f"{said[:most]}… ({len(said) - most} more characters)"
+    return said if said.isprintable() else "".join(map(_visible, said))
+
+
+def block(text: object, most: int = BLOCK_CHARS) -> str:
+    """`text` with its line breaks; tabs become spaces, all else that cannot be printed its escape."""
+    said = str(text)
+    if len(said) > most:
+        half = most // 2
+        said = f"{said[:half]}\n… ({len(said) - 2 * half} characters left out)\n{said[-half:]}"
+    lines = said.replace("\r\n", "\n").expandtabs().split("\n")
+    return "\n".join(part if part.isprintable() else "".join(map(_visible, part)) for part in lines)
+
+
+def output(text: str) -> str:
+    """A line that a worker wrote: its colours and tabs stay. Of a progress bar that went back to the beginning of the
+    line with each update, the last state stays, as on a terminal."""
+    said = text.rstrip("\r").rpartition("\r")[2]
+    if said.isprintable():
+        return said
+    parts = _COLOUR.split(said)
+    shown = "".join(part if i % 2 else "".join(map(_visible_or_tab, part)) for i, part in enumerate(parts))
+    return shown + _RESET if len(parts) > 1 else shown
+
+
+def shown(data: Any, field: str = "") -> Any:
+    """An answer of the daemon with every text in it, names of fields included, fit for a terminal."""
+    if isinstance(data, str):
+        return block(data) if field in BLOCKS else line(data)
+    if isinstance(data, Mapping):
+        return {line(key): shown(value, field if field in BLOCKS else key) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [shown(value, field) for value in data]
+    return data
+
+
+def _visible(char: str) -> str:
+    if char.isprintable():
+        return char
+    return _SHORT.get(char) or char.encode("unicode_escape", "surrogatepass").decode()
+
+
+def _visible_or_tab(char: str) -> str:
+    return char if char == "\t" else _visible(char)
+
+
+_SHORT = {"\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u3000": " "}
+"""Spaces of other widths: not printable to Python, harmless to a terminal."""

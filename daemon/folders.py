@@ -1,0 +1,65 @@
+"""Folders that others write to, read without following a link out of them: openat(2) from a folder of our own."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""O_NONBLOCK: to open a named pipe must not wait for its writer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """`names` below `root`, one folder in the other. `root` is trusted and opened as it is; no name below it may be a
+    symbolic link, since a worker may have replaced its folder by one."""
+
+    root: Path
+    names: tuple[str, ...] = ()
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """A descriptor of the folder. Raises OSError: FileNotFoundError, or NotADirectoryError for a link."""
+        descriptor = os.open(self.root, _DIRECTORY)
+        try:
+            for name in self.names:
+                below = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+                os.close(descriptor)
+                descriptor = below
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+def open_file(folder: int, name: str) -> int:
+    """A descriptor of a regular file in the folder of descriptor `folder`, for reading.
+
+    Raises OSError: FileNotFoundError, or PermissionError for what is a link or no regular file.
+    """
+    try:
+        descriptor = os.open(name, _FILE, dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise PermissionError(f"{name} is no regular file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise PermissionError(f"{name} is no regular file")
+    return descriptor
+
+
+def regular_files(folder: int) -> Iterator[tuple[int, str]]:
+    """(time of the last change in nanoseconds, name) of each regular file, links left out."""
+    for name in os.listdir(folder):
+        try:
+            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            continue  # removed since it was listed
+        if stat.S_ISREG(found.st_mode):
+            yield found.st_mtime_ns, name

@@ -1,0 +1,53 @@
+"""Processes that an agent's workers have left behind when the agent was killed: found by the mark in their environment.
+
+Workers die with their agent, and a living agent ends what they leave. Where systemd runs the agent, its control group
+ends everything; elsewhere a process in a session of its own outlives them all.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from elastic.core.agentfile import MARK_ENV, mark
+
+
+def end(agent_dir: Path) -> list[int]:
+    """End all that was started below the agent of this folder, which must not live. Returns their process ids.
+
+    Never another process: the mark names the folder by device and inode, and it is read again from the very process
+    that the signal goes to.
+    """
+    try:
+        found = os.stat(agent_dir)
+    except OSError:
+        return []
+    wanted = f"{MARK_ENV}={mark(found.st_dev, found.st_ino, os.path.abspath(agent_dir))}".encode()
+    return [pid for entry in os.listdir("/proc") if entry.isdigit() and _end(pid := int(entry), wanted)]
+
+
+def _end(pid: int, wanted: bytes) -> bool:
+    if pid == os.getpid() or not _has(pid, wanted):
+        return False
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        if not _has(pid, wanted):  # its number was taken by another meanwhile
+            return False
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _has(pid: int, wanted: bytes) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return wanted in file.read().split(b"\0")
+    except OSError:  # gone, or another user's
+        return False

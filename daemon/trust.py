@@ -1,0 +1,59 @@
+"""Whether what stands in etcd may be run: elasticd as root runs it as root, whoever wrote it."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from .errors import BadConfig
+from .settings import EtcdSettings
+
+CURE = (
+    "give etcd.user and etcd.password_file, or etcd.ca_file with etcd.cert_file and etcd.key_file; or set "
+    "etcd.insecure = true where every user who reaches etcd may be root on every node"
+)
+
+
+def check(etcd: EtcdSettings, euid: int) -> None:
+    """Refuse settings with which root would take orders from anyone, and secrets that others may read.
+
+    Raises BadConfig."""
+    for name in ("password_file", "key_file"):
+        if file := getattr(etcd, name):
+            _check_secret(f"etcd.{name}", file, euid)
+    remote = [e for e in etcd.endpoints if not e.startswith("unix:")]
+    for endpoint in set(etcd.endpoints) - set(remote):
+        _check_socket(endpoint, euid)
+    if euid == 0 and remote and not (etcd.user or etcd.cert_file or etcd.insecure):
+        raise BadConfig(
+            f"etcd.endpoints = {', '.join(remote)}: elasticd runs as root what stands in etcd, and an etcd without "
+            f"password or client certificates takes it from anyone: {CURE}"
+        )
+
+
+def refusal(endpoint: str) -> str:
+    """Why an etcd that was found to answer without credentials is not used."""
+    return (
+        f"etcd at {endpoint} answers without the password or certificate that is set here, so it takes writes from "
+        "anyone, and elasticd runs as root what stands in it: turn on etcd's authentication or --client-cert-auth, or "
+        "set etcd.insecure = true where every user who reaches etcd may be root on every node"
+    )
+
+
+def _check_secret(setting: str, file: str, euid: int) -> None:
+    found = os.stat(file)
+    if found.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
+        raise BadConfig(f"{setting} = {file!r}: other users may read or change it (mode {found.st_mode & 0o7777:04o}): "
+                        f"chmod 600 {file}")  # fmt: skip
+    if found.st_uid not in (0, euid):
+        raise BadConfig(f"{setting} = {file!r}: belongs to uid {found.st_uid}: chown it to uid {euid}")
+
+
+def _check_socket(endpoint: str, euid: int) -> None:
+    folder = os.path.dirname(endpoint.removeprefix("unix:"))
+    try:
+        found = os.stat(folder)
+    except OSError as error:
+        raise BadConfig(f"etcd.endpoints = {endpoint!r}: {folder}: {error.strerror}") from None
+    if found.st_uid not in (0, euid) or found.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
+        raise BadConfig(f"etcd.endpoints = {endpoint!r}: other users may open {folder}: chmod 700 it")

@@ -1,0 +1,30 @@
+"""Workers as new processes, where no zygote can be forked from. Slower by the import of torch, and by nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+
+from ..core import messages
+from ..core.messages import Fork
+
+
+def start_fresh(python: str, order: Fork, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start the worker that `order` describes; `descriptors` as for the zygote. Raises OSError."""
+    with contextlib.ExitStack() as files:
+        told = files.enter_context(tempfile.TemporaryFile())  # may be more than a pipe takes
+        told.write(messages.encode(order))
+        told.seek(0)
+        channel, page, log = descriptors
+        passed = [told.fileno(), channel, page, log]
+        return subprocess.Popen(
+            [python, "-m", "elastic.worker.fresh", str(os.getpid()), *map(str, passed)],
+            env=order.env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=passed,
+        )

@@ -1,0 +1,52 @@
+"""How much memory this node could give to snapshots without taking it from the training."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+MEMINFO = Path("/proc/meminfo")
+GROUPS = Path("/sys/fs/cgroup")
+SPARE_SHARE = 0.5
+"""Of what is free: snapshots beyond what a checkpoint needs take no more than this."""
+
+
+def plenty(nbytes: int, *, available_nbytes: int | None) -> bool:
+    """Whether `nbytes` more leave as much again free. Where nobody knows what is free: yes."""
+    return available_nbytes is None or nbytes <= SPARE_SHARE * available_nbytes
+
+
+def available_nbytes(
+    meminfo: Path = MEMINFO, groups: Path = GROUPS, own: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """What the machine could still give out, or this process's cgroup (version 2) and those above it if that is less.
+
+    None: it cannot be read.
+    """
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    amounts = [int(found[1]) * 1024] if found else []
+    amounts += _left_in_groups(groups, own)
+    return min(amounts, default=None)
+
+
+def _left_in_groups(groups: Path, own: Path) -> list[int]:
+    try:
+        named = re.search(r"^0::/(.*)$", own.read_text(), re.MULTILINE)
+    except OSError:
+        return []
+    left: list[int] = []
+    folder = groups / named[1] if named else groups
+    while folder != groups and groups in folder.parents:
+        try:
+            limit = (folder / "memory.max").read_text().strip()
+            used = int((folder / "memory.current").read_text())
+            cached = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+            if limit.isdecimal():
+                left.append(max(0, int(limit) - used + (int(cached[1]) if cached else 0)))
+        except (OSError, ValueError):
+            pass  # no limit is set up here
+        folder = folder.parent
+    return left

@@ -1,0 +1,84 @@
+"""A worker's process as the pool knows it, and what the pool tells of it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from dataclasses import dataclass
+
+from ..core.beat import BeatPage
+from ..core.messages import FromWorker
+from .zygote import ZygoteUnfit
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    life: int
+    message: FromWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    life: int
+    code: int | None
+    signal: str | None
+    step: int
+    """The last step that its beat page shows as committed."""
+    error_file: str = ""
+    log_file: str = ""
+    why: str = ""
+    """Why there never was a process; empty when there was."""
+    late_s: float = 0.0
+    """Above 0: its script had ended with `code` so long before, and its process was killed as it did not end."""
+    oom: bool = False
+    """Whether the kernel's out-of-memory killer was at work at that moment, and nobody of ours killed it."""
+
+    @property
+    def cause(self) -> str:
+        if self.why:
+            return self.why
+        if self.oom:
+            return f"killed by {self.signal}: out of memory (the kernel's OOM killer)"
+        return f"killed by {self.signal}" if self.signal else f"exit code {self.code}"
+
+
+@dataclass(frozen=True, slots=True)
+class ZygoteUp:
+    seconds: float
+    problems: tuple[str, ...]
+    preloaded: tuple[str, ...] = ()
+    """Modules that it has imported for the job."""
+
+
+Happening = Said | Exited | ZygoteUp | ZygoteUnfit
+
+
+@dataclass(slots=True)
+class Process:
+    """One worker process."""
+
+    life: int
+    slot: int
+    channel: socket.socket
+    page: BeatPage
+    error_file: str
+    log_file: str
+    started_s: float
+    """When it was forked; until then, when it was ordered, which may be long before: the zygote imports first."""
+    pid: int = 0
+    pidfd: int = -1
+    killed: bool = False
+    terminate_deadline_s: float = float("inf")
+    spoke: bool = False
+    """It has said something on its channel."""
+    closed_s: float = float("inf")
+    """When its channel was closed at the other end."""
+    script_code: int = 0
+    """The exit code of its script, once that has ended; the process then has until `exit_deadline_s`."""
+    exit_deadline_s: float = float("inf")
+    late_s: float = 0.0
+    """How long it had."""
+    late: bool = False
+    """It was killed since it did not end in that time."""
+    child: subprocess.Popen[bytes] | None = None
+    """Set for one that was started as a new process."""

@@ -1,0 +1,86 @@
+"""How far the ranks have got while a job makes no step: what other agents tell, and what status says of the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC, datetime
+
+from msgspec.structs import replace
+
+from ..core.model import Agent, Stage
+from ..core.records import ProgressRecord, Standing, Stillness
+from ..core.spec import Hang
+from ..core.stillness import Cause, Known, explain, still_s
+from ..core.view import Member
+
+
+class Others:
+    """What the other nodes' agents tell of their ranks, with instants on this host's clock."""
+
+    def __init__(self) -> None:
+        self._members: Mapping[str, Member] = {}
+        self._known: tuple[Known, ...] = ()
+
+    def known(self, agent: Agent, now_s: float) -> tuple[Known, ...]:
+        """Standings of the ranks of other nodes. To be asked often: when something is first seen counts."""
+        members = agent.view.members
+        if members is self._members or not agent.view.whole:
+            return self._known
+        before = {(k.node, k.standing): k for k in self._known}
+        found = []
+        for node, member in members.items():
+            if node == agent.policy.node:
+                continue
+            for standing in member.record.standings:
+                known = before.get((node, standing))
+                found.append(known or Known(node, standing, now_s - standing.silent_s))
+        self._members, self._known = members, tuple(found)
+        return self._known
+
+
+def local(node: str, standings: Sequence[Standing], now_s: float) -> list[Known]:
+    return [Known(node, standing, now_s - standing.silent_s) for standing in standings]
+
+
+def with_stillness(
+    record: ProgressRecord, agent: Agent, known: Collection[Known], rules: Hang, now_s: float, wall_s: float
+) -> ProgressRecord:
+    """`record`, and since when and why no step is made, if none is. `known`: ranks of this node and of others."""
+    generation = agent.generation
+    if generation is None or not agent.policy.managed or agent.leaving is not None or agent.view.state.phase.over:
+        return record
+    mine = [w for w in agent.workers.values() if w.slot in generation.ranks(agent.policy.node)]
+    if not mine:  # what those say that train
+        said = agent.view.progress
+        return replace(record, still=said.still) if said and said.generation == generation.number else record
+    since_s = max(agent.stepped_at_s, agent.formed_at_s if agent.step_s <= 0 else agent.stepped_at_s)
+    if now_s - since_s < still_s(agent.step_s, rules) or all(w.stage is Stage.DONE for w in mine):
+        return record
+    cause = _cause(record, agent, known)
+    still = Stillness(
+        since_wall_s=round(wall_s - (now_s - since_s), 3),
+        because=cause.because,
+        rank=cause.rank,
+        node=cause.node,
+        declared=cause.declared,
+    )
+    said_already = record.waiting_for or cause.declared
+    return replace(record, still=still, waiting_for=record.waiting_for if said_already else in_words(still))
+
+
+def _cause(record: ProgressRecord, agent: Agent, known: Collection[Known]) -> Cause:
+    generation = agent.generation
+    assert generation is not None
+    if agent.broken >= generation.number:
+        why = f" ({agent.broken_record.detail})" if agent.broken_record else ""
+        waits = record.waiting_for or "the next one has not formed yet"
+        return Cause(f"generation {generation.number} is broken{why}: {waits}")
+    nodes = {rank: place.node for place in generation.places for rank in generation.ranks(place.node).values()}
+    return explain(known, nodes, generation.number)
+
+
+def in_words(still: Stillness) -> str:
+    """'no progress since 10:31:07 UTC, probably rank 3 on node-b, because …'."""
+    since = datetime.fromtimestamp(still.since_wall_s, UTC).strftime("%H:%M:%S UTC")
+    where = f", probably rank {still.rank} on {still.node}" if still.rank is not None else ""
+    return f"no progress since {since}{where}, because {still.because}"

@@ -1,0 +1,109 @@
+"""A state as plain torch has it: `state_dict()` of each module and optimizer, by part, from names and JSON.
+
+Only what `torch.load(weights_only=True)` reads is built. Anything else stays in the form that it has in the manifest.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def plain(tensors: Tensors, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"step": 40, "model": {…}, "optimizer": {…}, …}`. `extra` is `State.extra()` of the same state."""
+    kinds, found = extra.get("kinds", {}), {"step": extra["step"]}
+    for part, rest in extra["parts"].items():
+        inner = _named(rest)
+        mine = {
+            name.removeprefix(f"{part}."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(f"{part}.") and name not in inner
+        }
+        kind = kinds.get(part) or _kind(mine, rest)
+        if kind == "optimizer":
+            found[part] = _optimizer(mine, rest, tensors)
+        elif kind == "module":
+            tied = {
+                alias.removeprefix(f"{part}."): tensors[first]
+                for alias, first in extra.get("tied", {}).items()
+                if alias.startswith(f"{part}.")
+            }
+            found[part] = {**mine, **tied, **{key: _decoded(item, tensors) for key, item in (rest or {}).items()}}
+        else:
+            found[part] = _decoded(rest, tensors)
+    return found
+
+
+def _kind(mine: Tensors, rest: Any) -> str:
+    """Of a part of a checkpoint that does not say it."""
+    if isinstance(rest, dict) and rest.keys() >= {"groups", "on", "state"}:
+        return "optimizer"
+    return "module" if mine else "object"
+
+
+def _optimizer(mine: Tensors, rest: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
+    groups: list[dict[str, Any]] = []
+    first = 0
+    for group in rest["groups"]:
+        options = _decoded(group["options"], tensors)
+        groups.append({**options, "params": list(range(first, first + group["params"]))})
+        first += group["params"]
+    state: dict[Any, Any] = {}
+    for name, tensor in mine.items():
+        if name.startswith("state."):  # others are of an optimizer within
+            index, _, key = name.removeprefix("state.").partition(".")
+            state.setdefault(int(index), {})[key] = tensor
+    for index, held in rest["state"].items():
+        state.setdefault(int(index), {}).update(_decoded(held, tensors))
+    state.update(_decoded(rest.get("common", {}), tensors))
+    found: dict[str, Any] = {"state": state, "param_groups": groups}
+    for place, inner in rest.get("inner", {}).items():
+        theirs = {name.removeprefix(f"{place}."): t for name, t in mine.items() if name.startswith(f"{place}.")}
+        found[place] = _optimizer(theirs, inner, tensors)
+    return found
+
+
+def _named(value: Any) -> set[str]:
+    """Names of the tensors that stand within nested values."""
+    match value:
+        case {"$tensor": str(name)}:
+            return {name}
+        case dict():
+            return {name for item in value.values() for name in _named(item)}
+        case list():
+            return {name for item in value for name in _named(item)}
+    return set()
+
+
+def _decoded(value: Any, tensors: Tensors) -> Any:
+    def sub(item: Any) -> Any:
+        return _decoded(item, tensors)
+
+    match value:
+        case list():
+            return [sub(item) for item in value]
+        case {"$tensor": str(name)}:
+            return tensors[name]
+        case {"$int": str(digits)}:
+            return int(digits)
+        case {"$float": str(text)}:
+            return float(text)
+        case {"$bytes": str(text)}:
+            return base64.b64decode(text)
+        case {"$tuple": list(items)}:
+            return tuple(sub(item) for item in items)
+        case {"$set": list(items)} | {"$frozenset": list(items)}:
+            return {sub(item) for item in items}
+        case {"$ordered": list(pairs)}:
+            return OrderedDict((sub(key), sub(item)) for key, item in pairs)
+        case {"$dict": list(pairs)} | {"$counter": list(pairs)} | {"$default": str(), "items": list(pairs)}:
+            return {sub(key): sub(item) for key, item in pairs}
+        case dict():
+            return {key: sub(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,78 @@
+"""Which of several reports of one failure says what the first cause was. Pure.
+
+A dead worker is seen by its own agent, and by every other rank as a failed collective. The reports race; whichever
+arrives first, the death is the cause and the failed collective its consequence.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .records import BrokenRecord, Loss
+from .restarts import COMM, NO_STATE
+
+KEPT_LOSSES = 64
+"""So many further failures of one generation are listed."""
+
+CONSEQUENCES = frozenset({COMM, "idle", "undrain", "respawn", "no-state"})
+"""Kinds of failures that follow from another one, or from none."""
+
+
+def weight(kind: str) -> int:
+    """Of two reports of one failure the heavier one names the cause."""
+    if kind in CONSEQUENCES:
+        return 0
+    return 1 if kind == "drain" else 2
+
+
+def kind_of(kind: str, fingerprint: str) -> str:
+    """The kind of a failure as an incident names it: a rank that found no state to go on from failed because of what
+    had happened before."""
+    return "no-state" if fingerprint.startswith(NO_STATE) else kind
+
+
+def merged(first: BrokenRecord, more: BrokenRecord) -> BrokenRecord:
+    """`first` with what another report `more` of the same generation adds. To add a report twice is the same as to add
+    it once."""
+    heavier = _weight(more) > _weight(first)
+    primary, other = (more, first) if heavier else (first, more)
+    also = list(first.also)
+    if heavier:
+        also = [loss for loss in also if not _covers(more.node, more.slots, loss)]
+    for loss in (_loss(other), *more.also):
+        if _adds(primary, also, loss):
+            also.append(loss)
+    return msgspec.structs.replace(
+        primary,
+        also=tuple(also[:KEPT_LOSSES]),
+        rollback=first.rollback or more.rollback,
+        stacks=primary.stacks or other.stacks,
+    )
+
+
+def _weight(record: BrokenRecord) -> tuple[int, int]:
+    """A rank that found no state comes after every cause, and before a failed collective, which says less."""
+    return weight(kind_of(record.kind, record.fingerprint)), weight(record.kind)
+
+
+def _adds(primary: BrokenRecord, also: list[Loss], loss: Loss) -> bool:
+    """Whether it tells of slots or, of a failure without lost slots, of ranks that are not known to have failed."""
+    known: list[BrokenRecord | Loss] = [primary, *also]
+    slots = {slot for k in known if k.node == loss.node for slot in k.slots}
+    ranks = {rank for k in known for rank in k.ranks}
+    return not set(loss.slots) <= slots or (weight(loss.kind) == 2 and not set(loss.ranks) <= ranks)
+
+
+def _covers(node: str, slots: tuple[int, ...], loss: Loss) -> bool:
+    return loss.node == node and set(loss.slots) <= set(slots)
+
+
+def _loss(record: BrokenRecord) -> Loss:
+    return Loss(
+        node=record.node,
+        kind=kind_of(record.kind, record.fingerprint),
+        detail=record.detail,
+        slots=record.slots,
+        ranks=record.ranks,
+        step=record.step,
+    )

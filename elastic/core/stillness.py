@@ -1,0 +1,144 @@
+"""Why a job makes no step: what each agent tells the others of its ranks, and what follows from all of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from .beat import WITH_OTHERS, Beat, Doing
+from .health import STOPPED_STATE, Position, Wait, position
+from .records import Standing
+from .spec import Hang
+
+FIRST_STEP_S = 30.0
+"""Before the first step of a job nobody knows how long a step takes: no progress for this long is worth a word."""
+
+DEAF_S = 2.0
+"""Without a sign from the worker's own thread for this long, it probably runs no Python."""
+
+
+def still_s(step_s: float, rules: Hang) -> float:
+    """Without a step for this long, a job stands still."""
+    return max(rules.floor_s, rules.factor * step_s) if step_s > 0 else max(rules.floor_s, FIRST_STEP_S)
+
+
+def standing(beat: Beat, process_state: str, in_collective_s: float | None, now_s: float) -> Standing:
+    """How far a worker has got. `in_collective_s`: since when its stack shows it in a collective of the script's."""
+    in_collective = in_collective_s is not None
+    since_s = beat.beat_at_s if in_collective_s is None else in_collective_s
+    stopped = process_state == STOPPED_STATE
+    return Standing(
+        rank=beat.rank,
+        position=position(beat, in_collective),
+        doing=beat.doing.name.lower(),
+        silent_s=round(now_s - since_s, 3),
+        gap_s=round(beat.gap_s, 3),
+        waits=not stopped and (in_collective or beat.doing in WITH_OTHERS - {Doing.WAITING}),
+        stopped=stopped,
+        deaf=not stopped and beat.pulse_s > 0 and now_s - beat.pulse_s >= DEAF_S,
+        quiet=now_s < beat.quiet_until_s,
+    )
+
+
+def same(one: Standing, other: Standing) -> bool:
+    """Whether they say the same but for how long it has lasted."""
+    return (one.rank, one.position, one.doing, one.waits, one.stopped, one.deaf, one.quiet) == (
+        other.rank, other.position, other.doing, other.waits, other.stopped, other.deaf, other.quiet,
+    )  # fmt: skip
+
+
+def worth_telling(
+    standings: tuple[Standing, ...], told: tuple[Standing, ...], *, crowd: bool
+) -> tuple[Standing, ...] | None:
+    """What the other agents are to be told instead of `told`; None: nothing new. In a `crowd` the first few nodes tell
+    that their ranks wait, the others (this is one of them) only what may be the cause."""
+    if crowd:
+        standings = tuple(s for s in standings if not s.waits or s.deaf)
+    if not standings:
+        return None  # what was told is out of date by its positions: not worth a write
+    if len(standings) == len(told) and all(map(same, standings, told)):
+        return None
+    return standings
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A rank that shows no progress, as an agent knows it."""
+
+    node: str
+    standing: Standing
+    since_s: float
+    """Instant of its last sign of progress, on the clock of the agent that asks."""
+
+    def wait(self) -> Wait | None:
+        if not self.standing.waits:
+            return None
+        return Wait(self.standing.position, self.since_s, self.standing.gap_s)
+
+
+def all_ahead(here: Position, others: Collection[Known], world: int) -> bool:
+    """Whether every other rank of a world is known to have committed the step that a rank at `here` is in. (Further
+    within the step is no proof: a rank may have returned from `train`, or have left an exchange out.)"""
+    return len({k.standing.rank for k in others if k.standing.position[:2] > here[:2]}) >= world - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Where it probably lies that a job makes no step."""
+
+    because: str
+    rank: int | None = None
+    node: str = ""
+    declared: bool = False
+
+
+def explain(known: Collection[Known], nodes: Mapping[int, str], generation: int) -> Cause:
+    """`nodes`: rank -> node of the generation."""
+    current = [k for k in known if k.standing.position[0] == generation and nodes.get(k.standing.rank) == k.node]
+    newest = max((k.standing.position[1] for k in current), default=-1)
+    # No rank can be more than one step behind another: those were written in an earlier standstill.
+    ranks = {k.standing.rank: k for k in current if k.standing.position[1] >= newest - 1}
+    unheard = [rank for rank in nodes if rank not in ranks]
+    furthest = max((k.standing.position for k in ranks.values()), default=(0, 0, 0))
+    if found := _suspect(ranks, furthest):
+        return found
+    if unheard:
+        rank = unheard[0]
+        others = f" (nor are {len(unheard) - 1} others)" if len(unheard) > 1 else ""
+        return Cause(f"the others wait, and it is not among those that are known to wait{others}", rank, nodes[rank])
+    return Cause(f"all {len(nodes)} ranks wait for each other in {_place(furthest)}")
+
+
+def _suspect(ranks: Mapping[int, Known], furthest: Position) -> Cause | None:
+    in_order = sorted(ranks.values(), key=lambda k: (k.standing.position, k.standing.rank))
+    for sign, said in (
+        ("stopped", "its process is stopped by a signal"),
+        ("deaf", "no thread of it runs Python: a call keeps the interpreter's lock"),
+    ):
+        for k in in_order:
+            if getattr(k.standing, sign):
+                return Cause(said, k.standing.rank, k.node)
+    for k in in_order:
+        if not k.standing.waits:
+            more = sum(not other.standing.waits for other in in_order) - 1
+            also = f" (as are {more} others)" if more else ""
+            doing = "in a span declared with job.quiet" if k.standing.quiet else k.standing.doing
+            said = f"it is {doing} in {_place(k.standing.position)}{also}"
+            return Cause(said, k.standing.rank, k.node, declared=k.standing.quiet)
+    early = [k for k in in_order if k.standing.doing == "finishing"]
+    if early and len(early) < len(ranks):
+        k = early[0]
+        return Cause(f"its train has returned at step {k.standing.position[1]}, others go on", k.standing.rank, k.node)
+    if in_order and in_order[0].standing.position < furthest:
+        k = in_order[0]
+        return Cause(
+            f"it waits in {_place(k.standing.position)} while others have got to {_place(furthest)}",
+            k.standing.rank, k.node,
+        )  # fmt: skip
+    return None
+
+
+def _place(at: Position) -> str:
+    if at[1] < 0:
+        return f"the forming of generation {at[0]}" if at[1] == -2 else f"the hand-over of state in generation {at[0]}"
+    return f"step {at[1] + 1}"

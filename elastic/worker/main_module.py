@@ -1,0 +1,39 @@
+"""Runs a script or a module as the interpreter itself would, in a process that has run other things before."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import io
+import os
+import runpy
+import sys
+import types
+from collections.abc import Sequence
+
+
+def run_as_main(argv: Sequence[str]) -> None:
+    """As ``python ARGV``; raises what the script raises. Its module stays `__main__`, for its threads and handlers, and
+    for what is pickled by its name."""
+    module = types.ModuleType("__main__")
+    module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = module
+    if "multiprocessing.process" in sys.modules:  # spawned children look for a relative script there
+        sys.modules["multiprocessing.process"].ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+    if argv[0] == "-m":
+        sys.argv = list(argv[1:])
+        sys.path.insert(0, os.getcwd())
+        runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]  # what the interpreter calls for -m
+        return
+    path = os.path.abspath(argv[0])
+    sys.argv = list(argv)
+    if not os.path.isfile(path) or path.endswith((".zip", ".pyz", ".pyc")):
+        runpy.run_path(path, run_name="__main__")
+        return
+    sys.path.insert(0, os.path.dirname(path))
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    module.__dict__.update(
+        __file__=path, __cached__=None, __spec__=None, __loader__=importlib.machinery.SourceFileLoader("__main__", path)
+    )
+    exec(code, module.__dict__)

@@ -1,0 +1,165 @@
+"""What optimizers do to the state: a hook before and after each step of each, whether or not the state has it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+SHARDED = "ZeroRedundancyOptimizer"
+
+_owners: weakref.WeakSet[Optimizers] = weakref.WeakSet()
+
+
+class Optimizers:
+    """Marks the state as changing when an optimizer begins to apply gradients, and refuses one that it does not know.
+
+    An optimizer that is given a closure runs the forward and the backward within its step. A rank may wait there for
+    the others, and nothing has changed yet: so the state is marked when the closure has returned.
+    """
+
+    def __init__(
+        self, changing: Callable[[], None], parts: Mapping[str, Any], params: Callable[[], Iterable[tuple[str, Any]]]
+    ) -> None:
+        """`changing` is called before parameters change. `parts`: what belongs to the state, by name. `params`: the
+        state's parameters as they are now, by name."""
+        self._changing = changing
+        self._parts = parts
+        self._params = params
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._waits: torch.optim.Optimizer | None = None
+        self._strangers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self.refuses = False
+        """In training. Before, an optimizer that the state does not know only marks it as changing."""
+
+    def listen(self) -> None:
+        """From here on every optimizer of the process is met."""
+        _owners.add(self)
+        _hook_once()
+
+    def own(self, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer` is part of the state."""
+        if optimizer not in self._known:
+            self._known.add(optimizer)
+            # torch calls hooks in the order of their registration: what the script has hooked in by now comes first.
+            optimizer.register_step_pre_hook(self._before)
+            optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
+        given = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(given):
+            self._changing()
+            return None
+        self._waits = optimizer
+
+        def closure(*inner: Any, **options: Any) -> Any:
+            result = given(*inner, **options)
+            self._waits = None
+            self._changing()
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": closure}
+        return (args[0], closure, *args[2:]), dict(kwargs)
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._waits is optimizer:  # it never called the closure
+            self._waits = None
+            self._changing()
+
+    def meets(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer of this process is about to step. Raises RuntimeError for one that the state must have."""
+        if optimizer in self._known:
+            return
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._strangers.get(optimizer) == count:
+            return
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        name, param = next(((n, p) for n, p in self._params() if id(p) in stepped), ("", None))
+        if param is None:
+            self._strangers[optimizer] = count
+        elif self._within(optimizer):
+            self.own(optimizer)  # torch calls the hooks of this optimizer next, these among them
+        elif self.refuses:
+            raise RuntimeError(refusal(optimizer, name, param))
+        else:
+            self._changing()
+
+    def _within(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a part of the state wraps it, and keeps its state: a scheduler holds its optimizer and does not."""
+        return any(
+            (held is optimizer or any(inner is optimizer for inner in _attributes(held))) and _keeps(part.value)
+            for part in self._parts.values()
+            for held in _attributes(part.value)
+        )
+
+
+def _keeps(value: Any) -> bool:
+    """Whether `value` is an optimizer, or its `state_dict()` has one's in it."""
+    return isinstance(value, torch.optim.Optimizer) or (hasattr(value, "state_dict") and _found(value.state_dict()))
+
+
+def _found(held: Any) -> bool:
+    if isinstance(held, dict):
+        return held.keys() >= {"state", "param_groups"} or any(map(_found, held.values()))
+    return isinstance(held, list | tuple) and any(map(_found, held))
+
+
+def _attributes(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def refusal(optimizer: torch.optim.Optimizer, name: str, param: object) -> str:
+    """Why `optimizer` may not step `param` of that name, and the way out."""
+    if type(param).__name__ == "DTensor":
+        return sharded_module(name, "DTensor")
+    kind = type(optimizer).__name__
+    if is_sharded(optimizer):
+        return sharded(kind)
+    return (
+        f"{kind} steps state.{name} and is not part of the state: what it keeps would be lost with a process, and a "
+        f"half-done step would go unseen. Build it in setup(), return it with the rest, State(…, optimizer=optimizer), "
+        f"and step state.optimizer in train()"
+    )
+
+
+def sharded_module(name: str, found: str) -> str:
+    return (
+        f"state.{name} is sharded ({found}): each rank has a part of the parameters only, and elastic restores a "
+        f"replacement from one survivor that has all. Leave out fully_shard (or FSDP, tensor parallelism) and wrap "
+        f"the whole module with job.ddp in train(); a model that is too large for that is not supported yet"
+    )
+
+
+def is_sharded(optimizer: object) -> bool:
+    """Each rank has a part of its state only."""
+    return any(kind.__name__ == SHARDED for kind in type(optimizer).__mro__)
+
+
+def sharded(kind: str) -> str:
+    return (
+        f"{kind} keeps a part of its state on each rank, and elastic restores a replacement from one survivor: the "
+        f"dead rank's part would be lost. Use the optimizer that it wraps, such as torch.optim.AdamW, with job.ddp"
+    )
+
+
+_hooked = False
+
+
+def _hook_once() -> None:
+    global _hooked
+    if not _hooked:
+        _hooked = True
+        register_optimizer_step_pre_hook(_any_optimizer)
+
+
+def _any_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for owner in list(_owners):
+        owner.meets(optimizer)

@@ -1,0 +1,81 @@
+"""Which modules a script imports at its very top: the zygote imports those ahead, so that a new worker has them.
+
+Only imports that stand before any other statement count. A script that sets an environment variable first, or chooses a
+back end, does it for the imports that follow: to import those earlier would change what they do. Only modules of Python
+itself and of installed packages count, up to the first import of the job's own files: those may do anything, and may
+change between two starts.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+
+OURS = "elastic"
+"""The zygote has it anyway."""
+
+
+def preloadable(argv: Sequence[str], workdir: str, skip: Sequence[str]) -> list[str]:
+    """Names of modules to import ahead for ``python ARGV`` in `workdir`, in the script's order."""
+    if "*" in skip or not argv:
+        return []
+    path = _module_file(argv[1], workdir) if argv[0] == "-m" and len(argv) > 1 else os.path.join(workdir, argv[0])
+    try:
+        with open(path, "rb") as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError):  # the worker says what is wrong with it
+        return []
+    names = []
+    for name in dict.fromkeys(_leading_imports(tree.body)):
+        top = name.partition(".")[0]
+        if top == OURS or {name, top} & set(skip):
+            continue
+        if not _is_installed(top):
+            break  # a file of the job's own may do anything, as any other statement
+        names.append(name)
+    return names
+
+
+def _leading_imports(body: Sequence[ast.stmt]) -> Iterator[str]:
+    for statement in body:
+        match statement:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=str(module), level=0):
+                if module != "__future__":
+                    yield module
+            case ast.Try(body=tried) if all(isinstance(s, ast.Import | ast.ImportFrom) for s in tried):
+                yield from _leading_imports(tried)
+            case ast.Expr(value=ast.Constant()):
+                pass  # the docstring
+            case _:
+                return
+
+
+def _module_file(name: str, workdir: str) -> str:
+    """The source of ``-m NAME``, found without an import of its packages; '' when it is not a plain file."""
+    top, *rest = name.split(".")
+    spec = importlib.machinery.PathFinder.find_spec(top, [workdir, *sys.path])
+    if spec is None:
+        return ""
+    for folder in spec.submodule_search_locations or ():
+        for path in (os.path.join(folder, *rest) + ".py", os.path.join(folder, *rest, "__main__.py")):
+            if os.path.isfile(path):
+                return path
+    return (spec.origin or "") if not rest else ""
+
+
+def _is_installed(top: str) -> bool:
+    """Whether it is Python's own or an installed package's."""
+    if top in sys.builtin_module_names:
+        return True
+    spec = importlib.machinery.PathFinder.find_spec(top)
+    if spec is None:
+        return False
+    places = [os.path.realpath(p) + os.sep for p in {*sysconfig.get_paths().values()}]
+    found = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else [])]
+    return any(os.path.realpath(f).startswith(tuple(places)) for f in found)

@@ -1,0 +1,25 @@
+"""What `ps` and `top` show of the processes of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+JOB_ENV = "TORCHELASTIC_RUN_ID"
+
+
+def title(text: str) -> None:
+    """Show `text`, as far as the process's own arguments have left room for it; without setproctitle nothing changes.
+
+    The environment that /proc shows stays as it is: SPT_NOENV is set for all processes of a job.
+    """
+    try:
+        import setproctitle
+    except ImportError:  # an interpreter of the job's own, with torch and little else
+        return
+    setproctitle.setproctitle(text)
+
+
+def worker_title(env: Mapping[str, str], argv: Sequence[str]) -> str:
+    slot = env.get("LOCAL_RANK", "?")
+    place = f"slot {slot}" if slot.isdigit() else "standby"
+    return f"elastic worker of {env.get(JOB_ENV, '?')}, {place}: {' '.join(argv)}"

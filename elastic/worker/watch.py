@@ -1,0 +1,195 @@
+"""Notice that tensors were changed, without a copy of them.
+
+A change in place moves a tensor's version counter, unless it goes around autograd: through ``.data``, through numpy,
+by a kernel that was given an address. So a sample of the elements is kept as well. On a GPU that is one concatenation,
+queued like any other kernel; nothing is waited for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Sequence
+
+import torch
+
+WINDOW = 1024
+"""So many tensors are sampled at a time; of more, another window each time."""
+
+ELEMENTS = 4096
+"""In a sample, over all tensors of the window; at least one of each."""
+
+SPAN_ELEMENTS = 16
+"""In the memory of this process: so many at the beginning, in the middle and at the end of a tensor."""
+
+_VERSION = operator.attrgetter("_version")
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Version counters; 0 for those that have none (made under `torch.inference_mode`)."""
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+class Watch:
+    """`take`, and later `changed`: by version counters of all, and the sample that was taken."""
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._plain: list[int] = []
+        self._windows: dict[int, _Window] = {}
+        self._round = 0
+        self._window: _Window | None = None
+        self._sample: Sample = b"", []
+
+    def take(self, tensors: list[torch.Tensor]) -> None:
+        """Remember what the tensors are now."""
+        if len(tensors) != len(self._tensors) or not all(map(operator.is_, tensors, self._tensors)):
+            self._tensors = tensors
+            self._plain = [i for i, tensor in enumerate(tensors) if type(tensor) in _PLAIN and _has_elements(tensor)]
+            self._windows = {}
+        self._versions = versions(tensors)
+        self._window = None
+        if self._plain:
+            count = -(-len(self._plain) // WINDOW)
+            self._round = (self._round + 1) % count
+            window = self._windows.get(self._round)
+            if window is None or window.moved():
+                places = self._plain[self._round * WINDOW : (self._round + 1) * WINDOW]
+                window = self._windows[self._round] = _Window(places, [tensors[i] for i in places])
+            self._window = window
+            self._sample = window.sample()
+
+    def stepped(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Places of those whose version counter has moved, or that are other objects now. Quick."""
+        if len(tensors) != len(self._tensors):
+            return list(range(len(self._tensors)))
+        now = versions(tensors)
+        if now == self._versions and all(map(operator.is_, tensors, self._tensors)):
+            return []
+        pairs = zip(now, self._versions, tensors, self._tensors, strict=True)
+        return [i for i, (a, b, new, old) in enumerate(pairs) if a != b or new is not old]
+
+    def differs(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """As `changed`, but what was changed and changed back counts as what it was, as far as the sample shows: as
+        weights that were swapped for their average during an evaluation. Waits for the device only where a version
+        counter has moved."""
+        found = self.stepped(tensors)
+        if not found or len(tensors) != len(self._tensors):
+            return found
+        others = [place for place in found if tensors[place] is not self._tensors[place]]
+        differing = sorted({*others, *self._differing()})
+        if not differing:
+            self._versions = versions(tensors)
+        return differing
+
+    def changed(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Places of those that have changed. Waits for the device."""
+        found = set(self.stepped(tensors))
+        window = self._window
+        if window is None or len(tensors) != len(self._tensors):
+            return sorted(found)
+        # What only lies elsewhere now, as an LSTM's weights after `flatten_parameters`, is what it was.
+        moved = {i for i in window.moved() if tensors[i] is self._tensors[i]}
+        return sorted((found - moved) | self._differing())
+
+    def _differing(self) -> set[int]:
+        """Places of those whose elements are not those of the sample."""
+        if self._window is None:
+            return set()
+        places = self._window.places
+        return _Window(places, [self._tensors[i] for i in places]).differing(self._sample)
+
+
+Sample = tuple[bytes, list[torch.Tensor]]
+"""Of what lies in this process's memory, and of what lies on devices."""
+
+
+class _Window:
+    """A few elements of each of some tensors, where they lie, so that all can be gathered at once."""
+
+    def __init__(self, places: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        self.places = places
+        self._tensors = tensors
+        self._addresses = list(map(torch.Tensor.data_ptr, tensors))
+        self._kept = [tensor.detach() for tensor in tensors]
+        """So that the memory looked at below remains theirs."""
+        each = max(1, ELEMENTS // len(tensors))
+        self._spans: list[memoryview] = []
+        self._of_spans: list[int] = []
+        groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
+        for place, tensor in zip(places, tensors, strict=True):
+            if tensor.device.type == "cpu":
+                spans = _spans(tensor, each)
+                self._spans += spans
+                self._of_spans += [place] * len(spans)
+                continue
+            view = _elements(tensor, each)
+            numbers, views = groups.setdefault((view.device, view.dtype), ([], []))
+            numbers.append(place)
+            views.append(view)
+        self._groups = list(groups.values())
+
+    def moved(self) -> list[int]:
+        """Places of the tensors that have other storage now."""
+        now = list(map(torch.Tensor.data_ptr, self._tensors))
+        if now == self._addresses:
+            return []
+        return [place for place, a, b in zip(self.places, now, self._addresses, strict=True) if a != b]
+
+    def sample(self) -> Sample:
+        return b"".join(self._spans), [torch.cat(views) for _, views in self._groups]
+
+    def differing(self, before: Sample) -> set[int]:
+        """Places of the tensors whose elements are not those of `before`."""
+        found: set[int] = set()
+        spans, gathered = self.sample()
+        if spans != before[0]:
+            start = 0
+            for place, span in zip(self._of_spans, self._spans, strict=True):
+                stop = start + len(span)
+                if spans[start:stop] != before[0][start:stop]:
+                    found.add(place)
+                start = stop
+        for (places, views), now, then in zip(self._groups, gathered, before[1], strict=True):
+            if torch.equal(now, then):
+                continue
+            sizes = [view.numel() for view in views]
+            pairs = zip(places, torch.split(now, sizes), torch.split(then, sizes), strict=True)
+            found.update(place for place, a, b in pairs if not torch.equal(a, b))
+        return found
+
+
+def _has_elements(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last of the tensor, in the order of its storage."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _spans(tensor: torch.Tensor, most: int) -> list[memoryview]:
+    """Some bytes at its beginning, in its middle and at its end. Valid while its storage is."""
+    size = tensor.element_size()
+    extent, length = _extent(tensor) * size, min(most, SPAN_ELEMENTS) * size
+    starts = [0] if extent <= length else sorted({0, (extent - length) // 2 // size * size, extent - length})
+    start_of_all = tensor.data_ptr()
+    return [
+        memoryview((ctypes.c_char * min(length, extent)).from_address(start_of_all + start)).cast("B")
+        for start in starts
+    ]
+
+
+def _elements(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    """Some elements from its middle, as integers: NaN is equal to itself then. One kernel gathers such views."""
+    flat, extent = tensor.detach(), _extent(tensor)
+    count = min(most, extent)
+    view = flat.as_strided((count,), (1,), flat.storage_offset() + (extent - count) // 2)
+    integers = _INTEGERS.get(view.element_size())
+    return view if integers is None else view.view(integers)

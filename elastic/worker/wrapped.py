@@ -1,0 +1,80 @@
+"""Optimizers within optimizers: Lookahead, SAM and their kind step another optimizer, whose state is not their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .parts import Infos, Named, OptimizerPart
+from .tree import Codecs
+
+
+class WrappedOptimizerPart(OptimizerPart):
+    """An optimizer and those that it holds: their state is `optimizer.<attribute>.state.<index>.<key>`.
+
+    Taken from the optimizers themselves, as that of any other: what `state_dict()` of a wrapper has differs from
+    library to library, and some leave the inner optimizer's state out.
+    """
+
+    def __init__(self, name: str, value: torch.optim.Optimizer, codecs: Codecs) -> None:
+        super().__init__(name, value, codecs)
+        self._inner = {key: optimizer_part(f"{name}.{key}", held, codecs) for key, held in inner_optimizers(value)}
+
+    def tensors(self) -> Named:
+        return super().tensors() + [pair for part in self._inner.values() for pair in part.tensors()]
+
+    def extra(self) -> Any:
+        return {**super().extra(), "inner": {key: part.extra() for key, part in self._inner.items()}}
+
+    def adopt(self, infos: Infos, extra: Any) -> None:
+        came = extra.get("inner", {})
+        if set(came) != set(self._inner):
+            raise ValueError(
+                f"{self.name} holds {_listed(self._inner)} here, and {_listed(came)} in the state that came"
+            )
+        for key, part in self._inner.items():
+            part.adopt(infos, came[key])
+        super().adopt(infos, extra)
+
+    def to(self, device: torch.device) -> None:
+        super().to(device)
+        for part in self._inner.values():
+            part.to(device)
+
+    def groups(self) -> list[dict[str, Any]]:
+        found = super().groups()
+        for part in self._inner.values():
+            known = set(map(id, found))
+            found = found + [group for group in part.groups() if id(group) not in known]
+        return found
+
+
+def optimizer_part(name: str, value: torch.optim.Optimizer, codecs: Codecs) -> OptimizerPart:
+    kind = WrappedOptimizerPart if any(True for _ in inner_optimizers(value)) else OptimizerPart
+    return kind(name, value, codecs)
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Optimizers that are attributes of `optimizer`, or stand in a list or dict that is, with the place of each.
+
+    Not those whose `state` the wrapper gives out as its own.
+    """
+    found: list[torch.optim.Optimizer] = [optimizer]
+    for name, value in vars(optimizer).items():
+        held: Mapping[str, Any] = {name: value}
+        if isinstance(value, list | tuple):
+            held = {f"{name}.{place}": item for place, item in enumerate(value)}
+        elif isinstance(value, dict):
+            held = {f"{name}.{key}": item for key, item in value.items()}
+        for place, item in held.items():
+            if not isinstance(item, torch.optim.Optimizer) or any(item is known for known in found):
+                continue
+            found.append(item)
+            if item.state is not optimizer.state:
+                yield place, item
+
+
+def _listed(names: Mapping[str, Any]) -> str:
+    return ", ".join(names) or "no other optimizer"

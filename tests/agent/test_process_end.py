@@ -1,0 +1,92 @@
+"""The end of a worker's process: all that Python does at its end, within the job's time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.agents import Job
+
+from elastic.core.records import Phase
+
+pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
+
+TRAIN = """
+import atexit, os, threading, time
+import elastic, torch
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 240
+    def __getitem__(self, i): x = torch.tensor([float(i)]) / 240; return x, x
+
+def setup(job):
+    model = torch.nn.Linear(1, 1)
+    return elastic.State(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+
+def train(job, state):
+    model = job.ddp(state.model)
+    for batch in job.batches(Data(), state, batch_size=8, epochs=1):
+        (model(batch.x) - batch.y).pow(2).mean().backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        job.commit(state)
+        {fault}
+    print("trained", state.step, flush=True)
+
+if __name__ == "__main__":
+    elastic.run(setup, train)
+
+def late():
+    time.sleep(1.0)
+    print("from a thread", flush=True)
+
+atexit.register(print, "from atexit", flush=True)
+threading.Thread(target=late).start()
+{last}
+"""
+HANGS = "threading.Thread(target=time.sleep, args=(600,)).start()"
+
+
+def job(folder: Path, fault: str = "pass", last: str = "", **spec: Any) -> Job:
+    script = folder / "train.py"
+    script.write_text(TRAIN.format(fault=fault, last=last))
+    return Job(nodes="1:1", workers=2, agents=1, script=script, spec=spec)
+
+
+def logs(job: Job) -> list[str]:
+    return [path.read_text() for path in sorted((job.folder / "n0" / "logs").glob("slot*.log"))]
+
+
+def test_threads_and_handlers_run_to_their_end(tmp_path: Path) -> None:
+    with job(tmp_path) as made:
+        made.wait_phase(Phase.SUCCEEDED)
+        made.agents["n0"].wait(timeout=30)
+        assert logs(made) == ["trained 30\nfrom a thread\nfrom atexit\n"] * 2
+        assert made.incidents() == []
+
+
+def test_what_takes_too_long_is_ended_and_told(tmp_path: Path) -> None:
+    with job(tmp_path, last=HANGS, exit_timeout_s=3.0) as made:
+        made.wait_phase(Phase.SUCCEEDED)
+        assert made.agents["n0"].wait(timeout=30) == 0
+        found = made.incidents()
+        assert sorted((i.kind, i.ranks, i.steps_lost) for i in found) == [
+            ("late exit", (0,), 0),
+            ("late exit", (1,), 0),
+        ]
+        assert "had not ended within 3 s" in found[0].detail
+        assert all("in _shutdown" in text for text in logs(made)), "the stacks are in the log"
+        assert made.state().phase is Phase.SUCCEEDED
+
+
+def test_a_failed_script_whose_process_does_not_end_holds_nobody_up_for_longer_than_the_grace(tmp_path: Path) -> None:
+    fault = f"if job.rank == 1 and state.step == 10 and job.generation == 1: {HANGS}; raise KeyError('mine')"
+    with job(tmp_path, fault=fault, stop_grace_s=2.0) as made:
+        made.wait_phase(Phase.SUCCEEDED)
+        incident = next(i for i in made.incidents() if i.kind == "exit")
+        assert "KeyError" in incident.detail
+        assert (incident.ranks, incident.steps_lost, incident.restored_from) == ((1,), 0, "live")
+        assert incident.timeline_s["let_go"] < 1.0, "the others hear of it at once"
+        assert incident.timeline_s["stepping"] > 1.5, "the process had its grace"
+        assert {i.kind for i in made.incidents()} == {"exit", "late exit"}

@@ -1,0 +1,71 @@
+"""The progress record: an agent whose workers hold no state yet repeats what is on record."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from support.jobs import generation, member, place, view
+
+from elastic.agent.saver import Saved
+from elastic.agent.status import Gauge, progress, rank_rows
+from elastic.core.keys import ClusterKeys
+from elastic.core.membership import Limits
+from elastic.core.model import Agent, Policy, Stage, Worker
+from elastic.core.records import ProgressRecord, encode
+from elastic.core.spec import JobSpec
+from elastic.core.timeouts import Timeouts
+from elastic.core.view import JobView
+
+ON_RECORD = ProgressRecord(
+    generation=2, world=2, step=50, steps_per_s=10.0, loss=0.25, wall_s=1.0, checkpoint_step=40,
+    checkpoint_wall_s=0.5, checkpoint_interval="every 20 steps",
+)  # fmt: skip
+
+
+class NoPool:
+    def __init__(self) -> None:
+        self.processes: dict[int, object] = {}
+
+
+def recorded(stage: Stage, *, in_generation: int, step: int, loss: float | None = None) -> ProgressRecord:
+    """What the agent of node b, with one worker, writes where ON_RECORD stands."""
+    policy = Policy(
+        node="b", incarnation="b.1", host="b", port=1, slots=1, limits=Limits(1, 2, 0.0), shrink=False, standbys=0,
+        managed=True, spec=JobSpec(name="job", script="x.py"), timeouts=Timeouts(),
+    )  # fmt: skip
+    formed = generation(3, [place("a"), place("b")])
+    picture = view(member("b"), formed=formed, saved_step=40)
+    object.__setattr__(picture, "progress", ON_RECORD)
+    worker = Worker(slot=0, life=1, stage=stage, generation=in_generation, step=step)
+    agent = Agent(policy, view=picture, generation=formed, workers={0: worker})
+    gauge, pool = Gauge(), NoPool()
+    gauge.loss = loss
+    return progress(agent, pool, gauge, rank_rows(agent, pool), Saved())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", [Stage.STARTING, Stage.READY, Stage.FORMING])
+def test_an_agent_that_joined_late_does_not_set_the_record_back(stage: Stage) -> None:
+    written = recorded(stage, in_generation=0, step=0)
+    assert (written.step, written.loss) == (50, 0.25)
+    assert (written.checkpoint_step, written.checkpoint_wall_s) == (40, 0.5)
+    assert written.checkpoint_interval == "every 20 steps"
+
+
+def test_a_state_restored_from_a_checkpoint_is_reported_as_it_is() -> None:
+    assert recorded(Stage.RUNNING, in_generation=3, step=40).step == 40
+
+
+def test_the_steps_of_a_survivor_count_though_it_forms_anew() -> None:
+    written = recorded(Stage.FORMING, in_generation=3, step=52, loss=0.125)
+    assert (written.step, written.loss) == (52, 0.125)
+
+
+def test_the_view_carries_the_progress_record() -> None:
+    keys = ClusterKeys("c").job("job")
+
+    class Stored(msgspec.Struct):
+        value: bytes
+        create_revision: int = 1
+        mod_revision: int = 1
+
+    assert JobView.read(keys, {keys.progress: Stored(encode(ON_RECORD))}, 1).progress == ON_RECORD

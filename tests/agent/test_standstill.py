@@ -1,0 +1,130 @@
+"""What status says while a job makes no step, and what an agent keeps of what the others tell it."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from support.jobs import generation, member, place, view
+
+from elastic.agent.standstill import Others, with_stillness
+from elastic.core.membership import Limits
+from elastic.core.model import Agent, Policy, Stage, Worker
+from elastic.core.records import BrokenRecord, JobState, MemberRecord, Phase, ProgressRecord, Standing, Stillness
+from elastic.core.spec import Hang, JobSpec
+from elastic.core.stillness import Known
+from elastic.core.timeouts import Timeouts
+from elastic.core.view import Member
+
+RULES = Hang(floor_s=2.0, ceiling_s=60.0, factor=10.0)
+RECORD = ProgressRecord(generation=1, world=2, step=40, steps_per_s=0.0, loss=None, wall_s=1000.0)
+AT_S, WALL_S = 500.0, 1000.0
+"""The last step in these tests was at AT_S."""
+
+
+def agent(**facts: Any) -> Agent:
+    policy = Policy(
+        node="a", incarnation="a.1", host="a", port=1, slots=1, limits=Limits(2, 2, 0.0), shrink=False, standbys=0,
+        managed=True, spec=JobSpec(name="job", script="x.py"), timeouts=Timeouts(),
+    )  # fmt: skip
+    formed = generation(1, [place("a"), place("b")])
+    worker = Worker(slot=0, life=1, stage=Stage.RUNNING, generation=1, step=40)
+    made = Agent(
+        policy, view=view(member("a"), member("b"), formed=formed), generation=formed, workers={0: worker},
+        step=40, step_s=0.3, stepped_at_s=AT_S, formed_at_s=AT_S - 100.0,
+    )  # fmt: skip
+    return replace(made, **facts)
+
+
+def standing(rank: int, doing: str, place_: int, **more: bool) -> Standing:
+    return Standing(rank=rank, position=(1, 40, place_), doing=doing, silent_s=3.0, waits=doing == "exchanging", **more)
+
+
+KNOWN = (Known("a", standing(0, "exchanging", 2), AT_S), Known("b", standing(1, "computing", 0), AT_S))
+
+
+def said(made: Agent, after_s: float, known: tuple[Known, ...] = KNOWN) -> ProgressRecord:
+    return with_stillness(RECORD, made, known, RULES, AT_S + after_s, WALL_S + after_s)
+
+
+def test_ten_step_times_without_a_step_are_said_with_the_rank_and_the_reason() -> None:
+    assert said(agent(), 2.9) == RECORD
+    record = said(agent(), 3.1)
+    assert record.still == Stillness(since_wall_s=WALL_S, because="it is computing in step 41", rank=1, node="b")
+    assert (
+        record.waiting_for == "no progress since 00:16:40 UTC, probably rank 1 on b, because it is computing in step 41"
+    )
+
+
+def test_what_the_job_is_known_to_wait_for_stays_said() -> None:
+    record = with_stillness(
+        replace(RECORD, waiting_for="slot 0 of b to start"), agent(), KNOWN, RULES, AT_S + 9.0, WALL_S + 9.0
+    )
+    assert record.waiting_for == "slot 0 of b to start"
+    assert record.still is not None
+
+
+def test_a_declared_span_is_nothing_that_is_waited_for() -> None:
+    quiet = Known("b", standing(1, "quiet", 0, quiet=True), AT_S)
+    record = said(agent(), 9.0, (KNOWN[0], quiet))
+    assert record.still is not None
+    assert record.still.declared
+    assert record.waiting_for == ""
+
+
+def test_before_the_first_step_of_a_job_there_is_more_time() -> None:
+    fresh = agent(step_s=0.0, stepped_at_s=float("-inf"), formed_at_s=AT_S)
+    assert said(fresh, 29.0).still is None
+    still = said(fresh, 31.0).still
+    assert still is not None
+    assert still.since_wall_s == WALL_S
+
+
+def test_a_generation_that_is_broken_and_not_followed_by_another_is_the_reason() -> None:
+    broken = BrokenRecord(generation=1, node="b", kind="exit", detail="killed by SIGKILL")
+    still = said(agent(broken=1, broken_record=broken), 9.0).still
+    assert still is not None
+    assert still.because == "generation 1 is broken (killed by SIGKILL): the next one has not formed yet"
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"leaving": "stopped"},
+        {"generation": None},
+        {"workers": {0: Worker(slot=0, life=1, stage=Stage.DONE, generation=1)}},
+    ],
+)
+def test_a_job_that_is_over_here_does_not_stand_still(over: dict[str, Any]) -> None:
+    assert said(agent(**over), 100.0) == RECORD
+
+
+def test_an_agent_without_a_rank_says_what_those_say_that_train() -> None:
+    made = agent(generation=generation(1, [place("b"), place("c")]))
+    assert said(made, 100.0) == RECORD
+    still = Stillness(since_wall_s=7.0, because="x")
+    object.__setattr__(made.view, "progress", replace(RECORD, still=still))
+    assert said(made, 100.0).still == still
+
+
+def test_what_another_agent_tells_counts_from_when_it_was_first_seen() -> None:
+    others = Others()
+    first, second = standing(1, "exchanging", 2), standing(2, "computing", 0)
+
+    def seen(now_s: float, *standings: Standing) -> list[float]:
+        record = MemberRecord(node="b", incarnation="i", host="h", port=1, slots=2, standings=standings)
+        picture = types.SimpleNamespace(whole=True, members={"b": Member(record, 1)})
+        looks: Any = types.SimpleNamespace(view=picture, policy=types.SimpleNamespace(node="a"))
+        return [known.since_s for known in others.known(looks, now_s)]
+
+    assert seen(100.0, first) == [97.0]
+    assert seen(105.0, first, second) == [97.0, 102.0]
+    assert seen(106.0) == []
+
+
+def test_a_phase_that_is_over_is_no_standstill() -> None:
+    made = agent()
+    object.__setattr__(made.view, "state", JobState(phase=Phase.SUCCEEDED))
+    assert said(made, 100.0) == RECORD

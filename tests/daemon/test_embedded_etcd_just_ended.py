@@ -1,0 +1,33 @@
+"""An embedded etcd that ends while the daemon looks at it is started anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd import embedded_etcd, launch
+from elasticd.embedded_etcd import EmbeddedEtcd
+from elasticd.settings import EtcdSettings, Settings
+
+
+class Quiet:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+class Starts:
+    def start(self, name: str, argv: Sequence[str], *_: object) -> launch.Started:
+        return launch.Started(7, None)
+
+
+def test_one_that_ends_while_it_is_looked_at_is_started_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "holder", lambda lock: 2**22 + 1)  # no process has this number
+    settings = Settings(state_dir=str(tmp_path), etcd=EtcdSettings(embedded_binary="/bin/true"))
+    log: Any = Quiet()
+    etcd = EmbeddedEtcd(settings, Starts(), log)
+    etcd.start()
+    assert etcd._pid == 7
+    assert embedded_etcd._listens(2**22 + 1) == ""

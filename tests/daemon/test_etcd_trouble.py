@@ -1,0 +1,134 @@
+"""What a daemon says of an etcd cluster of which a part is in trouble, and what it does for its space."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, cast
+
+import msgspec
+import pytest
+import structlog
+
+from elastic.core.records import NodeRecord
+from elastic.etcd import Etcd, MemberHealth, View
+from elasticd import loop as loops
+from elasticd import reconcile, views
+from elasticd.board import Contact, Snapshot
+from elasticd.cluster import Cluster, Node
+from elasticd.members import Members
+from elasticd.settings import EtcdSettings, Settings
+
+
+def member(number: int, error: str = "", database_mb: float = 1.0) -> MemberHealth:
+    return MemberHealth(f"10.0.0.{number}:2379", "" if error else "3.5.13", not error, error, database_mb)
+
+
+class Asked:
+    """Three members; the third fails at the looks that are told."""
+
+    def __init__(self, fails: list[bool]) -> None:
+        self.fails = iter(fails)
+
+    def members(self, within_s: float) -> list[MemberHealth]:
+        return [member(1), member(2), member(3, "connection refused" if next(self.fails) else "")]
+
+
+def test_a_member_counts_as_down_after_two_looks_and_is_logged_once() -> None:
+    shown: list[tuple[MemberHealth, ...]] = []
+    with structlog.testing.capture_logs() as lines:
+        watcher = Members(
+            cast(Etcd, Asked([True, False, True, True, True, False])), shown.append, structlog.get_logger()
+        )
+        for _ in range(6):
+            watcher.look()
+    assert [found[2].ok for found in shown] == [True, True, True, False, False, True]
+    assert [(line["event"], line["log_level"]) for line in lines] == [
+        ("etcd.member_lost", "warning"),
+        ("etcd.member_back", "info"),
+    ]
+
+
+def problems(*members: MemberHealth) -> list[str]:
+    snapshot = Snapshot(contact=Contact(connected=True, members=members), registered=True)
+    identity = views.Identity("c", "n", "1", 1, 0.0, (), False, "")
+    status = views.status(snapshot, identity, views.Now(0.0, 0.0))
+    assert status["health"] == ("degraded" if status["problems"] else "healthy")
+    assert [row["ok"] for row in status["etcd"]["members"]] == [m.ok for m in members]
+    return cast(list[str], status["problems"])
+
+
+def test_members_in_trouble_are_problems_of_the_cluster() -> None:
+    assert problems() == []
+    assert problems(member(1), member(2), member(3)) == []
+    (said,) = problems(member(1), member(2), member(3, "connection refused"))
+    assert said == (
+        "etcd member 10.0.0.3:2379 is in trouble: connection refused; 2 of 3 are well, 2 are needed"
+    )  # fmt: skip
+    (said,) = problems(member(1), member(2, database_mb=1900.0), member(3))
+    assert "10.0.0.2:2379: its database takes 1900 MB" in said
+
+
+NODE = NodeRecord(node="a", hostname="h", address="h", slots=1, gpus=0, version="1", pid=1, started_wall_s=0.0)
+
+
+def test_the_oldest_node_alone_has_history_compacted() -> None:
+    nodes = {name: Node(msgspec.structs.replace(NODE, node=name), age) for name, age in (("a", 7), ("b", 3), ("c", 9))}
+    assert [name for name in nodes if reconcile.is_oldest(Cluster(nodes=nodes), name)] == ["b"]
+    assert not reconcile.is_oldest(Cluster(), "a")
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.compacted: list[int] = []
+
+    def compact(self, revision: int) -> None:
+        self.compacted.append(revision)
+
+
+def bare_loop(every_s: float, endpoints: tuple[str, ...] = ("10.0.0.1:2379",)) -> Any:
+    made: Any = loops.Loop.__new__(loops.Loop)
+    made._settings = Settings(node="a", etcd=EtcdSettings(endpoints=endpoints, compact_every_s=every_s))
+    made._cluster = Cluster(nodes={"a": Node(NODE, 1)}, revision=100)
+    made._writer, made._compact_mark, made._log = Recorder(), None, structlog.get_logger()
+    made._contact, made._contact_said = Contact(), ("", 0.0)
+    return made
+
+
+def compactions(loop: Any) -> list[int]:
+    for turn in range(10):
+        loop._cluster = Cluster(nodes=loop._cluster.nodes, revision=100 + turn)
+        loop._compact(turn * 10.0)
+    return cast(list[int], loop._writer.compacted)
+
+
+def test_what_is_compacted_is_as_old_as_is_said() -> None:
+    assert compactions(bare_loop(30.0)) == [100, 103, 106]
+    assert compactions(bare_loop(0.0)) == []
+    assert compactions(bare_loop(30.0, ())) == [], "the embedded etcd does it by itself"
+    other = bare_loop(30.0)
+    other._settings = Settings(node="z", etcd=EtcdSettings(endpoints=("10.0.0.1:2379",)))
+    assert compactions(other) == []
+
+
+def test_the_first_failure_after_the_start_is_logged_and_each_new_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    loop = bare_loop(0.0)
+
+    def seen(connected: bool, error: str = "") -> None:
+        view = View({}, 1, connected, clock[0], error)
+        loop._say_contact(view)
+        loop._contact = Contact(view.connected, view.as_of_s, view.error)
+        clock[0] += 4.0
+
+    with structlog.testing.capture_logs() as lines:
+        for error in ("still logging in", "still logging in", "authentication failed", "authentication failed"):
+            seen(False, error)
+        seen(True)
+        seen(False, "connection refused")
+    assert [(line["log_level"], line["error"]) for line in lines] == [
+        ("warning", "still logging in"),
+        ("warning", "authentication failed"),
+        ("info", ""),
+        ("warning", "connection refused"),
+    ]

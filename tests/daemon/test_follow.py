@@ -1,0 +1,65 @@
+"""What `elasticctl run` shows while a job trains, and its last line."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from support.pictures import job, progress, snapshot
+
+from elastic.core.records import JobState, Phase
+from elasticd import ctl_follow, views
+from elasticd.ctl_follow import ProgressLine
+from elasticd.routes import PROGRESS_S, Progress
+from elasticd.views import Now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_told_when_it_changes_and_not_too_often() -> None:
+    told = Progress("train")
+    at = lambda step: snapshot(job(progress=progress(step)))  # noqa: E731
+    row = told.look(at(40), 10.0)
+    assert (row["step"], row["loss"], row["world"], row["phase"]) == (40, 0.25, 3, "running")
+    assert told.look(at(41), 10.0 + PROGRESS_S / 2) == {}
+    assert told.look(at(42), 10.0 + PROGRESS_S)["step"] == 42
+    assert told.look(at(42), 20.0) == {}
+    assert Progress("other").look(at(42), 20.0) == {}
+
+
+def test_progress_in_words() -> None:
+    row = Progress("train").look(snapshot(job()), 10.0)
+    assert ctl_follow.progress_text(row) == "running  step 40  9.9 steps/s  loss 0.25  world 3"
+    pending = row | {"phase": "pending", "step": None, "loss": None, "world": 0, "waiting_for": "a node"}
+    assert ctl_follow.progress_text(pending) == "pending  waits for: a node"
+
+
+def test_the_last_line_says_where_it_ended() -> None:
+    done = job(state=JobState(phase=Phase.SUCCEEDED))
+    data = views.job_detail(snapshot(done), done, Now(100.0, 1000.0))
+    assert ctl_follow.result_text(data) == "── train has succeeded at step 40, loss 0.25"
+    stopped = data | {"phase": "stopped", "reason": "enough", "loss": None, "step": None}
+    assert ctl_follow.result_text(stopped) == "── train has been stopped: enough"
+
+
+def test_the_line_at_the_foot_stays_on_one_line_and_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "20")
+    out = Terminal()
+    foot = ProgressLine(out)
+    foot.clear()
+    assert out.getvalue() == "", "nothing there yet"
+    foot.show("x" * 50 + "\x07")
+    foot.clear()
+    assert out.getvalue() == "\r\x1b[2K" + "x" * 19 + "\r\x1b[2K"
+    foot.again()
+    assert out.getvalue().endswith("x" * 19)
+
+
+def test_where_there_is_no_terminal_there_is_no_line() -> None:
+    out = io.StringIO()
+    ProgressLine(out).show("x")
+    assert out.getvalue() == ""

@@ -1,0 +1,77 @@
+"""Which process is taken for the holder of a lock: the daemon adopts it, and `elasticd --stop` ends it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.procs import Procs, alive
+from support.wait import eventually
+
+from elastic.core.agentfile import MARK_ENV, mark
+from elasticd import ending, launch
+from elasticd.main import main
+
+HOLD = """
+import fcntl, sys, time
+lock = open(sys.argv[1], "r+")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print(flush=True)
+time.sleep(60)
+"""
+
+
+def held(procs: Procs, lock: Path, written: int) -> subprocess.Popen[bytes]:
+    """A process that holds `lock`, in which another number is written: as it stands until the holder has written its
+    own, or where that comes from another pid namespace."""
+    lock.write_text(str(written))
+    holder = procs.popen([sys.executable, "-c", HOLD, lock], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    return holder
+
+
+def test_a_number_in_the_file_is_not_believed(tmp_path: Path) -> None:
+    with Procs() as procs:
+        bystander = procs.popen(["sleep", "60"])
+        holder = held(procs, tmp_path / "lock", bystander.pid)
+        assert launch.holder(tmp_path / "lock") == holder.pid
+        assert ending.stop_all(tmp_path) == [f"elasticd (process {holder.pid}, SIGTERM)"]
+        assert alive(bystander.pid)
+    assert launch.holder(tmp_path / "lock") is None
+    assert launch.holder(tmp_path / "absent") is None
+
+
+def test_one_that_cannot_be_seen_ends_nothing_and_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "HOLDER_S", 0.0)
+    monkeypatch.setattr(launch, "_lockers", lambda inode: [])  # as from another pid namespace
+    with Procs() as procs:
+        bystander = procs.popen(["sleep", "60"])
+        holder = held(procs, tmp_path / "lock", bystander.pid)
+        with pytest.raises(launch.HeldElsewhere, match="another container"):
+            launch.holder(tmp_path / "lock")
+        assert ending.NOT in ending.stop_all(tmp_path)[0]
+        assert main(["--stop", f"--state-dir={tmp_path}"]) == 1
+        assert alive(bystander.pid)
+        assert alive(holder.pid)
+
+
+def test_what_the_workers_of_a_dead_agent_have_left_is_ended_too(tmp_path: Path) -> None:
+    folder = tmp_path / "jobs" / "train" / "agent"
+    folder.mkdir(parents=True)
+    (folder / "lock").touch()
+    found = folder.stat()
+    with Procs() as procs:
+        left = procs.popen(["sleep", "60"], env={MARK_ENV: mark(found.st_dev, found.st_ino, str(folder))})
+        assert main(["--stop", f"--state-dir={tmp_path}"]) == 0
+        eventually(lambda: not alive(left.pid), 5.0)
+
+
+def test_a_lock_of_our_own_is_ours(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert launch.holder(tmp_path / "lock") == os.getpid()

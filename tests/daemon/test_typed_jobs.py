@@ -1,0 +1,130 @@
+"""From what is typed at `elasticctl run` and `submit` to a job: text stays text; what cannot run is said at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elasticd import ctl_jobs, ctl_modules
+from elasticd.ctl_jobs import BadJob
+
+
+@pytest.mark.parametrize(
+    "pair",
+    ["OMP_NUM_THREADS=4", "LR=0.1", "DEBUG=true", "DAY=2026-11-22", 'Q="quoted"', "E=", "X=a=b", "L=[1]", "N= x "],
+)
+def test_a_variable_is_text_whatever_it_looks_like(pair: str) -> None:
+    name, _, value = pair.partition("=")
+    for apply in (
+        lambda raw: ctl_jobs.environment(raw, [pair]),
+        lambda raw: ctl_jobs.override(raw, [f"env.{pair}"]),
+    ):
+        raw: dict[str, Any] = {}
+        apply(raw)
+        assert raw == {"env": {name: value}}
+
+
+def test_a_variable_without_a_value_is_the_shells() -> None:
+    raw: dict[str, Any] = {}
+    ctl_jobs.environment(raw, ["HF_HOME", "A.B=1"], {"HF_HOME": "/hf"})
+    assert raw["env"] == {"HF_HOME": "/hf", "A.B": "1"}
+    with pytest.raises(BadJob, match="no variable 'GONE' in this shell"):
+        ctl_jobs.environment(raw, ["GONE"], {})
+    with pytest.raises(BadJob, match="write NAME=VALUE"):
+        ctl_jobs.environment(raw, ["=x"], {})
+
+
+def test_a_date_is_text_on_the_command_line_and_refused_by_name_in_a_file(tmp_path: pathlib.Path) -> None:
+    raw: dict[str, Any] = {}
+    ctl_jobs.override(raw, ["name=2026-11-22", "args=[2026-11-22]"])
+    assert raw == {"name": "2026-11-22", "args": "[2026-11-22]"}
+    file = tmp_path / "job.toml"
+    file.write_text("[env]\nDAY = 2026-11-22\n")
+    with pytest.raises(BadJob, match=r"env.DAY = 2026-11-22: no field is a date: write a text in quotes"):
+        ctl_jobs.from_file(file)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"script": "gone.py"}, "script = 'gone.py': there is no such file"),
+        ({"script": "."}, "script = '.': is a folder"),
+        ({"script": "a\0b"}, "script = .*null byte"),
+        ({"script": "~nobody-is-called-so/x"}, "script = "),
+        ({"workdir": "gone"}, "workdir = 'gone': there is no such folder"),
+        ({"python": "bin/gone"}, "python = 'bin/gone': there is no such program"),
+        ({"script": "x" * 300}, "script = 'xxx"),
+    ],
+)
+def test_what_is_not_there_is_said_by_field(tmp_path: pathlib.Path, fields: dict[str, str], words: str) -> None:
+    with pytest.raises(BadJob, match=words):
+        ctl_jobs.resolve(dict(fields), tmp_path)
+
+
+TYPED = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(
+    ["a.b.c=1", "env=1", "env.X=1", "checkpoint=1", "checkpoint.dir=/x", "script=5", "python=[1]", "workdir=3",
+     "x=" + "[" * 5000, "a." * 5000 + "b=1"]
+)  # fmt: skip
+
+
+@given(st.lists(TYPED, max_size=4))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_setting_makes_a_job_or_a_sentence(tmp_path: pathlib.Path, typed: list[str]) -> None:
+    raw: dict[str, Any] = {"script": "t.py", "name": "t"}
+    (tmp_path / "t.py").touch()
+    with contextlib.suppress(BadJob):
+        ctl_jobs.override(raw, typed)
+        ctl_jobs.resolve(raw, tmp_path)
+        assert json.dumps(raw)
+
+
+@pytest.fixture
+def packages(tmp_path: pathlib.Path) -> pathlib.Path:
+    """pkg (runnable) with pkg.train; bare (not runnable); odd, which changes its __path__; and a package that must not
+    be imported to be found."""
+    for name, text in {
+        "pkg/__init__.py": "raise SystemExit('imported')", "pkg/__main__.py": "", "pkg/train.py": "",
+        "bare/__init__.py": "", "odd/__init__.py": "__path__ = []", "space/sub.py": "",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize("module", ["timeit", "pkg", "pkg.train", "odd.later", "space.sub", "json.tool"])
+def test_a_module_that_is_there_is_found_without_importing_it(packages: pathlib.Path, module: str) -> None:
+    assert ctl_modules.missing(module, sys.executable, str(packages), {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("nope", "there is no module nope"),
+        ("pkg.nope", "there is no module pkg.nope"),
+        ("bare", "bare is a package without __main__.py"),
+        ("timeit.x", "timeit is a module and no package"),
+        ("train.py", "there is no module train"),
+    ],
+)
+def test_a_module_that_is_not_there_is_named(packages: pathlib.Path, module: str, words: str) -> None:
+    assert words in ctl_modules.missing(module, sys.executable, str(packages), {})
+
+
+def test_where_it_cannot_be_known_nothing_is_said(packages: pathlib.Path) -> None:
+    assert ctl_modules.missing("nope", "/no/such/python", str(packages), {}) == ""
+    assert ctl_modules.missing("nope", "/bin/false", str(packages), {}) == ""
+    assert ctl_modules.missing("a\0b", sys.executable, str(packages), {}) == ""
+
+
+def test_the_jobs_own_environment_counts(packages: pathlib.Path) -> None:
+    there = {"PYTHONPATH": str(packages)}
+    assert "no module" in ctl_modules.missing("pkg", sys.executable, os.sep, {})
+    assert ctl_modules.missing("pkg", sys.executable, os.sep, there) == ""

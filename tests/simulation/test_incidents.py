@@ -1,0 +1,237 @@
+"""Each fault on virtual time, and the incident that comes of it compared with what was done and with what was
+committed twice."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import structlog
+from simulation.cluster import Cluster, Setting
+from simulation.run import silent
+from support.incidents import check_incident
+
+from elastic.core.records import IncidentRecord, decode, encode
+from elastic.etcd import Put
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    silent()
+    yield
+    structlog.reset_defaults()
+
+
+STRUCK_S = 5.0
+
+
+def played(setting: Setting, *acts: Callable[[Cluster], None], until_s: float = 40.0) -> Cluster:
+    cluster = Cluster(setting)
+    cluster.run(STRUCK_S)
+    for act in acts:
+        act(cluster)
+    cluster.run(until_s)
+    return cluster
+
+
+def incidents(cluster: Cluster) -> list[IncidentRecord]:
+    keys = (key for key in sorted(cluster.etcd.kvs) if key.startswith(cluster.keys.incidents))
+    return [decode(IncidentRecord, cluster.etcd.kvs[key].value) for key in keys]
+
+
+def failures(cluster: Cluster) -> list[IncidentRecord]:
+    return [incident for incident in incidents(cluster) if incident.kind != "planned"]
+
+
+TWO = Setting(calm=True, nodes=2, slots=2, most=2, least=2)
+"""Two nodes of two workers, none can be spared: ranks 0 and 1 on n0, 2 and 3 on n1."""
+THREE = Setting(calm=True, nodes=3, slots=1, most=3, least=1)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_a_killed_worker_is_named(rank: int) -> None:
+    cluster = played(TWO, lambda c: c.kill_worker(rank // 2, rank % 2))
+    (incident,) = incidents(cluster)
+    check_incident(
+        incident, kind="exit", nodes=[f"n{rank // 2}"], ranks=[rank], redone=cluster.judge.redone(), worlds=(4, 4),
+        struck_wall_s=STRUCK_S, noticed_within_s=0.1,
+    )  # fmt: skip
+    assert incident.steps_lost == incident.steps_lost_at_most == 0
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (2, 3), (0, 3), (1, 2, 3)])
+def test_all_workers_that_are_killed_at_once_are_named(ranks: tuple[int, ...]) -> None:
+    cluster = played(TWO, *(lambda c, r=rank: c.kill_worker(r // 2, r % 2) for rank in ranks))
+    (incident,) = incidents(cluster)
+    check_incident(
+        incident, kind="exit", nodes={f"n{rank // 2}" for rank in ranks}, ranks=ranks, redone=cluster.judge.redone()
+    )
+    assert incident.detail.endswith(f"(and {len(ranks) - 1} more)")
+    assert cluster.state().restarts == 1, "one failure is charged"
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.35, 1.0, 3.0])
+def test_a_death_that_is_reported_late_is_the_cause_all_the_same(late_s: float) -> None:
+    """The others' failed collectives are reported first: the agent of the dead is slow."""
+    cluster = played(TWO, lambda c: (c.pause_agent(1, late_s) if late_s else None, c.kill_worker(1, 0))[-1])
+    (incident,) = failures(cluster)
+    check_incident(incident, kind="exit", nodes=["n1"], ranks=[2], redone=cluster.judge.redone())
+    assert incident.causes[0].kind == "exit"
+
+
+def test_a_killed_node_is_named_with_its_ranks() -> None:
+    cluster = played(THREE, lambda c: c.kill_agent(1), until_s=6.5)
+    (incident,) = failures(cluster)
+    check_incident(incident, kind="lost", nodes=["n1"], ranks=[1], redone=cluster.judge.redone())
+    assert incident.steps_lost == 0
+    assert incident.steps_lost_at_most == 1, "rank 1 may have been a step ahead, and took that with it"
+
+
+def test_a_node_that_vanishes_is_named_though_failed_collectives_come_first() -> None:
+    cluster = played(THREE, lambda c: c.power_off(2), until_s=20.0)
+    (incident,) = failures(cluster)
+    check_incident(incident, kind="lost", nodes=["n2"], ranks=[2], redone=cluster.judge.redone())
+
+
+def test_a_hang_is_named() -> None:
+    cluster = played(TWO, lambda c: c.stop_worker(1, 1))
+    (incident,) = incidents(cluster)
+    check_incident(incident, kind="hang", nodes=["n1"], ranks=[3], redone=cluster.judge.redone())
+
+
+def test_a_further_failure_within_a_recovery_belongs_to_it() -> None:
+    cluster = Cluster(TWO)
+    cluster.run(STRUCK_S)
+    cluster.kill_worker(0, 1)
+    cluster.run(STRUCK_S + 0.05)
+    cluster.kill_worker(1, 0)
+    cluster.run(20.0)
+    (incident,) = incidents(cluster)
+    check_incident(incident, kind="exit", nodes=["n0"], ranks=[1], redone=cluster.judge.redone())
+    assert [(cause.kind, cause.node) for cause in incident.causes] == [("exit", "n0"), ("exit", "n1")]
+    assert "(and 1 more)" in incident.detail
+
+
+@pytest.mark.parametrize("every", [0, 7])
+def test_all_workers_are_killed(every: int) -> None:
+    """From the checkpoint, or from the beginning: as many steps as were really done again."""
+    setting = Setting(calm=True, nodes=2, slots=1, most=2, least=2, checkpoint_every=every)
+    cluster = Cluster(setting)
+    cluster.run(STRUCK_S)
+    at = cluster.judge.top[1]
+    cluster.kill_worker(0, 0)
+    cluster.kill_worker(1, 0)
+    cluster.run(40.0)
+    (incident,) = incidents(cluster)
+    check_incident(incident, kind="exit", nodes=["n0", "n1"], ranks=[0, 1], redone=cluster.judge.redone())
+    assert incident.steps_lost == incident.steps_lost_at_most == (at if every == 0 else at % every)
+    assert incident.restored_from == ("checkpoint" if every else "setup")
+    assert ("all state was lost" in incident.detail) == (every == 0)
+
+
+@pytest.mark.parametrize("every", [0, 7])
+def test_all_agents_are_killed(every: int) -> None:
+    """Of what was done before, the new agents know what stands on record: nothing is called certain."""
+    setting = Setting(calm=True, nodes=2, slots=1, most=2, least=2, checkpoint_every=every)
+    cluster = played(setting, lambda c: c.kill_agent(0), lambda c: c.kill_agent(1), until_s=7.0)
+    cluster.heal()
+    cluster.run(40.0)
+    (incident,) = failures(cluster)
+    check_incident(
+        incident, kind="lost", nodes=["n0", "n1"], ranks=[0, 1], redone=cluster.judge.redone(),
+        struck_wall_s=STRUCK_S - 3.0, noticed_within_s=3.1,
+    )  # fmt: skip
+    assert incident.steps_lost_at_most is None
+    assert max(incident.timeline_s.values()) >= (incident.ended_wall_s or 0.0) - incident.wall_s - 0.1
+    if every == 0:
+        assert (incident.steps_lost or 0) > 0
+
+
+def test_it_stands_on_record_while_the_outage_lasts() -> None:
+    cluster = played(TWO, lambda c: c.power_off(1), until_s=20.0)
+    (incident,) = incidents(cluster)
+    assert (incident.open, incident.kind, incident.node, incident.ranks) == (True, "lost", "n1", (2, 3))
+    assert (incident.steps_lost, incident.ended_wall_s, incident.world_after) == (None, None, 0)
+    cluster.power_on(1)
+    cluster.run(40.0)
+    (incident,) = failures(cluster)
+    check_incident(incident, kind="lost", nodes=["n1"], ranks=[2, 3], redone=cluster.judge.redone(), worlds=(4, 4))
+    assert incident.wall_s < 12.0, "it began when the node was lost, not when it came back"
+
+
+def test_a_leader_that_is_lost_is_replaced_by_one_that_goes_on_with_the_record() -> None:
+    """n0 leads, and is killed while the job waits for n2."""
+    setting = Setting(calm=True, nodes=3, slots=1, most=3, least=3)
+    cluster = played(setting, lambda c: c.power_off(2), until_s=15.0)
+    assert [incident.open for incident in incidents(cluster)] == [True]
+    cluster.kill_agent(0)
+    cluster.power_on(2)
+    cluster.run(60.0)
+    (incident,) = failures(cluster)
+    check_incident(incident, kind="lost", redone=cluster.judge.redone())
+    assert {cause.node for cause in incident.causes if cause.kind == "lost"} == {"n0", "n2"}
+
+
+def test_a_job_that_is_stopped_just_after_a_kill_has_had_an_incident() -> None:
+    cluster = Cluster(TWO)
+    cluster.run(STRUCK_S)
+    cluster.kill_worker(1, 0)
+    cluster.run(STRUCK_S + 0.02)
+    cluster.stop_job()
+    cluster.run(20.0)
+    (incident,) = incidents(cluster)
+    assert (incident.open, incident.kind, incident.ranks) == (False, "exit", (2,))
+    assert (incident.world_after, incident.restored_from, incident.steps_lost) == (0, "nothing", None)
+
+
+def test_a_planned_change_and_a_kill_at_the_same_moment() -> None:
+    """The kill is what is told; the step that only the rank on the drained node had committed is not done again."""
+    for seed, offset_s in itertools.product(range(12), (0.0, 0.15, 0.3, 0.45, 0.6)):
+        cluster = Cluster(Setting(seed=seed, nodes=3, slots=1, most=3, least=1, step_s=0.2, setup_s=0.2))
+        cluster.run(STRUCK_S + seed / 50)
+        cluster.drain(2, 1e6)
+        cluster.run(cluster.clock.now_s + offset_s)
+        cluster.kill_worker(1, 0)
+        cluster.run(40.0)
+        told = [incident for incident in failures(cluster) if "n1" in incident.node]
+        assert told, (seed, offset_s, incidents(cluster))
+        assert not any(incident.open for incident in incidents(cluster))
+        assert cluster.judge.redone() == sum(incident.steps_lost or 0 for incident in incidents(cluster))
+
+
+@pytest.mark.parametrize("offset_s", [0.1, 0.2, 0.3])
+def test_a_worker_that_is_killed_on_the_node_that_leaves_is_named(offset_s: float) -> None:
+    """Its agent has taken on the generation without it already, and the old one steps on to the boundary."""
+    cluster = played(replace(THREE, setup_s=0.2), lambda c: c.drain(2, 1e6), until_s=STRUCK_S + offset_s)
+    world = cluster.judge.newest
+    assert max(world) == 1, "the boundary is not reached yet"
+    cluster.kill_worker(2, 0)
+    cluster.run(30.0)
+    (incident,) = incidents(cluster)
+    check_incident(incident, kind="exit", nodes=["n2"], ranks=[2], redone=cluster.judge.redone(), worlds=(3, 2))
+    assert cluster.state().restarts == 1, "one failure is charged"
+
+
+def test_a_death_that_is_reported_after_a_second_generation_has_broken_is_named() -> None:
+    """The record of the generation in which it died is older than that of the newest failure by then."""
+    cluster = played(TWO, lambda c: c.pause_agent(1, 1.5), lambda c: c.kill_worker(1, 0), lambda c: c.kill_worker(0, 1),
+                     until_s=STRUCK_S + 0.9)  # fmt: skip
+    cluster.kill_worker(0, 0)
+    cluster.run(30.0)
+    (incident,) = incidents(cluster)
+    assert {(c.generation, c.node, c.ranks) for c in incident.causes if c.kind == "exit"} >= {
+        (1, "n0", (1,)), (1, "n1", (2,)), (2, "n0", (0,)),
+    }  # fmt: skip
+
+
+def test_a_record_that_a_lost_leader_has_left_open_is_closed() -> None:
+    """None of the agents that are there now knows of the incident; the job steps."""
+    cluster = played(TWO, until_s=STRUCK_S)
+    left = IncidentRecord(generation=2, kind="exit", node="n1", ranks=(2,), detail="", wall_s=1.0, open=True)
+    cluster.etcd.put_all([Put(cluster.keys.incident(2), encode(left))])
+    cluster.etcd_changed()
+    cluster.run(20.0)
+    (incident,) = incidents(cluster)
+    assert (incident.open, incident.kind, incident.world_after) == (False, "exit", 4)

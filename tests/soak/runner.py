@@ -1,0 +1,296 @@
+"""Runs one case with real processes: agents and workers under a real etcd, and the same script alone for comparison."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from support.etcd_server import EtcdServer, free_ports
+from support.procs import Procs, alive, end_all
+from support.wait import eventually
+
+from elastic.core.agentfile import AgentConfig
+from elastic.core.keys import ClusterKeys
+from elastic.core.records import GenerationRecord, IncidentRecord, JobState, SpecRecord, decode, encode
+from elastic.core.spec import parse_job
+from elastic.core.timeouts import Timeouts
+from elastic.etcd import Etcd, EtcdError
+
+from .grammar import ALL, Case, Script
+from .judge import Incident, Record, Reference, Verdict, judge
+from .render import loop_lines, render
+
+LIB = pathlib.Path(__file__).parent
+LINES = {"forward": 150, "optimizer": 120, "elastic": 500, "backward": 8}
+"""About how many lines run in a region in one step: `Place.at` counts within these."""
+OVER_S = 60.0
+"""A case that takes longer has failed; a large one gets ten times this."""
+
+
+class Forge:
+    """The process that forks, and what it has forked."""
+
+    def __init__(self, procs: Procs) -> None:
+        tests = str(LIB.parent)
+        self._process = procs.popen(
+            [sys.executable, "-m", "soak.forge"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tests,
+            env={"PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        self._born: queue.Queue[int] = queue.Queue()
+        self._ordering = threading.Lock()
+        self._codes: dict[int, int] = {}
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            message = json.loads(line)
+            if "over" in message:
+                self._codes[message["over"]] = message["code"]
+            else:
+                self._born.put(message["pid"])
+
+    def fork(self, **order: object) -> int:
+        assert self._process.stdin is not None
+        with self._ordering:
+            self._process.stdin.write((json.dumps(order) + "\n").encode())
+            self._process.stdin.flush()
+            return self._born.get(timeout=60)
+
+    def code(self, pid: int) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._codes.get(pid)
+
+
+class Soak:
+    """One etcd and one forge for many cases, which may run in several threads."""
+
+    def __init__(self, keep: pathlib.Path | None = None) -> None:
+        """`keep`: where the scripts and the records of failed cases go."""
+        self._keep = keep
+        self._references: dict[tuple[Script, int], Reference] = {}
+        self._lock = threading.Lock()
+        self._large = threading.Lock()
+        """One at a time: they need some ten gigabytes."""
+
+    def __enter__(self) -> Soak:
+        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="elt-soak-", dir="/dev/shm"))
+        self._procs = Procs()
+        self._server = EtcdServer()
+        try:
+            self._server.start()
+            self._forge = Forge(self._procs)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._procs.close()
+        self._server.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def run(self, case: Case) -> Verdict:
+        """Run the case and say whether it came out right; its folder stays with `keep` when not."""
+        with self._large if case.script.size == "2gb" else contextlib.nullcontext():
+            return self._run(case)
+
+    def _run(self, case: Case) -> Verdict:
+        folder = self._folder / f"case{case.number}"
+        folder.mkdir()
+        try:
+            reference = self._reference(case, folder)
+            record = None if reference.error else self._managed(case, folder)
+            verdict = judge(case, reference, record)
+        except (EtcdError, OSError) as error:
+            return Verdict(right=False, said=f"the case could not be run: {type(error).__name__}: {error}")
+        else:
+            if self._keep is not None and not verdict.right:
+                self._save(case, folder, verdict, record)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return verdict
+
+    def _save(self, case: Case, folder: pathlib.Path, verdict: Verdict, record: Record | None) -> None:
+        assert self._keep is not None
+        target = self._keep / f"case{case.number}"
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(folder, target, ignore=lambda at, names: [n for n in names if n in ("checkpoints",)
+                        or (pathlib.Path(at) / n).is_socket() or (pathlib.Path(at) / n).is_fifo()])  # fmt: skip
+        (target / "verdict.txt").write_text(f"{case}\n{verdict.said}\n\n{record}\n")
+
+    # ── undisturbed ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _reference(self, case: Case, folder: pathlib.Path) -> Reference:
+        key = case.script, case.world
+        with self._lock:
+            if key not in self._references:
+                self._references[key] = self._alone(case, folder)
+            return self._references[key]
+
+    def _alone(self, case: Case, folder: pathlib.Path) -> Reference:
+        """The script's ranks as torchrun would start them."""
+        script, record = self._write(case, folder), folder / "alone"
+        record.mkdir()
+        (port,) = free_ports(1)
+        pids = []
+        for rank in range(case.world):
+            env = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case.world), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", **self._env(record),
+            }  # fmt: skip
+            pids.append(self._forge.fork(script=str(script), out=str(record / f"{rank}.log"), env=env))
+        try:
+            limit_s = self._limit_s(case)
+            eventually(lambda: any(self._forge.code(p) for p in pids) or all(self._forge.code(p) == 0 for p in pids),
+                       limit_s, "the undisturbed run ends")  # fmt: skip
+        except AssertionError as error:
+            return Reference(error=str(error))
+        finally:
+            end_all([pid for pid in pids if self._forge.code(pid) is None])
+        failed = [rank for rank, pid in enumerate(pids) if self._forge.code(pid) != 0]
+        if failed:
+            texts = [(record / f"{rank}.log").read_text(errors="replace") for rank in failed]
+            ours = [text for text in texts if "Connection" not in text.strip().splitlines()[-1]] if any(texts) else []
+            return Reference(error=(ours or texts)[0][-3000:] or "no word")
+        return Reference(finals=_finals(record))
+
+    def _write(self, case: Case, folder: pathlib.Path) -> pathlib.Path:
+        script = folder / "train.py"
+        script.write_text(render(case.script))
+        return script
+
+    def _env(self, record: pathlib.Path, kill: Sequence[object] = ()) -> dict[str, str]:
+        return {"SOAK_RECORD": str(record), "SOAK_LIB": str(LIB), "SOAK_KILL": json.dumps(kill)}
+
+    def _limit_s(self, case: Case) -> float:
+        return OVER_S * (10 if case.script.size in ("2gb", "many") else 1)
+
+    # ── under elasticd ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _managed(self, case: Case, folder: pathlib.Path) -> Record:
+        script, record = self._write(case, folder), folder / "record"
+        record.mkdir()
+        name = f"case{case.number}-{os.urandom(3).hex()}"
+        keys = ClusterKeys("soak").job(name)
+        large = case.script.size in ("2gb", "many")
+        checkpoint = {} if case.checkpoint == "none" else {"dir": str(folder / "checkpoints"), "every_steps": 2}
+        spec = parse_job({
+            "name": name, "script": str(script), "nodes": str(case.nodes), "workers_per_node": case.workers,
+            "workdir": str(folder), "join_wait_s": 20.0, "stop_grace_s": 1.0,
+            "env": self._env(record, plan(case)), "checkpoint": checkpoint,
+            "hang": {} if large else {"floor_s": 6.0},  # a busy machine; the large ones are there for the floor
+        })  # fmt: skip
+        etcd = Etcd(self._server.access)
+        agents: list[int] = []
+        try:
+            put = SpecRecord(spec=spec, submitted_wall_s=time.time(), submitted_by="soak")
+            etcd.put(keys.spec, encode(put))
+            agents = [self._agent(name, folder / f"n{index}", case.workers) for index in range(case.nodes)]
+            state = self._wait(case, etcd, keys.state, agents)
+            generation = etcd.get(keys.generation)
+            incidents = [decode(IncidentRecord, kv.value) for kv in etcd.get_prefix(keys.incidents).kvs.values()]
+        finally:
+            self._end(agents)
+            etcd.close()
+        lines = _lines(record)
+        return Record(
+            phase=state.phase.value if state.phase.over else "",
+            reason=state.reason,
+            restarts=state.restarts,
+            generations=decode(GenerationRecord, generation.value).number if generation else 0,
+            incidents=[
+                Incident(kind=i.kind, steps_lost=i.steps_lost, restored_from=i.restored_from, detail=i.detail)
+                for i in incidents
+            ],
+            lines=lines,
+            finals=_finals(record),
+            tracebacks=_tracebacks(folder),
+        )
+
+    def _agent(self, job: str, folder: pathlib.Path, slots: int) -> int:
+        folder.mkdir()
+        config = AgentConfig(
+            cluster="soak", node=folder.name, job=job, address="127.0.0.1", slots=slots, interface="lo",
+            etcd=self._server.access, timeouts=Timeouts(), agent_dir=str(folder), logs_dir=str(folder / "logs"),
+        )  # fmt: skip
+        (folder / "config.json").write_bytes(msgspec.json.encode(config))
+        return self._forge.fork(agent=str(folder), out=str(folder / "agent.out"), env={})
+
+    def _wait(self, case: Case, etcd: Etcd, key: str, agents: list[int]) -> JobState:
+        end_s = time.monotonic() + self._limit_s(case)
+        state = JobState()
+        while time.monotonic() < end_s:
+            try:
+                kv = etcd.get(key)
+            except EtcdError:  # a machine that a large case has filled up
+                kv = None
+            if kv is not None:
+                state = decode(JobState, kv.value)
+            if state.phase.over or all(self._forge.code(pid) is not None for pid in agents):
+                break
+            time.sleep(0.05)
+        return state
+
+    def _end(self, agents: list[int]) -> None:
+        """Let them end by themselves for a moment; their children die with them."""
+        end_s = time.monotonic() + 3.0
+        while time.monotonic() < end_s and any(self._forge.code(pid) is None for pid in agents):
+            time.sleep(0.02)
+        end_all([pid for pid in agents if self._forge.code(pid) is None and alive(pid)])
+
+
+def plan(case: Case) -> list[list[dict[str, Any]]]:
+    """What the probe is told to strike, for each generation."""
+    place = case.place
+    if place.region == "none":
+        return []
+    text = render(case.script)
+    lines = loop_lines(text)
+    line = lines[int(place.at * len(lines))]
+    if place.before:
+        line = next(n for n in lines if text.splitlines()[n - 1].strip().startswith(place.before))
+    order = {
+        "rank": place.rank, "step": place.step, "region": place.region, "linger_s": place.linger_s,
+        "line": line, "nth": int(place.at * LINES.get(place.region, 1)),
+    }  # fmt: skip
+    if place.rank == ALL:
+        return [[{**order, "rank": rank} for rank in range(case.world)]]
+    if place.again == "none":
+        return [[order]]
+    # Survivors come first: after the recovery the replacement is the last rank.
+    again = 1 if place.again == "same" else 0
+    return [[order], [{**order, "rank": again, "step": place.step + 1}]]
+
+
+def _lines(record: pathlib.Path) -> dict[int, list[dict[str, Any]]]:
+    """pid -> its lines; the last of a killed process may be cut short."""
+    return {
+        int(path.stem): [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        for path in record.glob("*.jsonl")
+    }
+
+
+def _finals(record: pathlib.Path) -> dict[int, dict[str, str]]:
+    return {int(path.name.split(".")[1]): json.loads(path.read_text()) for path in record.glob("final.*.json")}
+
+
+def _tracebacks(folder: pathlib.Path) -> list[str]:
+    found = []
+    for path in sorted(folder.glob("n*/logs/*.log")):
+        if not path.name.startswith("zygote") and "Traceback (" in (text := path.read_text(errors="replace")):
+            found.append(f"{path.name}: {text.strip().splitlines()[-1][:300]}")
+    return found

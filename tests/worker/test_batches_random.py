@@ -1,0 +1,83 @@
+"""Datasets that draw random numbers always, seldom or never: what a sample draws depends on its position alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from elastic.core.sharding import Plan
+from elastic.worker import batches
+from elastic.worker.batches import _Parts
+
+COUNT, BATCH = 96, 8
+
+
+class Drawing:
+    """`draws(index)` is added to each sample; counts how often each is read."""
+
+    def __init__(self, draws: Callable[[int], float]) -> None:
+        self.draws = draws
+        self.reads = [0] * COUNT
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        self.reads[index] += 1
+        return index, self.draws(index)
+
+
+def seldom(draw: Callable[[], float]) -> Callable[[int], float]:
+    return lambda index: draw() if index % 23 == 5 else 0.0
+
+
+KINDS: dict[str, Callable[[int], float]] = {
+    "never": lambda index: 0.0,
+    "always": lambda index: random.random() + np.random.rand() + float(torch.rand(())),
+    "python": seldom(random.random),
+    "numpy": seldom(np.random.rand),
+    "gauss": seldom(lambda: random.gauss(0, 1) + np.random.randn()),
+    "torch": seldom(lambda: float(torch.rand(()))),
+}
+
+
+def read(dataset: Drawing, *, seeded: bool, collate: Callable[[list[Any]], Any] = default_collate) -> list[Any]:
+    parts = _Parts(dataset, Plan(COUNT, BATCH), 0, 1, 3, True, collate)
+    parts._random = seeded
+    found = []
+    for step in range(2 * COUNT // BATCH):
+        found.append(parts[step][1])
+        random.random(), np.random.randn(), torch.rand(())  # the loop draws, too
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_draws_are_those_of_a_dataset_that_is_always_seeded(kind: str) -> None:
+    ours, theirs = Drawing(KINDS[kind]), Drawing(KINDS[kind])
+    for here, there in zip(read(ours, seeded=False), read(theirs, seeded=True), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
+    again = sum(ours.reads) - sum(theirs.reads)
+    assert again == 0 if kind in ("never", "always") else 0 < again <= BATCH, "one batch at most is read twice"
+
+
+def test_a_collate_function_draws_as_ever() -> None:
+    def mixed(samples: list[Any]) -> tuple[Any, float]:
+        return default_collate(samples)[0], random.random() + np.random.rand() + float(torch.rand(()))
+
+    ours = read(Drawing(KINDS["never"]), seeded=False, collate=mixed)
+    theirs = read(Drawing(KINDS["never"]), seeded=True, collate=mixed)
+    assert [drawn for _, drawn in ours] == [drawn for _, drawn in theirs]
+    assert len({drawn for _, drawn in ours}) == len(ours), "and each batch's differ"
+
+
+def test_a_dataset_that_draws_nothing_is_not_seeded_for_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(batches, "_seed", seeds.append)
+    read(Drawing(KINDS["never"]), seeded=False)
+    assert len(seeds) == 1, "that of the first sample, which is looked at closely"

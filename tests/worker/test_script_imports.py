@@ -1,0 +1,73 @@
+"""Which of a script's imports the zygote does ahead: leading ones of installed modules, none of the job's own."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from elastic.worker.script_imports import preloadable
+
+
+def found(folder: pathlib.Path, text: str, *skip: str) -> list[str]:
+    (folder / "train.py").write_text(text)
+    return preloadable(["train.py"], str(folder), skip)
+
+
+def test_leading_imports_of_installed_modules(tmp_path: pathlib.Path) -> None:
+    text = '''"""What it does."""
+from __future__ import annotations
+import json, torch
+import xml.dom as d
+from numpy import array
+try:
+    import elastic
+except ImportError: pass
+import csv
+'''
+    assert found(tmp_path, text) == ["json", "torch", "xml.dom", "numpy", "csv"]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import os\nos.environ['HF_HOME'] = '/x'",
+        "x = 1",
+        "if True:\n    import abc",
+        "print()",
+        "import mine",
+        "import absent",
+        "from . import other",
+    ],
+)
+def test_nothing_behind_another_statement(tmp_path: pathlib.Path, statement: str) -> None:
+    """It may be meant for the imports that follow."""
+    (tmp_path / "mine.py").write_text("")
+    assert "csv" not in found(tmp_path, f"import json\n{statement}\nimport csv\n")
+
+
+def test_what_is_to_be_skipped(tmp_path: pathlib.Path) -> None:
+    text = "import json\nimport xml.dom\nimport csv\n"
+    assert found(tmp_path, text, "xml", "csv") == ["json"]
+    assert found(tmp_path, text, "xml.dom") == ["json", "csv"]
+    assert found(tmp_path, text, "*") == []
+
+
+@pytest.mark.parametrize("text", ["import (", "import json\0"])
+def test_what_cannot_be_read_has_none(tmp_path: pathlib.Path, text: str) -> None:
+    assert found(tmp_path, text) == []
+    assert preloadable(["absent.py"], str(tmp_path), ()) == []
+    assert preloadable([], str(tmp_path), ()) == []
+
+
+def test_of_a_module(tmp_path: pathlib.Path) -> None:
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (package / "train.py").write_text("import csv\n")
+    (package / "__main__.py").write_text("import json\n")
+    assert preloadable(["-m", "pkg.train"], str(tmp_path), ()) == ["csv"]
+    assert preloadable(["-m", "pkg"], str(tmp_path), ()) == ["json"]
+    assert preloadable(["-m", "pkg.absent"], str(tmp_path), ()) == []
+    assert preloadable(["-m", "absent.train"], str(tmp_path), ()) == []
+    assert preloadable(["-m", "timeit"], str(tmp_path), ())[0] == "gc"

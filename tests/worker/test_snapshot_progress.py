@@ -1,0 +1,97 @@
+"""A copy of a large state takes longer than a worker may be silent: each piece of it is a sign of progress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.arenas import Agent
+from support.ckpt import table_of
+
+from elastic.core.beat import PAGE_BYTES, BeatPage, Doing
+from elastic.core.cadence import Rule
+from elastic.worker.keeper import Keeper, Part, Place
+from elastic.worker.sink import AgentSink
+from elastic.worker.state import State
+
+LARGE = 1 << 24
+"""Elements: 64 MiB of float32."""
+MOST_BYTES = 16 << 20
+"""Between two signs of progress."""
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    made = Agent()
+    yield made
+    for arena in made.arenas:
+        arena.close()
+
+
+def part(step: int, **options: Any) -> Part:
+    tensors = {"w": torch.full((LARGE,), float(step))}
+    return Part(
+        step=step, commit_generation=1, share=0, shares=1, extra={}, interval="",
+        table=table_of(tensors), tensors=list(tensors.values()), **options,
+    )  # fmt: skip
+
+
+def test_the_first_copy_into_fresh_buffers_is_progress_all_the_way(agent: Agent) -> None:
+    sink = AgentSink(agent)  # type: ignore[arg-type]
+    assert sink.put(part(1, volatile={0}))  # so all of it within the commit
+    sink.settle()
+    assert agent.arenas[0].header().step == 1
+    assert sum(agent.progress) >= LARGE * 4
+    assert max(agent.progress) <= MOST_BYTES
+
+
+def test_a_wait_for_pages_that_a_thread_touches_is_progress_too(agent: Agent) -> None:
+    sink = AgentSink(agent)  # type: ignore[arg-type]
+    sink.prepare(part(1))
+    before = len(agent.progress)
+    assert before == 0, "nobody waits yet: a thread of ours must not vouch for the main thread"
+    assert sink.put(part(1, volatile={0}))
+    sink.settle()
+    assert sum(agent.progress) >= LARGE * 4
+    assert max(agent.progress) <= MOST_BYTES
+
+
+def test_the_buffers_of_a_state_on_the_cpu_are_touched_ahead() -> None:
+    prepared: list[Part] = []
+
+    class Sink:
+        durable_s, copying, beside_s = 0.0, False, 0.0
+
+        def wanted(self) -> bool:
+            return False
+
+        stops = wanted
+
+        def free(self) -> bool:
+            return True
+
+        def prepare(self, part: Part) -> None:
+            prepared.append(part)
+
+    state = State(model=torch.nn.Linear(4, 4))
+    keeper = Keeper(Sink(), Rule(every_steps=100), shared=True)  # type: ignore[arg-type]
+    keeper.enter(Place(1, 0, 1, 0, 1), 0)
+    for _ in range(3):
+        state.committed(1)
+        keeper.after(state)
+    assert len(prepared) == 1
+
+
+def test_copied_bytes_keep_the_page_fresh_and_leave_what_it_says() -> None:
+    page = BeatPage(memoryview(bytearray(PAGE_BYTES)))
+    page.clear(0.0)
+    page.committed(3, 0.05, None, 1.0)
+    page.write(Doing.SAVING, 1.0)
+    before = page.read()
+    page.copied(1 << 20, 3.9)
+    beat = page.read()
+    assert (beat.doing, beat.step, beat.copied_nbytes) == (Doing.SAVING, 3, 1 << 20)
+    assert beat.beats == before.beats + 1
+    assert beat.beat_at_s == 3.9
