@@ -122,6 +122,12 @@ def _seen(pid: int) -> Seen | None:
     return Seen(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
 
 
+def started(pid: int) -> int:
+    """Clock ticks since boot, of a zombie too; 0: it is gone."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
 def session(pid: int) -> int:
     """0: it is gone."""
     fields = _stat(pid)

@@ -66,6 +66,8 @@ class Pool:
         self._never_began: list[Exited] = []
         self._oom = OomWatch()
         self._family = Family()
+        self._others = {pid: family.started(pid) for pid in family.children(os.getpid())}
+        """Children that this process had before there was a pool, with the instant of their start."""
         self._look_due_s = 0.0
         self.gate = Gate((), 0.0, lambda gpu: {})
         """Holds a worker back until its GPU is free; as constructed it never does."""
@@ -402,10 +404,14 @@ class Pool:
 
     def _orphans(self) -> list[int]:
         """Children that neither we nor the zygote have started. What we started ourselves (py-spy, the writer) is in
-        our session."""
+        our session; a program that runs a pool inside itself may have had others before."""
         known = {p.pid for p in (*self.processes.values(), *self._dying.values())} | {self._zygote.pid}
         session = os.getsid(0)
-        return [pid for pid in family.children(os.getpid()) if pid not in known and family.session(pid) != session]
+        return [
+            pid
+            for pid in family.children(os.getpid())
+            if pid not in known and family.session(pid) != session and self._others.get(pid) != family.started(pid)
+        ]
 
     def close(self) -> None:
         """End everything that is left, and wait until it is gone, CLOSE_S seconds at most: what hangs in the kernel

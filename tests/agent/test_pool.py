@@ -293,6 +293,23 @@ time.sleep(600)
 """
 
 
+def test_a_child_from_before_the_pool_is_left_alone(tmp_path: Path) -> None:
+    """A test session's own, say, or those of a program that runs an agent inside itself."""
+    before = [subprocess.Popen(argv, start_new_session=True) for argv in (["sleep", "600"], ["sh", "-c", "exit 5"])]
+    os.waitid(os.P_PID, before[1].pid, os.WEXITED | os.WNOWAIT)
+    made = Bench(tmp_path)
+    try:
+        made.pool.reap()
+        made.pool.close()
+        assert alive(before[0].pid)
+        assert before[1].wait() == 5, "its exit status is still there"
+    finally:
+        made.pool.close()
+        made.selector.close()
+        before[0].kill()
+        before[0].wait()
+
+
 def test_what_a_worker_leaves_in_sessions_of_its_own_goes_with_it_and_nothing_of_the_living(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,7 +93,7 @@ class Site:
         hosts = self.folder / f"{name}.hosts"
         hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}.lan {name}\n")
         debian = f'hostname {name}; mount --bind {hosts} /etc/hosts; exec "$@"'
-        argv = ["unshare", "--mount", "sh", "-c", debian, "sh"]
+        argv = ["unshare", "--mount", "--uts", "sh", "-c", debian, "sh"]
         argv += [str(pathlib.Path(sys.executable).with_name("elasticd")), "--config", str(self.folder / f"{name}.toml")]
         with (self.folder / f"{name}.log").open("ab") as log:
             return self.hosts[index].popen(argv, stdout=log, stderr=log)
@@ -145,7 +145,8 @@ def test_nodes_find_their_addresses_log_in_and_train(site: Site) -> None:
     def over() -> dict[str, Any] | None:
         row = api.call(site.socket("host0"), "GET", "/v1/jobs/job")
         if row["phase"] in ("failed", "stopped"):
-            raise RuntimeError(row["reason"])
+            logs = [*site.folder.glob("host*/jobs/*/*.log"), *site.folder.glob("host*/jobs/*/*/*.log")]
+            raise RuntimeError(row["reason"] + "".join(f"\n== {log}\n{log.read_text()[-1500:]}" for log in logs))
         return row if row["phase"] == "succeeded" else None
 
     row = eventually(over, 120, "three ranks on three hosts have trained")
@@ -190,7 +191,11 @@ def test_wrong_credentials_are_said_at_the_start(site: Site, wrong: str) -> None
         return [e["level"] for e in site.events(name) if e["event"] == "etcd.contact" and words in e["error"].lower()]
 
     try:
-        eventually(lambda: "warning" in said(), 30, f"a line with {words!r}")
+        try:
+            eventually(lambda: "warning" in said(), 30, f"a line with {words!r}")
+        except AssertionError as error:
+            error.add_note((site.folder / f"{name}.log").read_text()[-4000:])
+            raise
         assert words in site.status(name)["etcd"]["error"].lower()
         assert daemon.poll() is None, "the operator may correct it meanwhile"
     finally:
