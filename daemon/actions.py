@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from elastic.core.keys import ClusterKeys, JobKeys, check_name
+from elastic.core.phases import PhaseTrigger, after
 from elastic.core.records import (
     AskedRecord,
     CordonRecord,
@@ -83,7 +84,7 @@ class Actions:
         def stopping(state: JobState) -> JobState | None:
             if state.phase.over or state.phase is Phase.STOPPING:
                 return None
-            return msgspec.structs.replace(state, phase=Phase.STOPPING, reason=reason, since_wall_s=time.time())
+            return after(state, PhaseTrigger.STOP, reason, time.time())
 
         self._change(JobState, self._job(job).state, stopping, JobState())
 

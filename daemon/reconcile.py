@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from elastic.core.agentfile import AgentStatus
+from elastic.core.phases import PhaseTrigger, after
 from elastic.core.records import JobState, Phase, WorkerRow
 
 from . import addresses
@@ -72,7 +73,7 @@ def job_state(
     if job.over:
         return None
     if state.phase is Phase.STOPPING and not job.members and not here:
-        return msgspec.structs.replace(state, phase=Phase.STOPPED, since_wall_s=wall_s)
+        return after(state, PhaseTrigger.LEFT, state.reason, wall_s)
     if me in state.avoid and aside_s >= SET_ASIDE_S:
         rest = tuple(node for node in state.avoid if node != me)
         failures = tuple(failure for failure in state.failures if failure.node != me)
@@ -82,9 +83,8 @@ def job_state(
         avoid = tuple(sorted({*state.avoid, me}))
         reason = f"{_no_agent_on(me)}{failed}"
         hopeless = state.phase is Phase.PENDING and not job.members and set(cluster.nodes) <= set(avoid)
-        phase = Phase.FAILED if hopeless else state.phase
-        since_s = wall_s if hopeless else state.since_wall_s
-        return msgspec.structs.replace(state, phase=phase, reason=reason, avoid=avoid, since_wall_s=since_s)
+        without = msgspec.structs.replace(state, reason=reason, avoid=avoid)
+        return after(without, PhaseTrigger.FAILED, reason, wall_s) if hopeless else without
     return None
 
 

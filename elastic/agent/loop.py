@@ -40,10 +40,11 @@ from ..core.events import (
 )
 from ..core.keys import JobKeys
 from ..core.membership import leader
-from ..core.model import Agent, Stage
+from ..core.model import Agent
 from ..core.records import GenerationRecord, IncidentRecord, SpeaksAnotherProtocol, SpecRecord, WorkerError
 from ..core.recovery import step
 from ..core.sight import sees_members
+from ..core.transitions import Stage
 from ..etcd import View
 from . import status
 from .deeds import Deeds

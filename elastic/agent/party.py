@@ -18,12 +18,11 @@ import msgspec
 from ..core import membership
 from ..core.keys import ClusterKeys
 from ..core.membership import Change, Limits
+from ..core.phases import PhaseTrigger, after
 from ..core.records import (
     BrokenRecord,
     GenerationRecord,
-    JobState,
     MemberRecord,
-    Phase,
     SpeaksAnotherProtocol,
     decode,
     encode,
@@ -322,12 +321,8 @@ class Party:
 
     def close_run(self) -> None:
         """Nobody may form a generation of this run any more. Raises EtcdError."""
-        state = replace_phase(self.view.state, Phase.STOPPED, "closed by a node")
+        state = after(self.view.state, PhaseTrigger.CLOSED, "closed by a node", time.time())
         self.etcd.put(self.keys.state, encode(state), self.etcd.grant(CLOSED_KEPT_S))
-
-
-def replace_phase(state: JobState, phase: Phase, reason: str) -> JobState:
-    return msgspec.structs.replace(state, phase=phase, reason=reason, since_wall_s=time.time())
 
 
 def _own_address(endpoint: str) -> str:

@@ -19,6 +19,7 @@ from ..core.events import Event, Joined, LeaseLost, PublishFailed
 from ..core.evidence import merged
 from ..core.keys import JobKeys
 from ..core.model import Policy
+from ..core.phases import PhaseTrigger, after
 from ..core.places import changes
 from ..core.records import (
     BrokenRecord,
@@ -206,7 +207,7 @@ class Registry:
         )
         ops: list[Op] = [Put(self.keys.generation, encode(record))]
         if verdict.state.phase is not Phase.RUNNING:
-            changed = msgspec.structs.replace(verdict.state, phase=Phase.RUNNING, reason="", since_wall_s=self.wall())
+            changed = after(verdict.state, PhaseTrigger.PUBLISHED, "", self.wall())
             ops.append(Put(self.keys.state, encode(changed)))
         elif verdict.state != view.state:
             ops.append(Put(self.keys.state, encode(verdict.state)))
@@ -368,7 +369,7 @@ class Registry:
                 return
             state = decode(JobState, kv.value)
             if state.phase is Phase.STOPPING:
-                stopped = msgspec.structs.replace(state, phase=Phase.STOPPED, since_wall_s=self.wall())
+                stopped = after(state, PhaseTrigger.LEFT, state.reason, self.wall())
                 self.etcd.txn([ModIs(self.keys.state, kv.mod_revision)], [Put(self.keys.state, encode(stopped))])
         except (EtcdError, SpeaksAnotherProtocol, msgspec.MsgspecError, UnicodeDecodeError) as error:
             log.warning("member.left_without_goodbye", error=str(error))

@@ -7,10 +7,11 @@ from datetime import UTC, datetime
 
 from msgspec.structs import replace
 
-from ..core.model import Agent, Stage
+from ..core.model import Agent
 from ..core.records import ProgressRecord, Standing, Stillness
 from ..core.spec import Hang
 from ..core.stillness import Cause, Known, explain, still_s
+from ..core.transitions import Stage
 from ..core.view import Member
 
 

@@ -13,8 +13,9 @@ import msgspec
 import psutil
 
 from ..core.agentfile import AgentStatus
-from ..core.model import Agent, Stage
+from ..core.model import Agent
 from ..core.records import ProgressRecord, RankRow
+from ..core.transitions import Stage
 from .pool import Pool
 from .saver import Saved
 

@@ -15,10 +15,11 @@ import structlog
 from ..core.beat import WITH_OTHERS, Beat, Doing
 from ..core.events import Event, GroupStuck, Progress, RanksStill, StillBusy, WorkerSick
 from ..core.health import FARTHEST, STOPPED_STATE, Sick, Wait, busy, judge, patience_s, position, waits_too_long
-from ..core.model import Agent, Stage, Worker
+from ..core.model import Agent, Worker
 from ..core.records import Standing
 from ..core.spec import Hang
 from ..core.stillness import Known, all_ahead, standing, worth_telling
+from ..core.transitions import Stage
 from ..core.witness import waits_for_others
 from .pool import Pool, Process
 from .stacks import process_state, stack

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from .effects import PutBroken, PutMember, Restore
 from .evidence import merged
-from .model import Stage, Worker
+from .model import Worker
 from .records import BrokenRecord, GenerationRecord, MemberRecord, WorkerError
 from .restarts import COMM, summary
+from .transitions import Stage
 from .turn import Turn
 
 SUSPICION_S = 0.3

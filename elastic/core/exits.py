@@ -8,21 +8,23 @@ from .announce import add_evidence, broken_record, call_broken
 from .effects import ChargeFailure, PutBroken
 from .events import WorkerExited, WorkerFailed
 from .evidence import merged
-from .model import IN_GROUP, Stage, Worker
+from .model import Worker, has_process
 from .records import Phase
 from .restarts import backoff_s, summary
 from .standbys import promote
+from .transitions import IN_GROUP, Stage, Trigger
 from .turn import Turn
 
 
 def exited(turn: Turn, event: WorkerExited) -> None:
     if standby := turn.standby(event.life):
+        if standby.stage is Stage.GONE:
+            return  # heard before
         pause = backoff_s(standby.crashes + 1, turn.policy.spec.restarts, turn.jitter)
-        gone = replace(standby, stage=Stage.GONE, deadline_s=turn.now_s + pause, crashes=standby.crashes + 1)
-        turn.change(standbys=tuple(gone if w.life == event.life else w for w in turn.agent.standbys))
+        turn.move_standby(standby, Trigger.EXITED, turn.now_s + pause, crashes=standby.crashes + 1)
         return  # charged to no budget
     worker = turn.find(event.slot, event.life)
-    if worker is None or worker.stage is Stage.GONE:
+    if worker is None or not has_process(worker, turn.policy.managed):
         return
     worker = replace(worker, step=max(worker.step, event.step))
     turn.reaches(worker.synced, event.step)
@@ -34,7 +36,7 @@ def exited(turn: Turn, event: WorkerExited) -> None:
         return
     crashes = worker.crashes + (0 if expected else 1)
     pause = backoff_s(crashes, turn.policy.spec.restarts, turn.jitter)
-    turn.move(worker, Stage.GONE, turn.now_s + pause, crashes=crashes)
+    turn.move(worker, Trigger.EXITED, turn.now_s + pause, crashes=crashes)
     promote(turn, worker.slot)
     if not expected:
         _report_exit(turn, worker, event)
@@ -52,7 +54,7 @@ def failed(turn: Turn, event: WorkerFailed) -> None:
     worker = replace(worker, step=max(worker.step, event.step))
     turn.reaches(worker.synced, event.step)
     # It ends by itself, and is killed when that takes too long: its exit is no news then.
-    turn.move(worker, Stage.KILLED, crashes=worker.crashes + 1)
+    turn.move(worker, Trigger.FAILED, crashes=worker.crashes + 1)
     if turn.policy.managed:
         promote(turn, worker.slot)
     _report_exit(turn, worker, event)
@@ -60,9 +62,9 @@ def failed(turn: Turn, event: WorkerFailed) -> None:
 
 def _plain_exited(turn: Turn, worker: Worker, event: WorkerExited, expected: bool) -> None:
     if event.code == 0 and not expected:
-        turn.move(worker, Stage.DONE)
+        turn.move(worker, Trigger.COMPLETED_PLAIN)
         return
-    turn.move(worker, Stage.READY, crashes=worker.crashes + (0 if expected else 1))
+    turn.move(worker, Trigger.EXITED_PLAIN, crashes=worker.crashes + (0 if expected else 1))
     if not expected:
         _report_exit(turn, worker, event)
 

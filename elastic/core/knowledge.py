@@ -43,8 +43,10 @@ from .evidence import merged
 from .exits import exited, failed
 from .manner import learn, manage
 from .membership import bereft
-from .model import IN_GROUP, Stage, Worker
+from .model import Worker
+from .phases import PhaseTrigger, following
 from .records import Phase, WorkerError
+from .transitions import IN_GROUP, Stage, Trigger
 from .turn import Turn
 from .view import JobView
 
@@ -141,8 +143,9 @@ def _take_from_worker(turn: Turn, event: WorkerEvent) -> None:
             exited(turn, event)
         case WorkerFailed():
             failed(turn, event)
-        case WorkerReady(_, life) if turn.standby(life):
-            turn.set_standby(life, Stage.READY)
+        case WorkerReady(_, life) if standby := turn.standby(life):
+            if standby.stage is Stage.STARTING:
+                turn.move_standby(standby, Trigger.SET_UP)
         case _:
             if worker := turn.find(event.slot, event.life):  # else said by a process that has been replaced
                 _heard(turn, worker, event)
@@ -154,12 +157,12 @@ def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
             manage(turn)
         case WorkerReady():
             if worker.stage is Stage.STARTING:
-                turn.move(worker, Stage.READY)
+                turn.move(worker, Trigger.SET_UP)
         case WorkerFormed():
             pass
         case WorkerSynced(_, _, generation, at_step):
             if worker.stage is Stage.FORMING and generation == worker.generation:
-                turn.move(worker, Stage.RUNNING, step=at_step, synced=generation)
+                turn.move(worker, Trigger.SYNCED, step=at_step, synced=generation)
                 turn.reaches(generation, at_step)
         case WorkerStepping(_, _, generation, at_step):
             if generation == worker.generation:
@@ -169,8 +172,8 @@ def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
         case WorkerReleased():
             _released(turn, worker, event)
         case WorkerDone(_, _, generation, at_step):
-            if worker.stage in IN_GROUP and generation == worker.generation:
-                turn.move(worker, Stage.DONE, step=at_step)
+            if worker.stage in IN_GROUP - {Stage.DONE} and generation == worker.generation:
+                turn.move(worker, Trigger.TRAINED, step=at_step)
         case WorkerSick(_, _, kind, evidence, stacks):
             if worker.stage in IN_GROUP | {Stage.STARTING, Stage.READY}:
                 if worker.slot in turn.my_ranks():
@@ -240,7 +243,7 @@ def _released(turn: Turn, worker: Worker, event: WorkerReleased) -> None:
     if event.generation != worker.generation or worker.stage not in IN_GROUP | {Stage.LEAVING}:
         return
     untold = worker.stage in (Stage.FORMING, Stage.RUNNING, Stage.DONE)
-    turn.move(worker, Stage.READY, step=event.step)
+    turn.move(worker, Trigger.RELEASED, step=event.step)
     turn.reaches(worker.synced, event.step)
     current = turn.agent.generation
     if untold and event.error and current and current.number == event.generation and not turn.is_broken():
@@ -259,7 +262,8 @@ def _bad_numbers(turn: Turn, worker: Worker, event: NumbersBad) -> None:
     detail = f"{event.kind} on rank {ranks} at step {event.step}: {event.detail}"
     if mode == "stop":
         # First this, so that nobody forms another generation; then who did it, for the incident.
-        turn.do(PutPhase(Phase.FAILED, detail, turn.agent.view.state_revision))
+        state, revision = turn.agent.view.state, turn.agent.view.state_revision
+        turn.do(PutPhase(following(state.phase, PhaseTrigger.FAILED), detail, revision))
     error = WorkerError(node=turn.policy.node, slot=worker.slot, rank=-1, message=detail, step=event.step)
     call_broken(
         turn, event.kind, detail, (), ranks=event.ranks, step=event.step, fingerprint=event.kind, error=error,

@@ -6,6 +6,7 @@ import math
 
 from .effects import Publish, PutPhase, SaveNow
 from .membership import AS_IT_SHOULD_BE, Change, Wait, bereft, cut_off, leader, living, next_generation, unreached
+from .phases import PhaseTrigger, following
 from .records import Phase
 from .restarts import backoff_s, in_vain, summary
 from .turn import Turn
@@ -36,7 +37,7 @@ def lead(turn: Turn) -> None:
         return
     if _all_done(turn):
         if view.state.phase is not Phase.SUCCEEDED:
-            turn.ask(PutPhase(Phase.SUCCEEDED, "", view.state_revision), f"succeeded {view.state_revision}")
+            _put_phase(turn, PhaseTrigger.COMPLETED)
         return
     verdict = _verdict(turn)
     if isinstance(verdict, Wait):
@@ -167,6 +168,12 @@ def _wait(turn: Turn, verdict: Wait) -> None:
         # The one who leaves may not hold rank 0, and only rank 0 hears this.
         turn.ask(SaveNow("a node leaves, and the job falls below its minimum", stop=True), "save")
     if halted and view.state.phase is Phase.RUNNING:
-        turn.ask(PutPhase(Phase.WAITING, verdict.reason, view.state_revision), f"waiting {view.state_revision}")
+        _put_phase(turn, PhaseTrigger.BELOW_MIN, verdict.reason)
     elif not lost and view.state.phase is Phase.WAITING:  # nothing had to be formed: who was away is back
-        turn.ask(PutPhase(Phase.RUNNING, "", view.state_revision), f"running {view.state_revision}")
+        _put_phase(turn, PhaseTrigger.STEPS_ON)
+
+
+def _put_phase(turn: Turn, trigger: PhaseTrigger, reason: str = "") -> None:
+    view = turn.agent.view
+    phase = following(view.state.phase, trigger)
+    turn.ask(PutPhase(phase, reason, view.state_revision), f"{phase.value} {view.state_revision}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from . import messages
 from .announce import call_broken, settle_member
 from .effects import Kill, Leave, SaveNow, Tell
-from .model import IN_GROUP, Stage
+from .model import has_process
 from .records import Phase
+from .transitions import IN_GROUP, Stage, Trigger
 from .turn import Turn
 
 TOO_LATE = "did not end in time"
@@ -75,12 +76,12 @@ def leave(turn: Turn) -> None:
     succeeded = turn.agent.view.state.phase is Phase.SUCCEEDED
     busy = False
     for worker in tuple(turn.agent.workers.values()):
-        if worker.stage is Stage.GONE or (not turn.policy.managed and worker.stage in (Stage.READY, Stage.DONE)):
+        if not has_process(worker, turn.policy.managed):
             continue
         busy = True
         if worker.stage is Stage.DONE and succeeded:
             turn.do(Tell(worker.slot, worker.life, messages.Finish()))
-            turn.move(worker, Stage.LEAVING, turn.now_s + turn.policy.spec.exit_timeout_s)
+            turn.move(worker, Trigger.FINISH, turn.now_s + turn.policy.spec.exit_timeout_s)
         elif worker.stage is Stage.LEAVING:
             if turn.now_s >= worker.deadline_s or not succeeded:
                 turn.kill(worker, TOO_LATE)
@@ -89,7 +90,7 @@ def leave(turn: Turn) -> None:
     for standby in turn.agent.standbys:
         if standby.stage in (Stage.STARTING, Stage.READY):
             turn.do(Kill(-1, standby.life, "the job is over here"))
-            turn.set_standby(standby.life, Stage.KILLED)
+            turn.move_standby(standby, Trigger.KILL)
         busy = busy or standby.stage is not Stage.GONE
     if not busy and turn.agent.leaving is not None and not turn.agent.reason.startswith("left"):
         turn.change(reason=f"left: {turn.agent.leaving}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from .model import Stage
+from .transitions import Stage, Trigger
 from .turn import Turn
 
 
@@ -32,8 +32,8 @@ def manage(turn: Turn) -> None:
     for worker in tuple(turn.agent.workers.values()):
         if worker.stage is Stage.RUNNING:
             # It has its rank, and sets up: it forms this very generation unless that breaks meanwhile.
-            turn.move(worker, Stage.STARTING, generation=0, seat=worker.generation)
+            turn.move(worker, Trigger.MANAGED, generation=0, seat=worker.generation)
         elif worker.stage in (Stage.READY, Stage.DONE):
-            turn.move(worker, Stage.GONE, turn.now_s, generation=0)  # a plain one in these stages has no process
+            turn.move(worker, Trigger.MANAGED, turn.now_s, generation=0)  # a plain one in these stages has no process
     if not turn.my_ranks():
         turn.change(published=None)  # what was said to be ready has still to set up

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -13,26 +12,10 @@ from .membership import DEPUTIES, Dead, Limits
 from .records import BrokenRecord, GenerationRecord, JobState, MemberRecord, SpecRecord, Standing
 from .spec import JobSpec
 from .timeouts import Timeouts
+from .transitions import Stage
 from .view import JobView
 
 CROWD = 64
-
-
-class Stage(enum.StrEnum):
-    """Where a worker stands, as its agent knows it."""
-
-    STARTING = "starting"  # forked; imports and setup
-    READY = "ready"  # holds process (and perhaps state), no group
-    FORMING = "forming"  # told to form `generation`
-    RUNNING = "running"  # state is there, `train` runs
-    YIELDING = "yielding"  # told to leave at a step
-    LEAVING = "leaving"  # told to let go
-    KILLED = "killed"  # SIGKILL sent, exit not yet seen
-    DONE = "done"  # `train` has returned on all ranks
-    GONE = "gone"  # no process; one is due at `deadline_s`
-
-
-IN_GROUP = frozenset({Stage.FORMING, Stage.RUNNING, Stage.YIELDING, Stage.DONE})
 
 
 class Worker(msgspec.Struct, frozen=True):
@@ -53,6 +36,11 @@ class Worker(msgspec.Struct, frozen=True):
     """The newest generation in which its process has held the job's state."""
     seat: int = 0
     """The generation whose rank its process was started with, when it has called `elastic.run` and not formed yet."""
+
+
+def has_process(worker: Worker, managed: bool) -> bool:
+    """Whether a process of it may still live. A plain worker has one only between its start and its end."""
+    return worker.stage is not Stage.GONE and (managed or worker.stage not in (Stage.READY, Stage.DONE))
 
 
 class Policy(msgspec.Struct, frozen=True):

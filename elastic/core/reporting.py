@@ -12,8 +12,9 @@ from .effects import PutIncident
 from .events import Event, WorkerSynced
 from .incident import Incident, Sync, causes, closed, drawn
 from .membership import cut_off, leader, unreached
-from .model import Agent, Stage
+from .model import Agent
 from .records import Cause, GenerationRecord, Phase, Place
+from .transitions import Stage
 from .turn import Turn
 
 SWEEP_S = 5.0

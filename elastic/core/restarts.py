@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from .records import BrokenRecord, Failure, JobState, Phase
+from .phases import PhaseTrigger, after, allows
+from .records import BrokenRecord, Failure, JobState
 from .spec import Restarts
 
 BAD_NODE_FAILURES = 3
@@ -94,7 +95,9 @@ def summary(message: str) -> str:
 
 
 def _stop(state: JobState, wall_s: float, reason: str) -> Verdict:
-    return Verdict(msgspec.structs.replace(state, phase=Phase.FAILED, reason=reason, since_wall_s=wall_s), reason)
+    if not allows(state.phase, PhaseTrigger.FAILED):
+        return Verdict(state)  # it was told to stop meanwhile, or has ended: that stands
+    return Verdict(after(state, PhaseTrigger.FAILED, reason, wall_s), reason)
 
 
 def _follows_from_another(state: JobState, broken: BrokenRecord) -> bool:
@@ -108,10 +111,10 @@ def _follows_from_another(state: JobState, broken: BrokenRecord) -> bool:
 def _after_each_step(failures: tuple[Failure, ...]) -> int:
     """How often the last failure came in generations that follow each other and made no more than one step each."""
     times = 1
-    for before, after in zip(failures[-2::-1], failures[:0:-1], strict=True):
-        follows = 1 <= after.generation - before.generation <= NUMBERS_LEFT_OUT
-        crawls = 0 <= (after.step or 0) - (before.step or 0) <= 1
-        if not (follows and crawls and after.fingerprint == before.fingerprint):
+    for older, newer in zip(failures[-2::-1], failures[:0:-1], strict=True):
+        follows = 1 <= newer.generation - older.generation <= NUMBERS_LEFT_OUT
+        crawls = 0 <= (newer.step or 0) - (older.step or 0) <= 1
+        if not (follows and crawls and newer.fingerprint == older.fingerprint):
             break
         times += 1
     return times

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 from msgspec.structs import replace
 
 from . import messages
 from .effects import ForkWorker, Kill, Tell
-from .model import Stage, Worker
+from .model import Worker
+from .transitions import Stage, Trigger, after
 from .turn import Turn
 
 
@@ -17,12 +16,12 @@ def promote(turn: Turn, slot: int) -> bool:
     standby = next((w for w in turn.agent.standbys if w.stage is Stage.READY), None)
     if standby is None or turn.is_over():
         return False
-    rest = tuple(
-        replace(w, life=0, stage=Stage.GONE, deadline_s=turn.now_s) if w is standby else w for w in turn.agent.standbys
-    )
-    turn.change(standbys=rest)
-    crashes = turn.agent.workers[slot].crashes
-    turn.put(replace(standby, slot=slot, since_s=turn.now_s, crashes=crashes))
+    # Its place among the standbys is empty, and one is due there.
+    empty = Worker(slot=-1, life=0, stage=Stage.GONE, deadline_s=turn.now_s, crashes=standby.crashes)
+    turn.change(standbys=tuple(empty if w is standby else w for w in turn.agent.standbys))
+    replaced = turn.agent.workers[slot]
+    taken = replace(standby, slot=slot, stage=after(replaced.stage, Trigger.PROMOTE), since_s=turn.now_s)
+    turn.put(replace(taken, crashes=replaced.crashes))
     turn.do(Tell(slot, standby.life, messages.Assign(slot=slot)))
     return True
 
@@ -39,12 +38,11 @@ def settle_standbys(turn: Turn) -> None:
         )
         turn.change(standbys=fresh)
     _overtake(turn)
-    for i, standby in enumerate(turn.agent.standbys):
+    for standby in turn.agent.standbys:
         if standby.stage is Stage.GONE and turn.now_s >= standby.deadline_s:
             life = turn.agent.lives + 1
-            started = replace(standby, life=life, stage=Stage.STARTING, since_s=turn.now_s, deadline_s=math.inf)
-            standbys = (*turn.agent.standbys[:i], started, *turn.agent.standbys[i + 1 :])
-            turn.change(lives=life, standbys=standbys)
+            turn.change(lives=life)
+            turn.move_standby(standby, Trigger.FORK, life=life, since_s=turn.now_s)
             turn.do(ForkWorker(-1, life, standby=True))
 
 

@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 from .effects import Effect, Kill
 from .membership import Limits
-from .model import Agent, Policy, Stage, Worker
+from .model import Agent, Policy, Worker
 from .records import Phase
+from .transitions import Stage, Trigger, after
 
 STALL_S = 1.0
 """With no step for this long (or three step times), an expired lease is believed."""
@@ -46,14 +47,14 @@ class Turn:
         worker = self.agent.workers.get(slot)
         return worker if worker and worker.life == life else None
 
-    def move(self, worker: Worker, stage: Stage, deadline_s: float = math.inf, **fields: object) -> Worker:
-        moved = replace(worker, stage=stage, since_s=self.now_s, deadline_s=deadline_s, **fields)
+    def move(self, worker: Worker, trigger: Trigger, deadline_s: float = math.inf, **fields: object) -> None:
+        """To the stage that the table of transitions says. Raises UnknownTransition."""
+        moved = replace(worker, stage=after(worker.stage, trigger), since_s=self.now_s, deadline_s=deadline_s, **fields)
         self.put(moved)
-        return moved
 
     def kill(self, worker: Worker, why: str, gently: bool = False) -> None:
         self.do(Kill(worker.slot, worker.life, why, gently))
-        self.move(worker, Stage.KILLED, told_to_end=gently)
+        self.move(worker, Trigger.KILL, told_to_end=gently)
 
     def reaches(self, generation: int, step: int) -> None:
         """A worker of this node has committed `step`, or received a state in which it was."""
@@ -70,11 +71,10 @@ class Turn:
     def standby(self, life: int) -> Worker | None:
         return next((w for w in self.agent.standbys if w.life == life), None)
 
-    def set_standby(self, life: int, stage: Stage, deadline_s: float = math.inf) -> None:
-        changed = tuple(
-            replace(w, stage=stage, deadline_s=deadline_s) if w.life == life else w for w in self.agent.standbys
-        )
-        self.change(standbys=changed)
+    def move_standby(self, standby: Worker, trigger: Trigger, deadline_s: float = math.inf, **fields: object) -> None:
+        """As `move`, for one that has no slot yet."""
+        moved = replace(standby, stage=after(standby.stage, trigger), deadline_s=deadline_s, **fields)
+        self.change(standbys=tuple(moved if w is standby else w for w in self.agent.standbys))
 
     def is_broken(self) -> bool:
         generation = self.agent.generation

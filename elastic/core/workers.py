@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from . import messages
 from .effects import ForkPlain, ForkWorker, Tell
-from .model import IN_GROUP, Stage, Worker
+from .model import Worker
 from .records import GenerationRecord
+from .transitions import IN_GROUP, Stage, Trigger
 from .turn import Turn
 
 
@@ -16,7 +17,7 @@ def settle_worker(turn: Turn, worker: Worker) -> None:
     if worker.stage is Stage.GONE:
         if turn.now_s >= worker.deadline_s:
             turn.change(lives=agent.lives + 1)
-            turn.move(worker, Stage.STARTING, life=agent.lives + 1, generation=0, synced=0, step=0, told_to_end=False)
+            turn.move(worker, Trigger.FORK, life=agent.lives + 1, generation=0, synced=0, step=0, told_to_end=False)
             turn.do(ForkWorker(worker.slot, agent.lives + 1))
         return
     if worker.stage is Stage.LEAVING and turn.now_s >= worker.deadline_s:
@@ -47,7 +48,7 @@ def _settle_in_group(turn: Turn, worker: Worker, generation: GenerationRecord) -
         assert generation.at_step is not None
         ahead_s = (generation.at_step - turn.agent.step + 1) * turn.agent.step_s
         deadline_s = turn.now_s + max(0.0, ahead_s) + 2 * turn.policy.timeouts.let_go_s
-        turn.move(worker, Stage.YIELDING, deadline_s)
+        turn.move(worker, Trigger.STOP_AT_STEP, deadline_s)
         order = messages.Yield(generation=worker.generation, at_step=generation.at_step, why=generation.why)
         turn.do(Tell(worker.slot, worker.life, order))
     elif worker.stage is Stage.YIELDING and planned and turn.now_s < worker.deadline_s:
@@ -59,26 +60,26 @@ def _settle_in_group(turn: Turn, worker: Worker, generation: GenerationRecord) -
 def _let_go(turn: Turn, worker: Worker, why: str) -> None:
     if not turn.policy.managed:
         if worker.stage is Stage.DONE:
-            turn.move(worker, Stage.READY)
+            turn.move(worker, Trigger.GENERATION_OVER)
         else:
             turn.kill(worker, why)
         return
     turn.do(Tell(worker.slot, worker.life, messages.LetGo(generation=worker.generation, why=why)))
     # The call in flight raises only when its step gets to it: a long step needs as long.
     patience_s = max(turn.policy.timeouts.let_go_s, 3 * turn.agent.step_s)
-    turn.move(worker, Stage.LEAVING, turn.now_s + patience_s)
+    turn.move(worker, Trigger.ABORT, turn.now_s + patience_s)
 
 
 def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: Mapping[int, int]) -> None:
     if not turn.policy.managed:
         turn.change(lives=turn.agent.lives + 1)
         life = turn.agent.lives
-        turn.move(worker, Stage.RUNNING, generation=generation.number, life=life)
+        turn.move(worker, Trigger.FORK_PLAIN, generation=generation.number, life=life)
         turn.do(ForkPlain(worker.slot, life, generation))
         return
     at = generation.at(turn.policy.node)
     assert at is not None  # `ranks` are its
-    turn.move(worker, Stage.FORMING, generation=generation.number)
+    turn.move(worker, Trigger.FORM, generation=generation.number)
     form = messages.Form(
         generation=generation.number,
         rank=ranks[worker.slot],

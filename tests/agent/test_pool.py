@@ -350,6 +350,8 @@ def test_a_service_in_a_session_with_the_number_of_a_dead_worker_is_that_of_the_
         made.look([service.pid])  # a worker had that number once
         made.look([])
         made._of.clear()
+        # For a moment after the exec that Popen waits for, the kernel shows no environment yet.
+        eventually(lambda: Path(f"/proc/{service.pid}/environ").read_bytes(), 5.0)
         assert made.orphans([service.pid], [living.pid]) == []
         assert [orphan.pid for orphan in made.orphans([service.pid], [])] == [service.pid]
     finally:

@@ -10,10 +10,11 @@ from elastic.agent.saver import Saved
 from elastic.agent.status import Gauge, progress, rank_rows
 from elastic.core.keys import ClusterKeys
 from elastic.core.membership import Limits
-from elastic.core.model import Agent, Policy, Stage, Worker
+from elastic.core.model import Agent, Policy, Worker
 from elastic.core.records import ProgressRecord, encode
 from elastic.core.spec import JobSpec
 from elastic.core.timeouts import Timeouts
+from elastic.core.transitions import Stage
 from elastic.core.view import JobView
 
 ON_RECORD = ProgressRecord(

@@ -11,11 +11,12 @@ from support.jobs import generation, member, place, view
 
 from elastic.agent.standstill import Others, with_stillness
 from elastic.core.membership import Limits
-from elastic.core.model import Agent, Policy, Stage, Worker
+from elastic.core.model import Agent, Policy, Worker
 from elastic.core.records import BrokenRecord, JobState, MemberRecord, Phase, ProgressRecord, Standing, Stillness
 from elastic.core.spec import Hang, JobSpec
 from elastic.core.stillness import Known
 from elastic.core.timeouts import Timeouts
+from elastic.core.transitions import Stage
 from elastic.core.view import Member
 
 RULES = Hang(floor_s=2.0, ceiling_s=60.0, factor=10.0)

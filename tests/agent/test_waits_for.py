@@ -11,9 +11,10 @@ from elastic.agent.pool import Pool
 from elastic.agent.saver import Saved
 from elastic.agent.status import SLOW_S, Gauge, progress
 from elastic.core.membership import Limits
-from elastic.core.model import Agent, Policy, Stage, Worker
+from elastic.core.model import Agent, Policy, Worker
 from elastic.core.spec import JobSpec
 from elastic.core.timeouts import Timeouts
+from elastic.core.transitions import Stage
 
 
 class NoPool:

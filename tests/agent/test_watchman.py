@@ -23,9 +23,10 @@ from elastic.agent.pool import Process
 from elastic.agent.watchman import Watchman
 from elastic.core.beat import PAGE_BYTES, BeatPage, Doing
 from elastic.core.events import Event, GroupStuck, RanksStill, WorkerSick
-from elastic.core.model import Stage, Worker
+from elastic.core.model import Worker
 from elastic.core.records import GenerationRecord, MemberRecord, Place, Standing
 from elastic.core.spec import Hang
+from elastic.core.transitions import Stage
 from elastic.core.view import Member
 
 RULES = Hang(floor_s=1.0, ceiling_s=5.0)

@@ -32,7 +32,7 @@ def test_drain_scale_join() -> None:
 
         cluster.api("POST", "/v1/jobs/job/scale", {"nodes": "1:3"})
         until(job, world=3)
-        keeps = job.workers()
+        keeps = eventually(lambda: len(now := job.workers()) == 3 and now, 10.0, "all three have committed")
 
         cluster.api("POST", "/v1/nodes/node1/drain", {"reason": "a new disk"})
         until(job, world=2)

@@ -11,11 +11,12 @@ from elastic.core import messages
 from elastic.core.effects import Effect, ForkPlain, ForkWorker, Kill, PutBroken, PutMember, Rejoin, Tell
 from elastic.core.events import Event, Joined, Start, Viewed, WorkerExited, WorkerManaged, WorkerReady
 from elastic.core.membership import Limits
-from elastic.core.model import Agent, Policy, Stage
+from elastic.core.model import Agent, Policy
 from elastic.core.records import ProgressRecord
 from elastic.core.recovery import step
 from elastic.core.spec import JobSpec
 from elastic.core.timeouts import Timeouts
+from elastic.core.transitions import Stage
 from elastic.core.view import JobView, Member
 
 FORMED = generation(1, [place("b", 0, 1), place("a", 0, 1)])

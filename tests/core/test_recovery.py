@@ -52,11 +52,12 @@ from elastic.core.events import (
     WorkerSynced,
 )
 from elastic.core.membership import Limits
-from elastic.core.model import Agent, Policy, Stage
+from elastic.core.model import Agent, Policy
 from elastic.core.records import GenerationRecord, JobState, Phase, WorkerError
 from elastic.core.recovery import step
 from elastic.core.spec import Checkpoint, JobSpec
 from elastic.core.timeouts import Timeouts
+from elastic.core.transitions import Stage
 from elastic.core.turn import ASK_AGAIN_S, STALL_S
 from elastic.core.view import JobView
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 from elastic.core import messages
 from elastic.core.effects import Effect, Kill, Publish, Tell
 from elastic.core.events import Event, PeerDead
-from elastic.core.model import Agent, Stage
+from elastic.core.model import Agent
 from elastic.core.records import GenerationRecord, IncidentRecord, JobState, Phase, decode
 from elastic.core.restarts import BAD_NODE_FAILURES
 from elastic.core.sharding import Plan, share
 from elastic.core.source import Choice, Version
+from elastic.core.transitions import Stage
 
 if TYPE_CHECKING:
     from .cluster import Cluster

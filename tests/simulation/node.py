@@ -30,10 +30,11 @@ from elastic.core.effects import (
 )
 from elastic.core.events import Event, Progress, Start, Tick, Viewed, WorkerExited
 from elastic.core.membership import Limits, leader, living
-from elastic.core.model import Agent, Policy, Stage
+from elastic.core.model import Agent, Policy
 from elastic.core.records import ProgressRecord
 from elastic.core.sight import sees_members
 from elastic.core.timeouts import Timeouts
+from elastic.core.transitions import Stage
 from elastic.core.turn import ASK_AGAIN_S
 from elastic.core.view import JobView
 from elastic.etcd import EtcdError, View
