@@ -76,6 +76,19 @@ def judge(case: Case, reference: Reference, record: Record | None) -> Verdict:
     return Verdict(right=not wrong, said="; ".join(wrong) or saw, lost=lost)
 
 
+def cause(logs: Sequence[str]) -> str:
+    """Of the logs of failed ranks the one that says why: not of a rank that only lost its connection to another."""
+    told = [log for log in logs if log.strip()]
+    return next((log for log in told if "Connection" not in _error(log)), (*told, "no word")[0])
+
+
+def _error(log: str) -> str:
+    """What stands after the last frame of its traceback: the messages of some errors have several lines."""
+    lines = log.strip().splitlines()
+    last = max((n for n, line in enumerate(lines) if line.startswith("  ")), default=-1)
+    return "\n".join(lines[last + 1 :])
+
+
 def _refused(case: Case, error: str) -> Verdict:
     why = refusable(case.script)
     last = _last_line(error)

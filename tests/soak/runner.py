@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from support.etcd_server import EtcdServer, free_ports
+import torch.distributed as dist
+from support.etcd_server import EtcdServer
 from support.procs import Procs, alive, end_all
 from support.wait import eventually
 
@@ -29,7 +30,7 @@ from elastic.core.timeouts import Timeouts
 from elastic.etcd import Etcd, EtcdError
 
 from .grammar import ALL, Case, Script
-from .judge import Incident, Record, Reference, Verdict, judge
+from .judge import Incident, Record, Reference, Verdict, cause, judge
 from .render import loop_lines, render
 
 LIB = pathlib.Path(__file__).parent
@@ -37,6 +38,8 @@ LINES = {"forward": 150, "optimizer": 120, "elastic": 500, "backward": 8}
 """About how many lines run in a region in one step: `Place.at` counts within these."""
 OVER_S = 60.0
 """A case that takes longer has failed; a large one gets ten times this."""
+LAST_WORDS_S = 10.0
+"""So long after one rank of the undisturbed run has failed, the others may say why they do."""
 
 
 class Forge:
@@ -142,31 +145,34 @@ class Soak:
             return self._references[key]
 
     def _alone(self, case: Case, folder: pathlib.Path) -> Reference:
-        """The script's ranks as torchrun would start them."""
+        """The script's ranks as torchrun would start them, with the store that its agent would hold."""
         script, record = self._write(case, folder), folder / "alone"
         record.mkdir()
-        (port,) = free_ports(1)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pids = []
         for rank in range(case.world):
             env = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case.world), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", **self._env(record),
+                "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo",
+                **self._env(record),
             }  # fmt: skip
             pids.append(self._forge.fork(script=str(script), out=str(record / f"{rank}.log"), env=env))
-        try:
-            limit_s = self._limit_s(case)
-            eventually(lambda: any(self._forge.code(p) for p in pids) or all(self._forge.code(p) == 0 for p in pids),
-                       limit_s, "the undisturbed run ends")  # fmt: skip
-        except AssertionError as error:
-            return Reference(error=str(error))
-        finally:
-            end_all([pid for pid in pids if self._forge.code(pid) is None])
-        failed = [rank for rank, pid in enumerate(pids) if self._forge.code(pid) != 0]
-        if failed:
-            texts = [(record / f"{rank}.log").read_text(errors="replace") for rank in failed]
-            ours = [text for text in texts if "Connection" not in text.strip().splitlines()[-1]] if any(texts) else []
-            return Reference(error=(ours or texts)[0][-3000:] or "no word")
-        return Reference(finals=_finals(record))
+        codes = self._codes(pids, self._limit_s(case))
+        if not any(code is None for code in codes) and not any(codes):
+            return Reference(finals=_finals(record))
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if not failed:
+            return Reference(error="the undisturbed run does not end")
+        return Reference(error=cause([(record / f"{rank}.log").read_text(errors="replace") for rank in failed])[-3000:])
+
+    def _codes(self, pids: Sequence[int], limit_s: float) -> list[int | None]:
+        """Exit codes; None of one that had to be ended: what it has written may be cut short, or nothing at all."""
+        with contextlib.suppress(AssertionError):
+            eventually(lambda: any(map(self._forge.code, pids)) or all(self._forge.code(p) == 0 for p in pids), limit_s)
+            eventually(lambda: all(self._forge.code(p) is not None for p in pids), LAST_WORDS_S)
+        codes = [self._forge.code(pid) for pid in pids]
+        end_all([pid for pid, code in zip(pids, codes, strict=True) if code is None])
+        return codes
 
     def _write(self, case: Case, folder: pathlib.Path) -> pathlib.Path:
         script = folder / "train.py"

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from soak.grammar import LAYERS, LOOPS, PLAIN, Case, Place, Script, draw, refusable
-from soak.judge import Incident, Life, Record, Reference, judge, resumed
+from soak.judge import Incident, Life, Record, Reference, cause, judge, resumed
 from soak.render import loop_lines, render
 
 
@@ -171,3 +171,12 @@ def test_an_undisturbed_run_has_no_incident() -> None:
     assert _said(_record(lines=lines, restarts=0, incidents=[]), case=nothing) == ""
     hang = [Incident(kind="hang", steps_lost=3, restored_from="setup", detail="no progress for 2.1 s")]
     assert "nothing was killed, but: hang (no progress" in _said(_record(lines=lines, incidents=hang), case=nothing)
+
+
+def test_the_rank_that_failed_by_itself_says_why_and_not_one_that_lost_it() -> None:
+    frame = 'Traceback (most recent call last):\n  File "train.py", line 9, in train\n    optimizer.step()\n'
+    refused = f"a warning\n{frame}RuntimeError: SGD steps state.model.w and is not part of the state"
+    lost = f"{frame}RuntimeError: [pair.cc:534] Connection closed by peer [127.0.0.1]:1\nIt may have crashed.\n"
+    assert cause([lost, refused]) == cause(["", refused]) == cause([refused, lost, ""]) == refused
+    assert cause(["", lost]) == lost
+    assert cause(["", "\n"]) == "no word"
