@@ -2,8 +2,9 @@
 
     PYTHONPATH=tests python -m soak.large_state --minutes 10 --megabytes 2000 --busy 2
 
-A checkpoint every 20 s and a kill every 30 s, by default; `--busy` runs so many endless loops beside. Exits 1 when a
-step was lost or a process ended that was not killed here. The last line is JSON.
+A checkpoint every 20 s and a kill every 30 s, by default; `--busy` runs so many endless loops beside. Each incident is
+told when it is over. Exits 1, after the end of all logs, when a step was lost, when a process ended that was not killed
+here, or when there is another incident than one for each kill. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 
 from support.agents import Job
 from support.wait import eventually
+
+from elastic.core.records import IncidentRecord
 
 SCRIPT = Path(__file__).parent.parent / "support" / "train_large.py"
 NO_END = 100_000_000
@@ -39,6 +42,34 @@ def newest(job: Job) -> dict[int, tuple[int, int]]:
     return found
 
 
+def told(incident: IncidentRecord, began_s: float) -> str:
+    """`began_s`: when the run began, by the clock on the wall."""
+    lines = [
+        f"{incident.wall_s - began_s:6.1f} s: {'OPEN ' if incident.open else ''}{incident.kind} on {incident.node}, "
+        f"rank {', '.join(map(str, incident.ranks)) or 'none'}, at step {incident.step}: {incident.detail}; "
+        f"{incident.steps_lost} steps lost, from {incident.restored_from or 'nowhere yet'}"
+    ]
+    lines += [f"         {c.kind} on {c.node}, ranks {c.ranks}: {c.detail}" for c in incident.causes[1:]]
+    lines += [f"{name}:\n{stack}" for name, stack in incident.stacks.items()]
+    return "\n".join(lines)
+
+
+class Teller:
+    """Prints each incident once, when it is over."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._told = job, set[int]()
+        self._began_s = time.time()
+
+    def tell(self, *, all_of_them: bool = False) -> list[IncidentRecord]:
+        """Those told now. `all_of_them`: also what is not over."""
+        new = [i for i in self._job.all_incidents() if i.generation not in self._told and (all_of_them or not i.open)]
+        for incident in new:
+            self._told.add(incident.generation)
+            print(told(incident, self._began_s), flush=True)
+        return new
+
+
 def run(args: argparse.Namespace, folder: str) -> dict[str, object]:
     chance = random.Random(args.seed)
     record = Path(folder) / "record"
@@ -53,6 +84,7 @@ def run(args: argparse.Namespace, folder: str) -> dict[str, object]:
     with Job(nodes="2:2", workers=1, script=SCRIPT, spec=spec) as job:
         job.record = record
         eventually(lambda: len(newest(job)) == 2, 120.0, "the first steps")
+        teller, incidents = Teller(job), list[IncidentRecord]()
         until_s = time.monotonic() + 60 * args.minutes
         while time.monotonic() < until_s:
             time.sleep(max(0.0, min(args.kill_s, until_s - time.monotonic())))
@@ -70,8 +102,13 @@ def run(args: argparse.Namespace, folder: str) -> dict[str, object]:
             survivors = set(before.values()) - {killed}
             replaced += len(survivors - set(pids(job).values()))
             print(f"kill {kills}: rank {victim}, {time.monotonic() - began_s:.2f} s", flush=True)
-        incidents = job.incidents()
+            incidents += teller.tell()
+        time.sleep(2.0)  # the last record is written when the job steps again
+        incidents += teller.tell(all_of_them=True)
         progress = job.progress()
+        wrong = kills != len(incidents) or replaced or any(i.kind != "exit" or i.steps_lost != 0 for i in incidents)
+        if wrong:
+            print(job.story(200), flush=True)
     kinds: dict[str, int] = {}
     for incident in incidents:
         kinds[incident.kind] = kinds.get(incident.kind, 0) + 1
@@ -79,6 +116,7 @@ def run(args: argparse.Namespace, folder: str) -> dict[str, object]:
         "kills": kills,
         "incidents": kinds,
         "steps_lost": sum(incident.steps_lost or 0 for incident in incidents),
+        "wrong": bool(wrong),
         "survivors_replaced": replaced,
         "worst_s": round(worst_s, 2),
         "checkpoint_step": progress.checkpoint_step if progress else None,
@@ -105,9 +143,7 @@ def main() -> int:
             loop.kill()
             loop.wait()
     print(json.dumps(found))
-    kinds = found["incidents"]
-    assert isinstance(kinds, dict)
-    return int(bool(found["steps_lost"] or found["survivors_replaced"] or set(kinds) - {"exit"}))
+    return int(bool(found["wrong"]))
 
 
 if __name__ == "__main__":
