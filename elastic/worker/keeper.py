@@ -178,6 +178,7 @@ class Keeper:
         self._marked = (step, now_s)
         if save:
             self._saved_s = now_s
+        kept_s = self._kept_s
         if take:
             self._kept_s = now_s
         plan = self._next_plan(step, now_s, save) if self._place.rank == 0 else cadence.Plan()
@@ -188,6 +189,7 @@ class Keeper:
             return
         if busy:
             self.skipped += save  # the one before is still being written
+            self._kept_s = kept_s  # for memory it stays due: looked at again at the next agreement
             return
         if save:
             self._asked = False

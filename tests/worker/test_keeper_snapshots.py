@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,9 +126,45 @@ def test_they_cost_one_percent_of_the_time() -> None:
     assert cadence.snapshot_interval_s(0.001) == 1.0
     assert cadence.snapshot_interval_s(0.15) == pytest.approx(15.0)
     assert cadence.snapshot_interval_s(2.0, warm=False) == 30.0, "the first copy paid for fresh memory"
+    assert cadence.snapshot_interval_s(1.0) == pytest.approx(100.0)
     assert cadence.snapshot_at(15.0, step=100, step_s=0.1, since_s=14.65, agree_at=110) == 104
     assert cadence.snapshot_at(15.0, step=100, step_s=0.1, since_s=10.0, agree_at=110) == 0
     assert cadence.snapshot_at(1.0, step=100, step_s=5.0, since_s=9.0, agree_at=101) == 101
+
+
+def test_a_slow_copy_is_still_taken_every_two_minutes_and_status_says_what_that_costs() -> None:
+    assert cadence.snapshot_interval_s(2.4) == 120.0
+    assert cadence.snapshot_interval_s(5.9) == 120.0
+    assert cadence.snapshot_interval_s(60.0) == pytest.approx(1200.0), "never more than 5 % of the time"
+    assert cadence.describe_snapshots(1.0) == "100 s (cost 1.000 s)"
+    assert cadence.describe_snapshots(2.4) == "120 s (cost 2.400 s, 2.0 % of the training time)"
+    assert cadence.describe_snapshots(60.0) == "1200 s (cost 60.000 s, 5.0 % of the training time)"
+    assert cadence.describe_snapshots(2.4, warm=False) == "30 s (cost 2.400 s)", "that is not what the next will cost"
+
+
+def test_one_that_was_due_while_all_buffers_were_written_is_taken_as_soon_as_one_is_free(
+    agents: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    clock = types.SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("elastic.worker.keeper.time", clock)
+    state = build()
+    (keeper,) = keepers(agents, None, (1,))
+    keeper._copies, keeper._cost_s = 2, 1.0  # every 100 s
+    busy_until_s = 150.0
+    monkeypatch.setattr(keeper._sink, "free", lambda: not 50.0 < now[0] < busy_until_s)
+    kept_at_s = []
+    while now[0] < 300.0:
+        now[0] += 0.5
+        state.committed(1)
+        before = len(agents[0].filled)
+        keeper.after(state)
+        keeper._cost_s = 1.0
+        kept_at_s += [now[0]] * (len(agents[0].filled) - before)
+    first, second, third = kept_at_s
+    assert first == 0.5
+    assert busy_until_s <= second <= busy_until_s + 2.0
+    assert 100.0 <= third - second <= 102.0
 
 
 @pytest.mark.parametrize("nodes", [(1,), (2, 2), (3, 1), (1, 4, 2)])
