@@ -9,9 +9,15 @@
                                 shuffled, in this process; also with 8
     api_us_per_step             `job.commit` and the hooks of one optimizer's step, with an agent's beat page and a
                                 keeper that has nothing to do
+    snapshots_on_over_off       time of a step with snapshots as they come by default, over that without: two ranks
+                                under elasticd, a state of 75 MB, spans of one run in turn. Also: how often one was
+                                taken, and what the job itself believes that it costs
+    idle_pss_mb                 memory (proportional set size) of elasticd, agent and zygote for one idle job of two
+                                workers; and of each. Other processes of the same installation make it less
 
-`--quick` takes less than two minutes. Each figure is the best of several turns; per_tensor_us and per_tensor_sockets_us
-are by the clock on the wall, the others by the time on a core. The last line is JSON.
+`--quick` takes less than four minutes. per_tensor_us, per_tensor_sockets_us and snapshots_on_over_off are by the clock
+on the wall, the last of them from the sums of all spans; the others are the best of several turns, by the time on a
+core. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _overhead_node import idle_pss_mb, snapshots_on_over_off
 
 from elastic.core.beat import PAGE_BYTES
 from elastic.core.cadence import Rule
@@ -274,6 +281,10 @@ def main() -> None:
     for name, value in per_tensor(10_000, turns).items():
         figures[name] = value
         print(f"{name:28s} {value:.1f}", flush=True)
+    figures |= snapshots_on_over_off(pairs=4 if args.quick else 20, span_s=8.0)
+    figures |= idle_pss_mb()
+    for name in list(figures)[-8:]:
+        print(f"{name:28s} {figures[name]:.3f}", flush=True)
     print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
 
 
