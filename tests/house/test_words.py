@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 
-import pytest
 from support.source import ROOT, modules, tracked, tree, where
 
 SETTINGS = ("elasticd.settings", "elastic.core.spec", "elastic.core.timeouts")
@@ -30,9 +29,8 @@ def undocumented(module: ast.Module) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [n for n in SETTINGS if n in modules()])
-def test_every_setting_is_documented(name: str) -> None:
-    assert set(undocumented(tree(modules()[name]))) <= EXEMPT
+def test_every_setting_is_documented() -> None:
+    assert {field for name in SETTINGS for field in undocumented(tree(modules()[name]))} <= EXEMPT
 
 
 def test_the_check_of_settings_sees_a_bare_field() -> None:
@@ -40,9 +38,8 @@ def test_the_check_of_settings_sees_a_bare_field() -> None:
     assert undocumented(ast.parse(source)) == ["S.b"]
 
 
-@pytest.mark.parametrize("name", sorted(n for n, path in modules().items()))
-def test_every_module_says_what_it_is(name: str) -> None:
-    assert ast.get_docstring(tree(modules()[name])), f"{where(modules()[name])} has no docstring"
+def test_every_module_says_what_it_is() -> None:
+    assert not [where(path) for path in modules().values() if not ast.get_docstring(tree(path))]
 
 
 _OUTSIDE = re.compile(
@@ -78,17 +75,19 @@ def _targets() -> set[str]:
     return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-@pytest.mark.parametrize("page", _pages())
-def test_the_commands_of_a_page_exist(page: str) -> None:
-    text = (ROOT / page).read_text()
-    named = set(re.findall(r"(?:^ {4}|^\$ |`)make ([a-z][a-z-]*)", text, re.MULTILINE))
-    assert named <= _targets(), f"{page} names make targets that the Makefile lacks: {named - _targets()}"
+def test_the_commands_of_a_page_exist() -> None:
+    named = {
+        (page, target)
+        for page in _pages()
+        for target in re.findall(r"(?:^ {4}|^\$ |`)make ([a-z][a-z-]*)", (ROOT / page).read_text(), re.MULTILINE)
+    }
+    assert not [(page, target) for page, target in named if target not in _targets()], "the Makefile lacks them"
 
 
-@pytest.mark.parametrize("page", _pages())
-def test_the_links_of_a_page_lead_somewhere(page: str) -> None:
-    here = (ROOT / page).parent
-    prose = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", prose)]
-    dead = [link for link in links if link and "://" not in link and not (here / link).exists()]
-    assert not dead, f"{page}: {dead}"
+def test_the_links_of_a_page_lead_somewhere() -> None:
+    dead = []
+    for page in _pages():
+        prose = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+        links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", prose)]
+        dead += [(page, x) for x in links if x and "://" not in x and not ((ROOT / page).parent / x).exists()]
+    assert not dead
