@@ -69,10 +69,12 @@ def test_a_partition_cuts_two_hosts_only(hosts: Hosts) -> None:
 def test_a_one_way_partition_lets_the_other_way_through(hosts: Hosts) -> None:
     hosts.partition(0, 1, one_way=True)
     receive = textwrap.dedent("""
-        import socket
+        import socket, sys
         s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        s.bind(('', 7001)); s.settimeout(0.5)
+        s.bind(('', 7001))
         print('ready', flush=True)
+        sys.stdin.read()  # until all has been sent
+        s.settimeout(0.5)
         try:
             print(s.recv(10).decode())
         except TimeoutError:
@@ -80,12 +82,15 @@ def test_a_one_way_partition_lets_the_other_way_through(hosts: Hosts) -> None:
     """)
     heard = {}
     for source, target in ((0, 1), (1, 0)):
-        listener = hosts[target].popen([sys.executable, "-c", receive], stdout=subprocess.PIPE, text=True)
+        argv = [sys.executable, "-c", receive]
+        listener = hosts[target].popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert listener.stdin is not None
         assert listener.stdout is not None
         assert listener.stdout.readline() == "ready\n"
         send = f"import socket; socket.socket(2, 2).sendto(b'word', ('{hosts[target].address}', 7001))"
         # the first packet may be lost while the addresses of the link are asked for, so look at what arrives
         hosts[source].run([sys.executable, "-c", send])
+        listener.stdin.close()
         heard[source, target] = listener.stdout.readline().strip()
     assert heard == {(0, 1): "nothing", (1, 0): "word"}
 
