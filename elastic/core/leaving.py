@@ -82,8 +82,8 @@ def leave(turn: Turn) -> None:
         if worker.stage is Stage.DONE and succeeded:
             turn.do(Tell(worker.slot, worker.life, messages.Finish()))
             turn.move(worker, Trigger.FINISH, turn.now_s + turn.policy.spec.exit_timeout_s)
-        elif worker.stage is Stage.LEAVING:
-            if turn.now_s >= worker.deadline_s or not succeeded:
+        elif worker.stage is Stage.LEAVING and succeeded:
+            if turn.now_s >= worker.deadline_s:
                 turn.kill(worker, TOO_LATE)
         elif worker.stage is not Stage.KILLED:
             turn.kill(worker, turn.agent.leaving or "", gently=True)

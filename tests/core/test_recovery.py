@@ -632,6 +632,15 @@ def test_a_stopped_job_ends_its_workers_gently_and_charges_nobody() -> None:
     assert only(machine.take(WorkerExited(1, 2, "signal SIGTERM"))) == Leave("stopping")
 
 
+@pytest.mark.parametrize("phase", [Phase.STOPPING, Phase.FAILED])
+def test_a_worker_that_lets_go_when_the_job_ends_has_its_grace_and_is_not_called_late(phase: Phase) -> None:
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
+    effects = machine.see(ended(phase, "no more")) + machine.wait(0.1)
+    kills = [effect for effect in effects if isinstance(effect, Kill)]
+    assert [(e.life, e.gently, e.why) for e in kills] == [(life, True, f"{phase.value}: no more") for life in (1, 2)]
+
+
 def test_the_leader_says_succeeded_when_all_who_are_there_have_said_that_they_are_done() -> None:
     machine = running(formed=FIRST)
     machine.take(WorkerDone(0, 1, 1, 20), WorkerDone(1, 2, 1, 20))
