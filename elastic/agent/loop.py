@@ -38,6 +38,7 @@ from ..core.events import (
     WorkerReady,
     WorkerSick,
 )
+from ..core.exits import ends_too_early
 from ..core.keys import JobKeys
 from ..core.membership import leader
 from ..core.model import Agent
@@ -280,7 +281,7 @@ class Loop:
                         self._started_over(message.generation)
                     log.info("worker.synced", slot=slot, step=message.step, source=message.source)
                 if isinstance(message, messages.ScriptEnded):
-                    if message.code:
+                    if message.code or ends_too_early(self.agent, slot, life):
                         self._failed(life, slot, message.code)
                 elif isinstance(message, messages.NeedArena):
                     self.saver.need_arena(slot, life, message.nbytes, optional=message.optional)
@@ -312,6 +313,7 @@ class Loop:
     def _failed(self, life: int, slot: int, code: int) -> None:
         """Its script has; the process has still to end."""
         process = self.pool.processes[life]
+        self.pool.give_grace(process)
         ended = Exited(life, code, None, process.page.read().step, process.error_file, process.log_file)
         error, fingerprint = self._why(ended, slot)
         log.info("worker.failed", slot=slot, life=life, cause=ended.cause)

@@ -257,6 +257,11 @@ class Pool:
             process.terminate_deadline_s = time.monotonic() + self._grace_s
         signal_group(process.pid, signal.SIGTERM if gently else signal.SIGKILL)
 
+    def give_grace(self, process: Process) -> None:
+        """Its script has failed: it need not wait for its process for longer than for one that is told to end."""
+        process.late_s = min(self._grace_s, self._exit_s)
+        process.exit_deadline_s = time.monotonic() + process.late_s
+
     def tick(self) -> list[Happening]:
         """To be called every beat. Returns workers that could not be started."""
         now_s = time.monotonic()
@@ -309,9 +314,8 @@ class Pool:
             process.spoke = True
             message = messages.from_worker(raw)
             if isinstance(message, messages.ScriptEnded):
-                limit_s = min(self._grace_s, self._exit_s) if message.code else self._exit_s
-                process.script_code, process.late_s = message.code, limit_s
-                process.exit_deadline_s = time.monotonic() + limit_s
+                process.script_code, process.late_s = message.code, self._exit_s
+                process.exit_deadline_s = time.monotonic() + self._exit_s
             yield Said(process.life, message)
         else:
             self.selector.unregister(process.channel)

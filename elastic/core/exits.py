@@ -8,7 +8,7 @@ from .announce import add_evidence, broken_record, call_broken
 from .effects import ChargeFailure, PutBroken
 from .events import WorkerExited, WorkerFailed
 from .evidence import merged
-from .model import Worker, has_process
+from .model import Agent, Worker, has_process
 from .records import Phase
 from .restarts import backoff_s, summary
 from .standbys import promote
@@ -44,6 +44,14 @@ def exited(turn: Turn, event: WorkerExited) -> None:
         call_broken(turn, "respawn", "did not let go in time", (worker.slot,), step=worker.step, charged=False)
     elif worker.generation:
         _report_fallen(turn, worker, event)
+
+
+def ends_too_early(agent: Agent, slot: int, life: int) -> bool:
+    """Whether a script that ends now, with code 0, fails by it: the job is not done."""
+    worker, phase = agent.workers.get(slot), agent.view.state.phase
+    over = agent.leaving is not None or phase.over or phase is Phase.STOPPING
+    there = worker is not None and worker.life == life and worker.stage not in (Stage.GONE, Stage.KILLED, Stage.LEAVING)
+    return agent.policy.managed and there and not over
 
 
 def failed(turn: Turn, event: WorkerFailed) -> None:

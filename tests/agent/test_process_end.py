@@ -90,3 +90,15 @@ def test_a_failed_script_whose_process_does_not_end_holds_nobody_up_for_longer_t
         assert incident.timeline_s["let_go"] < 1.0, "the others hear of it at once"
         assert incident.timeline_s["stepping"] > 1.5, "the process had its grace"
         assert {i.kind for i in made.incidents()} == {"exit", "late exit"}
+
+
+def test_a_script_that_ends_too_early_with_code_0_has_failed_before_its_process_ends(tmp_path: Path) -> None:
+    """The others wait for it meanwhile: it is not called hung, and its process gets what a failed script's does."""
+    fault = f"if job.rank == 1 and state.step == 10 and job.generation == 1: {HANGS}; raise SystemExit(0)"
+    with job(tmp_path, fault=fault, stop_grace_s=4.0, hang={"floor_s": 1.0, "ceiling_s": 10.0}) as made:
+        made.wait_phase(Phase.SUCCEEDED)
+        first, second = sorted(made.incidents(), key=lambda i: i.kind)
+        assert (first.kind, first.ranks, first.steps_lost, first.restored_from) == ("exit", (1,), 0, "live")
+        assert first.detail == "exited with code 0 before the job was done"
+        assert (second.kind, second.ranks) == ("late exit", (1,))
+        assert "had not ended within 4 s" in second.detail
