@@ -71,8 +71,9 @@ test-cuda-fork: venv
 	@$(CUDA_VENV)/bin/python -c 'import torch; assert torch.version.cuda, "not a CUDA build"'
 	@ELASTIC_CUDA_PYTHON=$(CUDA_VENV)/bin/python $(BIN)/pytest -v tests/cuda_fork
 
+# BUNDLE_PYTHON=3.12: for that Python alone.
 gpu-bundle:
-	@python3 tests/gpu/wheels.py
+	@python3 tests/gpu/wheels.py $(BUNDLE_PYTHON)
 
 clean:
 	@rm -rf .venv .venv-* .wheels build dist *.egg-info

@@ -29,7 +29,9 @@ if smoke.ON:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("filterwarnings", "ignore:Failed to initialize NumPy")  # torch's, when it is imported
+    # What the machine has is another torch: what its import warns of is no failure of a test.
+    config.addinivalue_line("filterwarnings", "default:::torch")
+    config.addinivalue_line("filterwarnings", "ignore:Failed to initialize NumPy")
     if config.option.markexpr == "gpu":
         config.option.fold_skipped = False  # each that is skipped is told by its name
 
@@ -48,6 +50,17 @@ def forked_ranks() -> Iterator[None]:
         from support import ranks
 
         ranks._end()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def killed_processes_leave_shared_memory() -> Iterator[None]:
+    """CUDA's and NCCL's own, of ranks that a test has killed: taken away, since nobody else would do it."""
+    folder = pathlib.Path("/dev/shm")
+    before = set(folder.iterdir()) if folder.is_dir() else set()
+    yield
+    for path in set(folder.iterdir()) - before if folder.is_dir() else ():
+        if path.name.startswith(("nccl-", "cuda.shm.")):
+            path.unlink(missing_ok=True)
 
 
 _measured: dict[str, object] = {}

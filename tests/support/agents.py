@@ -54,6 +54,7 @@ class Job:
         spec: Mapping[str, Any] | None = None,
         timeouts: Timeouts | None = None,
         server: EtcdServer | None = None,
+        gpus: tuple[int, ...] = (),
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="elt-job-", dir="/dev/shm"))
         self.record = self.folder / "record"
@@ -63,6 +64,7 @@ class Job:
         self.server = server or EtcdServer()
         self.workers = workers
         self._timeouts = timeouts or Timeouts()
+        self._gpus = gpus
         given = [str(x) for k, v in (args or {}).items() for x in (f"--{k.replace('_', '-')}", v)]
         self.spec = parse_job(
             {
@@ -112,6 +114,7 @@ class Job:
             job="job",
             address="127.0.0.1",
             slots=self.workers,
+            gpus=self._gpus,
             interface="lo",
             etcd=self.server.access,
             timeouts=self._timeouts,

@@ -16,10 +16,10 @@ import pytest
 from support.source import ROOT
 
 
-def run(*argv: str) -> str:
+def run(*argv: str, timeout_s: float = 110.0) -> str:
     env = {**os.environ, "ELASTIC_GPU_SMOKE": "1"}
     done = subprocess.run(
-        [sys.executable, *argv], env=env, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, *argv], env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
@@ -28,13 +28,22 @@ def run(*argv: str) -> str:
 @pytest.mark.slow
 def test_the_gpu_tests_run() -> None:
     """All but the one whose ranks cannot be forked; those that would be about nothing are skipped by name."""
-    out = run("-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-k", "not stopped_rank")
+    out = run("-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-k", "not stopped_rank and not test_agents")
     words = out.splitlines()[-1].split()
     assert words[1].startswith("passed"), out
     assert int(words[0]) >= 15
     skipped = [line for line in out.splitlines() if line.startswith("SKIPPED")]
     assert any("::test_an_illegal_access_sticks_so_the_process_has_to_go" in line for line in skipped)
     assert len(skipped) == int(words[2])
+
+
+@pytest.mark.slow
+@pytest.mark.etcd
+@pytest.mark.timeout(300)
+def test_the_gpu_tests_of_agents_run() -> None:
+    """On gloo: a worker killed on one of two nodes, and the state compared with an undisturbed job's."""
+    out = run("-m", "pytest", "-q", "-m", "gpu", "tests/gpu/test_agents.py", "-k", "killed or nccl", timeout_s=280.0)
+    assert out.splitlines()[-1].startswith("2 passed"), out
 
 
 @pytest.mark.slow
