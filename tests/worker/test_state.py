@@ -480,7 +480,7 @@ def test_lazy_modules_are_refused_until_they_have_a_shape(build: Any) -> None:
     State(model=net)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
 def test_a_torchscript_module() -> None:
     torch.manual_seed(0)
     net = torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
