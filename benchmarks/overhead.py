@@ -15,9 +15,9 @@
     idle_pss_mb                 memory (proportional set size) of elasticd, agent and zygote for one idle job of two
                                 workers; and of each. Other processes of the same installation make it less
 
-`--quick` takes less than four minutes. per_tensor_us, per_tensor_sockets_us and snapshots_on_over_off are by the clock
-on the wall, the last of them from the sums of all spans; the others are the best of several turns, by the time on a
-core. The last line is JSON.
+`--quick` takes less than five minutes on a quiet machine. per_tensor_us, per_tensor_sockets_us and
+snapshots_on_over_off are by the clock on the wall, the last of them from the sums of all spans; the others are the best
+of several turns, by the time on a core. The last line is JSON.
 """
 
 from __future__ import annotations
