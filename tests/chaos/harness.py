@@ -31,6 +31,7 @@ import psutil
 from support import api
 from support.etcd_server import etcd_binary, free_ports
 from support.history import History, check
+from support.incidents import Deed, check_deeds, check_written
 from support.lab import Host, Hosts
 from support.procs import Procs, alive, describe, end_all, kill, tagged
 from support.wait import eventually
@@ -284,6 +285,11 @@ class Job:
         found: list[dict[str, Any]] = self.cluster.api("GET", f"/v1/incidents?job={self.name}")["incidents"]
         return [incident for incident in found if not incident["open"]]
 
+    def open_incident(self) -> dict[str, Any]:
+        """The one that lasts; empty while there is none."""
+        found: list[dict[str, Any]] = self.cluster.api("GET", f"/v1/incidents?job={self.name}")["incidents"]
+        return next((incident for incident in found if incident["open"]), {})
+
     def wait_step(self, step: int, deadline_s: float = 60.0) -> History:
         """Until `step` steps are committed somewhere."""
         eventually(lambda: self._alive() and self.history.step() >= step, deadline_s, f"step {step}")
@@ -336,14 +342,36 @@ class Job:
         """rank -> process id, of those that have committed in `generation`."""
         return {c.rank: int(c.process.rpartition(".")[2]) for c in self.history.of(generation)}
 
-    def check(self, *, lost: int = 0, frozen: Sequence[str] = (), since: int = 1) -> History:
+    def deed(self, fault: str, kind: str | tuple[str, ...] = "exit", **more: Any) -> Deed:
+        """What a fault that was ordered has done."""
+        struck = self.history.struck(fault)
+        return Deed(kind, pids=(int(str(struck["pid"])),), struck_s=float(str(struck["at_s"])), **more)
+
+    def check(
+        self,
+        *deeds: Deed,
+        lost: int = 0,
+        frozen: Sequence[str] = (),
+        since: int = 1,
+        told: bool | None = None,
+        clock: bool = True,
+    ) -> History:
         """All that must hold for a complete run, in the workers' records and in etcd's (from revision `since` on,
-        where what was before is compacted)."""
+        where what was before is compacted). One incident was told for each deed, and none besides. Without a deed
+        what was told is looked at with `told=True` only: nothing. `clock=False`: instants cannot be compared."""
         history = self.history
         steps = history.step() if self._stopped else self.steps
         check(history, steps=steps, batch=self.batch, lost=lost, frozen=frozen, whole=not self._stopped)
-        self.cluster.check_etcd(self.name, since)
+        self.cluster.check_etcd(self.name, since, clock=clock)
+        if told or deeds:
+            self.told(*deeds, clock=clock)
         return history
+
+    def told(self, *deeds: Deed, clock: bool = True) -> None:
+        """One incident for each of what the test did, in this order, and each says the truth."""
+        with contextlib.suppress(AssertionError):  # then what was told is shown
+            eventually(lambda: len(self.incidents()) >= len(deeds), 10.0, "all is told")
+        check_deeds(self.history, self.incidents(), deeds, clock=clock)
 
 
 class Cluster:
@@ -530,11 +558,14 @@ class Cluster:
                 watch.stdout.close()
         raise AssertionError("etcd's history ended early")
 
-    def check_etcd(self, job: str, since: int = 1) -> None:
-        """One plan per generation, numbers that only grow; a generation's record of failures only gains."""
+    def check_etcd(self, job: str, since: int = 1, *, clock: bool = True) -> None:
+        """One plan per generation, numbers that only grow; a generation's record of failures only gains; the
+        beginning of an incident stays, and what is over stays so."""
         numbers: list[int] = []
         broken: dict[str, dict[str, Any]] = {}
-        for key, record in self.control_history(job, since):
+        written = self.control_history(job, since)
+        check_written(written, clock=clock)
+        for key, record in written:
             if key == "generation" and record is not None:
                 numbers.append(record["number"])
             if key.startswith("broken/") and record is not None:

@@ -1,13 +1,15 @@
 """Random compositions of all faults, for as long as asked: `make chaos SEED=7 MINUTES=10`.
 
 Each round is one job on four nodes, run to its end under faults drawn from the seed, and judged by its recorded
-history. Prints the seed of each round and, at the end, a table by kind of fault. Exit code 1 when a history is wrong.
+history; so is each incident that was told. Prints the seed of each round and, at the end, a table by kind of fault.
+Exit code 1 when a history or an incident is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import pathlib
 import random
@@ -18,10 +20,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from chaos.harness import Cluster, Job, Node, now_s
 from support import machine
 from support.history import History
+from support.incidents import Deed, check_deed
 from support.procs import kill
 from support.wait import eventually
 
@@ -39,6 +43,8 @@ class Strike:
     recovered_s: float | None = None
     """Until every rank of a full world has stepped again, counted from the strike, or from the end of the fault
     where the node was away until then."""
+    pids: tuple[int, ...] = ()
+    """Workers that it struck, where it struck these alone."""
 
 
 @dataclass
@@ -61,6 +67,8 @@ class Chaos:
 
     def __init__(self, cluster: Cluster, job: Job, dice: random.Random) -> None:
         self.cluster, self.job, self.dice = cluster, job, dice
+        self.hit: tuple[int, ...] = ()
+        """Workers that were struck last."""
 
     def worker(self, node: Node) -> int:
         """The worker of `node` that committed last."""
@@ -74,7 +82,8 @@ class Chaos:
 def worker_signal(number: int) -> Fault:
     def strike(chaos: Chaos, node: Node) -> float:
         at_s = now_s()
-        kill(chaos.worker(node), number)
+        chaos.hit = (chaos.worker(node),)
+        kill(*chaos.hit, number)
         return at_s
 
     return strike
@@ -82,19 +91,19 @@ def worker_signal(number: int) -> Fault:
 
 def two_workers(chaos: Chaos, node: Node) -> float:
     other = chaos.dice.choice([n for n in chaos.cluster.nodes if n is not node])
-    pids = [chaos.worker(node), chaos.worker(other)]
+    chaos.hit = chaos.worker(node), chaos.worker(other)
     at_s = now_s()
-    for pid in pids:
+    for pid in chaos.hit:
         kill(pid)
     return at_s
 
 
 def zygote_killed(chaos: Chaos, node: Node) -> float:
     """And the worker: nobody is there to fork the next one."""
-    zygote, worker = node.children()[0], chaos.worker(node)
+    zygote, chaos.hit = node.children()[0], (chaos.worker(node),)
     at_s = now_s()
     kill(zygote)
-    kill(worker)
+    kill(*chaos.hit)
     return at_s
 
 
@@ -211,6 +220,48 @@ UNNOTICED = {
     "node frozen for up to 6 s",
 }
 """Those that need not end a generation."""
+GONE = ("lost", "unreachable")
+ONE_INCIDENT: dict[str, tuple[str, ...]] = {
+    "worker SIGKILL": ("exit",),
+    "worker SIGSEGV": ("exit",),
+    "worker SIGSTOP": ("hang",),
+    "two workers SIGKILL": ("exit",),
+    "zygote and worker SIGKILL": ("exit",),
+    "agent SIGKILL": ("lost",),
+    "node's process tree killed": ("lost",),
+    "power off, back after up to 6 s": GONE,
+}
+"""Those that end a generation, and as what they are told."""
+PERHAPS: dict[str, tuple[str, ...]] = {
+    "cut off from etcd for up to 6 s": GONE,
+    "link flaps": GONE,
+    "node frozen for up to 6 s": (*GONE, "hang"),
+}
+"""Those that may do so, by their length. All others are no failure: no rank stops stepping."""
+SLOWEST_S = 25.0
+"""From a strike to its notice: the longest silence that a hang is given, and some more."""
+
+
+def check_told(history: History, incidents: list[dict[str, Any]], strikes: list[Strike]) -> None:
+    """Each incident belongs to the strike before it, and says of that what is true. Raises AssertionError."""
+    wall_s = time.time() - time.monotonic()
+    for strike, after in itertools.zip_longest(strikes, strikes[1:]):
+        until_s = after.at_s if after else float("inf")
+        mine = [i for i in incidents if strike.at_s <= i["wall_s"] - wall_s + 0.1 < until_s]
+        failures = [i for i in mine if i["kind"] != "planned"]
+        said = [(i["kind"], i["node"], i["ranks"], i["detail"][:100]) for i in failures]
+        if kinds := ONE_INCIDENT.get(strike.kind):
+            if strike.recovered_s is None and not failures:
+                continue  # the job was over before
+            assert len(failures) == 1, f"{strike}: {said}"
+        else:
+            kinds = PERHAPS.get(strike.kind, ())
+            assert kinds or not failures, f"{strike} stops no rank: {said}"
+        nodes = () if strike.pids else (strike.node,)
+        deed = Deed(kinds, pids=strike.pids, nodes=nodes, struck_s=strike.at_s, within_s=SLOWEST_S)
+        for incident in mine:
+            planned = incident["kind"] == "planned"
+            check_deed(history, incident, Deed("planned") if planned else deed)
 
 
 def told(strike: Strike) -> str:
@@ -256,8 +307,9 @@ def one_round(
                 node = dice.choice(cluster.nodes)
                 strike = Strike(kind, node.name, now_s(), job.history.step())
                 result.strikes.append(strike)
-                generation = job.history.generations()[-1]
+                generation, chaos.hit = job.history.generations()[-1], ()
                 since_s = kinds[kind](chaos, node)
+                strike.pids = chaos.hit
                 newer_than = generation - 1 if kind in UNNOTICED else generation
                 whole_s = eventually(
                     lambda s=since_s, n=newer_than: whole_again(job, s, n) or (job.phase() == "succeeded" and -1.0),
@@ -271,6 +323,7 @@ def one_round(
             job.wait_over()
             # A node that is stopped or cut off may write down its last commit late.
             history = job.check(lost=len(result.strikes), frozen=[n.name for n in cluster.nodes])
+            check_told(history, job.incidents(), result.strikes)
         except (AssertionError, RuntimeError) as error:
             logs = pathlib.Path(tempfile.gettempdir(), f"chaos-{seed}.log")
             with logs.open("w") as file, contextlib.redirect_stdout(file):

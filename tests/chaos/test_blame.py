@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from chaos.harness import Cluster, Job, Node
+from chaos.harness import Cluster, Job, Node, now_s
 from chaos.reference import undisturbed
 from support.history import final_sha256
+from support.incidents import Deed
 from support.procs import kill
 from support.wait import eventually
 
@@ -18,8 +19,7 @@ def test_more_failures_than_the_budget_allows_stop_the_job() -> None:
         for count, step in enumerate((15, 60, 100), start=1):
             job.order(f"kill{count}", rank=count % 2, step=step, do="SIGKILL")
         job.wait_over("failed")
-        for count in (1, 2, 3):
-            job.history.struck(f"kill{count}")
+        job.told(job.deed("kill1"), job.deed("kill2"), job.deed("kill3", recovered=False))
         row = job.row()
         assert row["restarts"] == 3
         assert "3 failures within 600 s, 2 are allowed (restarts.budget)" in row["reason"]
@@ -31,9 +31,10 @@ def test_a_node_where_workers_die_is_set_aside_and_comes_back_when_told() -> Non
     with Cluster(nodes=3, slots=1) as cluster:
         job = cluster.submit(nodes="1:3", steps=100_000, pace_s=0.03, restarts={"backoff_s": 0.1})
         job.wait_step(10)
-        bad = cluster.nodes[2]
+        bad, deeds = cluster.nodes[2], []
         for generation in (1, 2, 3):
             mine = eventually(lambda g=generation: worker_on(job, bad, g), 40.0, f"a worker in generation {generation}")  # type: ignore[misc]
+            deeds.append(Deed("exit", pids=(mine,), struck_s=now_s()))
             kill(mine)
         eventually(lambda: world(job) == 2, 20.0, "the others go on without it")
         row = eventually(lambda: (r := job.row())["avoid"] and r, 10.0, "status says so")
@@ -48,7 +49,10 @@ def test_a_node_where_workers_die_is_set_aside_and_comes_back_when_told() -> Non
         eventually(lambda: world(job) == 3, 60.0, "it is taken back")
         assert job.row()["avoid"] == []
         job.stop()
-        job.check()
+        # It is left out with the third failure, or at a boundary right after it; then it is taken in again.
+        changes = [Deed("planned")] * (len(job.incidents()) - len(deeds))
+        assert len(changes) in (1, 2)
+        job.check(*deeds, *changes)
 
 
 def worker_on(job: Job, node: Node, generation: int) -> int:
@@ -94,8 +98,7 @@ def test_a_replica_that_drifted_apart_is_named(policy: str) -> None:
             job.wait_over()
             assert final_sha256(job.history) == undisturbed(3, 100)
             (incident,) = job.incidents()
-            assert incident["kind"] == "drift"
             assert "step 30" in incident["restored_from"]
             said = incident["detail"]
-        job.history.struck("drift")
+        job.told(job.deed("drift", "drift", recovered=policy == "rollback"))
         assert "drift on rank 1" in said

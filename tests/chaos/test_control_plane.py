@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 
 import pytest
-from chaos.harness import Cluster, Job
+from chaos.harness import Cluster, Job, now_s
 from chaos.reference import undisturbed
 from support.history import final_sha256
+from support.incidents import Deed
 from support.procs import kill
 from support.wait import eventually, holds
 
@@ -47,10 +48,13 @@ def test_etcd_and_daemons_come_and_go() -> None:
 
         assert job.workers() == workers
         job.wait_over(deadline_s=90.0)
-        history = job.check()
+        history = job.check(told=True)
         assert history.generations() == [1]
         assert final_sha256(history) == undisturbed(2, steps)
         assert max(history.gaps_s()) < 1.0
+        for node in cluster.nodes:  # no rank stopped stepping, so there is no incident; the journal has the outages
+            contact = [e["connected"] for e in node.events() if e["event"] == "etcd.contact"]
+            assert contact.count(False) >= 2, contact
 
 
 def test_a_failure_while_etcd_is_away_waits_and_is_repaired() -> None:
@@ -61,12 +65,13 @@ def test_a_failure_while_etcd_is_away_waits_and_is_repaired() -> None:
         job.wait_step(20)
         survivor = job.worker(0)
         etcd.kill()
-        kill(job.worker(1), signal.SIGKILL)
+        killed = Deed("exit", pids=(job.worker(1),), struck_s=now_s())
+        kill(*killed.pids, signal.SIGKILL)
         there = eventually(lambda: job.history.step(), 5.0)
         holds(lambda: job.history.step() <= there + 3, 4.0, "nobody steps on alone")
         cluster.start_etcd()
         job.wait_over(deadline_s=60.0)
-        history = job.check()
+        history = job.check(killed)
         assert history.generations() == [1, 2]
         assert survivor in job.workers().values()
         assert final_sha256(history) == undisturbed(2, steps)

@@ -13,8 +13,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from chaos.harness import Cluster, Job, Node
+from chaos.harness import Cluster, Job, Node, now_s
 from support.api import ApiError
+from support.incidents import Deed
 from support.procs import kill
 from support.source import ROOT
 from support.wait import eventually
@@ -76,10 +77,11 @@ def test_damaged_files_and_other_code() -> None:
         steps_on(job)
 
         assert job.workers() == workers
+        lost = Deed("lost", nodes=(upgraded.name,), struck_s=now_s())
         kill(upgraded.agent_pid())  # the next agent is of the new code, beside one of the old
         eventually(lambda: set(job.workers_of(2)) == {0, 1}, 60.0, "both step again")
         job.stop()
-        job.check()
+        job.check(lost)
         assert len(job.history.generations()) == 2
         assert upgraded.agent_pid() != agents[upgraded.name]
 
@@ -109,13 +111,14 @@ def test_a_full_disk(cluster: Cluster) -> None:
     assert job.workers() == workers
     assert job.history.generations() == [1]
 
-    kill(job.worker_on(node))
+    killed = Deed("exit", pids=(job.worker_on(node),), struck_s=now_s())
+    kill(*killed.pids)
     eventually(lambda: set(job.workers_of(2)) == {0, 1}, 20.0, "a worker that dies meanwhile is replaced")
     assert node.agent_pid_by_lock() == agent
     ballast.unlink()
     eventually(lambda: row(cluster, node)["state"] == "ready", 15.0, "there is room again")
     job.stop()
-    assert job.check().generations() == [1, 2]
+    assert job.check(killed).generations() == [1, 2]
 
 
 def fill(folder: pathlib.Path) -> pathlib.Path:
@@ -147,6 +150,7 @@ def test_no_descriptors_left() -> None:
         caller = threading.Thread(target=lambda: answers.append(node.api("GET", "/v1/nodes", timeout_s=60.0)))
         caller.start()  # knocks, and waits
         eventually(lambda: any(e["event"] == "api.cannot_accept" for e in node.events()), 10.0, "it cannot answer")
+        lost = Deed("lost", nodes=(node.name,), struck_s=now_s())
         kill(agent)  # and no other can be started
         eventually(lambda: any(e["event"] == "agent.trouble" for e in node.events()), 10.0)
         steps = job.history.step()
@@ -157,7 +161,7 @@ def test_no_descriptors_left() -> None:
         eventually(lambda: row(cluster, node)["state"] == "ready", 15.0, "it is well again")
         eventually(lambda: set(job.workers_of(2)) == {0, 1}, 60.0, "the agent is started")
         job.stop()
-        history = job.check()
+        history = job.check(lost)
         assert history.step() > steps
         assert survivor in job.workers().values()
         assert history.generations() == [1, 2]

@@ -1,14 +1,18 @@
-"""The judge is judged: each rule of the recorded history is broken once, and must be seen to be."""
+"""The judge is judged: each rule of the recorded history is broken once, each field of an incident lies once, and both
+must be seen to be."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import pathlib
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from support.history import SAMPLES, Commit, History, check
+from support.incidents import Deed, check_deeds
 
 from elastic.core.sharding import Order, Plan, share
 
@@ -93,3 +97,67 @@ def test_a_torn_last_line_is_left_out(tmp_path: pathlib.Path) -> None:
     with (tmp_path / "commits.n0.0.jsonl").open("a") as out:
         out.write('{"step": 12, "gener')
     assert len(seen.read().commits) == len(good())
+
+
+def wall_s(at_s: float) -> float:
+    return time.time() - time.monotonic() + at_s
+
+
+KILLED = Deed("exit", pids=(2,), struck_s=6.3, words=("SIGKILL",))
+
+
+def told() -> dict[str, Any]:
+    """What is true of `good`."""
+    return {
+        "generation": 2, "kind": "exit", "node": "n2", "ranks": [2], "detail": "killed by SIGKILL", "open": False,
+        "wall_s": wall_s(6.4), "ended_wall_s": wall_s(17.1), "timeline_s": {"stepping": 10.7}, "step": 7,
+        "causes": [{"generation": 1, "node": "n2", "kind": "exit", "ranks": [2]}], "steps_lost": 0,
+        "steps_lost_at_most": 0, "world_before": 3, "world_after": 3, "restored_from": "live",
+    }  # fmt: skip
+
+
+def test_an_incident_that_is_true_passes(tmp_path: pathlib.Path) -> None:
+    check_deeds(history(tmp_path, good()), [told()], [KILLED])
+
+
+LIES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "another kind": (lambda: {"kind": "comm"}, "not exit"),
+    "another node": (lambda: {"node": "n1"}, "n1, not"),
+    "another rank": (lambda: {"ranks": [1]}, r"ranks \(1,\), not \[2\]"),
+    "one rank too many": (lambda: {"ranks": [1, 2]}, "ranks"),
+    "no evidence": (lambda: {"detail": "a collective failed"}, "is not the evidence"),
+    "begun before the strike": (lambda: {"wall_s": wall_s(5.0)}, "after the strike"),
+    "begun long after the strike": (lambda: {"wall_s": wall_s(12.0)}, "after the strike"),
+    "ended before a step": (lambda: {"ended_wall_s": wall_s(15.0), "timeline_s": {}}, "it stepped again at"),
+    "ended long after a step": (lambda: {"ended_wall_s": wall_s(25.0)}, "it stepped again at"),
+    "not over": (lambda: {"open": True}, "open=True"),
+    "no end": (lambda: {"ended_wall_s": None}, "when it ended"),
+    "a step lost": (lambda: {"steps_lost": 1, "steps_lost_at_most": 1}, "1 steps lost it says, 0"),
+    "nothing known": (lambda: {"steps_lost": None}, "it is known how far"),
+    "another step": (lambda: {"step": 5}, "step 7 was the newest"),
+    "another world before": (lambda: {"world_before": 2}, "of worlds"),
+    "another world after": (lambda: {"world_after": 2}, "of worlds"),
+    "a phase after the end": (lambda: {"timeline_s": {"stepping": 12.0}}, "it lasted"),
+    "an innocent is named": (
+        lambda: {"causes": [{"generation": 1, "node": "n0", "kind": "hang", "ranks": [0]}]}, "nothing befell",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_incident_that_lies_is_refused(lie: str, tmp_path: pathlib.Path) -> None:
+    change, what = LIES[lie]
+    with pytest.raises(AssertionError, match=what):
+        check_deeds(history(tmp_path, good()), [{**told(), **change()}], [KILLED])
+
+
+def test_steps_that_were_done_again_in_silence_are_seen(tmp_path: pathlib.Path) -> None:
+    commits = [commit(6, 2, r, WORLD, f"n{r}.{r + 50}", 16.0 + r / 10) for r in range(WORLD)]
+    with pytest.raises(AssertionError, match="at most 0 steps lost it says, 1 were done again"):
+        check_deeds(history(tmp_path, [*good(), *commits]), [told()], [KILLED])
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_one_deed_is_one_incident(count: int, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(AssertionError, match=f"{count} incidents, not 1"):
+        check_deeds(history(tmp_path, good()), [told()] * count, [KILLED])

@@ -7,6 +7,7 @@ import signal
 import pytest
 from chaos.harness import Cluster
 from chaos.test_people import until
+from support.incidents import Deed
 from support.procs import kill
 from support.wait import eventually
 
@@ -27,6 +28,8 @@ def test_a_drain_that_would_cost_all_waits_until_its_deadline() -> None:
         assert node.daemon is not None
         eventually(lambda: node.pids() == [node.daemon.pid], 20.0, "nothing is left there")  # type: ignore[union-attr]
         eventually(lambda: "draining" in job.row()["waiting_for"], 10.0, "status says for what")
+        outage = eventually(job.open_incident, 10.0, "it is on record")
+        assert (outage["kind"], outage["node"], outage["ended_wall_s"]) == ("drain", "node0", None), outage
 
 
 def test_sigterm_with_notice_leaves_at_the_boundary() -> None:
@@ -43,7 +46,5 @@ def test_sigterm_with_notice_leaves_at_the_boundary() -> None:
         node.start()  # it was given back to us
         until(job, world=3)
         job.stop()
-        job.check(lost=0)
-        incidents = job.incidents()
-        assert {i["kind"] for i in incidents} == {"planned"}, incidents
-        assert [i["steps_lost"] for i in incidents] == [0] * len(incidents)
+        job.check(Deed("planned"), Deed("planned"), lost=0)
+        assert [i["steps_lost"] for i in job.incidents()] == [0, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from chaos.harness import Cluster, Job, now_s
+from support.incidents import Deed
 from support.wait import eventually, holds
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd, pytest.mark.netns]
@@ -38,7 +39,8 @@ def test_power_off_shrinks_and_power_on_grows() -> None:
         cluster.nodes[2].start()
         until_world(job, 3)
         job.wait_over(deadline_s=120.0)
-        history = job.check()
+        within_s = cluster.timeouts["lease_ttl_s"] + 2.0
+        history = job.check(Deed("lost", nodes=("node2",), struck_s=struck_s, within_s=within_s), Deed("planned"))
         assert len(history.generations()) == 3
         cluster.workers_gone()
 
@@ -53,7 +55,7 @@ def test_process_tree_killed_is_seen_at_once() -> None:
         until_world(job, 1, deadline_s=15.0)
         assert job.history.back_s(struck_s, 1) < 5.0
         job.wait_over()
-        job.check()
+        job.check(Deed("lost", nodes=("node1",), struck_s=struck_s))
 
 
 def test_below_min_it_waits_with_its_state_kept() -> None:
@@ -62,16 +64,20 @@ def test_below_min_it_waits_with_its_state_kept() -> None:
         job.wait_step(20)
         survivor = job.worker(0)
         victim = next(n for n in cluster.nodes if survivor not in n.pids())
+        struck_s = now_s()
         victim.power_off()
         eventually(lambda: job.phase() == "waiting", 20.0, "the job waits")
         eventually(lambda: job.row()["waiting_for"], 10.0, "status says for what")
         at = job.history.step()
         holds(lambda: job.history.step() == at, 1.5, "no step below min")
+        outage = job.open_incident()
+        assert (outage["kind"], outage["node"], outage["ended_wall_s"]) == ("lost", victim.name, None)
         assert cluster.hosts is not None
         cluster.hosts.heal()
         victim.start()
         job.wait_over()
-        job.check()
+        within_s = cluster.timeouts["lease_ttl_s"] + 2.0
+        job.check(Deed("lost", nodes=(victim.name,), struck_s=struck_s, within_s=within_s))
         assert survivor in job.workers().values()
 
 
@@ -90,7 +96,7 @@ def test_cut_off_from_etcd_alone(one_way: bool) -> None:
         assert not member.strip(), "its lease has not run out"
         cluster.hosts.heal()
         job.wait_over()
-        assert job.check().generations() == [1]
+        assert job.check(told=True).generations() == [1]
         assert job.workers() == workers
 
 
@@ -100,10 +106,13 @@ def test_a_frozen_node_is_left_behind_and_does_no_harm_when_it_thaws() -> None:
         job.wait_step(20)
         host = cluster.nodes[2].host
         assert host is not None
+        struck_s = now_s()
         host.freeze()
         until_world(job, 2)
         there = job.history.step()
         eventually(lambda: job.history.step() >= there + 20, 20.0)
         host.thaw()
         job.wait_over(deadline_s=150.0)
-        job.check(frozen=["node2"])
+        within_s = cluster.timeouts["lease_ttl_s"] + 2.0
+        left = Deed(("lost", "unreachable"), nodes=("node2",), struck_s=struck_s, within_s=within_s)
+        job.check(left, Deed("planned"), frozen=["node2"])

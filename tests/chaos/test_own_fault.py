@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import pytest
-from chaos.harness import Cluster
+from chaos.harness import Cluster, Job
+from support.incidents import check_incident
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 
@@ -43,7 +45,19 @@ def test_the_same_exception_at_the_same_step_stops_the_job() -> None:
         assert "IndexError" in row["error"]["traceback"]
         assert row["error"]["rank"] == 1
         assert row["restarts"] == 3
+        (incident,) = failures(job)  # it never stepped again in between
+        check_incident(incident, kind="exit", ranks=[1], worlds=(2, 0))
+        assert "the bug of step 7" in incident["detail"]
+        assert [(c["kind"], c["ranks"]) for c in incident["causes"] if c["kind"] == "exit"] == [("exit", [1])] * 3
+        assert (incident["error"]["rank"], incident["steps_lost"]) == (1, None)
         cluster.workers_gone()
+
+
+def failures(job: Job) -> list[dict[str, Any]]:
+    """Without processes that took their time to end after their script had, on a busy machine."""
+    late = [incident for incident in job.incidents() if incident["kind"] == "late exit"]
+    assert all("within 1 s" in incident["detail"] for incident in late), late  # their `stop_grace_s`
+    return [incident for incident in job.incidents() if incident not in late]
 
 
 SETUP = """
@@ -76,11 +90,17 @@ def test_a_set_up_that_fails_in_all_workers_of_a_node_is_one_failure() -> None:
         job = cluster.submit(script=str(script), restarts=rules, env={"FAILS": "2"})
         job.wait_over()
         assert job.row()["restarts"] == 2
+        (incident,) = failures(job)
+        check_incident(incident, kind="exit", nodes=["node0"], worlds=(3, 3), redone=0)
+        assert "no such data set" in incident["detail"]
         job = cluster.submit("hopeless", script=str(script), restarts=rules, env={"FAILS": "100"})
         job.wait_over("failed")
         row = job.row()
         assert row["reason"] == (
             "crash loop: the same failure before the first step, 3 times: LookupError: no such data set"
         )
+        (incident,) = failures(job)
+        check_incident(incident, kind="exit", nodes=["node0"], worlds=(3, 0))
+        assert (incident["step"], incident["restored_from"], incident["steps_lost"]) == (0, "nothing", None)
         assert row["restarts"] == 3
         cluster.workers_gone()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from chaos.harness import Cluster, Job, Node, now_s
+from support.incidents import Deed
 from support.procs import alive
 from support.wait import eventually
 
@@ -70,13 +71,13 @@ def test_cut_off_from_its_peers_alone(rank: int, one_way: bool) -> None:
         cluster.hosts.heal()
         eventually(lambda: world(job) == 3, 60.0, "it is taken back")
         job.wait_over(deadline_s=120.0)
-        history = job.check(frozen=[cut_off.name])
+        unreachable = Deed(
+            "unreachable", nodes=(cut_off.name,), struck_s=struck_s, within_s=SEEN_S + 10.0,
+            words=("cannot be reached by",),
+        )  # fmt: skip
+        history = job.check(unreachable, Deed("planned"), frozen=[cut_off.name])
         assert len(history.generations()) == 3
         assert set(job.workers().values()) == workers  # it kept its process, and waited
-        incidents = job.incidents()
-        told = [(i["kind"], i["node"], i["steps_lost"]) for i in incidents]
-        assert told == [("unreachable", cut_off.name, 0), ("planned", "", 0)]
-        assert "cannot be reached by" in incidents[0]["detail"]
 
 
 @netns
@@ -87,13 +88,18 @@ def test_two_that_cannot_reach_each_other_wait_below_min() -> None:
         job = cluster.submit(nodes="2:2", steps=200)
         job.wait_step(20)
         workers = job.workers()
+        struck_s = now_s()
         cluster.hosts.partition(0, 1)
         eventually(lambda: job.phase() == "waiting", 60.0, "it waits")
+        outage = eventually(job.open_incident, 10.0, "it is on record")
+        assert (outage["kind"], outage["ended_wall_s"]) == ("unreachable", None)
         assert "cannot be reached by" in job.row()["reason"]
         cluster.hosts.heal()
         eventually(lambda: job.phase() in ("running", "succeeded"), 60.0, "it goes on")
         job.wait_over()
-        job.check()
+        # Neither reaches the other: the first says it of the second, or the second of the first.
+        cut = Deed("unreachable", nodes=(outage["node"],), struck_s=struck_s, within_s=SEEN_S + 10.0, waited=True)
+        job.check(cut)
         assert job.workers() == workers
 
 
@@ -105,7 +111,7 @@ def test_cut_off_while_the_group_forms() -> None:
         cluster.hosts.isolate(1, keep=[3])
         job = cluster.submit(nodes="2:3", steps=60)
         job.wait_over(deadline_s=90.0)
-        job.check()
+        job.check(Deed("unreachable", nodes=("node1",)))
         last = job.history.of(job.history.generations()[-1])
         assert {c.node for c in last} == {"node0", "node2"}
 
@@ -186,7 +192,7 @@ def test_one_clock_is_wrong() -> None:
         job.order("there", rank=1, step=30, do="SIGKILL")
         job.order("here", rank=0, step=70, do="SIGKILL")
         job.wait_over()
-        history = job.check()
+        history = job.check(job.deed("there"), job.deed("here"), clock=False)
         assert history.generations() == [1, 2, 3]
         since = {row["node"]: row["up_since_wall_s"] for row in cluster.api("GET", "/v1/nodes")["nodes"]}
         assert abs(since["node1"] - since["node0"]) > 300.0, "the clock was right"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pathlib
 
 import pytest
-from chaos.harness import Cluster
+from chaos.harness import Cluster, now_s
+from support.incidents import Deed
 from support.procs import alive, kill
 from support.wait import eventually, holds
 
@@ -40,9 +41,7 @@ def test_a_node_whose_gpu_falls_ill_is_left_with_the_reason(card: pathlib.Path) 
         assert not job.incidents()
         order(card, "xid.node1", "79")
         eventually(lambda: sick.daemon and sick.pids() == [sick.daemon.pid], 20.0, "its agent and worker are gone")
-        (incident,) = eventually(job.incidents, 20.0, "the planned change")
-        assert (incident["kind"], incident["world_after"], incident["steps_lost"]) == ("planned", 1, 0)
-        assert "GPU 0: XID 79, fallen off the bus" in incident["detail"]
+        eventually(job.incidents, 20.0, "the planned change")
         row = next(row for row in cluster.api("GET", "/v1/nodes")["nodes"] if row["node"] == "node1")
         assert row["state"] in ("unhealthy", "draining")
         assert "GPU 0: XID 79, fallen off the bus" in row["reason"]
@@ -50,7 +49,7 @@ def test_a_node_whose_gpu_falls_ill_is_left_with_the_reason(card: pathlib.Path) 
         job.wait_step(there + 10)
         assert job.history.of(job.history.generations()[-1])[0].world == 1
         job.stop()
-        job.check(lost=0)
+        job.check(Deed("planned", words=("GPU 0: XID 79, fallen off the bus",)), lost=0)
 
 
 def test_a_node_that_fails_its_self_test_gets_no_work(card: pathlib.Path) -> None:
@@ -85,6 +84,7 @@ def test_a_replacement_waits_for_the_memory_of_the_dead_and_no_longer_than_it_ma
         first = workers()
         assert len(first) == 2
         order(card, "held.node0", str(first[0]))
+        released = Deed("exit", pids=(first[0],), struck_s=now_s())
         kill(first[0])
         eventually(lambda: workers() == first[1:], 5.0, "it is dead")
         holds(lambda: workers() == first[1:], 1.5, "its card is not free")  # without, a worker is there in 0.2 s
@@ -93,6 +93,7 @@ def test_a_replacement_waits_for_the_memory_of_the_dead_and_no_longer_than_it_ma
         eventually(lambda: len(job.incidents()) == 1, 10.0, "recovery")
         second = workers()
         order(card, "held.node0", str(second[0]))
+        held = Deed("exit", pids=(second[0],), struck_s=now_s())
         kill(second[0])
         eventually(lambda: len(job.incidents()) == 2, 20.0, "recovery, with the zombie on the card")
         assert [i["steps_lost"] for i in job.incidents()] == [0, 0]
@@ -101,4 +102,4 @@ def test_a_replacement_waits_for_the_memory_of_the_dead_and_no_longer_than_it_ma
         (zombie,) = [line for line in log.splitlines() if '"gpu.zombie"' in line]
         assert f'"pid": {second[0]}' in zombie
         job.stop()
-        job.check(lost=0)
+        job.check(released, held, lost=0)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from elastic.core.evidence import weight
 from elastic.core.records import IncidentRecord
+
+from .history import Commit, History
 
 CLOCK_S = 2.0
 """From an act of a test to its notice, on a busy machine; a hang has its own silence besides."""
+BUSY_S = 5.0
+"""The same, where whole clusters run beside each other."""
+JITTER_S = 0.5
+AT_ONCE = ("checkpoint", "late exit")
+"""Kinds of incidents that are over when they are told: no rank stops stepping."""
 
 
 def check_incident(
@@ -40,13 +50,14 @@ def check_incident(
     if ranks is not None:
         assert sorted(told.ranks) == sorted(ranks), f"ranks {told.ranks}, not {sorted(ranks)}; causes: {told.causes}"
     if worlds is not None:
-        assert (told.world_before, told.world_after) == worlds
+        said = (told.world_before, told.world_after)
+        assert said == worlds, f"of worlds {said} it says, they were {worlds}"
     if redone is not None:
         assert told.steps_lost is not None, "it is known how far the job had come"
         assert told.steps_lost <= redone, f"{told.steps_lost} steps lost it says, {redone} were done again"
         most = told.steps_lost_at_most
         assert most is None or redone <= most, f"at most {most} steps lost it says, {redone} were done again"
-    assert told.ended_wall_s is not None
+    assert told.ended_wall_s is not None, "it does not say when it ended"
     if struck_wall_s is not None:
         late_s = told.wall_s - struck_wall_s
         assert -0.1 <= late_s <= noticed_within_s, f"it began {late_s:.2f} s after the strike, it says"
@@ -58,3 +69,125 @@ class _Told(IncidentRecord, frozen=True, kw_only=True, forbid_unknown_fields=Fal
     """As the API gives it, with further fields."""
 
     job: str = ""
+
+
+@dataclass(frozen=True)
+class Deed:
+    """What a test did to a job, and what is to be one incident. Which ranks that were, and on which nodes, how large
+    the world was before and after, which steps were done again, and when, is read from the job's recorded history."""
+
+    kind: str | tuple[str, ...]
+    """More than one: which of them, the test cannot know."""
+    pids: tuple[int, ...] = ()
+    """Worker processes that it struck."""
+    nodes: tuple[str, ...] = ()
+    """Nodes that it struck. Neither these nor `pids`: a planned change, which strikes nothing."""
+    struck_s: float | None = None
+    """When, on CLOCK_MONOTONIC; None: at an instant that the test does not know."""
+    within_s: float = BUSY_S
+    """From the strike to its notice, at most."""
+    words: tuple[str, ...] = ()
+    """Some of the evidence."""
+    recovered: bool = True
+    """Whether the job has stepped again."""
+    waited: bool = False
+    """Whether the very generation goes on that stood still."""
+    others: tuple[str, ...] = ()
+    """Nodes that may be named besides, with what befell them during the recovery."""
+
+
+def check_deeds(
+    history: History, incidents: Iterable[Mapping[str, Any]], deeds: Iterable[Deed], *, clock: bool = True
+) -> None:
+    """Raises AssertionError unless there is one incident for each deed, in this order, and each says the truth.
+    `clock`: the instants can be compared, since all clocks are right."""
+    late, told = [], []
+    for incident in sorted(incidents, key=lambda i: (i["generation"], i["wall_s"])):
+        (late if incident["kind"] == "late exit" else told).append(incident)
+    done = list(deeds)
+    for incident in late:  # of a process that fails and then takes its time to end, on a busy machine
+        had_s = float(incident["detail"].partition("within ")[2].partition(" s")[0])
+        could_s = incident["wall_s"] - _wall_s(history.commits[0].at_s)
+        assert had_s <= could_s, f"the job is {could_s:.1f} s old: {incident['detail']}"
+    said = [(i["generation"], i["kind"], i["node"], i["ranks"], i["detail"][:100]) for i in told]
+    assert len(told) == len(done), f"{len(told)} incidents, not {len(done)}: {said}; done: {done}"
+    for incident, deed in zip(told, done, strict=True):
+        check_deed(history, incident, deed, clock=clock)
+
+
+def check_deed(history: History, incident: Mapping[str, Any], deed: Deed, *, clock: bool = True) -> None:
+    """One incident compared with what the test did, and with what the workers wrote down before and after it."""
+    number = int(incident["generation"])
+    before = max((g for g in history.generations() if g < number + deed.waited), default=0)
+    failed, again = history.of(before), history.of(number)
+    if deed.waited:
+        began_s = incident["wall_s"] - _wall_s(0.0)
+        failed, again = [c for c in failed if c.at_s < began_s], [c for c in again if c.at_s > began_s]
+    assert bool(again) == deed.recovered, f"steps in generation {number}: {len(again)}, it says: {incident}"
+    struck = [c for c in failed if c.node in deed.nodes or int(c.process.rpartition(".")[2]) in deed.pids]
+    check_incident(
+        incident, kind=deed.kind, nodes=sorted({c.node for c in struck} | set(deed.nodes)),
+        ranks=sorted({c.rank for c in struck}) if failed else None,
+        redone=(0 if deed.waited else _redone(history, before, number)) if failed and again else None,
+        worlds=(failed[0].world if failed else incident["world_before"], again[0].world if again else 0),
+        struck_wall_s=_wall_s(deed.struck_s) if clock and deed.struck_s is not None else None,
+        noticed_within_s=deed.within_s,
+    )  # fmt: skip
+    for words in deed.words:
+        assert words in incident["detail"], f"{words!r} is not the evidence: {incident['detail']}"
+    named = {c["node"] for c in incident["causes"] if weight(c["kind"]) > weight("drain")}
+    assert named <= {c.node for c in struck} | {*deed.nodes, *deed.others}, f"nothing befell {named}: {incident}"
+    lasted_s = incident["ended_wall_s"] - incident["wall_s"]
+    marks = incident["timeline_s"].values()
+    assert all(-0.001 <= at_s <= lasted_s + 0.1 for at_s in marks), f"it lasted {lasted_s} s: {incident['timeline_s']}"
+    if failed and again:
+        _check_recovery(failed, again, incident, clock)
+
+
+def _check_recovery(failed: list[Commit], again: list[Commit], incident: Mapping[str, Any], clock: bool) -> None:
+    top = max((c.step + 1 for c in failed), default=0)
+    if incident["steps_lost"] is not None and incident["steps_lost"] == incident["steps_lost_at_most"]:
+        assert incident["step"] == top, f"step {top} was the newest, not {incident['step']}"
+    survived = {c.process for c in failed} & {c.process for c in again}
+    live = incident["restored_from"] == "live"
+    assert survived or not live, f"nobody who stepped before stepped again: {incident['restored_from']}"
+    if not clock:
+        return
+    first_s: dict[int, float] = {}
+    for commit in again:
+        first_s.setdefault(commit.rank, commit.at_s)
+    ended_s = incident["ended_wall_s"] - _wall_s(0.0)
+    began_s = incident["wall_s"] - _wall_s(0.0)
+    # What a rank has committed is written down by the rank a moment before or after its agent has heard of it.
+    assert min(first_s.values()) - JITTER_S <= ended_s <= max(first_s.values()) + BUSY_S, (
+        f"it stepped again at {sorted(first_s.values())}, not at {ended_s}"
+    )
+    if incident["kind"] == "planned":
+        assert max(c.at_s for c in failed) - JITTER_S <= began_s <= min(first_s.values()) + JITTER_S, (
+            f"it stood from {max(c.at_s for c in failed)} to {min(first_s.values())}, not from {began_s}"
+        )
+
+
+def _redone(history: History, before: int, number: int) -> int:
+    """Steps that were committed up to generation `before` and that generation `number` has done again."""
+    top = max((c.step + 1 for c in history.commits if c.generation <= before), default=0)
+    return max(0, top - min(c.step for c in history.of(number)))
+
+
+def _wall_s(monotonic_s: float) -> float:
+    return time.time() - time.monotonic() + monotonic_s
+
+
+def check_written(writes: Iterable[tuple[str, Mapping[str, Any] | None]], *, clock: bool = True) -> None:
+    """Of all writes of a job, in their order: the beginning of an incident stays, and what is over stays so. `clock`:
+    all clocks are right."""
+    last: dict[str, Mapping[str, Any]] = {}
+    for key, record in writes:
+        if not key.startswith("incidents/") or record is None or record["kind"] in AT_ONCE:
+            continue
+        if (known := last.get(key)) is not None:
+            assert known.get("open"), f"{key} was over already: {known} → {record}"
+            moved_s = abs(record["wall_s"] - known["wall_s"])
+            stays = moved_s < 0.1 or record["kind"] == "planned" or not clock
+            assert stays, f"{key} began {moved_s} s earlier or later"
+        last[key] = record
