@@ -39,16 +39,24 @@ _NICER = 10
 
 def movable(tensor: torch.Tensor) -> bool:
     """Whether its bytes lie in the CPU's memory as they will in a file."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and tensor.device.type == "cpu"
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def device_type(tensor: torch.Tensor) -> str:
+    """`tensor.device.type`, which makes an object and a text each time: the dearest word about a small tensor."""
+    return "cpu" if tensor.is_cpu else tensor.device.type
 
 
 def copy_now(pairs: Sequence[Pair], progress: Progress = unreported) -> None:
     """A memcpy of each dense tensor; torch for those with strides."""
+    dense: list[Pair] = []
     for to, source in pairs:
-        if not movable(source):
+        if movable(source):
+            dense.append((to, source))
+        else:
             to.copy_(source.detach())
-            progress(source.numel() * source.element_size())
-    Memcpy([pair for pair in pairs if movable(pair[1])]).finish(progress)
+            progress(source.nbytes)
+    Memcpy(dense).finish(progress)
 
 
 class Memcpy:
@@ -56,7 +64,7 @@ class Memcpy:
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self._pairs = pairs  # while there are addresses of theirs about
-        self._plan((to.data_ptr(), what.data_ptr(), what.numel() * what.element_size()) for to, what in pairs)
+        self._plan([(to.data_ptr(), what.data_ptr(), what.nbytes) for to, what in pairs])
 
     @classmethod
     def of(cls, moves: Iterable[Move]) -> Memcpy:

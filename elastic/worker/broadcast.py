@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from ..checkpoint.memcpy import movable
+from ..checkpoint.memcpy import device_type, movable
 
 SLICE_BYTES = 8 << 20
 """Longest slice: it is hashed while it is in the cache still. Two are in flight; at most four staging buffers exist."""
@@ -51,11 +51,11 @@ class Slice(NamedTuple):
 def plan(tensors: Sequence[torch.Tensor]) -> list[Slice]:
     """How to cut the tensors; the same on both sides, for it depends on sizes and kinds of device only."""
     slices: list[Slice] = []
-    for kind in sorted({tensor.device.type for tensor in tensors}):
+    for kind in sorted(set(kinds := [device_type(tensor) for tensor in tensors])):
         small: list[int] = []
         for index, tensor in enumerate(tensors):
             size = tensor.element_size()
-            if tensor.device.type != kind or tensor.numel() == 0:
+            if kinds[index] != kind or tensor.numel() == 0:
                 continue
             if tensor.numel() * size < SMALL_BYTES:
                 small.append(index)

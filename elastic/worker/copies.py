@@ -120,8 +120,10 @@ def counted(tensor: torch.Tensor) -> bool:
 
 def writable(tensor: torch.Tensor) -> bool:
     """Whether its contents can be set in place: not if it is expanded, or was made under `torch.inference_mode`."""
-    overlaps = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return not (overlaps or tensor.is_inference())
+    strides = tensor.stride()
+    if 0 in strides and any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, strides, strict=True)):
+        return False
+    return not tensor.is_inference()
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:

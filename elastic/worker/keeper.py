@@ -319,7 +319,8 @@ class Keeper:
     def _part(self, state: State, *, save: bool) -> Part:
         place = self._place
         share, shares = (place.rank, place.world) if self._shared else (place.local_index, place.local_world)
-        tensors = state.tensors()
+        extra: dict[str, Any] = {}
+        tensors = state.tensors(extra)
         table = tuple(info for info, _ in tensors)
         if (table, share, shares) != self._cut_for:
             self._cut_for = table, share, shares
@@ -343,7 +344,7 @@ class Keeper:
             shares=shares,
             table=self._own,
             tensors=[tensors[i][1] for i in self._chosen],
-            extra=extra_of(state, mine),
+            extra=extra_of(extra, mine),
             interval=self.describe(),
             beside=beside,
             part=place.local_index if self._snapshots else None,

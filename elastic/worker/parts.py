@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from ..checkpoint.dtypes import dtype_of
+from ..checkpoint.memcpy import device_type
 from ..core.tensors import TensorInfo
 from .copies import Copy, writable
 from .tree import Codecs, decode, encode, tensors_named
@@ -41,6 +42,9 @@ class Part(Protocol):
     """What plain torch would load it into; see `checkpoint.plain`."""
     name: str
     value: Any
+
+    def held(self) -> tuple[Named, Any]:
+        """Its tensors, and all else that it has as JSON; from one look, for with thousands of tensors that counts."""
 
     def tensors(self) -> Named: ...
     def extra(self) -> Any: ...
@@ -78,9 +82,14 @@ class ModulePart:
         self._coming_made: dict[str, Any] = {}
         self._makes: tuple[bool, dict[str, torch.nn.Module]] | None = None
 
+    def held(self) -> tuple[Named, Any]:
+        found, made = self.split()
+        encoded = self._encoded(made, found if self._coming is None else {})
+        found.update(self._coming or {})
+        return list(found.items()), encoded
+
     def tensors(self) -> Named:
-        own, made = self.split()
-        found = dict(own)
+        found, made = self.split()
         if self._coming is not None:
             found.update(self._coming)
         else:
@@ -197,6 +206,10 @@ class ObjectPart:
         self._coming: dict[str, torch.Tensor] | None = None
         self._coming_extra: Any = None
 
+    def held(self) -> tuple[Named, Any]:
+        encoded, found = self._encoded()
+        return list((found if self._coming is None else self._coming).items()), encoded
+
     def tensors(self) -> Named:
         return list((self._coming if self._coming is not None else self._encoded()[1]).items())
 
@@ -291,13 +304,16 @@ class OptimizerPart:
         self.value = value
         self._codecs = codecs
 
-    def tensors(self) -> Named:
+    def held(self) -> tuple[Named, Any]:
         found: dict[str, torch.Tensor] = {}
-        self._walk(found)
-        return list(found.items())
+        encoded = self._walk(found)
+        return list(found.items()), encoded
+
+    def tensors(self) -> Named:
+        return self.held()[0]
 
     def extra(self) -> Any:
-        return self._walk({})
+        return self.held()[1]
 
     def adopt(self, infos: Infos, extra: Any) -> None:
         params = self._params()
@@ -317,15 +333,19 @@ class OptimizerPart:
         fresh: dict[Any, Any] = {}
         prefix = f"{self.name}.state."
         inner = tensors_named(extra)
+        place: dict[str, torch.Tensor] = {}
+        param: torch.Tensor | None = None
+        number, device, on = "", "", extra["on"]
         for name, info in infos.items():
             if not name.startswith(prefix) or name in inner:
                 continue
-            index, _, key = name.removeprefix(prefix).partition(".")
-            if int(index) >= len(params):
-                raise ValueError(f"{name}: there are only {len(params)} parameters here")
-            param = params[int(index)]
-            device = extra["on"].get(key, param.device.type)
-            fresh.setdefault(param, {})[key] = _fitting(mine.get(name), info, device, like=param)
+            index, _, key = name[len(prefix) :].partition(".")
+            if number != index:
+                if int(index) >= len(params):
+                    raise ValueError(f"{name}: there are only {len(params)} parameters here")
+                number, param = index, params[int(index)]
+                place, device = fresh.setdefault(param, {}), device_type(param)
+            place[key] = _fitting(mine.get(name), info, on.get(key, device), like=param)
         for index, held in extra["state"].items():
             param = params[int(index)]
             fresh.setdefault(param, {}).update(decode(held, target, self._codecs))
@@ -373,16 +393,20 @@ class OptimizerPart:
             groups.append({"params": len(group["params"]), "options": encoded})
         on: dict[str, str] = {}
         rest: dict[str, Any] = {}
+        state = {id(param): held for param, held in self.value.state.items()}
+        sorts: dict[tuple[Any, ...], list[Any]] = {}
         for index, param in enumerate(self._params()):
-            held = self.value.state.get(param, {})
+            if not (held := state.get(id(param))):
+                continue
             path = f"{self.name}.state.{index}"
-            for key in sorted(held, key=str):
-                if type(key) is not str:
-                    raise TypeError(f"state.{path} has an entry {key!r}: only names can be kept, this is no text")
+            if (keys := sorts.get(kinds := tuple(held))) is None:
+                keys = sorts[kinds] = _texts(held, path)
+            device = param.device
+            for key in keys:
                 item = held[key]
                 if isinstance(item, torch.Tensor):
                     tensors[f"{path}.{key}"] = item
-                    if item.device.type != param.device.type:
+                    if item.device != device and item.device.type != device.type:
                         on[key] = item.device.type
                 else:
                     rest.setdefault(str(index), {})[key] = encode(item, f"{path}.{key}", tensors, self._codecs)
@@ -408,13 +432,22 @@ def _fitting(
 ) -> torch.Tensor:
     """`mine` if the bytes of `info` can go straight into it, else new storage on a device of that type."""
     dtype = dtype_of(info.dtype)
-    fits = mine is not None and mine.dtype == dtype and tuple(mine.shape) == info.shape and mine.device.type == device
-    if mine is not None and fits and writable(mine):
-        return mine
-    if like is not None and tuple(like.shape) == info.shape and like.device.type == device and writable(like):
-        return torch.empty_like(like, dtype=dtype, requires_grad=False).detach()
-    where = like.device if like is not None and like.device.type == device else torch.device(device)
+    if mine is not None:
+        fits = mine.dtype == dtype and mine.shape == info.shape and device_type(mine) == device
+        if fits and writable(mine):
+            return mine
+    if like is not None and like.shape == info.shape and device_type(like) == device and writable(like):
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    where = like.device if like is not None and device_type(like) == device else torch.device(device)
     return torch.empty(info.shape, dtype=dtype, device=where)
+
+
+def _texts(held: Mapping[Any, Any], path: str) -> list[str]:
+    """The names in an optimizer's entry for a parameter, sorted. Raises TypeError for one that is no text."""
+    for key in sorted(held, key=str):
+        if type(key) is not str:
+            raise TypeError(f"state.{path} has an entry {key!r}: only names can be kept, this is no text")
+    return sorted(held)
 
 
 def _dictionary(held: Any) -> MutableMapping[str, torch.Tensor | None]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from ..checkpoint.memcpy import movable
 from .broadcast import byte_view, row_major
 
 PIECE_BYTES = 4 << 20
@@ -72,8 +73,7 @@ def open_to_readers(tensors: Sequence[torch.Tensor]) -> Iterator[Window]:
 
 
 def readable(tensor: torch.Tensor) -> bool:
-    dense = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    return dense and tensor.device.type == "cpu" and tensor.numel() > 0
+    return movable(tensor) and tensor.numel() > 0
 
 
 def can_read(window: Window) -> bool:
@@ -93,11 +93,12 @@ def pull(
     found: list[int] = []
     staging: torch.Tensor | None = None
     gathered: torch.Tensor | None = None
-    for group in _groups(tensors):
+    nbytes_of = [tensor.nbytes for tensor in tensors]
+    for group in _groups(nbytes_of):
         hasher = xxhash.xxh3_64()
         if len(group) > 1 and all(tensors[i].is_contiguous() for i in group):
             gathered = torch.empty(PIECE_BYTES, dtype=torch.uint8) if gathered is None else gathered
-            sizes = [_nbytes(tensors[i]) for i in group]
+            sizes = [nbytes_of[i] for i in group]
             _fetch_row(pid, gathered.data_ptr(), [addresses[i] for i in group], sizes)
             hasher.update(_memory(gathered[: sum(sizes)]))
             at = gathered.data_ptr()
@@ -129,13 +130,14 @@ def digests(tensors: Sequence[torch.Tensor], check: Callable[[], None] = lambda:
     """xxh3 of each group of dense `tensors`, in the order in which `pull` reads them."""
     found = []
     gathered: torch.Tensor | None = None
-    for group in _groups(tensors):
+    nbytes_of = [tensor.nbytes for tensor in tensors]
+    for group in _groups(nbytes_of):
         hasher = xxhash.xxh3_64()
         if len(group) > 1:
             gathered = torch.empty(PIECE_BYTES, dtype=torch.uint8) if gathered is None else gathered
             first = at = gathered.data_ptr()
             for i in group:
-                nbytes = _nbytes(tensors[i])
+                nbytes = nbytes_of[i]
                 ctypes.memmove(at, tensors[i].data_ptr(), nbytes)
                 at += nbytes
             found.append(_signed(xxhash.xxh3_64_intdigest(_memory(gathered[: at - first]))))
@@ -150,12 +152,11 @@ def digests(tensors: Sequence[torch.Tensor], check: Callable[[], None] = lambda:
     return found
 
 
-def _groups(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+def _groups(sizes: Sequence[int]) -> Iterator[list[int]]:
     """Small tensors together, as many as one call reads; large ones alone."""
     group: list[int] = []
     total = 0
-    for index, tensor in enumerate(tensors):
-        nbytes = _nbytes(tensor)
+    for index, nbytes in enumerate(sizes):
         if nbytes > PIECE_BYTES:
             yield [index]
             continue
@@ -215,10 +216,6 @@ _process_vm_readv.argtypes = (
 
 def _memory(data: torch.Tensor) -> memoryview:
     return memoryview(data.numpy())  # type: ignore[arg-type]
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _signed(digest: int) -> int:

@@ -24,12 +24,12 @@ ASK_S = 90.0
 """Longer than the agent takes to answer, whatever it waits for."""
 
 
-def extra_of(state: State, positions: Sequence[int]) -> dict[str, Any]:
-    """What a share keeps beside its tensors: the rest of the state, and where its tensors stand in the whole table.
+def extra_of(extra: dict[str, Any], positions: Sequence[int]) -> dict[str, Any]:
+    """What a share keeps beside its tensors: the state's `extra`, and where its tensors stand in the whole table.
 
     `positions` in the order of the share's file (`layout.file_order`).
     """
-    return {"state": state.extra(), "positions": list(positions)}
+    return {"state": extra, "positions": list(positions)}
 
 
 def whole_table(shares: Iterable[tuple[Mapping[str, Any], Table]]) -> Table:
@@ -59,8 +59,8 @@ class Kept:
         besides = [arena.beside() for arena in self._arenas]
         own = ((extra, arena.table()) for extra, arena in zip(extras, self._arenas, strict=True))
         others = (({"positions": beside.positions}, beside.table) for beside in besides)
-        state.adopt(whole_table([*own, *others]), extras[0]["state"])
-        here = {info.name: tensor for info, tensor in state.tensors()}
+        table = whole_table([*own, *others])
+        here = {info.name: t for info, t in zip(table, state.adopt(table, extras[0]["state"]), strict=True)}
         for arena in self._arenas:
             arena.load(here, progress)
         state.filled()
@@ -93,8 +93,9 @@ class Disk:
 
         def prepare(found: find.Found) -> read.Into:
             shares = ((share.extra, share.tensors) for share in found.manifest.shares)
-            state.adopt(whole_table(shares), found.manifest.extra["state"])
-            here = {info.name: tensor for info, tensor in state.tensors()}
+            table = whole_table(shares)
+            came = state.adopt(table, found.manifest.extra["state"])
+            here = {info.name: tensor for info, tensor in zip(table, came, strict=True)}
             return lambda info: here[info.name]
 
         found = read.load_newest(self.directory, self.job, prepare, remote=self.remote, progress=progress)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ..checkpoint.dtypes import code_of, nbytes_of
 from ..core.source import Version
 from ..core.tensors import Table, TensorInfo
 from . import collector
+from .described import Described
 from .modes import Modes
 from .optimizers import Optimizers, is_sharded, sharded, sharded_module
 from .parts import ModulePart, ObjectPart, OptimizerPart, Part, ScalerPart, ValuePart
@@ -222,28 +222,42 @@ class State:
     # ── what it holds ───────────────────────────────────────────────────────────────────────────────────────
 
     @collector.paused()
-    def tensors(self) -> list[tuple[TensorInfo, torch.Tensor]]:
+    def tensors(self, extra: dict[str, Any] | None = None) -> list[tuple[TensorInfo, torch.Tensor]]:
         """All tensors, detached, sharing the state's own storage; the order is the same on every rank.
 
-        Weights that modules share (tied) come once, under their first name.
+        Weights that modules share (tied) come once, under their first name. What `extra` returns is put into `extra`,
+        from the same walk. Raises CannotEncodeError.
         """
+        parts: dict[str, Any] | None = None if extra is None else {}
+        found, self._tied, self._described = self._walk(self._parts.values(), parts)
+        if extra is not None:
+            extra.update(self._with(parts))
+        return found
+
+    def _walk(
+        self, parts: Iterable[Part], extras: dict[str, Any] | None
+    ) -> tuple[list[tuple[TensorInfo, torch.Tensor]], dict[str, str], dict[str, Described]]:
+        """The tensors of `parts`, those that are tied, and what is known of each; `extras` is filled by part."""
         first: dict[object, str] = {}
         tied: dict[str, str] = {}
         found: list[tuple[TensorInfo, torch.Tensor]] = []
         described: dict[str, Described] = {}
-        for part in self._parts.values():
+        for part in parts:
+            if extras is None:
+                tensors = part.tensors()
+            else:
+                tensors, extras[part.name] = part.held()
             module = isinstance(part, ModulePart)
-            for name, tensor in part.tensors():
+            for name, tensor in tensors:
                 was = self._described.get(name)
                 if was is None or not was.still(tensor):
                     was = Described(name, tensor)
                 described[name] = was
-                if module and (known := first.setdefault(was.place, name)) != name:
+                if module and (known := first.setdefault(was.place(tensor), name)) != name:
                     tied[name] = known
                     continue
                 found.append((was.info, tensor.detach()))
-        self._tied, self._described = tied, described
-        return found
+        return found, tied, described
 
     def volatile(self) -> set[str]:
         """Names of the tensors that may change with no optimizer of the state saying so: a forward changes buffers."""
@@ -265,11 +279,14 @@ class State:
 
         Raises CannotEncodeError.
         """
+        return self._with({name: part.extra() for name, part in self._parts.items()})
+
+    def _with(self, parts: dict[str, Any] | None) -> dict[str, Any]:
         return {
             "format": FORMAT,
             "step": self._step,
             "commit_generation": self._commit_generation,
-            "parts": {name: part.extra() for name, part in self._parts.items()},
+            "parts": parts,
             "kinds": {name: part.kind for name, part in self._parts.items()},
             "tied": self._tied,
         }
@@ -277,8 +294,8 @@ class State:
     # ── taking in another one ───────────────────────────────────────────────────────────────────────────────
 
     @collector.paused()
-    def adopt(self, table: Table, extra: Mapping[str, Any]) -> None:
-        """Make ready to receive: afterwards `tensors()` has exactly `table`, to be filled, then call `filled()`.
+    def adopt(self, table: Table, extra: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Make ready to receive; returns what `tensors()` then has, exactly `table`. Fill it, then call `filled()`.
 
         Not clean from here until then. Storage that fits stays where it is. Raises ValueError naming the first thing
         that does not match; the state is then not usable unless the mismatch was found before anything was touched.
@@ -288,20 +305,20 @@ class State:
         theirs = extra["parts"]
         if list(theirs) != list(self._parts):
             raise ValueError(f"this state has the parts {_listed(self._parts)}, the one that came {_listed(theirs)}")
-        strangers = [info.name for info in table if _part_of(info) not in self._parts]
-        if strangers:
-            raise ValueError(f"{strangers[0]} belongs to no part of this state: {_listed(self._parts)}")
         by_part: dict[str, dict[str, TensorInfo]] = {name: {} for name in self._parts}
-        made = tensors_named([theirs[name] for name, part in self._parts.items() if isinstance(part, ModulePart)])
-        self._compare(tuple(info for info in table if info.name not in made), modules_only=True)
         for info in table:
-            by_part[_part_of(info)][info.name] = info
+            if (held := by_part.get(_part_of(info))) is None:
+                raise ValueError(f"{info.name} belongs to no part of this state: {_listed(self._parts)}")
+            held[info.name] = info
+        self._compare_modules(by_part, theirs)
         self._whole = False
         self._point.drop()
         for name, part in self._parts.items():
             part.adopt(by_part[name], theirs[name])
-        self._compare(table, modules_only=False)
+        found = self.tensors()
+        _compare([info for info, _ in found], table)
         self._coming = int(extra["commit_generation"]), int(extra["step"])
+        return [tensor for _, tensor in found]
 
     def filled(self) -> None:
         """The bytes of all tensors are in: the state is whole, and at the step of what was adopted."""
@@ -338,23 +355,30 @@ class State:
             self._modes = Modes(p.value for p in self._parts.values() if isinstance(p.value, torch.nn.Module))
         self._modes.put_back()
 
-    def _compare(self, table: Table, *, modules_only: bool) -> None:
-        def relevant(info: TensorInfo) -> bool:
-            return not modules_only or isinstance(self._parts.get(_part_of(info)), ModulePart)
+    def _compare_modules(self, by_part: Mapping[str, Mapping[str, TensorInfo]], extras: Mapping[str, Any]) -> None:
+        """What modules have of their own is what came, before anything is touched. Raises ValueError."""
+        modules = [part for part in self._parts.values() if isinstance(part, ModulePart)]
+        ours: dict[str, Any] = {}
+        held, _, described = self._walk(modules, ours)
+        self._described.update(described)
+        made = tensors_named(list(ours.values()))
+        mine = [info for info, _ in held if info.name not in made]
+        made = tensors_named([extras[part.name] for part in modules])
+        _compare(mine, [info for part in modules for info in by_part[part.name].values() if info.name not in made])
 
-        made = tensors_named([part.extra() for part in self._parts.values() if isinstance(part, ModulePart)])
-        mine = [info for info in self.table() if relevant(info) and not (modules_only and info.name in made)]
-        theirs = [info for info in table if relevant(info)]
-        if mine == theirs:
-            return
-        ours, came = {info.name: info for info in mine}, {info.name: info for info in theirs}
-        for name in [*ours, *came]:
-            if ours.get(name) != came.get(name):
-                raise ValueError(
-                    f"{name} is {_described(ours.get(name))} here and {_described(came.get(name))} in the state "
-                    f"that came: setup() must build the same on every rank"
-                )
-        raise ValueError("the tensors here are in another order than in the state that came")
+
+def _compare(mine: Sequence[TensorInfo], came: Sequence[TensorInfo]) -> None:
+    """Raises ValueError naming the first difference."""
+    if len(mine) == len(came) and all(map(operator.eq, mine, came)):
+        return
+    here, there = {info.name: info for info in mine}, {info.name: info for info in came}
+    for name in [*here, *there]:
+        if here.get(name) != there.get(name):
+            raise ValueError(
+                f"{name} is {_described(here.get(name))} here and {_described(there.get(name))} in the state "
+                f"that came: setup() must build the same on every rank"
+            )
+    raise ValueError("the tensors here are in another order than in the state that came")
 
 
 def _refuse_sharded(name: str, module: torch.nn.Module) -> None:
@@ -374,47 +398,8 @@ def _refuse_lazy(name: str, module: torch.nn.Module) -> None:
         raise TypeError(f"state.{name}.{found} has no shape yet: run one forward of the lazy module in setup()")
 
 
-class Described:
-    """A tensor's entry in the table, made once: with thousands of tensors that is most of what a snapshot costs."""
-
-    __slots__ = ("_address", "_dtype", "_stride", "_tensor", "info", "place")
-
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        self.info = _info(name, tensor)
-        self.place = _place(tensor)
-        self._tensor = weakref.ref(tensor)
-        self._address, self._stride, self._dtype = tensor.data_ptr(), tensor.stride(), tensor.dtype
-
-    def still(self, tensor: torch.Tensor) -> bool:
-        """Whether it is that very tensor, where and as it was."""
-        return (
-            self._tensor() is tensor
-            and self._address == tensor.data_ptr()
-            and self.info.shape == tensor.shape
-            and self._stride == tensor.stride()
-            and self._dtype is tensor.dtype
-        )
-
-
-def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
-    odd = "quantised" if tensor.is_quantized else "sparse" if tensor.layout is not torch.strided else ""
-    if odd or type(tensor).__name__ == "DTensor":
-        raise TypeError(
-            f"state.{name} is {odd or 'a DTensor'} ({type(tensor).__name__}, {tensor.layout}, {tensor.dtype}): only "
-            f"dense tensors that are whole on each rank can be kept; keep it dense (tensor.to_dense(), "
-            f"tensor.dequantize()) in the state and make the other form of it where it is used"
-        )
-    return TensorInfo(name, code_of(tensor.dtype), tuple(tensor.shape), nbytes_of(tensor))
-
-
 def _part_of(info: TensorInfo) -> str:
     return info.name.partition(".")[0]
-
-
-def _place(tensor: torch.Tensor) -> object:
-    if tensor.numel() == 0 or tensor.device.type == "meta":
-        return id(tensor)
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _described(info: TensorInfo | None) -> str:

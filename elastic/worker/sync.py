@@ -11,6 +11,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from ..checkpoint.memcpy import device_type
 from ..core.source import Choice, Offer, Version, choose, reached
 from ..core.tensors import Table
 from . import broadcast, collector, pull
@@ -157,11 +158,12 @@ def _bring(
 
 
 def _give(state: State, said: str, choice: Choice, check: Callable[[], None]) -> None:
-    held = state.tensors()
+    extra: dict[str, Any] = {}
+    held = state.tensors(extra)
     tensors = [tensor for _, tensor in held]
-    devices = tuple(tensor.device.type for tensor in tensors)
+    devices = tuple(device_type(tensor) for tensor in tensors)
     with pull.open_to_readers(tensors) as window:
-        head = Head(tuple(info for info, _ in held), state.extra(), said, devices, window)
+        head = Head(tuple(info for info, _ in held), extra, said, devices, window)
         _send_bytes(msgspec.json.encode(head), choice.needs[0])
         readers = [bool(_number(source=rank)) for rank in choice.needs]
         for rank in choice.needs:
@@ -210,10 +212,9 @@ def _take(state: State, choice: Choice, rank: int, check: Callable[[], None]) ->
 
 
 def _adopt(state: State, head: Head) -> list[torch.Tensor]:
-    state.adopt(head.table, head.extra)
-    tensors = [tensor for _, tensor in state.tensors()]
+    tensors = state.adopt(head.table, head.extra)
     for info, tensor, device in zip(head.table, tensors, head.devices, strict=True):
-        if tensor.device.type != device:
+        if device_type(tensor) != device:
             raise ValueError(f"{info.name} lies on {tensor.device.type} here and on {device} at the source")
     return tensors
 

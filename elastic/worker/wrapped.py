@@ -22,11 +22,12 @@ class WrappedOptimizerPart(OptimizerPart):
         super().__init__(name, value, codecs)
         self._inner = {key: optimizer_part(f"{name}.{key}", held, codecs) for key, held in inner_optimizers(value)}
 
-    def tensors(self) -> Named:
-        return super().tensors() + [pair for part in self._inner.values() for pair in part.tensors()]
-
-    def extra(self) -> Any:
-        return {**super().extra(), "inner": {key: part.extra() for key, part in self._inner.items()}}
+    def held(self) -> tuple[Named, Any]:
+        tensors, extra = super().held()
+        inner = {key: part.held() for key, part in self._inner.items()}
+        for theirs, _ in inner.values():
+            tensors = tensors + theirs
+        return tensors, {**extra, "inner": {key: theirs for key, (_, theirs) in inner.items()}}
 
     def adopt(self, infos: Infos, extra: Any) -> None:
         came = extra.get("inner", {})

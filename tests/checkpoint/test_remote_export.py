@@ -168,7 +168,7 @@ def test_an_exported_state_loads_into_plain_torch(tmp_path: Path) -> None:
         step(*made)
         state.committed(1)
     tensors = {info.name: tensor for info, tensor in state.tensors()}
-    extra = extra_of(state, range(len(tensors)))
+    extra = extra_of(state.extra(), range(len(tensors)))
     with filled(tensors, 3, extra=extra) as arena:
         write_share(arena, str(tmp_path), threads=1, piece_nbytes=PIECE)
     path = commit(str(tmp_path), "job", step=3, generation=1, shares=1, world=1)

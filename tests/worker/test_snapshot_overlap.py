@@ -45,7 +45,9 @@ class Trained:
         self.held = {name: torch.zeros(SIZE) for name in ("w1", "w2", "momentum", "running_mean")}
         self._there = {name: device.tensor(tensor) for name, tensor in self.held.items()}
 
-    def tensors(self) -> list[tuple[TensorInfo, torch.Tensor]]:
+    def tensors(self, extra: dict[str, Any] | None = None) -> list[tuple[TensorInfo, torch.Tensor]]:
+        if extra is not None:
+            extra.update(self.extra())
         return [(TensorInfo(name, "F32", (SIZE,), SIZE * 4), t.detach()) for name, t in self._there.items()]
 
     def table(self) -> Table:

@@ -43,15 +43,16 @@ def train(state: State) -> None:
 
 def copy(source: State, target: State) -> None:
     extra = json.loads(json.dumps(source.extra()))
-    target.adopt(source.table(), extra)
-    for (_, here), (_, there) in zip(target.tensors(), source.tensors(), strict=True):
+    for here, (_, there) in zip(target.adopt(source.table(), extra), source.tensors(), strict=True):
         here.copy_(there)
     target.filled()
 
 
 def same(a: State, b: State) -> bool:
+    walked: dict[str, Any] = {}
+    a.tensors(walked)
     return (
-        a.extra() == b.extra()
+        walked == a.extra() == b.extra()
         and a.table() == b.table()
         and all(torch.equal(x, y) for (_, x), (_, y) in zip(a.tensors(), b.tensors(), strict=True))
     )
