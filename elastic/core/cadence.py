@@ -29,13 +29,9 @@ FIRST_S = 30.0
 
 
 SNAPSHOT_SHARE = 0.01
-"""Of the training time, that snapshots in memory may cost."""
+"""Of the training time, at most, that snapshots in memory may cost."""
 
 SNAPSHOT_LEAST_S = 1.0
-SNAPSHOT_MOST_S = 120.0
-"""Two snapshots lie no further apart: where a copy is slow they cost more than SNAPSHOT_SHARE instead."""
-SNAPSHOT_MOST_SHARE = 0.05
-"""But never more than this: a copy that is slower still is taken less often."""
 SNAPSHOT_UNMEASURED_MOST_S = 30.0
 """Until a copy into memory that was used before has been measured, no longer than this: the first one is dearer."""
 
@@ -101,13 +97,10 @@ def describe(rule: Rule, measured: Measured) -> str:
 
 
 def describe_snapshots(cost_s: float | None, *, warm: bool = True) -> str:
-    """For `status`: '15 s (cost 0.15 s)'; '120 s (cost 2.40 s, 2.0 % of the training time)' where that is dear."""
+    """For `status`: '15 s (cost 0.15 s)'."""
     if cost_s is None:
         return "not measured yet"
-    interval = snapshot_interval_s(cost_s, warm=warm)
-    share = cost_s / interval if warm else 0.0
-    dear = f", {100 * share:.1f} % of the training time" if share > 1.001 * SNAPSHOT_SHARE else ""
-    return f"{interval:.0f} s (cost {cost_s:.3f} s{dear})"
+    return f"{snapshot_interval_s(cost_s, warm=warm):.0f} s (cost {cost_s:.3f} s)"
 
 
 def first_plan(rule: Rule | None, step: int, *, snapshots: bool = False) -> Plan:
@@ -119,15 +112,13 @@ def first_plan(rule: Rule | None, step: int, *, snapshots: bool = False) -> Plan
 
 
 def snapshot_interval_s(cost_s: float | None, *, warm: bool = True) -> float:
-    """Seconds between snapshots that stay in memory: so many that they cost SNAPSHOT_SHARE of the training time, but no
-    more than SNAPSHOT_MOST_S unless they would cost SNAPSHOT_MOST_SHARE of it.
+    """Seconds between snapshots that stay in memory: so many that they cost SNAPSHOT_SHARE of the training time.
 
     `cost_s`: training time that one costs; None: none taken yet. `warm`: measured on memory that was used before.
     """
     if cost_s is None:
         return SNAPSHOT_LEAST_S
-    seldom_enough = max(SNAPSHOT_MOST_S, cost_s / SNAPSHOT_MOST_SHARE)
-    interval = min(max(SNAPSHOT_LEAST_S, cost_s / SNAPSHOT_SHARE), seldom_enough)
+    interval = max(SNAPSHOT_LEAST_S, cost_s / SNAPSHOT_SHARE)
     return interval if warm else min(interval, SNAPSHOT_UNMEASURED_MOST_S)
 
 

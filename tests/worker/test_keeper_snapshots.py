@@ -132,16 +132,6 @@ def test_they_cost_one_percent_of_the_time() -> None:
     assert cadence.snapshot_at(1.0, step=100, step_s=5.0, since_s=9.0, agree_at=101) == 101
 
 
-def test_a_slow_copy_is_still_taken_every_two_minutes_and_status_says_what_that_costs() -> None:
-    assert cadence.snapshot_interval_s(2.4) == 120.0
-    assert cadence.snapshot_interval_s(5.9) == 120.0
-    assert cadence.snapshot_interval_s(60.0) == pytest.approx(1200.0), "never more than 5 % of the time"
-    assert cadence.describe_snapshots(1.0) == "100 s (cost 1.000 s)"
-    assert cadence.describe_snapshots(2.4) == "120 s (cost 2.400 s, 2.0 % of the training time)"
-    assert cadence.describe_snapshots(60.0) == "1200 s (cost 60.000 s, 5.0 % of the training time)"
-    assert cadence.describe_snapshots(2.4, warm=False) == "30 s (cost 2.400 s)", "that is not what the next will cost"
-
-
 def test_one_that_was_due_while_all_buffers_were_written_is_taken_as_soon_as_one_is_free(
     agents: list[Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
