@@ -75,6 +75,7 @@ def _end() -> None:
 
 
 def _rank(function: Callable[..., Any], rank: int, world: int, port: int, args: dict[str, Any], pipe: int) -> None:
+    os.dup2(2, 1)  # stdout is for the answer: gloo of some builds of torch 2.10 prints there
     try:
         result = function(rank, world, port, **args)
     except BaseException:  # noqa: BLE001 - the report of a process that ends here
