@@ -142,8 +142,7 @@ def closed(
     cut_short = incident.planned and not causes(incident)
     as_planned = all(weight(cause.kind) <= weight("drain") for cause in causes(incident))
     known = counted and ((recovered and (witnessed or as_planned)) or cut_short)
-    waited = generation.number == incident.worlds[0].number  # the very generation goes on that stood still
-    least = steps_lost(incident.syncs) if known and (incident.syncs or waited or not recovered) else None
+    least = steps_lost(incident.syncs) if known and (incident.syncs or not recovered) else None
     most = least
     if least is not None and not _certain(incident, generation):
         # A rank cannot commit a step before all others have contributed to it: it is one step ahead of them at most.

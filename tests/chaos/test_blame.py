@@ -88,7 +88,7 @@ def test_a_replica_that_drifted_apart_is_named(policy: str) -> None:
         checkpoint = {"dir": str(cluster.folder / "checkpoints"), "every_steps": 10}
         job = cluster.submit(
             steps=100, script=cluster.script("drift", DRIFT), fingerprint_every_steps=5, on_bad_numbers=policy,
-            checkpoint=checkpoint,
+            checkpoint=checkpoint, pace_s=0.03,  # so that the checkpoint of step 30 is whole before step 35
         )  # fmt: skip
         job.order("drift", rank=1, step=32, do="drift", place="commit")
         if policy == "stop":
@@ -100,5 +100,4 @@ def test_a_replica_that_drifted_apart_is_named(policy: str) -> None:
             (incident,) = job.incidents()
             assert "step 30" in incident["restored_from"]
             said = incident["detail"]
-        job.told(job.deed("drift", "drift", recovered=policy == "rollback"))
         assert "drift on rank 1" in said

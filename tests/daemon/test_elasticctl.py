@@ -60,7 +60,7 @@ def test_submit_status_stop_forget(node: Node, script: pathlib.Path, tmp_path: p
     assert (spec["script"], spec["workdir"], spec["checkpoint"]["keep"]) == (str(script), str(tmp_path), 7)
 
     eventually(lambda: "5.0" in node.ctl("status").stdout or "0.5" in node.ctl("status").stdout, 10)
-    eventually(lambda: "1/4" in node.ctl("status").stdout, 10, "the node's record says that a worker runs")
+    eventually(lambda: "1/4" in node.ctl("status").stdout, 30, "the node's record says that a worker runs")
     screen = node.ctl("status").stdout
     assert re.search(r"cluster main +node desk +healthy", screen)
     assert re.search(r"desk +ready +1/4", screen)

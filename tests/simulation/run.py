@@ -38,8 +38,12 @@ def many(seeds: Iterable[int], drawn: Callable[[int], History] = draw) -> Iterat
 def explain(outcome: Outcome) -> str:
     """A failing history, as short as it gets."""
     silent()
-    small = shrink(outcome.history)
-    return f"seed {outcome.history.setting.seed}: {play(small).failure}\nshortest history that fails:\n{small}"
+    try:
+        small = shrink(outcome.history)
+        failure = play(small).failure
+    finally:
+        structlog.reset_defaults()  # the tests after this one read log lines
+    return f"seed {outcome.history.setting.seed}: {failure}\nshortest history that fails:\n{small}"
 
 
 def main(argv: list[str]) -> int:

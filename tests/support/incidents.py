@@ -128,7 +128,7 @@ def check_deed(history: History, incident: Mapping[str, Any], deed: Deed, *, clo
     check_incident(
         incident, kind=deed.kind, nodes=sorted({c.node for c in struck} | set(deed.nodes)),
         ranks=sorted({c.rank for c in struck}) if failed else None,
-        redone=(0 if deed.waited else _redone(history, before, number)) if failed and again else None,
+        redone=_redone(history, before, number) if failed and again and not deed.waited else None,
         worlds=(failed[0].world if failed else incident["world_before"], again[0].world if again else 0),
         struck_wall_s=_wall_s(deed.struck_s) if clock and deed.struck_s is not None else None,
         noticed_within_s=deed.within_s,
