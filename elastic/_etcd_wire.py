@@ -294,13 +294,14 @@ def _change(event: Any) -> KV | tuple[str, int]:
 
 def _tls_trouble(details: str) -> str:
     """What a failed TLS handshake means, in words before gRPC's own; empty: it is another failure."""
-    if "handshake failed" not in details:
+    if not any(sign in details for sign in ("handshake failed", "handshake read failed", "handshake write failed")):
         return ""
     if "alert" in details:
         return "etcd refuses the client certificate (cert_file), or wants one: "
     if "certificate" in details:
         return "etcd's certificate is not signed by the authority of ca_file, or not for this name: "
-    return "etcd does not speak TLS there, or ends the handshake: "
+    # A refusal can look the same: the connection may be gone before the alert that says it is read.
+    return "etcd ends the TLS handshake: it refuses the client certificate (cert_file) or wants one, or has no TLS: "
 
 
 def translate(error: Any, where: str) -> EtcdError:

@@ -11,6 +11,7 @@ import structlog
 from ..core import messages
 from ..core.agentfile import AgentConfig
 from ..core.effects import (
+    AddCauses,
     ChargeFailure,
     Effect,
     ForkPlain,
@@ -89,6 +90,9 @@ class Deeds:
                 registry.put_incident(record, effect.key)
                 self.on_incident(record)
                 log.info("incident", key=effect.key, **msgspec.to_builtins(record))
+            case AddCauses(key, record):
+                registry.add_causes(record, key)
+                log.info("incident.causes", key=key, kind=record.kind, node=record.node, detail=record.detail)
             case PutBroken(record, member):
                 registry.put_broken(record, member)
             case Publish():

@@ -17,6 +17,7 @@ from ..checkpoint.remote import list_remote
 from ..core.effects import Publish
 from ..core.events import Event, Joined, LeaseLost, PublishFailed
 from ..core.evidence import merged
+from ..core.incident import supplemented
 from ..core.keys import JobKeys
 from ..core.model import Policy
 from ..core.phases import PhaseTrigger, after
@@ -319,6 +320,23 @@ class Registry:
     def put_incident(self, record: IncidentRecord, number: int) -> None:
         """`number`: see PutIncident.key."""
         self._put_incident(self.keys.incident(number), record)
+
+    def add_causes(self, record: IncidentRecord, number: int) -> None:
+        """To the record of an incident that is over: see AddCauses."""
+        key = self.keys.incident(number)
+
+        def order() -> None:
+            if (kv := self.etcd.get(key)) is None:
+                return
+            known = decode(IncidentRecord, kv.value)
+            if known.open:
+                raise EtcdUnavailable(f"{key} is not closed yet", maybe_done=False)
+            if (fuller := supplemented(known, record)) is known:
+                return
+            if not self.etcd.txn([ModIs(key, kv.mod_revision)], [Put(key, encode(fuller))]).ok:
+                raise EtcdUnavailable(f"{key} changed meanwhile", maybe_done=False)
+
+        self._lazy.ask(f"{key} causes", order, persist=True)
 
     def put_save_incident(self, record: IncidentRecord) -> None:
         """A checkpoint that failed."""

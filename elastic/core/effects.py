@@ -93,6 +93,16 @@ class PutIncident:
 
 
 @dataclass(frozen=True, slots=True)
+class AddCauses:
+    """Add to the record of an incident that is over what has been reported of its failures since."""
+
+    key: int
+    """As that of PutIncident."""
+    record: IncidentRecord
+    """As it would have been closed with these reports; its instants mean nothing."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChargeFailure:
     """A failure outside any generation (a worker that cannot even start): book it on the job's budget."""
 
@@ -141,6 +151,7 @@ Effect = (
     | Publish
     | PutPhase
     | PutIncident
+    | AddCauses
     | ChargeFailure
     | Restore
     | Rejoin

@@ -161,6 +161,60 @@ def closed(
     )
 
 
+class Closed(msgspec.Struct, frozen=True):
+    """An incident that is over, kept for what is reported of its failures afterwards."""
+
+    incident: Incident
+    generation: GenerationRecord
+    """The one that the job stepped on in, or was given up in."""
+    recovered: bool
+    counted: bool
+    witnessed: bool
+
+    def record(self) -> IncidentRecord:
+        return closed(
+            self.incident, self.generation,
+            recovered=self.recovered, counted=self.counted, witnessed=self.witnessed,
+        )  # fmt: skip
+
+    def with_report(self, report: BrokenRecord) -> Closed:
+        """Unchanged by a failure of the generation that the job has recovered in: that is another incident."""
+        if report.generation > self.generation.number - self.recovered:
+            return self
+        incident = self.incident.with_report(report)
+        if incident is self.incident:
+            return self
+        if incident.syncs:
+            first, *more = incident.syncs
+            reached = max([first.reached, report.step or 0, *(loss.step or 0 for loss in report.also)])
+            syncs = (msgspec.structs.replace(first, reached=reached), *more)
+            incident = msgspec.structs.replace(incident, syncs=syncs)
+        return msgspec.structs.replace(self, incident=incident)
+
+
+def supplemented(known: IncidentRecord, fuller: IncidentRecord) -> IncidentRecord:
+    """The record `known` of an incident that is over, with what `fuller` says besides of its causes and losses; itself
+    unless that names all of its causes and more; consequences do not count. When it was, and how it ended, stays."""
+    named, names = ({cause for cause in record.causes if weight(cause.kind) > 0} for record in (known, fuller))
+    if not named < names:
+        return known
+    fewer = fuller.steps_lost is None or fuller.steps_lost < (known.steps_lost or 0)
+    told = known if fewer else fuller
+    return msgspec.structs.replace(
+        known,
+        kind=fuller.kind,
+        node=fuller.node,
+        ranks=fuller.ranks,
+        detail=fuller.detail,
+        causes=fuller.causes,
+        stacks=fuller.stacks or known.stacks,
+        error=fuller.error or known.error,
+        step=max((s for s in (known.step, fuller.step) if s is not None), default=None),
+        steps_lost=told.steps_lost,
+        steps_lost_at_most=told.steps_lost_at_most,
+    )
+
+
 def _certain(incident: Incident, generation: GenerationRecord) -> bool:
     """Whether it is known of every rank how far it had come. What a lost node's agent has not reported is not."""
     if incident.planned and not incident.reports and not incident.gone and not incident.inherited:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from .incident import Incident
+from .incident import Closed, Incident
 from .membership import DEPUTIES, Dead, Limits
 from .records import BrokenRecord, GenerationRecord, JobState, MemberRecord, SpecRecord, Standing
 from .spec import JobSpec
@@ -142,5 +142,7 @@ class Agent(msgspec.Struct, frozen=True):
     """What is known of an incident that is not over."""
     reported: int = 0
     """Key of the last incident that was over."""
+    closed: Closed | None = None
+    """That incident, if this agent has followed it."""
     asked: Mapping[str, float] = msgspec.field(default_factory=dict)
     """What was asked for and is not confirmed yet, and when."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from .effects import PutIncident
+from .effects import AddCauses, PutIncident
 from .events import Event, WorkerSynced
-from .incident import Incident, Sync, causes, closed, drawn
+from .incident import Closed, Incident, Sync, causes, drawn
 from .membership import cut_off, leader, unreached
 from .model import Agent
 from .records import Cause, GenerationRecord, Phase, Place
@@ -26,6 +26,7 @@ FREE = (Stage.READY, Stage.FORMING, Stage.RUNNING, Stage.GONE, Stage.STARTING, S
 
 
 def report(turn: Turn, before: Agent, event: Event) -> None:
+    _supplement(turn)
     known = turn.agent.incident
     incident = _renewed(turn, known) if known else _opened(turn, before)
     if incident is None:
@@ -58,12 +59,29 @@ def _close(turn: Turn, incident: Incident, outcome: str, leads: bool) -> None:
     incident = incident.with_mark(outcome, turn.now_s)
     # An agent that had no rank in the generation that failed may know of steps only that were given up before it.
     witnessed = incident.worlds[0].at(turn.policy.node) is not None
-    record = closed(incident, generation, recovered=outcome == "stepping", counted=counted, witnessed=witnessed)
-    turn.change(incident=None, reported=incident.key)
+    over = Closed(incident, generation, recovered=outcome == "stepping", counted=counted, witnessed=witnessed)
+    record = over.record()
+    turn.change(incident=None, reported=incident.key, closed=over)
     # The leader may have left already where a job is stopped just after a failure.
     mine = outcome == "given_up" and any(report.node == turn.policy.node for report in incident.reports)
     if leads or mine:
         turn.do(PutIncident(incident.key, record, incident.began_s))
+
+
+def _supplement(turn: Turn) -> None:
+    """A failure can be reported after the job has recovered from it: an agent that cannot reach etcd at once is late
+    with what it alone knows, while what other ranks saw of it was enough to go on."""
+    agent, over = turn.agent, turn.agent.closed
+    if over is None:
+        return
+    for report in (*agent.view.broken_before, agent.view.broken, agent.broken_record):
+        if report is not None:
+            over = over.with_report(report)
+    if over is agent.closed:
+        return
+    turn.change(closed=over)
+    if _leads(turn):
+        turn.do(AddCauses(over.incident.key, over.record()))
 
 
 def _sweep(turn: Turn) -> None:

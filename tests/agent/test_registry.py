@@ -22,6 +22,7 @@ from elastic.core.model import CROWD, Agent, Policy
 from elastic.core.places import GenerationReader
 from elastic.core.records import (
     BrokenRecord,
+    Cause,
     GenerationRecord,
     IncidentRecord,
     JobState,
@@ -294,6 +295,35 @@ def test_a_record_that_was_closed_meanwhile_is_not_opened_again() -> None:
     kv = office.client.get(KEYS.incident(2))
     assert kv is not None
     assert decode(IncidentRecord, kv.value) == over
+
+
+def test_causes_that_are_reported_late_are_added_to_a_record_that_is_over() -> None:
+    office = Office()
+    comm, death = (Cause(generation=1, node=node, kind=kind) for node, kind in (("a", "comm"), ("b", "exit")))
+    opened = IncidentRecord(
+        generation=2, kind="comm", node="a", ranks=(), detail="", wall_s=1.0, open=True, causes=(comm,)
+    )
+    over = msgspec.structs.replace(opened, open=False, ended_wall_s=2.0)
+    fuller = msgspec.structs.replace(over, kind="exit", node="b", wall_s=0.0, ended_wall_s=None, causes=(death, comm))
+
+    def record() -> IncidentRecord:
+        kv = office.client.get(KEYS.incident(2))
+        assert kv is not None
+        return decode(IncidentRecord, kv.value)
+
+    office.registry.put_incident(opened, 2)
+    office.desks["lazy"].orders[-1]()
+    office.registry.add_causes(fuller, 2)
+    with pytest.raises(EtcdUnavailable, match="not closed yet"):
+        office.desks["lazy"].orders[-1]()
+    office.registry.put_incident(over, 2)
+    office.desks["lazy"].orders[-1]()
+    office.registry.add_causes(fuller, 2)
+    office.desks["lazy"].orders[-1]()
+    assert record() == msgspec.structs.replace(over, kind="exit", node="b", causes=(death, comm))
+    office.registry.add_causes(over, 2)
+    office.desks["lazy"].orders[-1]()
+    assert record().kind == "exit", "what names fewer causes changes nothing"
 
 
 def test_late_exits_are_one_record_each_and_lose_no_step() -> None:

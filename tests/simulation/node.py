@@ -12,6 +12,7 @@ from elastic.agent.registry import Registry
 from elastic.core import recovery
 from elastic.core.announce import SUSPICION_S
 from elastic.core.effects import (
+    AddCauses,
     ChargeFailure,
     Effect,
     ForkPlain,
@@ -433,6 +434,8 @@ class Node:
             case PutIncident():
                 wall_s = self.cluster.clock.now_s
                 registry.put_incident(dated(effect, self.now_s(), wall_s), effect.key)
+            case AddCauses(key, record):
+                registry.add_causes(record, key)
             case ChargeFailure(record):
                 registry.charge_failure(record)
             case Restore(generation, state, spec):

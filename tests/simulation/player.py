@@ -140,6 +140,8 @@ def _effect(effect: does.Effect) -> str:
             return f"PutPhase {phase.value}" + (reason and f": {reason}")
         case does.PutIncident(_, record):
             return f"PutIncident {_incident(record)}"
+        case does.AddCauses(_, record):
+            return f"AddCauses {_incident(record)}"
         case does.ChargeFailure(record):
             return f"ChargeFailure {_broken(record)}"
         case _:

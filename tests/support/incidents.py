@@ -179,14 +179,17 @@ def _wall_s(monotonic_s: float) -> float:
 
 
 def check_written(writes: Iterable[tuple[str, Mapping[str, Any] | None]], *, clock: bool = True) -> None:
-    """Of all writes of a job, in their order: the beginning of an incident stays, and what is over stays so. `clock`:
-    all clocks are right."""
+    """Of all writes of a job, in their order: the beginning of an incident stays, and what is over stays so,
+    but for causes that are reported later. `clock`: all clocks are right."""
     last: dict[str, Mapping[str, Any]] = {}
     for key, record in writes:
         if not key.startswith("incidents/") or record is None or record["kind"] in AT_ONCE:
             continue
         if (known := last.get(key)) is not None:
-            assert known.get("open"), f"{key} was over already: {known} → {record}"
+            more = [c for c in record["causes"] if c not in known["causes"]]
+            assert known.get("open") or (more and not record.get("open")), f"{key} was over: {known} → {record}"
+            gone = [c for c in known["causes"] if c not in record["causes"] and weight(c["kind"]) > 0]
+            assert known.get("open") or not gone, f"{key} has lost {gone}"
             moved_s = abs(record["wall_s"] - known["wall_s"])
             stays = moved_s < 0.1 or record["kind"] == "planned" or not clock
             assert stays, f"{key} began {moved_s} s earlier or later"
