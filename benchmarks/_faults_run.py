@@ -74,8 +74,8 @@ class Tail(History):
 class Run:
     """One job. `world`: its ranks when it is whole."""
 
-    def __init__(self, cluster: Cluster, job: Job, world: int, dice: random.Random) -> None:
-        self.cluster, self.job, self.world, self.dice = cluster, job, world, dice
+    def __init__(self, cluster: Cluster, job: Job, world_size: int, dice: random.Random) -> None:
+        self.cluster, self.job, self.world_size, self.dice = cluster, job, world_size, dice
         self.tail = Tail(job.folder)
         self._orders = itertools.count()
         self._undisturbed: list[float] = []
@@ -89,9 +89,11 @@ class Run:
         def there() -> bool:
             self.tail.read()
             newest = self.generation()
-            return len({c.rank for c in self.tail.commits if c.generation == newest and c.step >= goal}) == self.world
+            return (
+                len({c.rank for c in self.tail.commits if c.generation == newest and c.step >= goal}) == self.world_size
+            )
 
-        wait_for(there, limit_s, f"step {goal} on {self.world} ranks", every_s=0.02)
+        wait_for(there, limit_s, f"step {goal} on {self.world_size} ranks", every_s=0.02)
         return self.generation()
 
     def generation(self) -> int:
@@ -113,18 +115,18 @@ class Run:
         struck = self.job.history.struck(name)
         return float(str(struck["at_s"])), int(str(struck["pid"]))
 
-    def stepping(self, after: int, world: int, limit_s: float) -> float:
+    def stepping(self, after: int, world_size: int, limit_s: float) -> float:
         """Wait for a generation newer than `after` with `world` ranks, all of which have committed a step in it.
         Returns when the last of them did. Raises TooLate."""
 
         def there() -> float | None:
             firsts: dict[int, dict[int, float]] = {}
             for commit in self.tail.read().commits:
-                if commit.generation > after and commit.world == world:
+                if commit.generation > after and commit.world_size == world_size:
                     firsts.setdefault(commit.generation, {}).setdefault(commit.rank, commit.at_s)
-            return min((max(ranks.values()) for ranks in firsts.values() if len(ranks) == world), default=None)
+            return min((max(ranks.values()) for ranks in firsts.values() if len(ranks) == world_size), default=None)
 
-        return wait_for(there, limit_s, f"{world} ranks stepping in a generation after {after}", every_s=0.02)
+        return wait_for(there, limit_s, f"{world_size} ranks stepping in a generation after {after}", every_s=0.02)
 
     def incident(self, generation: int, kind: str) -> dict[str, Any]:
         """The newest incident, once there is one of a generation after `generation`. Raises NotStruck: another kind."""

@@ -41,7 +41,7 @@ def torchrun_node(folder: pathlib.Path, processes: Processes) -> float:
 
     def there() -> bool:
         for commit in record.update():
-            if commit.world == 2 and commit.at_s > struck_s:
+            if commit.world_size == 2 and commit.at_s > struck_s:
                 back.setdefault(commit.rank, commit.at_s)
         return len(back) == 2
 

@@ -186,7 +186,7 @@ class Commit:
     step: int
     """Steps committed, with this one."""
     generation: int
-    world: int
+    world_size: int
     rank: int
     pid: int
 
@@ -197,8 +197,8 @@ class Recorder:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._fd = os.open(f"{os.fspath(folder)}/{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def commit(self, step: int, *, generation: int, world: int, rank: int) -> None:
-        os.write(self._fd, _RECORD.pack(time.monotonic_ns(), step, generation, world, rank, os.getpid()))
+    def commit(self, step: int, *, generation: int, world_size: int, rank: int) -> None:
+        os.write(self._fd, _RECORD.pack(time.monotonic_ns(), step, generation, world_size, rank, os.getpid()))
 
 
 class Record:
@@ -218,8 +218,8 @@ class Record:
                 raw = file.read()
             whole = len(raw) // _RECORD.size * _RECORD.size
             self._read[path.name] = self._read.get(path.name, 0) + whole
-            for ns, step, generation, world, rank, pid in _RECORD.iter_unpack(raw[:whole]):
-                fresh.append(Commit(ns / 1e9, step, generation, world, rank, pid))
+            for ns, step, generation, world_size, rank, pid in _RECORD.iter_unpack(raw[:whole]):
+                fresh.append(Commit(ns / 1e9, step, generation, world_size, rank, pid))
         fresh.sort(key=lambda c: c.at_s)
         self.commits += fresh
         return fresh
@@ -228,7 +228,7 @@ class Record:
         """rank -> its newest commit."""
         return {c.rank: c for c in self.commits}
 
-    def wait_step(self, step: int, world: int, deadline_s: float) -> None:
+    def wait_step(self, step: int, world_size: int, deadline_s: float) -> None:
         """Until every rank of a world of `world` has committed `step` in one generation. Raises TooLate."""
 
         def there() -> bool:
@@ -236,9 +236,9 @@ class Record:
             last = self.newest()
             newest = max((c.generation for c in last.values()), default=0)
             now = [c for c in last.values() if c.generation == newest and c.step >= step]
-            return len(now) == world
+            return len(now) == world_size
 
-        wait_for(there, deadline_s, f"step {step} on {world} ranks")
+        wait_for(there, deadline_s, f"step {step} on {world_size} ranks")
 
     def step_times_s(self, skip: int) -> list[float]:
         """Time between consecutive commits of rank 0, without the first `skip`."""
@@ -259,14 +259,14 @@ class Recovery:
 
 
 def kill_and_measure(
-    record: Record, world: int, rng: random.Random, limit_s: float, number: int = signal.SIGKILL
+    record: Record, world_size: int, rng: random.Random, limit_s: float, number: int = signal.SIGKILL
 ) -> Recovery:
     """Kill the worker of a random rank now. A rank is back with its first commit after those of the old processes'
     group: in a newer generation, or (where nobody counts generations) by a process that was not there before.
     Raises TooLate after `limit_s`."""
     record.update()
     before = record.newest()
-    victim = before[rng.randrange(world)]
+    victim = before[rng.randrange(world_size)]
     generation = max(c.generation for c in before.values())
     old_pids = {c.pid for c in before.values()}
     at_s, wall_s = time.monotonic(), time.time()
@@ -279,12 +279,12 @@ def kill_and_measure(
         record.update()
         for c in record.commits[mark:]:
             newer = c.generation > generation if generation else c.pid not in old_pids
-            if newer and c.world == world:
+            if newer and c.world_size == world_size:
                 back.setdefault(c.rank, c)
         mark = len(record.commits)
-        return len(back) == world
+        return len(back) == world_size
 
-    wait_for(everyone, limit_s, f"{world} ranks stepping again; back: {sorted(back)}", every_s=0.01)
+    wait_for(everyone, limit_s, f"{world_size} ranks stepping again; back: {sorted(back)}", every_s=0.01)
     reached = max(c.step for c in record.commits if c.generation <= generation and c.pid in old_pids)
     first_new = min(c.step for c in back.values())
     return Recovery(

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import elastic
-from elastic.core import cadence
+from elastic.core import checkpoint_interval
 
 WIDTH = 1024
 SETTLE_S = 1.5
@@ -60,7 +60,7 @@ class Turns:
         keeper._snapshots = not keeper._snapshots
         self._turn_s, self._from = now_s, None
         if keeper._snapshots:  # a span begins anywhere between two snapshots, as often here as there
-            interval_s = cadence.snapshot_interval_s(keeper._cost_s, warm=keeper._copies > 1)
+            interval_s = checkpoint_interval.snapshot_interval_s(keeper._cost_s, warm=keeper._copies > 1)
             keeper._kept_s = now_s + SETTLE_S - interval_s * self._chance.random()
 
 

@@ -31,12 +31,12 @@ import psutil  # noqa: E402
 import structlog  # noqa: E402
 
 from elastic.agent import loop as agent_loop  # noqa: E402
+from elastic.agent.etcd_writer import EtcdWriter  # noqa: E402
 from elastic.agent.loop import Loop  # noqa: E402
 from elastic.agent.peers import Peers  # noqa: E402
-from elastic.agent.registry import Registry  # noqa: E402
-from elastic.agent.sight import Sight  # noqa: E402
 from elastic.agent.store import Stores  # noqa: E402
 from elastic.agent.versions import versions  # noqa: E402
+from elastic.agent.watch_scope import WatchScope  # noqa: E402
 from elastic.core import messages, view  # noqa: E402
 from elastic.core.agentfile import AgentConfig, EtcdAccess  # noqa: E402
 from elastic.core.events import (  # noqa: E402
@@ -45,8 +45,8 @@ from elastic.core.events import (  # noqa: E402
     Start,
     WorkerExited,
     WorkerFormed,
+    WorkerGroupClosed,
     WorkerReady,
-    WorkerReleased,
     WorkerStepping,
     WorkerSynced,
 )
@@ -62,7 +62,7 @@ AGENTS_PER_PROCESS = 64
 START_S = 240.0
 STEP_S = 5.0
 """What the workers that are not there pretend to take for a step."""
-TIMEOUTS = Timeouts(beat_s=STEP_S, let_go_s=3.0, respawn_s=20.0, lease_ttl_s=15.0, lease_renew_s=5.0)
+TIMEOUTS = Timeouts(beat_s=STEP_S, abort_s=3.0, respawn_s=20.0, lease_ttl_s=15.0, lease_renew_s=5.0)
 
 
 class NoProcesses:
@@ -76,33 +76,33 @@ class NoProcesses:
         self._post: Callable[[Event], None] = lambda event: None
         self._generation = 0
         self._step = 0
-        self._yield: tuple[int, messages.Yield] | None = None
+        self._yield: tuple[int, messages.StopAtStep] | None = None
 
     def attach(self, loop: Loop) -> None:
         self._post = loop._inbox.put
 
     def fork(
-        self, life: int, slot: int, env: Mapping[str, str], argv: Sequence[str], workdir: str, log_file: str
+        self, worker_id: int, slot: int, env: Mapping[str, str], argv: Sequence[str], workdir: str, log_file: str
     ) -> None:
-        self._post(WorkerReady(0, life))
+        self._post(WorkerReady(0, worker_id))
 
-    def tell(self, life: int, message: messages.Message, descriptors: Sequence[int] = ()) -> None:
+    def tell(self, worker_id: int, message: messages.Message, descriptors: Sequence[int] = ()) -> None:
         post = self._post
         match message:
             case messages.Form(generation=generation):
                 self._generation = generation
                 self._step += 1
-                post(WorkerFormed(0, life, generation))
-                post(WorkerSynced(0, life, generation, self._step))
-                post(WorkerStepping(0, life, generation, self._step))
+                post(WorkerFormed(0, worker_id, generation))
+                post(WorkerSynced(0, worker_id, generation, self._step))
+                post(WorkerStepping(0, worker_id, generation, self._step))
                 post(Progress(generation, self._step, STEP_S))
-            case messages.LetGo(generation=generation):
-                post(WorkerReleased(0, life, generation, self._step))
-            case messages.Yield():
-                self._yield = (life, message)
+            case messages.AbortGroup(generation=generation):
+                post(WorkerGroupClosed(0, worker_id, generation, self._step))
+            case messages.StopAtStep():
+                self._yield = (worker_id, message)
 
-    def kill(self, life: int, gently: bool = False) -> None:
-        self._post(WorkerExited(0, life, "killed"))
+    def kill(self, worker_id: int, graceful: bool = False) -> None:
+        self._post(WorkerExited(0, worker_id, "killed"))
 
     def tick(self) -> list[Any]:
         """A step has passed."""
@@ -110,9 +110,9 @@ class NoProcesses:
             self._step += 1
             self._post(Progress(self._generation, self._step, STEP_S))
         if self._yield and self._step >= self._yield[1].at_step:
-            life, message = self._yield
+            worker_id, message = self._yield
             self._yield = None
-            self._post(WorkerReleased(0, life, message.generation, self._step))
+            self._post(WorkerGroupClosed(0, worker_id, message.generation, self._step))
         return []
 
     def reap(self) -> None:
@@ -153,7 +153,7 @@ class Host:
 
     def __init__(self, access: EtcdAccess, spec: JobSpec, folder: Path) -> None:
         self._access, self._spec, self._folder = access, spec, folder
-        self._agents: dict[int, tuple[OneAgent, Peers, Etcd, Registry]] = {}
+        self._agents: dict[int, tuple[OneAgent, Peers, Etcd, EtcdWriter]] = {}
         self._said = threading.Lock()
 
     def say(self, **what: object) -> None:
@@ -178,17 +178,19 @@ class Host:
             shrink=False, standbys=0, managed=True, spec=self._spec, timeouts=TIMEOUTS,
         )  # fmt: skip
         record = SpecRecord(spec=self._spec, submitted_wall_s=0.0, submitted_by="benchmark")
-        registry = Registry(
+        registry = EtcdWriter(
             etcd, keys, policy, Stores("127.0.0.1"), lambda event: loop.post(event) if loop else None, record
         )
-        sight = Sight(etcd, keys, policy.crowd)
+        sight = WatchScope(etcd, keys, policy.crowd)
         pool = NoProcesses()
         loop = OneAgent(config, Agent(policy), registry, peers, sight, keys, record, pool)  # type: ignore[arg-type]
         pool.attach(loop)
 
         def formed(agent: Agent, generation: GenerationRecord) -> None:
             now_s, whole = time.monotonic(), agent.view.whole
-            self.say(agent=index, generation=generation.number, world=generation.world, at_s=now_s, whole=whole)
+            self.say(
+                agent=index, generation=generation.number, world_size=generation.world_size, at_s=now_s, whole=whole
+            )
 
         loop.on_generation = formed
         loop.prepare()
@@ -282,7 +284,7 @@ class Fleet:
                     self._ready[said["agent"]] = said["ready_s"]
                 else:
                     self.narrow[said["generation"]] = self.narrow.get(said["generation"], 0) + (not said["whole"])
-                    self._holds(said["agent"], said["generation"], said["world"], said["at_s"])
+                    self._holds(said["agent"], said["generation"], said["world_size"], said["at_s"])
                     if self._awaited[2]:
                         continue
                 self._changed.notify_all()
@@ -291,10 +293,10 @@ class Fleet:
             self._ended = f"the process {process.pid} of the agents ended with {process.wait()}"
             self._changed.notify_all()
 
-    def _holds(self, agent: int, number: int, world: int, at_s: float) -> None:
-        self._held[agent] = number, world, at_s
+    def _holds(self, agent: int, number: int, world_size: int, at_s: float) -> None:
+        self._held[agent] = number, world_size, at_s
         least, wanted, awaited = self._awaited
-        if number >= least and world == wanted:
+        if number >= least and world_size == wanted:
             awaited.discard(agent)
 
     def _order(self, what: str, agents: Iterable[int]) -> float:

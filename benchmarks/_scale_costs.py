@@ -12,10 +12,10 @@ from types import MappingProxyType
 import msgspec
 
 from elastic.core.events import Joined, Progress, Start, Tick, Viewed, WorkerReady
+from elastic.core.generation_delta import GenerationReader, changes
 from elastic.core.keys import ClusterKeys
 from elastic.core.membership import Limits
 from elastic.core.model import Agent, Policy
-from elastic.core.places import GenerationReader, changes
 from elastic.core.records import (
     GenerationRecord,
     JobState,
@@ -117,7 +117,7 @@ def agent_at(index: int, picture: Picture, view: JobView, now_s: float) -> Agent
     for event in (Joined(), Viewed(view, True)):
         agent, _ = step(agent, event, now_s)
     for slot, worker in agent.workers.items():
-        agent, _ = step(agent, WorkerReady(slot, worker.life), now_s)
+        agent, _ = step(agent, WorkerReady(slot, worker.worker_id), now_s)
     agent, _ = step(agent, Progress(1, 5, 1.0), now_s + 100.0)
     return agent
 
@@ -150,7 +150,7 @@ def measure(nodes: int) -> Costs:
     whole_ms = best_ms(lambda: Reader(KEYS).read(whole, picture.revision))
     changed = []
     for count in range(ROUNDS):
-        progress = ProgressRecord(generation=1, world=1, step=count, steps_per_s=1.0, loss=None, wall_s=0.0)
+        progress = ProgressRecord(generation=1, world_size=1, step=count, steps_per_s=1.0, loss=None, wall_s=0.0)
         picture.put(KEYS.progress, progress)
         changed.append(picture.taken())
     pictures = iter(changed)

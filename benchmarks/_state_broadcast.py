@@ -71,9 +71,9 @@ def build(nbytes: int, fill: float) -> State:
 class Rank:
     """One process; every way is a method that leaves the source's bytes in every rank's storage."""
 
-    def __init__(self, rank: int, world: int, nbytes: int) -> None:
+    def __init__(self, rank: int, world_size: int, nbytes: int) -> None:
         self.rank = rank
-        self.world = world
+        self.world_size = world_size
         self.state = build(nbytes, 2.0 if rank == 0 else 1.0)
         self.tensors = [tensor for _, tensor in self.state.tensors()]
         self.sockets: list[socket.socket] = []
@@ -90,13 +90,13 @@ class Rank:
                     got = 0
                     while got < len(part):
                         got += self.sockets[0].recv_into(part[got:])
-                if self.rank < self.world - 1:
+                if self.rank < self.world_size - 1:
                     self.sockets[-1].sendall(part)
 
     def ours(self) -> None:
         if self.rank:
             self.state._whole = False
-        synchronise(self.state, rank=self.rank, world=self.world, generation=1)
+        synchronise(self.state, rank=self.rank, world_size=self.world_size, generation=1)
 
     def ours_sockets(self) -> None:
         """As between hosts: nobody reads the source's memory."""
@@ -137,14 +137,16 @@ def _connect(rank: Rank, ports: list[socket.socket]) -> None:
     """Rank r listens on ports[r]; a chain 0 → 1 → 2 …"""
     if rank.rank:
         rank.sockets.append(ports[rank.rank].accept()[0])
-    if rank.rank < rank.world - 1:
+    if rank.rank < rank.world_size - 1:
         rank.sockets.append(socket.create_connection(ports[rank.rank + 1].getsockname()))
 
 
-def _run(rank_number: int, world: int, nbytes: int, runs: int, port: int, ports: list[socket.socket]) -> Any:
+def _run(rank_number: int, world_size: int, nbytes: int, runs: int, port: int, ports: list[socket.socket]) -> Any:
     torch.set_num_threads(1)
-    group = Group(backend="gloo", rank=rank_number, world=world, store_host="127.0.0.1", store_port=port, generation=1)
-    rank = Rank(rank_number, world, nbytes)
+    group = Group(
+        backend="gloo", rank=rank_number, world_size=world_size, store_host="127.0.0.1", store_port=port, generation=1
+    )
+    rank = Rank(rank_number, world_size, nbytes)
     _connect(rank, ports)
     group.form()
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -172,13 +174,13 @@ def _run(rank_number: int, world: int, nbytes: int, runs: int, port: int, ports:
     return {"seconds": seconds, "extra_mb": extra_mb, "nbytes": rank.state.nbytes()}
 
 
-def measure(nbytes: int, runs: int, world: int) -> dict[str, Any]:
+def measure(nbytes: int, runs: int, world_size: int) -> dict[str, Any]:
     """Medians in seconds by way, the number of bytes, and the most extra memory of any rank in MB."""
-    ports = [socket.create_server(("127.0.0.1", 0)) for _ in range(world)]
+    ports = [socket.create_server(("127.0.0.1", 0)) for _ in range(world_size)]
     store = socket.create_server(("127.0.0.1", 0), backlog=128)
     port = store.getsockname()[1]
     children = []
-    for rank in range(world):
+    for rank in range(world_size):
         reading, writing = os.pipe()
         if (pid := os.fork()) == 0:
             os.close(reading)
@@ -187,7 +189,7 @@ def measure(nbytes: int, runs: int, world: int) -> dict[str, Any]:
                 server = dist.TCPStore(
                     "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=store.fileno()
                 )
-            result = _run(rank, world, nbytes, runs, port, ports)
+            result = _run(rank, world_size, nbytes, runs, port, ports)
             os.write(writing, json.dumps(result).encode())
             if rank == 0:
                 del server
@@ -202,7 +204,7 @@ def measure(nbytes: int, runs: int, world: int) -> dict[str, Any]:
             raw = pipe.read()
         os.waitpid(pid, 0)
         if not raw:
-            raise SystemExit(f"a rank of {world} failed, see above")
+            raise SystemExit(f"a rank of {world_size} failed, see above")
         results.append(json.loads(raw))
     seconds = {way: statistics.median(times) for way, times in results[0]["seconds"].items()}
     return {
@@ -212,18 +214,20 @@ def measure(nbytes: int, runs: int, world: int) -> dict[str, Any]:
     }
 
 
-def report(found: dict[str, Any], world: int, say: Callable[[str], object] = print) -> None:
+def report(found: dict[str, Any], world_size: int, say: Callable[[str], object] = print) -> None:
     nbytes = found["nbytes"]
     base = found["seconds"]["socket"]
-    say(f"\n{world} ranks, {nbytes / 1e9:.2f} GB; ours: at most {found['extra_mb']:.0f} MB of extra memory in any rank")
+    say(
+        f"\n{world_size} ranks, {nbytes / 1e9:.2f} GB; ours: {found['extra_mb']:.0f} MB more memory in a rank at most"
+    )
     for way, seconds in sorted(found["seconds"].items(), key=lambda item: item[1]):
         say(f"  {way:14} {seconds:7.3f} s  {nbytes / seconds / 1e9:6.2f} GB/s  {seconds / base:6.2f} × socket")
 
 
-def summary(found: dict[str, Any], world: int) -> dict[str, float]:
+def summary(found: dict[str, Any], world_size: int) -> dict[str, float]:
     """The figures that the project promises."""
     seconds = found["seconds"]
-    if world == 2:
+    if world_size == 2:
         figures = {
             "broadcast_over_socket": seconds["ours"] / seconds["socket"],
             "broadcast_by_socket_over_socket": seconds["ours_sockets"] / seconds["socket"],
@@ -248,9 +252,9 @@ def main() -> None:
     options.add_argument("--dir", help="not used: nothing is written")
     given = options.parse_args()
     # The object list needs five times the state in every rank: with four it must be less.
-    found = measure(given.mb * 10**6 * 4 // given.world**2, given.runs, given.world)
-    report(found, given.world)
-    print(json.dumps(summary(found, given.world)))
+    found = measure(given.mb * 10**6 * 4 // given.world_size**2, given.runs, given.world_size)
+    report(found, given.world_size)
+    print(json.dumps(summary(found, given.world_size)))
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def elastic_main() -> None:
                 job.commit(state, loss=loss)
             finally:  # a commit may leave `train` after it has counted
                 if state.step > step:
-                    recorder.commit(state.step, generation=job.generation, world=job.world_size, rank=job.rank)
+                    recorder.commit(state.step, generation=job.generation, world_size=job.world_size, rank=job.rank)
 
     recorder = Recorder(ARGS.record)
     elastic.run(setup, train)
@@ -80,7 +80,7 @@ def stock_main() -> None:
     from torch.utils.data import DataLoader, DistributedSampler
 
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     net = network()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     step = 0
@@ -92,7 +92,7 @@ def stock_main() -> None:
     model = DistributedDataParallel(net)
     points = Points()
     sampler: DistributedSampler[torch.Tensor] = DistributedSampler(points)
-    loader = DataLoader(points, batch_size=ARGS.batch // world, sampler=sampler)
+    loader = DataLoader(points, batch_size=ARGS.batch // world_size, sampler=sampler)
     recorder = Recorder(ARGS.record)
     while step < ARGS.steps:
         sampler.set_epoch(step)
@@ -102,7 +102,7 @@ def stock_main() -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             step += 1
-            recorder.commit(step, generation=0, world=world, rank=rank)
+            recorder.commit(step, generation=0, world_size=world_size, rank=rank)
             loss.item()  # as a loop that reports its loss does; job.commit does so too
             if ARGS.checkpoint and rank == 0 and step % EVERY == 0:
                 aside = ARGS.checkpoint.with_suffix(".aside")

@@ -87,8 +87,8 @@ def worker_exit(run: Run, plan: Plan) -> Result:
 
 def end_one(run: Run, **how: object) -> float:
     generation = run.steady(run.dice.randint(5, 20))
-    struck_s, pid = run.order(run.dice.randrange(run.world), **how)
-    seconds = run.stepping(generation, run.world, 60.0) - struck_s
+    struck_s, pid = run.order(run.dice.randrange(run.world_size), **how)
+    seconds = run.stepping(generation, run.world_size, 60.0) - struck_s
     if alive(pid):
         raise NotStruck(f"process {pid} lives on after {how}")
     run.incident(generation, "exit")
@@ -100,10 +100,10 @@ def worker_stopped(run: Run, plan: Plan) -> Result:
     found = []
     for number in range(plan.times):
         generation = run.steady(run.dice.randint(20, 40))
-        rank = run.dice.randrange(run.world)
+        rank = run.dice.randrange(run.world_size)
         kill(pid := run.worker(rank), signal.SIGSTOP)
         wait_for(lambda pid=pid: stopped(pid), 1.0, f"{pid} stops", every_s=0.001)  # type: ignore[misc]
-        whole_s = run.stepping(generation, run.world, 60.0)
+        whole_s = run.stepping(generation, run.world_size, 60.0)
         if (seen := run.incident(generation, "hang"))["ranks"] != [rank]:
             raise NotStruck(f"rank {rank} was stopped, {seen['ranks']} replaced")
         last_s = max(c.at_s for c in run.tail.commits if c.process.endswith(f".{pid}"))
@@ -206,11 +206,11 @@ def drain_and_growth(run: Run, plan: Plan) -> Result:
     return {"drain_gap_median_s": statistics.median(drains), "growth_gap_median_s": statistics.median(growths)}
 
 
-def planned(run: Run, url: str, body: dict[str, str], world: int) -> float:
+def planned(run: Run, url: str, body: dict[str, str], world_size: int) -> float:
     generation = run.generation()
     asked_s = now_s()
     run.cluster.api("POST", url, body)
-    there_s = run.stepping(generation, world, 60.0)
+    there_s = run.stepping(generation, world_size, 60.0)
     run.incident(generation, "planned")
     time.sleep(max(0.0, there_s + 0.5 - now_s()))
     return max(run.gaps_s(asked_s, there_s + 0.5))

@@ -72,8 +72,8 @@ def main() -> None:
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        rank, world, port, generation = map(int, args.child)
-        _rank(rank, world, port, generation)
+        rank, world_size, port, generation = map(int, args.child)
+        _rank(rank, world_size, port, generation)
         return
     if not torch.cuda.is_available():
         print(json.dumps({"skipped": "no GPU"}))
@@ -106,20 +106,20 @@ def hardware() -> dict[str, str]:
 
 def recovery(quick: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for world in (2,) if quick else (2, 3, 4):
-        rounds = [_recover(world) for _ in range(3 if quick else 7)]
+    for world_size in (2,) if quick else (2, 3, 4):
+        rounds = [_recover(world_size) for _ in range(3 if quick else 7)]
         for key in rounds[0]:
-            found[f"recovery_{world}_{key}"] = round(statistics.median(r[key] for r in rounds), 3)
+            found[f"recovery_{world_size}_{key}"] = round(statistics.median(r[key] for r in rounds), 3)
     with contextlib.suppress(TimeoutError):
         found["torchrun_2_s"] = round(statistics.median(_torchrun() for _ in range(1 if quick else 3)), 3)
     return found
 
 
 class _Child:
-    def __init__(self, rank: int, world: int, port: int, generation: int) -> None:
+    def __init__(self, rank: int, world_size: int, port: int, generation: int) -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "TORCH_NCCL_"))}
         env |= cards.ONE_CARD | {"NCCL_HOSTID": f"slot-{rank}-{time.monotonic_ns()}", "GLOO_SOCKET_IFNAME": "lo"}
-        argv = [sys.executable, __file__, "--child", str(rank), str(world), str(port), str(generation)]
+        argv = [sys.executable, __file__, "--child", str(rank), str(world_size), str(port), str(generation)]
         self.process = subprocess.Popen(
             argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
@@ -143,11 +143,11 @@ class _Child:
         self.process.communicate()
 
 
-def _recover(world: int) -> dict[str, float]:
+def _recover(world_size: int) -> dict[str, float]:
     """Seconds from the SIGKILL of the last rank until all ranks have stepped again, and where they went."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    children = [_Child(rank, world, server.port, 1) for rank in range(world)]
-    spare = _Child(world - 1, world, server.port, 2)
+    children = [_Child(rank, world_size, server.port, 1) for rank in range(world_size)]
+    spare = _Child(world_size - 1, world_size, server.port, 2)
     try:
         spare.hear("parked")
         for child in children:
@@ -180,7 +180,7 @@ def _recover(world: int) -> dict[str, float]:
     }
 
 
-def _rank(rank: int, world: int, port: int, generation: int) -> None:
+def _rank(rank: int, world_size: int, port: int, generation: int) -> None:
     """One rank; a survivor is told to let go while it steps."""
     import threading
 
@@ -201,7 +201,8 @@ def _rank(rank: int, world: int, port: int, generation: int) -> None:
     while True:
         told = threading.Event()
         group = Group(
-            backend="nccl", rank=rank, world=world, store_host="127.0.0.1", store_port=port, generation=generation,
+            backend="nccl", rank=rank, world_size=world_size, store_host="127.0.0.1", store_port=port,
+            generation=generation,
             device=torch.device("cuda", 0), form_timeout_s=DEADLINE_S, timeout_s=DEADLINE_S,
         )  # fmt: skip
         group._arrive(lambda: False)
@@ -361,14 +362,14 @@ def broadcast(quick: bool) -> dict[str, Any]:
     Both ranks are on one card and talk over loopback: a lower bound for two cards with a link between them.
     """
     nbytes = (16 if smoke.ON else 256 if quick else 2000) * 1_000_000
-    source, sink = cards.run(_relay, world=2, timeout_s=300.0, nbytes=nbytes, rounds=3 if quick else 9)
+    source, sink = cards.run(_relay, world_size=2, timeout_s=300.0, nbytes=nbytes, rounds=3 if quick else 9)
     return {"broadcast_gb": nbytes / 1e9, "broadcast_gb_s": round(nbytes / sink["relay_s"] / 1e9, 2),
             "pinned_copy_gb_s": round(nbytes / source["pinned_s"] / 1e9, 1),
             "device_copy_gb_s": round(nbytes / source["device_s"] / 1e9, 1),
             "broadcast_over_pinned_copy": round(source["pinned_s"] / sink["relay_s"], 3)}  # fmt: skip
 
 
-def _relay(rank: int, world: int, port: int, nbytes: int, rounds: int) -> dict[str, float]:
+def _relay(rank: int, world_size: int, port: int, nbytes: int, rounds: int) -> dict[str, float]:
     from elastic.worker import broadcast
     from elastic.worker.group import Group
 
@@ -381,11 +382,11 @@ def _relay(rank: int, world: int, port: int, nbytes: int, rounds: int) -> dict[s
         found["device_s"] = min(_timed(lambda: other.copy_(flat)) for _ in range(rounds))
         del flat, other, pinned
     group = Group(
-        backend="nccl", rank=rank, world=world, store_host="127.0.0.1", store_port=port, generation=1,
+        backend="nccl", rank=rank, world_size=world_size, store_host="127.0.0.1", store_port=port, generation=1,
         device=torch.device("cuda", 0), form_timeout_s=DEADLINE_S, timeout_s=DEADLINE_S,
     )  # fmt: skip
     group.form()
-    chain = {"previous": rank - 1 if rank else None, "following": rank + 1 if rank + 1 < world else None}
+    chain = {"previous": rank - 1 if rank else None, "following": rank + 1 if rank + 1 < world_size else None}
     times = [_timed(lambda: broadcast.relay(tensors, **chain)) for _ in range(rounds)]
     group.close()
     return {**found, "relay_s": statistics.median(times)}

@@ -36,10 +36,10 @@ import torch.distributed as dist
 from _overhead_node import idle_pss_mb, snapshots_on_over_off
 
 from elastic.core.beat import PAGE_BYTES
-from elastic.core.cadence import Rule
+from elastic.core.checkpoint_interval import Rule
 from elastic.worker import pull
+from elastic.worker.checkpoint_scheduler import CheckpointScheduler, Part, RankPosition
 from elastic.worker.job import Job
-from elastic.worker.keeper import Keeper, Part, Place
 from elastic.worker.run import AgentLink
 from elastic.worker.session import Session
 from elastic.worker.state import State
@@ -105,7 +105,7 @@ def hand_over(rank: int, port: int, shapes: list[tuple[int, int]], turns: int, s
             state = source or build(count, elements, stepped=False)
             dist.barrier()
             began_s, before = time.perf_counter(), time.process_time()
-            synchronise(state, rank=rank, world=2, generation=1)
+            synchronise(state, rank=rank, world_size=2, generation=1)
             dist.barrier()
             times.append((time.perf_counter() - began_s, core_s(before)))
         found.append((min(wall for wall, _ in times), min(core for _, core in times)))
@@ -149,12 +149,12 @@ def snapshot(count: int, elements: int, turns: int) -> tuple[float, float]:
     """Seconds of a snapshot into memory that was used before, and of reading it back."""
     from elastic.checkpoint.arena import Arena
     from elastic.checkpoint.layout import arena_nbytes
-    from elastic.worker.restore import Kept
+    from elastic.worker.restore import HeldSnapshots
 
     state = build(count, elements, stepped=True)
     kept: list[Part] = []
 
-    class Sink(Idle):
+    class SnapshotBackend(Idle):
         def put(self, part: Part) -> bool:
             if not kept:
                 kept.append(part)
@@ -165,12 +165,12 @@ def snapshot(count: int, elements: int, turns: int) -> tuple[float, float]:
             return True
 
     arenas: list[Arena] = []
-    keeper = Keeper(Sink(), Rule(every_steps=1), shared=True)
-    keeper.enter(Place(1, 0, 1, 0, 1), 0)
+    keeper = CheckpointScheduler(SnapshotBackend(), Rule(every_steps=1), shared=True)
+    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
     keeper._put(state, save=True)
     fill_s = best(lambda: keeper._put(state, save=True), turns)
     newcomers = [build(count, elements, stepped=False) for _ in range(turns)]
-    load_s = best(lambda: Kept(arenas).load(newcomers.pop()), turns)
+    load_s = best(lambda: HeldSnapshots(arenas).load(newcomers.pop()), turns)
     arenas[0].close()
     return fill_s, load_s
 
@@ -244,10 +244,10 @@ def alone() -> tuple[Job, State]:
     job = Job(name="bench", device=torch.device("cpu"), local_rank=0, link=link)
     model = torch.nn.Linear(4, 4)
     state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
-    keeper = Keeper(Idle(), None, shared=True, snapshots=True)
-    keeper.enter(Place(1, 0, 1, 0, 1), 0)
+    keeper = CheckpointScheduler(Idle(), None, shared=True, snapshots=True)
+    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
     link.enter(1, 0)
-    job.enter(rank=0, world=1, generation=1, keeper=keeper)
+    job.enter(rank=0, world_size=1, generation=1, keeper=keeper)
     state.watch_optimizers(job.guard())
     job.keep_open = (ours, theirs)  # type: ignore[attr-defined]
     return job, state

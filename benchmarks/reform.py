@@ -31,7 +31,7 @@ from _harness import machine
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from elastic.worker import sockets
-from elastic.worker.errors import LetGoError
+from elastic.worker.errors import GroupAborted
 from elastic.worker.group import Group
 
 WORLD = 4
@@ -93,7 +93,7 @@ class Ours:
 
     def form(self, port: int, generation: int, timeout_s: float) -> torch.nn.Module:
         self._group = Group(
-            backend="gloo", rank=self._rank, world=WORLD, store_host="127.0.0.1", store_port=port,
+            backend="gloo", rank=self._rank, world_size=WORLD, store_host="127.0.0.1", store_port=port,
             generation=generation, timeout_s=timeout_s,
         )  # fmt: skip
         self._group.form()
@@ -174,7 +174,7 @@ def _rank(way: str, rank: int, ports: list[int], rounds: int, pipe: Connection) 
         begun_s = time.monotonic()
         try:
             dist.all_reduce(torch.ones(4))
-        except (RuntimeError, LetGoError):
+        except (RuntimeError, GroupAborted):
             freed_s = time.monotonic() - begun_s - ABORT_AFTER_S
     else:
         threading.Event().wait(LIMIT_S + 1.0)

@@ -20,17 +20,17 @@ from elastic.core.records import (
     DrainRecord,
     JobState,
     Phase,
+    ProtocolVersionMismatch,
     Record,
-    SpeaksAnotherProtocol,
     SpecRecord,
     decode,
     encode,
 )
-from elastic.core.spec import BadSpec, parse_job
+from elastic.core.spec import InvalidSpec, parse_job
 from elastic.etcd import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, ModIs, Op, Put
 
-from .board import Board, Snapshot
 from .errors import Refused
+from .published_state import PublishedState, Snapshot
 
 SEEN_S = 2.0
 """How long an answer waits for this daemon to see what it has just written."""
@@ -43,7 +43,7 @@ R = TypeVar("R", bound=Record)
 class Actions:
     """Every method raises Refused (400, 404, 409, or 503 when etcd cannot be reached)."""
 
-    def __init__(self, etcd: Etcd, keys: ClusterKeys, board: Board) -> None:
+    def __init__(self, etcd: Etcd, keys: ClusterKeys, board: PublishedState) -> None:
         self._etcd = etcd
         self._keys = keys
         self._board = board
@@ -52,7 +52,7 @@ class Actions:
         """Check a job's description and make it a job. Returns its name."""
         try:
             spec = parse_job(raw)
-        except BadSpec as error:
+        except InvalidSpec as error:
             raise Refused(400, str(error)) from None
         for field in ("script", "workdir"):
             path = getattr(spec, field)
@@ -96,7 +96,7 @@ class Actions:
             raw = msgspec.to_builtins(record.spec) | {"nodes": nodes}
             try:
                 return msgspec.structs.replace(record, spec=parse_job(raw))
-            except BadSpec as error:
+            except InvalidSpec as error:
                 raise Refused(400, str(error)) from None
 
         self._change(SpecRecord, self._job(job).spec, scaled)
@@ -138,14 +138,14 @@ class Actions:
         self._txn([], [Delete(self._keys.cordon(node)), Delete(self._keys.drain(node))])
 
         def pardoned(state: JobState) -> JobState | None:
-            if node not in state.avoid:
+            if node not in state.excluded_nodes:
                 return None
-            avoid = tuple(n for n in state.avoid if n != node)
+            excluded_nodes = tuple(n for n in state.excluded_nodes if n != node)
             failures = tuple(f for f in state.failures if f.node != node)  # else the next one sets it aside again
-            return msgspec.structs.replace(state, avoid=avoid, failures=failures)
+            return msgspec.structs.replace(state, excluded_nodes=excluded_nodes, failures=failures)
 
         for job in self._board.now.cluster.jobs.values():
-            if node in job.state.avoid and not job.over:
+            if node in job.state.excluded_nodes and not job.over:
                 self._change(JobState, self._job(job.name).state, pardoned, JobState())
 
     # ── etcd ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -194,7 +194,7 @@ class Actions:
             return (decode(kind, kv.value), kv.mod_revision) if kv else (None, 0)
         except EtcdError as error:
             raise _unavailable(error) from error
-        except (SpeaksAnotherProtocol, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (ProtocolVersionMismatch, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Refused(409, f"{key}: {error}") from error
 
     def _txn(self, compares: Sequence[Compare], then: Sequence[Op]) -> bool:

@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 
 from .config import host_port
-from .errors import BadConfig, CannotStart
+from .errors import CannotStart, InvalidConfig
 from .settings import Settings
 
 DEFAULT_ROUTE = "192.0.2.1"
@@ -24,11 +24,11 @@ class Found:
 
 
 def find(settings: Settings) -> Found:
-    """The address and interface that are set, else those that reach etcd. Raises BadConfig, CannotStart."""
+    """The address and interface that are set, else those that reach etcd. Raises InvalidConfig, CannotStart."""
     address, why = _address(settings)
     remote = not only_loopback(settings)
     if remote and is_loopback(address):
-        raise BadConfig(
+        raise InvalidConfig(
             f"address = {address!r} ({why}): no other node can reach it, but etcd at {', '.join(_ways(settings))} is "
             "not only on this machine; set `address` or `interface`, or leave both empty"
         )
@@ -94,7 +94,7 @@ def source_address(host: str) -> str:
 
 
 def interface_address(name: str) -> str:
-    """The IPv4 address of an interface, else its IPv6 one. Raises BadConfig."""
+    """The IPv4 address of an interface, else its IPv6 one. Raises InvalidConfig."""
     import psutil
 
     known = psutil.net_if_addrs()
@@ -103,7 +103,7 @@ def interface_address(name: str) -> str:
             if entry.family == family:
                 return str(entry.address).partition("%")[0]
     what = "has no IP address" if name in known else "does not exist"
-    raise BadConfig(f"interface = {name!r}: {what} here; there are: {', '.join(sorted(known))}")
+    raise InvalidConfig(f"interface = {name!r}: {what} here; there are: {', '.join(sorted(known))}")
 
 
 def _interface(address: str, settings: Settings, remote: bool) -> str:

@@ -19,11 +19,11 @@ from collections.abc import Callable
 from typing import Any
 
 from . import routes, views
-from .board import Board
 from .config import host_port
 from .errors import CannotStart, Refused
 from .httpd import Connection, Places, Request, Server
 from .log import Log
+from .published_state import PublishedState
 from .routes import Service
 from .views import Json
 
@@ -160,7 +160,7 @@ def _is_served(path: str) -> bool:
     return True
 
 
-def metrics_server(listen: str, board: Board, exposition: Callable[[], bytes], log: Log) -> Server:
+def metrics_server(listen: str, board: PublishedState, exposition: Callable[[], bytes], log: Log) -> Server:
     """Serve /metrics and /healthz. Raises CannotStart."""
 
     def handle(connection: Connection) -> None:

@@ -23,7 +23,7 @@ from .cluster import Cluster, Job, Node, slots_wanted
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Assignment:
     """Job -> node -> workers there."""
 
     places: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Plan:
         return {job: nodes[node] for job, nodes in self.surplus.items() if node in nodes}
 
 
-def plan(cluster: Cluster, running: Mapping[str, int], me: str) -> Plan:
+def plan(cluster: Cluster, running: Mapping[str, int], me: str) -> Assignment:
     """`running`: job -> workers of the agents on node `me`, which may not be members yet."""
     used = _Used()
     places: dict[str, dict[str, int]] = {}
@@ -67,7 +67,7 @@ def plan(cluster: Cluster, running: Mapping[str, int], me: str) -> Plan:
             surplus[job.name] = extra
         if len(mine) < spec.min_nodes:
             waiting[job.name] = _why(cluster, job, mine, used)
-    return Plan(places, surplus, waiting)
+    return Assignment(places, surplus, waiting)
 
 
 class _Used:
@@ -107,7 +107,7 @@ def _needs_gpus(job: Job, node: Node) -> bool:
 
 def _standing(job: Job, running: Mapping[str, int], me: str) -> dict[str, int]:
     """Where the job's agents are now, oldest member first; our own agent last while it is no member."""
-    members = sorted(job.members.items(), key=lambda item: item[1].seniority)
+    members = sorted(job.members.items(), key=lambda item: item[1].create_revision)
     standing = {node: member.record.slots for node, member in members}
     if job.name in running:
         standing[me] = running[job.name]
@@ -118,7 +118,7 @@ def _leaving(cluster: Cluster, job: Job, node: str) -> bool:
     """Whether the job loses this node soon, so that it needs another in its place."""
     member, known = job.members.get(node), cluster.nodes.get(node)
     draining = bool(known and (known.drain or known.record.draining)) or bool(member and member.record.draining)
-    return draining or node in job.state.avoid
+    return draining or node in job.state.excluded_nodes
 
 
 def _surplus(job: Job, staying: list[str], planned: list[str]) -> dict[str, str]:
@@ -127,7 +127,7 @@ def _surplus(job: Job, staying: list[str], planned: list[str]) -> dict[str, str]
     inside = [place.node for place in job.generation.places] if job.generation else []
     order = sorted(staying, key=lambda n: inside.index(n) if n in inside else len(inside))  # stable: then by age
     extra = order[job.spec.spec.max_nodes :]
-    aside = [n for n in planned if n in job.state.avoid]
+    aside = [n for n in planned if n in job.state.excluded_nodes]
     if len(planned) - len(aside) < job.spec.spec.min_nodes:
         aside = []
     most = job.spec.spec.max_nodes
@@ -141,8 +141,11 @@ def _candidates(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used
     assert job.spec is not None
     return [
         node
-        for node in sorted(cluster.nodes.values(), key=lambda n: n.seniority)
-        if node.name not in mine and not node.why_not and node.name not in job.state.avoid and used.fits(job, node)
+        for node in sorted(cluster.nodes.values(), key=lambda n: n.create_revision)
+        if node.name not in mine
+        and not node.why_not
+        and node.name not in job.state.excluded_nodes
+        and used.fits(job, node)
     ]
 
 
@@ -157,7 +160,7 @@ def _why(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used) -> st
         free, wanted = used.free(node), slots_wanted(job.spec, node.record.slots)
         if node.why_not:
             reasons.append(f"{node.name} is {node.why_not}")
-        elif node.name in job.state.avoid:
+        elif node.name in job.state.excluded_nodes:
             reasons.append(f"{node.name} is set aside for this job (elasticctl uncordon {node.name} takes it back)")
         elif wanted > free:
             reasons.append(f"{node.name} has {free} of {node.record.slots} slots free, {wanted} are needed")

@@ -19,8 +19,8 @@ from elastic.core.records import (
     MemberRecord,
     NodeRecord,
     ProgressRecord,
+    ProtocolVersionMismatch,
     Record,
-    SpeaksAnotherProtocol,
     SpecRecord,
     decode,
 )
@@ -42,7 +42,7 @@ class Stored(Protocol):
 @dataclass(frozen=True, slots=True)
 class Node:
     record: NodeRecord
-    seniority: int
+    create_revision: int
     """Create revision of its key: the smallest is the oldest."""
     cordon: CordonRecord | None = None
     drain: DrainRecord | None = None
@@ -62,9 +62,9 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class JobMember:
     record: MemberRecord
-    seniority: int
+    create_revision: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Job:
     spec_revision: int = 0
     state: JobState = field(default_factory=JobState)
     state_revision: int = 0
-    members: Mapping[str, Member] = field(default_factory=dict)
+    members: Mapping[str, JobMember] = field(default_factory=dict)
     generation: GenerationRecord | None = None
     progress: ProgressRecord | None = None
     asked: AskedRecord = field(default_factory=AskedRecord)
@@ -153,7 +153,7 @@ class Reader:
             if state is not None and take(JobState, state) is None:
                 spec = None  # whoever wrote it knows more of this job than we do: leave it alone
             members = {
-                k.removeprefix(job.members): Member(r, kv.create_revision)
+                k.removeprefix(job.members): JobMember(r, kv.create_revision)
                 for k, kv in mine.items()
                 if k.startswith(job.members) and (r := take(MemberRecord, kv)) is not None
             }
@@ -186,7 +186,7 @@ def _by_job(prefix: str, kvs: Mapping[str, Stored]) -> dict[str, dict[str, Store
 def _decode(kind: type[R], raw: bytes) -> R | str:
     try:
         return decode(kind, raw)
-    except SpeaksAnotherProtocol as error:
+    except ProtocolVersionMismatch as error:
         return str(error)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError among them
         return f"is not a {kind.__name__}: {error}"

@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from elastic.core.keys import check_name
-from elastic.core.spec import BadSpec, refuse_unknown
+from elastic.core.spec import InvalidSpec, refuse_unknown
 
-from .errors import BadConfig
+from .errors import InvalidConfig
 from .settings import Settings
 
 ENVIRONMENT = "ELASTICD_"
@@ -39,7 +39,7 @@ class Loaded:
 
 
 def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, str]) -> Loaded:
-    """Read and check all settings. `flags`: 'etcd.endpoints' -> text. Raises BadConfig naming the setting."""
+    """Read and check all settings. `flags`: 'etcd.endpoints' -> text. Raises InvalidConfig naming the setting."""
     raw = _read(path) if path else {}
     sources = {name: "file" for name, _ in _leaves(raw)}
     try:
@@ -57,9 +57,9 @@ def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
         settings = msgspec.convert(raw, Settings)
         check(settings)
     except msgspec.ValidationError as error:
-        raise BadConfig(_with_source(_explain(error, raw), sources, path)) from None
-    except (BadSpec, ValueError) as error:
-        raise BadConfig(_with_source(str(error), sources, path)) from None
+        raise InvalidConfig(_with_source(_explain(error, raw), sources, path)) from None
+    except (InvalidSpec, ValueError) as error:
+        raise InvalidConfig(_with_source(str(error), sources, path)) from None
     return Loaded(settings, {name: sources.get(name, "default") for name in HINTS})
 
 
@@ -125,9 +125,9 @@ def _read(path: Path) -> Raw:
         with path.open("rb") as file:
             return tomllib.load(file)
     except OSError as error:
-        raise BadConfig(f"{path}: cannot be read: {error.strerror}") from None
+        raise InvalidConfig(f"{path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadConfig(f"{path}: is not TOML: {error}") from None
+        raise InvalidConfig(f"{path}: is not TOML: {error}") from None
 
 
 def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -139,8 +139,8 @@ def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, str
             name = variable.removeprefix(ENVIRONMENT).lower()
             try:
                 refuse_unknown(Settings, {name: text})
-            except BadSpec as error:
-                raise BadSpec(f"environment variable {variable}: {error}") from None
+            except InvalidSpec as error:
+                raise InvalidSpec(f"environment variable {variable}: {error}") from None
 
 
 def _value(name: str, text: str) -> Any:

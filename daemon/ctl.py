@@ -162,7 +162,7 @@ def submit(client: Client, file: str, settings: tuple[str, ...], replace: bool, 
         ctl_jobs.resolve(raw, Path.cwd())
         if raw.get("module"):
             ctl_jobs.check_module(raw, client.get("/v1/status")["python"])
-    except ctl_jobs.BadJob as error:
+    except ctl_jobs.InvalidJob as error:
         raise Failed(400, str(error)) from None
     data = client.post("/v1/jobs", {"spec": raw, "replace": replace})
     _say(data, as_json, f"{data['job']} is submitted; see: elasticctl status {data['job']}")
@@ -218,7 +218,7 @@ def run(
         ctl_jobs.resolve(raw, Path.cwd())
         cluster = client.get("/v1/status")
         ctl_jobs.check_module(raw, cluster["python"])
-    except ctl_jobs.BadJob as error:
+    except ctl_jobs.InvalidJob as error:
         raise Failed(400, str(error)) from None
     raw["name"] = job_name or ctl_jobs.free_name(raw["name"], [row["job"] for row in cluster["jobs"]])
     if not as_json and "python" not in raw and cluster["python"] != sys.executable:

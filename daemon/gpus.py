@@ -182,7 +182,7 @@ def _same(handle: Any, other: Any) -> bool:
     return bool(handle == other)
 
 
-def self_test(command: Sequence[str] = (sys.executable, "-m", "elastic.agent.selftest")) -> str:
+def self_test(command: Sequence[str] = (sys.executable, "-m", "elastic.agent.gpu_selftest")) -> str:
     """What is wrong with the GPUs; empty: nothing, or torch here cannot use them."""
     try:
         done = subprocess.run(

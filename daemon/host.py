@@ -15,7 +15,7 @@ from elastic.core.keys import check_name
 
 from . import addresses
 from .config import MAX_SOCKET_PATH
-from .errors import BadConfig
+from .errors import InvalidConfig
 from .settings import Settings
 
 CORES_PER_SLOT = 2
@@ -29,14 +29,14 @@ LEAST_FREE_MB = 50.0
 
 
 def complete(settings: Settings, gpus: tuple[int, ...]) -> Settings:
-    """Fill in what was left blank from what this machine says of itself. Raises BadConfig,
+    """Fill in what was left blank from what this machine says of itself. Raises InvalidConfig,
     CannotStart."""
     node = settings.node or node_name(socket.gethostname())
     state_dir = state_dir_of(settings)
     run_dir = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
     socket_path = os.path.abspath(settings.socket or os.path.join(run_dir or state_dir, "elasticd.sock"))
     if len(os.fsencode(socket_path)) > MAX_SOCKET_PATH:
-        raise BadConfig(f"socket = {socket_path!r}: longer than the {MAX_SOCKET_PATH} bytes a Unix socket may have")
+        raise InvalidConfig(f"socket = {socket_path!r}: longer than the {MAX_SOCKET_PATH} bytes a Unix socket may have")
     found = addresses.find(settings)
     return msgspec.structs.replace(
         settings,

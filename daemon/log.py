@@ -11,7 +11,7 @@ from typing import Any, TextIO, cast
 import structlog
 from structlog.typing import FilteringBoundLogger
 
-from elastic.core.lines import LogFile
+from elastic.core.capped_log import LogFile
 
 Log = FilteringBoundLogger
 

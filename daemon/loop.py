@@ -18,13 +18,13 @@ from elastic.etcd import Lease, View
 
 from . import host, reconcile
 from .agents import Agents, Gone
-from .assignment import Plan, plan
-from .board import Board, Contact, LocalAgent, Snapshot
+from .assignment import Assignment, plan
 from .cluster import Cluster, Job, Reader
+from .event_queue import Event, EventQueue, LeaseLost, Registered, Stop, Updated, Written
 from .gpus import Health
 from .log import Log
-from .mailbox import Event, LeaseLost, Mailbox, Registered, Stop, Updated, Written
 from .notify import Notify
+from .published_state import Contact, LocalAgent, PublishedState, Snapshot
 from .settings import Settings
 from .writer import Writer
 
@@ -46,10 +46,10 @@ class Loop:
         settings: Settings,
         access: EtcdAccess,
         gpus: tuple[int, ...],
-        mailbox: Mailbox,
+        mailbox: EventQueue,
         writer: Writer,
         agents: Agents,
-        board: Board,
+        board: PublishedState,
         notify: Notify,
         log: Log,
         health: Health,
@@ -69,7 +69,7 @@ class Loop:
         self._started_wall_s = time.time()
         self._cluster = Cluster()
         self._contact = Contact()
-        self._plan = Plan()
+        self._plan = Assignment()
         self._lease: Lease | None = None
         self._registered: NodeRecord | None = None
         """Our record as it stands in etcd."""
@@ -298,12 +298,18 @@ class Loop:
             aside_s = self._set_aside_s(job)
             state = reconcile.job_state(job, self._cluster, self._settings.node, here, failed, time.time(), aside_s)
             if state is not None:
-                self._log.info("job.state", job=job.name, phase=state.phase, reason=state.reason, avoid=state.avoid)
+                self._log.info(
+                    "job.state",
+                    job=job.name,
+                    phase=state.phase,
+                    reason=state.reason,
+                    excluded_nodes=state.excluded_nodes,
+                )
                 self._writer.put_state(job, state)
 
     def _set_aside_s(self, job: Job) -> float:
         """For how long this node has been set aside for `job`, as far as this daemon saw; 0: it is not."""
-        if self._settings.node not in job.state.avoid:
+        if self._settings.node not in job.state.excluded_nodes:
             if self._aside.pop(job.name, None) is not None:
                 self._agents.forget(job.name)  # what failed before it was set aside counts no more
             return 0.0

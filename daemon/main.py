@@ -19,12 +19,12 @@ import elastic
 from elastic.core.agentfile import EtcdAccess
 from elastic.core.timeouts import RELATIONS
 
-from . import addresses, config, ending, host, launch, ownership, trust
+from . import addresses, config, host, launch, ownership, shutdown, trust
 from .ctl_text import block
-from .ending import stop_all
-from .errors import AlreadyRuns, BadConfig, CannotStart, DaemonError
+from .errors import AlreadyRuns, CannotStart, DaemonError, InvalidConfig
 from .notify import Notify
 from .settings import Settings
+from .shutdown import stop_all
 from .views import SCHEMA, Identity, Json
 
 FLAGS = ("cluster", "node", "address", "state_dir", "socket", "slots", "log_level")
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.stop:
             said = stop_all(Path(host.state_dir_of(loaded.settings)))
             print("\n".join(said) or "nothing runs")
-            return 1 if any(ending.NOT in line for line in said) else 0
+            return 1 if any(shutdown.NOT in line for line in said) else 0
         gpus = host.gpus(loaded.settings.gpus)
         settings = host.complete(loaded.settings, gpus.indices)
         trust.check(settings.etcd, os.geteuid())
@@ -71,7 +71,7 @@ def _flags(args: argparse.Namespace) -> dict[str, str]:
     for text in args.set:
         name, equals, value = text.partition("=")
         if not equals:
-            raise BadConfig(f"--set {text}: write NAME=VALUE, as in timeouts.lease_ttl_s=4")
+            raise InvalidConfig(f"--set {text}: write NAME=VALUE, as in timeouts.lease_ttl_s=4")
         given[name.strip()] = value
     return given
 

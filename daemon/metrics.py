@@ -14,13 +14,13 @@ from prometheus_client.registry import Collector
 from elastic.core.records import Phase
 
 from . import views
-from .board import Snapshot
+from .published_state import Snapshot
 
 JOB_GAUGES = (
     ("elasticd_job_step", "Newest committed step.", ("step",)),
     ("elasticd_job_steps_per_second", "Steps per second lately.", ("steps_per_s",)),
     ("elasticd_job_loss", "Loss of the newest step that reported one.", ("loss",)),
-    ("elasticd_job_world_size", "Ranks of the present generation.", ("world",)),
+    ("elasticd_job_world_size", "Ranks of the present generation.", ("world_size",)),
     ("elasticd_job_generation", "Number of the present generation.", ("generation",)),
     ("elasticd_job_nodes", "Member nodes.", ("members",)),
     ("elasticd_job_restarts", "Failures charged over the job's life.", ("restarts",)),

@@ -58,7 +58,9 @@ def refuses_unsound(settings: Settings) -> bool:
 def is_oldest(cluster: Cluster, me: str) -> bool:
     """Whether `me` is the node that registered before all others: what one daemon of all is to do is its."""
     return (
-        min(cluster.nodes.values(), key=lambda node: (node.seniority, node.name)).name == me if cluster.nodes else False
+        min(cluster.nodes.values(), key=lambda node: (node.create_revision, node.name)).name == me
+        if cluster.nodes
+        else False
     )
 
 
@@ -74,16 +76,16 @@ def job_state(
         return None
     if state.phase is Phase.STOPPING and not job.members and not here:
         return after(state, PhaseTrigger.LEFT, state.reason, wall_s)
-    if me in state.avoid and aside_s >= SET_ASIDE_S:
-        rest = tuple(node for node in state.avoid if node != me)
+    if me in state.excluded_nodes and aside_s >= SET_ASIDE_S:
+        rest = tuple(node for node in state.excluded_nodes if node != me)
         failures = tuple(failure for failure in state.failures if failure.node != me)
         reason = "" if state.reason.startswith(_no_agent_on(me)) else state.reason
-        return msgspec.structs.replace(state, avoid=rest, failures=failures, reason=reason)
-    if failed and not here and me not in state.avoid and state.phase is not Phase.STOPPING:
-        avoid = tuple(sorted({*state.avoid, me}))
+        return msgspec.structs.replace(state, excluded_nodes=rest, failures=failures, reason=reason)
+    if failed and not here and me not in state.excluded_nodes and state.phase is not Phase.STOPPING:
+        excluded_nodes = tuple(sorted({*state.excluded_nodes, me}))
         reason = f"{_no_agent_on(me)}{failed}"
-        hopeless = state.phase is Phase.PENDING and not job.members and set(cluster.nodes) <= set(avoid)
-        without = msgspec.structs.replace(state, reason=reason, avoid=avoid)
+        hopeless = state.phase is Phase.PENDING and not job.members and set(cluster.nodes) <= set(excluded_nodes)
+        without = msgspec.structs.replace(state, reason=reason, excluded_nodes=excluded_nodes)
         return after(without, PhaseTrigger.FAILED, reason, wall_s) if hopeless else without
     return None
 

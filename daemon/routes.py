@@ -16,11 +16,11 @@ from elastic.core.records import Phase
 
 from . import views
 from .actions import Actions, no_job
-from .board import Board, Snapshot
 from .errors import Refused
 from .folders import Folder
 from .log import Log
 from .logs import PAST_BYTES, Line, Tail
+from .published_state import PublishedState, Snapshot
 from .views import SCHEMA, Identity, Json, Now
 
 LONGEST_WAIT_S = 60.0
@@ -44,7 +44,7 @@ Query = Mapping[str, str]
 class Service:
     """What the answers are made from."""
 
-    board: Board
+    board: PublishedState
     actions: Actions
     identity: Identity
     logs: Callable[[str], Folder]
@@ -180,7 +180,7 @@ class Progress:
         if known is None or now_s < self._due_s:
             return {}
         row = views.job_row(snapshot, known, now())
-        said = {key: row[key] for key in ("phase", "step", "steps_per_s", "loss", "world", "waiting_for")}
+        said = {key: row[key] for key in ("phase", "step", "steps_per_s", "loss", "world_size", "waiting_for")}
         if said == self._said:
             return {}
         self._said, self._due_s = said, now_s + PROGRESS_S
@@ -199,9 +199,9 @@ def _told(snapshot: Snapshot, job: str) -> tuple[str, ...]:
         took_s = max(incident.timeline_s.values(), default=None)
         took = f" in {took_s:.2f} s" if took_s is not None else ""
         lost = f", {views.steps_lost(incident)} lost"
-        became = f"world {incident.world_before} → {incident.world_after} again{took}{lost}"
-        if not incident.world_after:
-            became = "the job was given up" if incident.world_before else "before the job's first generation"
+        became = f"world {incident.world_size_before} → {incident.world_size_after} again{took}{lost}"
+        if not incident.world_size_after:
+            became = "the job was given up" if incident.world_size_before else "before the job's first generation"
         said.append(f"{incident.kind} on {incident.node}: {incident.detail}; {became}")
     return tuple(said)
 
@@ -320,7 +320,7 @@ def _slot_of(h: Request, job: str, rank: int) -> int:
     for place in generation.places:
         if rank in generation.ranks(place.node).values():
             raise Refused(404, f"rank {rank} runs on node {place.node!r}: ask there (its logs lie on that node)")
-    raise Refused(404, f"job {job!r} has no rank {rank}: its world is {generation.world}")
+    raise Refused(404, f"job {job!r} has no rank {rank}: its world is {generation.world_size}")
 
 
 def _elsewhere(h: Request, job: str) -> dict[str, list[int]]:

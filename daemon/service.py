@@ -13,16 +13,16 @@ from elastic.etcd import Etcd
 from . import api
 from .actions import Actions
 from .agents import Agents
-from .board import Board
+from .event_queue import EventQueue, Stop
 from .gpus import Health
 from .host import Gpus
 from .httpd import Server
 from .launch import Launcher
 from .log import Log
 from .loop import Loop
-from .mailbox import Mailbox, Stop
 from .members import Members
 from .notify import Notify
+from .published_state import PublishedState
 from .routes import Service
 from .settings import Settings
 from .threads import Threads, fail_stop
@@ -48,8 +48,8 @@ class Daemon:
         self._settings = settings
         self._threads = threads
         self._log = log
-        self._mailbox = Mailbox()
-        self._board = Board()
+        self._mailbox = EventQueue()
+        self._board = PublishedState()
         self._etcd = Etcd(access, call_s=settings.timeouts.etcd_call_s)
         self._keys = ClusterKeys(settings.cluster)
         self._writer = Writer(self._etcd, self._keys, self._mailbox, log)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
-from .errors import BadConfig
+from .errors import InvalidConfig
 from .settings import EtcdSettings
 
 CURE = (
@@ -17,7 +17,7 @@ CURE = (
 def check(etcd: EtcdSettings, euid: int) -> None:
     """Refuse settings with which root would take orders from anyone, and secrets that others may read.
 
-    Raises BadConfig."""
+    Raises InvalidConfig."""
     for name in ("password_file", "key_file"):
         if file := getattr(etcd, name):
             _check_secret(f"etcd.{name}", file, euid)
@@ -25,7 +25,7 @@ def check(etcd: EtcdSettings, euid: int) -> None:
     for endpoint in set(etcd.endpoints) - set(remote):
         _check_socket(endpoint, euid)
     if euid == 0 and remote and not (etcd.user or etcd.cert_file or etcd.insecure):
-        raise BadConfig(
+        raise InvalidConfig(
             f"etcd.endpoints = {', '.join(remote)}: elasticd runs as root what stands in etcd, and an etcd without "
             f"password or client certificates takes it from anyone: {CURE}"
         )
@@ -43,10 +43,11 @@ def refusal(endpoint: str) -> str:
 def _check_secret(setting: str, file: str, euid: int) -> None:
     found = os.stat(file)
     if found.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
-        raise BadConfig(f"{setting} = {file!r}: other users may read or change it (mode {found.st_mode & 0o7777:04o}): "
-                        f"chmod 600 {file}")  # fmt: skip
+        mode = f"{found.st_mode & 0o7777:04o}"
+        why = f"other users may read or change it (mode {mode}): chmod 600 {file}"
+        raise InvalidConfig(f"{setting} = {file!r}: {why}")  # fmt: skip
     if found.st_uid not in (0, euid):
-        raise BadConfig(f"{setting} = {file!r}: belongs to uid {found.st_uid}: chown it to uid {euid}")
+        raise InvalidConfig(f"{setting} = {file!r}: belongs to uid {found.st_uid}: chown it to uid {euid}")
 
 
 def _check_socket(endpoint: str, euid: int) -> None:
@@ -54,6 +55,6 @@ def _check_socket(endpoint: str, euid: int) -> None:
     try:
         found = os.stat(folder)
     except OSError as error:
-        raise BadConfig(f"etcd.endpoints = {endpoint!r}: {folder}: {error.strerror}") from None
+        raise InvalidConfig(f"etcd.endpoints = {endpoint!r}: {folder}: {error.strerror}") from None
     if found.st_uid not in (0, euid) or found.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
-        raise BadConfig(f"etcd.endpoints = {endpoint!r}: other users may open {folder}: chmod 700 it")
+        raise InvalidConfig(f"etcd.endpoints = {endpoint!r}: other users may open {folder}: chmod 700 it")

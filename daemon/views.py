@@ -12,8 +12,8 @@ import msgspec
 from elastic.core.records import IncidentRecord, Phase, ProgressRecord
 from elastic.etcd import MemberHealth
 
-from .board import Snapshot
 from .cluster import Job
+from .published_state import Snapshot
 
 SCHEMA = 1
 """Version of every answer. A field may be added without a new one; none is removed or changed in meaning."""
@@ -161,7 +161,7 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> Json:
         "nodes": spec.nodes if spec else "",
         "members": len(job.members),
         "generation": job.generation.number if job.generation else 0,
-        "world": job.generation.world if job.generation else 0,
+        "world_size": job.generation.world_size if job.generation else 0,
         "step": progress.step if progress else None,
         "steps_per_s": round(progress.steps_per_s, 3) if progress else None,
         "loss": _number(progress.loss) if progress else None,
@@ -187,7 +187,7 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now) -> Json:
         "schema": SCHEMA,
         "spec": msgspec.to_builtins(job.spec.spec) if job.spec else None,
         "failures_in_window": len(job.state.failures),
-        "avoid": list(job.state.avoid),
+        "excluded_nodes": list(job.state.excluded_nodes),
         "places": [{"node": p.node, "host": p.host, "slots": list(p.slots)} for p in places],
         "why_generation": job.generation.why if job.generation else "",
         "member_nodes": {

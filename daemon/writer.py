@@ -9,18 +9,18 @@ from collections.abc import Callable
 import msgspec
 
 from elastic.core.keys import ClusterKeys
-from elastic.core.records import JobState, NodeRecord, SpeaksAnotherProtocol, decode, encode
+from elastic.core.records import JobState, NodeRecord, ProtocolVersionMismatch, decode, encode
 from elastic.etcd import Etcd, EtcdError, EtcdUnavailable, LeaseGone, MemberHealth, ModIs, Put
 
 from . import trust
 from .cluster import Job
-from .etcd_versions import Soundness, judge
+from .etcd_versions import VersionSupport, judge
+from .event_queue import EventQueue, LeaseLost, Registered, Stop, Updated, Written
 from .log import Log
-from .mailbox import LeaseLost, Mailbox, Registered, Stop, Updated, Written
 
 
 class Writer:
-    def __init__(self, etcd: Etcd, keys: ClusterKeys, mailbox: Mailbox, log: Log) -> None:
+    def __init__(self, etcd: Etcd, keys: ClusterKeys, mailbox: EventQueue, log: Log) -> None:
         self._etcd = etcd
         self._keys = keys
         self._mailbox = mailbox
@@ -163,9 +163,9 @@ class Writer:
                     continue
                 soundness, why = judge(member.version)
                 self.version = member.version
-                if soundness is Soundness.SOUND:
+                if soundness is VersionSupport.SOUND:
                     self._log.info("etcd.version", endpoint=member.endpoint, version=member.version)
-                elif refuse and soundness in (Soundness.UNSOUND, Soundness.UNKNOWN):
+                elif refuse and soundness in (VersionSupport.UNSOUND, VersionSupport.UNKNOWN):
                     help_ = "upgrade it, or set etcd.allow_unsound_version = true where nothing is to be lost"
                     self._mailbox.post(Stop(f"{member.endpoint}: {why}; {help_}", code=78))
                 else:
@@ -178,7 +178,7 @@ def taken(there: bytes, ours: NodeRecord) -> str:
     """Why the record that stands under our name is not one of ours; empty: it is."""
     try:
         other = decode(NodeRecord, there)
-    except SpeaksAnotherProtocol as error:
+    except ProtocolVersionMismatch as error:
         return str(error)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return ""  # no record at all: replace it

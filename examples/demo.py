@@ -178,7 +178,7 @@ class Watch:
                 self._said_s = time.monotonic()
                 loss = f"{row['loss']:.3f}" if row["loss"] is not None else "–"
                 console.print(
-                    f"    step [bold]{row['step']:>4}[/] of {STEPS}   loss {loss}   {row['world']} workers   "
+                    f"    step [bold]{row['step']:>4}[/] of {STEPS}   loss {loss}   {row['world_size']} workers   "
                     f"{row['steps_per_s'] or 0:.1f} steps/s   [dim]{row['waiting_for'] or ''}[/]"
                 )
             return row if done(row) else None
@@ -189,17 +189,17 @@ class Watch:
         start = self.job()["step"] or 0
         return self.until(lambda row: (row["step"] or 0) >= start + steps, 60.0, f"{steps} more steps")
 
-    def new_incident(self, deadline_s: float, world: int) -> Any:
+    def new_incident(self, deadline_s: float, world_size: int) -> Any:
         """The next incident after those shown that ends in a world of this size."""
 
         def look() -> Any:
             all_of_them = _recovered(self._node.ask("incidents", JOB)["incidents"])
-            fresh = [i for i in all_of_them[self.seen_incidents :] if i["world_after"] == world]
+            fresh = [i for i in all_of_them[self.seen_incidents :] if i["world_size_after"] == world_size]
             if fresh:
                 self.seen_incidents = len(all_of_them)
             return fresh[-1] if fresh else None
 
-        return wait_for(look, deadline_s, f"an incident that ends with {world} workers")
+        return wait_for(look, deadline_s, f"an incident that ends with {world_size} workers")
 
 
 def _recovered(incidents: Any) -> list[Any]:
@@ -224,8 +224,8 @@ def show_incident(incident: Any) -> None:
     for phase, at_s in sorted(incident["timeline_s"].items(), key=lambda item: item[1]):
         console.print(f"      {at_s * 1000:7.0f} ms  {phase}")
     console.print(
-        f"    [green]{_lost(incident)} steps lost[/], {incident['world_before']} → "
-        f"{incident['world_after']} workers, state from: {incident['restored_from']}\n"
+        f"    [green]{_lost(incident)} steps lost[/], {incident['world_size_before']} → "
+        f"{incident['world_size_after']} workers, state from: {incident['restored_from']}\n"
     )
 
 
@@ -257,7 +257,7 @@ def kill_a_worker(watch: Watch) -> None:
         "  process that has torch imported, and gets the state from a survivor.",
     )
     psutil.Process(rank["pid"]).kill()
-    show_incident(watch.new_incident(30.0, world=4))
+    show_incident(watch.new_incident(30.0, world_size=4))
     watch.steps_more(40)
 
 
@@ -270,7 +270,7 @@ def lose_a_node(watch: Watch, b: Node) -> None:
     )
     killed = kill_all(b.tag)
     console.print(f"    {killed} processes killed")
-    show_incident(watch.new_incident(40.0, world=2))
+    show_incident(watch.new_incident(40.0, world_size=2))
     watch.steps_more(40)
 
 
@@ -282,7 +282,7 @@ def bring_it_back(watch: Watch, b: Node) -> None:
         "  boundary with the state as it is then.",
     )
     b.start()
-    show_incident(watch.new_incident(60.0, world=4))
+    show_incident(watch.new_incident(60.0, world_size=4))
 
 
 def finish(watch: Watch, a: Node) -> bool:
@@ -297,8 +297,8 @@ def finish(watch: Watch, a: Node) -> bool:
     for column in ("what happened", "workers", "seconds", "steps lost"):
         table.add_column(column, justify="left" if column == "what happened" else "right")
     for i in incidents:
-        worlds = f"{i['world_before']} → {i['world_after']}"
-        table.add_row(i["detail"] or i["kind"], worlds, f"{i['took_s'] or 0:.2f}", _lost(i))
+        generations = f"{i['world_size_before']} → {i['world_size_after']}"
+        table.add_row(i["detail"] or i["kind"], generations, f"{i['took_s'] or 0:.2f}", _lost(i))
     console.print(table)
     good = total["steps_lost"] == 0 and last < first
     console.print(f"{STEPS} steps done, loss {first:.3f} → {last:.3f}, [bold green]{_lost(total)} steps lost[/]")
@@ -316,7 +316,7 @@ def main() -> int:
             "  source, examples/train_gpt.py: a plain PyTorch loop.",
         )
         submit(a, folder)
-        watch.until(lambda row: row["world"] == 4 and (row["step"] or 0) >= 30, 60.0, "the job steps on 4 workers")
+        watch.until(lambda row: row["world_size"] == 4 and (row["step"] or 0) >= 30, 60.0, "the job steps on 4 workers")
         watch.seen_incidents = len(_recovered(a.ask("incidents", JOB)["incidents"]))
         kill_a_worker(watch)
         lose_a_node(watch, b)

@@ -26,7 +26,7 @@ ARGS = parser.parse_args()
 
 def main() -> None:
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -38,7 +38,7 @@ def main() -> None:
         step = saved["step"]
     model = DistributedDataParallel(net)
     while step < ARGS.steps:
-        generator = torch.Generator().manual_seed(step * world + rank)
+        generator = torch.Generator().manual_seed(step * world_size + rank)
         x = torch.randn(32, 16, generator=generator)
         loss = F.mse_loss(model(x), x.sum(1, keepdim=True).sin())
         optimizer.zero_grad(set_to_none=True)

@@ -17,20 +17,20 @@ import msgspec
 import structlog
 
 from ..core.agentfile import AgentConfig
+from ..core.capped_log import LogFile
 from ..core.keys import ClusterKeys, JobKeys
-from ..core.lines import LogFile
 from ..core.membership import Limits
 from ..core.model import Agent, Policy
-from ..core.records import SpeaksAnotherProtocol, SpecRecord, decode
+from ..core.records import ProtocolVersionMismatch, SpecRecord, decode
 from ..etcd import Etcd, EtcdError, scrub_environment
-from . import environment, gpus
+from . import gpu_gate, worker_env
+from .etcd_writer import EtcdWriter
 from .loop import Loop
 from .peers import Peers
 from .pool import Pool
-from .registry import Registry
-from .sight import Sight
 from .starting import read_spec
 from .status import left_behind
+from .watch_scope import WatchScope
 
 log = structlog.get_logger()
 
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
             log.error("agent.no_spec", key=keys.spec)
             return NO_SPEC_EXIT
         return _run(config, etcd, keys, decode(SpecRecord, kv.value))
-    except (EtcdError, SpeaksAnotherProtocol, msgspec.MsgspecError) as error:
+    except (EtcdError, ProtocolVersionMismatch, msgspec.MsgspecError) as error:
         log.error("agent.cannot_start", error=str(error))
         return 1
     finally:
@@ -83,11 +83,11 @@ def _take(lock: IO[str]) -> bool:
 
 
 def _run(config: AgentConfig, etcd: Etcd, keys: JobKeys, spec: SpecRecord) -> int:
-    os.environ.setdefault("RES_OPTIONS", environment.QUICK_DNS)
+    os.environ.setdefault("RES_OPTIONS", worker_env.QUICK_DNS)
     job = msgspec.structs.replace(spec.spec, python=spec.spec.python or sys.executable)
     incarnation = uuid.uuid4().hex
-    env = environment.base(config, job, scrub_environment(os.environ))
-    pool = Pool(selectors.DefaultSelector(), job.python, environment.preload(job), job.stop_grace_s, job.exit_timeout_s)
+    env = worker_env.base(config, job, scrub_environment(os.environ))
+    pool = Pool(selectors.DefaultSelector(), job.python, worker_env.preload(job), job.stop_grace_s, job.exit_timeout_s)
     try:
         pool.start(env, str(Path(config.logs_dir) / f"zygote.{incarnation[:8]}.log"))
         return _run_with(pool, env, incarnation, config, etcd, keys, msgspec.structs.replace(spec, spec=job))
@@ -129,18 +129,18 @@ def _run_with(
         timeouts=config.timeouts,
     )
     stores = Stores(config.address)
-    registry = Registry(etcd, keys, policy, stores, lambda event: loop.post(event) if loop else None, spec)
-    sight = Sight(etcd, keys, policy.crowd)
+    registry = EtcdWriter(etcd, keys, policy, stores, lambda event: loop.post(event) if loop else None, spec)
+    sight = WatchScope(etcd, keys, policy.crowd)
     reached, left_wall_s = left_behind(Path(config.agent_dir), spec.submitted_wall_s)
     agent = Agent(policy, reached=reached, left_wall_s=left_wall_s)
     loop = Loop(config, agent, registry, peers, sight, keys, spec, pool)
     log.info("agent.starts", job=config.job, node=config.node, incarnation=incarnation, pid=os.getpid())
-    pool.gate = gpus.gate(config.gpus, config.timeouts.respawn_s)
+    pool.gate = gpu_gate.gate(config.gpus, config.timeouts.respawn_s)
     registry.start()
     peers.start()
     sight.start(loop.post, time.monotonic())
     try:
-        return torch_agent.run(torch_agent.NodeAgent(loop, stores, env, environment.argv(job)))
+        return torch_agent.run(torch_agent.NodeAgent(loop, stores, env, worker_env.argv(job)))
     finally:
         sight.close()
         registry.leave()

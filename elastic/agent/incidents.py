@@ -23,7 +23,7 @@ def dated(effect: PutIncident, now_s: float, wall_s: float) -> IncidentRecord:
 
 
 def save_failed(agent: Agent, step: int, error: str, wall_s: float) -> IncidentRecord:
-    number, world = (agent.generation.number, agent.generation.world) if agent.generation else (0, 0)
+    number, world_size = (agent.generation.number, agent.generation.world_size) if agent.generation else (0, 0)
     return IncidentRecord(
         generation=number,
         kind="checkpoint",
@@ -35,15 +35,15 @@ def save_failed(agent: Agent, step: int, error: str, wall_s: float) -> IncidentR
         ended_wall_s=wall_s,
         steps_lost=0,
         steps_lost_at_most=0,
-        world_before=world,
-        world_after=world,
+        world_size_before=world_size,
+        world_size_after=world_size,
     )
 
 
 def exited_late(agent: Agent, slot: int, after_s: float, wall_s: float) -> IncidentRecord:
     """A process that was killed since it did not end though its script had."""
     generation = agent.generation
-    number, world = (generation.number, generation.world) if generation else (0, 0)
+    number, world_size = (generation.number, generation.world_size) if generation else (0, 0)
     ranks = generation.ranks(agent.policy.node) if generation else {}
     return IncidentRecord(
         generation=number,
@@ -56,6 +56,6 @@ def exited_late(agent: Agent, slot: int, after_s: float, wall_s: float) -> Incid
         ended_wall_s=wall_s,
         steps_lost=0,
         steps_lost_at_most=0,
-        world_before=world,
-        world_after=world,
+        world_size_before=world_size,
+        world_size_after=world_size,
     )

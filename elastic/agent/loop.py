@@ -21,13 +21,13 @@ from ..core import messages
 from ..core.agentfile import AgentConfig, AgentStatus
 from ..core.effects import Leave
 from ..core.events import (
+    CheckpointSaved,
     Drain,
     Event,
     PeerDead,
     PeerReachable,
     PeerUnreachable,
     Progress,
-    Saved,
     Start,
     Tick,
     Undrain,
@@ -36,34 +36,34 @@ from ..core.events import (
     WorkerFailed,
     WorkerManaged,
     WorkerReady,
-    WorkerSick,
+    WorkerUnhealthy,
 )
 from ..core.exits import ends_too_early
 from ..core.keys import JobKeys
 from ..core.membership import leader
 from ..core.model import Agent
-from ..core.records import GenerationRecord, IncidentRecord, SpeaksAnotherProtocol, SpecRecord, WorkerError
+from ..core.records import GenerationRecord, IncidentRecord, ProtocolVersionMismatch, SpecRecord, WorkerError
 from ..core.recovery import step
-from ..core.sight import sees_members
 from ..core.transitions import Stage
+from ..core.watch_scope import watches_members
 from ..etcd import View
 from . import status
-from .deeds import Deeds
-from .errors import read_error
+from .effect_runner import EffectRunner
+from .etcd_writer import EtcdWriter
+from .hang_detector import HangDetector
 from .incidents import exited_late, save_failed
 from .logs import Trimmer
-from .lookout import Lookout
 from .orders import OrdersFile
+from .peer_monitor import PeerMonitor
 from .peers import Peers
-from .pictures import Pictures
-from .pool import Exited, Happening, Pool, Said, ZygoteUp
-from .registry import Registry
+from .pool import Exited, Pool, PoolEvent, WorkerMessage, ZygoteUp
 from .saver import Saver
-from .sight import Sight
 from .standstill import with_stillness
 from .versions import untested, versions
-from .watchman import Watchman
-from .words import as_event
+from .view_reader import ViewReader
+from .watch_scope import WatchScope
+from .worker_error import read_error
+from .worker_events import to_event
 from .zygote import ZygoteUnfit
 
 STATUS_S = 0.5
@@ -80,9 +80,9 @@ class Loop:
         self,
         config: AgentConfig,
         agent: Agent,
-        registry: Registry,
+        registry: EtcdWriter,
         peers: Peers,
-        sight: Sight,
+        sight: WatchScope,
         keys: JobKeys,
         spec: SpecRecord,
         pool: Pool,
@@ -90,9 +90,9 @@ class Loop:
         self.config = config
         self.agent = agent
         self._registry = registry
-        self._lookout = Lookout(peers)
+        self._lookout = PeerMonitor(peers)
         self._sight = sight
-        self._pictures = Pictures(keys)
+        self._pictures = ViewReader(keys)
         self._spec = spec.spec
         self._selector = pool.selector
         self._wake_read, self._wake_write = socket.socketpair()
@@ -100,11 +100,11 @@ class Loop:
         """It has been told to look into its inbox, and has not yet."""
         self._inbox: queue.SimpleQueue[Event | View] = queue.SimpleQueue()
         self.pool = pool
-        self._deeds = Deeds(config, self._spec, registry, self.pool)
+        self._deeds = EffectRunner(config, self._spec, registry, self.pool)
         self._deeds.on_incident = self._incident
         self._stacks: dict[str, str] = {}
         """Saved before the kill of a hung worker, until that is reported."""
-        self._watchman = Watchman(self.pool, self._spec.hang, self.post, self._save_stacks, config.timeouts.group_s)
+        self._watchman = HangDetector(self.pool, self._spec.hang, self.post, self._save_stacks, config.timeouts.group_s)
         self._gauge = status.Gauge()
         self._status_file = status.StatusFile(Path(config.agent_dir))
         self._trimmer = Trimmer(self._spec.log_limit_mb)
@@ -125,7 +125,7 @@ class Loop:
             self._spec.checkpoint,
             config.job,
             self.pool.tell,
-            on_saved=lambda step: self.post(Saved(step)),
+            on_saved=lambda step: self.post(CheckpointSaved(step)),
             on_failed=self._save_failed,
             versions=versions(),
             slots=config.slots,
@@ -229,7 +229,7 @@ class Loop:
     def _viewed(self, view: View) -> None:
         try:
             job = self._pictures.read(view, self.agent)
-        except SpeaksAnotherProtocol as error:
+        except ProtocolVersionMismatch as error:
             log.error("protocol.unknown", error=str(error))
             self._ended = Leave(str(error), code=3)
             return
@@ -240,7 +240,7 @@ class Loop:
 
     def _look_around(self, now_s: float) -> None:
         if self.agent.connected:
-            self._sight.choose(sees_members(self.agent, now_s, self._sight.narrow_for_s(now_s)), now_s)
+            self._sight.choose(watches_members(self.agent, now_s, self._sight.narrow_for_s(now_s)), now_s)
 
     def _on_tick(self, now_s: float) -> None:
         for happening in self.pool.tick():
@@ -262,7 +262,7 @@ class Loop:
 
     # ── what happened ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _happened(self, happening: Happening) -> None:
+    def _happened(self, happening: PoolEvent) -> None:
         match happening:
             case ZygoteUp(seconds, problems, preloaded):
                 self._preloaded = preloaded
@@ -274,24 +274,24 @@ class Loop:
                 self._status_due_s = 0.0
             case Exited():
                 self._exited(happening)
-            case Said(life, message):
-                slot = self._slot(life)
+            case WorkerMessage(worker_id, message):
+                slot = self._slot(worker_id)
                 if isinstance(message, messages.Synced):
                     if message.source == "setup":
                         self._started_over(message.generation)
                     log.info("worker.synced", slot=slot, step=message.step, source=message.source)
                 if isinstance(message, messages.ScriptEnded):
-                    if message.code or ends_too_early(self.agent, slot, life):
-                        self._failed(life, slot, message.code)
+                    if message.code or ends_too_early(self.agent, slot, worker_id):
+                        self._failed(worker_id, slot, message.code)
                 elif isinstance(message, messages.NeedArena):
-                    self.saver.need_arena(slot, life, message.nbytes, optional=message.optional)
-                elif isinstance(message, messages.AskKept):
-                    self.saver.ask_kept(life, message.generation, saved=message.saved)
+                    self.saver.need_arena(slot, worker_id, message.nbytes, optional=message.optional)
+                elif isinstance(message, messages.RequestSnapshot):
+                    self.saver.ask_kept(worker_id, message.generation, saved=message.saved)
                 elif isinstance(message, messages.Filled):
                     generation = self.agent.generation
                     lead = self._leads() if self._spec.checkpoint.shared else True
-                    self.saver.filled(slot, message, lead=lead, world=generation.world if generation else 0)
-                elif event := as_event(slot, life, message):
+                    self.saver.filled(slot, message, lead=lead, world_size=generation.world_size if generation else 0)
+                elif event := to_event(slot, worker_id, message):
                     self._turn(event)
 
     def _started_over(self, generation: int) -> None:
@@ -303,33 +303,37 @@ class Loop:
             )
             log.error("state.lost", generation=generation, step=step)
 
-    def _slot(self, life: int) -> int:
-        return next((s for s, w in self.agent.workers.items() if w.life == life), self._deeds.slots.get(life, -1))
+    def _slot(self, worker_id: int) -> int:
+        return next(
+            (s for s, w in self.agent.workers.items() if w.worker_id == worker_id), self._deeds.slots.get(worker_id, -1)
+        )
 
     def _why(self, ended: Exited, slot: int) -> tuple[WorkerError | None, str]:
         ranks = self.agent.generation.ranks(self.config.node) if self.agent.generation else {}
         return read_error(ended, node=self.config.node, slot=slot, rank=ranks.get(slot, -1), step=ended.step)
 
-    def _failed(self, life: int, slot: int, code: int) -> None:
+    def _failed(self, worker_id: int, slot: int, code: int) -> None:
         """Its script has; the process has still to end."""
-        process = self.pool.processes[life]
+        process = self.pool.processes[worker_id]
         self.pool.give_grace(process)
-        ended = Exited(life, code, None, process.page.read().step, process.error_file, process.log_file)
+        ended = Exited(worker_id, code, None, process.page.read().step, process.error_file, process.log_file)
         error, fingerprint = self._why(ended, slot)
-        log.info("worker.failed", slot=slot, life=life, cause=ended.cause)
-        self._turn(WorkerFailed(slot, life, ended.cause, code, error, fingerprint, ended.step))
+        log.info("worker.failed", slot=slot, worker_id=worker_id, cause=ended.cause)
+        self._turn(WorkerFailed(slot, worker_id, ended.cause, code, error, fingerprint, ended.step))
 
     def _exited(self, happening: Exited) -> None:
-        slot = self._slot(happening.life)
+        slot = self._slot(happening.worker_id)
         error, fingerprint = self._why(happening, slot)
-        log.info("worker.exited", slot=slot, life=happening.life, cause=happening.cause, late_s=happening.late_s)
+        log.info(
+            "worker.exited", slot=slot, worker_id=happening.worker_id, cause=happening.cause, late_s=happening.late_s
+        )
         if happening.late_s:
             record = exited_late(self.agent, slot, happening.late_s, time.time())
-            self._registry.put_exit_incident(record, happening.life)
+            self._registry.put_exit_incident(record, happening.worker_id)
         self._turn(
             WorkerExited(
                 slot,
-                happening.life,
+                happening.worker_id,
                 happening.cause,
                 happening.code,
                 error=error,
@@ -353,13 +357,13 @@ class Loop:
     def _turn(self, event: Event) -> None:
         before = self.agent
         now_s = time.monotonic()
-        if isinstance(event, WorkerSick):
+        if isinstance(event, WorkerUnhealthy):
             event, self._stacks = dataclasses.replace(event, stacks=self._stacks), {}
         self.agent, effects = step(before, event, now_s, random.random())
         if not isinstance(event, Tick | Viewed | Progress):
             log.debug("event", what=event)
-        if isinstance(event, WorkerReady) and any(s.life == event.life for s in self.agent.standbys):
-            log.info("standby.ready", life=event.life)
+        if isinstance(event, WorkerReady) and any(s.worker_id == event.worker_id for s in self.agent.standbys):
+            log.info("standby.ready", worker_id=event.worker_id)
         if self.agent.policy.managed and not before.policy.managed:
             log.info("job.managed", told_by="a worker" if isinstance(event, WorkerManaged) else "another agent")
         if self.agent.standbys != before.standbys:
@@ -384,7 +388,7 @@ class Loop:
 
     def _leads(self) -> bool:
         agent = self.agent
-        return leader(agent.view, agent.dead, agent.generation, agent.policy.deputies) == self.config.node
+        return leader(agent.view, agent.dead, agent.generation, agent.policy.leader_candidates) == self.config.node
 
     # ── status ──────────────────────────────────────────────────────────────────────────────────────────────
 

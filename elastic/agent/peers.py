@@ -22,7 +22,7 @@ from typing import Any
 
 import structlog
 
-from .lookups import Address, Found, Lookups, numeric
+from .resolver import Address, Found, Resolver, numeric
 
 DIALS_S = (0.4, 0.4, 0.6, 1.0)
 """How long each call waits for an answer; when all of these in a row got none, the peer cannot be reached. One packet a
@@ -120,7 +120,7 @@ class Peers:
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._lock = threading.Lock()
-        self._lookups = Lookups(self._wake)
+        self._lookups = Resolver(self._wake)
         self._wanted: dict[Id, Address] = {}
         self._lines: dict[Id, _Line] = {}
         self._refusers: set[Id] = set()

@@ -1,6 +1,6 @@
 """Worker processes on this node: forked from the zygote, spoken to over sockets, waited for by pidfd.
 
-Everything here is called from the loop's thread. The pool reports what happens as `Said` and `Exited`.
+Everything here is called from the loop's thread. The pool reports what happens as `WorkerMessage` and `Exited`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import structlog
 from ..core import messages
 from ..core.beat import PAGE_BYTES, BeatPage
 from ..core.messages import Forked, Message
-from . import family
+from . import descendants
 from .children import ended, exit_status, signal_group
-from .family import Family
+from .descendants import Descendants
 from .fresh import start_fresh
-from .gpus import Gate
+from .gpu_gate import Gate
 from .oom import OomWatch
 from .process import Exited as Exited
-from .process import Happening as Happening
+from .process import PoolEvent as PoolEvent
 from .process import Process as Process
-from .process import Said as Said
+from .process import WorkerMessage as WorkerMessage
 from .process import ZygoteUp as ZygoteUp
 from .zygote import CLOSE_S, Zygote, ZygoteDied, ZygoteUnfit
 
@@ -65,8 +65,8 @@ class Pool:
         self._held: set[int] = set()
         self._never_began: list[Exited] = []
         self._oom = OomWatch()
-        self._family = Family()
-        self._others = {pid: family.started(pid) for pid in family.children(os.getpid())}
+        self._family = Descendants()
+        self._others = {pid: descendants.started(pid) for pid in descendants.children(os.getpid())}
         """Children that this process had before there was a pool, with the instant of their start."""
         self._look_due_s = 0.0
         self.gate = Gate((), 0.0, lambda gpu: {})
@@ -84,7 +84,7 @@ class Pool:
         if died := self._zygote.start(env, log_file):
             self._zygote_died(died)
 
-    def _zygote_event(self) -> Iterator[Happening]:
+    def _zygote_event(self) -> Iterator[PoolEvent]:
         match self._zygote.read():
             case messages.ZygoteReady(seconds=seconds, problems=problems, preloaded=preloaded):
                 yield ZygoteUp(seconds, problems, preloaded)
@@ -98,7 +98,7 @@ class Pool:
             case ZygoteUnfit() as unfit:
                 yield from self._zygote_unfit(unfit)
 
-    def _zygote_unfit(self, unfit: ZygoteUnfit) -> Iterator[Happening]:
+    def _zygote_unfit(self, unfit: ZygoteUnfit) -> Iterator[PoolEvent]:
         """Who waits is started by the next one, or, where there will be none, here and now."""
         self._held.clear()
         yield unfit
@@ -116,25 +116,25 @@ class Pool:
         self._held.clear()
         if died.barren:
             why = f"the process that forks workers (zygote) dies before it has forked one: {died.how}"
-            for life in tuple(self._waiting):
-                self._give_up(life, why, self._zygote.log_file)
+            for worker_id in tuple(self._waiting):
+                self._give_up(worker_id, why, self._zygote.log_file)
         elif not self._waiting:
             self._zygote.excused()
 
-    def _give_up(self, life: int, why: str, log_file: str = "") -> None:
+    def _give_up(self, worker_id: int, why: str, log_file: str = "") -> None:
         """A worker that was ordered and never was."""
-        _, descriptors = self._waiting.pop(life)
+        _, descriptors = self._waiting.pop(worker_id)
         for descriptor in descriptors:
             os.close(descriptor)
-        self._zygote.forget(life)
-        self._held.discard(life)
-        process = self.processes.pop(life)
+        self._zygote.forget(worker_id)
+        self._held.discard(worker_id)
+        process = self.processes.pop(worker_id)
         if process.channel in self.selector.get_map():
             self.selector.unregister(process.channel)
         process.channel.close()
-        log.warning("worker.never_began", slot=process.slot, life=life, why=why)
+        log.warning("worker.never_began", slot=process.slot, worker_id=worker_id, why=why)
         self._never_began.append(
-            Exited(life, 1, None, 0, process.error_file, log_file or process.log_file, why),
+            Exited(worker_id, 1, None, 0, process.error_file, log_file or process.log_file, why),
         )
 
     def _take_never_began(self) -> list[Exited]:
@@ -144,28 +144,28 @@ class Pool:
     # ── workers ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def fork(
-        self, life: int, slot: int, env: Mapping[str, str], argv: Sequence[str], workdir: str, log_file: str
+        self, worker_id: int, slot: int, env: Mapping[str, str], argv: Sequence[str], workdir: str, log_file: str
     ) -> None:
         """Order a worker; it exists once the zygote is up. Where there is no room for one (descriptors, memory,
         disk), `tick` reports it as exited."""
         error_file = env.get("TORCHELASTIC_ERROR_FILE", "")
-        order = messages.Fork(ticket=life, env=dict(env), argv=tuple(argv), workdir=workdir)
+        order = messages.Fork(ticket=worker_id, env=dict(env), argv=tuple(argv), workdir=workdir)
         try:
-            self._prepare(life, slot, error_file, log_file, order)
+            self._prepare(worker_id, slot, error_file, log_file, order)
         except OSError as error:
-            log.warning("worker.never_began", slot=slot, life=life, why=str(error))
+            log.warning("worker.never_began", slot=slot, worker_id=worker_id, why=str(error))
             why = f"a worker cannot be started: {error}"
-            self._never_began.append(Exited(life, 1, None, 0, error_file, log_file, why))
+            self._never_began.append(Exited(worker_id, 1, None, 0, error_file, log_file, why))
             return
         if self._zygote.up or self._zygote.unfit:
-            self._order_when_free(life)
+            self._order_when_free(worker_id)
 
-    def _prepare(self, life: int, slot: int, error_file: str, log_file: str, order: messages.Fork) -> None:
+    def _prepare(self, worker_id: int, slot: int, error_file: str, log_file: str, order: messages.Fork) -> None:
         with contextlib.ExitStack() as undo:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             undo.enter_context(ours)
             undo.enter_context(theirs)
-            memory = os.memfd_create(f"elastic-beat-{life}")
+            memory = os.memfd_create(f"elastic-beat-{worker_id}")
             undo.callback(os.close, memory)
             os.ftruncate(memory, PAGE_BYTES)
             page = BeatPage(memoryview(mmap.mmap(memory, PAGE_BYTES)))
@@ -173,25 +173,31 @@ class Pool:
             page.clear(now_s)
             output = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
             undo.callback(os.close, output)
-            self.selector.register(ours, selectors.EVENT_READ, ("worker", life))
+            self.selector.register(ours, selectors.EVENT_READ, ("worker", worker_id))
             undo.pop_all()
-        self._waiting[life] = (order, (theirs.detach(), memory, output))
-        self.processes[life] = Process(
-            life=life, slot=slot, channel=ours, page=page, error_file=error_file, log_file=log_file, started_s=now_s
+        self._waiting[worker_id] = (order, (theirs.detach(), memory, output))
+        self.processes[worker_id] = Process(
+            worker_id=worker_id,
+            slot=slot,
+            channel=ours,
+            page=page,
+            error_file=error_file,
+            log_file=log_file,
+            started_s=now_s,
         )
 
-    def _order_when_free(self, life: int) -> None:
-        self._held.discard(life)
-        if self.gate.closed(self.processes[life].slot, time.monotonic()):
-            self._held.add(life)  # `tick` tries again
+    def _order_when_free(self, worker_id: int) -> None:
+        self._held.discard(worker_id)
+        if self.gate.closed(self.processes[worker_id].slot, time.monotonic()):
+            self._held.add(worker_id)  # `tick` tries again
         elif self._zygote.unfit:
-            self._start_fresh(life)
-        elif not self._zygote.order(*self._waiting[life]):
-            self._held.add(life)
+            self._start_fresh(worker_id)
+        elif not self._zygote.order(*self._waiting[worker_id]):
+            self._held.add(worker_id)
 
-    def _start_fresh(self, life: int) -> None:
+    def _start_fresh(self, worker_id: int) -> None:
         """Start a worker as a new process, which imports everything itself."""
-        process, (order, descriptors) = self.processes[life], self._waiting[life]
+        process, (order, descriptors) = self.processes[worker_id], self._waiting[worker_id]
         try:
             process.child = start_fresh(self._python, order, descriptors)
             self._began(process, process.child.pid)
@@ -199,9 +205,9 @@ class Pool:
             if process.child is not None:
                 process.child.kill()
                 process.child.wait()
-            self._give_up(life, f"a worker cannot be started: {error}")
+            self._give_up(worker_id, f"a worker cannot be started: {error}")
 
-    def _forked(self, message: Forked) -> Iterator[Happening]:
+    def _forked(self, message: Forked) -> Iterator[PoolEvent]:
         if message.ticket not in self._waiting:
             return
         process = self.processes[message.ticket]
@@ -218,18 +224,18 @@ class Pool:
     def _began(self, process: Process, pid: int) -> None:
         """The worker runs, as process `pid`. Raises OSError when it cannot be waited for."""
         pidfd = os.pidfd_open(pid)
-        _, descriptors = self._waiting.pop(process.life)
+        _, descriptors = self._waiting.pop(process.worker_id)
         for descriptor in descriptors:
             os.close(descriptor)
         process.pid, process.pidfd = pid, pidfd
         process.started_s = time.monotonic()
-        self.selector.register(process.pidfd, selectors.EVENT_READ, ("exit", process.life))
+        self.selector.register(process.pidfd, selectors.EVENT_READ, ("exit", process.worker_id))
         if process.killed:
-            self.kill(process.life)
+            self.kill(process.worker_id)
 
-    def tell(self, life: int, message: Message, descriptors: Sequence[int] = ()) -> None:
+    def tell(self, worker_id: int, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Say something to a worker; one that is gone already hears nothing, nor does one that reads nothing."""
-        process = self.processes.get(life)
+        process = self.processes.get(worker_id)
         if process is None:
             return
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
@@ -240,70 +246,70 @@ class Pool:
         except OSError as error:  # it is stopped and its socket full; or too many descriptors are in flight
             log.warning("worker.cannot_be_told", slot=process.slot, what=type(message).__name__, error=str(error))
 
-    def kill(self, life: int, gently: bool = False, late: bool = False) -> None:
+    def kill(self, worker_id: int, graceful: bool = False, late: bool = False) -> None:
         """SIGKILL to the worker and all it has started; `gently`: SIGTERM, and SIGKILL after the grace. `late`: it was
         to end by itself, and has had its time."""
-        process = self.processes.get(life)
+        process = self.processes.get(worker_id)
         if process is None:
             return
         process.killed = True
         if late and self._exit_s < float("inf"):
             process.late, process.late_s = True, self._exit_s
         if process.pidfd < 0:
-            if not self._zygote.owes(life):  # nothing waits for the zygote to come up first
-                self._give_up(life, "it was ended before it was started")
+            if not self._zygote.owes(worker_id):  # nothing waits for the zygote to come up first
+                self._give_up(worker_id, "it was ended before it was started")
             return  # else killed when it appears
-        if gently:
+        if graceful:
             process.terminate_deadline_s = time.monotonic() + self._grace_s
-        signal_group(process.pid, signal.SIGTERM if gently else signal.SIGKILL)
+        signal_group(process.pid, signal.SIGTERM if graceful else signal.SIGKILL)
 
     def give_grace(self, process: Process) -> None:
         """Its script has failed: it need not wait for its process for longer than for one that is told to end."""
         process.late_s = min(self._grace_s, self._exit_s)
         process.exit_deadline_s = time.monotonic() + process.late_s
 
-    def tick(self) -> list[Happening]:
+    def tick(self) -> list[PoolEvent]:
         """To be called every beat. Returns workers that could not be started."""
         now_s = time.monotonic()
         self._oom.look(now_s)
-        happened: list[Happening] = []
+        happened: list[PoolEvent] = []
         match self._zygote.tick(now_s):
             case ZygoteDied() as died:
                 self._zygote_died(died)
             case ZygoteUnfit() as unfit:
                 happened += self._zygote_unfit(unfit)
-        for life in tuple(self._held) if self._zygote.up or self._zygote.unfit else ():
-            self._order_when_free(life)
-        closed: list[Happening] = []
+        for worker_id in tuple(self._held) if self._zygote.up or self._zygote.unfit else ():
+            self._order_when_free(worker_id)
+        closed: list[PoolEvent] = []
         for process in tuple(self.processes.values()):
             if now_s >= process.terminate_deadline_s:
                 process.terminate_deadline_s = float("inf")
-                self.kill(process.life)
+                self.kill(process.worker_id)
             if now_s >= process.closed_s and process.exit_deadline_s == float("inf"):
                 closed += self._closed(process, now_s)
             if now_s >= process.exit_deadline_s:
                 process.exit_deadline_s, process.late = float("inf"), True
-                log.warning("worker.exits_late", slot=process.slot, life=process.life, after_s=process.late_s)
-                self.kill(process.life)
+                log.warning("worker.exits_late", slot=process.slot, worker_id=process.worker_id, after_s=process.late_s)
+                self.kill(process.worker_id)
                 process.killed = False  # by its own fault
         return [*happened, *closed, *self._take_never_began()]
 
-    def handle(self, key: tuple[str, int]) -> list[Happening]:
+    def handle(self, key: tuple[str, int]) -> list[PoolEvent]:
         """What a readable descriptor of ours means."""
-        kind, life = key
+        kind, worker_id = key
         if kind == "zygote":
             return list(self._zygote_event())
-        if kind == "exit" and life in self._dying:
-            self._reap(self._dying[life])
+        if kind == "exit" and worker_id in self._dying:
+            self._reap(self._dying[worker_id])
             return []
-        process = self.processes.get(life)
+        process = self.processes.get(worker_id)
         if process is None:
             return []
         if kind == "worker":
             return list(self._heard(process))
         return list(self._exited(process))
 
-    def _heard(self, process: Process) -> Iterator[Happening]:
+    def _heard(self, process: Process) -> Iterator[PoolEvent]:
         try:
             raw = process.channel.recv(messages.MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -316,34 +322,36 @@ class Pool:
             if isinstance(message, messages.ScriptEnded):
                 process.script_code, process.late_s = message.code, self._exit_s
                 process.exit_deadline_s = time.monotonic() + self._exit_s
-            yield Said(process.life, message)
+            yield WorkerMessage(process.worker_id, message)
         else:
             self.selector.unregister(process.channel)
             process.closed_s = time.monotonic()
             yield from self._closed(process, process.closed_s)
 
-    def _closed(self, process: Process, now_s: float) -> Iterator[Happening]:
+    def _closed(self, process: Process, now_s: float) -> Iterator[PoolEvent]:
         """Its channel has come to an end. Mostly it dies, and is lost from now on, though the kernel may take a while
         until it says so; else it cannot be told anything any more."""
         if process.pidfd < 0:
             return
         if (status := exit_status(process.pid)) is not None:
-            self._dying[process.life] = process
+            self._dying[process.worker_id] = process
             yield self._lost(process, os.WEXITSTATUS(status), os.WTERMSIG(status))
         elif process.spoke and now_s - process.closed_s >= CLOSED_S and not process.killed:
             log.warning("worker.closed_its_channel", slot=process.slot, pid=process.pid)
-            self.kill(process.life)
+            self.kill(process.worker_id)
 
-    def _exited(self, process: Process) -> Iterator[Happening]:
+    def _exited(self, process: Process) -> Iterator[PoolEvent]:
         # What it said before it died comes first.
         while process.channel in self.selector.get_map():
             before = list(self._heard(process))
             if not before:
                 break
             # How the script has ended shows in how the process has.
-            yield from (h for h in before if not (isinstance(h, Said) and isinstance(h.message, messages.ScriptEnded)))
-        if process.life in self._dying:
-            self._reap(self._dying[process.life])
+            yield from (
+                h for h in before if not (isinstance(h, WorkerMessage) and isinstance(h.message, messages.ScriptEnded))
+            )
+        if process.worker_id in self._dying:
+            self._reap(self._dying[process.worker_id])
             return
         if (result := os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
             return
@@ -357,12 +365,12 @@ class Pool:
         # Children that it left behind keep its sockets open. Until it is waited for its number is nobody else's.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        del self.processes[process.life]
+        del self.processes[process.worker_id]
         self.gate.died(process.pid, time.monotonic())
         if late := process.late and bool(number):
             code, number = process.script_code, 0
         return Exited(
-            life=process.life,
+            worker_id=process.worker_id,
             code=None if number else code,
             signal=signal.Signals(number).name if number else None,
             late_s=process.late_s if late else 0.0,
@@ -380,7 +388,7 @@ class Pool:
                 return
             if process.child is not None:
                 process.child.returncode = result.si_status  # else Popen would wait for that process id again
-        self._dying.pop(process.life, None)
+        self._dying.pop(process.worker_id, None)
         self.selector.unregister(process.pidfd)
         if process.channel in self.selector.get_map():
             self.selector.unregister(process.channel)
@@ -395,7 +403,7 @@ class Pool:
             return  # a worker that died at birth is not known by its number yet
         ours = self._orphans()
         for child in ours:
-            if family.state(child) == "Z":
+            if descendants.state(child) == "Z":
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child, os.WNOHANG)
         living = {p.pid for p in self.processes.values() if p.pid}
@@ -403,7 +411,7 @@ class Pool:
             self._look_due_s = now_s + LOOK_S
             self._family.look(living)
         for process in self._family.orphans(ours, living):
-            if family.end(process):
+            if descendants.end(process):
                 log.warning("orphan.ended", pid=process.pid)
 
     def _orphans(self) -> list[int]:
@@ -413,8 +421,10 @@ class Pool:
         session = os.getsid(0)
         return [
             pid
-            for pid in family.children(os.getpid())
-            if pid not in known and family.session(pid) != session and self._others.get(pid) != family.started(pid)
+            for pid in descendants.children(os.getpid())
+            if pid not in known
+            and descendants.session(pid) != session
+            and self._others.get(pid) != descendants.started(pid)
         ]
 
     def close(self) -> None:
@@ -434,7 +444,7 @@ class Pool:
             process.channel.close()
         self.processes.clear()
         self._dying.clear()
-        family.end_all(self._orphans, deadline_s)
+        descendants.end_all(self._orphans, deadline_s)
         for _, descriptors in self._waiting.values():
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -12,14 +12,14 @@ from .zygote import ZygoteUnfit
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    life: int
+class WorkerMessage:
+    worker_id: int
     message: FromWorker
 
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    life: int
+    worker_id: int
     code: int | None
     signal: str | None
     step: int
@@ -50,14 +50,14 @@ class ZygoteUp:
     """Modules that it has imported for the job."""
 
 
-Happening = Said | Exited | ZygoteUp | ZygoteUnfit
+PoolEvent = WorkerMessage | Exited | ZygoteUp | ZygoteUnfit
 
 
 @dataclass(slots=True)
 class Process:
     """One worker process."""
 
-    life: int
+    worker_id: int
     slot: int
     channel: socket.socket
     page: BeatPage

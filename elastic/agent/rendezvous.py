@@ -22,10 +22,10 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from ..core.records import GenerationRecord, JobState, SpeaksAnotherProtocol, decode
+from ..core.records import GenerationRecord, JobState, ProtocolVersionMismatch, decode
 from ..etcd import Etcd, EtcdDenied, EtcdError
-from .party import Party
-from .torchrun_settings import BACKEND, Settings
+from .participant import RendezvousParticipant
+from .torchrun_settings import BACKEND, TorchrunSettings
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -42,10 +42,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
     `next_rendezvous` yet; they meet on its store. So re-forming takes one write, and one more to say what broke.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: TorchrunSettings) -> None:
         self._settings = settings
         self._etcd = Etcd(settings.access)
-        self._party = Party(self._etcd, settings)
+        self._party = RendezvousParticipant(self._etcd, settings)
         self._shut = False
         self._deadline_s = 0.0
 
@@ -115,7 +115,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             raise RendezvousConnectionError(str(error)) from error
         try:
             return kv is not None and decode(JobState, kv.value).phase.over
-        except (SpeaksAnotherProtocol, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (ProtocolVersionMismatch, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RendezvousStateError(str(error)) from error
 
     def set_closed(self) -> None:

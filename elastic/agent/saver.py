@@ -45,7 +45,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Saved:
+class SaveStatus:
     """What status shows of checkpoints."""
 
     step: int | None = None
@@ -74,7 +74,7 @@ class Saved:
 
 @dataclass(slots=True)
 class _Slot:
-    life: int
+    worker_id: int
     arenas: tuple[Arena, ...] = ()
     in_memory: set[int] = field(default_factory=set)
     """Buffers that were filled for memory alone."""
@@ -95,7 +95,7 @@ class Saver:
 
     def __post_init__(self) -> None:
         self.writer = WriterProcess()
-        self.last = Saved()
+        self.last = SaveStatus()
         self._slots: dict[int, _Slot] = {}
         self._writes: dict[int, tuple[int, int, int]] = {}
         self._committing: set[tuple[int, int]] = set()
@@ -107,7 +107,7 @@ class Saver:
 
     # ── what workers say ────────────────────────────────────────────────────────────────────────────────────
 
-    def need_arena(self, slot: int, life: int, nbytes: int, *, optional: bool = False) -> None:
+    def need_arena(self, slot: int, worker_id: int, nbytes: int, *, optional: bool = False) -> None:
         """Two buffers for this worker; those of the one before in this slot are taken on when they are large enough.
 
         `optional`: none where they would take memory that the training may need.
@@ -118,30 +118,30 @@ class Saver:
             if optional and not plenty(wanted, available_nbytes=available_nbytes()):
                 log.warning("snapshot.no_memory", wanted_mb=round(wanted / 1e6))
                 self.last.kept_interval = f"no memory: {wanted / 1e6:.0f} MB on this node would leave too little"
-                self.tell(life, messages.Arena(nbytes=0), ())
+                self.tell(worker_id, messages.Arena(nbytes=0), ())
                 return
             try:
                 fresh = (Arena.create(nbytes, warm=False), Arena.create(nbytes, warm=False))  # the worker warms them
             except ArenaError as error:
                 self._fail(0, 0, f"no shared memory for snapshots: {error}")
-                self.tell(life, messages.Arena(nbytes=0), ())
+                self.tell(worker_id, messages.Arena(nbytes=0), ())
                 return
             if held is not None:
                 self.writer.submit(orders.Forget())
                 for arena in held.arenas:
                     arena.close()
-            held = self._slots[slot] = _Slot(life, fresh)
+            held = self._slots[slot] = _Slot(worker_id, fresh)
             # What is still written from the old ones frees none of the new.
             for ticket, (of, step, buffer) in tuple(self._writes.items()):
                 if of == slot:
                     self._writes[ticket] = (-1, step, buffer)
-        held.life = life
+        held.worker_id = worker_id
         self.last.kept_mb = sum(arena.capacity for one in self._slots.values() for arena in one.arenas) / 1e6
         writing = {buffer for of, _, buffer in self._writes.values() if of == slot}
         for buffer, arena in enumerate(held.arenas):
-            self.tell(life, messages.Arena(nbytes=arena.capacity, busy=buffer in writing), (arena.fd,))
+            self.tell(worker_id, messages.Arena(nbytes=arena.capacity, busy=buffer in writing), (arena.fd,))
 
-    def filled(self, slot: int, message: messages.Filled, *, lead: bool, world: int) -> None:
+    def filled(self, slot: int, message: messages.Filled, *, lead: bool, world_size: int) -> None:
         """A snapshot is whole in its arena. If it is to be saved: write its share, and once per step commit, if that is
         ours to do."""
         self.last.interval, self.last.skipped = message.interval, message.skipped
@@ -165,12 +165,12 @@ class Saver:
         self._writes[ticket] = (slot, message.step, message.buffer)
         if lead and (message.generation, message.step) not in self._committing:
             try:
-                self._commit(message, world)
+                self._commit(message, world_size)
             except (Busy, OSError) as error:
                 # The buffer is freed when it is written.
                 self._fail(message.generation, message.step, f"commit: {error}")
 
-    def _commit(self, message: messages.Filled, world: int) -> None:
+    def _commit(self, message: messages.Filled, world_size: int) -> None:
         self.writer.submit(
             orders.Commit(
                 directory=self.rules.dir,
@@ -178,7 +178,7 @@ class Saver:
                 step=message.step,
                 generation=message.generation,
                 shares=message.shares,
-                world=world,
+                world_size=world_size,
                 versions=self.versions,
                 wait_s=COMMIT_WAIT_S,
                 keep=self.rules.keep,
@@ -210,7 +210,7 @@ class Saver:
 
     def _free(self, slot: int, step: int, buffer: int, error: str, seconds: float = 0.0) -> None:
         if held := self._slots.get(slot):
-            self.tell(held.life, messages.Saved(step=step, buffer=buffer, error=error, seconds=seconds), ())
+            self.tell(held.worker_id, messages.SaveResult(step=step, buffer=buffer, error=error, seconds=seconds), ())
 
     def _committed(self, result: orders.Result) -> None:
         self._committing.discard((result.generation, result.step))
@@ -260,7 +260,7 @@ class Saver:
 
     # ── what is left when no worker lives ───────────────────────────────────────────────────────────────────
 
-    def ask_kept(self, life: int, generation: int, *, saved: bool = False) -> None:
+    def ask_kept(self, worker_id: int, generation: int, *, saved: bool = False) -> None:
         """Answered at once, or when what is being written is on disk: it may be the newest there is.
 
         `saved`: the job goes back to what was saved. What is in memory alone is then forgotten: it is newer, and as
@@ -271,22 +271,22 @@ class Saver:
                 for buffer in held.in_memory:
                     held.arenas[buffer].clear()
                 held.in_memory.clear()
-        self._asking[life] = (generation, time.monotonic())
+        self._asking[worker_id] = (generation, time.monotonic())
         self.answer()
 
     def answer(self) -> None:
         """Called when the writer has said something, and on every tick."""
         now_s = time.monotonic()
-        for life, (generation, since_s) in tuple(self._asking.items()):
+        for worker_id, (generation, since_s) in tuple(self._asking.items()):
             waited_s = now_s - since_s
             if (self._writes and waited_s < KEPT_WRITE_S) or (self._committing and waited_s < KEPT_COMMIT_S):
                 continue
-            del self._asking[life]
+            del self._asking[worker_id]
             arenas = self._whole()
             if len(arenas) > MAX_KEPT:
                 log.warning("checkpoint.kept_too_many", arenas=len(arenas), limit=MAX_KEPT)
                 arenas = []
-            self.tell(life, messages.Kept(generation=generation), tuple(arena.fd for arena in arenas))
+            self.tell(worker_id, messages.InMemorySnapshot(generation=generation), tuple(arena.fd for arena in arenas))
 
     def _whole(self) -> list[Arena]:
         """The arenas of the newest snapshot of which this node has every part."""

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..core.witness import waits_for_others
+from ..core.collective_frames import is_blocked_in_collective
 
 QUICK_S, NATIVE_S = 1.0, 2.0
 """Longest look at one worker: at its Python frames from outside (0.1 s), and below them (0.5 s, more under load)."""
@@ -21,7 +21,7 @@ def stack(pid: int, native: bool) -> str:
     if tool is None:
         return "py-spy is not installed"
     quick = _dump(tool, "--nonblocking", pid, QUICK_S)
-    if native and not waits_for_others(quick):
+    if native and not is_blocked_in_collective(quick):
         quick = _dump(tool, "--native", pid, NATIVE_S) or quick
     return quick or "no stack could be read"
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from ..core.model import Agent
 from ..core.records import ProgressRecord, Standing, Stillness
 from ..core.spec import Hang
-from ..core.stillness import Cause, Known, explain, still_s
+from ..core.stillness import Known, StandstillCause, explain, still_s
 from ..core.transitions import Stage
 from ..core.view import Member
 
@@ -69,13 +69,13 @@ def with_stillness(
     return replace(record, still=still, waiting_for=record.waiting_for if said_already else in_words(still))
 
 
-def _cause(record: ProgressRecord, agent: Agent, known: Collection[Known]) -> Cause:
+def _cause(record: ProgressRecord, agent: Agent, known: Collection[Known]) -> StandstillCause:
     generation = agent.generation
     assert generation is not None
     if agent.broken >= generation.number:
         why = f" ({agent.broken_record.detail})" if agent.broken_record else ""
         waits = record.waiting_for or "the next one has not formed yet"
-        return Cause(f"generation {generation.number} is broken{why}: {waits}")
+        return StandstillCause(f"generation {generation.number} is broken{why}: {waits}")
     nodes = {rank: place.node for place in generation.places for rank in generation.ranks(place.node).values()}
     return explain(known, nodes, generation.number)
 

@@ -17,7 +17,7 @@ from ..core.model import Agent
 from ..core.records import ProgressRecord, RankRow
 from ..core.transitions import Stage
 from .pool import Pool
-from .saver import Saved
+from .saver import SaveStatus
 
 RATE_WINDOW_S = 10.0
 SLOW_S = 1.0
@@ -52,7 +52,7 @@ def rank_rows(agent: Agent, pool: Pool) -> tuple[RankRow, ...]:
     ranks = agent.generation.ranks(agent.policy.node) if agent.generation else {}
     rows = []
     for slot, worker in sorted(agent.workers.items()):
-        process = pool.processes.get(worker.life)
+        process = pool.processes.get(worker.worker_id)
         beat = process.page.read() if process else None
         rss_mb = None
         if process and process.pid:
@@ -68,16 +68,16 @@ def rank_rows(agent: Agent, pool: Pool) -> tuple[RankRow, ...]:
                 if worker.stage is not Stage.RUNNING or beat is None or not agent.policy.managed
                 else beat.doing.name.lower(),
                 step=max(worker.step, beat.step) if beat else worker.step,
-                incarnation=worker.life,
+                incarnation=worker.worker_id,
                 rss_mb=rss_mb,
             )
         )
     return tuple(rows)
 
 
-def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], saved: Saved) -> ProgressRecord:
+def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], saved: SaveStatus) -> ProgressRecord:
     for worker in agent.workers.values():
-        if process := pool.processes.get(worker.life):
+        if process := pool.processes.get(worker.worker_id):
             beat = process.page.read()
             if not math.isnan(beat.loss):
                 gauge.loss = beat.loss
@@ -89,7 +89,7 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
     repeats = known is not None and step == known.step and (step != mine or not gauge.step_wall_s)
     return ProgressRecord(
         generation=agent.generation.number if agent.generation else 0,
-        world=agent.generation.world if agent.generation else 0,
+        world_size=agent.generation.world_size if agent.generation else 0,
         step=step,
         steps_per_s=round(gauge.per_s(), 3),
         loss=loss,
@@ -115,7 +115,7 @@ def _reached(agent: Agent, step: int, loss: float | None) -> tuple[int, float | 
     have not received it (it joined late, perhaps when the others had finished already) repeats what is on record."""
     known = agent.view.progress
     number = agent.generation.number if agent.generation else 0
-    holding = (Stage.RUNNING, Stage.YIELDING, Stage.DONE)
+    holding = (Stage.RUNNING, Stage.STOPPING_AT_STEP, Stage.DONE)
     holds = any(w.generation == number and w.stage in holding for w in agent.workers.values())
     if known is None:
         return step, loss
@@ -142,7 +142,7 @@ def phase_of(agent: Agent) -> str:
         return "joining"
     if agent.broken >= agent.generation.number:
         return "waiting" if agent.below_min else "repairing"
-    if stages & {Stage.RUNNING, Stage.DONE, Stage.YIELDING}:
+    if stages & {Stage.RUNNING, Stage.DONE, Stage.STOPPING_AT_STEP}:
         return "running"
     return "forming"
 

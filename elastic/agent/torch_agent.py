@@ -43,8 +43,8 @@ _STATES = {
     Stage.READY: WorkerState.INIT,
     Stage.FORMING: WorkerState.INIT,
     Stage.RUNNING: WorkerState.HEALTHY,
-    Stage.YIELDING: WorkerState.HEALTHY,
-    Stage.LEAVING: WorkerState.UNHEALTHY,
+    Stage.STOPPING_AT_STEP: WorkerState.HEALTHY,
+    Stage.ABORTING: WorkerState.UNHEALTHY,
     Stage.KILLED: WorkerState.STOPPED,
     Stage.GONE: WorkerState.STOPPED,
     Stage.DONE: WorkerState.SUCCEEDED,
@@ -133,8 +133,8 @@ class NodeAgent(SimpleElasticAgent):
                 local_rank=slot,
                 global_rank=rank,
                 role_rank=rank,
-                world_size=generation.world,
-                role_world_size=generation.world,
+                world_size=generation.world_size,
+                role_world_size=generation.world_size,
             )
             for slot, rank in ranks.items()
         ]
@@ -150,11 +150,13 @@ class NodeAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """The loop starts workers by itself; these are they: slot -> pid."""
         processes = self.loop.pool.processes
-        return {slot: processes[w.life].pid for slot, w in self.loop.agent.workers.items() if w.life in processes}
+        return {
+            slot: processes[w.worker_id].pid for slot, w in self.loop.agent.workers.items() if w.worker_id in processes
+        }
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        for life in tuple(self.loop.pool.processes):
-            self.loop.pool.kill(life, gently=True)
+        for worker_id in tuple(self.loop.pool.processes):
+            self.loop.pool.kill(worker_id, graceful=True)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         agent = self.loop.agent

@@ -58,7 +58,7 @@ class Conf(msgspec.Struct, frozen=True, kw_only=True):
     """Key of `cert_file`."""
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class TorchrunSettings(msgspec.Struct, frozen=True, kw_only=True):
     conf: Conf
     access: EtcdAccess
     run_id: str
@@ -79,7 +79,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return f"{readable or 'run'}-{hashlib.sha256(self.run_id.encode()).hexdigest()[:12]}"
 
 
-def settings(params: RendezvousParameters) -> Settings:
+def settings(params: RendezvousParameters) -> TorchrunSettings:
     """Check what torchrun was given. Raises ValueError naming the setting."""
     conf = parse_conf(params.config)
     endpoints = tuple(part.strip() for part in params.endpoint.split(",") if part.strip())
@@ -98,7 +98,7 @@ def settings(params: RendezvousParameters) -> Settings:
         cert_file=conf.cert_file,
         key_file=conf.key_file,
     )
-    return Settings(
+    return TorchrunSettings(
         conf=conf,
         access=access,
         run_id=params.run_id,

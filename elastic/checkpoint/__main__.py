@@ -43,7 +43,7 @@ def _facts(manifest: m.Manifest) -> dict[str, Any]:
         "job": manifest.job,
         "step": manifest.step,
         "generation": manifest.generation,
-        "world": manifest.world,
+        "world_size": manifest.world_size,
         "nbytes": manifest.nbytes,
         "created_wall_s": manifest.created_wall_s,
         "versions": manifest.versions,

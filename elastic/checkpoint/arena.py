@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..core.tensors import ALONE, Beside, Table, TensorInfo
-from .errors import ArenaError, NotWhole
+from .errors import ArenaError, IncompleteSnapshot
 from .layout import PAGE_BYTES, Layout, offsets_beside, pad, plan
 from .progress import Progress, unreported
 
@@ -276,11 +276,13 @@ class Arena:
     # ── reading it ──────────────────────────────────────────────────────────────────────────────────────────
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Views of all that is kept by name, without a copy; valid until the arena is filled again. Raises NotWhole."""
+        """Views of all that is kept by name, without a copy; valid until the arena is filled
+        again. Raises IncompleteSnapshot."""
         return self._tensors(*self._placed())
 
     def load(self, tensors: Mapping[str, torch.Tensor], progress: Progress = unreported) -> None:
-        """Copy all that is kept into `tensors`, by name. Raises NotWhole, and KeyError for one that is not there."""
+        """Copy all that is kept into `tensors`, by name. Raises IncompleteSnapshot, and KeyError for a name
+        that is not there."""
         from .memcpy import Memcpy, movable
 
         table, offsets = self._placed()
@@ -299,7 +301,7 @@ class Arena:
             progress(view.nbytes)
 
     def _placed(self) -> tuple[Table, list[int]]:
-        """All that is kept, and where each tensor begins. Raises NotWhole."""
+        """All that is kept, and where each tensor begins. Raises IncompleteSnapshot."""
         self._must_be_whole()
         table, beside = self.table(), self.beside().table
         ends = itertools.accumulate((tensor.nbytes for tensor in table), initial=self._ints[_DATA_AT])
@@ -327,7 +329,7 @@ class Arena:
         return msgspec.json.decode(self.extra_json(), type=dict[str, Any])
 
     def view(self, *, padded: bool = False) -> memoryview:
-        """The bytes of the file; `padded` up to the next page boundary, for O_DIRECT. Raises NotWhole."""
+        """The bytes of the file; `padded` up to the next page boundary, for O_DIRECT. Raises IncompleteSnapshot."""
         nbytes = self._must_be_whole().nbytes
         return memoryview(self._memory)[PAGE_BYTES : PAGE_BYTES + (pad(nbytes) if padded else nbytes)]
 
@@ -381,7 +383,7 @@ class Arena:
 
     def _must_be_whole(self) -> Header:
         if not (header := self.header()).whole:
-            raise NotWhole(f"the arena is {header.state.name.lower()}")
+            raise IncompleteSnapshot(f"the arena is {header.state.name.lower()}")
         return header
 
     def _put(self, at: int, raw: bytes) -> None:

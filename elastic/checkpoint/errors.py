@@ -2,7 +2,7 @@
 
 CheckpointError
 ├── ArenaError          the shared memory is too small, gone, or not an arena
-│   └── NotWhole        it holds no complete snapshot (its writer died, or is at it)
+│   └── IncompleteSnapshot        it holds no complete snapshot (its writer died, or is at it)
 ├── SaveFailed          this checkpoint did not become durable; training goes on
 │   └── SharesMissing   some share was never written
 ├── Damaged             a checkpoint is not what its manifest says: set it aside, take the one before
@@ -20,7 +20,7 @@ class ArenaError(CheckpointError):
     pass
 
 
-class NotWhole(ArenaError):
+class IncompleteSnapshot(ArenaError):
     pass
 
 

@@ -28,7 +28,7 @@ class Commit(Order, frozen=True, kw_only=True):
     step: int
     generation: int
     shares: int
-    world: int
+    world_size: int
     versions: dict[str, str] = {}
     wait_s: float = 60.0
     """How long to wait for shares of others. Other orders are carried out meanwhile."""

@@ -87,14 +87,14 @@ class Saver:
         *,
         generation: int,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         keep: int = 3,
         keep_every_steps: int = 0,
         wait_for_others_s: float = 60.0,
         remote: str = "",
     ) -> None:
         self._directory = os.path.abspath(directory)
-        self._job, self._generation, self._rank, self._world = job, generation, rank, world
+        self._job, self._generation, self._rank, self._world = job, generation, rank, world_size
         self._keep, self._keep_every_steps = keep, keep_every_steps
         self._wait_for_others_s = wait_for_others_s
         self._remote = remote
@@ -223,7 +223,7 @@ class Saver:
                 step=step,
                 generation=self._generation,
                 shares=self._world,
-                world=self._world,
+                world_size=self._world,
                 versions=self._versions,
                 wait_s=self._wait_for_others_s if self._world > 1 else 0.0,
                 keep=self._keep,

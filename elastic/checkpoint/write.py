@@ -49,8 +49,8 @@ def write_share(
 ) -> m.Share:
     """Put the share that `arena` holds into its place below `directory`, durably, and leave the note beside it.
 
-    `extra`, if given, takes the place of the arena's. Raises OSError (the disk), NotWhole, and SaveFailed if the
-    arena was filled again meanwhile; then nothing but room is lost, which is given back.
+    `extra`, if given, takes the place of the arena's. Raises OSError (the disk), IncompleteSnapshot, and SaveFailed if
+    the arena was filled again meanwhile; then nothing but room is lost, which is given back.
     """
     before = arena.header()
     data = arena.view(padded=True)
@@ -154,7 +154,7 @@ def commit(
     step: int,
     generation: int,
     shares: int,
-    world: int,
+    world_size: int,
     versions: Mapping[str, str] | None = None,
     created_wall_s: float = 0.0,
     wait_s: float = 0.0,
@@ -174,7 +174,9 @@ def commit(
             raise SharesMissing(step, missing, shares)
         time.sleep(min(_LOOK_EVERY_S, max(0.0, deadline_s - clock())))
     try:
-        return _put_together(directory, job, step, generation, shares, world, versions or {}, created_wall_s, files)
+        return _put_together(
+            directory, job, step, generation, shares, world_size, versions or {}, created_wall_s, files
+        )
     except FileNotFoundError:
         # Another leader was faster: the folder has its last name by now.
         if done := _committed(directory, job, step, generation, files):
@@ -188,7 +190,7 @@ def _put_together(
     step: int,
     generation: int,
     shares: int,
-    world: int,
+    world_size: int,
     versions: Mapping[str, str],
     created_wall_s: float,
     files: Files,
@@ -198,7 +200,7 @@ def _put_together(
         job=job,
         step=step,
         generation=generation,
-        world=world,
+        world_size=world_size,
         shares=tuple(_note(folder, share, shares, files) for share in range(shares)),
         versions=dict(versions),
         created_wall_s=created_wall_s,

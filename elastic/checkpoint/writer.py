@@ -127,7 +127,7 @@ class Writer:
                 step=order.step,
                 generation=order.generation,
                 shares=order.shares,
-                world=order.world,
+                world_size=order.world_size,
                 versions=order.versions,
                 created_wall_s=time.time(),
             )

@@ -6,7 +6,7 @@ from .effects import PutBroken, PutMember, Restore
 from .evidence import merged
 from .model import Worker
 from .records import BrokenRecord, GenerationRecord, MemberRecord, WorkerError
-from .restarts import COMM, summary
+from .restart_budget import COMM, summary
 from .transitions import Stage
 from .turn import Turn
 
@@ -50,7 +50,7 @@ def _stands(turn: Turn, worker: Worker) -> bool:
     if worker.stage is Stage.STARTING:
         current = turn.agent.generation
         return current is not None and worker.seat == current.number and not turn.is_broken()
-    if worker.stage is Stage.READY and not turn.policy.managed and not worker.life:
+    if worker.stage is Stage.READY and not turn.policy.managed and not worker.worker_id:
         return turn.agent.view.revision > 0  # else etcd may be about to say that the job's workers are managed
     return worker.stage not in (Stage.GONE, Stage.KILLED)
 
@@ -110,7 +110,7 @@ def add_evidence(turn: Turn, record: BrokenRecord) -> None:
     turn.do(PutBroken(record))
 
 
-def call_broken(turn: Turn, kind: str, detail: str, slots: tuple[int, ...], **more: object) -> None:
+def report_failure(turn: Turn, kind: str, detail: str, slots: tuple[int, ...], **more: object) -> None:
     """Say that the newest generation is broken; where that is known, report what it adds."""
     generation = turn.agent.generation
     if generation is None or turn.is_over():
@@ -134,11 +134,11 @@ def adopt(turn: Turn) -> None:
     older = held is not None and (seen is None or seen.number < held.number)
     if seen is not None and (held is None or seen.number > held.number):
         if held is not None and turn.policy.managed and _has_stepped(turn, held):
-            turn.change(former=held)
+            turn.change(last_committed=held)
         turn.change(generation=seen, formed_at_s=turn.now_s, suspicious_since_s=None, publishing=0)
         _carry_over(turn, held, seen)
     elif turn.agent.connected and (spec is None or older):  # it was wiped or set back
-        if held is None and turn.now_s < turn.agent.blind_until_s:
+        if held is None and turn.now_s < turn.agent.absence_ignored_until_s:
             return  # those who hold a generation come first: without the spec nobody forms another one
         turn.ask(Restore(held, turn.agent.state, turn.agent.spec), "restore")
     record = turn.agent.broken_record
@@ -163,7 +163,7 @@ def _carry_over(turn: Turn, held: GenerationRecord | None, seen: GenerationRecor
         return
     slots = tuple(sorted(record.lost(turn.policy.node)))
     if slots and seen.place(turn.policy.node, turn.policy.incarnation) is not None:
-        call_broken(
+        report_failure(
             turn, record.kind, record.detail, slots, step=record.step, fingerprint=record.fingerprint,
             error=record.error, charged=record.charged,
         )  # fmt: skip
@@ -183,7 +183,7 @@ def group_failed(turn: Turn, detail: str) -> None:
     agent = turn.agent
     # One that broke before its first step may break like this for ever: it is booked, and tried again ever slower.
     in_vain = agent.generation is not None and agent.settled < agent.generation.number
-    call_broken(turn, COMM, detail, (), charged=in_vain, step=agent.step if in_vain else None)
+    report_failure(turn, COMM, detail, (), charged=in_vain, step=agent.step if in_vain else None)
 
 
 def check_idle(turn: Turn) -> None:
@@ -199,4 +199,4 @@ def check_idle(turn: Turn) -> None:
     stay = sum(1 for m in members if m.record.ready and m.record.draining is None)
     if any(m.record.draining is not None for m in members) and stay < turn.limits().min_nodes:
         return  # it waits for the one who leaves, and the job for a node in its place
-    call_broken(turn, "idle", "left its group, and nothing followed", (), charged=False)
+    report_failure(turn, "idle", "left its group, and nothing followed", (), charged=False)

@@ -12,7 +12,7 @@ from .records import BrokenRecord, GenerationRecord, IncidentRecord, JobState, M
 @dataclass(frozen=True, slots=True)
 class ForkWorker:
     slot: int
-    life: int
+    worker_id: int
     standby: bool = False
 
 
@@ -21,23 +21,23 @@ class ForkPlain:
     """A worker that has not called `elastic.run`, and perhaps never will: forked straight into its rank."""
 
     slot: int
-    life: int
+    worker_id: int
     generation: GenerationRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class Send:
     slot: int
-    life: int
+    worker_id: int
     message: ToWorker
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
     slot: int
-    life: int
+    worker_id: int
     why: str
-    gently: bool = False
+    graceful: bool = False
     """SIGTERM first, SIGKILL after the job's stop grace; else SIGKILL."""
 
 
@@ -144,7 +144,7 @@ class Leave:
 Effect = (
     ForkWorker
     | ForkPlain
-    | Tell
+    | Send
     | Kill
     | PutMember
     | PutBroken

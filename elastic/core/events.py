@@ -42,26 +42,26 @@ class WorkerManaged:
     """Its script has called `elastic.run`."""
 
     slot: int
-    life: int
+    worker_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
     slot: int
-    life: int
+    worker_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFormed:
     slot: int
-    life: int
+    worker_id: int
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSynced:
     slot: int
-    life: int
+    worker_id: int
     generation: int
     step: int
     source: str = "live"
@@ -73,15 +73,15 @@ class WorkerSynced:
 @dataclass(frozen=True, slots=True)
 class WorkerStepping:
     slot: int
-    life: int
+    worker_id: int
     generation: int
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReleased:
+class WorkerGroupClosed:
     slot: int
-    life: int
+    worker_id: int
     generation: int
     step: int
     error: str = ""
@@ -91,7 +91,7 @@ class WorkerReleased:
 @dataclass(frozen=True, slots=True)
 class WorkerDone:
     slot: int
-    life: int
+    worker_id: int
     generation: int
     step: int
 
@@ -101,7 +101,7 @@ class WorkerFailed:
     """Its script has ended with an error, and its process is about to end."""
 
     slot: int
-    life: int
+    worker_id: int
     cause: str
     code: int
     error: WorkerError | None = None
@@ -113,7 +113,7 @@ class WorkerFailed:
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
     slot: int
-    life: int
+    worker_id: int
     cause: str
     """'signal SIGKILL', 'exit code 1', …"""
     code: int | None = None
@@ -124,11 +124,11 @@ class WorkerExited:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSick:
+class WorkerUnhealthy:
     """Found hung; its stacks are already saved."""
 
     slot: int
-    life: int
+    worker_id: int
     kind: str
     evidence: str
     stacks: Mapping[str, str] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class GroupStuck:
     """It has waited for other ranks for longer than a group may; none of them was found hung."""
 
     slot: int
-    life: int
+    worker_id: int
     evidence: str
 
 
@@ -148,13 +148,13 @@ class StillBusy:
     """It was told to let go, and has declared a span without steps: it cannot hear, and is not stuck."""
 
     slot: int
-    life: int
+    worker_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class NumbersBad:
+class WorkerBadNumbers:
     slot: int
-    life: int
+    worker_id: int
     generation: int
     step: int
     kind: str
@@ -216,7 +216,7 @@ class Undrain:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class CheckpointSaved:
     """A checkpoint of this job has become durable."""
 
     step: int
@@ -233,14 +233,14 @@ WorkerEvent = (
     | WorkerFormed
     | WorkerSynced
     | WorkerStepping
-    | WorkerReleased
+    | WorkerGroupClosed
     | WorkerDone
     | WorkerFailed
     | WorkerExited
-    | WorkerSick
+    | WorkerUnhealthy
     | GroupStuck
     | StillBusy
-    | NumbersBad
+    | WorkerBadNumbers
 )
 """Of one worker: `slot`, and `life`, so that what a process has said is not taken for the word of its successor."""
 
@@ -258,6 +258,6 @@ Event = (
     | RanksStill
     | Drain
     | Undrain
-    | Saved
+    | CheckpointSaved
     | Tick
 )

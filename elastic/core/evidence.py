@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from .records import BrokenRecord, Loss
-from .restarts import COMM, NO_STATE
+from .restart_budget import COMM, NO_STATE
 
 KEPT_LOSSES = 64
 """So many further failures of one generation are listed."""

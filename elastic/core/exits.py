@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from .announce import add_evidence, broken_record, call_broken
+from .announce import add_evidence, broken_record, report_failure
 from .effects import ChargeFailure, PutBroken
 from .events import WorkerExited, WorkerFailed
 from .evidence import merged
 from .model import Agent, Worker, has_process
 from .records import Phase
-from .restarts import backoff_s, summary
+from .restart_budget import backoff_s, summary
 from .standbys import promote
 from .transitions import IN_GROUP, Stage, Trigger
 from .turn import Turn
 
 
 def exited(turn: Turn, event: WorkerExited) -> None:
-    if standby := turn.standby(event.life):
+    if standby := turn.standby(event.worker_id):
         if standby.stage is Stage.GONE:
             return  # heard before
         pause = backoff_s(standby.crashes + 1, turn.policy.spec.restarts, turn.jitter)
         turn.move_standby(standby, Trigger.EXITED, turn.now_s + pause, crashes=standby.crashes + 1)
         return  # charged to no budget
-    worker = turn.find(event.slot, event.life)
+    worker = turn.find(event.slot, event.worker_id)
     if worker is None or not has_process(worker, turn.policy.managed):
         return
     worker = replace(worker, step=max(worker.step, event.step))
     turn.reaches(worker.synced, event.step)
-    expected = worker.stage in (Stage.KILLED, Stage.LEAVING) or turn.is_over()
+    expected = worker.stage in (Stage.KILLED, Stage.ABORTING) or turn.is_over()
     if turn.agent.view.state.phase is Phase.STOPPING and _struck_down(turn, worker, event):
         _report_at_the_end(turn, worker, event)
     if not turn.policy.managed:
@@ -41,23 +41,27 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     if not expected:
         _report_exit(turn, worker, event)
     elif turn.policy.shrink and worker.slot in turn.my_ranks() and not turn.is_broken():
-        call_broken(turn, "respawn", "did not let go in time", (worker.slot,), step=worker.step, charged=False)
+        report_failure(turn, "respawn", "did not let go in time", (worker.slot,), step=worker.step, charged=False)
     elif worker.generation:
         _report_fallen(turn, worker, event)
 
 
-def ends_too_early(agent: Agent, slot: int, life: int) -> bool:
+def ends_too_early(agent: Agent, slot: int, worker_id: int) -> bool:
     """Whether a script that ends now, with code 0, fails by it: the job is not done."""
     worker, phase = agent.workers.get(slot), agent.view.state.phase
     over = agent.leaving is not None or phase.over or phase is Phase.STOPPING
-    there = worker is not None and worker.life == life and worker.stage not in (Stage.GONE, Stage.KILLED, Stage.LEAVING)
+    there = (
+        worker is not None
+        and worker.worker_id == worker_id
+        and worker.stage not in (Stage.GONE, Stage.KILLED, Stage.ABORTING)
+    )
     return agent.policy.managed and there and not over
 
 
 def failed(turn: Turn, event: WorkerFailed) -> None:
     """The script has ended with an error: the others hear of it now, and need not wait for the end of the process."""
-    worker = turn.find(event.slot, event.life)
-    if worker is None or worker.stage in (Stage.GONE, Stage.KILLED, Stage.LEAVING) or turn.is_over():
+    worker = turn.find(event.slot, event.worker_id)
+    if worker is None or worker.stage in (Stage.GONE, Stage.KILLED, Stage.ABORTING) or turn.is_over():
         return
     worker = replace(worker, step=max(worker.step, event.step))
     turn.reaches(worker.synced, event.step)
@@ -102,16 +106,16 @@ def _report_fallen(turn: Turn, worker: Worker, event: WorkerExited) -> None:
     """It died while it let go of its group: killed with the one that broke the generation, or for not letting go. Not
     charged, since one failure is charged for each generation."""
     incident = turn.agent.incident
-    world = next((w for w in incident.worlds if w.number == worker.generation), None) if incident else None
-    if incident is None or world is None or world.place(turn.policy.node, turn.policy.incarnation) is None:
+    formed = next((w for w in incident.generations if w.number == worker.generation), None) if incident else None
+    if incident is None or formed is None or formed.place(turn.policy.node, turn.policy.incarnation) is None:
         return
-    if any(worker.slot in r.lost(turn.policy.node) for r in incident.reports if r.generation == world.number):
+    if any(worker.slot in r.lost(turn.policy.node) for r in incident.reports if r.generation == formed.number):
         return
     killed = worker.stage is Stage.KILLED
     kind, detail = ("respawn", "did not let go in time") if killed else ("exit", _detail(event))
     record = broken_record(
-        turn, world.number, kind, detail, (worker.slot,), step=worker.step, charged=False,
-        ranks=(world.ranks(turn.policy.node)[worker.slot],),
+        turn, formed.number, kind, detail, (worker.slot,), step=worker.step, charged=False,
+        ranks=(formed.ranks(turn.policy.node)[worker.slot],),
     )  # fmt: skip
     add_evidence(turn, record)
 
@@ -126,7 +130,9 @@ def _report_exit(turn: Turn, worker: Worker, event: WorkerExited | WorkerFailed)
         detail = "exited with code 0 before the job was done"
     fingerprint = event.fingerprint or event.cause
     if worker.slot in turn.my_ranks():
-        call_broken(turn, "exit", detail, (worker.slot,), step=worker.step, fingerprint=fingerprint, error=event.error)
+        report_failure(
+            turn, "exit", detail, (worker.slot,), step=worker.step, fingerprint=fingerprint, error=event.error
+        )
         return
     _report_left_out(turn, worker, detail)
     workers = turn.agent.workers
@@ -148,13 +154,15 @@ def _report_exit(turn: Turn, worker: Worker, event: WorkerExited | WorkerFailed)
 def _report_left_out(turn: Turn, worker: Worker, detail: str) -> None:
     """It died in the generation before, which steps on to the boundary of a planned change that leaves its slot
     without a rank: the agents that go on name it in the incident of that change. It is charged on its own."""
-    former, node = turn.agent.former, turn.policy.node
-    if former is None or former.number != worker.generation or worker.stage not in IN_GROUP:
+    last_committed, node = turn.agent.last_committed, turn.policy.node
+    if last_committed is None or last_committed.number != worker.generation or worker.stage not in IN_GROUP:
         return
-    if former.place(node, turn.policy.incarnation) is None or worker.slot not in (ranks := former.ranks(node)):
+    if last_committed.place(node, turn.policy.incarnation) is None or worker.slot not in (
+        ranks := last_committed.ranks(node)
+    ):
         return
     record = broken_record(
-        turn, former.number, "exit", detail, (worker.slot,), step=worker.step, charged=False,
+        turn, last_committed.number, "exit", detail, (worker.slot,), step=worker.step, charged=False,
         ranks=(ranks[worker.slot],),
     )  # fmt: skip
     add_evidence(turn, record)

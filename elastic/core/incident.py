@@ -33,7 +33,7 @@ class Incident(msgspec.Struct, frozen=True):
 
     key: int
     """Number of the generation after the one that failed first: where the record stands in etcd."""
-    worlds: tuple[GenerationRecord, ...]
+    generations: tuple[GenerationRecord, ...]
     """The generation that failed or is replaced as planned, and those that followed it during the recovery."""
     began_s: float
     planned: bool = False
@@ -55,7 +55,7 @@ class Incident(msgspec.Struct, frozen=True):
 
     def with_report(self, report: BrokenRecord) -> Incident:
         """With all that is known of the generation: what etcd shows may lack what was reported a moment ago."""
-        if report in self.reports or report.generation < self.worlds[0].number:
+        if report in self.reports or report.generation < self.generations[0].number:
             return self
         known = next((r for r in self.reports if r.generation == report.generation), None)
         if known is not None and (report := merged(report, known)) == known:
@@ -117,7 +117,7 @@ def drawn(incident: Incident, *, counted: bool) -> IncidentRecord:
         open=True,
         causes=found[:KEPT_CAUSES],
         step=incident.reached if counted else None,
-        world_before=incident.worlds[0].world,
+        world_size_before=incident.generations[0].world_size,
         stacks={name: stack for report in incident.reports for name, stack in report.stacks.items()},
         error=error,
     )
@@ -156,7 +156,7 @@ def closed(
         step=max([drawing.step or 0, *(sync.reached for sync in incident.syncs[:1])]) if counted else None,
         steps_lost=least,
         steps_lost_at_most=most,
-        world_after=generation.world if recovered else 0,
+        world_size_after=generation.world_size if recovered else 0,
         restored_from=(worst.source if worst else "") if recovered else "nothing",
     )
 
@@ -220,7 +220,7 @@ def _certain(incident: Incident, generation: GenerationRecord) -> bool:
     if incident.planned and not incident.reports and not incident.gone and not incident.inherited:
         return True
     there = {(p.node, p.incarnation) for p in generation.places}
-    missing = [p for world in incident.worlds for p in world.places if (p.node, p.incarnation) not in there]
+    missing = [p for formed in incident.generations for p in formed.places if (p.node, p.incarnation) not in there]
     return all(set(p.slots) <= _reported(incident, p) for p in missing)
 
 
@@ -228,8 +228,8 @@ def _reported(incident: Incident, place: Place) -> set[int]:
     """Slots whose agent has reported their ends, and with them their last steps."""
     found: set[int] = set()
     for report in incident.reports:
-        world = next((w for w in incident.worlds if w.number == report.generation), None)
-        if world is None or world.place(place.node, place.incarnation) is None:
+        formed = next((w for w in incident.generations if w.number == report.generation), None)
+        if formed is None or formed.place(place.node, place.incarnation) is None:
             continue
         ends: list[BrokenRecord | Loss] = [report, *report.also]
         found |= {s for end in ends if end.node == place.node and end.kind in ENDS for s in end.slots}

@@ -79,9 +79,9 @@ class JobKeys:
     def incident(self, generation: int) -> str:
         return f"{self.incidents}{generation:010d}"
 
-    def exit_incident(self, generation: int, node: str, life: int) -> str:
+    def exit_incident(self, generation: int, node: str, worker_id: int) -> str:
         """A process that did not end after its script had; beside the incident of its generation."""
-        return f"{self.incident(generation)}.exit.{node}.{life}"
+        return f"{self.incident(generation)}.exit.{node}.{worker_id}"
 
     def save_incident(self, generation: int, node: str, step: int) -> str:
         """A checkpoint that failed; beside the incident of its generation."""

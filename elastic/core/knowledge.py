@@ -6,43 +6,43 @@ import math
 
 from msgspec.structs import replace
 
-from .announce import call_broken, group_failed, member_record
+from .announce import group_failed, member_record, report_failure
 from .effects import PutPhase, Rejoin
 from .events import (
+    CheckpointSaved,
     Drain,
     Event,
     GroupStuck,
     Joined,
     LeaseLost,
-    NumbersBad,
     PeerDead,
     PeerReachable,
     PeerUnreachable,
     Progress,
     PublishFailed,
     RanksStill,
-    Saved,
     Start,
     StillBusy,
     Tick,
     Undrain,
     Viewed,
+    WorkerBadNumbers,
     WorkerDone,
     WorkerEvent,
     WorkerExited,
     WorkerFailed,
     WorkerFormed,
+    WorkerGroupClosed,
     WorkerManaged,
     WorkerReady,
-    WorkerReleased,
-    WorkerSick,
     WorkerStepping,
     WorkerSynced,
+    WorkerUnhealthy,
 )
 from .evidence import merged
 from .exits import exited, failed
 from .manner import learn, manage
-from .membership import bereft
+from .membership import all_workers_lost
 from .model import Worker
 from .phases import PhaseTrigger, following
 from .records import Phase, WorkerError
@@ -65,7 +65,7 @@ def take(turn: Turn, event: Event) -> None:
         case PublishFailed(number):
             if turn.agent.publishing == number:
                 turn.change(publishing=0)
-        case PeerDead(node, incarnation) if (node, incarnation) in turn.agent.undead:
+        case PeerDead(node, incarnation) if (node, incarnation) in turn.agent.falsely_suspected:
             _unreachable(turn, node, incarnation)
         case PeerDead(node, incarnation):
             turn.change(
@@ -77,7 +77,9 @@ def take(turn: Turn, event: Event) -> None:
             _unreachable(turn, node, incarnation)
         case PeerReachable(node, incarnation):
             peer = {(node, incarnation)}
-            turn.change(unreachable=turn.agent.unreachable - peer, undead=turn.agent.undead - peer)
+            turn.change(
+                unreachable=turn.agent.unreachable - peer, falsely_suspected=turn.agent.falsely_suspected - peer
+            )
         case Progress(generation, at_step, step_s):
             if at_step > turn.agent.step or generation > turn.agent.settled:
                 turn.change(stepped_at_s=turn.now_s)
@@ -94,8 +96,8 @@ def take(turn: Turn, event: Event) -> None:
             if current and any(
                 w.stage is Stage.READY and w.generation == current.number for w in turn.agent.workers.values()
             ):
-                call_broken(turn, "undrain", "stopped for a drain that was called off", (), charged=False)
-        case Saved(at_step):
+                report_failure(turn, "undrain", "stopped for a drain that was called off", (), charged=False)
+        case CheckpointSaved(at_step):
             turn.change(drain_saved=at_step)
         case Tick():
             _forgive(turn)
@@ -112,7 +114,7 @@ def _forgive(turn: Turn) -> None:
     standing = {m.id for m in agent.view.members.values()}
     alive = {d for d in agent.dead & standing if turn.now_s - agent.dead_since_s.get(d, turn.now_s) > limit_s}
     if alive:
-        turn.change(dead=agent.dead - alive, undead=agent.undead | alive)
+        turn.change(dead=agent.dead - alive, falsely_suspected=agent.falsely_suspected | alive)
 
 
 def _unreachable(turn: Turn, node: str, incarnation: str) -> None:
@@ -128,12 +130,18 @@ def _revive(turn: Turn) -> None:
     if formed is None or held is None or formed.number <= held.number or formed.at_step is not None:
         return
     me, publisher = (turn.policy.node, turn.policy.incarnation), agent.view.members.get(formed.leader)
-    if publisher is None or formed.place(*publisher.id) is None or bereft(held, turn.policy.node, agent.broken_record):
+    if (
+        publisher is None
+        or formed.place(*publisher.id) is None
+        or all_workers_lost(held, turn.policy.node, agent.broken_record)
+    ):
         return
     if held.place(*me) is not None and formed.place(*me) is None:
         peer = {publisher.id}
         turn.change(
-            dead=agent.dead - peer, undead=agent.undead | peer, unreachable=agent.unreachable | agent.dead & peer
+            dead=agent.dead - peer,
+            falsely_suspected=agent.falsely_suspected | peer,
+            unreachable=agent.unreachable | agent.dead & peer,
         )
 
 
@@ -143,11 +151,11 @@ def _take_from_worker(turn: Turn, event: WorkerEvent) -> None:
             exited(turn, event)
         case WorkerFailed():
             failed(turn, event)
-        case WorkerReady(_, life) if standby := turn.standby(life):
+        case WorkerReady(_, worker_id) if standby := turn.standby(worker_id):
             if standby.stage is Stage.STARTING:
                 turn.move_standby(standby, Trigger.SET_UP)
         case _:
-            if worker := turn.find(event.slot, event.life):  # else said by a process that has been replaced
+            if worker := turn.find(event.slot, event.worker_id):  # else said by a process that has been replaced
                 _heard(turn, worker, event)
 
 
@@ -169,15 +177,15 @@ def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
                 turn.put(replace(worker, step=at_step, crashes=0))
                 turn.reaches(generation, at_step)
                 turn.change(settled=max(turn.agent.settled, generation), stepped_at_s=turn.now_s)
-        case WorkerReleased():
+        case WorkerGroupClosed():
             _released(turn, worker, event)
         case WorkerDone(_, _, generation, at_step):
             if worker.stage in IN_GROUP - {Stage.DONE} and generation == worker.generation:
                 turn.move(worker, Trigger.TRAINED, step=at_step)
-        case WorkerSick(_, _, kind, evidence, stacks):
+        case WorkerUnhealthy(_, _, kind, evidence, stacks):
             if worker.stage in IN_GROUP | {Stage.STARTING, Stage.READY}:
                 if worker.slot in turn.my_ranks():
-                    call_broken(
+                    report_failure(
                         turn, kind, evidence, (worker.slot,), step=worker.step, fingerprint=kind, stacks=dict(stacks)
                     )
                 turn.kill(worker, evidence)
@@ -185,9 +193,9 @@ def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
             if worker.stage is Stage.RUNNING and worker.slot in turn.my_ranks():
                 group_failed(turn, evidence)
         case StillBusy():
-            if worker.stage in (Stage.LEAVING, Stage.YIELDING):
-                turn.put(replace(worker, deadline_s=turn.now_s + turn.policy.timeouts.let_go_s))
-        case NumbersBad():
+            if worker.stage in (Stage.ABORTING, Stage.STOPPING_AT_STEP):
+                turn.put(replace(worker, deadline_s=turn.now_s + turn.policy.timeouts.abort_s))
+        case WorkerBadNumbers():
             _bad_numbers(turn, worker, event)
         case _:
             raise AssertionError(f"no transition on {event!r}")
@@ -200,9 +208,9 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
     wiped = view.revision < before.view.revision or (before.view.spec is not None and view.spec is None)
     if connected and (wiped or not before.connected):
         # Wiped or away, or we are new. The others come back with their next renewals, each at its own time.
-        turn.change(blind_until_s=turn.now_s + turn.policy.timeouts.lease_ttl_s)
+        turn.change(absence_ignored_until_s=turn.now_s + turn.policy.timeouts.lease_ttl_s)
         if wiped:  # and with it what we may have published
-            turn.change(wiped_until_s=turn.agent.blind_until_s, publishing=0)
+            turn.change(wiped_until_s=turn.agent.absence_ignored_until_s, publishing=0)
     turn.change(view=view, connected=connected)
     learn(turn)
     if before.dead:
@@ -212,8 +220,12 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
     if before.unreachable:
         there = {node: m.id for node, m in view.members.items()}
         turn.change(unreachable=frozenset(u for u in before.unreachable if there.get(u[0]) == u))
-    if before.undead:
-        turn.change(undead=frozenset(u for u in before.undead if (m := view.members.get(u[0])) and m.id == u))
+    if before.falsely_suspected:
+        turn.change(
+            falsely_suspected=frozenset(
+                u for u in before.falsely_suspected if (m := view.members.get(u[0])) and m.id == u
+            )
+        )
     _revive(turn)
     if view.disputes - before.view.disputes:
         turn.change(disputed_s=turn.now_s)
@@ -229,7 +241,7 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
 def _start(turn: Turn) -> None:
     for slot in range(turn.policy.slots):
         stage = Stage.GONE if turn.policy.managed else Stage.READY
-        turn.put(Worker(slot=slot, life=0, stage=stage, since_s=turn.now_s, deadline_s=turn.now_s))
+        turn.put(Worker(slot=slot, worker_id=0, stage=stage, since_s=turn.now_s, deadline_s=turn.now_s))
     _rejoin(turn)
 
 
@@ -239,11 +251,11 @@ def _rejoin(turn: Turn) -> None:
     turn.do(Rejoin(record))
 
 
-def _released(turn: Turn, worker: Worker, event: WorkerReleased) -> None:
-    if event.generation != worker.generation or worker.stage not in IN_GROUP | {Stage.LEAVING}:
+def _released(turn: Turn, worker: Worker, event: WorkerGroupClosed) -> None:
+    if event.generation != worker.generation or worker.stage not in IN_GROUP | {Stage.ABORTING}:
         return
     untold = worker.stage in (Stage.FORMING, Stage.RUNNING, Stage.DONE)
-    turn.move(worker, Trigger.RELEASED, step=event.step)
+    turn.move(worker, Trigger.GROUP_CLOSED, step=event.step)
     turn.reaches(worker.synced, event.step)
     current = turn.agent.generation
     if untold and event.error and current and current.number == event.generation and not turn.is_broken():
@@ -252,7 +264,7 @@ def _released(turn: Turn, worker: Worker, event: WorkerReleased) -> None:
             turn.change(suspicious_since_s=turn.now_s)
 
 
-def _bad_numbers(turn: Turn, worker: Worker, event: NumbersBad) -> None:
+def _bad_numbers(turn: Turn, worker: Worker, event: WorkerBadNumbers) -> None:
     mode = turn.policy.spec.on_bad_numbers
     if mode == "ignore" or event.generation != worker.generation:
         return
@@ -265,7 +277,7 @@ def _bad_numbers(turn: Turn, worker: Worker, event: NumbersBad) -> None:
         state, revision = turn.agent.view.state, turn.agent.view.state_revision
         turn.do(PutPhase(following(state.phase, PhaseTrigger.FAILED), detail, revision))
     error = WorkerError(node=turn.policy.node, slot=worker.slot, rank=-1, message=detail, step=event.step)
-    call_broken(
+    report_failure(
         turn, event.kind, detail, (), ranks=event.ranks, step=event.step, fingerprint=event.kind, error=error,
         rollback=mode == "rollback",
     )  # fmt: skip

@@ -5,10 +5,20 @@ from __future__ import annotations
 import math
 
 from .effects import Publish, PutPhase, SaveNow
-from .membership import AS_IT_SHOULD_BE, Change, Wait, bereft, cut_off, leader, living, next_generation, unreached
+from .membership import (
+    AS_IT_SHOULD_BE,
+    Change,
+    Wait,
+    all_workers_lost,
+    cut_off,
+    leader,
+    living,
+    next_generation,
+    unreached,
+)
 from .phases import PhaseTrigger, following
 from .records import Phase
-from .restarts import backoff_s, in_vain, summary
+from .restart_budget import backoff_s, in_vain, summary
 from .turn import Turn
 
 LEAD_S = 0.25
@@ -32,7 +42,7 @@ def lead(turn: Turn) -> None:
     me = view.members.get(turn.policy.node)
     if me is None or me.record.incarnation != turn.policy.incarnation:
         return  # the picture is older than our joining: it may show the agent that was here before us
-    if leader(view, agent.dead, agent.generation, turn.policy.deputies) != turn.policy.node:
+    if leader(view, agent.dead, agent.generation, turn.policy.leader_candidates) != turn.policy.node:
         _follow(turn)
         return
     if _all_done(turn):
@@ -65,7 +75,7 @@ def _verdict(turn: Turn) -> Change | Wait:
     elif agent.min_reached_s is None:
         turn.change(min_reached_s=turn.now_s)
     settled = not turn.policy.managed or (agent.generation is not None and agent.settled >= agent.generation.number)
-    advance, blind = turn.steps_advance(), turn.now_s < _blind_until_s(turn)
+    advance, blind = turn.steps_advance(), turn.now_s < _absence_ignored_until_s(turn)
     # Tick after tick nothing has changed, and to find that out again would be a pass over all members.
     same = view.members, view.state, view.broken, agent.generation, agent.dead
     equal = view.generation_revision, limits, settled, advance, blind
@@ -82,7 +92,7 @@ def _verdict(turn: Turn) -> Change | Wait:
         in_place=turn.policy.managed,
         min_reached_for_s=turn.now_s - reached if reached is not None else 0.0,
         blind=blind,
-        former=agent.former,
+        last_committed=agent.last_committed,
     )
     if verdict == AS_IT_SHOULD_BE:
         turn.change(fine=(same, equal))
@@ -130,20 +140,20 @@ def _spare(turn: Turn) -> int:
     return max(0, fit - turn.limits().min_nodes)
 
 
-def _blind_until_s(turn: Turn) -> float:
+def _absence_ignored_until_s(turn: Turn) -> float:
     """Until when absence proves nothing. Longer when all who hold the job's state are absent and none is known
     to be dead: they may train on without etcd, and to go on without them costs steps."""
     agent = turn.agent
     members = agent.view.members
     current = agent.generation
-    places = [p for p in current.places if not bereft(current, p.node, agent.view.broken)] if current else []
+    places = [p for p in current.places if not all_workers_lost(current, p.node, agent.view.broken)] if current else []
     if not places or any(p.node in members or (p.node, p.incarnation) in agent.dead for p in places):
         turn.change(orphaned_s=None)
-        return agent.blind_until_s
+        return agent.absence_ignored_until_s
     if agent.orphaned_s is None:
         turn.change(orphaned_s=turn.now_s)
     assert turn.agent.orphaned_s is not None
-    return max(agent.blind_until_s, turn.agent.orphaned_s + turn.policy.timeouts.form_s)
+    return max(agent.absence_ignored_until_s, turn.agent.orphaned_s + turn.policy.timeouts.form_s)
 
 
 def _all_done(turn: Turn) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from . import messages
-from .announce import call_broken, settle_member
-from .effects import Kill, Leave, SaveNow, Tell
+from .announce import report_failure, settle_member
+from .effects import Kill, Leave, SaveNow, Send
 from .model import has_process
 from .records import Phase
 from .transitions import IN_GROUP, Stage, Trigger
@@ -19,7 +19,7 @@ def check_drain(turn: Turn) -> None:
     if agent.draining is None or agent.leaving is not None:
         return
     if not turn.my_ranks():
-        free = all(w.stage not in IN_GROUP | {Stage.LEAVING} for w in agent.workers.values())
+        free = all(w.stage not in IN_GROUP | {Stage.ABORTING} for w in agent.workers.values())
         if free and not _is_needed(turn):
             turn.change(leaving=f"drained: {agent.draining}")
         return
@@ -34,7 +34,7 @@ def check_drain(turn: Turn) -> None:
     if due:
         settle_member(turn)  # the next generation is to be made without this node
         at_step = max([agent.step, *(w.step for w in agent.workers.values())])
-        call_broken(turn, "drain", agent.draining, tuple(turn.my_ranks()), step=at_step, charged=False)
+        report_failure(turn, "drain", agent.draining, tuple(turn.my_ranks()), step=at_step, charged=False)
         turn.change(leaving=f"drained: {agent.draining}")
 
 
@@ -80,16 +80,16 @@ def leave(turn: Turn) -> None:
             continue
         busy = True
         if worker.stage is Stage.DONE and succeeded:
-            turn.do(Tell(worker.slot, worker.life, messages.Finish()))
+            turn.do(Send(worker.slot, worker.worker_id, messages.Finish()))
             turn.move(worker, Trigger.FINISH, turn.now_s + turn.policy.spec.exit_timeout_s)
-        elif worker.stage is Stage.LEAVING and succeeded:
+        elif worker.stage is Stage.ABORTING and succeeded:
             if turn.now_s >= worker.deadline_s:
                 turn.kill(worker, TOO_LATE)
         elif worker.stage is not Stage.KILLED:
-            turn.kill(worker, turn.agent.leaving or "", gently=True)
+            turn.kill(worker, turn.agent.leaving or "", graceful=True)
     for standby in turn.agent.standbys:
         if standby.stage in (Stage.STARTING, Stage.READY):
-            turn.do(Kill(-1, standby.life, "the job is over here"))
+            turn.do(Kill(-1, standby.worker_id, "the job is over here"))
             turn.move_standby(standby, Trigger.KILL)
         busy = busy or standby.stage is not Stage.GONE
     if not busy and turn.agent.leaving is not None and not turn.agent.reason.startswith("left"):

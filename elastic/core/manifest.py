@@ -67,7 +67,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     generation: int
     """The generation in which `step` was committed. Checkpoints are ordered by (generation, step)."""
-    world: int
+    world_size: int
     shares: tuple[Share, ...]
     versions: dict[str, str] = {}
     created_wall_s: float = 0.0
@@ -89,7 +89,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     step: int
     generation: int
-    world: int = 0
+    world_size: int = 0
     created_wall_s: float = 0.0
 
 

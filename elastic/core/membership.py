@@ -6,17 +6,17 @@ import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from . import reach
+from . import reachability
 from .records import BrokenRecord, GenerationRecord, Place
 from .view import JobView, Member
 
-_seniority = operator.attrgetter("seniority")
+_seniority = operator.attrgetter("create_revision")
 
 Dead = frozenset[tuple[str, str]]
 """(node, incarnation) of agents proven dead, whatever their leases say."""
 
 
-DEPUTIES = 8
+LEADER_CANDIDATES = 8
 """So many of a generation may come to lead it."""
 
 
@@ -35,11 +35,11 @@ def cut_off(view: JobView, dead: Dead, current: GenerationRecord | None) -> froz
     seated = frozenset(node for node in nodes if alive[node].id in seats)
 
     def worth(node: str) -> tuple[bool, bool, bool, int]:
-        leaves = alive[node].record.draining is not None or node in view.state.avoid
-        empty = current is not None and bereft(current, node, view.broken)
-        return node not in seated, empty, leaves, alive[node].seniority
+        leaves = alive[node].record.draining is not None or node in view.state.excluded_nodes
+        empty = current is not None and all_workers_lost(current, node, view.broken)
+        return node not in seated, empty, leaves, alive[node].create_revision
 
-    return reach.left_out(there, tuple(sorted(nodes, key=worth)), seated)
+    return reachability.left_out(there, tuple(sorted(nodes, key=worth)), seated)
 
 
 def unreached(view: JobView, node: str) -> str:
@@ -54,28 +54,30 @@ def watch_list(
     current: GenerationRecord | None,
     me: str,
     complaints: Collection[str] = (),
-    deputies: int = DEPUTIES,
+    leader_candidates: int = LEADER_CANDIDATES,
 ) -> list[Member]:
     """Whom the agent of node `me` keeps a line to. The leader to everybody and everybody to the leader, in or out of
     the generation; in a small job all to all; in a large one to the neighbours in the ring of nodes (no pass over all
     members: thousands of agents come by here at the same time). And to those of its `complaints`, until they answer.
     """
     members = view.members
-    chief = leader(view, dead, current, deputies)
+    chief = leader(view, dead, current, leader_candidates)
     wanted: Collection[str] = members
-    if me != chief and len(members) > reach.MESH:
+    if me != chief and len(members) > reachability.MESH:
         at = current.at(me) if current else None
-        near = reach.neighbours(at, len(current.places)) if current and at is not None else ()
+        near = reachability.neighbours(at, len(current.places)) if current and at is not None else ()
         ring = {current.places[i].node for i in near} if current else set()
         wanted = ring | ({chief} if chief else set()) | set(complaints)
     found = [members[node] for node in wanted if node != me and node in members]
     return [m for m in found if m.id not in dead]
 
 
-def leader(view: JobView, dead: Dead, current: GenerationRecord | None, deputies: int = DEPUTIES) -> str | None:
+def leader(
+    view: JobView, dead: Dead, current: GenerationRecord | None, leader_candidates: int = LEADER_CANDIDATES
+) -> str | None:
     """Of the first few living members of the current generation the one with the lowest node rank that is to stay;
     without one, one that is about to leave; without one, the oldest member. Never one that is cut off: its store could
-    not be reached. Beyond the first few (`deputies`) not all see the members (see `sight`).
+    not be reached. Beyond the first few (`leader_candidates`) not all see the members (see `sight`).
 
     So the leader's own workers tell it how the job is doing, and the next generation's store outlives the change.
     Two agents may think themselves the leader for a moment; the compare-and-swap on the generation lets one of them
@@ -88,10 +90,10 @@ def leader(view: JobView, dead: Dead, current: GenerationRecord | None, deputies
         if member and member.id not in dead and member.record.incarnation == place.incarnation:
             if place.node in cut:
                 continue
-            if member.record.draining is None and place.node not in view.state.avoid:
+            if member.record.draining is None and place.node not in view.state.excluded_nodes:
                 return place.node
             leaves, seen = leaves or place.node, seen + 1
-            if seen == deputies:
+            if seen == leader_candidates:
                 break
     if leaves is not None:
         return leaves
@@ -143,7 +145,7 @@ def next_generation(
     min_reached_for_s: float,
     blind: bool = False,
     in_place: bool = True,
-    former: GenerationRecord | None = None,
+    last_committed: GenerationRecord | None = None,
 ) -> Change | Wait:
     """What should follow `current`.
 
@@ -157,7 +159,7 @@ def next_generation(
     alive = living(view, dead)
     cut = cut_off(view, dead, current)
     fit = [m for m in alive.values() if m.record.ready and m.record.draining is None]
-    preferred = [m for m in fit if m.record.node not in view.state.avoid]
+    preferred = [m for m in fit if m.record.node not in view.state.excluded_nodes]
     if len(preferred) >= limits.min_nodes:  # else better one that was set aside than none
         fit = preferred
     inside = [m for m in fit if m.record.node not in cut]
@@ -172,15 +174,17 @@ def next_generation(
         missing.append(current.leader)
     broken = view.broken if view.broken and view.broken.generation == current.number else None
     absent = [p.node for p in current.places if p.node not in alive and p.node not in missing]
-    missing += [node for node in absent if not blind and bereft(current, node, broken)]
+    missing += [node for node in absent if not blind and all_workers_lost(current, node, broken)]
     absent = [node for node in absent if node not in missing]
     if broken or missing:
         if absent and blind:
             return Wait(f"etcd was away: {', '.join(absent)} may not have come back yet")
         chosen = _choose(current, inside, limits.max_nodes)
         reached = {node: m for node, m in alive.items() if node not in cut}
-        chosen = _with_witness(current, chosen, reached, broken, None if settled else former)
-        chosen = _with_leavers(current, chosen, reached, broken, None if settled else former, view.state.avoid)
+        chosen = _with_witness(current, chosen, reached, broken, None if settled else last_committed)
+        chosen = _with_leavers(
+            current, chosen, reached, broken, None if settled else last_committed, view.state.excluded_nodes
+        )
         why = _why(view, broken, missing, cut)
         return _without_the_lost(current, chosen, limits, broken, why, settled)
 
@@ -246,16 +250,16 @@ def _store_lost(view: JobView, current: GenerationRecord, alive: Mapping[str, Me
     if any(place.node == current.leader for place in current.places):
         return False
     host = alive.get(current.leader)
-    return host is None or current.leader in cut or host.seniority > view.generation_revision
+    return host is None or current.leader in cut or host.create_revision > view.generation_revision
 
 
 def _choose(current: GenerationRecord | None, fit: list[Member], max_nodes: int) -> list[Member]:
     """At most `max_nodes`: those of the present generation first, then by age."""
     rank = {(p.node, p.incarnation): i for i, p in enumerate(current.places)} if current else {}
-    return sorted(fit, key=lambda m: (m.id not in rank, rank.get(m.id, 0), m.seniority))[:max_nodes]
+    return sorted(fit, key=lambda m: (m.id not in rank, rank.get(m.id, 0), m.create_revision))[:max_nodes]
 
 
-def bereft(current: GenerationRecord, node: str, broken: BrokenRecord | None) -> bool:
+def all_workers_lost(current: GenerationRecord, node: str, broken: BrokenRecord | None) -> bool:
     """All workers of `node` were lost: nothing of the job's state is to be had there."""
     if broken is None or broken.generation != current.number or not (lost := broken.lost(node)):
         return False
@@ -267,18 +271,18 @@ def _with_witness(
     chosen: list[Member],
     alive: Mapping[str, Member],
     broken: BrokenRecord | None,
-    former: GenerationRecord | None = None,
+    last_committed: GenerationRecord | None = None,
 ) -> list[Member]:
     """`chosen`, and if none of them holds the job's state, one who does: it hands it over before it leaves.
 
     former: given when `current` has not stepped, and so perhaps not handed the state on yet. Then it is one who was in
     the `former` generation, too, or else one who was in that and not in this."""
     holders = _holders(current, alive, broken)
-    if former is not None:
-        seats = {(p.node, p.incarnation) for p in former.places}
+    if last_committed is not None:
+        seats = {(p.node, p.incarnation) for p in last_committed.places}
         now = {p.node: p.incarnation for p in current.places}
         kept = [node for node in holders if (node, now[node]) in seats]
-        holders = kept or [node for node in _holders(former, alive, None) if node not in now] or holders
+        holders = kept or [node for node in _holders(last_committed, alive, None) if node not in now] or holders
     if not holders or not chosen or any(m.record.node in holders for m in chosen):
         return chosen
     return [alive[holders[0]], *chosen]
@@ -289,17 +293,17 @@ def _with_leavers(
     chosen: list[Member],
     alive: Mapping[str, Member],
     broken: BrokenRecord | None,
-    former: GenerationRecord | None,
-    avoid: tuple[str, ...],
+    last_committed: GenerationRecord | None,
+    excluded_nodes: tuple[str, ...],
 ) -> list[Member]:
     """`chosen`, and those that are drained, or have been set aside since, and hold the job's state: any of them may be
     the only one that committed the last step. They leave after the next generation has stepped."""
     there = {m.record.node for m in chosen}
     holders = _holders(current, alive, broken)
-    if former is not None:
-        holders += [node for node in _holders(former, alive, None) if current.at(node) is None]
+    if last_committed is not None:
+        holders += [node for node in _holders(last_committed, alive, None) if current.at(node) is None]
     late = [alive[node] for node in dict.fromkeys(holders) if node not in there]
-    seated_aside = {node for node in avoid if current.at(node) is not None}
+    seated_aside = {node for node in excluded_nodes if current.at(node) is not None}
     return [*chosen, *(m for m in late if m.record.draining is not None or m.record.node in seated_aside)]
 
 

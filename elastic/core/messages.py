@@ -24,12 +24,12 @@ class Form(Message, frozen=True, kw_only=True):
 
     generation: int
     rank: int
-    world: int
+    world_size: int
     group_rank: int
-    group_world: int
+    group_world_size: int
     local_rank: int
     """Position among this node's ranks; the slot (and so the device) is another thing."""
-    local_world: int
+    local_world_size: int
     store_host: str
     store_port: int
     restore: str = "newest"
@@ -41,15 +41,15 @@ class Form(Message, frozen=True, kw_only=True):
     """(generation, step) of the newest commit that the agent knows of, of a worker that has died, say."""
 
 
-class LetGo(Message, frozen=True, kw_only=True):
-    """The generation is broken: abort its group now, whatever is in flight, and say Released."""
+class AbortGroup(Message, frozen=True, kw_only=True):
+    """The generation is broken: abort its group now, whatever is in flight, and say GroupClosed."""
 
     generation: int
     why: str
 
 
-class Yield(Message, frozen=True, kw_only=True):
-    """A planned change: leave generation `generation` once `at_step` steps are committed, and say Released."""
+class StopAtStep(Message, frozen=True, kw_only=True):
+    """A planned change: leave generation `generation` once `at_step` steps are committed, and say GroupClosed."""
 
     generation: int
     at_step: int
@@ -67,7 +67,7 @@ class SaveSoon(Message, frozen=True, kw_only=True):
 
     reason: str = "asked"
     stop: bool = False
-    """All ranks stop at the step that is saved, and say Released."""
+    """All ranks stop at the step that is saved, and say GroupClosed."""
 
 
 class Arena(Message, frozen=True, kw_only=True):
@@ -78,7 +78,7 @@ class Arena(Message, frozen=True, kw_only=True):
     """The worker before this one filled it, and it is still being written to disk: a Saved will free it."""
 
 
-class Saved(Message, frozen=True, kw_only=True):
+class SaveResult(Message, frozen=True, kw_only=True):
     """A checkpoint is durable, or failed; frees the buffer it was written from."""
 
     step: int
@@ -87,9 +87,9 @@ class Saved(Message, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-class Kept(Message, frozen=True, kw_only=True):
-    """Answer to AskKept, once what was being written is on disk: descriptors of the arenas that together hold the
-    newest whole snapshot ride along; none when this node does not have all of it."""
+class InMemorySnapshot(Message, frozen=True, kw_only=True):
+    """Answer to RequestSnapshot, once what was being written is on disk: descriptors of the arenas that together hold
+    the newest whole snapshot ride along; none when this node does not have all of it."""
 
     generation: int
 
@@ -98,7 +98,7 @@ class Finish(Message, frozen=True, kw_only=True):
     """The job is over for everybody: end with exit code 0."""
 
 
-ToWorker = Form | LetGo | Yield | Assign | SaveSoon | Arena | Saved | Kept | Finish
+ToWorker = Form | AbortGroup | StopAtStep | Assign | SaveSoon | Arena | SaveResult | InMemorySnapshot | Finish
 
 
 # ── worker → agent ──────────────────────────────────────────────────────────────────────────────────────────
@@ -122,7 +122,7 @@ class NeedArena(Message, frozen=True, kw_only=True):
     """It can do with less: only where the node has plenty of memory."""
 
 
-class AskKept(Message, frozen=True, kw_only=True):
+class RequestSnapshot(Message, frozen=True, kw_only=True):
     """No rank has live state: what is left of the snapshots?"""
 
     generation: int
@@ -156,7 +156,7 @@ class Stepping(Message, frozen=True, kw_only=True):
     step: int
 
 
-class Released(Message, frozen=True, kw_only=True):
+class GroupClosed(Message, frozen=True, kw_only=True):
     """The group is gone; process and state are kept. Waiting for Form."""
 
     generation: int
@@ -165,8 +165,8 @@ class Released(Message, frozen=True, kw_only=True):
     """False: the state was being changed when the group went; it must not be a source."""
 
 
-class CommFailed(Message, frozen=True, kw_only=True):
-    """A collective failed here though nobody told this worker to let go. Also a Released."""
+class CollectiveFailed(Message, frozen=True, kw_only=True):
+    """A collective failed here though nobody told this worker to let go. Also a GroupClosed."""
 
     generation: int
     step: int
@@ -222,12 +222,12 @@ FromWorker = (
     | ScriptEnded
     | Ready
     | NeedArena
-    | AskKept
+    | RequestSnapshot
     | Formed
     | Synced
     | Stepping
-    | Released
-    | CommFailed
+    | GroupClosed
+    | CollectiveFailed
     | Filled
     | BadNumbers
     | Done

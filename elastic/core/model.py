@@ -8,7 +8,7 @@ from types import MappingProxyType
 import msgspec
 
 from .incident import Closed, Incident
-from .membership import DEPUTIES, Dead, Limits
+from .membership import LEADER_CANDIDATES, Dead, Limits
 from .records import BrokenRecord, GenerationRecord, JobState, MemberRecord, SpecRecord, Standing
 from .spec import JobSpec
 from .timeouts import Timeouts
@@ -20,7 +20,7 @@ CROWD = 64
 
 class Worker(msgspec.Struct, frozen=True):
     slot: int
-    life: int
+    worker_id: int
     """Unique per process in this agent's life."""
     stage: Stage
     generation: int = 0
@@ -61,7 +61,7 @@ class Policy(msgspec.Struct, frozen=True):
     timeouts: Timeouts
     crowd: int = CROWD
     """In a generation of more nodes than this, not every agent sees all members: see `sight`."""
-    deputies: int = DEPUTIES
+    leader_candidates: int = LEADER_CANDIDATES
     """So many see them in any case: those that may come to lead."""
 
 
@@ -76,7 +76,7 @@ class Agent(msgspec.Struct, frozen=True):
     """The newest this agent knows; outlives etcd."""
     formed_at_s: float = float("-inf")
     """When this agent came to know it."""
-    former: GenerationRecord | None = None
+    last_committed: GenerationRecord | None = None
     """The newest before it in which a local worker has committed a step."""
     ranks: tuple[GenerationRecord | None, Mapping[int, int]] = (None, MappingProxyType({}))
     """slot -> rank of our workers in that generation: see `Turn.my_ranks`."""
@@ -90,7 +90,7 @@ class Agent(msgspec.Struct, frozen=True):
     """The newest that etcd has shown; outlives etcd."""
     spec: SpecRecord | None = None
     """The newest that etcd has shown; outlives etcd."""
-    blind_until_s: float = float("-inf")
+    absence_ignored_until_s: float = float("-inf")
     """etcd was wiped or away: until then, who is absent may only not have come back to it yet."""
     wiped_until_s: float = float("-inf")
     """etcd has lost its data: until then, somebody may still come with a newer generation than stands there."""
@@ -98,7 +98,7 @@ class Agent(msgspec.Struct, frozen=True):
     """Since when nobody of the generation can be heard of."""
     dead: Dead = frozenset()
     dead_since_s: Mapping[tuple[str, str], float] = msgspec.field(default_factory=dict)
-    undead: Dead = frozenset()
+    falsely_suspected: Dead = frozenset()
     """Called dead here, and alive all the same: what refuses our calls to them proves nothing but that it does."""
     unreachable: frozenset[tuple[str, str]] = frozenset()
     """(node, incarnation) of members whose agents do not answer us."""
@@ -106,7 +106,7 @@ class Agent(msgspec.Struct, frozen=True):
     """When the newest complaint of anybody of anybody was heard of."""
     workers: Mapping[int, Worker] = msgspec.field(default_factory=dict)
     standbys: tuple[Worker, ...] = ()
-    lives: int = 0
+    spawned: int = 0
     published: MemberRecord | None = None
     fine: tuple[tuple[object, ...], tuple[object, ...]] | None = None
     """What was given when all was last found as it should be: see `leading`."""

@@ -14,7 +14,7 @@ import msgspec
 
 from .spec import JobSpec
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of every record and message. A reader that finds another one stays out and says so."""
 
 
@@ -22,7 +22,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int = PROTOCOL
 
 
-class SpeaksAnotherProtocol(Exception):
+class ProtocolVersionMismatch(Exception):
     """A record was written by a version that this one does not understand."""
 
     def __init__(self, kind: str, theirs: int) -> None:
@@ -140,7 +140,7 @@ class JobState(Record, frozen=True, kw_only=True):
     """Those still inside the sliding window, oldest first."""
     error: WorkerError | None = None
     """The first failing rank of the newest failure."""
-    avoid: tuple[str, ...] = ()
+    excluded_nodes: tuple[str, ...] = ()
     """Nodes set aside for this job because its workers die there more often than elsewhere."""
 
 
@@ -252,7 +252,7 @@ class GenerationRecord(GenerationHead, frozen=True, kw_only=True, dict=True):
     # and `places` carries the answers over to the next.
 
     @cached_property
-    def world(self) -> int:
+    def world_size(self) -> int:
         return sum(map(len, map(_slots, self.places)))
 
     @cached_property
@@ -372,8 +372,8 @@ class IncidentRecord(Record, frozen=True, kw_only=True):
     """Committed steps that were done again, as far as known: at least so many. None: nothing is known."""
     steps_lost_at_most: int | None = None
     """Equal to `steps_lost` where the number is certain; None: no bound is known."""
-    world_before: int = 0
-    world_after: int = 0
+    world_size_before: int = 0
+    world_size_after: int = 0
     restored_from: str = ""
     """'live', 'snapshot', 'checkpoint' or 'nothing'."""
     stacks: dict[str, str] = {}
@@ -411,7 +411,7 @@ class ProgressRecord(Record, frozen=True, kw_only=True):
     """What `status` shows of a running job. Written by the leader every few seconds, never per step."""
 
     generation: int
-    world: int
+    world_size: int
     step: int
     steps_per_s: float
     loss: float | None
@@ -452,11 +452,11 @@ class _Version(msgspec.Struct):
 
 
 def decode(kind: type[R], raw: bytes) -> R:
-    """Read one record. Raises SpeaksAnotherProtocol, or msgspec.ValidationError for what is not such a record."""
+    """Read one record. Raises ProtocolVersionMismatch, or msgspec.ValidationError for what is not such a record."""
     try:
         theirs = _VERSIONS.decode(raw).protocol
         if theirs != PROTOCOL:
-            raise SpeaksAnotherProtocol(kind.__name__, theirs)
+            raise ProtocolVersionMismatch(kind.__name__, theirs)
         return cast(R, _DECODERS[kind].decode(raw))
     except (UnicodeDecodeError, RecursionError) as error:
         # msgspec lets these through; nobody who reads records should have to know.

@@ -39,11 +39,11 @@ def report(turn: Turn, before: Agent, event: Event) -> None:
         _close(turn, incident, outcome, leads)
         return
     assert turn.agent.generation is not None
-    if not leads and turn.agent.generation.number > incident.worlds[0].number and not turn.my_ranks():
+    if not leads and turn.agent.generation.number > incident.generations[0].number and not turn.my_ranks():
         turn.change(incident=None)  # the job goes on without this node, which does not hear how
         return
     # Right after etcd was away, those who go on without this node may only not have come back to it yet.
-    sees_all = bool(turn.my_ranks()) or turn.now_s >= turn.agent.blind_until_s
+    sees_all = bool(turn.my_ranks()) or turn.now_s >= turn.agent.absence_ignored_until_s
     if leads and sees_all:
         record = drawn(incident, counted=_counted(turn, incident))
         if incident.told != record.causes:
@@ -58,7 +58,7 @@ def _close(turn: Turn, incident: Incident, outcome: str, leads: bool) -> None:
     assert generation is not None
     incident = incident.with_mark(outcome, turn.now_s)
     # An agent that had no rank in the generation that failed may know of steps only that were given up before it.
-    witnessed = incident.worlds[0].at(turn.policy.node) is not None
+    witnessed = incident.generations[0].at(turn.policy.node) is not None
     over = Closed(incident, generation, recovered=outcome == "stepping", counted=counted, witnessed=witnessed)
     record = over.record()
     turn.change(incident=None, reported=incident.key, closed=over)
@@ -91,18 +91,20 @@ def _sweep(turn: Turn) -> None:
         return  # what this agent has just closed may still look open
     steps = agent.settled >= agent.generation.number > agent.broken and not agent.halted and turn.steps_advance()
     if steps and turn.now_s - agent.formed_at_s > SWEEP_S and _leads(turn):
-        record = replace(seen[1], open=False, timeline_s={"stepping": 0.0}, world_after=agent.generation.world)
+        record = replace(
+            seen[1], open=False, timeline_s={"stepping": 0.0}, world_size_after=agent.generation.world_size
+        )
         turn.ask(PutIncident(seen[0], record, turn.now_s), f"incident {seen[0]}")
 
 
 def _counted(turn: Turn, incident: Incident) -> bool:
     """Whether steps are known. An agent that has just begun may not have heard yet that the workers are managed."""
-    return turn.policy.managed or incident.worlds[0].managed
+    return turn.policy.managed or incident.generations[0].managed
 
 
 def _leads(turn: Turn) -> bool:
     agent = turn.agent
-    return leader(agent.view, agent.dead, agent.generation, turn.policy.deputies) == turn.policy.node
+    return leader(agent.view, agent.dead, agent.generation, turn.policy.leader_candidates) == turn.policy.node
 
 
 # ── its beginning ───────────────────────────────────────────────────────────────────────────────────────────
@@ -120,10 +122,10 @@ def _opened(turn: Turn, before: Agent) -> Incident | None:
     cut_short = turn.is_over() and before.suspicious_since_s is not None and not before.view.state.phase.over
     if not (broke or replaced or halted or cut_short):
         return None
-    former = held if replaced and held is not None else generation
+    last_committed = held if replaced and held is not None else generation
     incident = Incident(
-        key=former.number + 1,
-        worlds=(former,),
+        key=last_committed.number + 1,
+        generations=(last_committed,),
         began_s=turn.now_s,
         planned=(replaced and generation.at_step is not None) or (halted and not broke and _drains(turn)),
         why=generation.why if replaced else agent.suspicion if cut_short else agent.reason,
@@ -139,10 +141,10 @@ def _renewed(turn: Turn, incident: Incident) -> Incident:
     if seen is None or seen[0] <= incident.key:
         return incident
     key, record = seen
-    worlds = tuple(world for world in incident.worlds if world.number >= key - 1) or incident.worlds[-1:]
+    generations = tuple(g for g in incident.generations if g.number >= key - 1) or incident.generations[-1:]
     return Incident(
         key=key,
-        worlds=worlds,
+        generations=generations,
         began_s=incident.began_s,
         began_wall_s=record.wall_s,
         inherited=record.causes,
@@ -166,7 +168,7 @@ def _continued(turn: Turn, incident: Incident) -> Incident:
             inherited=record.causes,
             reached=max(incident.reached, record.step or 0),
         )
-    here = incident.worlds[0].place(turn.policy.node, turn.policy.incarnation)
+    here = incident.generations[0].place(turn.policy.node, turn.policy.incarnation)
     if here is not None or agent.settled:
         return incident
     # This agent came after the outage had begun, or joins with it.
@@ -202,8 +204,8 @@ def _with_generation(turn: Turn, before: Agent, incident: Incident) -> Incident:
     if generation is not held:
         if held is not None and generation.at_step is None:
             incident = _with_gone(turn, incident, held, _left_out(held, generation))
-        if generation.number > incident.worlds[-1].number:
-            incident = replace(incident, worlds=(*incident.worlds, generation))
+        if generation.number > incident.generations[-1].number:
+            incident = replace(incident, generations=(*incident.generations, generation))
         return incident.with_mark("published", turn.now_s)
     news = agent.dead is not before.dead or agent.halted or agent.incident is None
     if news and (agent.halted or turn.is_broken()):
@@ -215,17 +217,19 @@ def _left_out(before: GenerationRecord, after: GenerationRecord) -> tuple[Place,
     return tuple(p for p in before.places if after.place(p.node, p.incarnation) is None)
 
 
-def _with_gone(turn: Turn, incident: Incident, world: GenerationRecord, places: tuple[Place, ...]) -> Incident:
+def _with_gone(turn: Turn, incident: Incident, formed: GenerationRecord, places: tuple[Place, ...]) -> Incident:
     known = {(c.generation, c.node) for c in incident.gone}
     known |= {(r.generation, r.node) for r in incident.reports if r.kind == "drain"}  # it went as it was told to
-    cut = cut_off(turn.agent.view, turn.agent.dead, world)
+    cut = cut_off(turn.agent.view, turn.agent.dead, formed)
     found = []
     for p in places:
-        if (world.number, p.node) in known or not (said := _why_gone(turn, p, cut, world is not turn.agent.generation)):
+        if (formed.number, p.node) in known or not (
+            said := _why_gone(turn, p, cut, formed is not turn.agent.generation)
+        ):
             continue
         kind, detail = said
-        ranks = tuple(sorted(world.ranks(p.node).values()))
-        found.append(Cause(generation=world.number, node=p.node, kind=kind, ranks=ranks, detail=detail))
+        ranks = tuple(sorted(formed.ranks(p.node).values()))
+        found.append(Cause(generation=formed.number, node=p.node, kind=kind, ranks=ranks, detail=detail))
     return replace(incident, gone=(*incident.gone, *found)) if found else incident
 
 
@@ -241,14 +245,14 @@ def _why_gone(turn: Turn, place: Place, cut: frozenset[str], decided: bool) -> t
         return None
     if member is not None and member.record.incarnation != place.incarnation:
         return "lost", f"node {place.node} is gone: its agent was started anew"
-    if member is None and (decided or turn.now_s >= agent.blind_until_s):  # before, absence proves nothing
+    if member is None and (decided or turn.now_s >= agent.absence_ignored_until_s):  # before, absence proves nothing
         return "lost", f"node {place.node} is gone: its agent's lease has run out"
     return None
 
 
 def _with_sync(turn: Turn, incident: Incident, event: WorkerSynced) -> Incident:
     number = turn.agent.generation.number if turn.agent.generation else 0
-    fresh = number > incident.worlds[0].number
+    fresh = number > incident.generations[0].number
     if (
         event.generation != number
         or not fresh
@@ -271,8 +275,8 @@ def _with_marks(turn: Turn, incident: Incident) -> Incident:
         # Until the boundary the old world steps on: what the change costs is counted from there.
         incident = replace(incident, began_s=turn.now_s, timeline_s=(), reached=agent.reached[1])
         incident = incident.with_mark("boundary", turn.now_s)
-    if not incident.marked("let_go") and all(s in FREE for s in stages):
-        incident = incident.with_mark("let_go", turn.now_s)
+    if not incident.marked("aborted") and all(s in FREE for s in stages):
+        incident = incident.with_mark("aborted", turn.now_s)
     number = agent.generation.number if agent.generation else 0
     placed = [w for w in agent.workers.values() if w.generation == number]
     if not incident.marked("synced") and placed and all(w.stage in (Stage.RUNNING, Stage.DONE) for w in placed):
@@ -288,7 +292,7 @@ def _outcome(turn: Turn, incident: Incident) -> str:
     agent, phase = turn.agent, turn.agent.view.state.phase
     generation = agent.generation
     assert generation is not None
-    followed = generation.number > incident.worlds[0].number or not incident.reports
+    followed = generation.number > incident.generations[0].number or not incident.reports
     whole = followed and agent.broken < generation.number and not agent.halted
     if whole and (
         agent.settled >= generation.number or turn.done_here() or (not _counted(turn, incident) and _plain_runs(turn))

@@ -37,7 +37,7 @@ class GlobalBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BatchPlan:
     """How a dataset is cut into steps. Raises ValueError for an empty dataset or batch."""
 
     samples: int
@@ -70,11 +70,11 @@ class Plan:
         return min(limits)
 
 
-def share(start: int, stop: int, rank: int, world: int) -> tuple[int, int]:
+def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
     """`rank`'s contiguous part of [start, stop). Parts differ by at most one sample; the low ranks have the larger."""
-    if not 0 <= rank < world:
-        raise ValueError(f"rank = {rank}: not in a world of {world}")
-    each, over = divmod(stop - start, world)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank = {rank}: not in a world of {world_size}")
+    each, over = divmod(stop - start, world_size)
     first = start + rank * each + min(rank, over)
     return first, first + each + (rank < over)
 
@@ -91,7 +91,7 @@ def micro_sizes(size: int, most: int | None) -> tuple[int, ...]:
     return tuple(each + (i < over) for i in range(parts))
 
 
-class Order:
+class SampleOrder:
     """A permutation of range(samples), by key (seed, epoch)."""
 
     def __init__(self, samples: int, seed: int, epoch: int, *, shuffle: bool = True) -> None:

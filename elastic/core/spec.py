@@ -16,7 +16,7 @@ from .spec_values import MAX_NODES, MAX_WORKERS_PER_NODE, NODES, complaint, envi
 MAX_MESSAGE_CHARS = 1_000
 
 
-class BadSpec(ValueError):
+class InvalidSpec(ValueError):
     """A job's description is wrong. The message names the field, the value and what is allowed."""
 
     def __init__(self, message: str) -> None:
@@ -164,63 +164,63 @@ class JobSpec(Table, frozen=True, kw_only=True):
 
 
 def node_range(text: str) -> tuple[int, int]:
-    """'2:4' -> (2, 4); '3' -> (3, 3). Raises BadSpec."""
+    """'2:4' -> (2, 4); '3' -> (3, 3). Raises InvalidSpec."""
     if not NODES.fullmatch(text):
-        raise BadSpec(f"nodes = {text!r}: write 'min:max', as in '2:4', or one number")
+        raise InvalidSpec(f"nodes = {text!r}: write 'min:max', as in '2:4', or one number")
     low, _, high = text.partition(":")
     least, most = int(low), int(high or low)
     if not 1 <= least <= most <= MAX_NODES:
-        raise BadSpec(f"nodes = {text!r}: needs 1 <= min <= max <= {MAX_NODES}")
+        raise InvalidSpec(f"nodes = {text!r}: needs 1 <= min <= max <= {MAX_NODES}")
     return least, most
 
 
 def parse_job(raw: Mapping[str, Any]) -> JobSpec:
-    """Check a job's description (as read from TOML or JSON). Raises BadSpec."""
+    """Check a job's description (as read from TOML or JSON). Raises InvalidSpec."""
     refuse_unknown(JobSpec, raw)
     if isinstance(env := raw.get("env"), Mapping) and (wrong := environment_complaint(env)):
-        raise BadSpec(wrong)
+        raise InvalidSpec(wrong)
     workers = raw.get("workers_per_node", "auto")
     if isinstance(workers, str) and workers != "auto":
-        raise BadSpec(f"workers_per_node = {workers!r}: a number from 1 to {MAX_WORKERS_PER_NODE}, or 'auto'")
+        raise InvalidSpec(f"workers_per_node = {workers!r}: a number from 1 to {MAX_WORKERS_PER_NODE}, or 'auto'")
     try:
         spec = msgspec.convert(raw, JobSpec)
     except msgspec.ValidationError as error:
-        raise BadSpec(_explain(error, raw)) from None
+        raise InvalidSpec(_explain(error, raw)) from None
     try:
         check_name("name", spec.name)
     except ValueError as error:
-        raise BadSpec(str(error)) from None
+        raise InvalidSpec(str(error)) from None
     if bool(spec.script) == bool(spec.module):
-        raise BadSpec(f"script = {spec.script!r}, module = {spec.module!r}: give exactly one of them")
+        raise InvalidSpec(f"script = {spec.script!r}, module = {spec.module!r}: give exactly one of them")
     node_range(spec.nodes)
     if isinstance(spec.workers_per_node, int) and not 1 <= spec.workers_per_node <= MAX_WORKERS_PER_NODE:
-        raise BadSpec(
+        raise InvalidSpec(
             f"workers_per_node = {spec.workers_per_node}: a number from 1 to {MAX_WORKERS_PER_NODE}, or 'auto'"
         )
     if wrong := complaint(spec):
-        raise BadSpec(wrong)
+        raise InvalidSpec(wrong)
     if spec.hang.floor_s > spec.hang.ceiling_s:
-        raise BadSpec(f"hang.floor_s = {spec.hang.floor_s} is above hang.ceiling_s = {spec.hang.ceiling_s}")
+        raise InvalidSpec(f"hang.floor_s = {spec.hang.floor_s} is above hang.ceiling_s = {spec.hang.ceiling_s}")
     if spec.on_bad_numbers == "rollback" and not spec.checkpoint.dir:
-        raise BadSpec("on_bad_numbers = 'rollback': needs checkpoint.dir, there is nothing else to go back to")
+        raise InvalidSpec("on_bad_numbers = 'rollback': needs checkpoint.dir, there is nothing else to go back to")
     if spec.checkpoint.every_steps and spec.checkpoint.every_s:
-        raise BadSpec("checkpoint.every_steps and checkpoint.every_s: give one of them, or neither for 'auto'")
+        raise InvalidSpec("checkpoint.every_steps and checkpoint.every_s: give one of them, or neither for 'auto'")
     return spec
 
 
 def refuse_unknown(table: type[msgspec.Struct], raw: Mapping[str, Any], path: str = "") -> None:
-    """Raise BadSpec for a field that `table` does not have, naming the nearest one."""
+    """Raise InvalidSpec for a field that `table` does not have, naming the nearest one."""
     hints = typing.get_type_hints(table)
     known = {f.encode_name: hints[f.name] for f in msgspec.structs.fields(table)}
     for name, value in raw.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
-            raise BadSpec(f"{path}{name} = {value!r}: no such field{hint}")
+            raise InvalidSpec(f"{path}{name} = {value!r}: no such field{hint}")
         kind = known[name]
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and not isinstance(kind, types.GenericAlias):
             if not isinstance(value, Mapping):
-                raise BadSpec(f"{path}{name} = {value!r}: expected a table [{path}{name}]")
+                raise InvalidSpec(f"{path}{name} = {value!r}: expected a table [{path}{name}]")
             refuse_unknown(kind, value, f"{path}{name}.")
 
 

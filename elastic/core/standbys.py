@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from . import messages
-from .effects import ForkWorker, Kill, Tell
+from .effects import ForkWorker, Kill, Send
 from .model import Worker
 from .transitions import Stage, Trigger, after
 from .turn import Turn
@@ -17,12 +17,12 @@ def promote(turn: Turn, slot: int) -> bool:
     if standby is None or turn.is_over():
         return False
     # Its place among the standbys is empty, and one is due there.
-    empty = Worker(slot=-1, life=0, stage=Stage.GONE, deadline_s=turn.now_s, crashes=standby.crashes)
+    empty = Worker(slot=-1, worker_id=0, stage=Stage.GONE, deadline_s=turn.now_s, crashes=standby.crashes)
     turn.change(standbys=tuple(empty if w is standby else w for w in turn.agent.standbys))
     replaced = turn.agent.workers[slot]
     taken = replace(standby, slot=slot, stage=after(replaced.stage, Trigger.PROMOTE), since_s=turn.now_s)
     turn.put(replace(taken, crashes=replaced.crashes))
-    turn.do(Tell(slot, standby.life, messages.Assign(slot=slot)))
+    turn.do(Send(slot, standby.worker_id, messages.Assign(slot=slot)))
     return True
 
 
@@ -34,16 +34,16 @@ def settle_standbys(turn: Turn) -> None:
         if any(w.stage in (Stage.STARTING, Stage.GONE) for w in turn.agent.workers.values()):
             return
         fresh = tuple(
-            Worker(slot=-1, life=0, stage=Stage.GONE, deadline_s=turn.now_s) for _ in range(turn.policy.standbys)
+            Worker(slot=-1, worker_id=0, stage=Stage.GONE, deadline_s=turn.now_s) for _ in range(turn.policy.standbys)
         )
         turn.change(standbys=fresh)
     _overtake(turn)
     for standby in turn.agent.standbys:
         if standby.stage is Stage.GONE and turn.now_s >= standby.deadline_s:
-            life = turn.agent.lives + 1
-            turn.change(lives=life)
-            turn.move_standby(standby, Trigger.FORK, life=life, since_s=turn.now_s)
-            turn.do(ForkWorker(-1, life, standby=True))
+            worker_id = turn.agent.spawned + 1
+            turn.change(spawned=worker_id)
+            turn.move_standby(standby, Trigger.FORK, worker_id=worker_id, since_s=turn.now_s)
+            turn.do(ForkWorker(-1, worker_id, standby=True))
 
 
 def _overtake(turn: Turn) -> None:
@@ -55,4 +55,4 @@ def _overtake(turn: Turn) -> None:
             and promote(turn, worker.slot)
             and worker.stage is not Stage.GONE
         ):
-            turn.do(Kill(worker.slot, worker.life, "a standby was ready before it"))
+            turn.do(Kill(worker.slot, worker.worker_id, "a standby was ready before it"))

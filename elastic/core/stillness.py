@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from .beat import WITH_OTHERS, Beat, Doing
-from .health import STOPPED_STATE, Position, Wait, position
+from .hang_rules import STOPPED_STATE, Position, RankWait, position
 from .records import Standing
 from .spec import Hang
 
@@ -70,20 +70,20 @@ class Known:
     since_s: float
     """Instant of its last sign of progress, on the clock of the agent that asks."""
 
-    def wait(self) -> Wait | None:
+    def wait(self) -> RankWait | None:
         if not self.standing.waits:
             return None
-        return Wait(self.standing.position, self.since_s, self.standing.gap_s)
+        return RankWait(self.standing.position, self.since_s, self.standing.gap_s)
 
 
-def all_ahead(here: Position, others: Collection[Known], world: int) -> bool:
+def all_ahead(here: Position, others: Collection[Known], world_size: int) -> bool:
     """Whether every other rank of a world is known to have committed the step that a rank at `here` is in. (Further
     within the step is no proof: a rank may have returned from `train`, or have left an exchange out.)"""
-    return len({k.standing.rank for k in others if k.standing.position[:2] > here[:2]}) >= world - 1
+    return len({k.standing.rank for k in others if k.standing.position[:2] > here[:2]}) >= world_size - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class StandstillCause:
     """Where it probably lies that a job makes no step."""
 
     because: str
@@ -92,7 +92,7 @@ class Cause:
     declared: bool = False
 
 
-def explain(known: Collection[Known], nodes: Mapping[int, str], generation: int) -> Cause:
+def explain(known: Collection[Known], nodes: Mapping[int, str], generation: int) -> StandstillCause:
     """`nodes`: rank -> node of the generation."""
     current = [k for k in known if k.standing.position[0] == generation and nodes.get(k.standing.rank) == k.node]
     newest = max((k.standing.position[1] for k in current), default=-1)
@@ -105,11 +105,13 @@ def explain(known: Collection[Known], nodes: Mapping[int, str], generation: int)
     if unheard:
         rank = unheard[0]
         others = f" (nor are {len(unheard) - 1} others)" if len(unheard) > 1 else ""
-        return Cause(f"the others wait, and it is not among those that are known to wait{others}", rank, nodes[rank])
-    return Cause(f"all {len(nodes)} ranks wait for each other in {_place(furthest)}")
+        return StandstillCause(
+            f"the others wait, and it is not among those that are known to wait{others}", rank, nodes[rank]
+        )
+    return StandstillCause(f"all {len(nodes)} ranks wait for each other in {_place(furthest)}")
 
 
-def _suspect(ranks: Mapping[int, Known], furthest: Position) -> Cause | None:
+def _suspect(ranks: Mapping[int, Known], furthest: Position) -> StandstillCause | None:
     in_order = sorted(ranks.values(), key=lambda k: (k.standing.position, k.standing.rank))
     for sign, said in (
         ("stopped", "its process is stopped by a signal"),
@@ -117,21 +119,23 @@ def _suspect(ranks: Mapping[int, Known], furthest: Position) -> Cause | None:
     ):
         for k in in_order:
             if getattr(k.standing, sign):
-                return Cause(said, k.standing.rank, k.node)
+                return StandstillCause(said, k.standing.rank, k.node)
     for k in in_order:
         if not k.standing.waits:
             more = sum(not other.standing.waits for other in in_order) - 1
             also = f" (as are {more} others)" if more else ""
             doing = "in a span declared with job.quiet" if k.standing.quiet else k.standing.doing
             said = f"it is {doing} in {_place(k.standing.position)}{also}"
-            return Cause(said, k.standing.rank, k.node, declared=k.standing.quiet)
+            return StandstillCause(said, k.standing.rank, k.node, declared=k.standing.quiet)
     early = [k for k in in_order if k.standing.doing == "finishing"]
     if early and len(early) < len(ranks):
         k = early[0]
-        return Cause(f"its train has returned at step {k.standing.position[1]}, others go on", k.standing.rank, k.node)
+        return StandstillCause(
+            f"its train has returned at step {k.standing.position[1]}, others go on", k.standing.rank, k.node
+        )
     if in_order and in_order[0].standing.position < furthest:
         k = in_order[0]
-        return Cause(
+        return StandstillCause(
             f"it waits in {_place(k.standing.position)} while others have got to {_place(furthest)}",
             k.standing.rank, k.node,
         )  # fmt: skip

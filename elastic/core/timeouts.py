@@ -12,7 +12,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     beat_s: float = 0.1
     """How often an agent looks at its workers' beat pages."""
 
-    let_go_s: float = 2.0
+    abort_s: float = 2.0
     """From 'let go' until a worker must have released its group; a miss costs it its process (rung 2)."""
 
     respawn_s: float = 10.0
@@ -46,11 +46,11 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 RELATIONS: tuple[tuple[str, float, str, str], ...] = (
-    ("beat_s", 2, "let_go_s", "a worker must be looked at before it is given up"),
-    ("let_go_s", 1, "respawn_s", "a worker is asked before it is killed"),
+    ("beat_s", 2, "abort_s", "a worker must be looked at before it is given up"),
+    ("abort_s", 1, "respawn_s", "a worker is asked before it is killed"),
     ("lease_renew_s", 2, "lease_ttl_s", "one renewal may be lost without the lease being lost"),
     ("etcd_call_s", 1, "lease_ttl_s", "a renewal must be able to fail and be tried again within the lease"),
-    ("let_go_s", 1, "lease_ttl_s", "survivors have let go before a silent node is given up"),
+    ("abort_s", 1, "lease_ttl_s", "survivors have let go before a silent node is given up"),
     ("lease_ttl_s", 1, "form_s", "a node that dies while a group forms must be noticed before forming is given up"),
     ("respawn_s", 1, "form_s", "a replacement must be able to come while a group forms"),
     ("form_s", 1, "group_s", "the group's own time-out is the last net"),

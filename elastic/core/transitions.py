@@ -19,14 +19,14 @@ class Stage(enum.StrEnum):
     READY = "ready"  # holds process (and perhaps state), no group
     FORMING = "forming"  # told to form `generation`
     RUNNING = "running"  # state is there, `train` runs
-    YIELDING = "yielding"  # told to leave at a step
-    LEAVING = "leaving"  # told to abort its process group, or to end
+    STOPPING_AT_STEP = "stopping_at_step"  # told to leave at a step
+    ABORTING = "aborting"  # told to abort its process group, or to end
     KILLED = "killed"  # a signal to end was sent, exit not yet seen
     DONE = "done"  # `train` has returned on all ranks
     GONE = "gone"  # no process; one is due at `deadline_s`
 
 
-IN_GROUP = frozenset({Stage.FORMING, Stage.RUNNING, Stage.YIELDING, Stage.DONE})
+IN_GROUP = frozenset({Stage.FORMING, Stage.RUNNING, Stage.STOPPING_AT_STEP, Stage.DONE})
 
 
 class Trigger(enum.StrEnum):
@@ -47,7 +47,7 @@ class Trigger(enum.StrEnum):
     SET_UP = "setup done"
     SYNCED = "state received"
     TRAINED = "train returned"
-    RELEASED = "group released"
+    GROUP_CLOSED = "group closed"
     FAILED = "script failed"
     # Its process has ended.
     EXITED = "process exited"
@@ -70,10 +70,10 @@ TABLE: Mapping[tuple[Stage, Trigger], Stage] = MappingProxyType(
         **_rows(Trigger.FORK, Stage.STARTING, Stage.GONE),
         **_rows(Trigger.FORK_PLAIN, Stage.RUNNING, Stage.READY),
         **_rows(Trigger.FORM, Stage.FORMING, Stage.READY),
-        **_rows(Trigger.STOP_AT_STEP, Stage.YIELDING, Stage.RUNNING),
-        **_rows(Trigger.ABORT, Stage.LEAVING, *IN_GROUP),
-        **_rows(Trigger.FINISH, Stage.LEAVING, Stage.DONE),
-        **_rows(Trigger.KILL, Stage.KILLED, Stage.STARTING, Stage.READY, Stage.LEAVING, *IN_GROUP),
+        **_rows(Trigger.STOP_AT_STEP, Stage.STOPPING_AT_STEP, Stage.RUNNING),
+        **_rows(Trigger.ABORT, Stage.ABORTING, *IN_GROUP),
+        **_rows(Trigger.FINISH, Stage.ABORTING, Stage.DONE),
+        **_rows(Trigger.KILL, Stage.KILLED, Stage.STARTING, Stage.READY, Stage.ABORTING, *IN_GROUP),
         **_rows(Trigger.GENERATION_OVER, Stage.READY, Stage.DONE),
         **_rows(Trigger.PROMOTE, Stage.READY, Stage.GONE, Stage.STARTING, Stage.KILLED),
         # A plain worker turns out to be managed: a running one is in its setup; elsewhere there is no process yet.
@@ -81,8 +81,8 @@ TABLE: Mapping[tuple[Stage, Trigger], Stage] = MappingProxyType(
         **_rows(Trigger.MANAGED, Stage.GONE, Stage.READY, Stage.DONE),
         **_rows(Trigger.SET_UP, Stage.READY, Stage.STARTING),
         **_rows(Trigger.SYNCED, Stage.RUNNING, Stage.FORMING),
-        **_rows(Trigger.TRAINED, Stage.DONE, Stage.FORMING, Stage.RUNNING, Stage.YIELDING),
-        **_rows(Trigger.RELEASED, Stage.READY, Stage.LEAVING, *IN_GROUP),
+        **_rows(Trigger.TRAINED, Stage.DONE, Stage.FORMING, Stage.RUNNING, Stage.STOPPING_AT_STEP),
+        **_rows(Trigger.GROUP_CLOSED, Stage.READY, Stage.ABORTING, *IN_GROUP),
         **_rows(Trigger.FAILED, Stage.KILLED, Stage.STARTING, Stage.READY, *IN_GROUP),
         **_rows(Trigger.EXITED, Stage.GONE, *_WITH_PROCESS),
         **_rows(Trigger.EXITED_PLAIN, Stage.READY, Stage.RUNNING, Stage.KILLED),

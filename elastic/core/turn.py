@@ -42,19 +42,19 @@ class Turn:
     def put(self, worker: Worker) -> None:
         self.change(workers={**self.agent.workers, worker.slot: worker})
 
-    def find(self, slot: int, life: int) -> Worker | None:
+    def find(self, slot: int, worker_id: int) -> Worker | None:
         """The worker meant, or None when it has been replaced since."""
         worker = self.agent.workers.get(slot)
-        return worker if worker and worker.life == life else None
+        return worker if worker and worker.worker_id == worker_id else None
 
     def move(self, worker: Worker, trigger: Trigger, deadline_s: float = math.inf, **fields: object) -> None:
         """To the stage that the table of transitions says. Raises UnknownTransition."""
         moved = replace(worker, stage=after(worker.stage, trigger), since_s=self.now_s, deadline_s=deadline_s, **fields)
         self.put(moved)
 
-    def kill(self, worker: Worker, why: str, gently: bool = False) -> None:
-        self.do(Kill(worker.slot, worker.life, why, gently))
-        self.move(worker, Trigger.KILL, told_to_end=gently)
+    def kill(self, worker: Worker, why: str, graceful: bool = False) -> None:
+        self.do(Kill(worker.slot, worker.worker_id, why, graceful))
+        self.move(worker, Trigger.KILL, told_to_end=graceful)
 
     def reaches(self, generation: int, step: int) -> None:
         """A worker of this node has committed `step`, or received a state in which it was."""
@@ -68,8 +68,8 @@ class Turn:
             self.change(asked={**self.agent.asked, key: self.now_s})
             self.do(effect)
 
-    def standby(self, life: int) -> Worker | None:
-        return next((w for w in self.agent.standbys if w.life == life), None)
+    def standby(self, worker_id: int) -> Worker | None:
+        return next((w for w in self.agent.standbys if w.worker_id == worker_id), None)
 
     def move_standby(self, standby: Worker, trigger: Trigger, deadline_s: float = math.inf, **fields: object) -> None:
         """As `move`, for one that has no slot yet."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
 
-from . import reach
+from . import reachability
+from .generation_delta import GenerationReader
 from .keys import JobKeys
-from .places import GenerationReader
 from .records import (
     BrokenRecord,
     GenerationRecord,
@@ -51,7 +51,7 @@ def _member(raw: bytes) -> MemberRecord:
 @dataclass(frozen=True, slots=True)
 class Member:
     record: MemberRecord
-    seniority: int
+    create_revision: int
     """Create revision of its key: the smallest is the oldest."""
 
     @property
@@ -111,18 +111,18 @@ class JobView:
     revision: int = 0
     whole: bool = True
     """Whether it shows the members. Else `members` are those who have a place in `generation`, dead or alive."""
-    disputes: frozenset[reach.Dispute] = field(init=False, compare=False)
+    disputes: frozenset[reachability.Dispute] = field(init=False, compare=False)
     """Pairs of members of which one cannot reach the other."""
 
     def __post_init__(self) -> None:
-        found: frozenset[reach.Dispute] = frozenset()
+        found: frozenset[reachability.Dispute] = frozenset()
         if self.whole and any(m.record.unreachable for m in self.members.values()):
-            found = reach.disputes({node: m.record.unreachable for node, m in self.members.items()})
+            found = reachability.disputes({node: m.record.unreachable for node, m in self.members.items()})
         object.__setattr__(self, "disputes", found)
 
     @staticmethod
     def read(keys: JobKeys, kvs: Mapping[str, Stored], revision: int, whole: bool = True) -> JobView:
-        """Raises SpeaksAnotherProtocol for a record of another version."""
+        """Raises ProtocolVersionMismatch for a record of another version."""
         return Reader(keys).read(kvs, revision, whole)
 
 
@@ -144,7 +144,7 @@ class Reader:
     def read(self, kvs: Mapping[str, Stored], revision: int, whole: bool = True) -> JobView:
         """`whole`: whether the members are among `kvs`.
 
-        Raises SpeaksAnotherProtocol for a record of another version, msgspec.ValidationError for what is none.
+        Raises ProtocolVersionMismatch for a record of another version, msgspec.ValidationError for what is none.
         """
         keys = self._keys
         members = self._members if kvs is self._kvs or not whole else self._changed_members(kvs)

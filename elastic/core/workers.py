@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from . import messages
-from .effects import ForkPlain, ForkWorker, Tell
+from .effects import ForkPlain, ForkWorker, Send
 from .model import Worker
 from .records import GenerationRecord
 from .transitions import IN_GROUP, Stage, Trigger
@@ -16,11 +16,13 @@ def settle_worker(turn: Turn, worker: Worker) -> None:
     agent, generation = turn.agent, turn.agent.generation
     if worker.stage is Stage.GONE:
         if turn.now_s >= worker.deadline_s:
-            turn.change(lives=agent.lives + 1)
-            turn.move(worker, Trigger.FORK, life=agent.lives + 1, generation=0, synced=0, step=0, told_to_end=False)
-            turn.do(ForkWorker(worker.slot, agent.lives + 1))
+            turn.change(spawned=agent.spawned + 1)
+            turn.move(
+                worker, Trigger.FORK, worker_id=agent.spawned + 1, generation=0, synced=0, step=0, told_to_end=False
+            )
+            turn.do(ForkWorker(worker.slot, agent.spawned + 1))
         return
-    if worker.stage is Stage.LEAVING and turn.now_s >= worker.deadline_s:
+    if worker.stage is Stage.ABORTING and turn.now_s >= worker.deadline_s:
         turn.kill(worker, "did not let go in time")
         return
     if generation is None:
@@ -47,35 +49,35 @@ def _settle_in_group(turn: Turn, worker: Worker, generation: GenerationRecord) -
     if planned and worker.stage is Stage.RUNNING:
         assert generation.at_step is not None
         ahead_s = (generation.at_step - turn.agent.step + 1) * turn.agent.step_s
-        deadline_s = turn.now_s + max(0.0, ahead_s) + 2 * turn.policy.timeouts.let_go_s
+        deadline_s = turn.now_s + max(0.0, ahead_s) + 2 * turn.policy.timeouts.abort_s
         turn.move(worker, Trigger.STOP_AT_STEP, deadline_s)
-        order = messages.Yield(generation=worker.generation, at_step=generation.at_step, why=generation.why)
-        turn.do(Tell(worker.slot, worker.life, order))
-    elif worker.stage is Stage.YIELDING and planned and turn.now_s < worker.deadline_s:
+        order = messages.StopAtStep(generation=worker.generation, at_step=generation.at_step, why=generation.why)
+        turn.do(Send(worker.slot, worker.worker_id, order))
+    elif worker.stage is Stage.STOPPING_AT_STEP and planned and turn.now_s < worker.deadline_s:
         return
     else:
-        _let_go(turn, worker, generation.why if older else "generation is broken")
+        _abort(turn, worker, generation.why if older else "generation is broken")
 
 
-def _let_go(turn: Turn, worker: Worker, why: str) -> None:
+def _abort(turn: Turn, worker: Worker, why: str) -> None:
     if not turn.policy.managed:
         if worker.stage is Stage.DONE:
             turn.move(worker, Trigger.GENERATION_OVER)
         else:
             turn.kill(worker, why)
         return
-    turn.do(Tell(worker.slot, worker.life, messages.LetGo(generation=worker.generation, why=why)))
+    turn.do(Send(worker.slot, worker.worker_id, messages.AbortGroup(generation=worker.generation, why=why)))
     # The call in flight raises only when its step gets to it: a long step needs as long.
-    patience_s = max(turn.policy.timeouts.let_go_s, 3 * turn.agent.step_s)
+    patience_s = max(turn.policy.timeouts.abort_s, 3 * turn.agent.step_s)
     turn.move(worker, Trigger.ABORT, turn.now_s + patience_s)
 
 
 def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: Mapping[int, int]) -> None:
     if not turn.policy.managed:
-        turn.change(lives=turn.agent.lives + 1)
-        life = turn.agent.lives
-        turn.move(worker, Trigger.FORK_PLAIN, generation=generation.number, life=life)
-        turn.do(ForkPlain(worker.slot, life, generation))
+        turn.change(spawned=turn.agent.spawned + 1)
+        worker_id = turn.agent.spawned
+        turn.move(worker, Trigger.FORK_PLAIN, generation=generation.number, worker_id=worker_id)
+        turn.do(ForkPlain(worker.slot, worker_id, generation))
         return
     at = generation.at(turn.policy.node)
     assert at is not None  # `ranks` are its
@@ -83,11 +85,11 @@ def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: Mappi
     form = messages.Form(
         generation=generation.number,
         rank=ranks[worker.slot],
-        world=generation.world,
+        world_size=generation.world_size,
         group_rank=at,
-        group_world=len(generation.places),
+        group_world_size=len(generation.places),
         local_rank=sorted(ranks.values()).index(ranks[worker.slot]),
-        local_world=len(ranks),
+        local_world_size=len(ranks),
         store_host=generation.store_host,
         store_port=generation.store_port,
         restore=generation.restore,
@@ -95,4 +97,4 @@ def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: Mappi
         saved_step=turn.agent.view.saved_step,
         reached=turn.agent.reached,
     )
-    turn.do(Tell(worker.slot, worker.life, form))
+    turn.do(Send(worker.slot, worker.worker_id, form))

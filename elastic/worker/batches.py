@@ -15,9 +15,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
-from ..core.sharding import Order, Plan, derive, micro_sizes, share
-from .ddp import Share
-from .inherited import leave_parents_sockets
+from ..core.sharding import BatchPlan, SampleOrder, derive, micro_sizes, share
+from .ddp import GradientWeight
+from .inherited_sockets import leave_parents_sockets
 
 _BLOCK = 4096
 """Positions whose samples are computed at once, with arrays: 0.3 ms a block instead of 5 µs a sample."""
@@ -55,7 +55,7 @@ class Batch:
     """Samples of this step over all ranks."""
 
     micro_batch: int | None = None
-    share: Share | None = field(default=None, repr=False)
+    share: GradientWeight | None = field(default=None, repr=False)
 
     @property
     def x(self) -> Any:
@@ -120,7 +120,7 @@ def batches(
     *,
     batch_size: int,
     rank: int,
-    world: int,
+    world_size: int,
     seed: int = 0,
     epochs: int | None = None,
     steps: int | None = None,
@@ -130,7 +130,7 @@ def batches(
     collate: Callable[[list[Any]], Any] | None = None,
     device: torch.device | str | None = None,
     pin_memory: bool = False,
-    share: Share | None = None,
+    share: GradientWeight | None = None,
     on_turn: Callable[[], None] = lambda: None,
 ) -> Iterator[Batch]:
     """This rank's part of each step from `state.step` on; `state.step` must grow by one a turn (`job.commit`).
@@ -147,9 +147,9 @@ def batches(
 
     Raises ValueError for an empty dataset or wrong sizes, RuntimeError when a turn ends without a commit.
     """
-    plan = Plan(len(dataset), batch_size)
+    plan = BatchPlan(len(dataset), batch_size)
     micro_sizes(1, micro_batch)  # refuse a wrong one at the first call, not in the loop
-    load = _Parts(dataset, plan, rank, world, seed, shuffle, collate or default_collate)
+    load = _Parts(dataset, plan, rank, world_size, seed, shuffle, collate or default_collate)
     end = plan.total_steps(epochs=epochs, steps=steps)
     with contextlib.closing(_loaded(load, range(state.step, end), num_workers, pin_memory)) as loaded:
         for step, (indices, data) in zip(range(state.step, end), loaded, strict=True):
@@ -232,9 +232,9 @@ class _Parts:
     def __init__(
         self,
         dataset: MapDataset,
-        plan: Plan,
+        plan: BatchPlan,
         rank: int,
-        world: int,
+        world_size: int,
         seed: int,
         shuffle: bool,
         collate: Callable[[list[Any]], Any],
@@ -242,12 +242,12 @@ class _Parts:
         self._dataset = dataset
         self._plan = plan
         self._rank = rank
-        self._world = world
+        self._world = world_size
         self._seed = seed
         self._shuffle = shuffle
         self._collate = collate
         self._epoch = -1
-        self._order: Order
+        self._order: SampleOrder
         self._draws = 0
         self._random = False
         """The dataset draws random numbers."""
@@ -258,7 +258,7 @@ class _Parts:
         whole = self._plan.at(step)
         if whole.epoch != self._epoch:
             self._epoch, self._block = whole.epoch, (-1, ())
-            self._order = Order(self._plan.samples, self._seed, whole.epoch, shuffle=self._shuffle)
+            self._order = SampleOrder(self._plan.samples, self._seed, whole.epoch, shuffle=self._shuffle)
             low, high = derive(self._seed, 0, whole.epoch)[:2]
             self._draws = high << 32 | low
         start, stop = share(whole.start, whole.stop, self._rank, self._world)
@@ -318,7 +318,7 @@ class _Parts:
         return samples
 
 
-def take_many(order: Order, start: int, stop: int) -> tuple[int, ...]:
+def take_many(order: SampleOrder, start: int, stop: int) -> tuple[int, ...]:
     """`order.take(start, stop)` for a shuffled order, with arrays."""
     samples = order.permute(np.arange(start, stop, dtype=np.uint64))
     while (outside := samples >= order.samples).any():

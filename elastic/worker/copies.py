@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .tree import Codecs, decode, encode
+from .json_codec import Codecs, decode, encode
 
 SMALL_BYTES = 64 * 1024
 """A tensor of integers or truth values up to this size is copied at each commit; a larger one, such as a mask, only if

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-class Share:
+class GradientWeight:
     """What this rank contributes to the step under way: written by `batches`, read by the gradient hook."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ def wrap(
 
     # A lambda, because DDP refuses annotations that are not the very types it expects.
     wrapped.register_comm_hook(None, lambda _, bucket: reduce(bucket))
-    if isinstance(weight, Share):
+    if isinstance(weight, GradientWeight):
         weight.attach(wrapped)
     return wrapped
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 
-class LetGoError(Exception):
+class GroupAborted(Exception):
     """The group was aborted: this generation is over, the process and its state are not."""
 
 
@@ -44,7 +44,7 @@ def is_communication_error(error: BaseException | None) -> bool:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, LetGoError | dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
+        if isinstance(error, GroupAborted | dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
             return True
         if isinstance(error, RuntimeError | ValueError) and _from_a_collective(error):
             return True

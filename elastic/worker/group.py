@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from . import nccl, sockets
-from .errors import FormError, LetGoError, is_communication_error
+from .errors import FormError, GroupAborted, is_communication_error
 
 Backend = Literal["gloo", "nccl"]
 
@@ -52,7 +52,7 @@ class Group:
         *,
         backend: Backend,
         rank: int,
-        world: int,
+        world_size: int,
         store_host: str,
         store_port: int,
         generation: int,
@@ -64,7 +64,7 @@ class Group:
         then again once all have arrived."""
         self.backend = backend
         self.rank = rank
-        self.world = world
+        self.world_size = world_size
         self.generation = generation
         self.device = device or torch.device("cpu")
         self._endpoint = (store_host, store_port)
@@ -89,14 +89,14 @@ class Group:
         return self._aborted.is_set()
 
     def check(self) -> None:
-        """Raises LetGoError once the group was aborted."""
+        """Raises GroupAborted once the group was aborted."""
         if self._aborted.is_set():
-            raise LetGoError(self.why)
+            raise GroupAborted(self.why)
 
     def form(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Wait for all ranks on the store, then form the group.
 
-        Raises LetGoError when aborted or `interrupted` meanwhile, FormError when a rank or the store is missing or
+        Raises GroupAborted when aborted or `interrupted` meanwhile, FormError when a rank or the store is missing or
         forming takes too long, RuntimeError when torch has a default group already.
         """
         if dist.is_initialized():
@@ -112,13 +112,13 @@ class Group:
             finally:
                 overdue.cancel()
             self._stop_if(interrupted)
-        except (LetGoError, FormError):
+        except (GroupAborted, FormError):
             raise
         except Exception as error:
             # torch says it in many ways that a group was cut while it formed, some as errors of other kinds (KeyError):
             # only here is known that it was. What comes for another reason is raised as it is.
             if self._aborted.is_set():
-                raise LetGoError(self.why) from error
+                raise GroupAborted(self.why) from error
             if is_communication_error(error):
                 raise FormError(f"generation {self.generation}, rank {self.rank}: {error}") from error
             raise
@@ -176,7 +176,7 @@ class Group:
         # The store stands before its generation is published: who cannot get there does not keep the others waiting.
         client = self._connect(min(self._timeout_s, self._form_timeout_s), interrupted)
         store = PrefixStore(f"g{self.generation}", client)
-        if store.add("arrived", 1) == self.world:
+        if store.add("arrived", 1) == self.world_size:
             store.set("all", "1")
         try:
             # One long wait: abort() cuts the store's connection too.
@@ -184,7 +184,7 @@ class Group:
         except dist.DistStoreError as error:
             self._stop_if(interrupted)
             arrived = store.add("arrived", 0)
-            raise FormError(f"only {arrived} of {self.world} ranks came within {self._timeout_s:g} s") from error
+            raise FormError(f"only {arrived} of {self.world_size} ranks came within {self._timeout_s:g} s") from error
         self._store = store
 
     def _connect(self, within_s: float, interrupted: Callable[[], bool]) -> TCPStore:
@@ -264,7 +264,7 @@ class Group:
                 name,
                 store=self._store,
                 rank=self.rank,
-                world_size=self.world,
+                world_size=self.world_size,
                 timeout=timedelta(seconds=self._timeout_s),
                 **options,
             )
@@ -278,7 +278,7 @@ class Group:
     def _stop_if(self, interrupted: Callable[[], bool]) -> None:
         self.check()
         if interrupted():
-            raise LetGoError("interrupted while the group was forming")
+            raise GroupAborted("interrupted while the group was forming")
 
     # ── letting go ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -294,7 +294,7 @@ class Group:
         # without an error, when the connection is broken), nor for a message of which it has the head only: they wait
         # until the group's time-out, and no later cut reaches them, as the socket is closed by then. So no writing is
         # made to fail here: 4 of 26 aborts between small collectives left a rank waiting with both directions shut,
-        # 1 of 68 with this. There the dead peer has broken the connection; `let_go_s` ends that rank.
+        # 1 of 68 with this. There the dead peer has broken the connection; `abort_s` ends that rank.
         how = socket.SHUT_RD if self._looks < GENTLE_LOOKS else socket.SHUT_RDWR
         self._looks += 1
         for sock in sockets.gloo_sockets():

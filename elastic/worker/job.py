@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.timeouts import QUIET_S
 from . import batches as data
 from . import ddp, streams
-from .errors import LetGoError
-from .numbers import Fingerprint, disagreeing, is_bad
+from .errors import GroupAborted
+from .numerics import Fingerprint, disagreeing, is_bad
 from .state import State
 
 
@@ -39,10 +39,10 @@ class Link(Protocol):
     def bad_numbers(self, step: int, kind: str, detail: str, ranks: tuple[int, ...]) -> None: ...
 
     def check(self, step: int) -> None:
-        """Raises ToldToLeave at the end of this generation."""
+        """Raises GenerationEnded at the end of this generation."""
 
 
-class Keeper(Protocol):
+class CheckpointScheduler(Protocol):
     """Takes snapshots and checkpoints."""
 
     def after(self, state: State, *, keep: bool) -> None:
@@ -81,9 +81,9 @@ class Job:
         self.device = device
         self.local_rank = local_rank
         self._link = link
-        self._keeper: Keeper | None = None
+        self._keeper: CheckpointScheduler | None = None
         self._group_s = math.inf
-        self._share = ddp.Share()
+        self._share = ddp.GradientWeight()
         self._began_s = 0.0
         self._loss = _LossReader()
         self._fingerprint_every = fingerprint_every_steps
@@ -95,12 +95,18 @@ class Job:
         return f"<Job {self.name}: rank {self.rank} of {self.world_size}, generation {self.generation}>"
 
     def enter(
-        self, *, rank: int, world: int, generation: int, keeper: Keeper | None, group_s: float = math.inf
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        generation: int,
+        keeper: CheckpointScheduler | None,
+        group_s: float = math.inf,
     ) -> None:
         """A new generation, whose collectives may take `group_s`: `train` is about to be called. Not for scripts."""
-        self.rank, self.world_size, self.generation = rank, world, generation
+        self.rank, self.world_size, self.generation = rank, world_size, generation
         self._keeper = keeper
-        self._group_s = group_s if world > 1 else math.inf
+        self._group_s = group_s if world_size > 1 else math.inf
         self._share.detach_all()
         self._fingerprint = None
         self._began_s = time.monotonic()
@@ -141,7 +147,7 @@ class Job:
             state,
             batch_size=batch_size,
             rank=self.rank,
-            world=self.world_size,
+            world_size=self.world_size,
             device=self.device,
             share=self._share,
             on_turn=lambda: self._turned(state),
@@ -162,7 +168,7 @@ class Job:
             batch_size=batch_size,
             steps=steps,
             rank=self.rank,
-            world=self.world_size,
+            world_size=self.world_size,
             device=self.device,
             share=self._share,
             on_turn=lambda: self._turned(state),
@@ -246,7 +252,7 @@ class Job:
         never taken for whole.
         """
         if self._share.failed:
-            raise LetGoError("the exchange of gradients has failed, and what is here is no mean over all ranks")
+            raise GroupAborted("the exchange of gradients has failed, and what is here is no mean over all ranks")
         self._share.share_buffers()
         if self._queued():
             self._link.contributed()
@@ -262,7 +268,7 @@ class Job:
             self._fingerprint = Fingerprint([tensor for _, tensor in state.tensors()])
         digest = self._fingerprint.of(state.step // self._fingerprint_every)
         self._link.contributed()
-        outliers = disagreeing(digest, world=self.world_size)
+        outliers = disagreeing(digest, world_size=self.world_size)
         self._link.entered()
         if outliers and not self._ignore_bad_numbers:
             self._link.bad_numbers(state.step, "drift", "weights differ from the other replicas'", outliers)

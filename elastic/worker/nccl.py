@@ -27,7 +27,7 @@ OLDEST_NCCL = (2, 26, 2)
 """Older ones can dead-lock in the abort of a communicator."""
 
 ABORT_S = 60.0
-"""Longest wait for NCCL's aborts. The agent replaces the worker long before (`timeouts.let_go_s`)."""
+"""Longest wait for NCCL's aborts. The agent replaces the worker long before (`timeouts.abort_s`)."""
 
 ABORT_LOOK_S = 0.002
 """How often the wait for aborts looks whether they have returned."""

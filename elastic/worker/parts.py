@@ -16,7 +16,7 @@ from ..checkpoint.dtypes import dtype_of
 from ..checkpoint.memcpy import device_type
 from ..core.tensors import TensorInfo
 from .copies import Copy, writable
-from .tree import Codecs, decode, encode, tensors_named
+from .json_codec import Codecs, decode, encode, tensors_named
 
 Named = list[tuple[str, torch.Tensor]]
 Infos = Mapping[str, TensorInfo]

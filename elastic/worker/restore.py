@@ -14,9 +14,9 @@ from ..checkpoint.arena import Arena
 from ..checkpoint.progress import Progress, unreported
 from ..checkpoint.remote import list_remote
 from ..core import messages
-from ..core.source import Version
+from ..core.state_source import Version
 from ..core.tensors import Table, TensorInfo
-from . import collector
+from . import gc_pause
 from .session import Session
 from .state import State
 
@@ -40,7 +40,7 @@ def whole_table(shares: Iterable[tuple[Mapping[str, Any], Table]]) -> Table:
     return tuple(info for _, info in sorted(placed, key=lambda pair: pair[0]))
 
 
-class Kept:
+class HeldSnapshots:
     """The newest whole snapshot in the memory of this node's agent."""
 
     def __init__(self, arenas: Sequence[Arena]) -> None:
@@ -52,9 +52,9 @@ class Kept:
         header = self._arenas[0].header()
         return (header.generation, header.step) if header.whole else None
 
-    @collector.paused()
+    @gc_pause.paused()
     def load(self, state: State, progress: Progress = unreported) -> str:
-        """Copy it into `state`. Raises NotWhole when an arena is being filled anew."""
+        """Copy it into `state`. Raises IncompleteSnapshot when an arena is being filled anew."""
         extras = [arena.extra() for arena in self._arenas]
         besides = [arena.beside() for arena in self._arenas]
         own = ((extra, arena.table()) for extra, arena in zip(extras, self._arenas, strict=True))
@@ -118,22 +118,22 @@ class Store:
         self._state = state
         self._generation = generation
         self._saved_only = restore == "snapshot"
-        self._kept = Kept([])
+        self._kept = HeldSnapshots([])
         self._answers: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
         self._closed = False
 
     def saved(self) -> tuple[Version | None, Version | None]:
-        """(snapshot, checkpoint). The agent answers once what it was writing is on disk. Raises ToldToLeave."""
-        self._session.on(messages.Kept, self._on_kept)
-        self._session.send(messages.AskKept(generation=self._generation, saved=self._saved_only))
+        """(snapshot, checkpoint). The agent answers once what it was writing is on disk. Raises GenerationEnded."""
+        self._session.on(messages.InMemorySnapshot, self._on_kept)
+        self._session.send(messages.RequestSnapshot(generation=self._generation, saved=self._saved_only))
         self._session.wait(lambda: not self._answers.empty(), self._generation, ASK_S)
         descriptors = [] if self._answers.empty() else self._answers.get_nowait()
-        self._kept = Kept([Arena.from_fd(descriptor, warm=False) for descriptor in descriptors])
+        self._kept = HeldSnapshots([Arena.from_fd(descriptor, warm=False) for descriptor in descriptors])
         return self._kept.version(), self._disk.newest() if self._disk else None
 
     def _on_kept(self, message: messages.Message, descriptors: list[int]) -> None:
         """In the monitor's thread. What nobody waits for any more, or what a generation before asked for, is closed."""
-        assert isinstance(message, messages.Kept)
+        assert isinstance(message, messages.InMemorySnapshot)
         if message.generation == self._generation:
             self._answers.put(descriptors)
             if self._closed:

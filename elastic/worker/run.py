@@ -16,15 +16,15 @@ import torch.distributed as dist
 
 from ..core import messages
 from ..core.beat import Doing
-from ..core.cadence import Rule
-from ..core.source import StateLostError
-from .errors import FormError, LetGoError, is_communication_error
+from ..core.checkpoint_interval import Rule
+from ..core.state_source import StateLostError
+from .agent_snapshots import AgentSnapshots
+from .checkpoint_scheduler import CheckpointScheduler, RankPosition
+from .errors import FormError, GroupAborted, is_communication_error
 from .group import Group, cuda_failure
 from .job import Job, Setup, Train, checked
-from .keeper import Keeper, Place
 from .restore import Disk, Store
-from .session import DEFAULTS_ENV, Session, ToldToLeave
-from .sink import AgentSink
+from .session import DEFAULTS_ENV, GenerationEnded, Session
 from .state import State
 from .sync import Synced, synchronise
 
@@ -44,15 +44,15 @@ def run(setup: Setup, train: Train, *, checkpoint_dir: str | None = None, checkp
     """
     session = Session.from_environment(os.environ)
     if session is None:
-        from .alone import run_alone
+        from .standalone import run_standalone
 
         directory = checkpoint_dir or os.environ.get("ELASTIC_CHECKPOINT_DIR", "")
-        return run_alone(setup, train, directory, Rule(every_steps=checkpoint_every_steps))
-    return Managed(session, setup, train, Settings.from_environment()).run()
+        return run_standalone(setup, train, directory, Rule(every_steps=checkpoint_every_steps))
+    return Managed(session, setup, train, WorkerSettings.from_environment()).run()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class WorkerSettings:
     """What the agent says through the environment, once per process."""
 
     job: str
@@ -68,13 +68,13 @@ class Settings:
     snapshots: bool
 
     @staticmethod
-    def from_environment() -> Settings:
+    def from_environment() -> WorkerSettings:
         env = os.environ
         backend = env.get("ELASTIC_BACKEND", "auto")
         if backend == "auto":
             # Not torch.cuda: asking it would start CUDA in a process that is only parked.
             backend = "nccl" if env.get("ELASTIC_GPU") else "gloo"
-        return Settings(
+        return WorkerSettings(
             job=env["TORCHELASTIC_RUN_ID"],
             slot=int(env["LOCAL_RANK"]),
             backend="nccl" if backend == "nccl" else "gloo",
@@ -117,7 +117,7 @@ class AgentLink:
         # Where the gradients may come from an all-reduce that was cut short, they are not to be applied. Where they
         # cannot, the step is finished: a rank that has committed it already may be the one that died.
         if self._session.over(self.generation) and not self._backward_waits:
-            raise ToldToLeave(self._session.why())
+            raise GenerationEnded(self._session.why())
         self._session.beat(Doing.APPLYING)
 
     def quiet(self, limit_s: float) -> None:
@@ -143,7 +143,7 @@ class AgentLink:
 class Managed:
     """A worker with an agent."""
 
-    def __init__(self, session: Session, setup: Setup, train: Train, settings: Settings) -> None:
+    def __init__(self, session: Session, setup: Setup, train: Train, settings: WorkerSettings) -> None:
         self._session = session
         self._setup = setup
         self._train = train
@@ -154,8 +154,8 @@ class Managed:
             Disk(settings.checkpoint_dir, settings.job, settings.checkpoint_remote) if settings.checkpoint_dir else None
         )
         self._keeper = (
-            Keeper(
-                AgentSink(session),
+            CheckpointScheduler(
+                AgentSnapshots(session),
                 settings.checkpoint_rule if self._disk else None,
                 shared=settings.checkpoint_shared,
                 snapshots=settings.snapshots,
@@ -213,7 +213,7 @@ class Managed:
         group = Group(
             backend=self._settings.backend,
             rank=form.rank,
-            world=form.world,
+            world_size=form.world_size,
             store_host=form.store_host,
             store_port=form.store_port,
             generation=form.generation,
@@ -225,7 +225,7 @@ class Managed:
         try:
             session.holds(group, form.generation)
             self._train_in(group, job, form)
-        except (ToldToLeave, LetGoError, FormError) as error:
+        except (GenerationEnded, GroupAborted, FormError) as error:
             failure = error
         except Exception as error:
             # Of any class. A KeyError may be the script's own mistake, and goes on up; or what a group that was let go
@@ -278,11 +278,12 @@ class Managed:
         session.check(form.generation, state.step)
         if self._keeper is not None:
             self._keeper.enter(
-                Place(form.generation, form.rank, form.world, form.local_rank, form.local_world), state.step
+                RankPosition(form.generation, form.rank, form.world_size, form.local_rank, form.local_world_size),
+                state.step,
             )
         job.enter(
             rank=form.rank,
-            world=form.world,
+            world_size=form.world_size,
             generation=form.generation,
             keeper=self._keeper,
             group_s=form.timeout_s,
@@ -303,7 +304,7 @@ class Managed:
         session.wait_after_done(form.generation)
         if not session.finished:
             # Somebody died after all: this state may be what its replacement needs.
-            raise ToldToLeave(session.why())
+            raise GenerationEnded(session.why())
 
     def _synchronised(self, job: Job, form: messages.Form) -> Synced:
         """The newest state there is. Where none is left, and none was ever saved, what a new `setup` builds: a survivor
@@ -328,7 +329,7 @@ class Managed:
             return synchronise(
                 state,
                 rank=form.rank,
-                world=form.world,
+                world_size=form.world_size,
                 restore=form.restore,
                 generation=form.generation,
                 saved=store.saved if store else None,
@@ -355,23 +356,25 @@ class Managed:
 
     def _released(self, state: State, form: messages.Form, failure: BaseException) -> None:
         session = self._session
-        if session.over(form.generation) or isinstance(failure, ToldToLeave):
-            session.send(messages.Released(generation=form.generation, step=state.step, clean=state.clean()))
+        if session.over(form.generation) or isinstance(failure, GenerationEnded):
+            session.send(messages.GroupClosed(generation=form.generation, step=state.step, clean=state.clean()))
             return
         said = f"{type(failure).__name__}: {failure}"[:COMPLAINT_CHARS]
-        session.send(messages.CommFailed(generation=form.generation, step=state.step, clean=state.clean(), error=said))
+        session.send(
+            messages.CollectiveFailed(generation=form.generation, step=state.step, clean=state.clean(), error=said)
+        )
 
 
 def _announce(form: messages.Form, job: Job) -> None:
     """torchrun's environment, for code that reads it."""
     os.environ.update(
         RANK=str(form.rank),
-        WORLD_SIZE=str(form.world),
-        LOCAL_WORLD_SIZE=str(form.local_world),
+        WORLD_SIZE=str(form.world_size),
+        LOCAL_WORLD_SIZE=str(form.local_world_size),
         GROUP_RANK=str(form.group_rank),
-        GROUP_WORLD_SIZE=str(form.group_world),
+        GROUP_WORLD_SIZE=str(form.group_world_size),
         ROLE_RANK=str(form.rank),
-        ROLE_WORLD_SIZE=str(form.world),
+        ROLE_WORLD_SIZE=str(form.world_size),
         MASTER_ADDR=form.store_host,
         MASTER_PORT=str(form.store_port),
         TORCHELASTIC_RESTART_COUNT=str(form.generation - 1),

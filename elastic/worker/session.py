@@ -1,6 +1,6 @@
 """The worker's line to its agent: a monitor thread that can free the main thread, and the beat page.
 
-The monitor owns the reading side of the channel. It acts at once on what cannot wait for the main thread (LetGo:
+The monitor owns the reading side of the channel. It acts at once on what cannot wait for the main thread (AbortGroup:
 abort the group) and leaves the rest in a box that the main thread looks into.
 """
 
@@ -19,7 +19,7 @@ from typing import Protocol
 
 from ..core import messages
 from ..core.beat import PAGE_BYTES, PULSE_S, BeatPage, Doing
-from ..core.messages import Finish, Form, LetGo, Message, SaveSoon, Yield
+from ..core.messages import AbortGroup, Finish, Form, Message, SaveSoon, StopAtStep
 
 CHANNEL_ENV = "ELASTIC_CHANNEL_FD"
 PAGE_ENV = "ELASTIC_BEAT_FD"
@@ -41,7 +41,7 @@ class Abortable(Protocol):
     def abort(self, why: str) -> None: ...
 
 
-class ToldToLeave(Exception):
+class GenerationEnded(Exception):
     """This generation is over for this worker; the process and its state are not. Never for the user to catch."""
 
 
@@ -54,7 +54,7 @@ class Session:
         self._changed = threading.Condition()
         self._forms: deque[Form] = deque()
         self._finished = False
-        self._let_go = 0  # newest generation that is over, and why
+        self._ended = 0  # newest generation that is over, and why
         self._why = ""
         self._yield_generation, self._yield_step = 0, 0
         self._group: Abortable | None = None
@@ -103,7 +103,7 @@ class Session:
             while not self._finished:
                 while self._forms:
                     form = self._forms.popleft()
-                    if form.generation > self._let_go:
+                    if form.generation > self._ended:
                         return form
                 # No deadline: only the agent can say what is next, and its end ends this process.
                 self._changed.wait()
@@ -112,27 +112,27 @@ class Session:
     def wait_after_done(self, generation: int) -> None:
         """Wait until the job is over or `generation` is."""
         with self._changed:
-            while not self._finished and self._let_go < generation and not self._forms:
+            while not self._finished and self._ended < generation and not self._forms:
                 self._changed.wait()
 
     def wait(self, there: Callable[[], bool], generation: int, limit_s: float) -> None:
-        """Until `there`, which a handler brings about, or for `limit_s`. Raises ToldToLeave: `generation` is over."""
+        """Until `there`, which a handler brings about, for `limit_s` at most. Raises GenerationEnded."""
         with self._changed:
-            self._changed.wait_for(lambda: there() or self._let_go >= generation, limit_s)
-            if self._let_go >= generation:
-                raise ToldToLeave(self._why)
+            self._changed.wait_for(lambda: there() or self._ended >= generation, limit_s)
+            if self._ended >= generation:
+                raise GenerationEnded(self._why)
 
     def holds(self, group: Abortable | None, generation: int) -> None:
         """The group to abort when the agent says so. One that was let go of meanwhile is aborted here and now."""
         with self._changed:
             self._group, self._group_generation = group, generation
-            late = group is not None and self._let_go >= generation
+            late = group is not None and self._ended >= generation
             why = self._why
         if late and group is not None:
             group.abort(why)
 
     def over(self, generation: int) -> bool:
-        return self._let_go >= generation
+        return self._ended >= generation
 
     @property
     def finished(self) -> bool:
@@ -140,12 +140,12 @@ class Session:
         return self._finished
 
     def check(self, generation: int, step: int) -> None:
-        """Raises ToldToLeave when `generation` is over, or planned to end at `step`."""
+        """Raises GenerationEnded when `generation` is over, or planned to end at `step`."""
         self.step = step
-        if self._let_go >= generation:
-            raise ToldToLeave(self._why)
+        if self._ended >= generation:
+            raise GenerationEnded(self._why)
         if self._yield_generation == generation and step >= self._yield_step:
-            raise ToldToLeave(f"planned change after step {step}")
+            raise GenerationEnded(f"planned change after step {step}")
 
     def why(self) -> str:
         return self._why
@@ -176,9 +176,9 @@ class Session:
 
     def _take(self, message: Message, descriptors: list[int]) -> None:
         match message:
-            case LetGo(generation=generation, why=why):
+            case AbortGroup(generation=generation, why=why):
                 self._abort(generation, why)
-            case Yield(generation=generation, at_step=at_step, why=why):
+            case StopAtStep(generation=generation, at_step=at_step, why=why):
                 with self._changed:
                     self._yield_generation, self._yield_step, self._why = generation, at_step, why
                 # Too late for a boundary that is already behind: the others may have stopped at it. Nothing is
@@ -205,7 +205,7 @@ class Session:
 
     def _abort(self, generation: int, why: str) -> None:
         with self._changed:
-            self._let_go, self._why = max(self._let_go, generation), why
+            self._ended, self._why = max(self._ended, generation), why
             group = self._group if self._group_generation <= generation else None
             self._changed.notify_all()
         if group is not None:

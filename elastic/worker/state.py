@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..core.source import Version
+from ..core.state_source import Version
 from ..core.tensors import Table, TensorInfo
-from . import collector
+from . import gc_pause
+from .commit_point import CommitPoint
 from .described import Described
+from .json_codec import Codecs, tensors_named
 from .modes import Modes
 from .optimizers import Optimizers, is_sharded, sharded, sharded_module
 from .parts import ModulePart, ObjectPart, OptimizerPart, Part, ScalerPart, ValuePart
-from .point import Point
-from .tree import Codecs, tensors_named
 from .wrapped import optimizer_part
 
 FORMAT = 1
@@ -54,7 +54,7 @@ class State:
         self._described: dict[str, Described] = {}
         self._tied: dict[str, str] = {}
         """Further place of a tensor that modules share -> the name that it has in the table; as `tensors` found it."""
-        self._point = Point(self._parts)
+        self._point = CommitPoint(self._parts)
         self._optimizers = Optimizers(self.changing, self._parts, self._parameters)
         self._modes: Modes | None = None
         for name, value in parts.items():
@@ -221,7 +221,7 @@ class State:
 
     # ── what it holds ───────────────────────────────────────────────────────────────────────────────────────
 
-    @collector.paused()
+    @gc_pause.paused()
     def tensors(self, extra: dict[str, Any] | None = None) -> list[tuple[TensorInfo, torch.Tensor]]:
         """All tensors, detached, sharing the state's own storage; the order is the same on every rank.
 
@@ -293,7 +293,7 @@ class State:
 
     # ── taking in another one ───────────────────────────────────────────────────────────────────────────────
 
-    @collector.paused()
+    @gc_pause.paused()
     def adopt(self, table: Table, extra: Mapping[str, Any]) -> list[torch.Tensor]:
         """Make ready to receive; returns what `tensors()` then has, exactly `table`. Fill it, then call `filled()`.
 

@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from ..core.sharding import share as part_of
 from .batches import Batch, move, seed_everything
-from .ddp import Share
+from .ddp import GradientWeight
 
 Make = Callable[[int, int], Iterable[Any]]
 """(stream, count) -> its samples, in order. With ``state_dict``/``load_state_dict`` it is put back at once;
@@ -49,14 +49,14 @@ def streams(
     batch_size: int,
     steps: int,
     rank: int,
-    world: int,
+    world_size: int,
     seed: int = 0,
     keep_every: int = 50,
     num_workers: int = 0,
     micro_batch: int | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     device: torch.device | str | None = None,
-    share: Share | None = None,
+    share: GradientWeight | None = None,
     on_turn: Callable[[], None] = lambda: None,
 ) -> Iterator[Batch]:
     """This rank's part of each step from `state.step` to `steps`; a stream that ends begins again.
@@ -68,16 +68,16 @@ def streams(
     """
     if batch_size % count:
         raise ValueError(f"batch_size = {batch_size}: must be a multiple of count = {count} streams")
-    if world > count:
-        raise ValueError(f"count = {count} streams: not enough for a world of {world}")
-    first, stop = part_of(0, count, rank, world)
+    if world_size > count:
+        raise ValueError(f"count = {count} streams: not enough for a world of {world_size}")
+    first, stop = part_of(0, count, rank, world_size)
     each = batch_size // count
     mine = {n: _Stream(make(n, count), each, num_workers, collate or default_collate) for n in range(first, stop)}
     try:
         _put_back(mine, state)
         while (step := state.step) < steps:
             if step % keep_every == 0 and (state.streams is None or state.streams["step"] != step):
-                state.streams = {"step": step, "states": _exchanged(mine, world)}
+                state.streams = {"step": step, "states": _exchanged(mine, world_size)}
             data = _joined([next(stream) for stream in mine.values()])
             batch = Batch(
                 data=move(device, data),
@@ -198,12 +198,12 @@ def _put_back(mine: dict[int, _Stream], state: HasStreams) -> None:
             next(stream)
 
 
-def _exchanged(mine: dict[int, _Stream], world: int) -> dict[str, Any]:
+def _exchanged(mine: dict[int, _Stream], world_size: int) -> dict[str, Any]:
     """stream -> loader state, of all ranks."""
     found = {str(number): stream.state() for number, stream in mine.items()}
-    if world == 1:
+    if world_size == 1:
         return found
-    gathered: list[dict[str, Any]] = [{} for _ in range(world)]
+    gathered: list[dict[str, Any]] = [{} for _ in range(world_size)]
     dist.all_gather_object(gathered, found)
     return {number: theirs for part in gathered for number, theirs in part.items()}
 

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint.memcpy import device_type
-from ..core.source import Choice, Offer, Version, choose, reached
+from ..core.state_source import Choice, Offer, Version, choose, reached
 from ..core.tensors import Table
-from . import broadcast, collector, pull
+from . import broadcast, gc_pause, pull
 from .state import State
 
-Saved = Callable[[], tuple[Version | None, Version | None]]
+SavedVersions = Callable[[], tuple[Version | None, Version | None]]
 """(newest snapshot, newest checkpoint) that this rank could load; may take a while."""
 
 Load = Callable[[Literal["snapshot", "checkpoint"]], str]
@@ -57,10 +57,10 @@ def synchronise(
     state: State,
     *,
     rank: int,
-    world: int,
+    world_size: int,
     restore: str = "newest",
     generation: int = 0,
-    saved: Saved | None = None,
+    saved: SavedVersions | None = None,
     load: Load | None = None,
     known_step: int = 0,
     known_commit: Version = (0, 0),
@@ -84,7 +84,7 @@ def synchronise(
         known_step=known_step,
         reached=known_commit,
     )
-    offers = _gather(mine, world)
+    offers = _gather(mine, world_size)
     # Live state of an older generation may be that of a node which was cut off while the others went on and saved.
     alive = restore == "newest" and any(
         offer.clean and offer.established and offer.version[0] >= generation - 1 for offer in offers
@@ -92,9 +92,9 @@ def synchronise(
     if saved is not None and not alive:
         snapshot, checkpoint = saved()
         check()
-        offers = _gather(msgspec.structs.replace(mine, snapshot=snapshot, checkpoint=checkpoint), world)
+        offers = _gather(msgspec.structs.replace(mine, snapshot=snapshot, checkpoint=checkpoint), world_size)
     choice = choose(offers, restore)
-    with collector.paused():
+    with gc_pause.paused():
         source, nbytes = _bring(state, choice, rank, generation, load, check)
     check()
     seconds = time.monotonic() - begun_s
@@ -108,15 +108,15 @@ def synchronise(
     )
 
 
-def _gather(mine: Offer, world: int) -> list[Offer]:
+def _gather(mine: Offer, world_size: int) -> list[Offer]:
     snapshot, checkpoint = mine.snapshot or _NONE, mine.checkpoint or _NONE
     numbers = [*mine.version, int(mine.clean), int(mine.established), mine.known_step, *mine.reached]
     numbers += [*snapshot, *checkpoint]
-    if world == 1:
+    if world_size == 1:
         return [mine]
     device = broadcast.control_device()
     sent = torch.tensor(numbers, dtype=torch.int64, device=device)
-    rows = [torch.empty_like(sent) for _ in range(world)]
+    rows = [torch.empty_like(sent) for _ in range(world_size)]
     dist.all_gather(rows, sent)
     return [_offer(rank, row.tolist()) for rank, row in enumerate(rows)]
 

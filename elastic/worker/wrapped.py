@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from .json_codec import Codecs
 from .parts import Infos, Named, OptimizerPart
-from .tree import Codecs
 
 
 class WrappedOptimizerPart(OptimizerPart):

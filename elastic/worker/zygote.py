@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from ..core import messages
-from . import fitness
+from . import fork_safety
 from .script_imports import preloadable
 from .title import JOB_ENV, title
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     problems, starters = _import([*WARM_MODULES, *preload])
     _load_cuda_libraries(os.environ)
     _warm()
-    if unfit := fitness.unfit():
+    if unfit := fork_safety.unfit():
         unfit = "; ".join([unfit, *starters])
     gc.collect()
     gc.freeze()  # collections in the children leave the shared pages alone
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         for _level, _kind, data in ancillary:
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
         order = messages.to_zygote(raw)
-        if unfit := unfit or fitness.unfit_by_threads():
+        if unfit := unfit or fork_safety.unfit_by_threads():
             answer: messages.Message = messages.Refused(ticket=order.ticket, why=unfit)
         else:
             answer = messages.Forked(ticket=order.ticket, pid=_fork(control, order, list(descriptors), agent_pid))
@@ -92,16 +92,16 @@ def _send(control: socket.socket, message: messages.Message) -> None:
 def _import(modules: Sequence[str]) -> tuple[list[str], list[str]]:
     """Import `modules`. Returns a line for each that could not be, and for each that started what no fork survives."""
     problems, starters = [], []
-    threads, cuda = fitness.threads(), False
+    threads, cuda = fork_safety.threads(), False
     for name in modules:
         try:
             importlib.import_module(name)
         except Exception as error:  # noqa: BLE001 - the user's module: any mistake in it is reported, the worker meets it again
             problems.append(f"{name}: {type(error).__name__}: {error}")
-        if (now := fitness.threads()) > threads:
+        if (now := fork_safety.threads()) > threads:
             starters.append(f"the import of {name} started {now - threads} of them")
             threads = now
-        if not cuda and "torch" in sys.modules and fitness.cuda_started():
+        if not cuda and "torch" in sys.modules and fork_safety.cuda_started():
             starters.append(f"the import of {name} started CUDA")
             cuda = True
     return problems, starters
@@ -120,7 +120,7 @@ def _warm() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         loss = torch.nn.functional.cross_entropy(model(torch.ones(2, 4)), torch.zeros(2, dtype=torch.int64))
-        if not fitness.cpu_build():
+        if not fork_safety.cpu_build():
             return
         torch.autograd.backward(loss)
         optimizer.step()

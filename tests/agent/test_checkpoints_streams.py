@@ -81,7 +81,7 @@ def test_each_sample_once_and_in_order_over_two_worlds(tmp_path: Path) -> None:
         assert kept["step"] == (steps - 1) // 10 * 10
         assert sorted(kept["states"]) == ["0", "1", "2", "3"]
     lines = sorted(json.loads(line) for path in record.iterdir() for line in path.read_text().splitlines())
-    assert {(step, world) for step, world, _ in lines} == {(s, 2 if s <= 25 else 1) for s in range(1, 41)}
+    assert {(step, world_size) for step, world_size, _ in lines} == {(s, 2 if s <= 25 else 1) for s in range(1, 41)}
     for number in range(4):
         taken = [sample for _, _, samples in lines for sample in samples if sample // 1000 == number]
         assert taken == [number * 1000 + at for at in range(80)]

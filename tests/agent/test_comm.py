@@ -26,9 +26,9 @@ def test_a_group_that_can_never_form_ends_the_job_and_says_why() -> None:
         assert "4 failures within" in state.reason
         assert "nowhere0" in state.reason
         assert state.restarts == 4
-        assert state.avoid == ()
+        assert state.excluded_nodes == ()
         (incident,) = eventually(job.incidents, 20.0, "it stands among the incidents")
-        assert (incident.kind, incident.restored_from, incident.world_after) == ("comm", "nothing", 0)
+        assert (incident.kind, incident.restored_from, incident.world_size_after) == ("comm", "nothing", 0)
         assert "nowhere0" in incident.detail
 
 

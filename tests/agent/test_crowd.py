@@ -16,7 +16,7 @@ from elastic.etcd import Etcd
 
 pytestmark = pytest.mark.etcd
 NODES = 76
-DEPUTIES = 8
+LEADER_CANDIDATES = 8
 
 
 def test_a_crowd_outlives_all_who_would_lead_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +40,7 @@ def test_a_crowd_outlives_all_who_would_lead_it(tmp_path: Path, monkeypatch: pyt
                 there = there - lost
                 fleet.lose(lost)
                 fleet.wait(number, there, 100.0)
-            assert fleet.narrow[2] >= len(everyone) - 1 - DEPUTIES
+            assert fleet.narrow[2] >= len(everyone) - 1 - LEADER_CANDIDATES
         finally:
             fleet.close()
             etcd.close()
@@ -50,5 +50,5 @@ def leading(etcd: Etcd, key: str) -> set[int]:
     """Those who lead, or would next."""
     kv = etcd.get(key)
     assert kv is not None
-    places = decode(GenerationRecord, kv.value).places[:DEPUTIES]
+    places = decode(GenerationRecord, kv.value).places[:LEADER_CANDIDATES]
     return {int(place.node.removeprefix("n")) for place in places}

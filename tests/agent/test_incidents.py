@@ -37,7 +37,7 @@ def test_workers_a_node_and_a_stop() -> None:
         job.kill_rank(2)
         (first,) = eventually(job.incidents, 20.0, "recovery")
         check_incident(
-            first, kind="exit", nodes=["n0", "n1"], ranks=[1, 2], redone=redone(job), worlds=(4, 4),
+            first, kind="exit", nodes=["n0", "n1"], ranks=[1, 2], redone=redone(job), world_sizes=(4, 4),
             struck_wall_s=struck_s, back_wall_s=time.time(),
         )  # fmt: skip
 
@@ -63,7 +63,7 @@ def test_workers_a_node_and_a_stop() -> None:
         stop(job)
         eventually(lambda: all(agent.poll() is not None for agent in job.agents.values()), 30.0, "the end")
         third = job.incidents()[2]
-        assert (third.kind, third.ranks, third.world_after) == ("exit", (3,), 0)
+        assert (third.kind, third.ranks, third.world_size_after) == ("exit", (3,), 0)
         assert not any(incident.open for incident in job.all_incidents())
 
 
@@ -79,7 +79,9 @@ def test_all_agents_are_killed() -> None:
         for node in ("n0", "n1"):
             job.start_agent(node)
         (incident,) = eventually(job.incidents, 40.0, "begun again")
-        check_incident(incident, kind="lost", nodes=["n0", "n1"], ranks=[0, 1], worlds=(2, 2), back_wall_s=time.time())
+        check_incident(
+            incident, kind="lost", nodes=["n0", "n1"], ranks=[0, 1], world_sizes=(2, 2), back_wall_s=time.time()
+        )
         job.wait_step(reached)
         eventually(lambda: redone(job) >= reached, 20.0, "all steps are done again")
         assert incident.steps_lost is not None
@@ -103,7 +105,7 @@ def test_a_script_without_elastic(tmp_path: Path) -> None:
         eventually(lambda: (s := job.statuses().get("n0")) and all(r.pid for r in s.ranks), 20.0, "it runs")
         job.kill_rank(1)
         (incident,) = eventually(job.incidents, 20.0, "recovery")
-        check_incident(incident, kind="exit", nodes=["n0"], ranks=[1], worlds=(2, 2))
+        check_incident(incident, kind="exit", nodes=["n0"], ranks=[1], world_sizes=(2, 2))
         assert (incident.steps_lost, incident.step) == (None, None), "nobody knows how far such a script has come"
         stop(job)
         eventually(lambda: job.agents["n0"].poll() is not None, 30.0, "the end")

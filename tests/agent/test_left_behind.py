@@ -16,7 +16,7 @@ NOTHING = ((0, 0), 0.0)
 
 def write(folder: Path, step: int = 70, step_wall_s: float = 90.0) -> None:
     progress = ProgressRecord(
-        generation=3, world=2, step=step, steps_per_s=1.0, loss=None, wall_s=99.0, step_wall_s=step_wall_s
+        generation=3, world_size=2, step=step, steps_per_s=1.0, loss=None, wall_s=99.0, step_wall_s=step_wall_s
     )
     status = AgentStatus(
         pid=1, incarnation="x", job="job", node="a", phase="running", reason="", leader=False, generation=3,

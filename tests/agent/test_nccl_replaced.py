@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 SCRIPT = Path(__file__).parents[1] / "support" / "train_fake_nccl.py"
 
 
-def make(let_go_s: float = 1.0, **spec: Any) -> Job:
+def make(abort_s: float = 1.0, **spec: Any) -> Job:
     spec |= {"backend": "nccl"}
-    timeouts = Timeouts(let_go_s=let_go_s, beat_s=0.05)
+    timeouts = Timeouts(abort_s=abort_s, beat_s=0.05)
     return Job(nodes="1:1", workers=3, script=SCRIPT, args={"steps": 5000, "step-ms": 8}, spec=spec, timeouts=timeouts)
 
 
@@ -30,7 +30,7 @@ def processes(job: Job) -> dict[int, int]:
 
 
 def test_an_abort_that_does_not_return_costs_its_process_and_no_step() -> None:
-    """Rung 2: the agent waits for `let_go_s`, replaces that worker, and all form with those who did let go."""
+    """Rung 2: the agent waits for `abort_s`, replaces that worker, and all form with those who did let go."""
     with make() as job:
         job.wait_step(20)
         before = eventually(lambda: len(found := processes(job)) == 3 and found, 10.0, "three ranks")
@@ -39,8 +39,8 @@ def test_an_abort_that_does_not_return_costs_its_process_and_no_step() -> None:
         eventually(lambda: (job.record / "hang.1").exists(), 10.0, "the abort hangs")
         eventually(lambda: job.incidents(), 30.0, "recovery")
         (incident,) = job.incidents()
-        assert (incident.steps_lost, incident.restored_from, incident.world_after) == (0, "live", 3)
-        assert incident.timeline_s["let_go"] >= 1.0, "it was not waited for"
+        assert (incident.steps_lost, incident.restored_from, incident.world_size_after) == (0, "live", 3)
+        assert incident.timeline_s["aborted"] >= 1.0, "it was not waited for"
         assert not alive(before[1])
         job.wait_step(job.steps() + 10)
         again = {line["pid"] for line in job.commits() if line["generation"] == 2}
@@ -81,7 +81,7 @@ def test_a_stopped_rank_is_found_and_only_it_is_replaced() -> None:
 
 def test_a_replacement_starts_cuda_while_the_survivors_let_go() -> None:
     """Its context takes the longest of all; who waits for the aborts first has both one after the other."""
-    with make(let_go_s=4.0) as job:
+    with make(abort_s=4.0) as job:
         job.wait_step(20)
         before = eventually(lambda: len(found := processes(job)) == 3 and found, 10.0, "three ranks")
         (job.record / "linger").write_text(" ".join(map(str, before.values())))
@@ -93,7 +93,7 @@ def test_a_replacement_starts_cuda_while_the_survivors_let_go() -> None:
         job.wait_step(job.steps() + 10)
         (new,) = {line["pid"] for line in job.commits() if line["generation"] == 2} - set(before.values())
         assert set(found.values()) == {str(new)}, "the aborts had returned before it started CUDA"
-        assert (job.incidents()[0].world_after, job.incidents()[0].steps_lost) == (3, 0)
+        assert (job.incidents()[0].world_size_after, job.incidents()[0].steps_lost) == (3, 0)
 
 
 def test_where_no_abort_returns_the_newest_snapshot_is_gone_on_from(tmp_path: Path) -> None:

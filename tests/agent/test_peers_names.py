@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from support.wait import eventually, holds
 
-from elastic.agent import lookups as lookups_module
 from elastic.agent import peers as peers_module
-from elastic.agent.lookups import Lookups
+from elastic.agent import resolver as lookups_module
 from elastic.agent.peers import Peers
+from elastic.agent.resolver import Resolver
 
 Deaths = queue.SimpleQueue[tuple[str, str, str]]
 
@@ -140,7 +140,7 @@ def test_a_name_that_leads_elsewhere_by_now_is_followed(
 def test_so_many_are_asked_at_a_time_and_each_once(names: Names) -> None:
     names.here.clear()
     woken = threading.Semaphore(0)
-    lookups = Lookups(woken.release)
+    lookups = Resolver(woken.release)
     count = 2 * lookups_module.MOST_AT_ONCE
     for number in range(count):
         for _ in range(2):
@@ -160,7 +160,7 @@ def test_without_a_thread_to_spare_a_name_is_not_known_now(monkeypatch: pytest.M
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    lookups = Lookups(lambda: None)
+    lookups = Resolver(lambda: None)
     for _ in range(2):  # it can be asked again
         lookups.ask(("n.example", 1))
         assert lookups.answers() == [(("n.example", 1), [])]

@@ -37,7 +37,12 @@ def test_a_drained_node_leaves_at_a_boundary() -> None:
         assert job.agents["n0"].returncode == 0
         eventually(lambda: job.incidents(), 10.0, "the planned change")
         incident = job.incidents()[0]
-        assert (incident.kind, incident.world_before, incident.world_after, incident.steps_lost) == ("planned", 4, 2, 0)
+        assert (incident.kind, incident.world_size_before, incident.world_size_after, incident.steps_lost) == (
+            "planned",
+            4,
+            2,
+            0,
+        )
         assert "maintenance" in incident.detail
         job.wait_step(incident.step + 20)
         # At the boundary nobody was cut off in the middle of a step: every step was committed by all of its world.
@@ -102,11 +107,11 @@ def test_shrink_goes_on_at_once_and_takes_the_newcomer_in() -> None:
         job.kill_rank(2)
         eventually(lambda: job.incidents(), 10.0, "recovery")
         first = job.incidents()[0]
-        assert (first.world_before, first.world_after, first.steps_lost) == (3, 2, 0)
+        assert (first.world_size_before, first.world_size_after, first.steps_lost) == (3, 2, 0)
         assert first.timeline_s["stepping"] < 3.0
         eventually(lambda: len(job.incidents()) >= 2, 30.0, "growth")
         grown = job.incidents()[1]
-        assert (grown.kind, grown.world_before, grown.world_after, grown.steps_lost) == ("planned", 2, 3, 0)
+        assert (grown.kind, grown.world_size_before, grown.world_size_after, grown.steps_lost) == ("planned", 2, 3, 0)
 
 
 def test_bad_numbers_stop_the_job_by_default() -> None:
@@ -116,7 +121,7 @@ def test_bad_numbers_stop_the_job_by_default() -> None:
         assert "bad loss" in state.reason
         assert "rank 1" in state.reason
         (incident,) = eventually(job.incidents, 10.0, "it stands among the incidents")
-        assert (incident.kind, incident.ranks, incident.world_after) == ("bad loss", (1,), 0)
+        assert (incident.kind, incident.ranks, incident.world_size_after) == ("bad loss", (1,), 0)
 
 
 def test_bad_numbers_roll_back_to_the_last_good_state(tmp_path: Path) -> None:

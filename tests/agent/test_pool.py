@@ -18,13 +18,13 @@ import pytest
 from support.procs import alive
 from support.wait import eventually
 
-from elastic.agent import family, zygote
+from elastic.agent import descendants, zygote
 from elastic.agent.children import exit_status
-from elastic.agent.errors import read_error
-from elastic.agent.family import Family
-from elastic.agent.pool import PR_SET_CHILD_SUBREAPER, Exited, Happening, Pool, Said, ZygoteUp
+from elastic.agent.descendants import Descendants
+from elastic.agent.pool import PR_SET_CHILD_SUBREAPER, Exited, Pool, PoolEvent, WorkerMessage, ZygoteUp
+from elastic.agent.worker_error import read_error
 from elastic.agent.zygote import ZygoteUnfit
-from elastic.core.messages import Forked, Preload, Refused, Released, SaveSoon, ScriptEnded, encode
+from elastic.core.messages import Forked, GroupClosed, Preload, Refused, SaveSoon, ScriptEnded, encode
 
 
 class Bench:
@@ -34,7 +34,7 @@ class Bench:
         self.folder = folder
         self.selector = selectors.DefaultSelector()
         self.pool = Pool(self.selector, python, Preload(), grace_s=0.5)
-        self.seen: list[Happening] = []
+        self.seen: list[PoolEvent] = []
         self.pool.start(dict(os.environ), str(folder / "zygote.log"))
 
     def until(self, check: Callable[[], object], deadline_s: float = 60.0) -> None:
@@ -45,18 +45,18 @@ class Bench:
                 self.seen += self.pool.handle(key.data)
             self.seen += self.pool.tick()
 
-    def worker(self, life: int, text: str) -> int:
+    def worker(self, worker_id: int, text: str) -> int:
         """Fork a worker that runs `text`; returns its pid."""
-        script = self.folder / f"{life}.py"
+        script = self.folder / f"{worker_id}.py"
         script.write_text(text)
-        log = str(self.folder / f"{life}.log")
-        self.pool.fork(life, 0, dict(os.environ), [str(script)], str(self.folder), log)
-        self.until(lambda: self.pool.processes[life].pid if life in self.pool.processes else True)
-        process = self.pool.processes.get(life)
+        log = str(self.folder / f"{worker_id}.log")
+        self.pool.fork(worker_id, 0, dict(os.environ), [str(script)], str(self.folder), log)
+        self.until(lambda: self.pool.processes[worker_id].pid if worker_id in self.pool.processes else True)
+        process = self.pool.processes.get(worker_id)
         return process.pid if process else 0
 
-    def exit_of(self, life: int) -> Exited | None:
-        return next((h for h in self.seen if isinstance(h, Exited) and h.life == life), None)
+    def exit_of(self, worker_id: int) -> Exited | None:
+        return next((h for h in self.seen if isinstance(h, Exited) and h.worker_id == worker_id), None)
 
 
 @pytest.fixture
@@ -79,15 +79,15 @@ def test_how_workers_end(bench: Bench) -> None:
     bench.worker(4, ASLEEP)
     bench.until(lambda: "up" in (bench.folder / "4.log").read_text())
     bench.pool.kill(4)
-    bench.until(lambda: all(bench.exit_of(life) for life in (1, 2, 3, 4)))
-    ends = [bench.exit_of(life) for life in (1, 2, 3, 4)]
+    bench.until(lambda: all(bench.exit_of(worker_id) for worker_id in (1, 2, 3, 4)))
+    ends = [bench.exit_of(worker_id) for worker_id in (1, 2, 3, 4)]
     assert [(e.code, e.signal) for e in ends if e] == [(3, None), (None, "SIGABRT"), (0, None), (None, "SIGKILL")]
     assert (bench.folder / "3.log").read_text() == "hello\n"
 
 
 def test_one_that_is_ended_before_it_was_started_waits_for_no_zygote(bench: Bench) -> None:
     bench.pool.fork(1, 0, dict(os.environ), ["x.py"], str(bench.folder), str(bench.folder / "1.log"))
-    bench.pool.kill(1, gently=True)
+    bench.pool.kill(1, graceful=True)
     (end,) = bench.pool.tick()
     assert isinstance(end, Exited)
     assert "before it was started" in end.cause
@@ -117,7 +117,7 @@ def test_ps_tells_worker_and_zygote_apart(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(bench: Bench) -> None:
     bench.worker(1, "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + ASLEEP)
     bench.until(lambda: "up" in (bench.folder / "1.log").read_text())
-    bench.pool.kill(1, gently=True)
+    bench.pool.kill(1, graceful=True)
     bench.until(lambda: bench.exit_of(1))
     end = bench.exit_of(1)
     assert end is not None
@@ -224,8 +224,8 @@ if "elastic.worker.zygote" in " ".join(sys.orig_argv):
         bench.worker(3, ASLEEP)
         bench.until(lambda: "up" in (bench.folder / "3.log").read_text())
         bench.pool.kill(3)
-        bench.until(lambda: all(bench.exit_of(life) for life in (1, 2, 3)))
-        ends = [bench.exit_of(life) for life in (1, 2, 3)]
+        bench.until(lambda: all(bench.exit_of(worker_id) for worker_id in (1, 2, 3)))
+        ends = [bench.exit_of(worker_id) for worker_id in (1, 2, 3)]
         assert [(e.code, e.signal) for e in ends if e] == [(3, None), (None, "SIGABRT"), (None, "SIGKILL")]
         assert (bench.folder / "1.log").read_text() == "threads 1\n"
         assert not any(isinstance(h, ZygoteUp) for h in bench.seen)
@@ -256,8 +256,8 @@ def test_one_that_has_become_unfit_since_is_not_forked_from(bench: Bench, monkey
 
 
 def test_where_no_worker_can_be_made_one_has_exited(bench: Bench) -> None:
-    for life, log_file in ((1, bench.folder / "absent" / "1.log"), (2, bench.folder)):
-        bench.pool.fork(life, 0, dict(os.environ), ["x.py"], str(bench.folder), str(log_file))
+    for worker_id, log_file in ((1, bench.folder / "absent" / "1.log"), (2, bench.folder)):
+        bench.pool.fork(worker_id, 0, dict(os.environ), ["x.py"], str(bench.folder), str(log_file))
     bench.until(lambda: bench.exit_of(1) and bench.exit_of(2), 5.0)
     end = bench.exit_of(1)
     assert end is not None
@@ -313,15 +313,15 @@ def test_a_child_from_before_the_pool_is_left_alone(tmp_path: Path) -> None:
 def test_what_a_worker_leaves_in_sessions_of_its_own_goes_with_it_and_nothing_of_the_living(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others = set(family.children(os.getpid()))  # of the test session: its guard, say
+    others = set(descendants.children(os.getpid()))  # of the test session: its guard, say
     ours = subprocess.Popen([sys.executable, "-c", "raise SystemExit(5)"])
     service = subprocess.Popen(["sleep", "600"])
-    pids = {life: bench.worker(life, LEAVES) for life in (1, 2)}
+    pids = {worker_id: bench.worker(worker_id, LEAVES) for worker_id in (1, 2)}
     left = {}
-    for life in pids:
-        log = bench.folder / f"{life}.log"
+    for worker_id in pids:
+        log = bench.folder / f"{worker_id}.log"
         bench.until(lambda log=log: log.read_text().count("\n"))  # type: ignore[misc]
-        left[life] = [int(pid) for pid in log.read_text().split()]
+        left[worker_id] = [int(pid) for pid in log.read_text().split()]
     monkeypatch.setattr(bench.pool, "_look_due_s", 0.0)
     bench.pool.reap()
     os.kill(pids[1], signal.SIGKILL)
@@ -331,7 +331,7 @@ def test_what_a_worker_leaves_in_sessions_of_its_own_goes_with_it_and_nothing_of
     assert all(alive(pid) for pid in left[2])
     bench.pool.close()
     assert not any(alive(pid) for pid in left[2])
-    kept = set(family.children(os.getpid())) - others
+    kept = set(descendants.children(os.getpid())) - others
     served = alive(service.pid)
     service.kill()
     service.wait()
@@ -346,7 +346,7 @@ def test_a_service_in_a_session_with_the_number_of_a_dead_worker_is_that_of_the_
         ["sleep", "600"], start_new_session=True, env={**os.environ, "ELASTIC_WORKER_PID": str(living.pid)}
     )
     try:
-        made = Family()
+        made = Descendants()
         made.look([service.pid])  # a worker had that number once
         made.look([])
         made._of.clear()
@@ -420,12 +420,14 @@ os._exit(3)
 def test_an_end_seen_with_the_last_messages_tells_the_failure_once(bench: Bench) -> None:
     """Where the agent was held up for a moment, the process has ended before its messages are read. A failure told of a
     process that the pool does not know any more would end the agent with a KeyError."""
-    said = [encode(Released(generation=1, step=0, clean=False)), encode(ScriptEnded(code=3))]
+    said = [encode(GroupClosed(generation=1, step=0, clean=False)), encode(ScriptEnded(code=3))]
     pid = bench.worker(1, FAILS_AT_ONCE % tuple(raw.hex() for raw in said))
     (bench.folder / "go").touch()
     eventually(lambda: state(pid) == "Z", 20.0, "it ends")
     happened = bench.pool.handle(("exit", 1))
-    assert [h.message for h in happened if isinstance(h, Said)] == [Released(generation=1, step=0, clean=False)]
+    assert [h.message for h in happened if isinstance(h, WorkerMessage)] == [
+        GroupClosed(generation=1, step=0, clean=False)
+    ]
     assert [h.code for h in happened if isinstance(h, Exited)] == [3]
 
 
@@ -453,7 +455,7 @@ time.sleep(600)
 def test_a_worker_that_closes_its_channel_and_lives_on_is_ended(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain script that never spoke may close what it does not know."""
     monkeypatch.setattr("elastic.agent.pool.CLOSED_S", 0.3)
-    body = CLOSES % encode(Released(generation=1, step=0, clean=True)).hex()
+    body = CLOSES % encode(GroupClosed(generation=1, step=0, clean=True)).hex()
     speaker = bench.worker(1, f"SPEAKS = True\n{body}")
     silent = bench.worker(2, f"SPEAKS = False\n{body}")
     bench.until(lambda: bench.exit_of(1))

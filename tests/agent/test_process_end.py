@@ -87,7 +87,7 @@ def test_a_failed_script_whose_process_does_not_end_holds_nobody_up_for_longer_t
         incident = next(i for i in made.incidents() if i.kind == "exit")
         assert "KeyError" in incident.detail
         assert (incident.ranks, incident.steps_lost, incident.restored_from) == ((1,), 0, "live")
-        assert incident.timeline_s["let_go"] < 1.0, "the others hear of it at once"
+        assert incident.timeline_s["aborted"] < 1.0, "the others hear of it at once"
         assert incident.timeline_s["stepping"] > 1.5, "the process had its grace"
         assert {i.kind for i in made.incidents()} == {"exit", "late exit"}
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from support.jobs import generation, member, place, view
 
-from elastic.agent.saver import Saved
+from elastic.agent.saver import SaveStatus
 from elastic.agent.status import Gauge, progress, rank_rows
 from elastic.core.keys import ClusterKeys
 from elastic.core.membership import Limits
@@ -18,7 +18,7 @@ from elastic.core.transitions import Stage
 from elastic.core.view import JobView
 
 ON_RECORD = ProgressRecord(
-    generation=2, world=2, step=50, steps_per_s=10.0, loss=0.25, wall_s=1.0, checkpoint_step=40,
+    generation=2, world_size=2, step=50, steps_per_s=10.0, loss=0.25, wall_s=1.0, checkpoint_step=40,
     checkpoint_wall_s=0.5, checkpoint_interval="every 20 steps",
 )  # fmt: skip
 
@@ -37,11 +37,11 @@ def recorded(stage: Stage, *, in_generation: int, step: int, loss: float | None 
     formed = generation(3, [place("a"), place("b")])
     picture = view(member("b"), formed=formed, saved_step=40)
     object.__setattr__(picture, "progress", ON_RECORD)
-    worker = Worker(slot=0, life=1, stage=stage, generation=in_generation, step=step)
+    worker = Worker(slot=0, worker_id=1, stage=stage, generation=in_generation, step=step)
     agent = Agent(policy, view=picture, generation=formed, workers={0: worker})
     gauge, pool = Gauge(), NoPool()
     gauge.loss = loss
-    return progress(agent, pool, gauge, rank_rows(agent, pool), Saved())  # type: ignore[arg-type]
+    return progress(agent, pool, gauge, rank_rows(agent, pool), SaveStatus())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stage", [Stage.STARTING, Stage.READY, Stage.FORMING])

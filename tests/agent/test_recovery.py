@@ -111,11 +111,11 @@ def test_a_lost_node_shrinks_the_world_and_is_taken_back() -> None:
         job.wait_step(30)
         job.kill_node("n1")
         eventually(lambda: job.incidents(), 10.0, "recovery")
-        assert (job.incidents()[0].world_before, job.incidents()[0].world_after) == (4, 2)
+        assert (job.incidents()[0].world_size_before, job.incidents()[0].world_size_after) == (4, 2)
         job.start_agent("n1")
         eventually(lambda: len(job.incidents()) >= 2, 30.0, "growth")
         grown = job.incidents()[1]
-        assert (grown.kind, grown.world_before, grown.world_after) == ("planned", 2, 4)
+        assert (grown.kind, grown.world_size_before, grown.world_size_after) == ("planned", 2, 4)
         assert [i.steps_lost for i in job.incidents()] == [0, 0]
         job.wait_step(grown.step + 50)
         check_no_step_back(job)

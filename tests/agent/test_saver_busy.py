@@ -34,7 +34,7 @@ class Bench:
         self.saver = Saver(
             Checkpoint(dir="/nowhere"),
             "job",
-            lambda life, message, fds: self.told.append((message, len(fds))),
+            lambda worker_id, message, fds: self.told.append((message, len(fds))),
             on_saved=lambda step: None,
             on_failed=lambda step, error: self.failed.append(step),
         )
@@ -46,7 +46,7 @@ class Bench:
 
     def filled(self) -> None:
         message = messages.Filled(step=7, generation=2, buffer=1, nbytes=9, share=0, shares=1, stall_s=0.0)
-        self.saver.filled(0, message, lead=True, world=1)
+        self.saver.filled(0, message, lead=True, world_size=1)
 
 
 @pytest.fixture
@@ -72,7 +72,9 @@ def test_a_commit_that_found_no_room_is_tried_with_the_next_share(bench: Bench) 
 def test_a_write_that_found_no_room_frees_the_buffer(bench: Bench) -> None:
     bench.writer.refuses = {orders.Write}
     bench.filled()
-    assert [message for message, _ in bench.told] == [messages.Saved(step=7, buffer=1, error="too many", seconds=0.0)]
+    assert [message for message, _ in bench.told] == [
+        messages.SaveResult(step=7, buffer=1, error="too many", seconds=0.0)
+    ]
     assert not bench.saver._committing
     assert not bench.saver._writes
 
@@ -94,7 +96,7 @@ def test_a_replacement_is_told_which_buffers_are_still_written(bench: Bench) -> 
     bench.filled()
     assert offered(bench, 4096) == [False, True]
     written(bench)
-    assert bench.told == [(messages.Saved(step=7, buffer=1), 0)], "which is said to the replacement"
+    assert bench.told == [(messages.SaveResult(step=7, buffer=1), 0)], "which is said to the replacement"
     assert offered(bench, 4096) == [False, False]
 
 

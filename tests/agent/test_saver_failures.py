@@ -34,7 +34,7 @@ class Bench:
         self.saver = Saver(
             Checkpoint(dir="/nowhere", remote="memory://there"),
             "job",
-            lambda life, message, fds: None,
+            lambda worker_id, message, fds: None,
             on_saved=lambda step: None,
             on_failed=lambda step, error: self.failed.append(f"{step}: {error}"),
         )
@@ -47,7 +47,7 @@ class Bench:
         """One share, and its commit if this node leads: both answered alike."""
         first = len(self.writer.orders)
         filled = messages.Filled(step=step, generation=2, buffer=0, nbytes=9, share=0, shares=1, stall_s=0.0)
-        self.saver.filled(0, filled, lead=lead, world=1)
+        self.saver.filled(0, filled, lead=lead, world_size=1)
         self._answer(first, step, error)
 
     def copied(self, step: int, error: str = "") -> None:

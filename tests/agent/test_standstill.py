@@ -20,7 +20,7 @@ from elastic.core.transitions import Stage
 from elastic.core.view import Member
 
 RULES = Hang(floor_s=2.0, ceiling_s=60.0, factor=10.0)
-RECORD = ProgressRecord(generation=1, world=2, step=40, steps_per_s=0.0, loss=None, wall_s=1000.0)
+RECORD = ProgressRecord(generation=1, world_size=2, step=40, steps_per_s=0.0, loss=None, wall_s=1000.0)
 AT_S, WALL_S = 500.0, 1000.0
 """The last step in these tests was at AT_S."""
 
@@ -31,7 +31,7 @@ def agent(**facts: Any) -> Agent:
         managed=True, spec=JobSpec(name="job", script="x.py"), timeouts=Timeouts(),
     )  # fmt: skip
     formed = generation(1, [place("a"), place("b")])
-    worker = Worker(slot=0, life=1, stage=Stage.RUNNING, generation=1, step=40)
+    worker = Worker(slot=0, worker_id=1, stage=Stage.RUNNING, generation=1, step=40)
     made = Agent(
         policy, view=view(member("a"), member("b"), formed=formed), generation=formed, workers={0: worker},
         step=40, step_s=0.3, stepped_at_s=AT_S, formed_at_s=AT_S - 100.0,
@@ -95,7 +95,7 @@ def test_a_generation_that_is_broken_and_not_followed_by_another_is_the_reason()
     [
         {"leaving": "stopped"},
         {"generation": None},
-        {"workers": {0: Worker(slot=0, life=1, stage=Stage.DONE, generation=1)}},
+        {"workers": {0: Worker(slot=0, worker_id=1, stage=Stage.DONE, generation=1)}},
     ],
 )
 def test_a_job_that_is_over_here_does_not_stand_still(over: dict[str, Any]) -> None:

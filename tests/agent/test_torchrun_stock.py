@@ -28,7 +28,7 @@ leaked = sorted({"GRPC_ENABLE_FORK_SUPPORT", "GRPC_VERBOSITY"} & set(os.environ)
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 def say(event, **more):
-    line = json.dumps({"event": event, "rank": rank, "world": world, "pid": os.getpid(),
+    line = json.dumps({"event": event, "rank": rank, "world_size": world, "pid": os.getpid(),
         "restart": int(os.environ["TORCHELASTIC_RESTART_COUNT"]), "leaked": leaked, **more})
     with open(folder / "events", "a") as file:
         file.write(line + "\\n")
@@ -78,15 +78,15 @@ class Lab:
         lines = path.read_text().splitlines() if path.exists() else []
         return [said for line in lines if (said := json.loads(line))["event"] == event]
 
-    def stepped(self, world: int, count: int) -> list[dict[str, Any]]:
+    def stepped(self, world_size: int, count: int) -> list[dict[str, Any]]:
         """Wait until `count` workers have stepped in a world of this size."""
 
         def there() -> list[dict[str, Any]]:
-            found = [said for said in self.events("first step") if said["world"] == world]
+            found = [said for said in self.events("first step") if said["world_size"] == world_size]
             return found if len(found) >= count else []
 
         try:
-            return eventually(there, 45, f"{count} workers step in a world of {world}", 0.1)
+            return eventually(there, 45, f"{count} workers step in a world of {world_size}", 0.1)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.logs()}") from None
 

@@ -8,7 +8,7 @@ import pytest
 from support.jobs import generation, place
 
 from elastic.agent.pool import Pool
-from elastic.agent.saver import Saved
+from elastic.agent.saver import SaveStatus
 from elastic.agent.status import SLOW_S, Gauge, progress
 from elastic.core.membership import Limits
 from elastic.core.model import Agent, Policy, Worker
@@ -27,10 +27,10 @@ def waits_for(stage: Stage, since_s: float) -> str:
         node="a", incarnation="a.1", host="a", port=1, slots=1, limits=Limits(1, 2, 0.0), shrink=False, standbys=0,
         managed=True, spec=JobSpec(name="job", script="x.py"), timeouts=Timeouts(),
     )  # fmt: skip
-    worker = Worker(slot=0, life=1, stage=stage, generation=2, since_s=time.monotonic() - since_s)
+    worker = Worker(slot=0, worker_id=1, stage=stage, generation=2, since_s=time.monotonic() - since_s)
     agent = Agent(policy, generation=generation(2, [place("a"), place("b")]), workers={0: worker})
     pool: Pool = NoPool()  # type: ignore[assignment]
-    return progress(agent, pool, Gauge(), (), Saved()).waiting_for
+    return progress(agent, pool, Gauge(), (), SaveStatus()).waiting_for
 
 
 @pytest.mark.parametrize(

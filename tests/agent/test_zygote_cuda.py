@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent import environment
-from elastic.agent.pool import PR_SET_CHILD_SUBREAPER, Exited, Happening, Pool, ZygoteUp
+from elastic.agent import worker_env
+from elastic.agent.pool import PR_SET_CHILD_SUBREAPER, Exited, Pool, PoolEvent, ZygoteUp
 from elastic.agent.zygote import ZygoteUnfit
 from elastic.core.agentfile import AgentConfig, EtcdAccess
 from elastic.core.messages import Preload
@@ -72,10 +72,10 @@ class Bench:
         (folder / "starts_cuda.py").write_text("import torch\ntorch.cuda.init()\n")
         self.selector = selectors.DefaultSelector()
         self.pool = Pool(self.selector, sys.executable, Preload(modules=preload), grace_s=0.5)
-        self.seen: list[Happening] = []
+        self.seen: list[PoolEvent] = []
         path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
         inherited = {**os.environ, "PYTHONPATH": path, "CUDA_LOG": str(folder / "cuda")}
-        self.env = environment.base(CONFIG, JobSpec(name="j", script="x.py"), inherited)
+        self.env = worker_env.base(CONFIG, JobSpec(name="j", script="x.py"), inherited)
         self.pool.start(self.env, str(folder / "zygote.log"))
         self.zygote = self.pool._zygote.pid
 

@@ -273,7 +273,7 @@ def whole_again(job: Job, since_s: float, newer_than: int) -> float | None:
     history = job.history
     first: dict[tuple[int, int], float] = {}
     for commit in history.commits:
-        if commit.at_s > since_s and commit.generation > newer_than and commit.world == NODES:
+        if commit.at_s > since_s and commit.generation > newer_than and commit.world_size == NODES:
             first.setdefault((commit.generation, commit.rank), commit.at_s)
     generations = sorted({g for g, _ in first}, reverse=True)
     for generation in generations:

@@ -36,9 +36,9 @@ def test_a_node_where_workers_die_is_set_aside_and_comes_back_when_told() -> Non
             mine = eventually(lambda g=generation: worker_on(job, bad, g), 40.0, f"a worker in generation {generation}")  # type: ignore[misc]
             deeds.append(Deed("exit", pids=(mine,), struck_s=now_s()))
             kill(mine)
-        eventually(lambda: world(job) == 2, 20.0, "the others go on without it")
-        row = eventually(lambda: (r := job.row())["avoid"] and r, 10.0, "status says so")
-        assert row["avoid"] == [bad.name]
+        eventually(lambda: world_size(job) == 2, 20.0, "the others go on without it")
+        row = eventually(lambda: (r := job.row())["excluded_nodes"] and r, 10.0, "status says so")
+        assert row["excluded_nodes"] == [bad.name]
         assert row["phase"] == "running"
         eventually(
             lambda: not [p for p in bad.pids() if bad.daemon and p != bad.daemon.pid], 20.0, "nothing runs there"
@@ -46,8 +46,8 @@ def test_a_node_where_workers_die_is_set_aside_and_comes_back_when_told() -> Non
         assert next(n for n in cluster.api("GET", "/v1/nodes")["nodes"] if n["node"] == bad.name)["state"] == "ready"
 
         cluster.api("POST", f"/v1/nodes/{bad.name}/uncordon", {})
-        eventually(lambda: world(job) == 3, 60.0, "it is taken back")
-        assert job.row()["avoid"] == []
+        eventually(lambda: world_size(job) == 3, 60.0, "it is taken back")
+        assert job.row()["excluded_nodes"] == []
         job.stop()
         # It is left out with the third failure, or at a boundary right after it; then it is taken in again.
         changes = [Deed("planned")] * (len(job.incidents()) - len(deeds))
@@ -61,9 +61,9 @@ def worker_on(job: Job, node: Node, generation: int) -> int:
     return int(mine[-1].rpartition(".")[2]) if mine else 0
 
 
-def world(job: Job) -> int:
+def world_size(job: Job) -> int:
     history = job.history
-    return history.of(history.generations()[-1])[0].world
+    return history.of(history.generations()[-1])[0].world_size
 
 
 DRIFT = """

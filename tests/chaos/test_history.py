@@ -14,15 +14,15 @@ import pytest
 from support.history import SAMPLES, Commit, History, check
 from support.incidents import Deed, check_deeds
 
-from elastic.core.sharding import Order, Plan, share
+from elastic.core.sharding import BatchPlan, SampleOrder, share
 
 STEPS, BATCH, WORLD = 12, 8, 3
 
 
-def commit(step: int, generation: int, rank: int, world: int, process: str, at_s: float) -> Commit:
-    whole = Plan(SAMPLES, BATCH).at(step)
-    ids = tuple(Order(SAMPLES, 0, whole.epoch).take(*share(whole.start, whole.stop, rank, world)))
-    return Commit(step, generation, rank, world, ids, at_s, 0.0, process)
+def commit(step: int, generation: int, rank: int, world_size: int, process: str, at_s: float) -> Commit:
+    whole = BatchPlan(SAMPLES, BATCH).at(step)
+    ids = tuple(SampleOrder(SAMPLES, 0, whole.epoch).take(*share(whole.start, whole.stop, rank, world_size)))
+    return Commit(step, generation, rank, world_size, ids, at_s, 0.0, process)
 
 
 def good() -> list[Commit]:
@@ -40,7 +40,7 @@ def history(folder: pathlib.Path, commits: list[Commit]) -> History:
         with (folder / f"commits.{one.process}.jsonl").open("a") as out:
             out.write(json.dumps(raw) + "\n")
     for rank in range(WORLD):
-        content = {"step": STEPS, "world": WORLD, "sha256": "abc"}
+        content = {"step": STEPS, "world_size": WORLD, "sha256": "abc"}
         (folder / f"final.{rank}.json").write_text(json.dumps(content))
     return History(folder).read()
 
@@ -82,7 +82,7 @@ def test_a_broken_history_is_refused(name: str, tmp_path: pathlib.Path) -> None:
 
 def test_replicas_that_differ_are_refused(tmp_path: pathlib.Path) -> None:
     seen = history(tmp_path, good())
-    (tmp_path / "final.1.json").write_text(json.dumps({"step": STEPS, "world": WORLD, "sha256": "xyz"}))
+    (tmp_path / "final.1.json").write_text(json.dumps({"step": STEPS, "world_size": WORLD, "sha256": "xyz"}))
     with pytest.raises(AssertionError, match="replicas differ"):
         check(seen, steps=STEPS, batch=BATCH)
 
@@ -112,7 +112,7 @@ def told() -> dict[str, Any]:
         "generation": 2, "kind": "exit", "node": "n2", "ranks": [2], "detail": "killed by SIGKILL", "open": False,
         "wall_s": wall_s(6.4), "ended_wall_s": wall_s(17.1), "timeline_s": {"stepping": 10.7}, "step": 7,
         "causes": [{"generation": 1, "node": "n2", "kind": "exit", "ranks": [2]}], "steps_lost": 0,
-        "steps_lost_at_most": 0, "world_before": 3, "world_after": 3, "restored_from": "live",
+        "steps_lost_at_most": 0, "world_size_before": 3, "world_size_after": 3, "restored_from": "live",
     }  # fmt: skip
 
 
@@ -135,8 +135,8 @@ LIES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a step lost": (lambda: {"steps_lost": 1, "steps_lost_at_most": 1}, "1 steps lost it says, 0"),
     "nothing known": (lambda: {"steps_lost": None}, "it is known how far"),
     "another step": (lambda: {"step": 5}, "step 7 was the newest"),
-    "another world before": (lambda: {"world_before": 2}, "of worlds"),
-    "another world after": (lambda: {"world_after": 2}, "of worlds"),
+    "another world before": (lambda: {"world_size_before": 2}, "of worlds"),
+    "another world after": (lambda: {"world_size_after": 2}, "of worlds"),
     "a phase after the end": (lambda: {"timeline_s": {"stepping": 12.0}}, "it lasted"),
     "an innocent is named": (
         lambda: {"causes": [{"generation": 1, "node": "n0", "kind": "hang", "ranks": [0]}]}, "nothing befell",

@@ -40,11 +40,11 @@ def test_sigterm_with_notice_leaves_at_the_boundary() -> None:
         node, workers = cluster.nodes[2], set(job.workers().values())
         assert node.stop_daemon() == 0
         kill(node.agent_pid(), signal.SIGTERM)
-        until(job, world=2)
+        until(job, world_size=2)
         eventually(lambda: not node.pids(), 20.0, "nothing is left there")
         assert set(job.workers().values()) < workers
         node.start()  # it was given back to us
-        until(job, world=3)
+        until(job, world_size=3)
         job.stop()
         job.check(Deed("planned"), Deed("planned"), lost=0)
         assert [i["steps_lost"] for i in job.incidents()] == [0, 0]

@@ -150,7 +150,7 @@ def test_nodes_find_their_addresses_log_in_and_train(site: Site) -> None:
         return row if row["phase"] == "succeeded" else None
 
     row = eventually(over, 120, "three ranks on three hosts have trained")
-    assert (row["world"], row["generation"], row["avoid"]) == (3, 1, [])
+    assert (row["world_size"], row["generation"], row["excluded_nodes"]) == (3, 1, [])
     assert [(site.folder / f"done.{rank}").read_text() for rank in range(3)] == ["10"] * 3
 
 

@@ -10,14 +10,14 @@ from support.wait import eventually, holds
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd, pytest.mark.netns]
 
 
-def world(job: Job) -> int:
+def world_size(job: Job) -> int:
     """Size of the newest generation that commits."""
     history = job.history
-    return history.of(history.generations()[-1])[0].world
+    return history.of(history.generations()[-1])[0].world_size
 
 
 def until_world(job: Job, size: int, deadline_s: float = 40.0) -> None:
-    eventually(lambda: world(job) == size, deadline_s, f"a world of {size}")
+    eventually(lambda: world_size(job) == size, deadline_s, f"a world of {size}")
 
 
 def test_power_off_shrinks_and_power_on_grows() -> None:
@@ -25,7 +25,7 @@ def test_power_off_shrinks_and_power_on_grows() -> None:
     with Cluster(nodes=3, slots=1, network=True) as cluster:
         job = cluster.submit(nodes="2:3", steps=1200, pace_s=0.03, join_wait_s=30.0)
         job.wait_step(20)
-        assert world(job) == 3
+        assert world_size(job) == 3
         before = job.history.step()
         struck_s = now_s()
         cluster.nodes[2].power_off()

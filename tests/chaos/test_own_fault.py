@@ -46,7 +46,7 @@ def test_the_same_exception_at_the_same_step_stops_the_job() -> None:
         assert row["error"]["rank"] == 1
         assert row["restarts"] == 3
         (incident,) = failures(job)  # it never stepped again in between
-        check_incident(incident, kind="exit", ranks=[1], worlds=(2, 0))
+        check_incident(incident, kind="exit", ranks=[1], world_sizes=(2, 0))
         assert "the bug of step 7" in incident["detail"]
         assert [(c["kind"], c["ranks"]) for c in incident["causes"] if c["kind"] == "exit"] == [("exit", [1])] * 3
         assert (incident["error"]["rank"], incident["steps_lost"]) == (1, None)
@@ -91,7 +91,7 @@ def test_a_set_up_that_fails_in_all_workers_of_a_node_is_one_failure() -> None:
         job.wait_over()
         assert job.row()["restarts"] == 2
         (incident,) = failures(job)
-        check_incident(incident, kind="exit", nodes=["node0"], worlds=(3, 3), redone=0)
+        check_incident(incident, kind="exit", nodes=["node0"], world_sizes=(3, 3), redone=0)
         assert "no such data set" in incident["detail"]
         job = cluster.submit("hopeless", script=str(script), restarts=rules, env={"FAILS": "100"})
         job.wait_over("failed")
@@ -100,7 +100,7 @@ def test_a_set_up_that_fails_in_all_workers_of_a_node_is_one_failure() -> None:
             "crash loop: the same failure before the first step, 3 times: LookupError: no such data set"
         )
         (incident,) = failures(job)
-        check_incident(incident, kind="exit", nodes=["node0"], worlds=(3, 0))
+        check_incident(incident, kind="exit", nodes=["node0"], world_sizes=(3, 0))
         assert (incident["step"], incident["restored_from"], incident["steps_lost"]) == (0, "nothing", None)
         assert row["restarts"] == 3
         cluster.workers_gone()

@@ -30,9 +30,9 @@ def node_of(cluster: Cluster, job: Job, rank: int) -> int:
     return next(i for i, node in enumerate(cluster.nodes) if pid in node.pids())
 
 
-def world(job: Job) -> int:
+def world_size(job: Job) -> int:
     history = job.history
-    return history.of(history.generations()[-1])[0].world
+    return history.of(history.generations()[-1])[0].world_size
 
 
 def generations(cluster: Cluster) -> list[dict[str, object]]:
@@ -61,7 +61,7 @@ def test_cut_off_from_its_peers_alone(rank: int, one_way: bool) -> None:
         struck_s = now_s()
         for other in others:
             cluster.hosts.partition(victim, other, one_way=one_way)
-        eventually(lambda: world(job) == 2, 60.0, "the two others go on")
+        eventually(lambda: world_size(job) == 2, 60.0, "the two others go on")
         back_s = eventually(lambda: job.history.back_s(struck_s, 1), 30.0, "both have stepped")
         print(f"back {back_s:.2f} s after the cut")
         assert back_s < SEEN_S + 10.0  # the host may be busy; without a line to tell, it would be the group's time-out
@@ -69,7 +69,7 @@ def test_cut_off_from_its_peers_alone(rank: int, one_way: bool) -> None:
         status = (cut_off.folder / "state" / "jobs" / "job" / "agent" / "status.json").read_text()
         assert "cannot be reached by" in status
         cluster.hosts.heal()
-        eventually(lambda: world(job) == 3, 60.0, "it is taken back")
+        eventually(lambda: world_size(job) == 3, 60.0, "it is taken back")
         job.wait_over(deadline_s=120.0)
         unreachable = Deed(
             "unreachable", nodes=(cut_off.name,), struck_s=struck_s, within_s=SEEN_S + 10.0,

@@ -15,28 +15,28 @@ from support.wait import eventually
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 
 
-def until(job: Job, *, world: int) -> None:
+def until(job: Job, *, world_size: int) -> None:
     """Until the newest generation that commits has this size."""
 
     def there() -> bool:
         history = job.history
-        return history.of(history.generations()[-1])[0].world == world
+        return history.of(history.generations()[-1])[0].world_size == world_size
 
-    eventually(there, 40.0, f"a world of {world}")
+    eventually(there, 40.0, f"a world of {world_size}")
 
 
 def test_drain_scale_join() -> None:
     with Cluster(nodes=3, slots=1) as cluster:
         job = cluster.submit(nodes="1:2", steps=900, pace_s=0.03, join_wait_s=2.0)
         job.wait_step(20)
-        until(job, world=2)
+        until(job, world_size=2)
 
         cluster.api("POST", "/v1/jobs/job/scale", {"nodes": "1:3"})
-        until(job, world=3)
+        until(job, world_size=3)
         keeps = eventually(lambda: len(now := job.workers()) == 3 and now, 10.0, "all three have committed")
 
         cluster.api("POST", "/v1/nodes/node1/drain", {"reason": "a new disk"})
-        until(job, world=2)
+        until(job, world_size=2)
         eventually(lambda: not [p for p in cluster.nodes[1].pids() if p != cluster.nodes[1].daemon.pid], 15.0, "empty")  # type: ignore[union-attr]
         assert next(n for n in cluster.api("GET", "/v1/nodes")["nodes"] if n["node"] == "node1")["reason"]
         there = job.history.step()
@@ -44,7 +44,7 @@ def test_drain_scale_join() -> None:
         assert set(job.workers().values()) < set(keeps.values())
 
         cluster.api("POST", "/v1/nodes/node1/uncordon", {})
-        until(job, world=3)
+        until(job, world_size=3)
 
         job.wait_over()
         history = job.check(*[Deed("planned")] * len(job.incidents()))

@@ -47,7 +47,7 @@ def test_a_node_whose_gpu_falls_ill_is_left_with_the_reason(card: pathlib.Path) 
         assert "GPU 0: XID 79, fallen off the bus" in row["reason"]
         there = job.history.step()
         job.wait_step(there + 10)
-        assert job.history.of(job.history.generations()[-1])[0].world == 1
+        assert job.history.of(job.history.generations()[-1])[0].world_size == 1
         job.stop()
         job.check(Deed("planned", words=("GPU 0: XID 79, fallen off the bus",)), lost=0)
 

@@ -31,8 +31,8 @@ def test_without_a_standby_the_survivors_go_on_alone_if_the_job_says_so() -> Non
         job.order("kill", rank=1, step=30, do="SIGKILL")
         job.wait_over(deadline_s=120.0)
         history = job.check(job.deed("kill"), Deed("planned"))
-        worlds = [history.of(g)[0].world for g in history.generations()]
-        assert worlds[:3] == [2, 1, 2]
+        generations = [history.of(g)[0].world_size for g in history.generations()]
+        assert generations[:3] == [2, 1, 2]
 
 
 def test_without_either_everyone_waits_and_status_says_for_whom() -> None:

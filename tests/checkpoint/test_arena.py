@@ -17,7 +17,7 @@ from support.fake_cuda import Device, gpu  # noqa: F401 - a fixture
 from elastic.checkpoint import fill as fill_module
 from elastic.checkpoint.arena import Arena, Fullness
 from elastic.checkpoint.dtypes import CODES, code_of, dtype_of
-from elastic.checkpoint.errors import ArenaError, NotWhole
+from elastic.checkpoint.errors import ArenaError, IncompleteSnapshot
 from elastic.checkpoint.layout import PAGE_BYTES, arena_nbytes, plan
 
 ALL_TYPES = {str(dtype): torch.arange(7 * dtype.itemsize, dtype=torch.uint8).view(dtype) for dtype in CODES
@@ -89,7 +89,7 @@ def test_it_is_whole_only_between_seal_and_the_next_fill() -> None:
     tensors = {"a": torch.ones(5)}
     arena = Arena.create(arena_nbytes(table_of(tensors)))
     assert arena.header().state is Fullness.EMPTY
-    with pytest.raises(NotWhole, match="empty"):
+    with pytest.raises(IncompleteSnapshot, match="empty"):
         arena.view()
     arena.layout(table_of(tensors))
     assert arena.header().state is Fullness.FILLING
@@ -100,7 +100,7 @@ def test_it_is_whole_only_between_seal_and_the_next_fill() -> None:
     arena.layout(table_of(tensors))  # as before: nothing changes
     assert arena.header().whole
     arena.fill(list(tensors.values()))
-    with pytest.raises(NotWhole, match="filling"):
+    with pytest.raises(IncompleteSnapshot, match="filling"):
         arena.tensors()
     arena.seal(2, 1)
     arena.clear()
@@ -127,7 +127,7 @@ def test_a_process_that_dies_while_filling_leaves_it_half_filled_and_the_other_o
         run = subprocess.run([sys.executable, "-c", code, str(new.fd)], pass_fds=(new.fd,), timeout=60, check=False)
         assert run.returncode == -signal.SIGKILL
         assert new.header().state is Fullness.FILLING
-        with pytest.raises(NotWhole):
+        with pytest.raises(IncompleteSnapshot):
             new.tensors()
         assert old.header().whole
         assert torch.equal(old.tensors()["weight"], state_at(1)["weight"])

@@ -24,14 +24,14 @@ def share(number: int = 0, shares: int = 1, name: str = "w") -> m.Share:
 
 
 def manifest(**changes: object) -> m.Manifest:
-    whole = m.Manifest(job="job", step=7, generation=2, world=2, shares=(share(0, 2), share(1, 2, "v")))
+    whole = m.Manifest(job="job", step=7, generation=2, world_size=2, shares=(share(0, 2), share(1, 2, "v")))
     return msgspec.structs.replace(whole, **changes)
 
 
 def test_it_comes_back_as_it_was_and_is_plain_json() -> None:
     raw = m.encode(manifest(), digest)
     assert m.decode(raw, digest) == manifest()
-    assert m.decode_head(raw, digest) == m.Head(job="job", step=7, generation=2, world=2)
+    assert m.decode_head(raw, digest) == m.Head(job="job", step=7, generation=2, world_size=2)
     assert json.loads(raw)["body"]["shares"][1]["tensors"][0]["name"] == "v"
 
 

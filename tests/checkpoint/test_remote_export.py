@@ -171,7 +171,7 @@ def test_an_exported_state_loads_into_plain_torch(tmp_path: Path) -> None:
     extra = extra_of(state.extra(), range(len(tensors)))
     with filled(tensors, 3, extra=extra) as arena:
         write_share(arena, str(tmp_path), threads=1, piece_nbytes=PIECE)
-    path = commit(str(tmp_path), "job", step=3, generation=1, shares=1, world=1)
+    path = commit(str(tmp_path), "job", step=3, generation=1, shares=1, world_size=1)
     to_torch_save(path, str(tmp_path / "out.pt"))
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert (found["step"], found["best"], found["seen"]["t"][0].tolist()) == (3, math.inf, [1.0, 1.0])

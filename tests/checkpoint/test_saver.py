@@ -92,7 +92,7 @@ def test_a_larger_state_gets_larger_arenas(saver: Saver) -> None:
 def test_two_ranks_without_a_collective(tmp_path: Path) -> None:
     state = state_at(10)
     table = table_of(state)
-    savers = [Saver(str(tmp_path), "job", generation=1, rank=rank, world=2) for rank in range(2)]
+    savers = [Saver(str(tmp_path), "job", generation=1, rank=rank, world_size=2) for rank in range(2)]
     try:
         for rank, (saver, share) in enumerate(zip(savers, assign_shares(table, 2), strict=True)):
             part = tuple(table[i] for i in share)

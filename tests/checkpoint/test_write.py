@@ -26,7 +26,7 @@ NOBODY = 65534
 
 
 def commit_20(directory: str, **more: float) -> str:
-    return commit(directory, "job", step=20, generation=1, shares=2, world=2, **more)  # type: ignore[arg-type]
+    return commit(directory, "job", step=20, generation=1, shares=2, world_size=2, **more)  # type: ignore[arg-type]
 
 
 def write_20(directory: str, *shares: int, files: Files | None = None) -> None:
@@ -145,7 +145,7 @@ def test_two_leaders_commit_at_once(tmp_path: Path) -> None:
             super().rename(old, new)
 
     write_20(str(tmp_path), 0, 1)
-    path = commit(str(tmp_path), "job", step=20, generation=1, shares=2, world=2, files=Slow())
+    path = commit(str(tmp_path), "job", step=20, generation=1, shares=2, world_size=2, files=Slow())
     assert path == str(tmp_path / "step-20")
     verify(path, "job")
 
@@ -163,7 +163,7 @@ def test_another_leader_is_faster_at_any_moment(tmp_path: Path, call: str) -> No
                 faster[0] = commit_20(str(tmp_path))
             return super().__getattribute__(name)
 
-    slower = commit(str(tmp_path), "job", step=20, generation=1, shares=2, world=2, files=Slower())
+    slower = commit(str(tmp_path), "job", step=20, generation=1, shares=2, world_size=2, files=Slower())
     assert slower == faster[0] == str(tmp_path / "step-20")
     assert os.listdir(tmp_path) == ["step-20"]
 

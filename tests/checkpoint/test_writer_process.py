@@ -36,7 +36,7 @@ def write(directory: Path, step: int = 20) -> orders.Write:
 
 def commit(directory: Path, step: int = 20, shares: int = 1, wait_s: float = 0.0) -> orders.Commit:
     return orders.Commit(
-        directory=str(directory), job="job", step=step, generation=1, shares=shares, world=shares, wait_s=wait_s
+        directory=str(directory), job="job", step=step, generation=1, shares=shares, world_size=shares, wait_s=wait_s
     )
 
 

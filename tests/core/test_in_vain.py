@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from elastic.core.records import BrokenRecord, JobState, Phase
-from elastic.core.restarts import COMM, charge, in_vain
+from elastic.core.restart_budget import COMM, charge, in_vain
 from elastic.core.spec import Restarts
 
 RULES = Restarts(budget=4)
@@ -35,8 +35,8 @@ def test_only_those_in_a_row_count() -> None:
 
 
 def test_who_complains_is_not_set_aside_for_it() -> None:
-    assert booked(*(broken(i) for i in range(1, 5))).avoid == ()
-    assert booked(*(broken(i, kind="hang") for i in range(1, 5))).avoid == ("n1",)
+    assert booked(*(broken(i) for i in range(1, 5))).excluded_nodes == ()
+    assert booked(*(broken(i, kind="hang") for i in range(1, 5))).excluded_nodes == ("n1",)
 
 
 def test_the_budget_ends_it_with_the_text() -> None:

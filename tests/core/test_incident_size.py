@@ -21,10 +21,12 @@ def broken(generation: int) -> BrokenRecord:
 
 
 def test_a_thousand_nodes_and_fifty_generations_are_one_record() -> None:
-    world = GenerationRecord(number=1, store_host="h", store_port=1, leader="l", why="", places=())
+    world_size = GenerationRecord(number=1, store_host="h", store_port=1, leader="l", why="", places=())
     gone = [Cause(generation=1, node=f"n{i}", kind="lost", ranks=(i,), detail=LONG) for i in range(NODES)]
     reports = tuple(map(broken, range(1, 51)))
-    record = drawn(Incident(key=2, worlds=(world,), began_s=0.0, reports=reports, gone=tuple(gone)), counted=True)
+    record = drawn(
+        Incident(key=2, generations=(world_size,), began_s=0.0, reports=reports, gone=tuple(gone)), counted=True
+    )
     assert len(encode(record)) < ETCD_BYTES
     assert len(record.causes) == KEPT_CAUSES
     assert record.causes[0].node == "first"

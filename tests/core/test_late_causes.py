@@ -23,7 +23,7 @@ DEATH = BrokenRecord(generation=1, node="b", kind="exit", detail="killed by SIGK
 
 
 def over(*syncs: Sync) -> Closed:
-    incident = Incident(key=2, worlds=(FAILED, FORMED), began_s=0.0, reports=(COLLECTIVE,), syncs=syncs)
+    incident = Incident(key=2, generations=(FAILED, FORMED), began_s=0.0, reports=(COLLECTIVE,), syncs=syncs)
     return Closed(incident, FORMED, recovered=True, counted=True, witnessed=True)
 
 
@@ -91,7 +91,7 @@ def test_the_agent_that_leads_writes_what_is_reported_late(leader: str) -> None:
     )
     first, second = ("a", "b") if leader == "a" else ("b", "a")
     formed = generation(2, [place(first, 0), place(second, 0)])
-    members = [member(node, seniority, ready=(0,)) for seniority, node in enumerate((first, second), 1)]
+    members = [member(node, create_revision, ready=(0,)) for create_revision, node in enumerate((first, second), 1)]
     agent = Agent(policy, generation=formed, closed=over(LIVE), settled=2, reported=2)
     seen = view(*members, spec=spec, formed=formed)
     agent, effects = step(agent, Viewed(replace(seen, broken_before=(COLLECTIVE,)), True), 100.0)

@@ -8,7 +8,7 @@ import msgspec
 from support.jobs import generation, member, place, view
 
 from elastic.core import messages
-from elastic.core.effects import Effect, ForkPlain, ForkWorker, Kill, PutBroken, PutMember, Rejoin, Tell
+from elastic.core.effects import Effect, ForkPlain, ForkWorker, Kill, PutBroken, PutMember, Rejoin, Send
 from elastic.core.events import Event, Joined, Start, Viewed, WorkerExited, WorkerManaged, WorkerReady
 from elastic.core.membership import Limits
 from elastic.core.model import Agent, Policy
@@ -60,7 +60,7 @@ def started(**fields: object) -> Machine:
 
 
 def forms(effects: list[Effect]) -> list[tuple[int, int]]:
-    return [(e.slot, e.message.rank) for e in effects if isinstance(e, Tell) and isinstance(e.message, messages.Form)]
+    return [(e.slot, e.message.rank) for e in effects if isinstance(e, Send) and isinstance(e.message, messages.Form)]
 
 
 def test_it_is_ready_as_soon_as_it_knows_that_the_job_is_not_managed_elsewhere() -> None:
@@ -101,7 +101,7 @@ def test_the_generation_breaks_while_it_sets_up() -> None:
     effects = machine.see(A, B, formed=second)
     assert not [e for e in effects if isinstance(e, Kill)], "its process is kept"
     assert forms(machine.take(WorkerReady(0, 1))) == [(0, 2)]
-    assert machine.agent.workers[1].life == 3, "and the other one is replaced"
+    assert machine.agent.workers[1].worker_id == 3, "and the other one is replaced"
 
 
 def test_one_that_ended_well_before_the_other_called_is_started_again() -> None:
@@ -113,7 +113,7 @@ def test_one_that_ended_well_before_the_other_called_is_started_again() -> None:
 
 
 def test_a_newcomer_learns_it_from_the_others_and_sets_up_before_it_is_ready() -> None:
-    managed = Member(msgspec.structs.replace(B.record, managed=True), B.seniority)
+    managed = Member(msgspec.structs.replace(B.record, managed=True), B.create_revision)
     machine = Machine()
     machine.take(Start(), Joined())
     effects = machine.see(member("a", 9), managed, formed=generation(1, [place("b", 0, 1)]))
@@ -128,11 +128,11 @@ def test_a_newcomer_learns_it_from_the_others_and_sets_up_before_it_is_ready() -
 
 def test_where_all_agents_died_before_a_second_generation_the_steps_on_record_tell() -> None:
     """The first generation is published before its workers have called `elastic.run`."""
-    progress = ProgressRecord(generation=1, world=2, step=7, steps_per_s=1.0, loss=None, wall_s=0.0)
+    progress = ProgressRecord(generation=1, world_size=2, step=7, steps_per_s=1.0, loss=None, wall_s=0.0)
     machine, fresh = Machine(), Machine()
     for each, seen in ((machine, progress), (fresh, msgspec.structs.replace(progress, step=0))):
         each.take(Start(), Joined())
-        picture = view(member("a", 9, life=2), spec=each.spec, formed=generation(1, FORMED.places))
+        picture = view(member("a", 9, worker_id=2), spec=each.spec, formed=generation(1, FORMED.places))
         each.take(Viewed(replace(picture, progress=seen), True))
     assert machine.agent.policy.managed
     assert not fresh.agent.policy.managed
@@ -142,5 +142,5 @@ def test_where_no_member_is_left_the_generation_tells() -> None:
     machine = Machine()
     machine.take(Start(), Joined())
     formed = msgspec.structs.replace(generation(3, FORMED.places), managed=True)
-    effects = machine.see(member("a", 9, life=2), formed=formed)
+    effects = machine.see(member("a", 9, worker_id=2), formed=formed)
     assert [e.slot for e in effects if isinstance(e, ForkWorker)] == [0, 1]

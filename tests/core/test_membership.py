@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.jobs import broken, generation, member, place, view
 
-from elastic.core.membership import Change, Dead, Limits, Wait, arrange, bereft, leader, living, next_generation
+from elastic.core.membership import (
+    Change,
+    Dead,
+    Limits,
+    Wait,
+    all_workers_lost,
+    arrange,
+    leader,
+    living,
+    next_generation,
+)
 from elastic.core.records import BrokenRecord, GenerationRecord
 from elastic.core.view import JobView, Member
 
@@ -30,7 +40,7 @@ def decide(
     reached_s: float = 0.0,
     blind: bool = False,
     in_place: bool = True,
-    former: GenerationRecord | None = None,
+    last_committed: GenerationRecord | None = None,
 ) -> Change | Wait:
     return next_generation(
         picture,
@@ -42,7 +52,7 @@ def decide(
         min_reached_for_s=reached_s,
         blind=blind,
         in_place=in_place,
-        former=former,
+        last_committed=last_committed,
     )
 
 
@@ -62,9 +72,9 @@ def waits(verdict: Change | Wait) -> Wait:
 def test_while_one_of_the_first_few_is_there_it_leads_though_it_is_about_to_leave() -> None:
     """Beyond these not all see the members of a large job."""
     leaving = view(member("a", 1, draining="off"), member("b", 2, draining="off"), member("c", 3))
-    assert leader(leaving, NOBODY, ABC, deputies=2) == "a"
-    assert leader(leaving, NOBODY, ABC, deputies=3) == "c"
-    assert leader(leaving, frozenset({("a", "a.1")}), ABC, deputies=2) == "c"
+    assert leader(leaving, NOBODY, ABC, leader_candidates=2) == "a"
+    assert leader(leaving, NOBODY, ABC, leader_candidates=3) == "c"
+    assert leader(leaving, frozenset({("a", "a.1")}), ABC, leader_candidates=2) == "c"
 
 
 def test_nobody_leads_nobody() -> None:
@@ -85,9 +95,9 @@ def test_then_the_lowest_node_rank_leads_however_young() -> None:
     [
         (view(*ALL), frozenset({("a", "a.1")})),
         (view(*ALL[1:]), NOBODY),
-        (view(member("a", life=2), *ALL[1:]), NOBODY),
+        (view(member("a", worker_id=2), *ALL[1:]), NOBODY),
         (view(member("a", draining="maintenance"), *ALL[1:]), NOBODY),
-        (view(*ALL, avoid=("a",)), NOBODY),
+        (view(*ALL, excluded_nodes=("a",)), NOBODY),
     ],
     ids=["proven dead", "lease gone", "a new agent, without the state", "about to leave", "set aside"],
 )
@@ -104,7 +114,7 @@ def test_when_the_whole_generation_is_gone_the_oldest_of_the_others_leads() -> N
 
 
 def test_death_is_that_of_one_agent_not_of_its_node() -> None:
-    assert set(living(view(member("a", life=2)), frozenset({("a", "a.1")}))) == {"a"}
+    assert set(living(view(member("a", worker_id=2)), frozenset({("a", "a.1")}))) == {"a"}
 
 
 # ── the first forming ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -169,7 +179,7 @@ def test_just_min_nodes_go_on() -> None:
 
 @pytest.mark.parametrize(
     ("picture", "dead"),
-    [(view(*ALL), frozenset({("b", "b.1")})), (view(ALL[0], member("b", 9, life=2), ALL[2]), NOBODY)],
+    [(view(*ALL), frozenset({("b", "b.1")})), (view(ALL[0], member("b", 9, worker_id=2), ALL[2]), NOBODY)],
     ids=["its port refuses", "another agent is there"],
 )
 def test_proof_of_death_counts_even_while_steps_advance(picture: JobView, dead: Dead) -> None:
@@ -263,20 +273,23 @@ def test_the_only_holder_of_the_state_stays_to_hand_it_over() -> None:
 
 def test_when_all_are_lost_before_their_first_step_who_was_left_out_hands_its_state_over() -> None:
     current = generation(5, [place("b")])
-    picture = view(*ALL[:2], formed=current, failed=broken(5, "b", 0), avoid=("a",))
-    assert nodes(decide(picture, current, settled=False, former=generation(4, [place("b"), place("a")]))) == ["a", "b"]
-    restarted = generation(4, [place("b"), place("a", life=7)])
-    assert nodes(decide(picture, current, settled=False, former=restarted)) == ["b"]
-    partly = view(member("a", 1), member("b", 2, ready=(0, 1)), failed=broken(5, "b", 0), avoid=("a",))
+    picture = view(*ALL[:2], formed=current, failed=broken(5, "b", 0), excluded_nodes=("a",))
+    assert nodes(decide(picture, current, settled=False, last_committed=generation(4, [place("b"), place("a")]))) == [
+        "a",
+        "b",
+    ]
+    restarted = generation(4, [place("b"), place("a", worker_id=7)])
+    assert nodes(decide(picture, current, settled=False, last_committed=restarted)) == ["b"]
+    partly = view(member("a", 1), member("b", 2, ready=(0, 1)), failed=broken(5, "b", 0), excluded_nodes=("a",))
     both = generation(5, [place("b", 0, 1)])
-    assert nodes(decide(partly, both, settled=False, former=ABC)) == ["b"]
+    assert nodes(decide(partly, both, settled=False, last_committed=ABC)) == ["b"]
 
 
 def test_rather_one_that_was_set_aside_than_none() -> None:
-    picture = view(*ALL[:1], failed=broken(5, "a", 0), avoid=("a",))
+    picture = view(*ALL[:1], failed=broken(5, "a", 0), excluded_nodes=("a",))
     alone = generation(5, [place("a")])
     assert nodes(decide(picture, alone)) == ["a"]
-    both = view(*ALL[:2], failed=broken(5, "a", 0), avoid=("a",))
+    both = view(*ALL[:2], failed=broken(5, "a", 0), excluded_nodes=("a",))
     assert nodes(decide(both, generation(5, [place("a"), place("b")]))) == ["b"]
 
 
@@ -284,19 +297,19 @@ def test_a_node_that_has_been_set_aside_hands_its_state_over_before_it_leaves() 
     """It may be the only one that committed the last step, and goes at the next planned change."""
     current = generation(5, [place("a", 0, 1), place("b")])
     both = member("a", 1, ready=(0, 1)), member("b", 2)
-    assert nodes(decide(view(*both, failed=broken(5, "a", 0), avoid=("a",)), current)) == ["b", "a"]
-    assert nodes(decide(view(*both, failed=broken(5, "a", 0, 1), avoid=("a",)), current)) == ["b"]
-    assert nodes(decide(view(*both, avoid=("a",)), current, steps_advance=True)) == ["b"]
+    assert nodes(decide(view(*both, failed=broken(5, "a", 0), excluded_nodes=("a",)), current)) == ["b", "a"]
+    assert nodes(decide(view(*both, failed=broken(5, "a", 0, 1), excluded_nodes=("a",)), current)) == ["b"]
+    assert nodes(decide(view(*both, excluded_nodes=("a",)), current, steps_advance=True)) == ["b"]
 
 
 def test_who_came_since_the_last_step_may_not_hold_the_state_yet() -> None:
-    current, former = generation(5, [place("a"), place("b")]), generation(4, [place("a")])
-    picture = view(*ALL[:2], formed=current, failed=broken(5, "b", 0), avoid=("a",))
-    two = view(member("a", 1), member("b", 2, ready=(0, 1)), failed=broken(5, "b", 0), avoid=("a",))
+    current, last_committed = generation(5, [place("a"), place("b")]), generation(4, [place("a")])
+    picture = view(*ALL[:2], formed=current, failed=broken(5, "b", 0), excluded_nodes=("a",))
+    two = view(member("a", 1), member("b", 2, ready=(0, 1)), failed=broken(5, "b", 0), excluded_nodes=("a",))
     seated = generation(5, [place("a"), place("b", 0, 1)])
-    assert nodes(decide(two, seated, settled=False, former=former)) == ["a", "b"]
-    assert nodes(decide(two, seated, settled=True, former=former)) == ["b", "a"]
-    assert nodes(decide(picture, current, settled=False, former=former)) == ["a", "b"]
+    assert nodes(decide(two, seated, settled=False, last_committed=last_committed)) == ["a", "b"]
+    assert nodes(decide(two, seated, settled=True, last_committed=last_committed)) == ["b", "a"]
+    assert nodes(decide(picture, current, settled=False, last_committed=last_committed)) == ["a", "b"]
 
 
 def test_a_holder_whose_workers_died_has_nothing_to_hand_over() -> None:
@@ -315,9 +328,9 @@ def test_a_holder_whose_workers_died_has_nothing_to_hand_over() -> None:
 )
 def test_a_node_is_bereft_when_all_its_workers_are_lost(slots: tuple[int, ...], expected: bool) -> None:
     current = generation(4, [place("a", 0, 1), place("b", 0, 1)])
-    assert bereft(current, "a", broken(4, "a", *slots)) is expected
-    assert not bereft(current, "b", broken(4, "a", *slots))
-    assert not bereft(current, "a", broken(3, "a", *slots))
+    assert all_workers_lost(current, "a", broken(4, "a", *slots)) is expected
+    assert not all_workers_lost(current, "b", broken(4, "a", *slots))
+    assert not all_workers_lost(current, "a", broken(3, "a", *slots))
 
 
 def test_on_one_node_the_survivor_goes_before_the_replaced() -> None:
@@ -338,7 +351,7 @@ def pictures(draw: st.DrawFn) -> JobView:
         member(
             node,
             draw(st.integers(1, 9)),
-            life=draw(st.integers(1, 2)),
+            worker_id=draw(st.integers(1, 2)),
             ready=draw(st.sampled_from([(), (0,), (0, 1), (1,)])),
             draining=draw(st.sampled_from([None, None, "off"])),
         )
@@ -347,8 +360,8 @@ def pictures(draw: st.DrawFn) -> JobView:
     return view(*there)
 
 
-worlds = st.lists(
-    st.builds(place, st.sampled_from("abcd"), st.just(0), st.just(1), life=st.integers(1, 2)),
+generations = st.lists(
+    st.builds(place, st.sampled_from("abcd"), st.just(0), st.just(1), worker_id=st.integers(1, 2)),
     min_size=1,
     max_size=4,
     unique_by=lambda p: p.node,
@@ -357,7 +370,7 @@ worlds = st.lists(
 
 @given(
     picture=pictures(),
-    current=st.none() | worlds,
+    current=st.none() | generations,
     least=st.integers(1, 3),
     more=st.integers(0, 2),
     steps_advance=st.booleans(),
@@ -397,7 +410,7 @@ def test_every_next_generation_is_one_that_can_form(
     assert survivors == sorted(survivors, reverse=True), "survivors first"
 
 
-@given(picture=pictures(), current=worlds, dead=st.frozensets(st.just(("a", "a.1")), max_size=1))
+@given(picture=pictures(), current=generations, dead=st.frozensets(st.just(("a", "a.1")), max_size=1))
 def test_the_leader_lives_and_is_of_the_generation_if_anyone_is(
     picture: JobView, current: GenerationRecord, dead: Dead
 ) -> None:

@@ -9,8 +9,10 @@ from elastic.core.view import JobView, Member
 LIMITS = Limits(min_nodes=1, max_nodes=3, join_wait_s=0.0)
 
 
-def member(node: str, seniority: int) -> Member:
-    return Member(MemberRecord(node=node, incarnation=f"{node}-1", host="h", port=1, slots=1, ready=(0,)), seniority)
+def member(node: str, create_revision: int) -> Member:
+    return Member(
+        MemberRecord(node=node, incarnation=f"{node}-1", host="h", port=1, slots=1, ready=(0,)), create_revision
+    )
 
 
 def decide(present: list[str], *, steps_advance: bool) -> Change | Wait:

@@ -1,4 +1,4 @@
-"""Pictures of a job read one after another: what has not changed is not read again, and what is read is the same."""
+"""ViewReader of a job read one after another: what has not changed is not read again, and what is read is the same."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from elastic.core.records import (
     Phase,
     Place,
     ProgressRecord,
+    ProtocolVersionMismatch,
     Record,
-    SpeaksAnotherProtocol,
     SpecRecord,
     encode,
 )
@@ -72,7 +72,13 @@ def _change(etcd: Fake, rng: random.Random) -> None:
     node, number = f"n{rng.randrange(4)}", rng.randrange(1, 4)
     spec = JobSpec(name="job", script="x.py", nodes="1:4", workers_per_node=1)
     progress = ProgressRecord(
-        generation=number, world=1, step=1, steps_per_s=1.0, loss=None, wall_s=0.0, checkpoint_step=rng.randrange(9)
+        generation=number,
+        world_size=1,
+        step=1,
+        steps_per_s=1.0,
+        loss=None,
+        wall_s=0.0,
+        checkpoint_step=rng.randrange(9),
     )
     match rng.randrange(9):
         case 0 | 1:
@@ -130,7 +136,7 @@ def test_a_record_that_cannot_be_read_does_not_hide_what_changed_with_it() -> No
     etcd.put(KEYS.member("a"), _member("a", 0, 1))
     etcd.raw(KEYS.state, b'{"protocol": 99}')
     for _ in range(2):
-        with pytest.raises(SpeaksAnotherProtocol):
+        with pytest.raises(ProtocolVersionMismatch):
             etcd.read(reader)
     etcd.put(KEYS.state, JobState())
     assert etcd.read(reader) == etcd.read(Reader(KEYS))

@@ -25,31 +25,31 @@ from elastic.core.effects import (
     Rejoin,
     Restore,
     SaveNow,
-    Tell,
+    Send,
 )
 from elastic.core.events import (
+    CheckpointSaved,
     Drain,
     Event,
     GroupStuck,
     Joined,
     LeaseLost,
-    NumbersBad,
     PeerDead,
     Progress,
     PublishFailed,
-    Saved,
     Start,
     StillBusy,
     Tick,
     Undrain,
     Viewed,
+    WorkerBadNumbers,
     WorkerDone,
     WorkerExited,
+    WorkerGroupClosed,
     WorkerReady,
-    WorkerReleased,
-    WorkerSick,
     WorkerStepping,
     WorkerSynced,
+    WorkerUnhealthy,
 )
 from elastic.core.membership import Limits
 from elastic.core.model import Agent, Policy
@@ -108,8 +108,8 @@ class Machine:
     def stages(self) -> list[Stage]:
         return [worker.stage for _, worker in sorted(self.agent.workers.items())]
 
-    def life(self, slot: int) -> int:
-        return self.agent.workers[slot].life
+    def worker_id(self, slot: int) -> int:
+        return self.agent.workers[slot].worker_id
 
 
 def running(spec: JobSpec = SPEC, formed: GenerationRecord = SECOND) -> Machine:
@@ -128,7 +128,7 @@ def kinds(effects: list[Effect]) -> list[type]:
 
 
 def told(effects: list[Effect]) -> list[messages.Message]:
-    return [effect.message for effect in effects if isinstance(effect, Tell)]
+    return [effect.message for effect in effects if isinstance(effect, Send)]
 
 
 def only(effects: list[Effect]) -> Effect:
@@ -171,7 +171,7 @@ def test_each_worker_is_told_its_place_once() -> None:
     picture = view(A, B, spec=SPEC, formed=SECOND)
     forms = told(machine.see(picture))
     assert [
-        (f.rank, f.world, f.group_rank, f.local_rank, f.local_world, f.store_port)
+        (f.rank, f.world_size, f.group_rank, f.local_rank, f.local_world_size, f.store_port)
         for f in forms
         if isinstance(f, messages.Form)
     ] == [(2, 4, 1, 0, 2, 1001), (3, 4, 1, 1, 2, 1001)]
@@ -182,7 +182,7 @@ def test_a_generation_without_us_is_none_of_our_workers_business() -> None:
     machine = Machine()
     machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
     assert told(machine.see(view(A, B, spec=SPEC, formed=generation(1, [place("b", 0, 1)])))) == []
-    again = generation(2, [place("b"), place("a", 0, 1, life=2)])
+    again = generation(2, [place("b"), place("a", 0, 1, worker_id=2)])
     assert told(machine.see(view(A, B, spec=SPEC, formed=again))) == [], "that is our successor's place"
 
 
@@ -196,7 +196,7 @@ def test_a_death_is_told_and_the_slot_filled_at_once() -> None:
     assert isinstance(said, PutBroken)
     assert (said.record.generation, said.record.slots, said.record.ranks, said.record.step) == (1, (0,), (2,), 9)
     assert said.record.charged
-    assert effects[1:] == [ForkWorker(0, 3), Tell(1, 2, messages.LetGo(generation=1, why="generation is broken"))]
+    assert effects[1:] == [ForkWorker(0, 3), Send(1, 2, messages.AbortGroup(generation=1, why="generation is broken"))]
 
 
 def test_exit_code_0_before_the_end_is_a_failure_too() -> None:
@@ -235,12 +235,12 @@ def test_what_all_workers_of_a_node_meet_in_their_setup_is_one_failure_a_round()
     charged = []
     for _ in range(3):
         for slot in (0, 1):
-            effects = machine.take(WorkerExited(slot, machine.life(slot), "exit code 1", 1))
+            effects = machine.take(WorkerExited(slot, machine.worker_id(slot), "exit code 1", 1))
             charged.append([type(e) for e in effects if isinstance(e, ChargeFailure)])
         machine.wait(SPEC.restarts.backoff_max_s)
     assert charged == [[ChargeFailure], []] * 3
-    machine.take(*(WorkerReady(1, machine.life(1)) for _ in range(2)))
-    assert ChargeFailure in kinds(machine.take(WorkerExited(0, machine.life(0), "exit code 1", 1)))
+    machine.take(*(WorkerReady(1, machine.worker_id(1)) for _ in range(2)))
+    assert ChargeFailure in kinds(machine.take(WorkerExited(0, machine.worker_id(0), "exit code 1", 1)))
 
 
 def test_while_a_job_cannot_begin_it_is_said_why() -> None:
@@ -255,9 +255,9 @@ def test_while_a_job_cannot_begin_it_is_said_why() -> None:
 def test_the_former_generation_is_the_newest_before_that_has_stepped_here() -> None:
     machine = running()
     machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.places)))
-    assert machine.agent.former == SECOND
+    assert machine.agent.last_committed == SECOND
     machine.see(view(A, B, spec=SPEC, formed=generation(3, SECOND.places)))
-    assert machine.agent.former == SECOND
+    assert machine.agent.last_committed == SECOND
 
 
 def test_what_a_replaced_process_says_is_not_heard() -> None:
@@ -265,9 +265,9 @@ def test_what_a_replaced_process_says_is_not_heard() -> None:
     machine.take(WorkerExited(0, 1, "signal SIGKILL"), WorkerReady(0, 3))
     before = machine.agent
     late = (
-        WorkerReady(0, 1), WorkerSynced(0, 1, 1, 9), WorkerStepping(0, 1, 1, 9), WorkerReleased(0, 1, 1, 9, "late"),
-        WorkerDone(0, 1, 1, 9), WorkerSick(0, 1, "hang", "late"), StillBusy(0, 1), WorkerExited(0, 1, "late"),
-        NumbersBad(0, 1, 1, 9, "nan", "late", (2,)),
+        WorkerReady(0, 1), WorkerSynced(0, 1, 1, 9), WorkerStepping(0, 1, 1, 9), WorkerGroupClosed(0, 1, 1, 9, "late"),
+        WorkerDone(0, 1, 1, 9), WorkerUnhealthy(0, 1, "hang", "late"), StillBusy(0, 1), WorkerExited(0, 1, "late"),
+        WorkerBadNumbers(0, 1, 1, 9, "nan", "late", (2,)),
     )  # fmt: skip
     assert machine.take(*late) == []
     assert machine.agent == before
@@ -278,20 +278,20 @@ def test_a_ready_standby_takes_the_place_and_its_successor_is_forked() -> None:
     assert machine.agent.standbys[0].stage is Stage.STARTING
     machine.take(WorkerReady(-1, 3))
     effects = machine.take(WorkerExited(0, 1, "signal SIGKILL"))
-    assert [e for e in effects if isinstance(e, (Tell, ForkWorker))][:1] == [Tell(0, 3, messages.Assign(slot=0))]
+    assert [e for e in effects if isinstance(e, (Send, ForkWorker))][:1] == [Send(0, 3, messages.Assign(slot=0))]
     assert ForkWorker(-1, 4, standby=True) in effects
-    assert machine.life(0) == 3
+    assert machine.worker_id(0) == 3
 
 
 def test_a_standby_that_gets_ready_before_the_replacement_comes_first() -> None:
     machine = running(JobSpec(name="job", script="train.py", nodes="1:2", standby=1))
-    machine.take(WorkerExited(1, machine.life(1), "signal SIGKILL"))  # the standby is still in its set-up
-    replacement = machine.life(1)
+    machine.take(WorkerExited(1, machine.worker_id(1), "signal SIGKILL"))  # the standby is still in its set-up
+    replacement = machine.worker_id(1)
     assert machine.agent.workers[1].stage is Stage.STARTING
     effects = machine.take(WorkerReady(-1, 3))
-    assert Tell(1, 3, messages.Assign(slot=1)) in effects
+    assert Send(1, 3, messages.Assign(slot=1)) in effects
     assert Kill(1, replacement, "a standby was ready before it") in effects
-    assert (machine.life(1), machine.agent.workers[1].stage) == (3, Stage.READY)
+    assert (machine.worker_id(1), machine.agent.workers[1].stage) == (3, Stage.READY)
     assert ForkWorker(-1, replacement + 1, standby=True) in effects
     before = machine.agent
     assert machine.take(WorkerExited(1, replacement, "signal SIGKILL")) == []  # it is nobody's any more
@@ -309,8 +309,10 @@ def test_a_standby_that_dies_is_charged_to_nobody() -> None:
 def test_who_does_not_let_go_in_time_is_killed() -> None:
     machine = running()
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
-    assert machine.wait(TIMES.let_go_s - 0.01) == []
-    assert machine.wait(0.01) == [Kill(slot, life, "did not let go in time") for slot, life in ((0, 1), (1, 2))]
+    assert machine.wait(TIMES.abort_s - 0.01) == []
+    assert machine.wait(0.01) == [
+        Kill(slot, worker_id, "did not let go in time") for slot, worker_id in ((0, 1), (1, 2))
+    ]
 
 
 def test_long_steps_are_given_as_long() -> None:
@@ -324,16 +326,16 @@ def test_long_steps_are_given_as_long() -> None:
 def test_who_has_declared_a_silence_is_given_more_time() -> None:
     machine = running()
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
-    machine.now_s += TIMES.let_go_s - 0.01
+    machine.now_s += TIMES.abort_s - 0.01
     machine.take(StillBusy(0, 1))
     assert only(machine.wait(0.01)) == Kill(1, 2, "did not let go in time")
-    assert kinds(machine.wait(TIMES.let_go_s)) == [Kill]
+    assert kinds(machine.wait(TIMES.abort_s)) == [Kill]
 
 
 def test_its_end_was_ordered_and_is_charged_to_nobody() -> None:
     machine = running()
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
-    machine.wait(TIMES.let_go_s)
+    machine.wait(TIMES.abort_s)
     reported, forked = machine.take(WorkerExited(0, 1, "signal SIGKILL"))
     assert forked == ForkWorker(0, 3)
     assert machine.agent.workers[0].crashes == 0
@@ -345,8 +347,8 @@ def test_the_next_generation_is_formed_when_the_worker_has_let_go_and_not_before
     machine = running()
     second = generation(2, [place("b", 0, 1), place("a", 0, 1)])
     orders = told(machine.see(view(A, B, spec=SPEC, formed=second)))
-    assert orders == [messages.LetGo(generation=1, why="because")] * 2
-    forms = told(machine.take(WorkerReleased(0, 1, 1, 8)))
+    assert orders == [messages.AbortGroup(generation=1, why="because")] * 2
+    forms = told(machine.take(WorkerGroupClosed(0, 1, 1, 8)))
     assert [m.generation for m in forms if isinstance(m, messages.Form)] == [2]
 
 
@@ -354,11 +356,11 @@ def test_a_planned_change_lets_them_step_on_to_the_boundary() -> None:
     machine = running()
     second = generation(2, [place("b", 0, 1), place("a", 0, 1), place("c")], at_step=12)
     orders = told(machine.see(view(A, B, spec=SPEC, formed=second)))
-    assert orders == [messages.Yield(generation=1, at_step=12, why="because")] * 2
-    assert machine.stages() == [Stage.YIELDING] * 2
-    allowed_s = 5 * 0.1 + 2 * TIMES.let_go_s  # four steps to go and the one under way
+    assert orders == [messages.StopAtStep(generation=1, at_step=12, why="because")] * 2
+    assert machine.stages() == [Stage.STOPPING_AT_STEP] * 2
+    allowed_s = 5 * 0.1 + 2 * TIMES.abort_s  # four steps to go and the one under way
     assert machine.wait(allowed_s - 0.01) == []
-    assert told(machine.wait(0.02)) == [messages.LetGo(generation=1, why="because")] * 2
+    assert told(machine.wait(0.02)) == [messages.AbortGroup(generation=1, why="because")] * 2
 
 
 def test_a_generation_that_was_published_over_a_failure_as_planned_is_broken_by_it_too() -> None:
@@ -382,7 +384,7 @@ def test_the_record_of_an_older_generation_says_nothing_of_the_newest_one() -> N
 
 def test_a_failed_collective_waits_for_who_knows_the_reason() -> None:
     machine = running()
-    assert machine.take(WorkerReleased(0, 1, 1, 8, "connection reset")) == []
+    assert machine.take(WorkerGroupClosed(0, 1, 1, 8, "connection reset")) == []
     assert machine.wait(SUSPICION_S - 0.01) == []
     said = machine.wait(0.02)[0]
     assert isinstance(said, PutBroken)
@@ -391,7 +393,7 @@ def test_a_failed_collective_waits_for_who_knows_the_reason() -> None:
 
 def test_and_says_nothing_when_another_has_said_it() -> None:
     machine = running()
-    machine.take(WorkerReleased(0, 1, 1, 8, "connection reset"))
+    machine.take(WorkerGroupClosed(0, 1, 1, 8, "connection reset"))
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
     assert not any(isinstance(e, PutBroken) for e in machine.wait(SUSPICION_S + 1.0))
 
@@ -399,20 +401,20 @@ def test_and_says_nothing_when_another_has_said_it() -> None:
 def test_letting_go_as_told_is_no_failure() -> None:
     machine = running()
     machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.places)))
-    machine.take(WorkerReleased(0, 1, 1, 8, "connection reset"))
+    machine.take(WorkerGroupClosed(0, 1, 1, 8, "connection reset"))
     assert machine.agent.suspicious_since_s is None
 
 
 def test_letting_go_for_a_failure_that_is_known_raises_no_suspicion() -> None:
     machine = running()
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
-    machine.take(WorkerReleased(0, 1, 1, 8, "connection reset"))
+    machine.take(WorkerGroupClosed(0, 1, 1, 8, "connection reset"))
     assert machine.agent.suspicious_since_s is None
 
 
 def test_who_left_for_nothing_is_not_left_alone() -> None:
     machine = running()
-    machine.take(WorkerReleased(0, 1, 1, 8))
+    machine.take(WorkerGroupClosed(0, 1, 1, 8))
     assert machine.wait(IDLE_S - 0.01) == []
     said = machine.wait(0.02)[0]
     assert isinstance(said, PutBroken)
@@ -504,8 +506,8 @@ def test_who_is_not_yet_in_the_picture_does_not_lead() -> None:
     """Started anew, and a picture from before: it shows the agent that was here, and led."""
     machine = Machine()
     machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
-    before, now = member("a", 1, life=0, ready=(0, 1)), member("a", 3, ready=(0, 1))
-    formed = generation(1, [place("a", 0, 1, life=0), place("b", 0, 1)])
+    before, now = member("a", 1, worker_id=0, ready=(0, 1)), member("a", 3, ready=(0, 1))
+    formed = generation(1, [place("a", 0, 1, worker_id=0), place("b", 0, 1)])
     failed = broken(1, "b", 0)
     assert lead_from(machine, view(before, B, spec=SPEC, formed=formed, failed=failed)) == []
     assert lead_from(machine, view(spec=SPEC, formed=formed, failed=failed)) == []
@@ -563,7 +565,7 @@ def test_who_renews_its_lease_for_longer_than_it_lasts_is_not_dead() -> None:
 
 
 def test_a_hung_worker_is_named_and_killed() -> None:
-    effects = running().take(WorkerSick(1, 2, "hang", "stopped"))
+    effects = running().take(WorkerUnhealthy(1, 2, "hang", "stopped"))
     said = effects[0]
     assert isinstance(said, PutBroken)
     assert (said.record.kind, said.record.slots, said.record.ranks) == ("hang", (1,), (3,))
@@ -583,7 +585,7 @@ def test_a_group_that_is_stuck_is_broken_once_and_nobody_is_killed() -> None:
 
 def numbers(mode: str) -> list[Effect]:
     machine = running(JobSpec(name="job", script="train.py", nodes="1:2", on_bad_numbers=mode))  # type: ignore[arg-type]
-    return machine.take(NumbersBad(0, 1, 1, 9, "nan", "loss is nan", (2,)))
+    return machine.take(WorkerBadNumbers(0, 1, 1, 9, "nan", "loss is nan", (2,)))
 
 
 def test_bad_numbers_stop_the_job_or_take_it_back_or_neither() -> None:
@@ -597,7 +599,7 @@ def test_bad_numbers_stop_the_job_or_take_it_back_or_neither() -> None:
     assert (said.record.rollback, said.record.ranks, said.record.slots) == (True, (2,), ())
     waiting = running(JobSpec(name="job", script="train.py", nodes="1:2", on_bad_numbers="stop"))
     waiting.see(view(A, B, spec=SPEC, formed=SECOND, phase=Phase.WAITING))
-    assert waiting.take(NumbersBad(0, 1, 1, 9, "nan", "loss is nan", (2,))) == []
+    assert waiting.take(WorkerBadNumbers(0, 1, 1, 9, "nan", "loss is nan", (2,))) == []
 
 
 # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -627,7 +629,7 @@ def test_who_does_not_finish_in_time_is_killed() -> None:
 def test_a_stopped_job_ends_its_workers_gently_and_charges_nobody() -> None:
     machine = running()
     effects = machine.see(ended(Phase.STOPPING))
-    assert [(e.life, e.gently) for e in effects if isinstance(e, Kill)] == [(1, True), (2, True)]
+    assert [(e.worker_id, e.graceful) for e in effects if isinstance(e, Kill)] == [(1, True), (2, True)]
     assert machine.take(WorkerExited(0, 1, "exit code 1", 1)) == []
     assert only(machine.take(WorkerExited(1, 2, "signal SIGTERM"))) == Leave("stopping")
 
@@ -638,7 +640,9 @@ def test_a_worker_that_lets_go_when_the_job_ends_has_its_grace_and_is_not_called
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
     effects = machine.see(ended(phase, "no more")) + machine.wait(0.1)
     kills = [effect for effect in effects if isinstance(effect, Kill)]
-    assert [(e.life, e.gently, e.why) for e in kills] == [(life, True, f"{phase.value}: no more") for life in (1, 2)]
+    assert [(e.worker_id, e.graceful, e.why) for e in kills] == [
+        (worker_id, True, f"{phase.value}: no more") for worker_id in (1, 2)
+    ]
 
 
 def test_the_leader_says_succeeded_when_all_who_are_there_have_said_that_they_are_done() -> None:
@@ -684,9 +688,9 @@ def test_the_last_node_stays_until_its_state_is_saved() -> None:
     machine = running(spec)
     asked = machine.take(Drain("maintenance", machine.now_s + 600.0))
     assert [(e.reason, e.stop) for e in asked if isinstance(e, SaveNow)] == [("drain: maintenance", True)]
-    machine.take(WorkerReleased(0, 1, 1, 12), WorkerReleased(1, 2, 1, 12), Saved(11))
+    machine.take(WorkerGroupClosed(0, 1, 1, 12), WorkerGroupClosed(1, 2, 1, 12), CheckpointSaved(11))
     assert machine.agent.leaving is None
-    machine.take(Saved(12))
+    machine.take(CheckpointSaved(12))
     assert machine.agent.leaving == "drained: maintenance"
 
 
@@ -708,9 +712,9 @@ def test_its_workers_are_forked_into_each_generation_anew() -> None:
     effects = machine.see(view(A, B, spec=SPEC, formed=SECOND))
     assert [(e.slot, e.generation.number) for e in effects if isinstance(e, ForkPlain)] == [(0, 1), (1, 1)]
     effects = machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.places)))
-    assert [e.life for e in effects if isinstance(e, Kill)] == [1, 2]
+    assert [e.worker_id for e in effects if isinstance(e, Kill)] == [1, 2]
     machine.take(WorkerExited(0, 1, "signal SIGKILL"))
-    assert machine.life(0) == 3
+    assert machine.worker_id(0) == 3
 
 
 # ── anything at all ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -730,31 +734,31 @@ PICTURES = (
     BROKEN,
     view(A, spec=SPEC, formed=generation(2, [place("a", 0, 1)]), revision=12),
     view(A, B, spec=SPEC, formed=generation(3, SECOND.places, at_step=20), revision=14),
-    view(A, member("b", 9, life=2, ready=(0, 1)), spec=SPEC, formed=generation(3, SECOND.places), revision=15),
+    view(A, member("b", 9, worker_id=2, ready=(0, 1)), spec=SPEC, formed=generation(3, SECOND.places), revision=15),
     view(A, B, spec=SPEC, formed=SECOND, phase=Phase.STOPPING),
     view(A, B, spec=SPEC, formed=SECOND, phase=Phase.SUCCEEDED),
 )
-slots, lives, numbers_ = st.integers(-1, 2), st.integers(0, 6), st.integers(0, 3)
+slots, worker_ids, numbers_ = st.integers(-1, 2), st.integers(0, 6), st.integers(0, 3)
 steps = st.integers(0, 20)
 happenings: st.SearchStrategy[Event] = st.one_of(
     st.builds(Joined),
     st.builds(LeaseLost, st.just("gone")),
     st.builds(Viewed, st.sampled_from(PICTURES), st.booleans()),
     st.builds(PublishFailed, numbers_),
-    st.builds(WorkerReady, slots, lives),
-    st.builds(WorkerSynced, slots, lives, numbers_, steps),
-    st.builds(WorkerStepping, slots, lives, numbers_, steps),
-    st.builds(WorkerReleased, slots, lives, numbers_, steps, st.sampled_from(["", "reset"])),
-    st.builds(WorkerDone, slots, lives, numbers_, steps),
-    st.builds(WorkerExited, slots, lives, st.just("signal SIGKILL")),
-    st.builds(WorkerSick, slots, lives, st.just("hang"), st.just("stopped")),
-    st.builds(StillBusy, slots, lives),
-    st.builds(NumbersBad, slots, lives, numbers_, steps, st.just("nan"), st.just("nan"), st.just(())),
+    st.builds(WorkerReady, slots, worker_ids),
+    st.builds(WorkerSynced, slots, worker_ids, numbers_, steps),
+    st.builds(WorkerStepping, slots, worker_ids, numbers_, steps),
+    st.builds(WorkerGroupClosed, slots, worker_ids, numbers_, steps, st.sampled_from(["", "reset"])),
+    st.builds(WorkerDone, slots, worker_ids, numbers_, steps),
+    st.builds(WorkerExited, slots, worker_ids, st.just("signal SIGKILL")),
+    st.builds(WorkerUnhealthy, slots, worker_ids, st.just("hang"), st.just("stopped")),
+    st.builds(StillBusy, slots, worker_ids),
+    st.builds(WorkerBadNumbers, slots, worker_ids, numbers_, steps, st.just("nan"), st.just("nan"), st.just(())),
     st.builds(PeerDead, st.just("b"), st.just("b.1"), st.just("refused")),
     st.builds(Progress, numbers_, steps, st.sampled_from([0.0, 0.1])),
     st.builds(Drain, st.just("off"), st.floats(100.0, 200.0)),
     st.builds(Undrain),
-    st.builds(Saved, steps),
+    st.builds(CheckpointSaved, steps),
     st.builds(Tick),
 )
 
@@ -762,7 +766,7 @@ happenings: st.SearchStrategy[Event] = st.one_of(
 @given(st.lists(st.tuples(happenings, st.sampled_from([0.0, 0.0, 0.1, 1.0, 11.0])), max_size=40), st.integers(0, 1))
 def test_in_any_order_of_events_it_keeps_its_word(events: list[tuple[Event, float]], standby: int) -> None:
     machine = Machine(JobSpec(name="job", script="train.py", nodes="1:2", standby=standby))
-    lives: set[int] = set()
+    worker_ids: set[int] = set()
     newest, left = 0, 0
     for event, after_s in [(Start(), 0.0), *events]:
         machine.now_s += after_s
@@ -770,11 +774,11 @@ def test_in_any_order_of_events_it_keeps_its_word(events: list[tuple[Event, floa
             effects = machine.take(following)
             for effect in effects:
                 match effect:
-                    case ForkWorker(_, life):
-                        assert life not in lives, "a life is one process"
-                        lives.add(life)
-                    case Tell(_, life) | Kill(_, life):
-                        assert life in lives, "nobody else is spoken to"
+                    case ForkWorker(_, worker_id):
+                        assert worker_id not in worker_ids, "a life is one process"
+                        worker_ids.add(worker_id)
+                    case Send(_, worker_id) | Kill(_, worker_id):
+                        assert worker_id in worker_ids, "nobody else is spoken to"
                     case Leave():
                         left += 1
             assert left <= 1

@@ -9,33 +9,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.sharding import Order, Plan, derive, micro_sizes, share
+from elastic.core.sharding import BatchPlan, SampleOrder, derive, micro_sizes, share
 
 
 @given(
     samples=st.integers(1, 400),
     batch_size=st.integers(1, 90),
-    worlds=st.lists(st.integers(1, 7), min_size=1, max_size=50),
+    world_sizes=st.lists(st.integers(1, 7), min_size=1, max_size=50),
     epochs=st.integers(1, 3),
     seed=st.integers(),
 )
 def test_each_sample_of_an_epoch_is_taken_once_over_any_sequence_of_worlds(
-    samples: int, batch_size: int, worlds: list[int], epochs: int, seed: int
+    samples: int, batch_size: int, world_sizes: list[int], epochs: int, seed: int
 ) -> None:
-    plan = Plan(samples, batch_size)
+    plan = BatchPlan(samples, batch_size)
     taken: dict[int, Counter[int]] = {epoch: Counter() for epoch in range(epochs)}
     for step in range(plan.total_steps(epochs=epochs)):
-        batch, world = plan.at(step), worlds[step % len(worlds)]
-        order = Order(samples, seed, batch.epoch)
-        for rank in range(world):
-            taken[batch.epoch].update(order.take(*share(batch.start, batch.stop, rank, world)))
+        batch, world_size = plan.at(step), world_sizes[step % len(world_sizes)]
+        order = SampleOrder(samples, seed, batch.epoch)
+        for rank in range(world_size):
+            taken[batch.epoch].update(order.take(*share(batch.start, batch.stop, rank, world_size)))
     for counts in taken.values():
         assert counts == Counter(range(samples))
 
 
-@given(start=st.integers(0, 1000), size=st.integers(0, 300), world=st.integers(1, 40))
-def test_shares_are_contiguous_and_even(start: int, size: int, world: int) -> None:
-    parts = [share(start, start + size, rank, world) for rank in range(world)]
+@given(start=st.integers(0, 1000), size=st.integers(0, 300), world_size=st.integers(1, 40))
+def test_shares_are_contiguous_and_even(start: int, size: int, world_size: int) -> None:
+    parts = [share(start, start + size, rank, world_size) for rank in range(world_size)]
     assert parts[0][0] == start
     assert parts[-1][1] == start + size
     assert all(a[1] == b[0] for a, b in pairwise(parts))
@@ -57,31 +57,31 @@ def test_micro_batches_are_even_few_and_within_the_limit(size: int, most: int | 
 
 @given(samples=st.integers(1, 3000), seed=st.integers(), epoch=st.integers(0, 10**6))
 def test_an_order_is_a_permutation(samples: int, seed: int, epoch: int) -> None:
-    assert sorted(Order(samples, seed, epoch).take(0, samples)) == list(range(samples))
+    assert sorted(SampleOrder(samples, seed, epoch).take(0, samples)) == list(range(samples))
 
 
 def test_orders_look_shuffled() -> None:
     """Every sample is about equally often at every place (chi-square, fixed seeds, far tails)."""
     samples, epochs = 11, 4400
-    places = Counter((place, Order(samples, 7, e)[place]) for e in range(epochs) for place in range(samples))
+    places = Counter((place, SampleOrder(samples, 7, e)[place]) for e in range(epochs) for place in range(samples))
     expected = epochs / samples
     chi2 = sum((places[p, s] - expected) ** 2 / expected for p in range(samples) for s in range(samples))
     assert 50 < chi2 < 170  # 100 degrees of freedom: mean 100, standard deviation 14
     # Neighbours do not stay neighbours.
-    big = Order(100_003, 7, 0).take(0, 5000)
+    big = SampleOrder(100_003, 7, 0).take(0, 5000)
     assert sum(abs(a - b) == 1 for a, b in pairwise(big)) < 5
     assert abs(sum(big) / len(big) / 100_003 - 0.5) < 0.02
 
 
 def test_orders_differ_by_seed_and_epoch() -> None:
-    orders = {tuple(Order(50, seed, epoch).take(0, 50)) for seed in range(20) for epoch in range(20)}
+    orders = {tuple(SampleOrder(50, seed, epoch).take(0, 50)) for seed in range(20) for epoch in range(20)}
     assert len(orders) == 400
 
 
 def test_the_order_never_changes_between_versions() -> None:
     """Golden values: another order would make a resumed job repeat and skip samples."""
-    assert Order(10, 1, 0).take(0, 10) == GOLDEN_TEN
-    assert Order(10**8, 1, 3).take(10**8 - 2, 10**8) == GOLDEN_LARGE
+    assert SampleOrder(10, 1, 0).take(0, 10) == GOLDEN_TEN
+    assert SampleOrder(10**8, 1, 3).take(10**8 - 2, 10**8) == GOLDEN_LARGE
 
 
 GOLDEN_TEN = (7, 1, 0, 9, 2, 6, 8, 3, 4, 5)
@@ -89,11 +89,11 @@ GOLDEN_LARGE = (59619358, 79328973)
 
 
 def test_without_shuffle_the_order_is_the_datasets() -> None:
-    assert Order(9, 1, 2, shuffle=False).take(3, 7) == (3, 4, 5, 6)
+    assert SampleOrder(9, 1, 2, shuffle=False).take(3, 7) == (3, 4, 5, 6)
 
 
 def test_steps_and_epochs() -> None:
-    plan = Plan(10, 4)
+    plan = BatchPlan(10, 4)
     assert [plan.at(s).size for s in range(6)] == [4, 4, 2, 4, 4, 2]
     assert [plan.at(s).epoch for s in range(6)] == [0, 0, 0, 1, 1, 1]
     assert plan.total_steps() == 3
@@ -104,17 +104,17 @@ def test_steps_and_epochs() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     for call, words in (
-        (lambda: Plan(0, 4), "samples = 0"),
-        (lambda: Plan(4, 0), "batch_size = 0"),
-        (lambda: Plan(4, 4).at(-1), "step = -1"),
+        (lambda: BatchPlan(0, 4), "samples = 0"),
+        (lambda: BatchPlan(4, 0), "batch_size = 0"),
+        (lambda: BatchPlan(4, 4).at(-1), "step = -1"),
         (lambda: share(0, 4, 2, 2), "rank = 2"),
         (lambda: micro_sizes(4, 0), "micro_batch = 0"),
-        (lambda: Order(2**63, 0, 0), "more than"),
+        (lambda: SampleOrder(2**63, 0, 0), "more than"),
     ):
         with pytest.raises(ValueError, match=words):
             call()
     with pytest.raises(IndexError):
-        Order(4, 0, 0)[4]
+        SampleOrder(4, 0, 0)[4]
 
 
 def test_derived_seeds_depend_on_every_part() -> None:

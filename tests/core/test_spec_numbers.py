@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic.core.spec import BadSpec, JobSpec, parse_job
+from elastic.core.spec import InvalidSpec, JobSpec, parse_job
 
 JOB = {"name": "j", "script": "/t.py"}
 
@@ -33,7 +33,7 @@ def test_no_field_takes_a_number_without_end(path: tuple[str, ...], value: float
     raw: Any = value
     for name in reversed(path):
         raw = {name: raw}
-    with pytest.raises(BadSpec, match=re.escape(f"{'.'.join(path)} = {value}: ")):
+    with pytest.raises(InvalidSpec, match=re.escape(f"{'.'.join(path)} = {value}: ")):
         parse_job(JOB | raw)
 
 
@@ -42,5 +42,5 @@ def test_all_fields_were_found() -> None:
 
 
 def test_the_cure_is_said() -> None:
-    with pytest.raises(BadSpec, match="a finite number is needed; a very large one does the same"):
+    with pytest.raises(InvalidSpec, match="a finite number is needed; a very large one does the same"):
         parse_job(JOB | {"hang": {"ceiling_s": math.inf}})

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.core.records import SpecRecord, decode, encode
-from elastic.core.spec import MAX_MESSAGE_CHARS, BadSpec, JobSpec, parse_job
+from elastic.core.spec import MAX_MESSAGE_CHARS, InvalidSpec, JobSpec, parse_job
 
 JOB = {"name": "j", "script": "/t.py"}
 
@@ -44,7 +44,7 @@ JOB = {"name": "j", "script": "/t.py"}
     ],
 )
 def test_refused_with_field_and_cure(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadSpec, match=words) as refused:
+    with pytest.raises(InvalidSpec, match=words) as refused:
         parse_job(JOB | fields)
     assert len(str(refused.value)) <= MAX_MESSAGE_CHARS + 3
 
@@ -68,7 +68,7 @@ ANYTHING = st.recursive(
 def test_a_job_is_refused_or_can_be_written_and_read_back(fields: dict[str, Any]) -> None:
     try:
         spec = parse_job(JOB | fields)
-    except BadSpec:
+    except InvalidSpec:
         return
     record = SpecRecord(spec=spec, submitted_wall_s=1.0, submitted_by="x")
     assert decode(SpecRecord, encode(record)) == record

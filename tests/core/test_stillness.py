@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from elastic.core.beat import Beat, Doing
-from elastic.core.health import judge
+from elastic.core.hang_rules import judge
 from elastic.core.records import Standing
 from elastic.core.spec import Hang
 from elastic.core.stillness import FIRST_STEP_S, Known, all_ahead, explain, same, standing, still_s, worth_telling

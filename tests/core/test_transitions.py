@@ -16,27 +16,27 @@ from elastic.core.events import (
     Event,
     GroupStuck,
     Joined,
-    NumbersBad,
     Start,
     StillBusy,
     Tick,
     Viewed,
+    WorkerBadNumbers,
     WorkerDone,
     WorkerExited,
     WorkerFailed,
+    WorkerGroupClosed,
     WorkerManaged,
     WorkerReady,
-    WorkerReleased,
-    WorkerSick,
     WorkerStepping,
     WorkerSynced,
+    WorkerUnhealthy,
 )
 from elastic.core.membership import Limits
 from elastic.core.model import Agent, Policy, Worker
 from elastic.core.phases import PHASES, PhaseTrigger
 from elastic.core.records import JobState, Phase
 from elastic.core.recovery import step
-from elastic.core.restarts import charge
+from elastic.core.restart_budget import charge
 from elastic.core.spec import JobSpec, Restarts
 from elastic.core.timeouts import Timeouts
 from elastic.core.transitions import TABLE, Stage, Trigger, UnknownTransition, after
@@ -94,11 +94,11 @@ def _events(generation: int) -> list[Event]:
     """All that can be heard of the worker of slot 0, process 1."""
     return [
         WorkerManaged(0, 1), WorkerReady(0, 1), WorkerSynced(0, 1, generation, 9), WorkerStepping(0, 1, generation, 9),
-        WorkerReleased(0, 1, generation, 9), WorkerReleased(0, 1, generation, 9, "closed by peer"),
+        WorkerGroupClosed(0, 1, generation, 9), WorkerGroupClosed(0, 1, generation, 9, "closed by peer"),
         WorkerDone(0, 1, generation, 9), WorkerFailed(0, 1, "exit code 1", 1),
         WorkerExited(0, 1, "exit code 0", code=0), WorkerExited(0, 1, "signal SIGKILL"),
-        WorkerSick(0, 1, "hang", "no progress"), GroupStuck(0, 1, "aborted"),
-        StillBusy(0, 1), NumbersBad(0, 1, generation, 9, "numbers", "loss is nan", (0,)),
+        WorkerUnhealthy(0, 1, "hang", "no progress"), GroupStuck(0, 1, "aborted"),
+        StillBusy(0, 1), WorkerBadNumbers(0, 1, generation, 9, "numbers", "loss is nan", (0,)),
     ]  # fmt: skip
 
 
@@ -127,8 +127,8 @@ def test_every_event_may_come_of_a_standby_in_every_stage() -> None:
     for stage, phase in itertools.product(Stage, (Phase.RUNNING, Phase.STOPPING)):
         for event in _events(1):
             agent = _agent(Stage.RUNNING, True, 1, 1)
-            there = replace(agent.standbys[0], life=1, slot=-1, stage=stage)
-            mine = replace(agent.workers[0], life=7)
+            there = replace(agent.standbys[0], worker_id=1, slot=-1, stage=stage)
+            mine = replace(agent.workers[0], worker_id=7)
             agent = replace(agent, standbys=(there,), workers={0: mine, 1: agent.workers[1]})
             picture = view(A, B, spec=SPEC, formed=FIRST, phase=phase)
             for at_s, now in ((200.0, event), (200.1, Viewed(picture, True)), (200.2, event), (900.0, Tick())):
@@ -144,10 +144,10 @@ def _agent(stage: Stage, managed: bool, generation: int, standbys: int) -> Agent
     agent = Agent(policy)
     for event in (Start(), Joined(), Viewed(view(A, B, spec=SPEC, formed=FIRST), True), Tick()):
         agent, _ = step(agent, event, 100.0)
-    workers = {slot: replace(worker, life=slot + 1) for slot, worker in agent.workers.items()}
+    workers = {slot: replace(worker, worker_id=slot + 1) for slot, worker in agent.workers.items()}
     workers[0] = replace(workers[0], stage=stage, generation=generation, synced=generation, deadline_s=150.0)
-    ready = Worker(slot=-1, life=9, stage=Stage.READY)
-    return replace(agent, workers=workers, lives=9, standbys=(ready,) * standbys)
+    ready = Worker(slot=-1, worker_id=9, stage=Stage.READY)
+    return replace(agent, workers=workers, spawned=9, standbys=(ready,) * standbys)
 
 
 def test_a_job_that_was_told_to_stop_does_not_fail_meanwhile() -> None:

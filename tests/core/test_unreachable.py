@@ -35,9 +35,9 @@ SPEC = JobSpec(name="job", script="train.py", nodes="1:3")
 FORMED = generation(1, [place("a"), place("b"), place("c")])
 
 
-def complaining(node: str, seniority: int, *of: str) -> Member:
-    plain = member(node, seniority)
-    return Member(msgspec.structs.replace(plain.record, unreachable=of), seniority)
+def complaining(node: str, create_revision: int, *of: str) -> Member:
+    plain = member(node, create_revision)
+    return Member(msgspec.structs.replace(plain.record, unreachable=of), create_revision)
 
 
 def picture(
@@ -107,7 +107,7 @@ def test_who_is_gone_is_not_complained_of_any_more() -> None:
     assert machine.said(Viewed(left, True)) == [()]
     machine = Machine()
     machine.take(PeerUnreachable("c", "c.1", "no answer"))
-    successor = view(member("a", 0), member("b", 1), member("c", 9, life=2), spec=SPEC, formed=FORMED)
+    successor = view(member("a", 0), member("b", 1), member("c", 9, worker_id=2), spec=SPEC, formed=FORMED)
     assert machine.said(Viewed(successor, True)) == [()]
 
 

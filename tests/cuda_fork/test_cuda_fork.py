@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from support.agents import Job
 
-from elastic.agent import environment
-from elastic.agent.pool import PR_SET_CHILD_SUBREAPER, Exited, Happening, Pool, ZygoteUp
+from elastic.agent import worker_env
+from elastic.agent.pool import PR_SET_CHILD_SUBREAPER, Exited, Pool, PoolEvent, ZygoteUp
 from elastic.agent.zygote import ZygoteUnfit
 from elastic.core.agentfile import AgentConfig, EtcdAccess
 from elastic.core.messages import Preload
@@ -103,13 +103,13 @@ class Bench:
         self.folder = folder
         self.selector = selectors.DefaultSelector()
         self.pool = Pool(self.selector, PYTHON, Preload(modules=preload), grace_s=0.5)
-        self.seen: list[Happening] = []
+        self.seen: list[PoolEvent] = []
         config = AgentConfig(
             cluster="c", node="n", job="j", address="127.0.0.1", slots=1, etcd=EtcdAccess(endpoints=()),
             agent_dir="/a", logs_dir="/l",
         )  # fmt: skip
         spec = JobSpec(name="j", script="x.py", env=feigned(folder, library))
-        self.env = environment.base(config, spec, os.environ)
+        self.env = worker_env.base(config, spec, os.environ)
         self.pool.start(self.env, str(folder / "zygote.log"))
         self.zygote = self.pool._zygote.pid
 
@@ -129,7 +129,7 @@ class Bench:
         self.until(lambda: any(isinstance(h, Exited) for h in self.seen))
         return next(h for h in self.seen if isinstance(h, Exited)), log.read_text()
 
-    def all(self, kind: type) -> list[Happening]:
+    def all(self, kind: type) -> list[PoolEvent]:
         return [h for h in self.seen if isinstance(h, kind)]
 
     def calls(self) -> set[int]:

@@ -23,10 +23,10 @@ from elastic.core.records import (
 from elastic.etcd import Etcd
 from elasticd import actions
 from elasticd.actions import Actions
-from elasticd.board import Board, Snapshot
 from elasticd.cluster import Job, Reader
 from elasticd.errors import Refused
-from elasticd.mailbox import Event, LeaseLost, Mailbox, Registered, Stop, Written
+from elasticd.event_queue import Event, EventQueue, LeaseLost, Registered, Stop, Written
+from elasticd.published_state import PublishedState, Snapshot
 from elasticd.writer import Writer
 
 KEYS = ClusterKeys("main")
@@ -37,7 +37,7 @@ NODE = NodeRecord(
 )  # fmt: skip
 
 
-class Desk:
+class WriteQueue:
     """Actions and a writer on one fake etcd; the board is never behind."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,9 +45,9 @@ class Desk:
         self.server = FakeServer()
         self.client = FakeClient(self.server)
         etcd = cast(Etcd, self.client)
-        self.board = Board()
+        self.board = PublishedState()
         self.actions = Actions(etcd, KEYS, self.board)
-        self.mailbox = Mailbox()
+        self.mailbox = EventQueue()
         self.writer = Writer(etcd, KEYS, self.mailbox, structlog.get_logger())
 
     def state(self) -> JobState:
@@ -73,11 +73,11 @@ class Desk:
 
 
 @pytest.fixture
-def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
-    return Desk(monkeypatch)
+def desk(monkeypatch: pytest.MonkeyPatch) -> WriteQueue:
+    return WriteQueue(monkeypatch)
 
 
-def test_submit_writes_spec_and_state_at_once(desk: Desk) -> None:
+def test_submit_writes_spec_and_state_at_once(desk: WriteQueue) -> None:
     assert desk.actions.submit(RAW, by="ada") == "j"
     assert (desk.spec().submitted_by, desk.state().phase) == ("ada", Phase.PENDING)
     spec, state = desk.server.kvs[JOB.spec], desk.server.kvs[JOB.state]
@@ -94,14 +94,14 @@ def test_submit_writes_spec_and_state_at_once(desk: Desk) -> None:
         (RAW | {"name": "a/b"}, "name = 'a/b': use 1 to 63"),
     ],
 )
-def test_a_wrong_job_is_refused(desk: Desk, raw: dict[str, object], words: str) -> None:
+def test_a_wrong_job_is_refused(desk: WriteQueue, raw: dict[str, object], words: str) -> None:
     with pytest.raises(Refused, match=words) as refused:
         desk.actions.submit(raw, by="x")
     assert refused.value.status == 400
     assert not desk.server.kvs
 
 
-def test_a_name_is_taken_until_its_job_is_over_and_then_only_on_purpose(desk: Desk) -> None:
+def test_a_name_is_taken_until_its_job_is_over_and_then_only_on_purpose(desk: WriteQueue) -> None:
     desk.actions.submit(RAW, by="x")
     with pytest.raises(Refused, match="is there already and pending: stop it first"):
         desk.actions.submit(RAW, by="x", replace=True)
@@ -114,7 +114,7 @@ def test_a_name_is_taken_until_its_job_is_over_and_then_only_on_purpose(desk: De
     assert JOB.incident(1) not in desk.server.kvs
 
 
-def test_stop_is_a_state_that_agents_see(desk: Desk) -> None:
+def test_stop_is_a_state_that_agents_see(desk: WriteQueue) -> None:
     desk.actions.submit(RAW, by="x")
     desk.actions.stop("j", "enough")
     assert (desk.state().phase, desk.state().reason) == (Phase.STOPPING, "enough")
@@ -125,7 +125,7 @@ def test_stop_is_a_state_that_agents_see(desk: Desk) -> None:
     assert desk.state().phase is Phase.FAILED
 
 
-def test_scale_keeps_the_jobs_age(desk: Desk) -> None:
+def test_scale_keeps_the_jobs_age(desk: WriteQueue) -> None:
     desk.actions.submit(RAW, by="x")
     age = desk.server.kvs[JOB.spec].create_revision
     desk.actions.scale("j", "2:4")
@@ -134,14 +134,14 @@ def test_scale_keeps_the_jobs_age(desk: Desk) -> None:
         desk.actions.scale("j", "4:2")
 
 
-def test_requests_for_a_checkpoint_are_counted(desk: Desk) -> None:
+def test_requests_for_a_checkpoint_are_counted(desk: WriteQueue) -> None:
     desk.actions.submit(RAW, by="x")
     for _ in range(3):
         desk.actions.checkpoint("j")
     assert decode(AskedRecord, desk.server.kvs[JOB.asked].value).checkpoint == 3
 
 
-def test_only_a_job_that_is_over_is_forgotten(desk: Desk) -> None:
+def test_only_a_job_that_is_over_is_forgotten(desk: WriteQueue) -> None:
     desk.actions.submit(RAW, by="x")
     with pytest.raises(Refused, match="is not over"):
         desk.actions.forget("j")
@@ -153,7 +153,7 @@ def test_only_a_job_that_is_over_is_forgotten(desk: Desk) -> None:
     assert refused.value.status == 404
 
 
-def test_somebody_elses_change_is_not_lost(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_somebody_elses_change_is_not_lost(desk: WriteQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     desk.actions.submit(RAW, by="x")
     get, rivals = desk.client.get, 2
 
@@ -174,7 +174,7 @@ def test_somebody_elses_change_is_not_lost(desk: Desk, monkeypatch: pytest.Monke
     assert refused.value.status == 409
 
 
-def test_without_etcd_it_says_so_and_whether_it_may_have_been_done(desk: Desk) -> None:
+def test_without_etcd_it_says_so_and_whether_it_may_have_been_done(desk: WriteQueue) -> None:
     desk.client.cut()
     with pytest.raises(Refused, match="etcd cannot be reached now, and this needs it") as refused:
         desk.actions.submit(RAW, by="x")
@@ -187,36 +187,40 @@ def test_without_etcd_it_says_so_and_whether_it_may_have_been_done(desk: Desk) -
     assert JOB.spec in desk.server.kvs
 
 
-def test_a_record_of_another_protocol_is_not_overwritten(desk: Desk) -> None:
+def test_a_record_of_another_protocol_is_not_overwritten(desk: WriteQueue) -> None:
     desk.client.put(JOB.spec, b'{"protocol": 7}')
     with pytest.raises(Refused, match="speaks protocol 7") as refused:
         desk.actions.stop("j", "x")
     assert refused.value.status == 409
 
 
-def test_a_drain_and_its_end(desk: Desk) -> None:
+def test_a_drain_and_its_end(desk: WriteQueue) -> None:
     with pytest.raises(Refused, match="there is no node 'a'; there are: none"):
         desk.actions.drain("a", "x", 0.0)
 
 
-def test_uncordon_is_the_way_back_for_a_node_set_aside(desk: Desk) -> None:
+def test_uncordon_is_the_way_back_for_a_node_set_aside(desk: WriteQueue) -> None:
     desk.actions.submit(RAW, by="x")
     desk.client.put(KEYS.node("a"), encode(NODE))
     failures = tuple(Failure(wall_s=1.0, generation=1, node=n, fingerprint="x") for n in "aab")
-    aside = JobState(phase=Phase.RUNNING, avoid=("a", "c"), failures=failures, restarts=3)
+    aside = JobState(phase=Phase.RUNNING, excluded_nodes=("a", "c"), failures=failures, restarts=3)
     desk.client.put(JOB.state, encode(aside))
     desk.board.publish(Snapshot(cluster=Reader(KEYS).read(desk.server.kvs, 1)))
     desk.actions.cordon("a", "look at it")
     assert KEYS.cordon("a") in desk.server.kvs
     desk.actions.uncordon("a")
     assert KEYS.cordon("a") not in desk.server.kvs
-    assert (desk.state().avoid, [f.node for f in desk.state().failures], desk.state().restarts) == (("c",), ["b"], 3)
+    assert (desk.state().excluded_nodes, [f.node for f in desk.state().failures], desk.state().restarts) == (
+        ("c",),
+        ["b"],
+        3,
+    )
 
 
 # ── the writer ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_node_is_registered_under_a_lease_and_says_when_it_is_lost(desk: Desk) -> None:
+def test_a_node_is_registered_under_a_lease_and_says_when_it_is_lost(desk: WriteQueue) -> None:
     desk.writer.register(NODE, 5.0, 1.5)
     desk.writer.register(NODE, 5.0, 1.5)  # the same is under way
     registered, done = desk.written()
@@ -230,7 +234,7 @@ def test_a_node_is_registered_under_a_lease_and_says_when_it_is_lost(desk: Desk)
     assert KEYS.node("a") not in desk.server.kvs
 
 
-def test_a_node_takes_over_its_own_name_but_not_anothers(desk: Desk) -> None:
+def test_a_node_takes_over_its_own_name_but_not_anothers(desk: WriteQueue) -> None:
     desk.client.put(KEYS.node("a"), encode(NODE))
     desk.writer.register(NODE, 5.0, 1.5)
     assert isinstance(desk.written()[0], Registered)
@@ -244,7 +248,7 @@ def test_a_node_takes_over_its_own_name_but_not_anothers(desk: Desk) -> None:
     assert decode(NodeRecord, desk.server.kvs[KEYS.node("a")].value) == NODE
 
 
-def test_a_failed_write_is_reported_and_may_be_asked_for_again(desk: Desk) -> None:
+def test_a_failed_write_is_reported_and_may_be_asked_for_again(desk: WriteQueue) -> None:
     desk.client.cut()
     desk.writer.register(NODE, 5.0, 1.5)
     (done,) = desk.written()
@@ -255,12 +259,12 @@ def test_a_failed_write_is_reported_and_may_be_asked_for_again(desk: Desk) -> No
     assert isinstance(desk.written()[0], Registered)
 
 
-def test_an_update_under_a_lease_that_is_gone_is_a_lost_lease(desk: Desk) -> None:
+def test_an_update_under_a_lease_that_is_gone_is_a_lost_lease(desk: WriteQueue) -> None:
     desk.writer.update(NODE, 12345)
     assert isinstance(desk.written()[0], LeaseLost)
 
 
-def test_a_state_is_not_written_over_a_newer_one(desk: Desk) -> None:
+def test_a_state_is_not_written_over_a_newer_one(desk: WriteQueue) -> None:
     desk.actions.submit(RAW, by="x")
     seen = desk.job()
     desk.put_phase(Phase.RUNNING)
@@ -272,7 +276,7 @@ def test_a_state_is_not_written_over_a_newer_one(desk: Desk) -> None:
     assert desk.state().phase is Phase.STOPPED
 
 
-def test_an_etcd_that_loses_data_stops_the_daemon_where_that_matters(desk: Desk) -> None:
+def test_an_etcd_that_loses_data_stops_the_daemon_where_that_matters(desk: WriteQueue) -> None:
     desk.writer.check_version(refuse=False)
     assert desk.written() == [Written("version")]
     desk.writer.check_version(refuse=True)
@@ -283,8 +287,8 @@ def test_an_etcd_that_loses_data_stops_the_daemon_where_that_matters(desk: Desk)
     assert "etcd.allow_unsound_version = true" in stop.why
 
 
-def test_members_are_read_with_their_age(desk: Desk) -> None:
+def test_members_are_read_with_their_age(desk: WriteQueue) -> None:
     member = MemberRecord(node="a", incarnation="i", host="h", port=1, slots=2)
     desk.actions.submit(RAW, by="x")
     desk.client.put(JOB.member("a"), encode(member))
-    assert desk.job().members["a"].seniority == desk.server.kvs[JOB.member("a")].create_revision
+    assert desk.job().members["a"].create_revision == desk.server.kvs[JOB.member("a")].create_revision

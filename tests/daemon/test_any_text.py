@@ -18,9 +18,9 @@ from support.pictures import job, progress, row, snapshot
 
 from elastic.core.records import JobState, Phase, WorkerError
 from elasticd import ctl, ctl_text, ctl_views, views
-from elasticd.assignment import Plan
-from elasticd.board import Contact
+from elasticd.assignment import Assignment
 from elasticd.ctl_client import Failed
+from elasticd.published_state import Contact
 from elasticd.views import Identity, Now
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
@@ -55,10 +55,12 @@ def texts_into(template: Any, draw: st.DrawFn, field: str = "") -> Any:
 def answers() -> dict[str, Any]:
     error = WorkerError(node="a", slot=1, rank=-1, message="m", traceback="t\nt", exit_code=1, signal="s", step=39)
     one = job(
-        state=JobState(phase=Phase.WAITING, reason="r", error=error, avoid=("a",)),
+        state=JobState(phase=Phase.WAITING, reason="r", error=error, excluded_nodes=("a",)),
         progress=progress(checkpoint_error="e", checkpoint_step=4, waiting_for="w", ranks=[{**_as_row()}]),
     )
-    seen = snapshot(one, contact=Contact(False, 40.0, "refused"), plan=Plan(waiting={"train": "w"}), stays_out="x")
+    seen = snapshot(
+        one, contact=Contact(False, 40.0, "refused"), plan=Assignment(waiting={"train": "w"}), stays_out="x"
+    )
     status = views.status(seen, IDENTITY, NOW)
     detail = views.job_detail(seen, one, NOW) | {"etcd": status["etcd"]}
     incident = detail["recent_incidents"][0] | {"stacks": {"rank 0": "s\ns"}, "error": detail["error"]}
@@ -177,7 +179,7 @@ def test_a_worker_without_a_rank_is_named_by_its_slot() -> None:
 
 
 def test_a_job_without_a_generation_says_so() -> None:
-    bare = ANSWERS["job"] | {"generation": 0, "world": 0, "why_generation": ""}
+    bare = ANSWERS["job"] | {"generation": 0, "world_size": 0, "why_generation": ""}
     assert re.search(r"generation.*none yet", re.sub(r"\x1b\[[0-9;]*m", "", screen("job", bare, 80)))
 
 

@@ -20,13 +20,13 @@ from elastic.core.records import (
     SpecRecord,
 )
 from elastic.core.spec import JobSpec
-from elasticd.assignment import Plan, plan
-from elasticd.cluster import Cluster, Job, Member, Node, slots_wanted
+from elasticd.assignment import Assignment, plan
+from elasticd.cluster import Cluster, Job, JobMember, Node, slots_wanted
 
 
-def node(name: str, slots: int = 2, seniority: int = 0, **record: object) -> Node:
+def node(name: str, slots: int = 2, create_revision: int = 0, **record: object) -> Node:
     facts = {"node": name, "hostname": name, "address": name, "slots": slots, "gpus": 0, "version": "1", "pid": 1}
-    return Node(msgspec.convert(facts | {"started_wall_s": 0.0} | record, NodeRecord), seniority or ord(name[-1]))
+    return Node(msgspec.convert(facts | {"started_wall_s": 0.0} | record, NodeRecord), create_revision or ord(name[-1]))
 
 
 def job(
@@ -42,16 +42,16 @@ def job(
     )
 
 
-def member(name: str, slots: int = 2, seniority: int = 0) -> Member:
+def member(name: str, slots: int = 2, create_revision: int = 0) -> JobMember:
     record = MemberRecord(node=name, incarnation="i", host=name, port=1, slots=slots)
-    return Member(record, seniority or ord(name[-1]))
+    return JobMember(record, create_revision or ord(name[-1]))
 
 
 def cluster(nodes: list[Node], jobs: list[Job]) -> Cluster:
     return Cluster(nodes={n.name: n for n in nodes}, jobs={j.name: j for j in jobs})
 
 
-def where(made: Plan) -> dict[str, list[str]]:
+def where(made: Assignment) -> dict[str, list[str]]:
     return {name: list(nodes) for name, nodes in made.places.items()}
 
 
@@ -140,14 +140,14 @@ def test_the_replacement_of_a_draining_node_comes_before_it_goes() -> None:
 
 
 def test_a_node_set_aside_is_replaced_and_told_to_leave() -> None:
-    standing = replace(job("j1", avoid=["a"]), members={"a": member("a")})
+    standing = replace(job("j1", excluded_nodes=["a"]), members={"a": member("a")})
     made = plan(cluster([node("a"), node("b")], [standing]), {}, "a")
     assert where(made) == {"j1": ["a", "b"]}
     assert "set aside" in made.leaving("a")["j1"]
 
 
 def test_a_node_set_aside_stays_while_there_is_no_other() -> None:
-    standing = replace(job("j1", avoid=["a"]), members={"a": member("a")})
+    standing = replace(job("j1", excluded_nodes=["a"]), members={"a": member("a")})
     assert plan(cluster([node("a")], [standing]), {}, "a").leaving("a") == {}
 
 
@@ -220,7 +220,7 @@ class World:
                     del self.running[name, j]
                     self.leave(name, j)
             case 5 if name:  # the daemon alone goes away and comes back younger: its agents stay
-                self.nodes[name] = replace(self.nodes[name], seniority=self.clock)
+                self.nodes[name] = replace(self.nodes[name], create_revision=self.clock)
             case 6 if name:
                 self.nodes[name] = replace(
                     self.nodes[name], cordon=rng.choice((None, CordonRecord(reason="", since_wall_s=0)))
@@ -238,7 +238,7 @@ class World:
                 phase = rng.choice((Phase.SUCCEEDED, Phase.STOPPING))
                 self.change(target, state=msgspec.structs.replace(self.jobs[target].state, phase=phase))
             case 10 if target and name:
-                self.change(target, state=msgspec.structs.replace(self.jobs[target].state, avoid=(name,)))
+                self.change(target, state=msgspec.structs.replace(self.jobs[target].state, excluded_nodes=(name,)))
             case _:
                 for each in rng.sample(sorted(self.nodes), min(len(self.nodes), rng.randint(1, 3))):
                     self.act(each)
@@ -260,7 +260,7 @@ class World:
             fresh = (name, target) not in self.running
             if fresh and name not in self.jobs[target].members:
                 assert not me.why_not
-                assert name not in self.jobs[target].state.avoid
+                assert name not in self.jobs[target].state.excluded_nodes
                 assert self.jobs[target].state.phase is not Phase.STOPPING
             self.running[name, target] = slots
             if fresh:
@@ -299,7 +299,7 @@ class World:
             for name, me in self.nodes.items():
                 free = me.record.slots - used[name]
                 fits = slots_wanted(target.spec, me.record.slots) <= free
-                usable = not me.why_not and name not in target.state.avoid and name not in members
+                usable = not me.why_not and name not in target.state.excluded_nodes and name not in members
                 assert not (fits and usable), f"{name} idles though {target.name} could use it"
 
 

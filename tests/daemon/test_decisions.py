@@ -23,11 +23,11 @@ from elastic.core.records import (
     SpecRecord,
     encode,
 )
-from elastic.core.restarts import BAD_NODE_FAILURES, charge
+from elastic.core.restart_budget import BAD_NODE_FAILURES, charge
 from elastic.core.spec import JobSpec, Restarts
 from elasticd import ctl_jobs, etcd_versions, logs, reconcile
-from elasticd.cluster import Cluster, Job, Member, Node, Reader
-from elasticd.etcd_versions import Soundness
+from elasticd.cluster import Cluster, Job, JobMember, Node, Reader
+from elasticd.etcd_versions import VersionSupport
 from elasticd.folders import Folder
 from elasticd.logs import Tail
 from elasticd.settings import EtcdSettings, Settings
@@ -65,11 +65,11 @@ def test_records_are_put_together() -> None:
         KV(job.state, encode(JobState(phase=Phase.RUNNING)), mod_revision=9),
         KV(job.member("a"), encode(member), create_revision=11),
     )
-    assert seen.nodes["a"].seniority == 5
+    assert seen.nodes["a"].create_revision == 5
     assert seen.nodes["a"].why_not == "cordoned: why"
     found = seen.jobs["j"]
     assert (found.submitted, found.spec_revision, found.state_revision) == (7, 8, 9)
-    assert found.members["a"].seniority == 11
+    assert found.members["a"].create_revision == 11
 
 
 def test_incidents_are_in_the_order_of_their_time() -> None:
@@ -117,7 +117,7 @@ def test_a_record_of_another_protocol_is_named_and_left_alone() -> None:
 def test_rubbish_is_named_and_left_alone() -> None:
     not_text = encode(NODE).replace(b'"10.', b'"\xff')
     seen = read(
-        KV(KEYS.node("b"), b"{"), KV(KEYS.job("j").spec, b'{"protocol": 1, "spec": 3}'), KV(KEYS.node("c"), not_text)
+        KV(KEYS.node("b"), b"{"), KV(KEYS.job("j").spec, b'{"protocol": 2, "spec": 3}'), KV(KEYS.node("c"), not_text)
     )
     for node in ("b", "c"):
         assert "is not a NodeRecord" in seen.foreign[KEYS.node(node)]
@@ -145,7 +145,7 @@ def state(of: Job, failed: str = "", here: bool = False, nodes: tuple[str, ...] 
 
 
 def test_a_stopping_job_is_stopped_when_its_last_agent_is_gone() -> None:
-    member = Member(MemberRecord(node="b", incarnation="i", host="h", port=1, slots=1), 1)
+    member = JobMember(MemberRecord(node="b", incarnation="i", host="h", port=1, slots=1), 1)
     assert state(job(Phase.STOPPING), here=True) is None
     assert state(job(Phase.STOPPING, members={"b": member})) is None
     stopped = state(job(Phase.STOPPING))
@@ -160,9 +160,9 @@ def test_a_job_that_cannot_start_anywhere_fails_else_only_the_node_is_set_aside(
     assert alone.reason == "no agent comes up on a: no torch"
     others = state(job(Phase.PENDING), failed="no torch", nodes=("a", "b"))
     assert others is not None
-    assert (others.phase, others.avoid) == (Phase.PENDING, ("a",))
+    assert (others.phase, others.excluded_nodes) == (Phase.PENDING, ("a",))
     assert state(job(Phase.RUNNING), failed="x") == msgspec.structs.replace(
-        JobState(phase=Phase.RUNNING), avoid=("a",), reason="no agent comes up on a: x"
+        JobState(phase=Phase.RUNNING), excluded_nodes=("a",), reason="no agent comes up on a: x"
     )
 
 
@@ -202,18 +202,18 @@ def test_gpus_are_shared_out(gpus: tuple[int, ...], slots: int, taken: list[tupl
 @pytest.mark.parametrize(
     ("version", "soundness"),
     [
-        ("etcd Version: 3.4.23\nGit SHA: x", Soundness.SOUND),
-        ("3.3.25", Soundness.UNKNOWN),
-        ("3.5.0", Soundness.UNSOUND),
-        ("3.5.2", Soundness.UNSOUND),
-        ("3.5.3", Soundness.OLD),
-        ("3.5.12", Soundness.OLD),
-        ("3.5.13", Soundness.SOUND),
-        ("3.6.1", Soundness.SOUND),
-        ("", Soundness.UNKNOWN),
+        ("etcd Version: 3.4.23\nGit SHA: x", VersionSupport.SOUND),
+        ("3.3.25", VersionSupport.UNKNOWN),
+        ("3.5.0", VersionSupport.UNSOUND),
+        ("3.5.2", VersionSupport.UNSOUND),
+        ("3.5.3", VersionSupport.OLD),
+        ("3.5.12", VersionSupport.OLD),
+        ("3.5.13", VersionSupport.SOUND),
+        ("3.6.1", VersionSupport.SOUND),
+        ("", VersionSupport.UNKNOWN),
     ],
 )
-def test_versions_of_etcd(version: str, soundness: Soundness) -> None:
+def test_versions_of_etcd(version: str, soundness: VersionSupport) -> None:
     assert etcd_versions.judge(version)[0] is soundness
 
 
@@ -333,7 +333,7 @@ def test_a_script_may_stand_in_the_workdir(tmp_path: pathlib.Path) -> None:
     raw = {"script": "train.py", "workdir": "src", "python": "python3"}
     ctl_jobs.resolve(raw, tmp_path)
     assert (raw["script"], raw["python"]) == (str(tmp_path / "src" / "train.py"), "python3")
-    with pytest.raises(ctl_jobs.BadJob, match=r"script = 'gone.py': there is no such file"):
+    with pytest.raises(ctl_jobs.InvalidJob, match=r"script = 'gone.py': there is no such file"):
         ctl_jobs.resolve({"script": "gone.py"}, tmp_path)
 
 
@@ -344,7 +344,7 @@ def test_a_job_from_a_command(tmp_path: pathlib.Path) -> None:
     ctl_jobs.override(raw, ["checkpoint.keep=5", "env.A=b", "preload=['numpy']"])
     assert raw["checkpoint"] == {"keep": 5}
     assert (raw["env"], raw["preload"]) == ({"A": "b"}, ["numpy"])
-    with pytest.raises(ctl_jobs.BadJob, match="write FIELD=VALUE"):
+    with pytest.raises(ctl_jobs.InvalidJob, match="write FIELD=VALUE"):
         ctl_jobs.override(raw, ["keep"])
 
 
@@ -358,13 +358,15 @@ def test_a_job_file_takes_its_own_name(tmp_path: pathlib.Path) -> None:
     path.write_text('script = "t.py"')
     assert ctl_jobs.from_file(path) == {"script": "t.py", "name": "gpt-small"}
     path.write_text("script = ")
-    with pytest.raises(ctl_jobs.BadJob, match="is not TOML"):
+    with pytest.raises(ctl_jobs.InvalidJob, match="is not TOML"):
         ctl_jobs.from_file(path)
 
 
 def test_a_node_that_was_set_aside_is_tried_again_after_a_while() -> None:
     failures = tuple(Failure(wall_s=1.0, generation=1, node=n, fingerprint="f") for n in ("a", "b"))
-    aside = JobState(phase=Phase.RUNNING, avoid=("a", "b"), failures=failures, reason="no agent comes up on a: so")
+    aside = JobState(
+        phase=Phase.RUNNING, excluded_nodes=("a", "b"), failures=failures, reason="no agent comes up on a: so"
+    )
     of = Job(name="j", spec=SPEC, state=aside)
     cluster = Cluster(nodes={"a": Node(NODE, 1)})
 
@@ -374,13 +376,13 @@ def test_a_node_that_was_set_aside_is_tried_again_after_a_while() -> None:
     assert after(reconcile.SET_ASIDE_S - 1) is None
     again = after(reconcile.SET_ASIDE_S)
     assert again is not None
-    assert (again.avoid, again.failures, again.reason) == (("b",), failures[1:], "")
+    assert (again.excluded_nodes, again.failures, again.reason) == (("b",), failures[1:], "")
     assert reconcile.job_state(of, cluster, "c", False, "", 5.0, reconcile.SET_ASIDE_S) is None
 
 
 def test_a_node_that_was_set_aside_for_its_failures_is_tried_again_too() -> None:
     """And one more failure there is not enough to set it aside once more."""
-    state, rules = JobState(phase=Phase.RUNNING, avoid=("b",)), Restarts()
+    state, rules = JobState(phase=Phase.RUNNING, excluded_nodes=("b",)), Restarts()
 
     def failed(step: int) -> JobState:
         record = BrokenRecord(generation=step, node="a", kind="exit", detail="SIGKILL", step=step)
@@ -388,11 +390,11 @@ def test_a_node_that_was_set_aside_for_its_failures_is_tried_again_too() -> None
 
     for step in range(1, BAD_NODE_FAILURES + 1):
         state = failed(step)
-    assert state.avoid == ("a", "b")
+    assert state.excluded_nodes == ("a", "b")
     cluster, of = Cluster(nodes={"a": Node(NODE, 1)}), Job(name="j", spec=SPEC, state=state)
     assert reconcile.job_state(of, cluster, "a", False, "", 5.0, reconcile.SET_ASIDE_S - 1) is None
     again = reconcile.job_state(of, cluster, "a", False, "", 5.0, reconcile.SET_ASIDE_S)
     assert again is not None
-    assert again.avoid == ("b",)
+    assert again.excluded_nodes == ("b",)
     state = again
-    assert failed(9).avoid == ("b",)
+    assert failed(9).excluded_nodes == ("b",)

@@ -230,7 +230,7 @@ def test_stop_everything(nodes: Nodes) -> None:
     node = nodes.add("ended")
     node.submit("train")
     pids = [eventually(lambda: node.agent_pid("train"), 10), node.etcd_pid(), node.pid]
-    from elasticd.ending import stop_all
+    from elasticd.shutdown import stop_all
 
     ended = stop_all(node.state)
     assert [line.split(" (")[0] for line in ended] == ["elasticd", "agent of train", "etcd"]
@@ -262,15 +262,15 @@ def test_systemd_is_told(nodes: Nodes, tmp_path: pathlib.Path) -> None:
 def test_a_node_that_finds_another_protocol_stays_out(nodes: Nodes) -> None:
     with EtcdServer() as server:
         etcd = Etcd(server.access)
-        etcd.put("/elastic/main/nodes/newer", b'{"protocol": 2, "node": "newer"}')
+        etcd.put("/elastic/main/nodes/newer", b'{"protocol": 3, "node": "newer"}')
         node = nodes.add("older", start=False, etcd__endpoints=server.endpoint)
         node.start(wait_s=0)
         problems = eventually(lambda: [p for p in _problems(node) if "stays out" in p], 20)
-        assert "NodeRecord speaks protocol 2, this elasticd speaks 1" in problems[0]
+        assert "NodeRecord speaks protocol 3, this elasticd speaks 2" in problems[0]
         assert etcd.get("/elastic/main/nodes/older") is None
         etcd.delete("/elastic/main/nodes/newer")
         eventually(node.ready, 10)
-        etcd.put("/elastic/main/nodes/newer", b'{"protocol": 2, "node": "newer"}')
+        etcd.put("/elastic/main/nodes/newer", b'{"protocol": 3, "node": "newer"}')
         holds(lambda: etcd.get("/elastic/main/nodes/older"), 1.5, "a member is not driven out by a newcomer")
         etcd.close()
         node.kill(signal.SIGTERM)

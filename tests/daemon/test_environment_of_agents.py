@@ -7,7 +7,7 @@ import pwd
 
 import pytest
 
-from elastic.agent import environment
+from elastic.agent import worker_env
 from elastic.core import messages
 from elastic.core.agentfile import AgentConfig, EtcdAccess
 from elastic.core.spec import JobSpec
@@ -34,10 +34,10 @@ CONFIG = AgentConfig(
 def test_workers_get_what_a_login_sets_and_nothing_that_systemd_tells_its_service() -> None:
     """systemd starts an agent as a unit of its own, with variables of its own, and sets no HOME for a service."""
     told = dict.fromkeys(("INVOCATION_ID", "JOURNAL_STREAM", "MEMORY_PRESSURE_WATCH", "STATE_DIRECTORY"), "x")
-    env = environment.base(CONFIG, JobSpec(name="train", script="x.py"), {"PATH": "/bin", **told})
+    env = worker_env.base(CONFIG, JobSpec(name="train", script="x.py"), {"PATH": "/bin", **told})
     assert not told.keys() & env.keys()
     entry = pwd.getpwuid(os.geteuid())
     assert (env["HOME"], env["USER"], env["LOGNAME"]) == (entry.pw_dir, entry.pw_name, entry.pw_name)
     assert env["PATH"] == "/bin"
-    kept = environment.base(CONFIG, JobSpec(name="train", script="x.py"), {"HOME": "/mine", "USER": "ada"})
+    kept = worker_env.base(CONFIG, JobSpec(name="train", script="x.py"), {"HOME": "/mine", "USER": "ada"})
     assert (kept["HOME"], kept["USER"]) == ("/mine", "ada")

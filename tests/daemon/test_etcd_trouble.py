@@ -13,9 +13,9 @@ from elastic.core.records import NodeRecord
 from elastic.etcd import Etcd, MemberHealth, View
 from elasticd import loop as loops
 from elasticd import reconcile, views
-from elasticd.board import Contact, Snapshot
 from elasticd.cluster import Cluster, Node
 from elasticd.members import Members
+from elasticd.published_state import Contact, Snapshot
 from elasticd.settings import EtcdSettings, Settings
 
 

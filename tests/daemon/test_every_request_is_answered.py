@@ -23,11 +23,11 @@ from elastic.core.keys import ClusterKeys
 from elastic.etcd import Etcd
 from elasticd import actions, api, httpd
 from elasticd.actions import Actions
-from elasticd.board import Board
 from elasticd.ctl_client import Client, Failed
 from elasticd.errors import Refused
 from elasticd.folders import Folder
 from elasticd.httpd import Places, Server
+from elasticd.published_state import PublishedState
 from elasticd.routes import ROUTES, Service
 from elasticd.views import Identity
 
@@ -50,7 +50,7 @@ class Door:
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.path, self.log = folder / "s", Heard()
-        board = Board()
+        board = PublishedState()
         board.publish(snapshot(job()))
         acts = Actions(cast(Etcd, FakeClient(FakeServer())), ClusterKeys("main"), board)
         identity = Identity("main", "a", "0.1", 7, 0.0, ("127.0.0.1:1",), False, "")
@@ -269,7 +269,7 @@ def test_a_request_without_a_thread_gives_its_place_back(server: Server, monkeyp
 
 
 def test_metrics_have_places_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    board = Board()
+    board = PublishedState()
     made = api.metrics_server("127.0.0.1:0", board, lambda: b"m", cast(Any, Heard()))
     thread = threading.Thread(target=made.serve, daemon=True)
     thread.start()

@@ -23,7 +23,7 @@ def test_progress_is_told_when_it_changes_and_not_too_often() -> None:
     told = Progress("train")
     at = lambda step: snapshot(job(progress=progress(step)))  # noqa: E731
     row = told.look(at(40), 10.0)
-    assert (row["step"], row["loss"], row["world"], row["phase"]) == (40, 0.25, 3, "running")
+    assert (row["step"], row["loss"], row["world_size"], row["phase"]) == (40, 0.25, 3, "running")
     assert told.look(at(41), 10.0 + PROGRESS_S / 2) == {}
     assert told.look(at(42), 10.0 + PROGRESS_S)["step"] == 42
     assert told.look(at(42), 20.0) == {}
@@ -33,7 +33,7 @@ def test_progress_is_told_when_it_changes_and_not_too_often() -> None:
 def test_progress_in_words() -> None:
     row = Progress("train").look(snapshot(job()), 10.0)
     assert ctl_follow.progress_text(row) == "running  step 40  9.9 steps/s  loss 0.25  world 3"
-    pending = row | {"phase": "pending", "step": None, "loss": None, "world": 0, "waiting_for": "a node"}
+    pending = row | {"phase": "pending", "step": None, "loss": None, "world_size": 0, "waiting_for": "a node"}
     assert ctl_follow.progress_text(pending) == "pending  waits for: a node"
 
 

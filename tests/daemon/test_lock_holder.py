@@ -13,7 +13,7 @@ from support.procs import Procs, alive
 from support.wait import eventually
 
 from elastic.core.agentfile import MARK_ENV, mark
-from elasticd import ending, launch
+from elasticd import launch, shutdown
 from elasticd.main import main
 
 HOLD = """
@@ -40,7 +40,7 @@ def test_a_number_in_the_file_is_not_believed(tmp_path: Path) -> None:
         bystander = procs.popen(["sleep", "60"])
         holder = held(procs, tmp_path / "lock", bystander.pid)
         assert launch.holder(tmp_path / "lock") == holder.pid
-        assert ending.stop_all(tmp_path) == [f"elasticd (process {holder.pid}, SIGTERM)"]
+        assert shutdown.stop_all(tmp_path) == [f"elasticd (process {holder.pid}, SIGTERM)"]
         assert alive(bystander.pid)
     assert launch.holder(tmp_path / "lock") is None
     assert launch.holder(tmp_path / "absent") is None
@@ -54,7 +54,7 @@ def test_one_that_cannot_be_seen_ends_nothing_and_is_said(tmp_path: Path, monkey
         holder = held(procs, tmp_path / "lock", bystander.pid)
         with pytest.raises(launch.HeldElsewhere, match="another container"):
             launch.holder(tmp_path / "lock")
-        assert ending.NOT in ending.stop_all(tmp_path)[0]
+        assert shutdown.NOT in shutdown.stop_all(tmp_path)[0]
         assert main(["--stop", f"--state-dir={tmp_path}"]) == 1
         assert alive(bystander.pid)
         assert alive(holder.pid)

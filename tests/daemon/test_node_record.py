@@ -16,12 +16,12 @@ from elastic.core.records import NodeRecord, decode
 from elastic.etcd import Etcd
 from elasticd import host
 from elasticd.agents import Agents
-from elasticd.board import Board
+from elasticd.event_queue import EventQueue
 from elasticd.gpus import Health
 from elasticd.launch import Detached
 from elasticd.loop import ALARMS_S, RETRY_S, Loop
-from elasticd.mailbox import Mailbox
 from elasticd.notify import Notify
+from elasticd.published_state import PublishedState
 from elasticd.settings import Settings
 from elasticd.threads import Threads
 from elasticd.writer import Writer
@@ -39,11 +39,11 @@ class Daemon:
         settings = host.complete(Settings(node="a", state_dir=str(folder), slots=2), ())
         self.server = FakeServer()
         self.client = FakeClient(self.server)
-        self.mailbox = Mailbox()
+        self.mailbox = EventQueue()
         self.writer = Writer(cast(Etcd, self.client), ClusterKeys("main"), self.mailbox, log)
         agents = Agents(folder, Detached(), Threads(log), self.mailbox.post, log)
         self.loop = Loop(
-            settings, EtcdAccess(endpoints=("127.0.0.1:1",)), (), self.mailbox, self.writer, agents, Board(),
+            settings, EtcdAccess(endpoints=("127.0.0.1:1",)), (), self.mailbox, self.writer, agents, PublishedState(),
             Notify(""), log, Health((), log, self_test=False),
         )  # fmt: skip
         self.client.watch("/elastic/main/", self.mailbox.show)

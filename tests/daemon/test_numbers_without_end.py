@@ -9,7 +9,7 @@ import pytest
 
 from elasticd import config, routes
 from elasticd.actions import Actions
-from elasticd.errors import BadConfig, Refused
+from elasticd.errors import InvalidConfig, Refused
 
 
 @pytest.mark.parametrize(
@@ -37,5 +37,5 @@ def test_no_drain_has_a_deadline_that_nobody_could_read(deadline_s: float) -> No
 
 
 def test_no_time_out_is_for_ever() -> None:
-    with pytest.raises(BadConfig, match=r"timeouts.group_s = inf: a finite number of seconds"):
+    with pytest.raises(InvalidConfig, match=r"timeouts.group_s = inf: a finite number of seconds"):
         config.load(None, {}, {"timeouts.group_s": "inf"})

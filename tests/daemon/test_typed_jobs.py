@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elasticd import ctl_jobs, ctl_modules
-from elasticd.ctl_jobs import BadJob
+from elasticd.ctl_jobs import InvalidJob
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,9 @@ def test_a_variable_without_a_value_is_the_shells() -> None:
     raw: dict[str, Any] = {}
     ctl_jobs.environment(raw, ["HF_HOME", "A.B=1"], {"HF_HOME": "/hf"})
     assert raw["env"] == {"HF_HOME": "/hf", "A.B": "1"}
-    with pytest.raises(BadJob, match="no variable 'GONE' in this shell"):
+    with pytest.raises(InvalidJob, match="no variable 'GONE' in this shell"):
         ctl_jobs.environment(raw, ["GONE"], {})
-    with pytest.raises(BadJob, match="write NAME=VALUE"):
+    with pytest.raises(InvalidJob, match="write NAME=VALUE"):
         ctl_jobs.environment(raw, ["=x"], {})
 
 
@@ -48,7 +48,7 @@ def test_a_date_is_text_on_the_command_line_and_refused_by_name_in_a_file(tmp_pa
     assert raw == {"name": "2026-11-22", "args": "[2026-11-22]"}
     file = tmp_path / "job.toml"
     file.write_text("[env]\nDAY = 2026-11-22\n")
-    with pytest.raises(BadJob, match=r"env.DAY = 2026-11-22: no field is a date: write a text in quotes"):
+    with pytest.raises(InvalidJob, match=r"env.DAY = 2026-11-22: no field is a date: write a text in quotes"):
         ctl_jobs.from_file(file)
 
 
@@ -65,7 +65,7 @@ def test_a_date_is_text_on_the_command_line_and_refused_by_name_in_a_file(tmp_pa
     ],
 )
 def test_what_is_not_there_is_said_by_field(tmp_path: pathlib.Path, fields: dict[str, str], words: str) -> None:
-    with pytest.raises(BadJob, match=words):
+    with pytest.raises(InvalidJob, match=words):
         ctl_jobs.resolve(dict(fields), tmp_path)
 
 
@@ -80,7 +80,7 @@ TYPED = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.samp
 def test_any_setting_makes_a_job_or_a_sentence(tmp_path: pathlib.Path, typed: list[str]) -> None:
     raw: dict[str, Any] = {"script": "t.py", "name": "t"}
     (tmp_path / "t.py").touch()
-    with contextlib.suppress(BadJob):
+    with contextlib.suppress(InvalidJob):
         ctl_jobs.override(raw, typed)
         ctl_jobs.resolve(raw, tmp_path)
         assert json.dumps(raw)

@@ -19,9 +19,9 @@ from elastic.core.records import (
     WorkerRow,
 )
 from elasticd import ctl_views, metrics, reconcile, views
-from elasticd.assignment import Plan
-from elasticd.board import Contact, LocalAgent
+from elasticd.assignment import Assignment
 from elasticd.cluster import Job, Node
+from elasticd.published_state import Contact, LocalAgent
 from elasticd.views import Identity, Now
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
@@ -49,7 +49,7 @@ def local(**facts: object) -> dict[str, LocalAgent]:
 def test_a_running_job_in_short() -> None:
     seen = status(job())["jobs"][0]
     wanted = {
-        "phase": "running", "health": "healthy", "generation": 2, "world": 3, "step": 40, "steps_per_s": 9.877,
+        "phase": "running", "health": "healthy", "generation": 2, "world_size": 3, "step": 40, "steps_per_s": 9.877,
         "loss": 0.25, "progress_age_s": 2.0, "members": 2, "nodes": "1:2", "restarts": 1, "waiting_for": "",
         "submitted_by": "ada", "checkpoint": None, "incidents": 1,
     }  # fmt: skip
@@ -125,7 +125,7 @@ def test_never_seen_etcd() -> None:
 
 
 def test_a_plan_says_why_a_job_waits() -> None:
-    seen = status(job(state=JobState(), progress=None), plan=Plan(waiting={"train": "0 of at least 1 nodes"}))
+    seen = status(job(state=JobState(), progress=None), plan=Assignment(waiting={"train": "0 of at least 1 nodes"}))
     assert seen["jobs"][0]["waiting_for"] == "0 of at least 1 nodes"
 
 
@@ -178,7 +178,7 @@ def test_the_screen(screen: io.StringIO) -> None:
 
 def test_the_screen_of_one_job(screen: io.StringIO) -> None:
     error = WorkerError(node="a", slot=1, rank=1, message="boom", traceback="Traceback:\n  boom", exit_code=1, step=39)
-    failed = job(state=JobState(phase=Phase.FAILED, reason="crash loop", error=error, avoid=("a",)))
+    failed = job(state=JobState(phase=Phase.FAILED, reason="crash loop", error=error, excluded_nodes=("a",)))
     detail = views.job_detail(snapshot(failed), failed, NOW) | {"etcd": status()["etcd"]}
     ctl_views.job(detail)
     text = screen.getvalue()
@@ -210,7 +210,7 @@ def test_the_alarms_of_etcd_are_problems_that_say_what_to_do() -> None:
 
 def test_the_last_words_of_somebody_who_left_are_no_reason_to_wait() -> None:
     left = job(progress=progress(waiting_for="left: drained: a new disk"), members={})
-    plan = Plan(waiting={"train": "0 of at least 1 nodes; a is draining: a new disk"})
+    plan = Assignment(waiting={"train": "0 of at least 1 nodes; a is draining: a new disk"})
     assert status(left, plan=plan)["jobs"][0]["waiting_for"] == "0 of at least 1 nodes; a is draining: a new disk"
     there = replace(left, members=job().members)
     assert status(there, plan=plan)["jobs"][0]["waiting_for"] == "left: drained: a new disk"
@@ -218,7 +218,7 @@ def test_the_last_words_of_somebody_who_left_are_no_reason_to_wait() -> None:
 
 def test_slots_are_counted_as_the_plan_counts_them() -> None:
     starting = job(members={}, progress=None, state=JobState())
-    rows = status(starting, plan=Plan(places={"train": {"a": 2}}))["nodes"]
+    rows = status(starting, plan=Assignment(places={"train": {"a": 2}}))["nodes"]
     assert [(r["node"], r["slots_used"], r["jobs"]) for r in rows] == [("a", 2, ["train"])]
     over = job(state=JobState(phase=Phase.SUCCEEDED))
     row = status(over)["nodes"][0]
@@ -226,7 +226,7 @@ def test_slots_are_counted_as_the_plan_counts_them() -> None:
 
 
 def test_a_record_that_cannot_be_read_is_a_problem() -> None:
-    cluster = replace(snapshot().cluster, foreign={"/k/2": "JobState speaks protocol 2", "/k/1": "is not a JobState"})
+    cluster = replace(snapshot().cluster, foreign={"/k/2": "JobState speaks protocol 3", "/k/1": "is not a JobState"})
     assert status(cluster=cluster)["problems"] == [
         "etcd holds what this elasticd cannot read: /k/1 and 1 more: is not a JobState"
     ]

@@ -6,13 +6,13 @@ from msgspec.structs import replace
 from support.pictures import job, snapshot
 
 from elastic.core.records import JobState, Phase
-from elasticd.assignment import Plan
-from elasticd.board import Snapshot
+from elasticd.assignment import Assignment
+from elasticd.published_state import Snapshot
 from elasticd.routes import WAITS_S, Waits, _told, news
 
 
 def pending(why: str) -> Snapshot:
-    return snapshot(job(state=JobState(phase=Phase.PENDING), progress=None), plan=Plan(waiting={"train": why}))
+    return snapshot(job(state=JobState(phase=Phase.PENDING), progress=None), plan=Assignment(waiting={"train": why}))
 
 
 def test_a_reason_is_told_once_after_it_has_stood_for_a_while() -> None:
@@ -45,7 +45,7 @@ def test_an_outage_that_is_over_after_a_checkpoint_has_failed_in_it_is_told() ->
 
 def test_what_happens_before_the_first_generation_gives_no_job_up() -> None:
     (exit_,) = job().incidents
-    late = replace(exit_, kind="late exit", world_before=0, world_after=0, timeline_s={})
-    given_up = replace(exit_, world_after=0)
+    late = replace(exit_, kind="late exit", world_size_before=0, world_size_after=0, timeline_s={})
+    given_up = replace(exit_, world_size_after=0)
     told = _told(snapshot(job(incidents=(late, given_up))), "train")
     assert [note.partition("; ")[2] for note in told] == ["before the job's first generation", "the job was given up"]

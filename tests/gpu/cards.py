@@ -1,6 +1,6 @@
 """Ranks as processes on one GPU.
 
-    results = run(function, world=3, timeout_s=60.0, env={…}, size=100)    # function(rank, world, port, size=100)
+    results = run(function, world_size=3, timeout_s=60.0, env={…}, size=100)  # function(rank, world_size, port, size)
 
 `function` stands in a test file and returns what JSON can hold; results come by rank, {"died": N} for one that a signal
 ended, {"raised": …} for one that raised. Nothing is forked: CUDA does not survive that. A TCPStore listens on `port`.
@@ -43,12 +43,12 @@ def environment(rank: int, given: Mapping[str, str] = ONE_CARD, *, own_host: boo
 
 
 def spawn(
-    function: Callable[..., Any], rank: int, world: int, port: int, env: Mapping[str, str], **args: Any
+    function: Callable[..., Any], rank: int, world_size: int, port: int, env: Mapping[str, str], **args: Any
 ) -> subprocess.Popen[str]:
     """One rank; what it printed last is its result. Its stderr is a file: torch's watchdog prints some kilobytes per
     collective that failed, and would block at a full pipe with a lock in hand."""
     code = function.__code__
-    argv = [sys.executable, str(HERE), code.co_filename, code.co_name, str(rank), str(world), str(port)]
+    argv = [sys.executable, str(HERE), code.co_filename, code.co_name, str(rank), str(world_size), str(port)]
     errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - `last_errors` closes it
     process = subprocess.Popen(
         [*argv, json.dumps(args)],
@@ -89,7 +89,7 @@ def last_errors(process: subprocess.Popen[str], chars: int = 2000) -> str:
 def run(
     function: Callable[..., Any],
     *,
-    world: int,
+    world_size: int,
     timeout_s: float = 90.0,
     env: Mapping[str, str] = ONE_CARD,
     own_hosts: bool = True,
@@ -99,17 +99,17 @@ def run(
 ) -> list[Any]:
     """With `check`, raises AssertionError for a rank that raised. The last `stops` ranks are killed in the end."""
     if smoke.ON and check and not stops:
-        return _run_forked(function, world, timeout_s, env, args)
+        return _run_forked(function, world_size, timeout_s, env, args)
     from torch.distributed import TCPStore
 
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     deadline_s = time.monotonic() + timeout_s
     processes = [
-        spawn(function, rank, world, server.port, environment(rank, env, own_host=own_hosts), **args)
-        for rank in range(world)
+        spawn(function, rank, world_size, server.port, environment(rank, env, own_host=own_hosts), **args)
+        for rank in range(world_size)
     ]
     try:
-        results = [collect(process, deadline_s) for process in processes[: world - stops]]
+        results = [collect(process, deadline_s) for process in processes[: world_size - stops]]
     finally:
         for process in processes:
             if process.poll() is None:
@@ -122,20 +122,22 @@ def run(
 
 
 def _run_forked(
-    function: Callable[..., Any], world: int, timeout_s: float, env: Mapping[str, str], args: dict[str, Any]
+    function: Callable[..., Any], world_size: int, timeout_s: float, env: Mapping[str, str], args: dict[str, Any]
 ) -> list[Any]:
     from support import ranks
 
     os.environ["PYTHONPATH"] = environment(0)["PYTHONPATH"]  # for the process that forks, at its start
     code = function.__code__
     given = {"path": code.co_filename, "name": code.co_name, "env": dict(env), "args": args}
-    return ranks.run_ranks(in_fork, world=world, timeout_s=timeout_s, **given)
+    return ranks.run_ranks(in_fork, world_size=world_size, timeout_s=timeout_s, **given)
 
 
-def in_fork(rank: int, world: int, port: int, path: str, name: str, env: dict[str, str], args: dict[str, Any]) -> Any:
+def in_fork(
+    rank: int, world_size: int, port: int, path: str, name: str, env: dict[str, str], args: dict[str, Any]
+) -> Any:
     os.environ.update(env)
     smoke.install()
-    return getattr(_loaded(path), name)(rank, world, port, **args)
+    return getattr(_loaded(path), name)(rank, world_size, port, **args)
 
 
 def _loaded(path: str) -> Any:
@@ -147,11 +149,11 @@ def _loaded(path: str) -> Any:
     return module
 
 
-def _main(path: str, name: str, rank: str, world: str, port: str, args: str) -> None:
+def _main(path: str, name: str, rank: str, world_size: str, port: str, args: str) -> None:
     if smoke.ON:
         smoke.install()
     try:
-        result = getattr(_loaded(path), name)(int(rank), int(world), int(port), **json.loads(args))
+        result = getattr(_loaded(path), name)(int(rank), int(world_size), int(port), **json.loads(args))
     except BaseException:  # noqa: BLE001 - the report of a process that ends here
         result = {"raised": traceback.format_exc()[-4000:]}
     print(f"\n{json.dumps(result)}", flush=True)

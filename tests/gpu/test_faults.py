@@ -21,7 +21,7 @@ GONE_S = 10.0
 """timeouts.respawn_s"""
 
 
-def out_of_memory(rank: int, world: int, port: int) -> Any:
+def out_of_memory(rank: int, world_size: int, port: int) -> Any:
     try:
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
     except torch.OutOfMemoryError as error:
@@ -30,10 +30,10 @@ def out_of_memory(rank: int, world: int, port: int) -> Any:
 
 
 def test_running_out_of_memory_is_the_scripts_own_error_and_does_not_stick() -> None:
-    assert cards.run(out_of_memory, world=1) == [[False, 10.0]]
+    assert cards.run(out_of_memory, world_size=1) == [[False, 10.0]]
 
 
-def sticky(rank: int, world: int, port: int) -> Any:
+def sticky(rank: int, world_size: int, port: int) -> Any:
     said = []
     values = torch.zeros(4, device="cuda")
     wild = torch.tensor([1 << 30], device="cuda")
@@ -51,7 +51,7 @@ def sticky(rank: int, world: int, port: int) -> Any:
 
 
 def test_an_illegal_access_sticks_so_the_process_has_to_go(measured: dict[str, object]) -> None:
-    (found,) = cards.run(sticky, world=1)
+    (found,) = cards.run(sticky, world_size=1)
     measured |= found
     said = found["said"]
     assert found["for_good"]
@@ -110,22 +110,22 @@ def test_the_dead_leave_the_card_soon(where: str, measured: dict[str, object]) -
 
 def test_the_self_test_passes() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "elastic.agent.selftest"],
+        [sys.executable, "-m", "elastic.agent.gpu_selftest"],
         env=cards.environment(0), cwd=cards.ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert '"cuda:0"' in done.stdout
 
 
-def fork_then_cuda(rank: int, world: int, port: int) -> Any:
+def fork_then_cuda(rank: int, world_size: int, port: int) -> Any:
     """As the zygote does: torch and the driver's library loaded, CUDA not started; the child starts it."""
-    from elastic.worker import fitness, zygote
+    from elastic.worker import fork_safety, zygote
 
     begun_s = time.monotonic()
     zygote._load_cuda_libraries({"CUDA_VISIBLE_DEVICES": "0"})
     loaded_s = time.monotonic() - begun_s
     zygote._warm()
-    unfit = fitness.unfit()
+    unfit = fork_safety.unfit()
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         begun_s = time.monotonic()
@@ -140,19 +140,19 @@ def fork_then_cuda(rank: int, world: int, port: int) -> Any:
     os.waitpid(pid, 0)
     torch.ones(8, device="cuda")
     return {"unfit": unfit, "total": total, "load_libcuda_s": loaded_s, "context_s": context_s,
-            "unfit_when_started": fitness.unfit()}  # fmt: skip
+            "unfit_when_started": fork_safety.unfit()}  # fmt: skip
 
 
 def test_a_fork_of_a_warm_process_can_start_cuda(measured: dict[str, object]) -> None:
     pytest.importorskip("msgspec", reason="the zygote needs msgspec")
-    (found,) = cards.run(fork_then_cuda, world=1)
+    (found,) = cards.run(fork_then_cuda, world_size=1)
     measured |= {k: round(found[k], 3) for k in ("load_libcuda_s", "context_s")}
     assert found["unfit"] == ""
     assert found["total"] == 8.0
     assert "CUDA was started in it" in found["unfit_when_started"]  # the check would have noticed
 
 
-def nccl_times(rank: int, world: int, port: int) -> Any:
+def nccl_times(rank: int, world_size: int, port: int) -> Any:
     from test_nccl_groups import make, summed
 
     times = {}
@@ -161,17 +161,17 @@ def nccl_times(rank: int, world: int, port: int) -> Any:
     times["context_s"] = time.monotonic() - begun_s
     for name in ("first_form_s", "second_form_s"):
         begun_s = time.monotonic()
-        group = make(rank, world, port, len(times))
+        group = make(rank, world_size, port, len(times))
         group.form()
         times[name] = time.monotonic() - begun_s
         begun_s = time.monotonic()
-        summed(world)
+        summed(world_size)
         times[name.replace("form", "collective")] = time.monotonic() - begun_s
         group.close()
     return times
 
 
 def test_start_up_times(measured: dict[str, object]) -> None:
-    for rank in cards.run(nccl_times, world=2):
+    for rank in cards.run(nccl_times, world_size=2):
         for name, value in rank.items():
             measured[name] = max(float(str(measured.get(name, 0))), round(value, 3))

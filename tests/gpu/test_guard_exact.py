@@ -31,13 +31,13 @@ class Link:
     """As the agent's: the flag is set before the abort begins."""
 
     def __init__(self) -> None:
-        self.let_go = False
+        self.aborted = False
 
     def applying(self) -> None:
-        if self.let_go:
-            from elastic.worker.session import ToldToLeave
+        if self.aborted:
+            from elastic.worker.session import GenerationEnded
 
-            raise ToldToLeave("told to let go")
+            raise GenerationEnded("told to let go")
 
     def check(self, step: int) -> None:
         self.applying()
@@ -149,14 +149,14 @@ def alone(job: Any, buffers: bool) -> Training:
     return (WithBuffers if buffers else Training)(job)
 
 
-def undisturbed(job: Any, rank: int, world: int, port: int, steps: int, buffers: bool) -> list[str]:
+def undisturbed(job: Any, rank: int, world_size: int, port: int, steps: int, buffers: bool) -> list[str]:
     """Digest of the state after each step."""
     from test_nccl_groups import make
 
     training = alone(job, buffers)
-    group = make(rank, world, port, 0)
+    group = make(rank, world_size, port, 0)
     group.form()
-    job.enter(rank=rank, world=world, generation=0, keeper=None)
+    job.enter(rank=rank, world_size=world_size, generation=0, keeper=None)
     training.begin()
     wrapped = job.ddp(training.model)
     digests = [training.digest()]
@@ -170,21 +170,21 @@ def undisturbed(job: Any, rank: int, world: int, port: int, steps: int, buffers:
 
 def disturbed_round(training: Training, group: Any, link: Link, after_s: float, steps: int) -> str:
     """Train until the abort; returns how this rank came to leave."""
-    from elastic.worker.session import ToldToLeave
+    from elastic.worker.session import GenerationEnded
 
-    def let_go() -> None:
-        link.let_go = True
+    def aborted() -> None:
+        link.aborted = True
         group.abort("a rank died")
 
     training.begin()
     wrapped = training.job.ddp(training.model)
-    timer = threading.Timer(after_s, let_go)
+    timer = threading.Timer(after_s, aborted)
     timer.start()
     try:
         while training.step < steps:
             training.one(wrapped)
         left = "at the end"
-    except ToldToLeave:
+    except GenerationEnded:
         left = "by the guard"
     except RuntimeError as error:  # what an aborted group does to whoever calls it
         left = f"by an error: {str(error)[:100]}"
@@ -193,7 +193,7 @@ def disturbed_round(training: Training, group: Any, link: Link, after_s: float, 
     return left
 
 
-def train(rank: int, world: int, port: int, rounds: int, steps: int, buffers: bool) -> Any:
+def train(rank: int, world_size: int, port: int, rounds: int, steps: int, buffers: bool) -> Any:
     from test_nccl_groups import make
 
     from elastic.worker.job import Job
@@ -201,15 +201,15 @@ def train(rank: int, world: int, port: int, rounds: int, steps: int, buffers: bo
     torch.use_deterministic_algorithms(True)
     link = Link()
     job = Job(name="j", device=torch.device("cuda:0"), local_rank=0, link=link)  # type: ignore[arg-type]
-    reference = undisturbed(job, rank, world, port, steps, buffers)
+    reference = undisturbed(job, rank, world_size, port, steps, buffers)
     training = alone(job, buffers)
     pauses = random.Random(rank)
     wrong, left = [], []
     for generation in range(1, rounds + 1):
-        link.let_go = False
-        group = make(rank, world, port, generation, timeout_s=GROUP_S)
+        link.aborted = False
+        group = make(rank, world_size, port, generation, timeout_s=GROUP_S)
         group.form()
-        job.enter(rank=rank, world=world, generation=generation, keeper=None)
+        job.enter(rank=rank, world_size=world_size, generation=generation, keeper=None)
         training.catch_up()
         left.append(disturbed_round(training, group, link, 0.02 + pauses.random() * 0.2, steps))
         group.close()
@@ -226,7 +226,7 @@ def exact(measured: dict[str, object], *, buffers: bool) -> None:
     pytest.importorskip("numpy", reason="the job needs numpy")
     env = {**cards.ONE_CARD, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     results = cards.run(
-        train, world=2, env=env, rounds=ROUNDS, steps=STEPS, buffers=buffers, timeout_s=360.0, check=smoke.ON
+        train, world_size=2, env=env, rounds=ROUNDS, steps=STEPS, buffers=buffers, timeout_s=360.0, check=smoke.ON
     )
     # An abort beside a call in progress may end a process (docs/gpu.md): it is told by its name.
     if ended := {rank: r["died"] for rank, r in enumerate(results) if isinstance(r, dict) and "died" in r}:

@@ -24,7 +24,7 @@ def timed(act: Any) -> float:
     return time.monotonic() - begun_s
 
 
-def snapshot(rank: int, world: int, port: int) -> Any:
+def snapshot(rank: int, world_size: int, port: int) -> Any:
     from elastic.checkpoint.arena import Arena
     from elastic.checkpoint.layout import arena_nbytes
     from elastic.core.tensors import TensorInfo
@@ -56,14 +56,14 @@ def snapshot(rank: int, world: int, port: int) -> Any:
 
 def test_a_snapshot_runs_beside_the_steps_at_the_cards_speed(measured: dict[str, object]) -> None:
     pytest.importorskip("msgspec", reason="the arena needs msgspec")
-    (found,) = cards.run(snapshot, world=1, timeout_s=180.0)
+    (found,) = cards.run(snapshot, world_size=1, timeout_s=180.0)
     measured |= {k: round(v, 4) for k, v in found.items() if k != "same"}
     assert found["same"]
     assert found["blocked_s"] < BLOCKED_S
     assert found["copy_s"] / found["whole_s"] >= SHARE_OF_COPY
 
 
-def changed_behind(rank: int, world: int, port: int) -> Any:
+def changed_behind(rank: int, world_size: int, port: int) -> Any:
     """What is filled is what the stream had when `fill` was called, though kernels were still queued before it."""
     from elastic.checkpoint.arena import Arena
     from elastic.checkpoint.layout import arena_nbytes
@@ -90,21 +90,21 @@ def changed_behind(rank: int, world: int, port: int) -> Any:
 
 def test_a_snapshot_holds_the_step_it_was_taken_at() -> None:
     pytest.importorskip("msgspec", reason="the arena needs msgspec")
-    assert cards.run(changed_behind, world=1) == [0]
+    assert cards.run(changed_behind, world_size=1) == [0]
 
 
 WIDTH = 4096 if not smoke.ON else 64
 """Of ten square layers: with Adam's two averages 2 GB."""
 
 
-def overlapped(rank: int, world: int, port: int) -> Any:
+def overlapped(rank: int, world_size: int, port: int) -> Any:
     """As a worker does it: the keeper after each commit, its settling in the optimizer's guard, an arena for each."""
     from support.arenas import Agent
 
-    from elastic.core.cadence import Rule
+    from elastic.core.checkpoint_interval import Rule
+    from elastic.worker.agent_snapshots import AgentSnapshots
+    from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
     from elastic.worker.job import Job
-    from elastic.worker.keeper import Keeper, Place
-    from elastic.worker.sink import AgentSink
     from elastic.worker.state import State
 
     class Link:
@@ -116,9 +116,9 @@ def overlapped(rank: int, world: int, port: int) -> Any:
     state = State(model=model, optimizer=torch.optim.Adam(model.parameters(), foreach=True))
     job = Job(name="j", device=torch.device("cuda", 0), local_rank=0, link=Link())  # type: ignore[arg-type]
     agent = Agent()
-    keeper = Keeper(AgentSink(agent), Rule(every_steps=5), shared=True)  # type: ignore[arg-type]
-    keeper.enter(Place(1, 0, 1, 0, 1), 0)
-    job.enter(rank=0, world=1, generation=1, keeper=keeper)
+    keeper = CheckpointScheduler(AgentSnapshots(agent), Rule(every_steps=5), shared=True)  # type: ignore[arg-type]
+    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    job.enter(rank=0, world_size=1, generation=1, keeper=keeper)
     state.watch_optimizers(job.guard())
     samples = torch.randn(256, WIDTH, device="cuda")
     times: dict[bool, list[float]] = {True: [], False: []}
@@ -155,25 +155,25 @@ def overlapped(rank: int, world: int, port: int) -> Any:
 def test_training_goes_on_while_a_snapshot_is_copied(measured: dict[str, object]) -> None:
     pytest.importorskip("msgspec", reason="the keeper needs msgspec")
     pytest.importorskip("numpy", reason="the job needs numpy")
-    (found,) = cards.run(overlapped, world=1, timeout_s=180.0)
+    (found,) = cards.run(overlapped, world_size=1, timeout_s=180.0)
     measured |= {k: round(v, 4) for k, v in found.items()}
     assert (found["wrong"], found["skipped"], found["taken"]) == (0, 0, 8)
     assert found["blocked_s"] < BLOCKED_S
 
 
-def relayed(rank: int, world: int, port: int) -> Any:
+def relayed(rank: int, world_size: int, port: int) -> Any:
     from test_nccl_groups import make
 
     from elastic.worker import broadcast
 
-    group = make(rank, world, port, 1)
+    group = make(rank, world_size, port, 1)
     group.form()
     generator = torch.Generator("cuda").manual_seed(rank)
     tensors = [torch.randn(MB * 1_000_000 // 8 // 10, device="cuda", generator=generator) for _ in range(10)]
     tensors += [torch.randn(shape, device="cuda", generator=generator) for shape in ((3,), (), (7, 5))]
     begun_s = time.monotonic()
     nbytes = broadcast.relay(
-        tensors, previous=rank - 1 if rank else None, following=rank + 1 if rank + 1 < world else None
+        tensors, previous=rank - 1 if rank else None, following=rank + 1 if rank + 1 < world_size else None
     )
     torch.cuda.synchronize()
     seconds = time.monotonic() - begun_s
@@ -183,11 +183,11 @@ def relayed(rank: int, world: int, port: int) -> Any:
     return {"same": same, "gb_s": nbytes / seconds / 1e9}
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_state_is_sent_over_nccl(world: int, measured: dict[str, object]) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_state_is_sent_over_nccl(world_size: int, measured: dict[str, object]) -> None:
     pytest.importorskip("xxhash", reason="the broadcast needs xxhash")
     if smoke.ON:
         pytest.importorskip("numpy", reason="the broadcast between CPUs needs numpy")
-    results = cards.run(relayed, world=world)
+    results = cards.run(relayed, world_size=world_size)
     measured["gb_s"] = round(min(r["gb_s"] for r in results), 2)
     assert all(r["same"] for r in results)

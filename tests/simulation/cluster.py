@@ -53,7 +53,7 @@ class Setting:
     drift: float = 0.0
     crowd: int = 64
     """With more nodes than this, not all see all members."""
-    deputies: int = 8
+    leader_candidates: int = 8
     repeats: bool = False
     """What workers say may arrive a second time, late."""
     managed: bool = True
@@ -414,7 +414,7 @@ class Cluster:
     def whole(self) -> bool:
         """As many nodes train as can, with all their workers."""
         record, latest = self.record(), self.training.latest
-        fit = sum(1 for n in self.nodes if n.name not in self.drained and n.name not in self.state().avoid)
+        fit = sum(1 for n in self.nodes if n.name not in self.drained and n.name not in self.state().excluded_nodes)
         spec = self.etcd.kvs.get(self.keys.spec)  # a change of it may have been lost with etcd's data
         want = min(fit, decode(SpecRecord, spec.value).spec.max_nodes) if spec else 0
         return (
@@ -423,7 +423,7 @@ class Cluster:
             and latest is not None
             and latest.generation == record.number
             and len(record.places) >= want
-            and record.world >= want * self.slots
+            and record.world_size >= want * self.slots
         )
 
     def over(self) -> bool:

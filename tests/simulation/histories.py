@@ -87,7 +87,7 @@ def draw(seed: int) -> History:
         setup_s=rng.choice((0.2, 1.0, 3.0)),
         drift=rng.choice((0.0, 0.05, 0.2)),
         crowd=random.Random(f"crowd {seed}").choice((64, 64, 1)),
-        deputies=1,
+        leader_candidates=1,
         managed=random.Random(f"managed {seed}").random() < 0.5,
     )
     count = 1 + min(int(rng.expovariate(0.35)), MOST_FAULTS - 1)

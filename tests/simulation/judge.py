@@ -6,13 +6,13 @@ import itertools
 from typing import TYPE_CHECKING
 
 from elastic.core import messages
-from elastic.core.effects import Effect, Kill, Publish, Tell
+from elastic.core.effects import Effect, Kill, Publish, Send
 from elastic.core.events import Event, PeerDead
 from elastic.core.model import Agent
 from elastic.core.records import GenerationRecord, IncidentRecord, JobState, Phase, decode
-from elastic.core.restarts import BAD_NODE_FAILURES
-from elastic.core.sharding import Plan, share
-from elastic.core.source import Choice, Version
+from elastic.core.restart_budget import BAD_NODE_FAILURES
+from elastic.core.sharding import BatchPlan, share
+from elastic.core.state_source import Choice, Version
 from elastic.core.transitions import Stage
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Judge:
             planned = after.generation is not None and after.generation.at_step is not None
             for effect in effects:
                 match effect:
-                    case Tell(message=messages.LetGo(generation=number)):
+                    case Send(message=messages.AbortGroup(generation=number)):
                         disturbs = number in self.newest and not planned
                     case Publish():
                         number = after.generation.number if after.generation else 0
@@ -97,11 +97,11 @@ class Judge:
     def _deaths(self, node: Node, event: Event, after: Agent) -> None:
         """What is proven is not forgotten while it matters: as long as the dead have a place or a member record."""
         proven = self.proven.setdefault(node.incarnation, set())
-        if isinstance(event, PeerDead) and (event.node, event.incarnation) not in after.undead:
+        if isinstance(event, PeerDead) and (event.node, event.incarnation) not in after.falsely_suspected:
             proven.add((event.node, event.incarnation))
         if not proven:
             return
-        proven -= after.undead
+        proven -= after.falsely_suspected
         places = after.generation.places if after.generation else ()
         matter = {m.id for m in after.view.members.values()} | {(p.node, p.incarnation) for p in places}
         proven &= matter
@@ -113,12 +113,14 @@ class Judge:
         told = self.told.setdefault(node.incarnation, {})
         for effect in effects:
             match effect:
-                case Tell(life=life, message=messages.Form(generation=number)):
-                    if number <= told.get(life, 0):
-                        raise Broken("one order", f"{node.name} has life {life} form {number} after {told[life]}")
-                    told[life] = number
-                case Kill(life=life, why=why):
-                    worker = node.processes.get(life)
+                case Send(worker_id=worker_id, message=messages.Form(generation=number)):
+                    if number <= told.get(worker_id, 0):
+                        raise Broken(
+                            "one order", f"{node.name} has worker {worker_id} form {number} after {told[worker_id]}"
+                        )
+                    told[worker_id] = number
+                case Kill(worker_id=worker_id, why=why):
+                    worker = node.processes.get(worker_id)
                     if "let go" in why and worker and self.obedient:
                         raise Broken("G1", f"{worker.name} is killed though it was about to let go: {why}")
 
@@ -152,7 +154,7 @@ class Judge:
 
     def _set_aside(self) -> None:
         """No node is set aside for what happened elsewhere."""
-        for name in self._cluster.state().avoid:
+        for name in self._cluster.state().excluded_nodes:
             if self._cluster.deaths[name] < BAD_NODE_FAILURES:
                 raise Broken("blame", f"{name} is set aside after {self._cluster.deaths[name]} deaths there")
 
@@ -210,13 +212,13 @@ class Judge:
 
     def _samples(self, group: Group, step: int) -> None:
         """The ranks' parts of the step are its batch, all of it and nothing twice (G7)."""
-        plan = Plan(SAMPLES, BATCH)
+        plan = BatchPlan(SAMPLES, BATCH)
         turn = (step - 1) % PER_EPOCH
         batch = plan.at(step - 1)
-        ends = [share(batch.start, batch.stop, rank, group.world) for rank in range(group.world)]
+        ends = [share(batch.start, batch.stop, rank, group.world_size) for rank in range(group.world_size)]
         taken = [sample for start, stop in ends for sample in range(start, stop)]
         if taken != list(range(turn * BATCH, min(turn * BATCH + BATCH, SAMPLES))):
-            raise Broken("G7", f"step {step} in a world of {group.world} takes the samples {taken}")
+            raise Broken("G7", f"step {step} in a world of {group.world_size} takes the samples {taken}")
 
     def _cut_off(self, group: Group) -> bool:
         """Nobody can tell this world that it is over: all of it is away from etcd, or its agents stand still."""

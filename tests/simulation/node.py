@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from support.fake_etcd import FakeClient, FakeWatch
 
+from elastic.agent.etcd_writer import EtcdWriter
 from elastic.agent.incidents import dated
-from elastic.agent.registry import Registry
 from elastic.core import recovery
 from elastic.core.announce import SUSPICION_S
 from elastic.core.effects import (
@@ -27,17 +27,17 @@ from elastic.core.effects import (
     Rejoin,
     Restore,
     SaveNow,
-    Tell,
+    Send,
 )
 from elastic.core.events import Event, Progress, Start, Tick, Viewed, WorkerExited
 from elastic.core.membership import Limits, leader, living
 from elastic.core.model import Agent, Policy
 from elastic.core.records import ProgressRecord
-from elastic.core.sight import sees_members
 from elastic.core.timeouts import Timeouts
 from elastic.core.transitions import Stage
 from elastic.core.turn import ASK_AGAIN_S
 from elastic.core.view import JobView
+from elastic.core.watch_scope import watches_members
 from elastic.etcd import EtcdError, View
 
 from .training import Worker
@@ -51,8 +51,8 @@ AT_REST = ("", "as it should be")
 Order = Callable[[], None]
 
 
-class Desk:
-    """As `agent.desk.Desk`: orders by key, one after another, again until done."""
+class WriteQueue:
+    """As `agent.desk.WriteQueue`: orders by key, one after another, again until done."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -188,17 +188,17 @@ class Node:
             spec=spec,
             timeouts=Timeouts(),
             crowd=cluster.setting.crowd,
-            deputies=cluster.setting.deputies,
+            leader_candidates=cluster.setting.leader_candidates,
         )
         self.stores = Stores(self)
-        self.registry = Registry(
+        self.registry = EtcdWriter(
             client,  # type: ignore[arg-type]
             cluster.keys,
             policy,
             self.stores,
             self.soon,
             cluster.spec_record,
-            desk=lambda _: Desk(self),
+            desk=lambda _: WriteQueue(self),
             wall=lambda: cluster.clock.now_s,
         )
         self.agent = Agent(policy)
@@ -265,10 +265,10 @@ class Node:
             whole = view.prefix == self.cluster.keys.root
             self.take(Viewed(JobView.read(self.cluster.keys, view.kvs, view.revision, whole), view.connected))
 
-    def soon(self, event: Event, life: int = 0) -> None:
+    def soon(self, event: Event, worker_id: int = 0) -> None:
         """From worker `life`, or a thread of the agent (0): taken in the loop's turn, in the order of its source."""
-        self._send(("from", life), self._arrives, self.incarnation, event)
-        if self.cluster.setting.repeats and life and not isinstance(event, WorkerExited):
+        self._send(("from", worker_id), self._arrives, self.incarnation, event)
+        if self.cluster.setting.repeats and worker_id and not isinstance(event, WorkerExited):
             self.cluster.clock.after(self.cluster.delay(0.05, 1.0), self._arrives, self.incarnation, event)
 
     def _send(self, line: tuple[str, int], act: Callable[..., None], *args: object) -> None:
@@ -309,7 +309,12 @@ class Node:
         newest = (0, 0)
         for worker in self.processes.values():
             mine = agent.workers.get(worker.slot)
-            if mine and mine.life == worker.life and mine.stage in (Stage.RUNNING, Stage.YIELDING) and worker.group:
+            if (
+                mine
+                and mine.worker_id == worker.worker_id
+                and mine.stage in (Stage.RUNNING, Stage.STOPPING_AT_STEP)
+                and worker.group
+            ):
                 newest = max(
                     newest, (worker.group.generation, worker.state()[0][1]) if not worker.group.fresh else newest
                 )
@@ -355,7 +360,7 @@ class Node:
         agent, now_s = self.agent, self.cluster.clock.now_s
         if agent is None or agent.generation is None:
             return
-        if leader(agent.view, agent.dead, agent.generation, agent.policy.deputies) != self.name:
+        if leader(agent.view, agent.dead, agent.generation, agent.policy.leader_candidates) != self.name:
             return
         known = agent.view.progress
         mine, at_s = agent.step, now_s
@@ -363,19 +368,19 @@ class Node:
             mine, at_s = known.step, known.step_wall_s
         self.registry.put_progress(
             ProgressRecord(
-                generation=agent.generation.number, world=agent.generation.world, step=mine, steps_per_s=0.0,
+                generation=agent.generation.number, world_size=agent.generation.world_size, step=mine, steps_per_s=0.0,
                 loss=None, wall_s=now_s, step_wall_s=at_s, stepped_in=agent.settled,
             )
         )  # fmt: skip
 
     def _look_around(self) -> None:
-        """As `agent.sight.Sight`: in a large job a node watches the head only, while it need not lead."""
+        """As `agent.sight.WatchScope`: in a large job a node watches the head only, while it need not lead."""
         agent, watch = self.agent, self._watch
         if agent is None or watch is None or self._client is None or not agent.connected:
             return
         root = self.cluster.keys.root
         narrow = watch.prefix != root
-        whole = sees_members(agent, self.now_s(), self.now_s() - self._narrow_since_s if narrow else None)
+        whole = watches_members(agent, self.now_s(), self.now_s() - self._narrow_since_s if narrow else None)
         if whole == narrow:
             watch.close()
             self._view = None
@@ -395,7 +400,7 @@ class Node:
         agent = self.agent
         assert agent is not None
         others = {m.id for m in living(agent.view, agent.dead).values() if m.record.node != self.name}
-        chief = leader(agent.view, agent.dead, agent.generation, agent.policy.deputies)
+        chief = leader(agent.view, agent.dead, agent.generation, agent.policy.leader_candidates)
         if chief != self.name:
             others = {key for key in others if key[0] == chief}
         if others - self.watched:
@@ -407,19 +412,19 @@ class Node:
         registry, agent = self.registry, self.agent
         assert agent is not None
         match effect:
-            case Tell(_, life, message):
-                if worker := self.processes.get(life):
-                    self._send(("to", life), worker.hear, message)
-            case ForkWorker(slot, life, _):
-                worker = self.processes[life] = Worker(self, slot, life)
+            case Send(_, worker_id, message):
+                if worker := self.processes.get(worker_id):
+                    self._send(("to", worker_id), worker.hear, message)
+            case ForkWorker(slot, worker_id, _):
+                worker = self.processes[worker_id] = Worker(self, slot, worker_id)
                 self.cluster.clock.after(self.cluster.delay(0.05, self.cluster.setup_s), worker.ready)
-            case ForkPlain(slot, life, _):
-                worker = self.processes[life] = Worker(self, slot, life)
+            case ForkPlain(slot, worker_id, _):
+                worker = self.processes[worker_id] = Worker(self, slot, worker_id)
                 self.cluster.clock.after(self.cluster.delay(0.01, 0.2), worker.calls_run)
-            case Kill(_, life, _, gently):
-                if worker := self.processes.get(life):
+            case Kill(_, worker_id, _, graceful):
+                if worker := self.processes.get(worker_id):
                     self.cluster.clock.after(
-                        0.05 if gently else 0.002, worker.die, f"killed by {'SIGTERM' if gently else 'SIGKILL'}"
+                        0.05 if graceful else 0.002, worker.die, f"killed by {'SIGTERM' if graceful else 'SIGKILL'}"
                     )
             case PutBroken(record, member):
                 registry.put_broken(record, member)
@@ -488,8 +493,8 @@ class Node:
         due += [w.deadline_s for w in agent.standbys]
         if agent.suspicious_since_s is not None:
             due.append(agent.suspicious_since_s + SUSPICION_S)
-        if agent.blind_until_s > now_s:
-            due.append(agent.blind_until_s)
+        if agent.absence_ignored_until_s > now_s:
+            due.append(agent.absence_ignored_until_s)
         due += [at + ASK_AGAIN_S for at in agent.asked.values() if at + ASK_AGAIN_S > now_s]
         number = agent.generation.number if agent.generation else -1
         if any(w.stage is Stage.READY and w.generation == number for w in agent.workers.values()):

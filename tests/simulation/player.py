@@ -94,10 +94,10 @@ def _event(event: events.Event) -> str:
             broken = ", broken" if view.broken else ""
             members = ", ".join(sorted(view.members)) or "nobody"
             return f"Viewed: {view.state.phase.value}, generation {number}{broken}, members {members}"
-        case events.WorkerExited(slot, life, cause):
-            return f"WorkerExited slot {slot} life {life}: {cause}"
-        case events.WorkerReleased(slot, life, generation, step, error):
-            return f"WorkerReleased slot {slot} life {life}: generation {generation}, step {step}" + (
+        case events.WorkerExited(slot, worker_id, cause):
+            return f"WorkerExited slot {slot} worker_id {worker_id}: {cause}"
+        case events.WorkerGroupClosed(slot, worker_id, generation, step, error):
+            return f"WorkerGroupClosed slot {slot} worker_id {worker_id}: generation {generation}, step {step}" + (
                 error and f", {error}"
             )
         case events.Drain(reason):
@@ -109,19 +109,19 @@ def _event(event: events.Event) -> str:
 def _message(message: messages.Message) -> str:
     match message:
         case messages.Form():
-            return f"Form generation {message.generation} as rank {message.rank} of {message.world}"
-        case messages.Yield():
-            return f"Yield after step {message.at_step} ({message.why})"
-        case messages.LetGo():
-            return f"LetGo ({message.why})"
+            return f"Form generation {message.generation} as rank {message.rank} of {message.world_size}"
+        case messages.StopAtStep():
+            return f"StopAtStep after step {message.at_step} ({message.why})"
+        case messages.AbortGroup():
+            return f"AbortGroup ({message.why})"
         case _:
             return repr(message)
 
 
 def _effect(effect: does.Effect) -> str:
     match effect:
-        case does.Tell(slot, _, message):
-            return f"Tell slot {slot}: {_message(message)}"
+        case does.Send(slot, _, message):
+            return f"Send slot {slot}: {_message(message)}"
         case does.Publish(number, change, _, at_step, charge):
             places = ", ".join(f"{p.node}{list(p.slots)}" for p in change.places)
             more = f" after step {at_step}" if at_step is not None else ""

@@ -55,7 +55,7 @@ def test_a_killed_worker_is_named(rank: int) -> None:
     cluster = played(TWO, lambda c: c.kill_worker(rank // 2, rank % 2))
     (incident,) = incidents(cluster)
     check_incident(
-        incident, kind="exit", nodes=[f"n{rank // 2}"], ranks=[rank], redone=cluster.judge.redone(), worlds=(4, 4),
+        incident, kind="exit", nodes=[f"n{rank // 2}"], ranks=[rank], redone=cluster.judge.redone(), world_sizes=(4, 4),
         struck_wall_s=STRUCK_S, noticed_within_s=0.1,
     )  # fmt: skip
     assert incident.steps_lost == incident.steps_lost_at_most == 0
@@ -153,11 +153,11 @@ def test_it_stands_on_record_while_the_outage_lasts() -> None:
     cluster = played(TWO, lambda c: c.power_off(1), until_s=20.0)
     (incident,) = incidents(cluster)
     assert (incident.open, incident.kind, incident.node, incident.ranks) == (True, "lost", "n1", (2, 3))
-    assert (incident.steps_lost, incident.ended_wall_s, incident.world_after) == (None, None, 0)
+    assert (incident.steps_lost, incident.ended_wall_s, incident.world_size_after) == (None, None, 0)
     cluster.power_on(1)
     cluster.run(40.0)
     (incident,) = failures(cluster)
-    check_incident(incident, kind="lost", nodes=["n1"], ranks=[2, 3], redone=cluster.judge.redone(), worlds=(4, 4))
+    check_incident(incident, kind="lost", nodes=["n1"], ranks=[2, 3], redone=cluster.judge.redone(), world_sizes=(4, 4))
     assert incident.wall_s < 12.0, "it began when the node was lost, not when it came back"
 
 
@@ -183,7 +183,7 @@ def test_a_job_that_is_stopped_just_after_a_kill_has_had_an_incident() -> None:
     cluster.run(20.0)
     (incident,) = incidents(cluster)
     assert (incident.open, incident.kind, incident.ranks) == (False, "exit", (2,))
-    assert (incident.world_after, incident.restored_from, incident.steps_lost) == (0, "nothing", None)
+    assert (incident.world_size_after, incident.restored_from, incident.steps_lost) == (0, "nothing", None)
 
 
 def test_a_planned_change_and_a_kill_at_the_same_moment() -> None:
@@ -205,12 +205,12 @@ def test_a_planned_change_and_a_kill_at_the_same_moment() -> None:
 def test_a_worker_that_is_killed_on_the_node_that_leaves_is_named(offset_s: float) -> None:
     """Its agent has taken on the generation without it already, and the old one steps on to the boundary."""
     cluster = played(replace(THREE, setup_s=0.2), lambda c: c.drain(2, 1e6), until_s=STRUCK_S + offset_s)
-    world = cluster.judge.newest
-    assert max(world) == 1, "the boundary is not reached yet"
+    world_size = cluster.judge.newest
+    assert max(world_size) == 1, "the boundary is not reached yet"
     cluster.kill_worker(2, 0)
     cluster.run(30.0)
     (incident,) = incidents(cluster)
-    check_incident(incident, kind="exit", nodes=["n2"], ranks=[2], redone=cluster.judge.redone(), worlds=(3, 2))
+    check_incident(incident, kind="exit", nodes=["n2"], ranks=[2], redone=cluster.judge.redone(), world_sizes=(3, 2))
     assert cluster.state().restarts == 1, "one failure is charged"
 
 
@@ -234,4 +234,4 @@ def test_a_record_that_a_lost_leader_has_left_open_is_closed() -> None:
     cluster.etcd_changed()
     cluster.run(20.0)
     (incident,) = incidents(cluster)
-    assert (incident.open, incident.kind, incident.world_after) == (False, "exit", 4)
+    assert (incident.open, incident.kind, incident.world_size_after) == (False, "exit", 4)

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING
 
 from elastic.core import messages
 from elastic.core.events import (
+    CheckpointSaved,
     Event,
-    NumbersBad,
-    Saved,
+    WorkerBadNumbers,
     WorkerDone,
     WorkerExited,
     WorkerFormed,
+    WorkerGroupClosed,
     WorkerManaged,
     WorkerReady,
-    WorkerReleased,
-    WorkerSick,
     WorkerStepping,
     WorkerSynced,
+    WorkerUnhealthy,
 )
 from elastic.core.records import WorkerError
-from elastic.core.source import NoStateError, Offer, StateLostError, Version, choose, reached
+from elastic.core.state_source import NoStateError, Offer, StateLostError, Version, choose, reached
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -44,7 +44,7 @@ class Worker:
 
     node: Node
     slot: int
-    life: int
+    worker_id: int
     doing: str = "setup"  # setup, idle, arriving, forming, syncing, running, done, dead
     group: Group | None = None
     rank: int = -1
@@ -55,7 +55,7 @@ class Worker:
     stopped: bool = False
     deaf: bool = False
     """Does not let go when told to."""
-    let_go: int = 0
+    aborted: int = 0
     leave: tuple[int, int] = (0, 0)
     """(generation, step after which to leave it)"""
     forms: list[messages.Form] = field(default_factory=list)
@@ -90,22 +90,22 @@ class Worker:
             case messages.Form():
                 self.forms.append(message)
                 self.look()
-            case messages.LetGo(generation=generation):
+            case messages.AbortGroup(generation=generation):
                 if self.deaf:
                     return
-                self.let_go = max(self.let_go, generation)
+                self.aborted = max(self.aborted, generation)
                 if self.group and self.group.generation <= generation:
                     self._let_go_of(self.group)
                 elif self.doing == "arriving" and self.group is None:  # it still dials
                     self.doing = "idle"
-                    self.say(WorkerReleased(self.slot, self.life, generation, self.version[1]))
+                    self.say(WorkerGroupClosed(self.slot, self.worker_id, generation, self.version[1]))
                     self.look()
-            case messages.Yield(generation=generation, at_step=at_step):
+            case messages.StopAtStep(generation=generation, at_step=at_step):
                 self.leave = (generation, at_step)
                 if self.group and self.group.generation == generation:
                     self.group.yields = True
                     if self.state()[0][1] > at_step:
-                        self.let_go = max(self.let_go, generation)
+                        self.aborted = max(self.aborted, generation)
                         self.group.leave(self, "", partial=True)
             case messages.Assign(slot=slot):
                 self.slot = slot
@@ -128,7 +128,7 @@ class Worker:
             return
         while self.forms:
             form = self.forms.pop(0)
-            if form.generation > self.let_go:
+            if form.generation > self.aborted:
                 self.doing, self.rank, self.known_commit = "arriving", form.rank, form.reached
                 self.node.cluster.training.arrive(self, form)
                 return
@@ -145,20 +145,20 @@ class Worker:
     # ── what it says ────────────────────────────────────────────────────────────────────────────────────────
 
     def say(self, event: Event) -> None:
-        self.node.soon(event, self.life)
+        self.node.soon(event, self.worker_id)
 
     def calls_run(self) -> None:
         """Its imports are done."""
         if self.stopped:
             self.node.cluster.clock.after(1.0, self.calls_run)
         elif self.alive:
-            self.say(WorkerManaged(self.slot, self.life))
+            self.say(WorkerManaged(self.slot, self.worker_id))
             self.node.cluster.clock.after(self.node.cluster.delay(0.05, self.node.cluster.setup_s), self.ready)
 
     def ready(self) -> None:
         if self.doing == "setup" and not self.stopped:
             self.doing = "idle"
-            self.say(WorkerReady(self.slot, self.life))
+            self.say(WorkerReady(self.slot, self.worker_id))
         elif self.doing == "setup":
             self.node.cluster.clock.after(1.0, self.ready)
 
@@ -177,13 +177,13 @@ class Worker:
                 group.leave(self, None, partial=True)
                 step = self.version[1]
         self.doing = "dead"
-        self.node.processes.pop(self.life, None)
+        self.node.processes.pop(self.worker_id, None)
         said = (
             WorkerError(node=self.node.name, slot=self.slot, rank=self.rank, message=error, step=step)
             if error
             else None
         )
-        self.say(WorkerExited(self.slot, self.life, cause, code, said, fingerprint or cause, step))
+        self.say(WorkerExited(self.slot, self.worker_id, cause, code, said, fingerprint or cause, step))
 
 
 @dataclass(eq=False)
@@ -194,7 +194,7 @@ class Group:
     generation: int
     port: int
     host: Node
-    world: int
+    world_size: int
     restore: str = "newest"
     ranks: dict[int, Worker] = field(default_factory=dict)
     phase: str = "arriving"  # arriving, forming, syncing, running, broken, done
@@ -247,7 +247,7 @@ class Group:
                 self.phase = "syncing"
                 for worker in self.ranks.values():
                     worker.doing = "syncing"
-                    worker.say(WorkerFormed(worker.slot, worker.life, self.generation))
+                    worker.say(WorkerFormed(worker.slot, worker.worker_id, self.generation))
                 self._choose()
             case "syncing":
                 self._run()
@@ -255,16 +255,16 @@ class Group:
                 self._step()
 
     def arrived(self, worker: Worker, rank: int) -> None:
-        if rank in self.ranks or len(self.ranks) >= self.world:
+        if rank in self.ranks or len(self.ranks) >= self.world_size:
             raise AssertionError(f"rank {rank} of generation {self.generation} came twice: {worker.name}")
         worker.group, worker.rank = self, rank
         self.ranks[rank] = worker
         self.came += 1
-        if self.came < self.world:
+        if self.came < self.world_size:
             return
         for other in self.ranks.values():
             other.doing = "forming"
-        if len(self.ranks) == self.world:
+        if len(self.ranks) == self.world_size:
             self.phase = "forming"
             self._next(self.training.cluster.delay(0.01, 0.05))
         else:  # somebody came and died: the others find nobody at its address
@@ -325,7 +325,7 @@ class Group:
             worker.doing, worker.whole, worker.established = "running", True, True
             worker.version, worker.chain = self.version, self.chain
             synced = self.generation, self.version[1], self.source, self.reached
-            worker.say(WorkerSynced(worker.slot, worker.life, *synced))
+            worker.say(WorkerSynced(worker.slot, worker.worker_id, *synced))
         self._leavers()
         if self.phase == "running":
             self._work_or_finish()
@@ -336,7 +336,7 @@ class Group:
             self.phase = "done"
             for worker in self.ranks.values():
                 worker.doing = "done"
-                worker.say(WorkerDone(worker.slot, worker.life, self.generation, self.version[1]))
+                worker.say(WorkerDone(worker.slot, worker.worker_id, self.generation, self.version[1]))
             return
         self._next(training.step_s)
 
@@ -345,7 +345,7 @@ class Group:
         training = self.training
         step = self.version[1] + 1
         if training.bug == step:
-            victim = self.ranks[training.bug_rank % self.world]
+            victim = self.ranks[training.bug_rank % self.world_size]
             victim.die("exit code 1", 1, "ValueError: planted", "ValueError at train.py:1")
             return
         self._commit()
@@ -354,12 +354,14 @@ class Group:
             training.cluster.deaths[self.ranks[0].node.name] += 1
             training.cluster.died_s.append(training.cluster.clock.now_s)
             self.ranks[0].say(
-                NumbersBad(self.ranks[0].slot, self.ranks[0].life, self.generation, step, "nan", "loss is nan", (0,))
+                WorkerBadNumbers(
+                    self.ranks[0].slot, self.ranks[0].worker_id, self.generation, step, "nan", "loss is nan", (0,)
+                )
             )
         if self.fresh:
             self.fresh = False
             for worker in self.ranks.values():
-                worker.say(WorkerStepping(worker.slot, worker.life, self.generation, step))
+                worker.say(WorkerStepping(worker.slot, worker.worker_id, self.generation, step))
         if self.yields or self.stop:
             self._leavers()
         if self.phase == "running":
@@ -369,7 +371,7 @@ class Group:
         step = self.version[1] + 1
         self.version = (max(self.version[0], self.generation), step)
         before, training = self.chain, self.training
-        self.chain = hash((self.chain, self.generation, step, self.world))
+        self.chain = hash((self.chain, self.generation, step, self.world_size))
         if before in training.spoiled or step == training.spoil_at:
             training.spoiled.add(self.chain)
             training.spoil_at = 0
@@ -409,7 +411,7 @@ class Group:
                     cluster.clock.after(cluster.delay(0.001, 0.05), self._fails, other)
         if error is not None:
             worker.doing = "idle"
-            release = WorkerReleased(worker.slot, worker.life, self.generation, worker.version[1], error)
+            release = WorkerGroupClosed(worker.slot, worker.worker_id, self.generation, worker.version[1], error)
             worker.say(release)
             cluster.clock.after(0.001, worker.look)
 
@@ -482,7 +484,7 @@ class Training:
 
     def arrive(self, worker: Worker, form: messages.Form) -> None:
         group = self.groups[form.store_port]
-        group.world, group.restore = form.world, form.restore
+        group.world_size, group.restore = form.world_size, form.restore
         if not group.host.serves(form.store_port):
             return  # dials until it is told to let go
         if not self.cluster.reaches(worker.node, group.host):
@@ -493,7 +495,7 @@ class Training:
         group.arrived(worker, form.rank)
 
     def _again(self, worker: Worker, form: messages.Form) -> None:
-        if worker.doing == "arriving" and worker.group is None and worker.let_go < form.generation:
+        if worker.doing == "arriving" and worker.group is None and worker.aborted < form.generation:
             self.arrive(worker, form)
 
     def committed(self, group: Group, step: int) -> None:
@@ -516,7 +518,7 @@ class Training:
             return  # the worker saves no bad numbers
         self.checkpoints.append(checkpoint)
         for node in self.cluster.nodes:
-            node.soon(Saved(checkpoint[0][1]))
+            node.soon(CheckpointSaved(checkpoint[0][1]))
 
     def newest_checkpoint(self) -> tuple[Version, int] | None:
         return max(self.checkpoints, default=None)
@@ -529,5 +531,5 @@ class Training:
     def hang(self, worker: Worker) -> None:
         """The agent's watchman finds a stopped worker by the state of its process."""
         if worker.alive and worker.stopped:
-            worker.say(WorkerSick(worker.slot, worker.life, "hang", "process is stopped (state T)"))
+            worker.say(WorkerUnhealthy(worker.slot, worker.worker_id, "hang", "process is stopped (state T)"))
             self.cluster.clock.after(2.0, self.hang, worker)

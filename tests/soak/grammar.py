@@ -144,7 +144,7 @@ class Case:
     """none · steps: every second step into a folder, so that mostly one is in flight."""
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         return self.nodes * self.workers
 
     def __str__(self) -> str:
@@ -167,21 +167,23 @@ def draw(number: int, seed: int = 1) -> Case:
         return (*FIXED, *LARGE)[number % (len(FIXED) + len(LARGE))]
     of_script, of_place = _Streams(f"{seed}/script/{number // PLACES_PER_SCRIPT}"), _Streams(f"{seed}/case/{number}")
     index = number // PLACES_PER_SCRIPT
-    script, world = _script(of_script, index), of_script.pick("world", {2: 6, 1: 1})
-    nodes = of_script.pick("nodes", {1: 4, 2: 1}) if world == 2 else 1
+    script, world_size = _script(of_script, index), of_script.pick("world_size", {2: 6, 1: 1})
+    nodes = of_script.pick("nodes", {1: 4, 2: 1}) if world_size == 2 else 1
     place = Place(
         region=of_place.pick(
             "region", {"loop": 10, "backward": 3, "forward": 3, "optimizer": 3, "elastic": 3, "none": 1}
         ),
-        rank=ALL if of_place.pick("all ranks", {False: 8, True: 1}) else of_place.pick("rank", {0: 1, 1: 1}) % world,
+        rank=ALL
+        if of_place.pick("all ranks", {False: 8, True: 1})
+        else of_place.pick("rank", {0: 1, 1: 1}) % world_size,
         step=of_place.pick("step", {2: 1, 3: 1, 4: 2, 5: 2, 6: 1}),
         at=round(of_place.stream("at").random(), 3),
         linger_s=of_place.pick("linger", {0.15: 3, 0.0: 1}),
         again=of_place.pick("again", {"none": 5, "same": 1, "other": 1}),
     )
-    if place.rank == ALL or place.region == "none" or world == 1:
+    if place.rank == ALL or place.region == "none" or world_size == 1:
         place = dataclasses.replace(place, again="none")
-    if world == 1:
+    if world_size == 1:
         place = dataclasses.replace(place, rank=0)
     checkpoint = of_script.pick("checkpoint", {"none": 3, "steps": 1})
     if script.size in ("64mb", "2gb") and of_place.pick("large saved", {True: 2, False: 1}):
@@ -189,7 +191,13 @@ def draw(number: int, seed: int = 1) -> Case:
     if script.size == "2gb" and number % PLACES_PER_SCRIPT == 0:
         place = dataclasses.replace(place, region="none")  # what is that large has trouble enough with its checkpoints
     return Case(
-        number=number, seed=seed, script=script, place=place, nodes=nodes, workers=world // nodes, checkpoint=checkpoint
+        number=number,
+        seed=seed,
+        script=script,
+        place=place,
+        nodes=nodes,
+        workers=world_size // nodes,
+        checkpoint=checkpoint,
     )
 
 

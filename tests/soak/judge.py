@@ -63,7 +63,7 @@ def judge(case: Case, reference: Reference, record: Record | None) -> Verdict:
     lives = [Life.of(pid, lines) for pid, lines in record.lines.items()]
     if record.phase != "succeeded":
         wrong.append(f"the job is {record.phase or 'not over in time'}: {_last_line(record.reason)}")
-    elif different := _different(reference.finals, record.finals, case.world):
+    elif different := _different(reference.finals, record.finals, case.world_size):
         wrong.append(different)
     resumes = resumed(lives)
     lost = sum(resume.lost for resume in resumes)
@@ -162,7 +162,7 @@ def resumed(lives: Sequence[Life]) -> list[Resume]:
 def _after_kills(case: Case, record: Record, lives: Sequence[Life], resumes: Sequence[Resume]) -> list[str]:
     struck = [life.struck for life in lives if life.struck is not None]
     rounds = 1 if case.place.again == "none" else 2
-    expected = case.world if case.place.rank == ALL else rounds
+    expected = case.world_size if case.place.rank == ALL else rounds
     if len(struck) != expected:
         return [f"{len(struck)} of {expected} kills struck"]
     wrong = []
@@ -197,11 +197,11 @@ def _after_kills(case: Case, record: Record, lives: Sequence[Life], resumes: Seq
     return wrong
 
 
-def _different(want: Prints, got: Prints, world: int) -> str:
-    missing = [rank for rank in range(world) if rank not in got]
+def _different(want: Prints, got: Prints, world_size: int) -> str:
+    missing = [rank for rank in range(world_size) if rank not in got]
     if missing:
         return f"ranks {missing} did not get to the end"
-    for rank in range(world):
+    for rank in range(world_size):
         differ = [n for n in {**want[rank], **got[rank]} if want[rank].get(n) != got[rank].get(n)]
         if differ:
             name = differ[0]

@@ -92,7 +92,7 @@ class Killer:
 
 def start(job: Any, state: Any) -> None:
     """The first line of `train`."""
-    note(entered=state.step, generation=job.generation, rank=job.rank, world=job.world_size)
+    note(entered=state.step, generation=job.generation, rank=job.rank, world_size=job.world_size)
     orders = KILL[job.generation - 1] if job.generation <= len(KILL) else []
     plan = next((order for order in orders if order["rank"] == job.rank), None)
     killer = Killer(job, state, plan) if plan else None

@@ -138,7 +138,7 @@ class Soak:
     # ── undisturbed ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _reference(self, case: Case, folder: pathlib.Path) -> Reference:
-        key = case.script, case.world
+        key = case.script, case.world_size
         with self._lock:
             if key not in self._references:
                 self._references[key] = self._alone(case, folder)
@@ -150,9 +150,10 @@ class Soak:
         record.mkdir()
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pids = []
-        for rank in range(case.world):
+        for rank in range(case.world_size):
             env = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case.world), "MASTER_ADDR": "127.0.0.1",
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case.world_size),
+                "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo",
                 **self._env(record),
             }  # fmt: skip
@@ -274,7 +275,7 @@ def plan(case: Case) -> list[list[dict[str, Any]]]:
         "line": line, "nth": int(place.at * LINES.get(place.region, 1)),
     }  # fmt: skip
     if place.rank == ALL:
-        return [[{**order, "rank": rank} for rank in range(case.world)]]
+        return [[{**order, "rank": rank} for rank in range(case.world_size)]]
     if place.again == "none":
         return [[order]]
     # Survivors come first: after the recovery the replacement is the last rank.

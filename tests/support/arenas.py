@@ -53,4 +53,6 @@ class Agent:
     def wrote(self) -> None:
         """The oldest snapshot that is not on disk now is."""
         message = self.unwritten.pop(0)
-        self._handlers[messages.Saved](messages.Saved(step=message.step, buffer=message.buffer, seconds=0.1), [])
+        self._handlers[messages.SaveResult](
+            messages.SaveResult(step=message.step, buffer=message.buffer, seconds=0.1), []
+        )

@@ -75,7 +75,7 @@ def save(
         extra = {"step": step, "share": share}
         with filled(tensors, step, generation, share, shares, extra) as arena:
             write_share(arena, directory, files=files, threads=1, piece_nbytes=PIECE)
-    return commit(directory, job, step=step, generation=generation, shares=shares, world=shares, files=files)
+    return commit(directory, job, step=step, generation=generation, shares=shares, world_size=shares, files=files)
 
 
 def blank() -> Tensors:

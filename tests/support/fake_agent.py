@@ -46,7 +46,7 @@ began_s = time.monotonic()
 def report(step: int) -> None:
     row = {"rank": 0, "node": config["node"], "slot": 0, "pid": os.getpid(), "phase": "running", "step": step,
            "incarnation": 0}  # fmt: skip
-    progress = {"generation": 1, "world": 1, "step": step, "steps_per_s": 5.0, "loss": 0.5, "wall_s": time.time()}
+    progress = {"generation": 1, "world_size": 1, "step": step, "steps_per_s": 5.0, "loss": 0.5, "wall_s": time.time()}
     status = {
         "pid": os.getpid(), "incarnation": f"fake-{os.getpid()}", "job": config["job"], "node": config["node"],
         "phase": "running", "reason": f"hups={hups}", "leader": True, "generation": 1, "etcd_ok": True,

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from elastic.worker import numbers
-from elastic.worker.alone import NoLink
+from elastic.worker import numerics
 from elastic.worker.batches import batches
-from elastic.worker.ddp import Share, wrap
-from elastic.worker.errors import LetGoError
+from elastic.worker.ddp import GradientWeight, wrap
+from elastic.worker.errors import GroupAborted
 from elastic.worker.job import Job
+from elastic.worker.standalone import NoLink
 from elastic.worker.state import State
 
 G = torch.Generator().manual_seed(0)
@@ -43,24 +43,35 @@ def model(dtype: torch.dtype = torch.float64) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 31), nn.LayerNorm(31), nn.Tanh(), nn.Linear(31, 3)).to(dtype)
 
 
-def join(folder: str, name: str, rank: int, world: int) -> None:
-    store = dist.FileStore(os.path.join(folder, name), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=20))
+def join(folder: str, name: str, rank: int, world_size: int) -> None:
+    store = dist.FileStore(os.path.join(folder, name), world_size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=20)
+    )
 
 
 def flat(tensors: Any) -> list[float]:
     return torch.cat([t.detach().reshape(-1) for t in tensors]).tolist()
 
 
-def exact_gradient(rank: int, world: int, folder: str, *, batch_size: int, micro_batch: int | None, **ddp: Any) -> Any:
+def exact_gradient(
+    rank: int, world_size: int, folder: str, *, batch_size: int, micro_batch: int | None, **ddp: Any
+) -> Any:
     """The exchanged gradient, beside that of one process over the same samples; and how often we contributed."""
-    join(folder, "store", rank, world)
-    net, share, contributed = model(), Share(), []
+    join(folder, "store", rank, world_size)
+    net, share, contributed = model(), GradientWeight(), []
     wrapped = wrap(net, weight=share, on_contributed=lambda: contributed.append(1), **ddp)
     state = SimpleNamespace(step=0)
     gradients, ids = [], []
     for batch in batches(
-        DATA, state, batch_size=batch_size, rank=rank, world=world, steps=2, share=share, micro_batch=micro_batch
+        DATA,
+        state,
+        batch_size=batch_size,
+        rank=rank,
+        world_size=world_size,
+        steps=2,
+        share=share,
+        micro_batch=micro_batch,
     ):
         ids.append(batch.indices)
         for part in batch.parts():
@@ -68,7 +79,7 @@ def exact_gradient(rank: int, world: int, folder: str, *, batch_size: int, micro
         gradients.append(flat(p.grad for p in net.parameters()))
         net.zero_grad(set_to_none=True)
         state.step += 1
-    gathered: list[Any] = [None] * world
+    gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, ids)
     expected = []
     for step in range(2):
@@ -80,12 +91,12 @@ def exact_gradient(rank: int, world: int, folder: str, *, batch_size: int, micro
     return {"got": gradients, "want": expected, "contributed": len(contributed)}
 
 
-def without_a_group(rank: int, world: int, folder: str) -> Any:
+def without_a_group(rank: int, world_size: int, folder: str) -> Any:
     """A script that runs alone, with micro-batches of unequal size: the model is not wrapped."""
-    net, share, state = model(), Share(), SimpleNamespace(step=0)
+    net, share, state = model(), GradientWeight(), SimpleNamespace(step=0)
     share.attach(net)
     got = []
-    for batch in batches(DATA, state, batch_size=13, rank=0, world=1, steps=1, share=share, micro_batch=5):
+    for batch in batches(DATA, state, batch_size=13, rank=0, world_size=1, steps=1, share=share, micro_batch=5):
         for part in batch.parts():
             F.cross_entropy(net(part.x), part.y).backward()
         got = flat(p.grad for p in net.parameters())
@@ -95,16 +106,16 @@ def without_a_group(rank: int, world: int, folder: str) -> Any:
     return {"got": [got], "want": [flat(p.grad for p in net.parameters())]}
 
 
-def same_bits(rank: int, world: int, folder: str, *, reform_at: tuple[int, ...]) -> Any:
+def same_bits(rank: int, world_size: int, folder: str, *, reform_at: tuple[int, ...]) -> Any:
     """Weights after 6 steps, with new groups and new DDPs before the steps of `reform_at`."""
     torch.set_num_threads(1)
-    net, share = model(torch.float32), Share()
+    net, share = model(torch.float32), GradientWeight()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     state = SimpleNamespace(step=0)
     for start, stop in zip((0, *reform_at), (*reform_at, 6), strict=True):
-        join(folder, f"store{start}", rank, world)
+        join(folder, f"store{start}", rank, world_size)
         wrapped = wrap(net, weight=share, on_contributed=lambda: None, bucket_cap_mb=0.0008)
-        for batch in batches(DATA, state, batch_size=11, rank=rank, world=world, steps=stop, share=share):
+        for batch in batches(DATA, state, batch_size=11, rank=rank, world_size=world_size, steps=stop, share=share):
             F.cross_entropy(wrapped(batch.x.float()), batch.y).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -115,23 +126,23 @@ def same_bits(rank: int, world: int, folder: str, *, reform_at: tuple[int, ...])
     return flat(net.parameters())
 
 
-def buffers(rank: int, world: int, folder: str, *, sync: bool) -> Any:
+def buffers(rank: int, world_size: int, folder: str, *, sync: bool) -> Any:
     """Running mean of a BatchNorm on each rank after a forward on data of its own and one more forward."""
-    join(folder, "store", rank, world)
+    join(folder, "store", rank, world_size)
     net = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
     torch.manual_seed(0)
-    wrapped = wrap(net, weight=Share(), on_contributed=lambda: None, sync_buffers=sync)
+    wrapped = wrap(net, weight=GradientWeight(), on_contributed=lambda: None, sync_buffers=sync)
     for _ in range(2):
         wrapped(torch.tensor([[rank + 1.0], [rank + 1.0]])).sum().backward()
     return net[0].running_mean.tolist()
 
 
-def buffers_shared(rank: int, world: int, folder: str) -> Any:
+def buffers_shared(rank: int, world_size: int, folder: str) -> Any:
     """As `buffers`, and exchanged before each step is applied: (running mean, exchanges in all)."""
-    join(folder, "store", rank, world)
+    join(folder, "store", rank, world_size)
     net = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
     torch.manual_seed(0)
-    share, exchanges = Share(), []
+    share, exchanges = GradientWeight(), []
     on_buffers = (lambda: exchanges.append(1), lambda: None)
     wrapped = wrap(net, weight=share, on_contributed=lambda: None, on_buffers=on_buffers)
     for _ in range(3):
@@ -140,17 +151,17 @@ def buffers_shared(rank: int, world: int, folder: str) -> Any:
     return [*net[0].running_mean.tolist(), len(exchanges)]
 
 
-def skipped_step(rank: int, world: int, folder: str) -> Any:
+def skipped_step(rank: int, world_size: int, folder: str) -> Any:
     """As `buffers`; GradScaler skips the optimizer's step for its infinite gradients, and an evaluation follows the
     commit: (running mean at the commit, what the loop is told at its next batch)."""
-    join(folder, "store", rank, world)
+    join(folder, "store", rank, world_size)
     net = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
     job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=NoLink())
     state = State(model=net, optimizer=optimizer, scaler=scaler)
     state.watch_optimizers(job.guard())
-    job.enter(rank=rank, world=world, generation=1, keeper=None)
+    job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
     state.begin()
     wrapped = job.ddp(net)
     x = torch.tensor([[rank + 1.0], [rank + 1.0]])
@@ -169,15 +180,15 @@ def skipped_step(rank: int, world: int, folder: str) -> Any:
     return [mean, ""]
 
 
-def swallowed(rank: int, world: int, folder: str) -> Any:
+def swallowed(rank: int, world_size: int, folder: str) -> Any:
     """Rank 1 is gone, and rank 0 catches what its backward raises and steps: (weights changed, what that raises)."""
-    join(folder, "store", rank, world)
+    join(folder, "store", rank, world_size)
     net = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=NoLink())
     state = State(model=net, optimizer=optimizer)
     state.watch_optimizers(job.guard())
-    job.enter(rank=rank, world=world, generation=1, keeper=None)
+    job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
     state.begin()
     wrapped = job.ddp(net)
     if rank == 1:
@@ -187,41 +198,43 @@ def swallowed(rank: int, world: int, folder: str) -> Any:
         wrapped(torch.ones(1, 2)).sum().backward()
     try:
         optimizer.step()
-    except LetGoError as error:
+    except GroupAborted as error:
         return [net.weight.tolist() != before, state.clean(), str(error)]
     return [net.weight.tolist() != before, state.clean(), ""]
 
 
-def empty_loss_is_nan(rank: int, world: int, folder: str) -> Any:
+def empty_loss_is_nan(rank: int, world_size: int, folder: str) -> Any:
     """A rank of no weight whose gradients are NaN does not spoil the others'."""
-    join(folder, "store", rank, world)
+    join(folder, "store", rank, world_size)
     net = nn.Linear(2, 1)
     wrapped = wrap(net, weight=lambda: 1.0 - rank, on_contributed=lambda: None)
     (wrapped(torch.ones(0 if rank else 4, 2)).mean()).backward()
     return flat(p.grad for p in net.parameters())
 
 
-def drift(rank: int, world: int, folder: str) -> Any:
+def drift(rank: int, world_size: int, folder: str) -> Any:
     """Rank 1's weights differ in one unit in the last place: which checks see it."""
-    join(folder, "store", rank, world)
+    join(folder, "store", rank, world_size)
     net = model(torch.float32)
-    print_of = numbers.Fingerprint(list(net.parameters()), window_bytes=64)
-    before = numbers.disagreeing(print_of.of(0), world=world)
+    print_of = numerics.Fingerprint(list(net.parameters()), window_bytes=64)
+    before = numerics.disagreeing(print_of.of(0), world_size=world_size)
     with torch.no_grad():
         if rank == 1:
             bias = list(net.parameters())[-1]
             bias[-1] = torch.nextafter(bias[-1], torch.tensor(torch.inf))
-    found = [numbers.disagreeing(print_of.of(check), world=world) for check in range(print_of.checks_per_round)]
+    found = [
+        numerics.disagreeing(print_of.of(check), world_size=world_size) for check in range(print_of.checks_per_round)
+    ]
     return {"before": before, "found": found}
 
 
-def loader_orphans(rank: int, world: int, folder: str) -> Any:
+def loader_orphans(rank: int, world_size: int, folder: str) -> Any:
     """A process with two loader processes is killed: which of them live on."""
     out, into = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(out)
-        loop = batches(DATA, SimpleNamespace(step=0), batch_size=1, rank=0, world=1, num_workers=2)
+        loop = batches(DATA, SimpleNamespace(step=0), batch_size=1, rank=0, world_size=1, num_workers=2)
         next(loop)
         os.write(into, " ".join(str(c.pid) for c in psutil.Process().children()).encode())
         os.kill(os.getpid(), signal.SIGKILL)
@@ -257,17 +270,17 @@ SCENARIOS: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
 
 def play(name: str) -> list[Any]:
     """What each rank of a scenario returned, in rank order."""
-    world, scenario, options = SCENARIOS[name]
+    world_size, scenario, options = SCENARIOS[name]
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [fork.Pipe(duplex=False) for _ in range(world)]
+        pipes = [fork.Pipe(duplex=False) for _ in range(world_size)]
 
         def rank_main(rank: int) -> None:
-            pipes[rank][1].send(scenario(rank, world, folder, **options))
+            pipes[rank][1].send(scenario(rank, world_size, folder, **options))
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-        ranks = [fork.Process(target=rank_main, args=(rank,)) for rank in range(world)]
+        ranks = [fork.Process(target=rank_main, args=(rank,)) for rank in range(world_size)]
         try:
             for process in ranks:
                 process.start()

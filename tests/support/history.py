@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from elastic.core.sharding import Order, Plan, share
+from elastic.core.sharding import BatchPlan, SampleOrder, share
 
 SAMPLES = 1000
 
@@ -21,7 +21,7 @@ class Commit:
     """Counted from 0."""
     generation: int
     rank: int
-    world: int
+    world_size: int
     ids: tuple[int, ...]
     at_s: float
     loss: float
@@ -77,8 +77,8 @@ class History:
         firsts: dict[int, float] = {}
         for commit in self.of(generation):
             firsts.setdefault(commit.rank, commit.at_s)
-        world = self.of(generation)[0].world
-        assert len(firsts) == world, f"generation {generation}: {sorted(firsts)} of {world} ranks stepped"
+        world_size = self.of(generation)[0].world_size
+        assert len(firsts) == world_size, f"generation {generation}: {sorted(firsts)} of {world_size} ranks stepped"
         return max(firsts.values()) - struck_s
 
     def struck(self, name: str) -> dict[str, object]:
@@ -112,11 +112,11 @@ def check(
         return
     finals = history.finals()
     last = history.of(history.generations()[-1])
-    world = last[-1].world
-    assert set(finals) >= set(range(world)), f"only ranks {sorted(finals)} of {world} got to the end"
-    prints = {str(finals[rank]["sha256"]) for rank in range(world)}
+    world_size = last[-1].world_size
+    assert set(finals) >= set(range(world_size)), f"only ranks {sorted(finals)} of {world_size} got to the end"
+    prints = {str(finals[rank]["sha256"]) for rank in range(world_size)}
     assert len(prints) == 1, f"the replicas differ: {finals}"
-    assert all(finals[rank]["step"] == steps for rank in range(world))
+    assert all(finals[rank]["step"] == steps for rank in range(world_size))
 
 
 def final_sha256(history: History) -> str:
@@ -129,18 +129,18 @@ def _missing(commits: Sequence[Commit], steps: int) -> list[int]:
 
 def _right_samples(commits: Sequence[Commit], batch: int) -> None:
     """Each rank's samples are what the step, the rank and the world say, and nothing else."""
-    plan = Plan(SAMPLES, batch)
-    orders: dict[int, Order] = {}
+    plan = BatchPlan(SAMPLES, batch)
+    orders: dict[int, SampleOrder] = {}
     for commit in commits:
         whole = plan.at(commit.step)
-        order = orders.setdefault(whole.epoch, Order(SAMPLES, 0, whole.epoch))
-        want = order.take(*share(whole.start, whole.stop, commit.rank, commit.world))
+        order = orders.setdefault(whole.epoch, SampleOrder(SAMPLES, 0, whole.epoch))
+        want = order.take(*share(whole.start, whole.stop, commit.rank, commit.world_size))
         assert commit.ids == tuple(want), f"wrong samples: {commit}"
 
 
 def _each_sample_once(commits: Sequence[Commit], steps: int, batch: int) -> None:
     """Over the steps of one epoch no sample comes twice. One world's parts make a step: the last that did it."""
-    plan = Plan(SAMPLES, batch)
+    plan = BatchPlan(SAMPLES, batch)
     last = {c.step: c.generation for c in sorted(commits, key=lambda c: c.generation)}
     parts: dict[int, dict[int, tuple[int, ...]]] = {}
     for commit in commits:
@@ -159,7 +159,7 @@ def _each_sample_once(commits: Sequence[Commit], steps: int, batch: int) -> None
 def _one_plan_per_generation(commits: Sequence[Commit]) -> None:
     for generation in {c.generation for c in commits}:
         mine = [c for c in commits if c.generation == generation]
-        assert len({c.world for c in mine}) == 1, f"generation {generation} has two sizes"
+        assert len({c.world_size for c in mine}) == 1, f"generation {generation} has two sizes"
         holders = {(c.rank, c.process) for c in mine}
         assert len(holders) == len({rank for rank, _ in holders}), f"generation {generation}: a rank twice: {holders}"
 

@@ -30,7 +30,7 @@ def check_incident(
     nodes: Collection[str] = (),
     ranks: Collection[int] | None = None,
     redone: int | None = None,
-    worlds: tuple[int, int] | None = None,
+    world_sizes: tuple[int, int] | None = None,
     struck_wall_s: float | None = None,
     back_wall_s: float | None = None,
     noticed_within_s: float = CLOCK_S,
@@ -49,9 +49,9 @@ def check_incident(
         assert set(told.node.split(", ")) == set(nodes), f"{told.node}, not {sorted(nodes)}; causes: {told.causes}"
     if ranks is not None:
         assert sorted(told.ranks) == sorted(ranks), f"ranks {told.ranks}, not {sorted(ranks)}; causes: {told.causes}"
-    if worlds is not None:
-        said = (told.world_before, told.world_after)
-        assert said == worlds, f"of worlds {said} it says, they were {worlds}"
+    if world_sizes is not None:
+        said = (told.world_size_before, told.world_size_after)
+        assert said == world_sizes, f"of worlds {said} it says, they were {world_sizes}"
     if redone is not None:
         assert told.steps_lost is not None, "it is known how far the job had come"
         assert told.steps_lost <= redone, f"{told.steps_lost} steps lost it says, {redone} were done again"
@@ -129,7 +129,10 @@ def check_deed(history: History, incident: Mapping[str, Any], deed: Deed, *, clo
         incident, kind=deed.kind, nodes=sorted({c.node for c in struck} | set(deed.nodes)),
         ranks=sorted({c.rank for c in struck}) if failed else None,
         redone=_redone(history, before, number) if failed and again and not deed.waited else None,
-        worlds=(failed[0].world if failed else incident["world_before"], again[0].world if again else 0),
+        world_sizes=(
+            failed[0].world_size if failed else incident["world_size_before"],
+            again[0].world_size if again else 0,
+        ),
         struck_wall_s=_wall_s(deed.struck_s) if clock and deed.struck_s is not None else None,
         noticed_within_s=deed.within_s,
     )  # fmt: skip

@@ -11,9 +11,9 @@ from elastic.core.view import JobView, Member
 
 def member(
     node: str,
-    seniority: int = 1,
+    create_revision: int = 1,
     *,
-    life: int = 1,
+    worker_id: int = 1,
     ready: tuple[int, ...] = (0,),
     draining: str | None = None,
     done: int = 0,
@@ -21,7 +21,7 @@ def member(
     """`life`: counts the agents of this node."""
     record = MemberRecord(
         node=node,
-        incarnation=f"{node}.{life}",
+        incarnation=f"{node}.{worker_id}",
         host=node,
         port=1,
         slots=max(1, len(ready)),
@@ -29,11 +29,11 @@ def member(
         draining=draining,
         done=done,
     )
-    return Member(record, seniority)
+    return Member(record, create_revision)
 
 
-def place(node: str, *slots: int, life: int = 1) -> Place:
-    return Place(node=node, incarnation=f"{node}.{life}", host=node, slots=slots or (0,), port=1)
+def place(node: str, *slots: int, worker_id: int = 1) -> Place:
+    return Place(node=node, incarnation=f"{node}.{worker_id}", host=node, slots=slots or (0,), port=1)
 
 
 def generation(
@@ -69,13 +69,13 @@ def view(
     failed: BrokenRecord | None = None,
     phase: Phase = Phase.RUNNING,
     reason: str = "",
-    avoid: tuple[str, ...] = (),
+    excluded_nodes: tuple[str, ...] = (),
     saved_step: int = 0,
     revision: int = 10,
 ) -> JobView:
     return JobView(
         spec=SpecRecord(spec=spec, submitted_wall_s=0.0, submitted_by="me") if spec else None,
-        state=JobState(phase=phase, reason=reason, avoid=avoid),
+        state=JobState(phase=phase, reason=reason, excluded_nodes=excluded_nodes),
         state_revision=2,
         members={m.record.node: m for m in members},
         generation=formed,

@@ -19,8 +19,8 @@ from elastic.core.records import (
     SpecRecord,
 )
 from elastic.core.spec import JobSpec
-from elasticd.board import Contact, Snapshot
-from elasticd.cluster import Cluster, Job, Member, Node
+from elasticd.cluster import Cluster, Job, JobMember, Node
+from elasticd.published_state import Contact, Snapshot
 
 SPEC = JobSpec(name="train", script="/t.py", args=("-x",), nodes="1:2")
 
@@ -31,7 +31,7 @@ def row(rank: int, node: str, slot: int, step: int = 40, **facts: object) -> Ran
 
 
 def progress(step: int = 40, **facts: object) -> ProgressRecord:
-    base = {"generation": 2, "world": 3, "step": step, "steps_per_s": 9.8765, "loss": 0.25, "wall_s": 998.0}
+    base = {"generation": 2, "world_size": 3, "step": step, "steps_per_s": 9.8765, "loss": 0.25, "wall_s": 998.0}
     return msgspec.convert(base | facts, ProgressRecord)
 
 
@@ -45,7 +45,7 @@ def job(**facts: object) -> Job:
         spec=SpecRecord(spec=SPEC, submitted_wall_s=900.0, submitted_by="ada"),
         submitted=5,
         state=JobState(phase=Phase.RUNNING, restarts=1),
-        members={n: Member(MemberRecord(node=n, incarnation="i", host="h", port=1, slots=2), 1) for n in "ab"},
+        members={n: JobMember(MemberRecord(node=n, incarnation="i", host="h", port=1, slots=2), 1) for n in "ab"},
         generation=GenerationRecord(
             number=2, places=places, store_host="h", store_port=1, leader="b", why="exit on a: killed by SIGKILL"
         ),
@@ -53,8 +53,8 @@ def job(**facts: object) -> Job:
         incidents=(
             IncidentRecord(
                 generation=2, kind="exit", node="a", ranks=(1,), detail="killed by SIGKILL", wall_s=990.0,
-                timeline_s={"let_go": 0.01, "stepping": 0.144}, steps_lost=0, steps_lost_at_most=0,
-                world_before=3, world_after=3, restored_from="live",
+                timeline_s={"aborted": 0.01, "stepping": 0.144}, steps_lost=0, steps_lost_at_most=0,
+                world_size_before=3, world_size_after=3, restored_from="live",
             ),
         ),
     )  # fmt: skip

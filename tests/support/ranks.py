@@ -1,6 +1,6 @@
 """Run a function of a test file as N ranks, each a real process.
 
-    results = run_ranks(my_function, world=4, size=100)     # my_function(rank, world, port, size=100) -> JSON
+    results = run_ranks(my_function, world_size=4, size=100)     # my_function(rank, world_size, port, size=100) -> JSON
 
 The results come back by rank; a rank that died of a signal gives {"died": signal}; one that raises fails the test.
 A TCPStore listens on `port`. torch is imported once per test session, in a process that does nothing but fork.
@@ -32,12 +32,12 @@ def ranks() -> Iterator[None]:
     _end()
 
 
-def run_ranks(function: Callable[..., Any], *, world: int, timeout_s: float = 60.0, **args: Any) -> list[Any]:
+def run_ranks(function: Callable[..., Any], *, world_size: int, timeout_s: float = 60.0, **args: Any) -> list[Any]:
     """Raises AssertionError, with what the ranks said, when they are not done in time."""
     zygote = _started()
     assert zygote.stdin is not None
     assert zygote.stdout is not None
-    zygote.stdin.write(json.dumps([function.__code__.co_filename, function.__name__, world, args]) + "\n")
+    zygote.stdin.write(json.dumps([function.__code__.co_filename, function.__name__, world_size, args]) + "\n")
     zygote.stdin.flush()
     if not select.select([zygote.stdout], [], [], timeout_s)[0]:
         _end()
@@ -74,17 +74,17 @@ def _end() -> None:
         zygote.communicate()
 
 
-def _rank(function: Callable[..., Any], rank: int, world: int, port: int, args: dict[str, Any], pipe: int) -> None:
+def _rank(function: Callable[..., Any], rank: int, world_size: int, port: int, args: dict[str, Any], pipe: int) -> None:
     os.dup2(2, 1)  # stdout is for the answer: gloo of some builds of torch 2.10 prints there
     try:
-        result = function(rank, world, port, **args)
+        result = function(rank, world_size, port, **args)
     except BaseException:  # noqa: BLE001 - the report of a process that ends here
         result = {"raised": traceback.format_exc()}
     os.write(pipe, json.dumps(result).encode())
     os._exit(0)
 
 
-def _case(path: str, name: str, world: int, args: dict[str, Any]) -> None:
+def _case(path: str, name: str, world_size: int, args: dict[str, Any]) -> None:
     """Fork the ranks first, while this process has no threads; then serve the store and collect."""
     import socket
 
@@ -98,12 +98,12 @@ def _case(path: str, name: str, world: int, args: dict[str, Any]) -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     port = listener.getsockname()[1]
     children = []
-    for rank in range(world):
+    for rank in range(world_size):
         reading, writing = os.pipe()
         if (pid := os.fork()) == 0:
             listener.close()
             os.close(reading)
-            _rank(getattr(module, name), rank, world, port, args, writing)
+            _rank(getattr(module, name), rank, world_size, port, args, writing)
         os.close(writing)
         children.append((pid, reading))
     server = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())

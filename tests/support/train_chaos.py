@@ -162,12 +162,12 @@ def train(job, state):
         finally:  # at the end of a generation `commit` raises, but the step is committed all the same
             if state.step == before + 1:
                 line = {
-                    "step": before, "generation": job.generation, "rank": job.rank, "world": job.world_size,
+                    "step": before, "generation": job.generation, "rank": job.rank, "world_size": job.world_size,
                     "ids": batch.indices, "at_s": time.monotonic(), "loss": float(loss),
                 }  # fmt: skip
                 os.write(log, (json.dumps(line) + "\n").encode())
         faults.at("committed")
-    note(f"final.{job.rank}.json", {"step": state.step, "world": job.world_size, "sha256": fingerprint(state)})
+    note(f"final.{job.rank}.json", {"step": state.step, "world_size": job.world_size, "sha256": fingerprint(state)})
 
 
 def fingerprint(state):

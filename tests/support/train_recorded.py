@@ -66,7 +66,7 @@ def train(job: elastic.Job, state: elastic.State) -> None:
                 "step": state.step + 1,
                 "generation": job.generation,
                 "rank": job.rank,
-                "world": job.world_size,
+                "world_size": job.world_size,
                 "slot": job.local_rank,
                 "pid": os.getpid(),
                 **({"hash": digest(state)[:12], "loss": float(loss)} if ARGS.hashes else {}),

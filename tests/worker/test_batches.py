@@ -16,12 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.core.sharding import Order
-from elastic.worker.alone import NoLink
+from elastic.core.sharding import SampleOrder
 from elastic.worker.batches import Batch, batches, take_many
-from elastic.worker.ddp import Share
+from elastic.worker.ddp import GradientWeight
 from elastic.worker.job import Job
-from elastic.worker.session import ToldToLeave
+from elastic.worker.session import GenerationEnded
+from elastic.worker.standalone import NoLink
 from elastic.worker.state import State
 
 
@@ -56,20 +56,20 @@ def run(dataset: Any, step: int = 0, **options: Any) -> list[Batch]:
 @given(
     size=st.integers(1, 60),
     batch_size=st.integers(1, 20),
-    worlds=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    world_sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     spans=st.lists(st.integers(1, 7), min_size=1, max_size=4),
 )
 def test_each_sample_once_when_the_world_changes_at_any_steps(
-    size: int, batch_size: int, worlds: list[int], spans: list[int]
+    size: int, batch_size: int, world_sizes: list[int], spans: list[int]
 ) -> None:
     committed: Counter[int] = Counter()
     step, turn = 0, 0
     end = -(-size // batch_size)
     while step < end:
-        world, stop = worlds[turn % len(worlds)], min(end, step + spans[turn % len(spans)])
+        world_size, stop = world_sizes[turn % len(world_sizes)], min(end, step + spans[turn % len(spans)])
         parts = [
-            run(Numbers(size), step, batch_size=batch_size, rank=r, world=world, steps=stop, seed=5)
-            for r in range(world)
+            run(Numbers(size), step, batch_size=batch_size, rank=r, world_size=world_size, steps=stop, seed=5)
+            for r in range(world_size)
         ]
         for same_step in zip(*parts, strict=True):
             committed.update(i for batch in same_step for i in batch.indices)
@@ -80,7 +80,7 @@ def test_each_sample_once_when_the_world_changes_at_any_steps(
 
 
 def test_a_rank_without_samples_gets_one_of_no_weight() -> None:
-    (batch,) = run(Numbers(2), batch_size=2, rank=2, world=3)
+    (batch,) = run(Numbers(2), batch_size=2, rank=2, world_size=3)
     assert batch.indices == ()
     assert batch.size == 0
     assert batch.weight == 0.0
@@ -88,10 +88,12 @@ def test_a_rank_without_samples_gets_one_of_no_weight() -> None:
 
 
 def test_draws_in_the_dataset_depend_on_the_position_alone() -> None:
-    def drawn(world: int, workers: int) -> dict[int, list[float]]:
+    def drawn(world_size: int, workers: int) -> dict[int, list[float]]:
         found = {}
-        for rank in range(world):
-            for b in run(Numbers(12, draws=True), batch_size=6, rank=rank, world=world, seed=3, num_workers=workers):
+        for rank in range(world_size):
+            for b in run(
+                Numbers(12, draws=True), batch_size=6, rank=rank, world_size=world_size, seed=3, num_workers=workers
+            ):
                 found |= dict(zip(b.indices, b.x.tolist(), strict=True))
         return found
 
@@ -104,7 +106,7 @@ def test_draws_in_the_dataset_depend_on_the_position_alone() -> None:
 def test_draws_in_the_loop_depend_on_seed_step_and_rank() -> None:
     def drawn(step: int, rank: int, seed: int = 1) -> list[tuple[float, float, float]]:
         state, found = SimpleNamespace(step=step), []
-        for _ in batches(Numbers(8), state, batch_size=2, rank=rank, world=2, seed=seed):
+        for _ in batches(Numbers(8), state, batch_size=2, rank=rank, world_size=2, seed=seed):
             found.append((random.random(), float(np.random.random()), torch.rand(()).item()))
             state.step += 1
         return found
@@ -117,7 +119,7 @@ def test_draws_in_the_loop_depend_on_seed_step_and_rank() -> None:
 
 
 def test_epochs_have_orders_of_their_own_and_the_last_batch_is_short() -> None:
-    taken = run(Numbers(10), batch_size=4, rank=0, world=1, epochs=2)
+    taken = run(Numbers(10), batch_size=4, rank=0, world_size=1, epochs=2)
     assert [b.size for b in taken] == [4, 4, 2, 4, 4, 2]
     assert [b.epoch for b in taken] == [0, 0, 0, 1, 1, 1]
     first, second = ([i for b in taken if b.epoch == e for i in b.indices] for e in (0, 1))
@@ -126,16 +128,16 @@ def test_epochs_have_orders_of_their_own_and_the_last_batch_is_short() -> None:
 
 
 def test_a_turn_without_commit_is_refused() -> None:
-    loop = batches(Numbers(8), SimpleNamespace(step=0), batch_size=2, rank=0, world=1)
+    loop = batches(Numbers(8), SimpleNamespace(step=0), batch_size=2, rank=0, world_size=1)
     next(loop)
     with pytest.raises(RuntimeError, match=r"step 0 ended with state.step = 0: call job.commit"):
         next(loop)
 
 
 def test_the_share_is_set_before_the_loop_body_and_for_each_part() -> None:
-    share = Share()
+    share = GradientWeight()
     state, seen = SimpleNamespace(step=0), []
-    for batch in batches(Numbers(10), state, batch_size=10, rank=0, world=2, micro_batch=2, share=share):
+    for batch in batches(Numbers(10), state, batch_size=10, rank=0, world_size=2, micro_batch=2, share=share):
         assert share() == 0.5
         for part in batch.parts():
             assert part.x.shape[0] == part.y.shape[0] == part.size
@@ -150,7 +152,7 @@ def test_batches_of_other_shapes_are_in_data() -> None:
         def __getitem__(self, index: int) -> Any:
             return {"id": index, "text": f"word {index}"}
 
-    (batch,) = run(Words(3), batch_size=3, rank=0, world=1, shuffle=False)
+    (batch,) = run(Words(3), batch_size=3, rank=0, world_size=1, shuffle=False)
     assert batch.data["text"] == ["word 0", "word 1", "word 2"]
     with pytest.raises(TypeError, match=r"batch\.data"):
         _ = batch.x
@@ -158,11 +160,13 @@ def test_batches_of_other_shapes_are_in_data() -> None:
 
 def test_many_at_once_gives_what_one_by_one_does() -> None:
     for size in (1, 2, 3, 100, 1025):
-        order = Order(size, 9, 4)
+        order = SampleOrder(size, 9, 4)
         assert take_many(order, 0, size) == order.take(0, size)
-    huge = Order(10**10, 9, 4)
+    huge = SampleOrder(10**10, 9, 4)
     assert take_many(huge, 10**10 - 300, 10**10) == huge.take(10**10 - 300, 10**10)
-    assert run(Numbers(200), batch_size=200, rank=0, world=1, seed=9)[0].indices == Order(200, 9, 0).take(0, 200)
+    assert run(Numbers(200), batch_size=200, rank=0, world_size=1, seed=9)[0].indices == SampleOrder(200, 9, 0).take(
+        0, 200
+    )
 
 
 def test_loader_processes_end_with_the_iterator_and_hold_no_socket_of_ours() -> None:
@@ -173,7 +177,7 @@ def test_loader_processes_end_with_the_iterator_and_hold_no_socket_of_ours() -> 
         peer, _ = here.accept()
         with peer:
             state = SimpleNamespace(step=0)
-            loop = batches(Numbers(1000), state, batch_size=1, rank=0, world=1, num_workers=2)
+            loop = batches(Numbers(1000), state, batch_size=1, rank=0, world_size=1, num_workers=2)
             next(loop)
             assert len(multiprocessing.active_children()) == 2
             there.close()
@@ -185,7 +189,7 @@ def test_loader_processes_end_with_the_iterator_and_hold_no_socket_of_ours() -> 
 
 class Over(NoLink):
     def check(self, step: int) -> None:
-        raise ToldToLeave("another rank has died")
+        raise GenerationEnded("another rank has died")
 
 
 def test_a_script_that_catches_every_error_of_its_step_is_told_at_the_next_batch() -> None:
@@ -196,5 +200,5 @@ def test_a_script_that_catches_every_error_of_its_step_is_told_at_the_next_batch
     next(parts)
     with contextlib.suppress(Exception):
         job.commit(state)
-    with pytest.raises(ToldToLeave):
+    with pytest.raises(GenerationEnded):
         next(parts)

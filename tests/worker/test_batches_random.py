@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from elastic.core.sharding import Plan
+from elastic.core.sharding import BatchPlan
 from elastic.worker import batches
 from elastic.worker.batches import _Parts
 
@@ -48,7 +48,7 @@ KINDS: dict[str, Callable[[int], float]] = {
 
 
 def read(dataset: Drawing, *, seeded: bool, collate: Callable[[list[Any]], Any] = default_collate) -> list[Any]:
-    parts = _Parts(dataset, Plan(COUNT, BATCH), 0, 1, 3, True, collate)
+    parts = _Parts(dataset, BatchPlan(COUNT, BATCH), 0, 1, 3, True, collate)
     parts._random = seeded
     found = []
     for step in range(2 * COUNT // BATCH):

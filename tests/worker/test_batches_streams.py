@@ -45,12 +45,12 @@ class Job:
         self.read = 0
         self._length, self._stateful = length, stateful
         self._exchange: dict[int, dict[str, Any]] = {}
-        monkeypatch.setattr(module, "_exchanged", lambda mine, world: {str(n): s.state() for n, s in mine.items()})
+        monkeypatch.setattr(module, "_exchanged", lambda mine, world_size: {str(n): s.state() for n, s in mine.items()})
 
-    def run(self, world: int, until: int, **options: Any) -> None:
+    def run(self, world_size: int, until: int, **options: Any) -> None:
         """All ranks of `world` from the present step on; then the state as a checkpoint would hold it."""
         kept: dict[str, Any] | None = None
-        for rank in range(world):
+        for rank in range(world_size):
             state = SimpleNamespace(step=self.step, streams=json.loads(json.dumps(self.kept)))
             made: list[Counting] = []
 
@@ -59,7 +59,7 @@ class Job:
                 return made[-1]
 
             options = {"count": 4, "batch_size": 8, "keep_every": 3} | options
-            for batch in streams(make, state, steps=until, rank=rank, world=world, **options):
+            for batch in streams(make, state, steps=until, rank=rank, world_size=world_size, **options):
                 self._take(batch)
                 state.step += 1
             self.read += sum(stream.read for stream in made)
@@ -78,8 +78,8 @@ class Job:
 @pytest.mark.parametrize("stateful", [True, False])
 def test_each_sample_once_and_in_order_over_changing_worlds(monkeypatch: pytest.MonkeyPatch, stateful: bool) -> None:
     job = Job(monkeypatch, stateful=stateful)
-    for world, until in ((2, 4), (3, 5), (1, 11), (4, 13), (2, 20)):
-        job.run(world, until)
+    for world_size, until in ((2, 4), (3, 5), (1, 11), (4, 13), (2, 20)):
+        job.run(world_size, until)
     assert job.taken == {n: list(range(40)) for n in range(4)}
 
 
@@ -112,6 +112,6 @@ def test_indices_number_the_samples_over_all_ranks(monkeypatch: pytest.MonkeyPat
     found = []
     for rank in range(2):
         state = SimpleNamespace(step=3, streams=None)
-        loop = streams(lambda n, _: range(100), state, count=2, batch_size=4, steps=9, rank=rank, world=2)
+        loop = streams(lambda n, _: range(100), state, count=2, batch_size=4, steps=9, rank=rank, world_size=2)
         found += next(loop).indices
     assert found == [12, 13, 14, 15]

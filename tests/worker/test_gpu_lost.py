@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from elastic.core import messages
-from elastic.core.cadence import Rule
+from elastic.core.checkpoint_interval import Rule
 from elastic.worker import group, run
-from elastic.worker.run import Managed, Settings
+from elastic.worker.run import Managed, WorkerSettings
 from elastic.worker.state import State
 
 DEVICE = torch.device("cuda", 0)
@@ -95,7 +95,7 @@ def test_what_looks_like_a_lost_peer_ends_the_process_if_cuda_has_failed(
     stream.failed = failed
     monkeypatch.setattr(run, "Group", NoGroup)
     session = Session()
-    settings = Settings(
+    settings = WorkerSettings(
         job="j", slot=0, backend="nccl", form_timeout_s=1.0, fingerprint_every_steps=0, ignore_bad_numbers=False,
         checkpoint_dir="", checkpoint_remote="", checkpoint_rule=Rule(), checkpoint_shared=True, snapshots=False,
     )  # fmt: skip
@@ -103,7 +103,7 @@ def test_what_looks_like_a_lost_peer_ends_the_process_if_cuda_has_failed(
     worker._state = State()
     job = run.Job(name="j", device=DEVICE, local_rank=0, link=worker._link)
     form = messages.Form(
-        generation=1, rank=0, world=2, local_rank=0, local_world=2, group_rank=0, group_world=1,
+        generation=1, rank=0, world_size=2, local_rank=0, local_world_size=2, group_rank=0, group_world_size=1,
         store_host="127.0.0.1", store_port=1, timeout_s=1.0,
     )  # fmt: skip
     if failed:
@@ -112,4 +112,4 @@ def test_what_looks_like_a_lost_peer_ends_the_process_if_cuda_has_failed(
         assert session.sent == []
     else:
         worker._one_generation(job, form)
-        assert [type(message) for message in session.sent] == [messages.CommFailed]
+        assert [type(message) for message in session.sent] == [messages.CollectiveFailed]

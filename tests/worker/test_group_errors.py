@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.worker import group, nccl
-from elastic.worker.errors import FormError, LetGoError, is_communication_error
+from elastic.worker.errors import FormError, GroupAborted, is_communication_error
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 TORCH = pathlib.Path(torch.__file__).parent
@@ -33,7 +33,7 @@ def caught(source: str, place: str, **names: Any) -> Exception:
         dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:94"),
         dist.DistNetworkError("The client socket has failed to connect"),
         dist.DistStoreError("wait timeout after 50ms"),
-        LetGoError("generation 3 is broken"),
+        GroupAborted("generation 3 is broken"),
         caught("raise RuntimeError(said)", str(TORCH / "distributed/distributed_c10d.py"), said=GLOO),
         caught("raise RuntimeError(said)", str(TORCH / "autograd/graph.py"), said=GLOO),
         caught("raise ValueError(said)", str(TORCH / "distributed/distributed_c10d.py"),
@@ -109,7 +109,7 @@ def unknown_host(timeout_s: float) -> group.Group:
     return group.Group(
         backend="gloo",
         rank=0,
-        world=2,
+        world_size=2,
         store_host="node7.invalid",
         store_port=2222,
         generation=3,
@@ -153,7 +153,7 @@ def test_a_look_up_that_hangs_can_be_let_go_of(monkeypatch: pytest.MonkeyPatch) 
 
     asked(monkeypatch, hang)
     try:
-        with pytest.raises(LetGoError):
+        with pytest.raises(GroupAborted):
             unknown_host(60.0).form(asking.is_set)
     finally:
         end.set()

@@ -11,22 +11,23 @@ import torch
 import torch.distributed as dist
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
-from elastic.worker.group import Group, LetGoError
+from elastic.worker.group import Group, GroupAborted
 
 pytestmark = pytest.mark.slow
 
 
-def make(rank: int, world: int, port: int, generation: int) -> Group:
+def make(rank: int, world_size: int, port: int, generation: int) -> Group:
     return Group(
-        backend="gloo", rank=rank, world=world, store_host="127.0.0.1", store_port=port, generation=generation,
+        backend="gloo", rank=rank, world_size=world_size, store_host="127.0.0.1", store_port=port,
+        generation=generation,
         timeout_s=30.0, form_timeout_s=20.0,
     )  # fmt: skip
 
 
-def half_formed_then_whole(rank: int, world: int, port: int) -> Any:
+def half_formed_then_whole(rank: int, world_size: int, port: int) -> Any:
     """In the first round the last rank arrives and never forms, as if it had died there; in the second it is new."""
-    group = make(rank, world, port, 1)
-    if rank == world - 1:
+    group = make(rank, world_size, port, 1)
+    if rank == world_size - 1:
         group._arrive(lambda: False)
     else:
         inside, real = threading.Event(), dist.init_process_group
@@ -37,11 +38,11 @@ def half_formed_then_whole(rank: int, world: int, port: int) -> Any:
 
         dist.init_process_group = init
         threading.Thread(target=lambda: inside.wait(20.0) and (time.sleep(0.3), group.abort("a rank died"))).start()
-        with pytest.raises(LetGoError):
+        with pytest.raises(GroupAborted):
             group.form()
         dist.init_process_group = real
     group.close()
-    group = make(rank, world, port, 2)
+    group = make(rank, world_size, port, 2)
     group.form()
     ones = torch.ones(4)
     dist.all_reduce(ones)
@@ -50,4 +51,4 @@ def half_formed_then_whole(rank: int, world: int, port: int) -> Any:
 
 
 def test_who_was_there_when_forming_failed_meets_who_comes_new() -> None:
-    assert run_ranks(half_formed_then_whole, world=3) == [[3.0] * 4] * 3
+    assert run_ranks(half_formed_then_whole, world_size=3) == [[3.0] * 4] * 3

@@ -23,7 +23,7 @@ from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch._C._distributed_c10d import ErrorType
 
 from elastic.worker import group, nccl
-from elastic.worker.errors import LetGoError
+from elastic.worker.errors import GroupAborted
 from elastic.worker.group import Group
 
 OFF = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
@@ -68,7 +68,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> dict[Any, str]:
 
 
 def make(**options: Any) -> Group:
-    return Group(backend="nccl", rank=0, world=2, store_host="127.0.0.1", store_port=9, generation=1, **options)
+    return Group(backend="nccl", rank=0, world_size=2, store_host="127.0.0.1", store_port=9, generation=1, **options)
 
 
 # ── aborting ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -257,7 +257,7 @@ def test_the_gloo_side_is_free_while_the_abort_is_stuck(
     made = make()
     made.abort("a rank died")
     assert cut.is_set()
-    with pytest.raises(LetGoError):
+    with pytest.raises(GroupAborted):
         made.check()
     card.set()
     made.close()
@@ -447,7 +447,7 @@ def test_a_forming_that_takes_too_long_is_given_up(formable: dict[str, Any], mon
 
     monkeypatch.setattr(group.dist, "init_process_group", init)
     made = make(device=torch.device("cuda", 0), form_timeout_s=0.2)
-    with pytest.raises(LetGoError, match=r"forming took over 0\.2 s"):
+    with pytest.raises(GroupAborted, match=r"forming took over 0\.2 s"):
         made.form()
     made.close()
 
@@ -473,7 +473,7 @@ def test_a_communicator_in_the_making_is_freed_by_its_sockets(
     made = make(device=torch.device("cuda", 0))
     threading.Thread(target=lambda: blocked.wait(5.0) and made.abort("a rank died")).start()
     begun_s = time.monotonic()
-    with pytest.raises(LetGoError, match="a rank died"):
+    with pytest.raises(GroupAborted, match="a rank died"):
         made.form()
     made.close()
     assert time.monotonic() - begun_s < 2.0
@@ -503,13 +503,13 @@ def freed_beside_gloo(rank: int, world: int, port: int) -> Any:
     nccl.problems = list
     torch.cuda.set_device = lambda device: None
     made = Group(
-        backend="nccl", rank=rank, world=world, store_host="127.0.0.1", store_port=port, generation=1,
+        backend="nccl", rank=rank, world_size=world, store_host="127.0.0.1", store_port=port, generation=1,
         device=torch.device("cuda", 0),
     )  # fmt: skip
     threading.Thread(target=lambda: blocked.wait(20.0) and made.abort("a rank died"), daemon=True).start()
     try:
         made.form()
-    except LetGoError as error:
+    except GroupAborted as error:
         made.close()
         return str(error)
     return "formed"
@@ -518,7 +518,7 @@ def freed_beside_gloo(rank: int, world: int, port: int) -> Any:
 @pytest.mark.slow
 def test_gloos_own_listening_socket_is_spared() -> None:
     """To cut it would end the process."""
-    assert run_ranks(freed_beside_gloo, world=2) == ["a rank died"] * 2
+    assert run_ranks(freed_beside_gloo, world_size=2) == ["a rank died"] * 2
 
 
 def test_an_aborted_group_is_struck_off_and_not_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
-from elastic.worker.errors import FormError, LetGoError, is_communication_error
+from elastic.worker.errors import FormError, GroupAborted, is_communication_error
 from elastic.worker.group import Group
 
 pytestmark = pytest.mark.slow
@@ -25,11 +25,11 @@ LIMIT_S = 1.5
 """From an abort until the main thread is free; 0.01 to 0.1 on a machine with nothing else to do."""
 
 
-def make(rank: int, world: int, port: int, generation: int, **options: float) -> Group:
+def make(rank: int, world_size: int, port: int, generation: int, **options: float) -> Group:
     return Group(
         backend="gloo",
         rank=rank,
-        world=world,
+        world_size=world_size,
         store_host="127.0.0.1",
         store_port=port,
         generation=generation,
@@ -37,10 +37,10 @@ def make(rank: int, world: int, port: int, generation: int, **options: float) ->
     )
 
 
-def summed(world: int) -> bool:
+def summed(world_size: int) -> bool:
     ones = torch.ones(1000)
     dist.all_reduce(ones)
-    return bool((ones == world).all())
+    return bool((ones == world_size).all())
 
 
 def abort_later(group: Group, after_s: float) -> list[float]:
@@ -55,32 +55,32 @@ def abort_later(group: Group, after_s: float) -> list[float]:
     return at_s
 
 
-def block_in(what: str, rank: int, world: int) -> None:
+def block_in(what: str, rank: int, world_size: int) -> None:
     """Collectives in which the victim, the last rank, never takes part."""
     while True:
         match what:
             case "all_reduce":
                 dist.all_reduce(torch.ones(1 << 20))
             case "neighbour":  # waits for a living rank that waits for the dead one: no socket of its own breaks
-                dist.recv(torch.ones(4), (rank + 1) % world)
+                dist.recv(torch.ones(4), (rank + 1) % world_size)
             case "sub-group":
-                dist.all_reduce(torch.ones(4), group=dist.new_group(list(range(world))))
+                dist.all_reduce(torch.ones(4), group=dist.new_group(list(range(world_size))))
             case "broadcast":
-                dist.broadcast(torch.ones(1 << 20), world - 1)
+                dist.broadcast(torch.ones(1 << 20), world_size - 1)
 
 
-def lose_one(rank: int, world: int, port: int, what: str) -> Any:
-    group = make(rank, world, port, 1)
+def lose_one(rank: int, world_size: int, port: int, what: str) -> Any:
+    group = make(rank, world_size, port, 1)
     group.form()
-    assert summed(world)
+    assert summed(world_size)
     if what == "sub-group":
-        dist.all_reduce(torch.ones(4), group=dist.new_group(list(range(world))))
-    if rank == world - 1:
+        dist.all_reduce(torch.ones(4), group=dist.new_group(list(range(world_size))))
+    if rank == world_size - 1:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
     at_s = abort_later(group, 0.5)
     with pytest.raises(RuntimeError) as caught:
-        block_in(what, rank, world)
+        block_in(what, rank, world_size)
     assert is_communication_error(caught.value), caught.value
     said = str(caught.value)
     del caught
@@ -90,28 +90,28 @@ def lose_one(rank: int, world: int, port: int, what: str) -> Any:
     freed_s = time.monotonic() - at_s[0]
     group.close()
     begun_s = time.monotonic()
-    group = make(rank, world - 1, port, 2)
+    group = make(rank, world_size - 1, port, 2)
     group.form()
-    whole = summed(world - 1)
+    whole = summed(world_size - 1)
     group.close()
     return {"said": said, "freed_s": freed_s, "formed_s": time.monotonic() - begun_s, "whole": whole}
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "neighbour", "sub-group", "broadcast"])
 def test_survivors_of_a_kill_are_freed_and_form_again(what: str) -> None:
-    *survivors, dead = run_ranks(lose_one, world=4, what=what)
+    *survivors, dead = run_ranks(lose_one, world_size=4, what=what)
     assert dead == {"died": signal.SIGKILL}
     assert all(s["whole"] and s["said"] for s in survivors)
     assert max(s["freed_s"] for s in survivors) < LIMIT_S
 
 
-def many_rounds(rank: int, world: int, port: int, rounds: int) -> Any:
+def many_rounds(rank: int, world_size: int, port: int, rounds: int) -> Any:
     hook = sys.excepthook
     counts: list[tuple[int, int]] = []
     for generation in range(rounds):
-        group = make(rank, world, port, generation)
+        group = make(rank, world_size, port, generation)
         group.form()
-        assert summed(world)
+        assert summed(world_size)
         if generation % 2:
             abort_later(group, 0.0)
             with pytest.raises(RuntimeError) as caught:
@@ -124,24 +124,24 @@ def many_rounds(rank: int, world: int, port: int, rounds: int) -> Any:
 
 
 def test_two_hundred_rounds_leak_neither_descriptors_nor_threads() -> None:
-    for result in run_ranks(many_rounds, world=2, rounds=200):
+    for result in run_ranks(many_rounds, world_size=2, rounds=200):
         assert result["hook"], "sys.excepthook is wrapped once more by each group"
         assert result["late"][0] <= result["early"][0] + 2
         assert result["late"][1] <= result["early"][1] + 1
 
 
-def abort_while_forming(rank: int, world: int, port: int, when_s: float) -> Any:
+def abort_while_forming(rank: int, world_size: int, port: int, when_s: float) -> Any:
     """Rank 1 arrives, but never forms: rank 0 is stuck inside init_process_group."""
     if rank == 1:
         try:
-            make(rank, world, port, 1, timeout_s=1.0)._arrive(lambda: False)
+            make(rank, world_size, port, 1, timeout_s=1.0)._arrive(lambda: False)
         except FormError:
             return 0.0  # the other one was aborted before it came
         time.sleep(when_s + 0.5)
         return 0.0
-    group = make(rank, world, port, 1)
+    group = make(rank, world_size, port, 1)
     at_s = abort_later(group, when_s)
-    with pytest.raises(LetGoError, match="a rank died"):
+    with pytest.raises(GroupAborted, match="a rank died"):
         group.form()
     freed_s = time.monotonic() - at_s[0]
     group.close()
@@ -154,13 +154,13 @@ def abort_while_forming(rank: int, world: int, port: int, when_s: float) -> Any:
 
 @pytest.mark.parametrize("when_s", [0.0, 0.005, 0.3])
 def test_abort_while_forming(when_s: float) -> None:
-    assert run_ranks(abort_while_forming, world=2, when_s=when_s)[0] < LIMIT_S
+    assert run_ranks(abort_while_forming, world_size=2, when_s=when_s)[0] < LIMIT_S
 
 
-def abort_while_waiting(rank: int, world: int, port: int) -> Any:
+def abort_while_waiting(rank: int, world_size: int, port: int) -> Any:
     group = make(0, 2, port, 1)  # the other one never comes
     at_s = abort_later(group, 0.2)
-    with pytest.raises(LetGoError):
+    with pytest.raises(GroupAborted):
         group.form()
     freed_s = time.monotonic() - at_s[0]
     group.close()
@@ -170,15 +170,15 @@ def abort_while_waiting(rank: int, world: int, port: int) -> Any:
 
 
 def test_abort_while_waiting_for_the_others() -> None:
-    assert run_ranks(abort_while_waiting, world=1)[0][0] < 0.5
+    assert run_ranks(abort_while_waiting, world_size=1)[0][0] < 0.5
 
 
-def silent_store(rank: int, world: int, port: int) -> Any:
+def silent_store(rank: int, world_size: int, port: int) -> Any:
     """The store's host accepts, and never answers: torch's constructor waits, but not this process."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         group = make(0, 2, silent.getsockname()[1], 1)
         at_s = abort_later(group, 0.2)
-        with pytest.raises(LetGoError):
+        with pytest.raises(GroupAborted):
             group.form()
         freed_s = time.monotonic() - at_s[0]
         group.close()
@@ -186,10 +186,10 @@ def silent_store(rank: int, world: int, port: int) -> Any:
 
 
 def test_abort_while_the_store_does_not_answer() -> None:
-    assert run_ranks(silent_store, world=1)[0] < LIMIT_S
+    assert run_ranks(silent_store, world_size=1)[0] < LIMIT_S
 
 
-def too_few(rank: int, world: int, port: int) -> Any:
+def too_few(rank: int, world_size: int, port: int) -> Any:
     said = []
     for options, where in [({"timeout_s": 0.3}, port), ({"timeout_s": 0.3}, 9)]:
         group = make(0, 3, where, 1, **options)
@@ -199,20 +199,20 @@ def too_few(rank: int, world: int, port: int) -> Any:
         said.append(str(caught.value))
     overdue = make(0, 2, port, 2, form_timeout_s=0.3)
     threading.Thread(target=make(1, 2, port, 2)._arrive, args=[lambda: False], daemon=True).start()
-    with pytest.raises(LetGoError) as late:
+    with pytest.raises(GroupAborted) as late:
         overdue.form()
     overdue.close()
     return [*said, str(late.value)]
 
 
 def test_forming_says_what_is_missing() -> None:
-    few, no_store, late = run_ranks(too_few, world=1)[0]
+    few, no_store, late = run_ranks(too_few, world_size=1)[0]
     assert few == "only 1 of 3 ranks came within 0.3 s"
     assert no_store == "no store at 127.0.0.1:9 within 0.3 s"
     assert late == "forming took over 0.3 s"
 
 
-def other_sockets(rank: int, world: int, port: int) -> Any:
+def other_sockets(rank: int, world_size: int, port: int) -> Any:
     """The user's own connections, open before, during and after, among them an asyncio server's, stay whole."""
     import asyncio
 
@@ -225,12 +225,12 @@ def other_sockets(rank: int, world: int, port: int) -> Any:
     pairs = [connected()]
     loop = asyncio.new_event_loop()
     server = loop.run_until_complete(asyncio.start_server(lambda r, w: w.write(b"hi"), "127.0.0.1", 0))
-    group = make(rank, world, port, 1)
+    group = make(rank, world_size, port, 1)
     group.form()
     pairs.append(connected())
     reader, writer = loop.run_until_complete(asyncio.open_connection(*server.sockets[0].getsockname()))
     with contextlib.suppress(RuntimeError):  # the other one may abort before this one is through
-        summed(world)
+        summed(world_size)
     group.abort("test")
     group.close()
     answer = loop.run_until_complete(reader.readexactly(2))
@@ -245,4 +245,4 @@ def other_sockets(rank: int, world: int, port: int) -> Any:
 
 
 def test_the_users_own_sockets_are_left_alone() -> None:
-    assert run_ranks(other_sockets, world=2) == ["hi", "hi"]
+    assert run_ranks(other_sockets, world_size=2) == ["hi", "hi"]

@@ -14,22 +14,22 @@ import pytest
 import torch
 
 from elastic.core.beat import PAGE_BYTES
-from elastic.core.messages import LetGo
+from elastic.core.messages import AbortGroup
 from elastic.worker.job import Job
 from elastic.worker.run import AgentLink
-from elastic.worker.session import Session, ToldToLeave
+from elastic.worker.session import GenerationEnded, Session
 from elastic.worker.state import State
 
 
 class FakeLink:
     def __init__(self, log: list[str]) -> None:
         self.log = log
-        self.let_go = False
+        self.aborted = False
 
     def applying(self) -> None:
         self.log.append("asked")
-        if self.let_go:
-            raise ToldToLeave("a rank died")
+        if self.aborted:
+            raise GenerationEnded("a rank died")
 
     def entered(self) -> None:
         pass
@@ -54,9 +54,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-def make(log: list[str], device: str = "cuda:1", world: int = 2) -> Job:
+def make(log: list[str], device: str = "cuda:1", world_size: int = 2) -> Job:
     job = Job(name="j", device=torch.device(device), local_rank=1, link=FakeLink(log))  # type: ignore[arg-type]
-    job.enter(rank=0, world=world, generation=1, keeper=None)
+    job.enter(rank=0, world_size=world_size, generation=1, keeper=None)
     return job
 
 
@@ -72,16 +72,16 @@ def test_a_commit_without_any_optimizer_is_guarded_too(log: list[str]) -> None:
     model = torch.nn.Linear(1, 1)
     job, state = make(log), State(model=model)
     state.begin()
-    job._link.let_go = True  # type: ignore[attr-defined]
-    with pytest.raises(ToldToLeave):
+    job._link.aborted = True  # type: ignore[attr-defined]
+    with pytest.raises(GenerationEnded):
         job.commit(state)
     assert log == ["waited for cuda:1", "asked"]
     assert state.step == 0
 
 
-@pytest.mark.parametrize(("device", "world"), [("cpu", 2), ("cuda:0", 1)])
-def test_where_nothing_can_be_cut_short_nothing_is_waited_for(log: list[str], device: str, world: int) -> None:
-    job = make(log, device, world)
+@pytest.mark.parametrize(("device", "world_size"), [("cpu", 2), ("cuda:0", 1)])
+def test_where_nothing_can_be_cut_short_nothing_is_waited_for(log: list[str], device: str, world_size: int) -> None:
+    job = make(log, device, world_size)
     job.guard()()
     assert log == ["asked"]
 
@@ -148,25 +148,25 @@ class Training:
         card = CardsStream.card = Card([p.grad for p in parameters if p.grad is not None])
         self.generation += 1
         self.link.enter(self.generation, self.state.step)
-        self.job.enter(rank=0, world=2, generation=self.generation, keeper=None)
+        self.job.enter(rank=0, world_size=2, generation=self.generation, keeper=None)
         self.session.holds(self, self.generation)
 
-        def let_go() -> None:
+        def aborted() -> None:
             threading.Event().wait(chance.random() * 0.002 if chance else 0.0)
-            self.session._take(LetGo(generation=self.generation, why="a rank died"), [])  # as its monitor does
+            self.session._take(AbortGroup(generation=self.generation, why="a rank died"), [])  # as its monitor does
 
         def peers() -> None:
             threading.Event().wait(chance.random() * 0.002 if chance else 0.0)
             card.peers_came.set()
 
-        threads = [threading.Thread(target=act) for act in (card.all_reduce, peers, *([let_go] if chance else []))]
+        threads = [threading.Thread(target=act) for act in (card.all_reduce, peers, *([aborted] if chance else []))]
         for thread in threads:
             thread.start()
         try:
             self.state.optimizer.step()
             self.state.committed(self.generation)
             ended = "applied"
-        except ToldToLeave:
+        except GenerationEnded:
             assert self.state.clean(), "a state that no optimizer touched is no source for the others"
             ended = "left"
         for thread in threads:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from elastic.core.timeouts import QUIET_S, Timeouts
-from elastic.worker.alone import NoLink
 from elastic.worker.job import Job
+from elastic.worker.standalone import NoLink
 from elastic.worker.state import State
 
 
@@ -19,10 +19,10 @@ class Link(NoLink):
         self.said.append(limit_s)
 
 
-def make(world: int, group_s: float) -> tuple[Job, Link]:
+def make(world_size: int, group_s: float) -> tuple[Job, Link]:
     link = Link()
     job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=link)
-    job.enter(rank=0, world=world, generation=1, keeper=None, group_s=group_s)
+    job.enter(rank=0, world_size=world_size, generation=1, keeper=None, group_s=group_s)
     return job, link
 
 
@@ -43,7 +43,7 @@ def test_a_snapshot_that_was_begun_is_completed_first() -> None:
     """It would not count before the next optimizer step, which is long to come; and nobody is to miss a beat for it."""
     job, link = make(1, 600.0)
     keeper = Settles(link)
-    job.enter(rank=0, world=1, generation=1, keeper=keeper)
+    job.enter(rank=0, world_size=1, generation=1, keeper=keeper)
     with job.quiet("evaluation", limit_s=100.0):
         assert keeper.settled_in == [[100.0]]
     assert len(keeper.settled_in) == 1

@@ -15,7 +15,7 @@ import pytest
 from elastic.core import messages
 from elastic.core.beat import PAGE_BYTES
 from elastic.worker.restore import Disk, Store
-from elastic.worker.session import Session, ToldToLeave
+from elastic.worker.session import GenerationEnded, Session
 
 GENERATION = 3
 
@@ -32,12 +32,12 @@ class Asking:
         self.result: object = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
-        assert messages.from_worker(self.agent.recv(4096)) == messages.AskKept(generation=GENERATION)
+        assert messages.from_worker(self.agent.recv(4096)) == messages.RequestSnapshot(generation=GENERATION)
 
     def _run(self) -> None:
         try:
             self.result = self.store.saved()
-        except ToldToLeave as error:
+        except GenerationEnded as error:
             self.result = error
 
     def end(self) -> object:
@@ -49,7 +49,7 @@ class Asking:
     def answer(self, generation: int) -> int:
         """With a descriptor, which is returned."""
         descriptor = os.open(os.devnull, os.O_RDONLY)
-        self.session._take(messages.Kept(generation=generation), [descriptor])
+        self.session._take(messages.InMemorySnapshot(generation=generation), [descriptor])
         return descriptor
 
 
@@ -57,7 +57,7 @@ class Asking:
 def asking(tmp_path: pathlib.Path) -> Iterator[Asking]:
     made = Asking(tmp_path)
     yield made
-    made.session._take(messages.LetGo(generation=GENERATION, why="the test is over"), [])
+    made.session._take(messages.AbortGroup(generation=GENERATION, why="the test is over"), [])
     made.end()
     made.agent.close()
     made.channel.close()
@@ -73,9 +73,9 @@ def closed(descriptor: int) -> bool:
 
 
 def test_let_go_ends_the_wait_and_a_late_answer_is_closed(asking: Asking) -> None:
-    asking.session._take(messages.LetGo(generation=GENERATION, why="n1 is gone"), [])
+    asking.session._take(messages.AbortGroup(generation=GENERATION, why="n1 is gone"), [])
     told = asking.end()
-    assert isinstance(told, ToldToLeave)
+    assert isinstance(told, GenerationEnded)
     assert str(told) == "n1 is gone"
     assert closed(asking.answer(GENERATION))
 
@@ -83,14 +83,14 @@ def test_let_go_ends_the_wait_and_a_late_answer_is_closed(asking: Asking) -> Non
 def test_an_answer_to_a_generation_before_is_none(asking: Asking) -> None:
     assert closed(asking.answer(GENERATION - 1))
     assert asking.thread.is_alive()
-    asking.session._take(messages.Kept(generation=GENERATION), [])
+    asking.session._take(messages.InMemorySnapshot(generation=GENERATION), [])
     assert asking.end() == (None, None)
 
 
 def test_an_end_before_the_question_is_heard(tmp_path: pathlib.Path, asking: Asking) -> None:
-    asking.session._take(messages.LetGo(generation=GENERATION, why="at once"), [])
+    asking.session._take(messages.AbortGroup(generation=GENERATION, why="at once"), [])
     asking.end()
     again = Store(asking.session, Disk(str(tmp_path), "job"), None, GENERATION)  # type: ignore[arg-type]
-    with pytest.raises(ToldToLeave, match="at once"):
+    with pytest.raises(GenerationEnded, match="at once"):
         again.saved()
     again.close()

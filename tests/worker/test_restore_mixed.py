@@ -10,10 +10,10 @@ import torch
 from support.arenas import Agent
 
 from elastic.checkpoint.write import commit, write_share
-from elastic.core.cadence import Rule
-from elastic.worker.keeper import Keeper, Place
-from elastic.worker.restore import Disk, Kept
-from elastic.worker.sink import AgentSink
+from elastic.core.checkpoint_interval import Rule
+from elastic.worker.agent_snapshots import AgentSnapshots
+from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
+from elastic.worker.restore import Disk, HeldSnapshots
 from elastic.worker.state import State
 
 
@@ -43,8 +43,8 @@ def saved(agents: list[Agent]) -> State:
     state.optimizer.step()
     state.committed(1)
     for rank, agent in enumerate(agents):
-        keeper = Keeper(AgentSink(agent), Rule(every_steps=1), shared=True)  # type: ignore[arg-type]
-        keeper.enter(Place(1, rank, len(agents), rank, len(agents)), 0)
+        keeper = CheckpointScheduler(AgentSnapshots(agent), Rule(every_steps=1), shared=True)  # type: ignore[arg-type]
+        keeper.enter(RankPosition(1, rank, len(agents), rank, len(agents)), 0)
         keeper._put(state, save=True)
         keeper.settle()
     return state
@@ -57,7 +57,7 @@ def same(one: State, other: State) -> bool:
 
 def test_from_the_memory_of_the_agents(agents: list[Agent]) -> None:
     state, newcomer = saved(agents), build(2)
-    Kept([arena for agent in agents for arena in agent.arenas if arena.header().whole]).load(newcomer)
+    HeldSnapshots([arena for agent in agents for arena in agent.arenas if arena.header().whole]).load(newcomer)
     assert newcomer.version == (1, 1)
     assert same(state, newcomer)
 
@@ -66,6 +66,6 @@ def test_from_disk(agents: list[Agent], tmp_path: Path) -> None:
     state, newcomer = saved(agents), build(2)
     for agent in agents:
         write_share(next(arena for arena in agent.arenas if arena.header().whole), str(tmp_path))
-    commit(str(tmp_path), "job", step=1, generation=1, shares=2, world=2)
+    commit(str(tmp_path), "job", step=1, generation=1, shares=2, world_size=2)
     Disk(str(tmp_path), "job").load(newcomer)
     assert same(state, newcomer)

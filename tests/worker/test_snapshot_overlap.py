@@ -14,12 +14,12 @@ from support.arenas import Agent
 from support.fake_cuda import Broken, Device, gpu  # noqa: F401 - a fixture
 
 from elastic.checkpoint.arena import Fullness
-from elastic.core.cadence import Rule
+from elastic.core.checkpoint_interval import Rule
 from elastic.core.tensors import Table, TensorInfo
+from elastic.worker.agent_snapshots import AgentSnapshots
+from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.job import Job
-from elastic.worker.keeper import Keeper, Place
-from elastic.worker.session import ToldToLeave
-from elastic.worker.sink import AgentSink
+from elastic.worker.session import GenerationEnded
 from elastic.worker.state import State
 
 SIZE = 64
@@ -79,13 +79,13 @@ def agent() -> Iterator[Agent]:
         arena.close()
 
 
-def keeper_for(agent: Agent, every: int = 1) -> Keeper:
-    keeper = Keeper(AgentSink(agent), Rule(every_steps=every), shared=True)  # type: ignore[arg-type]
-    keeper.enter(Place(1, 0, 1, 0, 1), 0)
+def keeper_for(agent: Agent, every: int = 1) -> CheckpointScheduler:
+    keeper = CheckpointScheduler(AgentSnapshots(agent), Rule(every_steps=every), shared=True)  # type: ignore[arg-type]
+    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
     return keeper
 
 
-def one_step(state: Trained, keeper: Keeper, pause: Callable[[], None] = lambda: None) -> None:
+def one_step(state: Trained, keeper: CheckpointScheduler, pause: Callable[[], None] = lambda: None) -> None:
     pause()
     state.forward()
     pause()
@@ -151,7 +151,7 @@ def test_one_under_way_at_the_end_is_enough(gpu: Device, agent: Agent) -> None: 
 def test_told_to_stop_it_is_whole_before_this_rank_leaves(gpu: Device, agent: Agent) -> None:  # noqa: F811
     state, keeper = Trained(gpu), keeper_for(agent)
     agent.stop_wanted = True
-    with pytest.raises(ToldToLeave, match="stopped at step 1, which is saved"):
+    with pytest.raises(GenerationEnded, match="stopped at step 1, which is saved"):
         one_step(state, keeper)
     assert newest(agent) == 1
 
@@ -267,7 +267,7 @@ class Link:
 
     def applying(self) -> None:
         if self.over:
-            raise ToldToLeave("a rank died")
+            raise GenerationEnded("a rank died")
         self.log.append("asked")
 
     def entered(self) -> None: ...
@@ -278,7 +278,7 @@ def test_the_optimizers_guard_settles_before_the_first_byte_changes() -> None:
     keeper = Settles()
     link = Link(keeper.log)
     job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=link)  # type: ignore[arg-type]
-    job.enter(rank=0, world=1, generation=1, keeper=keeper)
+    job.enter(rank=0, world_size=1, generation=1, keeper=keeper)
     model = torch.nn.Linear(2, 2)
     state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
     state.watch_optimizers(job.guard())
@@ -292,7 +292,7 @@ def test_the_optimizers_guard_settles_before_the_first_byte_changes() -> None:
     assert keeper.log[3:] == ["asked", "settled"]
     link.over = True
     state.committed(1)
-    with pytest.raises(ToldToLeave):
+    with pytest.raises(GenerationEnded):
         state.optimizer.step()
     assert keeper.log[5:] == []
     assert state.clean()

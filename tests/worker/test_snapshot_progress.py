@@ -11,9 +11,9 @@ from support.arenas import Agent
 from support.ckpt import table_of
 
 from elastic.core.beat import PAGE_BYTES, BeatPage, Doing
-from elastic.core.cadence import Rule
-from elastic.worker.keeper import Keeper, Part, Place
-from elastic.worker.sink import AgentSink
+from elastic.core.checkpoint_interval import Rule
+from elastic.worker.agent_snapshots import AgentSnapshots
+from elastic.worker.checkpoint_scheduler import CheckpointScheduler, Part, RankPosition
 from elastic.worker.state import State
 
 LARGE = 1 << 24
@@ -39,7 +39,7 @@ def part(step: int, **options: Any) -> Part:
 
 
 def test_the_first_copy_into_fresh_buffers_is_progress_all_the_way(agent: Agent) -> None:
-    sink = AgentSink(agent)  # type: ignore[arg-type]
+    sink = AgentSnapshots(agent)  # type: ignore[arg-type]
     assert sink.put(part(1, volatile={0}))  # so all of it within the commit
     sink.settle()
     assert agent.arenas[0].header().step == 1
@@ -48,7 +48,7 @@ def test_the_first_copy_into_fresh_buffers_is_progress_all_the_way(agent: Agent)
 
 
 def test_a_wait_for_pages_that_a_thread_touches_is_progress_too(agent: Agent) -> None:
-    sink = AgentSink(agent)  # type: ignore[arg-type]
+    sink = AgentSnapshots(agent)  # type: ignore[arg-type]
     sink.prepare(part(1))
     before = len(agent.progress)
     assert before == 0, "nobody waits yet: a thread of ours must not vouch for the main thread"
@@ -61,7 +61,7 @@ def test_a_wait_for_pages_that_a_thread_touches_is_progress_too(agent: Agent) ->
 def test_the_buffers_of_a_state_on_the_cpu_are_touched_ahead() -> None:
     prepared: list[Part] = []
 
-    class Sink:
+    class SnapshotBackend:
         durable_s, copying, beside_s = 0.0, False, 0.0
 
         def wanted(self) -> bool:
@@ -76,8 +76,8 @@ def test_the_buffers_of_a_state_on_the_cpu_are_touched_ahead() -> None:
             prepared.append(part)
 
     state = State(model=torch.nn.Linear(4, 4))
-    keeper = Keeper(Sink(), Rule(every_steps=100), shared=True)  # type: ignore[arg-type]
-    keeper.enter(Place(1, 0, 1, 0, 1), 0)
+    keeper = CheckpointScheduler(SnapshotBackend(), Rule(every_steps=100), shared=True)  # type: ignore[arg-type]
+    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
     for _ in range(3):
         state.committed(1)
         keeper.after(state)

@@ -17,10 +17,10 @@ from elastic.checkpoint import memcpy
 from elastic.checkpoint.arena import Arena
 from elastic.checkpoint.fill import Fill
 from elastic.checkpoint.layout import arena_nbytes
-from elastic.core.cadence import Rule
+from elastic.core.checkpoint_interval import Rule
+from elastic.worker.agent_snapshots import AgentSnapshots
+from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.job import Job
-from elastic.worker.keeper import Keeper, Place
-from elastic.worker.sink import AgentSink
 from elastic.worker.state import State
 
 LIMIT_S = 60.0
@@ -96,10 +96,10 @@ class Training:
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.state = State(model=self.model, optimizer=self.optimizer, seen=torch.zeros(3))
-        self.keeper = Keeper(AgentSink(agent), Rule(every_steps=every), shared=True)  # type: ignore[arg-type]
-        self.keeper.enter(Place(1, 0, 1, 0, 1), 0)
+        self.keeper = CheckpointScheduler(AgentSnapshots(agent), Rule(every_steps=every), shared=True)  # type: ignore[arg-type]
+        self.keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
         self.job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=Link())  # type: ignore[arg-type]
-        self.job.enter(rank=0, world=1, generation=1, keeper=self.keeper)  # type: ignore[arg-type]
+        self.job.enter(rank=0, world_size=1, generation=1, keeper=self.keeper)  # type: ignore[arg-type]
         self.state.watch_optimizers(self.job.guard())
         self.truth: dict[int, dict[str, torch.Tensor]] = {}
 
@@ -190,7 +190,7 @@ def test_let_go_of_half_way_it_is_dropped(agent: Agent, copying: Copying) -> Non
     training.keeper.settle()
     assert (agent.filled, training.whole()) == ([], [])
     copying.let_all()
-    training.keeper.enter(Place(2, 0, 1, 0, 1), 1)
+    training.keeper.enter(RankPosition(2, 0, 1, 0, 1), 1)
     training.one_step()
     training.one_step()
     training.keeper.settle()

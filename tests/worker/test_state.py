@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elastic.core.tensors import TensorInfo
+from elastic.worker.json_codec import CannotEncodeError, decode, encode
 from elastic.worker.state import State
-from elastic.worker.tree import CannotEncodeError, decode, encode
 
 
 def model(seed: int = 0, width: int = 4) -> nn.Module:

@@ -14,9 +14,9 @@ import torch
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 
-from elastic.core.source import NoStateError
+from elastic.core.state_source import NoStateError
 from elastic.worker import broadcast, pull
-from elastic.worker.errors import LetGoError, is_communication_error
+from elastic.worker.errors import GroupAborted, is_communication_error
 from elastic.worker.group import Group
 from elastic.worker.state import State
 from elastic.worker.sync import synchronise
@@ -83,8 +83,10 @@ def fingerprint(state: State) -> str:
     return hasher.hexdigest()
 
 
-def group(rank: int, world: int, port: int, generation: int) -> Group:
-    made = Group(backend="gloo", rank=rank, world=world, store_host="127.0.0.1", store_port=port, generation=generation)
+def group(rank: int, world_size: int, port: int, generation: int) -> Group:
+    made = Group(
+        backend="gloo", rank=rank, world_size=world_size, store_host="127.0.0.1", store_port=port, generation=generation
+    )
     made.form()
     return made
 
@@ -95,7 +97,7 @@ def only_by(way: str, rank: int) -> None:
         pull.can_read = lambda window: False
 
 
-def newcomer(rank: int, world: int, port: int, kind: str, way: str) -> Any:
+def newcomer(rank: int, world_size: int, port: int, kind: str, way: str) -> Any:
     """Ranks 1 and 2 have trained three steps; the others are new."""
     only_by(way, rank)
     state = build(rank, kind)
@@ -105,8 +107,8 @@ def newcomer(rank: int, world: int, port: int, kind: str, way: str) -> Any:
         for _ in range(3):
             step(state, generation=4)
     kept = [id(p) for p in state.model.parameters()], [p.data_ptr() for p in state.model.parameters()]
-    made = group(rank, world, port, 5)
-    synced = synchronise(state, rank=rank, world=world, generation=5)
+    made = group(rank, world_size, port, 5)
+    synced = synchronise(state, rank=rank, world_size=world_size, generation=5)
     now = [id(p) for p in state.model.parameters()], [p.data_ptr() for p in state.model.parameters()]
     received = fingerprint(state)
     step(state, generation=5)
@@ -130,7 +132,7 @@ def newcomer(rank: int, world: int, port: int, kind: str, way: str) -> Any:
     [("adamw", "memory"), ("adamw", "sockets"), ("fused", "both"), ("amsgrad", "memory"), ("sgd", "sockets")],
 )
 def test_newcomers_get_bit_identical_state_and_step_on_alike(kind: str, way: str) -> None:
-    results = run_ranks(newcomer, world=5, kind=kind, way=way)
+    results = run_ranks(newcomer, world_size=5, kind=kind, way=way)
     assert [r["step"] for r in results] == [3] * 5
     assert {r["source"] for r in results} == {"live"}
     assert len({r["received"] for r in results}) == 1
@@ -141,29 +143,29 @@ def test_newcomers_get_bit_identical_state_and_step_on_alike(kind: str, way: str
     assert {tuple(r["version"]) for r in results} == {(5, 4)}
 
 
-def first_start(rank: int, world: int, port: int) -> Any:
+def first_start(rank: int, world_size: int, port: int) -> Any:
     """Three fresh processes with different seeds; then one is replaced before anybody has committed."""
     state = build(rank)
-    made = group(rank, world, port, 1)
-    synced = synchronise(state, rank=rank, world=world, generation=1)
+    made = group(rank, world_size, port, 1)
+    synced = synchronise(state, rank=rank, world_size=world_size, generation=1)
     made.close()
     first = fingerprint(state)
     if rank == 2:
         state = build(7)
-    made = group(rank, world, port, 2)
-    again = synchronise(state, rank=rank, world=world, generation=2)
+    made = group(rank, world_size, port, 2)
+    again = synchronise(state, rank=rank, world_size=world_size, generation=2)
     made.close()
     return [synced.source, again.source, again.nbytes > 0, first, fingerprint(state), state.version]
 
 
 def test_fresh_ranks_start_from_one_set_up() -> None:
-    results = run_ranks(first_start, world=3)
+    results = run_ranks(first_start, world_size=3)
     assert [r[:3] for r in results] == [["setup", "live", False]] * 2 + [["setup", "live", True]]
     assert len({fingerprint for r in results for fingerprint in r[3:5]}) == 1
     assert {tuple(r[5]) for r in results} == {(1, 0)}
 
 
-def one_ahead(rank: int, world: int, port: int) -> Any:
+def one_ahead(rank: int, world_size: int, port: int) -> Any:
     """Rank 2 committed step 4, the others lost the group in step 4: rank 1 half-way through the optimizer."""
     state = build(0)
     for _ in range(3 + (rank == 2)):
@@ -171,19 +173,19 @@ def one_ahead(rank: int, world: int, port: int) -> Any:
     if rank == 1:
         state.optimizer.step()
         assert not state.clean()
-    made = group(rank, world, port, 2)
-    synced = synchronise(state, rank=rank, world=world, generation=2)
+    made = group(rank, world_size, port, 2)
+    synced = synchronise(state, rank=rank, world_size=world_size, generation=2)
     made.close()
     return [synced.step, state.clean(), fingerprint(state)]
 
 
 def test_the_rank_that_is_ahead_is_the_source() -> None:
-    results = run_ranks(one_ahead, world=3)
+    results = run_ranks(one_ahead, world_size=3)
     assert [r[:2] for r in results] == [[4, True]] * 3
     assert len({r[2] for r in results}) == 1
 
 
-def from_disk(rank: int, world: int, port: int) -> Any:
+def from_disk(rank: int, world_size: int, port: int) -> Any:
     """Only rank 1 can load; the one it offered is damaged, and `load` took the one before."""
     state = build(rank)
 
@@ -197,16 +199,16 @@ def from_disk(rank: int, world: int, port: int) -> Any:
         state.filled()
         return f"{kind} step 2 at /here"
 
-    made = group(rank, world, port, 9)
+    made = group(rank, world_size, port, 9)
     synced = synchronise(
-        state, rank=rank, world=world, generation=9, saved=lambda: (None, (3, 4) if rank else None), load=load
+        state, rank=rank, world_size=world_size, generation=9, saved=lambda: (None, (3, 4) if rank else None), load=load
     )
     made.close()
     return [synced.step, synced.source, state.version, fingerprint(state)]
 
 
 def test_one_rank_loads_and_the_others_receive() -> None:
-    results = run_ranks(from_disk, world=3)
+    results = run_ranks(from_disk, world_size=3)
     assert [r[:3] for r in results] == [[2, "checkpoint step 2 at /here", [3, 2]]] * 3
     assert len({r[3] for r in results}) == 1
 
@@ -217,13 +219,13 @@ class Large(nn.Module):
         self.weight = nn.Parameter(torch.full((megabytes, 1 << 18), float(rank)))
 
 
-def interrupted(rank: int, world: int, port: int, way: str) -> Any:
+def interrupted(rank: int, world_size: int, port: int, way: str) -> Any:
     """The source dies, and the generation is let go of, while a quarter of a gigabyte is on its way."""
     only_by(way, rank)
     state = State(model=Large(rank, 256))
     if rank == 0:
         state.committed(1)
-    made = group(rank, world, port, 2)
+    made = group(rank, world_size, port, 2)
     pieces = []
 
     def check() -> None:
@@ -237,34 +239,34 @@ def interrupted(rank: int, world: int, port: int, way: str) -> Any:
 
     if rank:
         threading.Timer(1.0, made.abort, ["rank 0 died"]).start()
-    with pytest.raises((RuntimeError, LetGoError)) as caught:
-        synchronise(state, rank=rank, world=world, generation=2, check=check)
+    with pytest.raises((RuntimeError, GroupAborted)) as caught:
+        synchronise(state, rank=rank, world_size=world_size, generation=2, check=check)
     assert is_communication_error(caught.value), caught.value
     del caught
     made.close()
     touched = bool((state.model.weight == 0).any())
-    made = group(rank - 1, world - 1, port, 3)
+    made = group(rank - 1, world_size - 1, port, 3)
     with pytest.raises(NoStateError, match="half-changed"):
-        synchronise(state, rank=rank - 1, world=world - 1, generation=3)
+        synchronise(state, rank=rank - 1, world_size=world_size - 1, generation=3)
     made.close()
     return [state.clean(), state.version, touched]
 
 
 @pytest.mark.parametrize("way", ["memory", "sockets"])
 def test_an_interrupted_transfer_leaves_no_usable_state(way: str) -> None:
-    dead, *others = run_ranks(interrupted, world=3, way=way)
+    dead, *others = run_ranks(interrupted, world_size=3, way=way)
     assert dead == {"died": signal.SIGKILL}
     assert others == [[False, [0, 0], True]] * 2
 
 
-def mismatch(rank: int, world: int, port: int) -> Any:
+def mismatch(rank: int, world_size: int, port: int) -> Any:
     state = State(model=nn.Linear(3, 4 + rank))
     if rank == 0:
         state.committed(1)
-    made = group(rank, world, port, 2)
+    made = group(rank, world_size, port, 2)
     said = ""
     try:
-        synchronise(state, rank=rank, world=world, generation=2)
+        synchronise(state, rank=rank, world_size=world_size, generation=2)
     except (ValueError, RuntimeError) as error:
         said = str(error)
     made.abort("one rank failed")
@@ -273,14 +275,14 @@ def mismatch(rank: int, world: int, port: int) -> Any:
 
 
 def test_another_model_is_named() -> None:
-    said = run_ranks(mismatch, world=2)[1]
+    said = run_ranks(mismatch, world_size=2)[1]
     assert said.startswith("model.weight is F32 [5, 3] here and F32 [4, 3] in the state that came")
 
 
-def damaged(rank: int, world: int, port: int) -> Any:
+def damaged(rank: int, world_size: int, port: int) -> Any:
     """Rank 1 passes on other bytes than it received: rank 2 notices, rank 1 does not know."""
     tensors = [torch.full((3 << 20,), float(rank)), torch.full((5,), float(rank))]
-    made = group(rank, world, port, 2)
+    made = group(rank, world_size, port, 2)
     if rank == 1:
         really = broadcast.dist.isend
 
@@ -292,7 +294,9 @@ def damaged(rank: int, world: int, port: int) -> Any:
         broadcast.dist.isend = spoil  # type: ignore[assignment]
     said = ""
     try:
-        broadcast.relay(tensors, previous=rank - 1 if rank else None, following=rank + 1 if rank < world - 1 else None)
+        broadcast.relay(
+            tensors, previous=rank - 1 if rank else None, following=rank + 1 if rank < world_size - 1 else None
+        )
     except broadcast.CorruptError as error:
         said = str(error)
     made.close()
@@ -300,4 +304,4 @@ def damaged(rank: int, world: int, port: int) -> Any:
 
 
 def test_damage_on_the_way_is_found() -> None:
-    assert run_ranks(damaged, world=3) == ["", "", "3 of 3 slices of the state arrived damaged, the first is 0"]
+    assert run_ranks(damaged, world_size=3) == ["", "", "3 of 3 slices of the state arrived damaged, the first is 0"]

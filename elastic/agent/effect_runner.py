@@ -1,0 +1,125 @@
+"""Carries out what the machine asks for: workers are forked, told and killed; records go to etcd."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+import structlog
+
+from ..core import messages
+from ..core.agentfile import AgentConfig
+from ..core.effects import (
+    AddCauses,
+    ChargeFailure,
+    Effect,
+    ForkPlain,
+    ForkWorker,
+    Kill,
+    Leave,
+    Publish,
+    PutBroken,
+    PutIncident,
+    PutMember,
+    PutPhase,
+    Rejoin,
+    Restore,
+    SaveNow,
+    Send,
+)
+from ..core.leaving import TOO_LATE
+from ..core.model import Agent
+from ..core.records import IncidentRecord
+from ..core.spec import JobSpec
+from . import worker_env
+from .etcd_writer import EtcdWriter
+from .incidents import dated
+from .pool import Pool
+
+log = structlog.get_logger()
+
+
+class EffectRunner:
+    """Nothing here waits: what comes of a deed is heard of later, as an event."""
+
+    def __init__(self, config: AgentConfig, spec: JobSpec, registry: EtcdWriter, pool: Pool) -> None:
+        self._config = config
+        self._spec = spec
+        self._registry = registry
+        self._pool = pool
+        self._workdir = worker_env.workdir(spec)
+        self.env: Mapping[str, str] = {}
+        """What workers' environments begin with."""
+        self.slots: dict[int, int] = {}
+        """life -> slot of every process ever forked here; -1: a standby."""
+        self.on_incident: Callable[[IncidentRecord], None] = lambda incident: None
+        self.left: Leave | None = None
+
+    def do(self, effect: Effect, agent: Agent) -> None:
+        """`agent`: as it is after the turn that asked."""
+        match effect:
+            case Send() | ForkWorker() | ForkPlain() | Kill() | SaveNow():
+                self._with_workers(effect, agent)
+            case Leave():
+                log.info("agent.leaves", reason=effect.reason)
+                self.left = effect
+            case _:
+                self._in_etcd(effect, agent)
+
+    def _with_workers(self, effect: Send | ForkWorker | ForkPlain | Kill | SaveNow, agent: Agent) -> None:
+        match effect:
+            case Send(slot, worker_id, message):
+                if isinstance(message, messages.Assign):
+                    log.info("standby.assigned", slot=slot, worker_id=worker_id)
+                    self.slots[worker_id] = slot
+                self._pool.tell(worker_id, message)
+            case ForkWorker() | ForkPlain():
+                self._fork(effect, agent)
+            case Kill(slot, worker_id, why, graceful):
+                log.info("worker.kill", slot=slot, worker_id=worker_id, why=why, graceful=graceful)
+                self._pool.kill(worker_id, graceful, late=why == TOO_LATE)
+            case SaveNow(reason, stop):
+                self.save_now(agent, reason, stop)
+
+    def _in_etcd(self, effect: Effect, agent: Agent) -> None:
+        registry = self._registry
+        match effect:
+            case PutIncident():
+                record = dated(effect, time.monotonic(), time.time())
+                registry.put_incident(record, effect.key)
+                self.on_incident(record)
+                log.info("incident", key=effect.key, **msgspec.to_builtins(record))
+            case AddCauses(key, record):
+                registry.add_causes(record, key)
+                log.info("incident.causes", key=key, kind=record.kind, node=record.node, detail=record.detail)
+            case PutBroken(record, member):
+                registry.put_broken(record, member)
+            case Publish():
+                registry.publish(effect, agent.view, self._config.node)
+            case PutMember(record):
+                registry.put_member(record)
+            case Rejoin(record):
+                registry.rejoin(record)
+            case PutPhase(phase, reason):
+                registry.put_phase(phase, reason, agent.view)
+            case ChargeFailure(record):
+                registry.charge_failure(record)
+            case Restore(generation, state, spec):
+                registry.restore(generation, state, spec)
+            case _:
+                raise AssertionError(f"no way to do {effect!r}")
+
+    def _fork(self, effect: ForkWorker | ForkPlain, agent: Agent) -> None:
+        slot, worker_id, spec = effect.slot, effect.worker_id, self._spec
+        files = worker_env.files(self._config, slot, worker_id, agent.policy.incarnation)
+        generation = effect.generation if isinstance(effect, ForkPlain) else agent.generation
+        env = worker_env.worker(
+            self._config, spec, self.env, slot=slot, error_file=files.error_file, generation=generation
+        )
+        self.slots[worker_id] = slot
+        self._pool.fork(worker_id, slot, env, worker_env.argv(spec), self._workdir, files.log_file)
+
+    def save_now(self, agent: Agent, reason: str, stop: bool = False) -> None:
+        for worker in agent.workers.values():
+            self._pool.tell(worker.worker_id, messages.SaveSoon(reason=reason, stop=stop))

@@ -1,0 +1,427 @@
+"""The agent's writes to etcd: each effect of the recovery machine that concerns etcd, as orders at the desk."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+
+from ..checkpoint.find import peek
+from ..checkpoint.remote import list_remote
+from ..core.effects import Publish
+from ..core.events import Event, Joined, LeaseLost, PublishFailed
+from ..core.evidence import merged
+from ..core.generation_delta import changes
+from ..core.incident import supplemented
+from ..core.keys import JobKeys
+from ..core.model import Policy
+from ..core.phases import PhaseTrigger, after
+from ..core.records import (
+    BrokenRecord,
+    Changes,
+    GenerationRecord,
+    IncidentRecord,
+    JobState,
+    MemberRecord,
+    Phase,
+    Place,
+    ProgressRecord,
+    ProtocolVersionMismatch,
+    Record,
+    SpecRecord,
+    decode,
+)
+from ..core.records import encode as _strictly
+from ..core.restart_budget import Verdict, charge
+from ..core.view import JobView
+from ..etcd import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, Lease, ModIs, Op, Present, Put
+from .write_queue import Write, WriteQueue
+
+log = structlog.get_logger()
+
+Post = Callable[[Event], None]
+LEAVE_S = 3.0
+TRIES = 10
+"""A record that others change at the same time is read and written so often before the order is put off."""
+KEPT_RECORDS = 200
+"""Failures and incidents of so many generations stay in etcd."""
+KEPT_BESIDE = 50
+"""So many failed checkpoints and late exits of one agent stay in etcd."""
+
+
+class OpensStores(Protocol):
+    """See `store.Stores`."""
+
+    def open(self, generation: int, basis: Hashable) -> tuple[str, int]: ...
+
+
+class TakesWrites(Protocol):
+    """See `desk.WriteQueue`."""
+
+    def start(self) -> None: ...
+    def ask(self, key: str, order: Write, *, persist: bool) -> None: ...
+    def close(self, wait_s: float) -> None: ...
+
+
+@dataclass
+class EtcdWriter:
+    """One agent's pen. Methods return at once; what came of it arrives by `post` or by the watch."""
+
+    etcd: Etcd
+    keys: JobKeys
+    policy: Policy
+    stores: OpensStores
+    post: Post
+    spec: SpecRecord
+    desk: Callable[[str], TakesWrites] = WriteQueue
+    wall: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        self._urgent, self._lazy = self.desk("urgent"), self.desk("lazy")
+        self._charges = itertools.count()
+        self._beside: deque[str] = deque()
+        """Keys of failed checkpoints and late exits that this agent has written, oldest first."""
+        self._restored = 0
+        """Records that we have written back since etcd had lost them."""
+        self._lease: Lease | None = None
+        self._first = True
+        self._member: MemberRecord | None = None
+        self._state = JobState()
+
+    def start(self) -> None:
+        self._urgent.start()
+        self._lazy.start()
+
+    # ── membership ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def rejoin(self, record: MemberRecord) -> None:
+        """A new lease, and our record under it."""
+        self._member = record
+        self._urgent.ask("join", self._join, persist=True)
+
+    def put_member(self, record: MemberRecord) -> None:
+        self._member = record
+        self._urgent.ask("member", self._write_member, persist=True)
+
+    def _join(self) -> None:
+        times = self.policy.timeouts
+        if self._lease is not None:
+            self._lease.close(revoke=False)
+            self._lease = None
+        if self._first:  # else our key would be as old as that of the agent before us, whose store is gone
+            self.etcd.delete(self.keys.member(self.policy.node))
+        lease = self.etcd.keep(times.lease_ttl_s, times.lease_renew_s, lambda why: self.post(LeaseLost(why)))
+        try:
+            self._put_member_under(lease)
+        except EtcdError:
+            lease.close()
+            raise
+        self._lease, self._first = lease, False
+        log.info("member.joined", lease=f"{lease.id:x}")
+        self.post(Joined())
+
+    def _write_member(self) -> None:
+        if self._lease is not None and not self._lease.lost:
+            self._put_member_under(self._lease)
+
+    def _put_member_under(self, lease: Lease) -> None:
+        assert self._member is not None
+        self.etcd.put(self.keys.member(self.policy.node), encode(self._member), lease.id)
+
+    # ── generations ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def put_broken(self, record: BrokenRecord, member: MemberRecord | None) -> None:
+        """The first report names the failure; later ones are merged into it. Tried until etcd has heard of it."""
+        key = self.keys.broken(record.generation)
+        if member is not None:
+            self._member = member
+
+        def order() -> None:
+            also: list[Op] = []
+            if member is not None and self._member is not None and self._lease is not None:
+                # The newest: this may be a late try, and the record may have changed since.
+                also = [Put(self.keys.member(self.policy.node), encode(self._member), self._lease.id)]
+            result = self.etcd.txn([Absent(key)], [Put(key, encode(record)), *also], also)
+            log.info(
+                "generation.broken",
+                generation=record.generation,
+                kind=record.kind,
+                detail=record.detail,
+                first=result.ok,
+            )
+            if not result.ok:
+                self._add_to_broken(key, record)
+
+        self._urgent.ask(f"broken {record.generation} {record.node} {record.slots}", order, persist=True)
+
+    def _add_to_broken(self, key: str, record: BrokenRecord) -> None:
+        for _ in range(TRIES):
+            kv = self.etcd.get(key)
+            if kv is None:
+                return  # etcd was wiped meanwhile: it is asked for again when the view shows that
+            first = decode(BrokenRecord, kv.value)
+            if (more := merged(first, record)) == first:
+                return
+            if self.etcd.txn([ModIs(key, kv.mod_revision)], [Put(key, encode(more))]).ok:
+                return
+        raise EtcdUnavailable(f"{key} changed under {TRIES} tries in a row", maybe_done=False)
+
+    def publish(self, effect: Publish, view: JobView, leader: str) -> None:
+        def order() -> None:
+            done = False
+            try:
+                done = self._publish(effect, view, leader)
+            except OSError as error:  # the checkpoints' folder
+                self._say(view, f"checkpoint.dir cannot be read: {error}")
+                raise
+            finally:
+                if not done:
+                    self.post(PublishFailed(effect.number))
+
+        self._urgent.ask("publish", order, persist=False)
+
+    def _publish(self, effect: Publish, view: JobView, leader: str) -> bool:
+        verdict = self._verdict(view, effect.charge, effect.spare)
+        guards = self._guards(view)
+        if verdict.stopped:
+            log.error("job.stopped", reason=verdict.stopped)
+            return self.etcd.txn(guards, [Put(self.keys.state, encode(verdict.state))]).ok
+        number = self._number(effect.number)
+        host, port = self.stores.open(number, (self._restored, effect.expect_revision))
+        record = GenerationRecord(
+            number=number,
+            places=effect.change.places,
+            store_host=host,
+            store_port=port,
+            leader=leader,
+            why=effect.change.why,
+            at_step=effect.at_step,
+            restore=effect.change.restore,
+            changes=self._changes(view.generation, effect.change.places),
+            managed=effect.managed,
+        )
+        ops: list[Op] = [Put(self.keys.generation, encode(record))]
+        if verdict.state.phase is not Phase.RUNNING:
+            changed = after(verdict.state, PhaseTrigger.PUBLISHED, "", self.wall())
+            ops.append(Put(self.keys.state, encode(changed)))
+        elif verdict.state != view.state:
+            ops.append(Put(self.keys.state, encode(verdict.state)))
+        if number > KEPT_RECORDS:
+            ops += [Delete(self.keys.broken(number - KEPT_RECORDS)), Delete(self.keys.incident(number - KEPT_RECORDS))]
+        expected = effect.expect_revision
+        guards.append(ModIs(self.keys.generation, expected) if expected else Absent(self.keys.generation))
+        if effect.at_step is not None:  # a generation that has just broken does not get to the boundary
+            guards.append(Absent(self.keys.broken(number - 1)))
+        done = self.etcd.txn(guards, ops).ok
+        log.info(
+            "generation.published" if done else "generation.lost_race",
+            generation=record.number,
+            world_size=record.world_size,
+            nodes=[p.node for p in record.places],
+            why=record.why,
+            at_step=record.at_step,
+        )
+        return done
+
+    def _changes(self, before: GenerationRecord | None, places: tuple[Place, ...]) -> Changes | None:
+        return changes(before.places, places) if before and len(places) > self.policy.crowd else None
+
+    def _number(self, number: int) -> int:
+        """Generations count on from those of the job's checkpoints: newer state has the larger number, always."""
+        rules, name = self.policy.spec.checkpoint, self.policy.spec.name
+        if number > 1 or not rules.dir:
+            return number
+        found = [generation for _, generation, _ in peek(rules.dir, name)]
+        if not found and rules.remote:
+            found = [generation for _, generation, _ in list_remote(rules.remote, name)]
+        return 1 + max(found, default=0)
+
+    def _say(self, view: JobView, reason: str) -> None:
+        """Why the job does not begin, for people."""
+        if not view.state.phase.over and view.state.reason != reason:
+            changed = msgspec.structs.replace(view.state, reason=reason, since_wall_s=self.wall())
+            self.etcd.txn(self._guards(view), [Put(self.keys.state, encode(changed))])
+
+    def _guards(self, view: JobView) -> list[Compare]:
+        """What was decided on `view` may be written: the job's state is still that one, and we are still a member.
+
+        Revisions tell pictures of one etcd apart. One that was wiped since begins to count anew, and may by accident
+        have come to the same revision; but our key is not in it before we have rejoined, which comes later at the
+        same desk.
+        """
+        state = ModIs(self.keys.state, view.state_revision) if view.state_revision else Absent(self.keys.state)
+        return [state, Present(self.keys.member(self.policy.node))]
+
+    def _verdict(self, view: JobView, broken: BrokenRecord | None, spare: int) -> Verdict:
+        if broken is None:
+            return Verdict(view.state)
+        return charge(view.state, broken, self.policy.spec.restarts, self.wall(), spare)
+
+    # ── the job's state ─────────────────────────────────────────────────────────────────────────────────────
+
+    def put_phase(self, phase: Phase, reason: str, view: JobView) -> None:
+        changed = msgspec.structs.replace(view.state, phase=phase, reason=reason, since_wall_s=self.wall())
+
+        def order() -> None:
+            done = self.etcd.txn(self._guards(view), [Put(self.keys.state, encode(changed))]).ok
+            log.info("job.phase", phase=phase.value, reason=reason, done=done)
+
+        self._urgent.ask("phase", order, persist=False)
+
+    def charge_failure(self, record: BrokenRecord) -> None:
+        """Book a failure outside any generation, once; tried until it is booked, or the job is over."""
+        wall_s = self.wall()
+
+        def order() -> None:
+            for _ in range(TRIES):
+                kv = self.etcd.get(self.keys.state)
+                state = decode(JobState, kv.value) if kv else JobState()
+                if state.phase.over or _booked(state, record, wall_s):
+                    return  # booked: by the try before, which was not heard of
+                verdict = charge(state, record, self.policy.spec.restarts, wall_s, None)
+                guard = ModIs(self.keys.state, kv.mod_revision) if kv else Absent(self.keys.state)
+                if self.etcd.txn([guard], [Put(self.keys.state, encode(verdict.state))]).ok:
+                    return
+            raise EtcdUnavailable(f"the job's state changed under {TRIES} tries in a row", maybe_done=False)
+
+        self._lazy.ask(f"charge {next(self._charges)}", order, persist=True)
+
+    def restore(self, generation: GenerationRecord | None, state: JobState, spec: SpecRecord | None) -> None:
+        """etcd came back empty, or set back: write what this job is and where it stands, unless somebody else
+        already has."""
+
+        def order() -> None:
+            if generation is not None:
+                self._restored += self._restore_generation(generation)
+            # The spec last: without it nobody leads.
+            for key, record in ((self.keys.state, state), (self.keys.spec, spec or self.spec)):
+                self._restored += self.etcd.txn([Absent(key)], [Put(key, encode(record))]).ok
+            log.warning("etcd.restored", generation=generation.number if generation else 0)
+
+        self._urgent.ask("restore", order, persist=False)
+
+    def _restore_generation(self, generation: GenerationRecord) -> bool:
+        """By revision alone: we may be no member yet. Were etcd wiped once more between the two calls, and back at the
+        same revision with a newer generation, those who hold that one would find it gone and write it back."""
+        key, put = self.keys.generation, Put(self.keys.generation, encode(generation))
+        kv, done = self.etcd.get(key), False
+        if kv is None:
+            done = self.etcd.txn([Absent(key)], [put]).ok
+        elif decode(GenerationRecord, kv.value).number < generation.number:
+            done = self.etcd.txn([ModIs(key, kv.mod_revision)], [put]).ok
+        return done
+
+    def put_incident(self, record: IncidentRecord, number: int) -> None:
+        """`number`: see PutIncident.key."""
+        self._put_incident(self.keys.incident(number), record)
+
+    def add_causes(self, record: IncidentRecord, number: int) -> None:
+        """To the record of an incident that is over: see AddCauses."""
+        key = self.keys.incident(number)
+
+        def order() -> None:
+            if (kv := self.etcd.get(key)) is None:
+                return
+            known = decode(IncidentRecord, kv.value)
+            if known.open:
+                raise EtcdUnavailable(f"{key} is not closed yet", maybe_done=False)
+            if (fuller := supplemented(known, record)) is known:
+                return
+            if not self.etcd.txn([ModIs(key, kv.mod_revision)], [Put(key, encode(fuller))]).ok:
+                raise EtcdUnavailable(f"{key} changed meanwhile", maybe_done=False)
+
+        self._lazy.ask(f"{key} causes", order, persist=True)
+
+    def put_save_incident(self, record: IncidentRecord) -> None:
+        """A checkpoint that failed."""
+        self._put_beside(self.keys.save_incident(record.generation, record.node, record.step or 0), record)
+
+    def put_exit_incident(self, record: IncidentRecord, worker_id: int) -> None:
+        """A process that did not end after its script had; `life` tells it from others of its agent."""
+        self._put_beside(self.keys.exit_incident(record.generation, record.node, worker_id), record)
+
+    def _put_beside(self, key: str, record: IncidentRecord) -> None:
+        """Where a disk stays full each save fails, for as long as the job runs: the oldest make room."""
+        if key not in self._beside:
+            self._beside.append(key)
+        old = [self._beside.popleft()] if len(self._beside) > KEPT_BESIDE else []
+        self._put_incident(key, record, [Delete(k) for k in old])
+
+    def _put_incident(self, key: str, record: IncidentRecord, also: Sequence[Op] = ()) -> None:
+
+        def order() -> None:
+            kv = self.etcd.get(key)
+            if kv is not None and _is_over(kv.value):
+                return  # by a try before, or by another agent that has led while this one was away
+            unchanged = ModIs(key, kv.mod_revision) if kv is not None else Absent(key)
+            if not self.etcd.txn([unchanged], [Put(key, encode(record)), *also]).ok:
+                raise EtcdUnavailable(f"{key} changed meanwhile", maybe_done=False)
+
+        self._lazy.ask(key, order, persist=True)
+
+    def put_progress(self, record: ProgressRecord) -> None:
+        self._lazy.ask("progress", lambda: self._put(self.keys.progress, encode(record)), persist=False)
+
+    def _put(self, key: str, value: bytes) -> None:
+        self.etcd.put(key, value)
+
+    # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def leave(self) -> None:
+        """Give up membership; the last one out of a stopping job says that it has stopped. Blocks for a few
+        seconds at most."""
+        self._urgent.close(LEAVE_S)
+        self._lazy.close(LEAVE_S)
+        try:
+            if self._lease is not None:
+                self._lease.close(revoke=True)
+            others = self.etcd.newest(self.keys.members).count
+            kv = self.etcd.get(self.keys.state)
+            if kv is None or others:
+                return
+            state = decode(JobState, kv.value)
+            if state.phase is Phase.STOPPING:
+                stopped = after(state, PhaseTrigger.LEFT, state.reason, self.wall())
+                self.etcd.txn([ModIs(self.keys.state, kv.mod_revision)], [Put(self.keys.state, encode(stopped))])
+        except (EtcdError, ProtocolVersionMismatch, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            log.warning("member.left_without_goodbye", error=str(error))
+
+
+def encode(record: Record) -> bytes:
+    """A script's error may quote what is no text, such as a file's name in another encoding. Such a failure must be
+    written all the same, or the job would fail like this for ever."""
+    try:
+        return _strictly(record)
+    except UnicodeEncodeError:
+        return _strictly(msgspec.convert(_readable(msgspec.to_builtins(record)), type(record)))
+
+
+def _readable(value: Any) -> Any:
+    """Plain data with all that is no text spelled out in its texts."""
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case dict():
+            return {_readable(key): _readable(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_readable(item) for item in value]
+    return value
+
+
+def _is_over(raw: bytes) -> bool:
+    try:
+        return not decode(IncidentRecord, raw).open
+    except (ProtocolVersionMismatch, msgspec.MsgspecError):
+        return False
+
+
+def _booked(state: JobState, record: BrokenRecord, wall_s: float) -> bool:
+    """Whether this very failure is in the books: `wall_s`, when it was reported first, tells it from others alike."""
+    this = (wall_s, record.generation, record.node)
+    return any((f.wall_s, f.generation, f.node) == this for f in state.failures)

@@ -1,0 +1,305 @@
+"""Looks at the workers' beat pages: progress for the recovery machine, hangs with their stacks."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import structlog
+
+from ..core.beat import WITH_OTHERS, Beat, Doing
+from ..core.collective_frames import is_blocked_in_collective
+from ..core.events import Event, GroupStuck, Progress, RanksStill, StillBusy, WorkerUnhealthy
+from ..core.hang_rules import (
+    FARTHEST,
+    STOPPED_STATE,
+    RankWait,
+    Unhealthy,
+    busy,
+    judge,
+    patience_s,
+    position,
+    waits_too_long,
+)
+from ..core.model import Agent, Worker
+from ..core.records import Standing
+from ..core.spec import Hang
+from ..core.stillness import Known, all_ahead, standing, worth_telling
+from ..core.transitions import Stage
+from .pool import Pool, Process
+from .stacks import process_state, stack
+from .standstill import Others, local
+
+STOPPED_S = 1.0
+"""A pause this long between two looks means that this process did not run."""
+TELL_S = 1.0
+"""The other agents are told at most this often how far the workers here have got."""
+RETRY_S = 1.0
+"""Pause after a thread that takes stacks could not be started."""
+UNINTERRUPTIBLE_STATE = "D"
+WITHOUT_PROCESS = (Stage.KILLED, Stage.GONE)
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class LastBeat:
+    """A worker at one look."""
+
+    worker: Worker
+    process: Process
+    beat: Beat
+    state: str
+    in_collective: float | None
+    """Since when its stack has shown it in a collective of the script's own."""
+
+
+@dataclass
+class HangDetector:
+    """`look` is called on every tick, in the loop's thread; stacks are taken in a thread of their own."""
+
+    pool: Pool
+    rules: Hang
+    post: Callable[[Event], None]
+    save_stacks: Callable[[dict[str, str]], None]
+    group_s: float = math.inf
+    """The group's time-out: with NCCL nothing but this here ends a wait in which nobody is found to be the cause."""
+
+    def __post_init__(self) -> None:
+        self.known: tuple[Known, ...] = ()
+        """How far the ranks have got that show no progress: those here, and those that other agents have told of."""
+        self._others = Others()
+        self._told_s = -math.inf
+        self._seen: tuple[int, int] = (0, 0)
+        self._step_times: deque[float] = deque(maxlen=8)
+        self._looked_s = 0.0
+        self._amnesty_s = 0.0
+        self._set_up_s = 0.0
+        """The longest set-up of a worker here."""
+        self._retry_s = 0.0
+        """Before this instant no thread is started: there was none to be had."""
+        self._starting: set[int] = set()
+        self._accused: set[int] = set()
+        self._stuck: dict[int, int] = {}
+        """Life -> the beat after which it has been told to wait for too long."""
+        self._excused: dict[int, float] = {}
+        """Life -> until when its stack, which shows it waiting for other ranks, need not be looked at again."""
+        self._explored: dict[int, float] = {}
+        """Life -> until when its stack need not be looked at again without a suspicion."""
+        self._stopped_s: dict[int, float] = {}
+        """Life of a plain script that is stopped -> since when its process has been seen so at each look."""
+        self._in_collective: dict[int, tuple[int, float]] = {}
+        """Life -> the beat after which its stack showed it in a collective, and when."""
+
+    def look(self, agent: Agent, now_s: float) -> Progress | None:
+        """The steps that were committed since the last look, if any."""
+        if now_s - self._looked_s > STOPPED_S and self._looked_s:
+            # We were stopped ourselves, and with us perhaps the whole node: nobody could beat.
+            self._amnesty_s = now_s + self.rules.floor_s
+            self._stopped_s.clear()
+        self._looked_s = now_s
+        seen = self._see(agent, now_s)
+        self._learn_set_up(seen, now_s)
+        here = [self._standing(one, now_s) for one in seen]
+        self.known = (*local(agent.policy.node, here, now_s), *self._others.known(agent, now_s))
+        for one in seen:
+            self._consider(agent, one, seen, now_s)
+        progress = self._progress({one.worker.worker_id: one for one in seen})
+        self._tell(agent, here, now_s)
+        return progress
+
+    def _see(self, agent: Agent, now_s: float) -> list[LastBeat]:
+        found = []
+        for worker in agent.workers.values():
+            process = self.pool.processes.get(worker.worker_id)
+            if process is None or not process.pid:
+                continue
+            beat = process.page.read()
+            # Before it was forked it could not beat.
+            beat = replace(beat, beat_at_s=max(beat.beat_at_s, process.started_s))
+            soon = now_s - beat.beat_at_s < min(self.rules.floor_s, self.rules.ceiling_s) / 2
+            state = "" if soon else process_state(process.pid)
+            beats, since_s = self._in_collective.get(worker.worker_id, (-1, 0.0))
+            found.append(LastBeat(worker, process, beat, state, since_s if beats == beat.beats else None))
+        return found
+
+    def _learn_set_up(self, seen: list[LastBeat], now_s: float) -> None:
+        starting = {one.worker.worker_id for one in seen if one.worker.stage is Stage.STARTING}
+        for one in seen:
+            if one.worker.worker_id in self._starting - starting:
+                self._set_up_s = max(self._set_up_s, now_s - one.process.started_s)
+        self._starting = starting
+        self._stopped_s = {
+            worker_id: s
+            for worker_id, s in self._stopped_s.items()
+            if any(o.worker.worker_id == worker_id for o in seen)
+        }
+
+    def _standing(self, one: LastBeat, now_s: float) -> Standing:
+        return standing(one.beat, one.state, one.in_collective, now_s)
+
+    def _waits(self, agent: Agent, one: LastBeat) -> list[RankWait]:
+        """Of the ranks that may wait for this worker."""
+        if one.worker.stage is Stage.STARTING:
+            past = agent.generation is not None or any(
+                w.stage not in (Stage.STARTING, *WITHOUT_PROCESS) for w in agent.workers.values()
+            )
+            return [RankWait(FARTHEST, 0.0, self._set_up_s)] if past else []
+        return [wait for k in self._not(agent, one) if (wait := k.wait()) is not None]
+
+    def _not(self, agent: Agent, one: LastBeat) -> list[Known]:
+        me = agent.policy.node, one.beat.rank
+        return [k for k in self.known if (k.node, k.standing.rank) != me]
+
+    def _consider(self, agent: Agent, one: LastBeat, seen: list[LastBeat], now_s: float) -> None:
+        worker, beat = one.worker, one.beat
+        if worker.stage in WITHOUT_PROCESS or worker.worker_id in self._accused:
+            return
+        if worker.stage in (Stage.ABORTING, Stage.STOPPING_AT_STEP) and busy(beat, self.rules, now_s):
+            self.post(StillBusy(worker.slot, worker.worker_id))
+        silent_s = now_s - beat.beat_at_s
+        if silent_s < min(self.rules.floor_s, self.rules.ceiling_s) or now_s < self._amnesty_s:
+            return  # nobody is sick so soon, whatever state its process is in
+        if not agent.policy.managed:
+            self._consider_plain(one, seen, now_s)
+            return
+        stuck = waits_too_long(beat, self.group_s, now_s)
+        if stuck and self._stuck.get(worker.worker_id) != beat.beats:
+            self._stuck[worker.worker_id] = beat.beats
+            self.post(GroupStuck(worker.slot, worker.worker_id, f"rank of slot {worker.slot} {stuck}"))
+        world_size = agent.generation.world_size if agent.generation else 0
+        here = position(beat, one.in_collective is not None)
+        sick = judge(
+            beat, one.state, self._waits(agent, one), self.rules, now_s,
+            alone=_alone(agent),
+            in_collective=one.in_collective is not None,
+            all_ahead=world_size > 1 and all_ahead(here, self._not(agent, one), world_size),
+        )  # fmt: skip
+        if sick and (sick.certain or now_s >= self._excused.get(worker.worker_id, 0.0)):
+            self._accuse(one, seen, sick, now_s)
+        elif sick is None and self._may_wait_unseen(agent, one, now_s):
+            self._accuse(one, seen, None, now_s)
+
+    def _consider_plain(self, one: LastBeat, seen: list[LastBeat], now_s: float) -> None:
+        """A script without elastic never beats: how long it has been stopped shows only at the looks themselves."""
+        if one.state != STOPPED_STATE:
+            self._stopped_s.pop(one.worker.worker_id, None)
+            return
+        for_s = now_s - self._stopped_s.setdefault(one.worker.worker_id, now_s)
+        if for_s >= min(self.rules.floor_s, self.rules.ceiling_s):
+            self._accuse(one, seen, Unhealthy(f"process has been stopped (state {one.state}) for {for_s:.1f} s"), now_s)
+
+    def _may_wait_unseen(self, agent: Agent, one: LastBeat, now_s: float) -> bool:
+        """Whether its stack is to be looked at: it may be in a collective of the script's own, which its page does not
+        tell, and so be the one that waits."""
+        beat = one.beat
+        return (
+            one.worker.stage is Stage.RUNNING
+            and not _alone(agent)
+            and beat.doing not in WITH_OTHERS
+            and one.in_collective is None
+            and one.state != STOPPED_STATE
+            and now_s >= beat.quiet_until_s
+            and now_s - beat.beat_at_s >= patience_s(beat, self.rules)
+            and now_s >= self._explored.get(one.worker.worker_id, 0.0)
+        )
+
+    def _tell(self, agent: Agent, here: list[Standing], now_s: float) -> None:
+        """The other agents, how far the workers here have got that show no progress."""
+        if agent.generation is None or len(agent.generation.places) < 2 or now_s - self._told_s < TELL_S:
+            return
+        step_s = statistics.median(self._step_times) if self._step_times else 0.0
+        number = agent.generation.number
+        stopped = any(
+            k.standing.stopped and k.standing.position[0] == number and k.standing.position[1] >= self._seen[1] - 1
+            for k in self.known
+        )  # its agent has to hear only that another rank waits
+        silent_s = max(self.rules.floor_s, 0.0 if stopped else self.rules.factor * step_s) / 2
+        still = tuple(s for s in here if s.silent_s >= silent_s and s.position[0] == number)
+        at = agent.generation.at(agent.policy.node)
+        crowd = len(agent.generation.places) > agent.policy.crowd and (
+            at is None or at >= agent.policy.leader_candidates
+        )
+        if (news := worth_telling(still, agent.standings, crowd=crowd)) is not None:
+            self._told_s = now_s
+            self.post(RanksStill(news))
+
+    def _progress(self, seen: Mapping[int, LastBeat]) -> Progress | None:
+        running = [
+            one.beat
+            for one in seen.values()
+            if one.worker.stage in (Stage.RUNNING, Stage.STOPPING_AT_STEP) and one.beat.step_s > 0
+        ]
+        if not running:
+            return None
+        newest = max(running, key=lambda beat: (beat.committed_in, beat.step))
+        reached = (newest.committed_in, newest.step)
+        if reached <= self._seen:
+            return None
+        self._seen = reached
+        self._step_times.append(newest.step_s)  # one long step must not stretch everybody's patience
+        return Progress(newest.committed_in, newest.step, statistics.median(self._step_times))
+
+    def _accuse(self, one: LastBeat, seen: list[LastBeat], sick: Unhealthy | None, now_s: float) -> None:
+        """Take its stack, and post WorkerUnhealthy unless that clears it. Without `sick` it is only looked at."""
+        if now_s < self._retry_s:
+            return
+        process, state = one.process, one.state
+        self._accused.add(process.worker_id)
+        # What is cleared is looked at again when its silence has doubled: a look holds it up.
+        again_s = now_s + min(self.rules.ceiling_s, now_s - one.beat.beat_at_s)
+        suspect = f"slot {process.slot} (hung)"
+        witnesses = [(suspect, process.pid, state not in (STOPPED_STATE, UNINTERRUPTIBLE_STATE))]
+        waiting = next((o for o in seen if o is not one and o.beat.doing is Doing.EXCHANGING), None)
+        if waiting is not None and sick is not None:
+            # Only a look from outside: it has done nothing wrong and is not to be held up.
+            witnesses.append((f"slot {waiting.worker.slot} (waits for it)", waiting.process.pid, False))
+        beats_then = one.beat.beats
+        if sick is not None:
+            log.warning("worker.silent", slot=process.slot, pid=process.pid, evidence=sick.evidence)
+
+        def testify() -> None:
+            told = _stacks(witnesses)
+            self._explored[process.worker_id] = again_s
+            resumed = state == STOPPED_STATE and process_state(process.pid) != STOPPED_STATE
+            if resumed or process.page.read().beats != beats_then:
+                self._explored.pop(process.worker_id)
+                log.info("worker.went_on", slot=process.slot, pid=process.pid)
+            elif not (sick and sick.certain) and is_blocked_in_collective(told[suspect]):
+                self._excused[process.worker_id] = again_s
+                self._in_collective[process.worker_id] = beats_then, now_s
+                log.info("worker.is_blocked_in_collective", slot=process.slot, pid=process.pid)
+            elif sick is not None:
+                log.warning("worker.hung", slot=process.slot, pid=process.pid, evidence=sick.evidence)
+                self.save_stacks(told)
+                self.post(WorkerUnhealthy(process.slot, process.worker_id, "hang", sick.evidence))
+            self._accused.discard(process.worker_id)
+
+        try:
+            threading.Thread(target=testify, name="elastic-stacks", daemon=True).start()
+        except RuntimeError as error:  # no more threads are to be had: looked at again, and the agent lives on
+            log.error("worker.not_looked_at", slot=process.slot, pid=process.pid, why=str(error))
+            self._retry_s = now_s + RETRY_S
+            self._accused.discard(process.worker_id)
+
+
+def _stacks(witnesses: list[tuple[str, int, bool]]) -> dict[str, str]:
+    """(name, process id, whether below Python too) each -> stacks; at the same time where threads are to be had."""
+    try:
+        with ThreadPoolExecutor(len(witnesses)) as pool:
+            stacks = {name: pool.submit(stack, pid, native) for name, pid, native in witnesses}
+            return {name: future.result() for name, future in stacks.items()}
+    except RuntimeError:
+        return {name: stack(pid, native) for name, pid, native in witnesses}
+
+
+def _alone(agent: Agent) -> bool:
+    """Whether the job has one rank only."""
+    if agent.generation is not None:
+        return agent.generation.world_size == 1
+    return agent.policy.slots == 1 and agent.policy.limits.max_nodes == 1

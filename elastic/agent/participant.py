@@ -1,0 +1,349 @@
+"""One torchrun agent among those of its run: its leased member key, its picture of the others, and its turns to lead.
+
+One thread does all writing. It is woken by the watch on etcd and by the handler, decides with `core.membership`, and
+hosts the TCPStore of the generations that it publishes. The handler only reads, and waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+
+import msgspec
+
+from ..core import membership
+from ..core.keys import ClusterKeys
+from ..core.membership import Change, Limits
+from ..core.phases import PhaseTrigger, after
+from ..core.records import (
+    BrokenRecord,
+    GenerationRecord,
+    MemberRecord,
+    ProtocolVersionMismatch,
+    decode,
+    encode,
+)
+from ..core.view import JobView
+from ..etcd import Absent, Compare, Delete, Etcd, EtcdError, Lease, ModIs, Op, Present, Put, View
+from .store import Stores
+from .torchrun_settings import TorchrunSettings
+
+# torch's logging, not structlog: this runs inside torchrun, whose output is the user's.
+log = logging.getLogger(__name__)
+
+CLOSED_KEPT_S = 3600.0
+"""How long a closed run's mark stays in etcd: its id can be used again afterwards."""
+
+
+class RendezvousParticipant:
+    """Reading is safe from any thread. `changed` is notified whenever anything below may have changed."""
+
+    def __init__(self, etcd: Etcd, settings: TorchrunSettings) -> None:
+        self.etcd = etcd
+        self.keys = ClusterKeys(settings.conf.cluster).job(settings.job)
+        self.incarnation = uuid.uuid4().hex
+        self.host = settings.local_addr or _own_address(settings.access.endpoints[0])
+        self.node = f"{socket.gethostname()}-{os.getpid()}-{self.incarnation[:6]}"
+        self.changed = threading.Condition()
+        self.view = JobView()
+        self.contact = "etcd has not answered yet"
+        """Why there is no contact with etcd, or empty."""
+        self.fault = ""
+        """Why what stands in etcd cannot be read, or empty."""
+        self.waiting_for = "nothing known"
+        """What a new generation waits for, as far as we know."""
+        self.active: GenerationRecord | None = None
+        """The generation that this agent's workers run in, or ran in last."""
+        self._settings = settings
+        self._limits = Limits(settings.min_nodes, settings.max_nodes, settings.conf.last_call_timeout)
+        self._stores = Stores(self.host)
+        self._lease: Lease | None = None
+        self._wanted = False
+        self._give_up: BrokenRecord | None = None
+        self._absence_ignored_until_s = 0.0
+        """Until then, who is absent may only not have come back to a restarted etcd yet."""
+        self._enough_since_s: float | None = None
+        self._newcomers_since_s: float | None = None
+        self._written_revision = 0
+        self._shown_lease = 0
+        """The lease under which our record stands in `view`; 0: it is not in it."""
+        self._wipes = 0
+        """How often etcd has lost its data, as far as we know."""
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="elastic-party", daemon=True)
+        self._again_s = 0.0
+        self._woken = False
+
+    def start(self) -> None:
+        self.etcd.watch(self.keys.root, self._on_view)
+        self._thread.start()
+
+    # For the handler
+
+    def join(self) -> None:
+        """Take part from now on."""
+        with self.changed:
+            self._wanted = True
+            self._wake()
+
+    def give_up(self, generation: GenerationRecord, why: str) -> None:
+        """Say that `generation` is broken, unless that is known."""
+        record = BrokenRecord(generation=generation.number, node=self.node, kind="exit", detail=why, charged=False)
+        with self.changed:
+            self._give_up = record
+            self._wake()
+
+    def trouble(self, mine: GenerationRecord) -> str:
+        """Why `mine` cannot go on: it was followed by another, is broken, or has lost a node. Empty: it can."""
+        with self.changed:
+            generation, broken = self.view.generation, self.view.broken
+            if generation is not None and generation != mine:
+                return f"generation {generation.number} has taken its place: {generation.why}"
+            if generation == mine and broken is not None:
+                return f"{broken.kind} on {broken.node}: {broken.detail}"
+            gone = self._gone(mine)
+            return f"node {gone[0]} is gone" if gone else ""
+
+    def leave(self, within_s: float = 3.0) -> bool:
+        """Take part no longer; the others see it at once. Whether etcd was told. May be called twice."""
+        with self.changed:
+            self._closing = True
+            self._wake()
+        if self._thread.is_alive():
+            self._thread.join(within_s)
+        lease, self._lease = self._lease, None
+        told = True
+        try:
+            if lease is not None and not lease.lost:
+                self.etcd.revoke(lease.id)
+                self._clean_up()
+        except EtcdError as error:
+            told = False
+            log.warning("rendezvous.left_unheard node=%s error=%s", self.node, error)
+        if lease is not None:
+            lease.close(revoke=False)
+        return told
+
+    def close(self) -> None:
+        self._stores.close()
+
+    # The watch's thread
+
+    def _on_view(self, view: View) -> None:
+        with self.changed:
+            was_away = bool(self.contact) and self.view.revision > 0
+            self.contact = view.error
+            if view.connected:
+                try:
+                    new = JobView.read(self.keys, view.kvs, view.revision)
+                except (ProtocolVersionMismatch, msgspec.DecodeError, UnicodeDecodeError) as error:
+                    self.fault = str(error)
+                else:
+                    wiped = view.revision < self.view.revision
+                    if was_away or wiped:
+                        # etcd was away, or lost its data: leases begin anew, members have yet to come back.
+                        self._absence_ignored_until_s = time.monotonic() + self._settings.conf.lease_ttl + 1
+                        self._written_revision = 0
+                    self._wipes += wiped
+                    mine = view.kvs.get(self.keys.member(self.node))
+                    self._shown_lease = mine.lease if mine is not None else 0
+                    self.view, self.fault = new, ""
+            self._wake()
+
+    # Our own thread
+
+    def _wake(self) -> None:
+        self._woken = True
+        self.changed.notify_all()
+
+    def _run(self) -> None:
+        pause_s = 0.0
+        while True:
+            with self.changed:
+                if pause_s:  # etcd did not take it; what is new is no reason to hurry
+                    self.changed.wait_for(lambda: self._closing, pause_s)
+                else:
+                    left_s = self._again_s - time.monotonic() if self._again_s else 60.0
+                    self.changed.wait_for(lambda: self._woken or self._closing, max(0.0, left_s))
+                if self._closing:
+                    return
+                self._woken, self._again_s = False, 0.0
+            try:
+                self._turn()
+                pause_s = 0.0
+            except EtcdError as error:
+                log.warning("rendezvous.etcd error=%s", error)
+                pause_s = 0.3
+
+    def _turn(self) -> None:
+        if not self._wanted or self.contact or self.fault or self.view.revision == 0:
+            return
+        if self._lease is None or self._lease.lost:
+            self._register()
+        with self.changed:
+            view, shown = self.view, self._lease is not None and self._shown_lease == self._lease.id
+        if not shown:
+            return  # a picture from before we were in it, perhaps of an etcd that has been wiped since
+        if self._give_up is not None:
+            self._say_broken(view, self._give_up)
+        if view.revision < self._written_revision or view.state.phase.over:
+            return  # our own last write is still on its way to us
+        current = self._current(view)
+        if membership.leader(view, frozenset(), current) == self.node:
+            self._lead(view, current)
+
+    def _register(self) -> None:
+        ttl_s = self._settings.conf.lease_ttl
+        lease = self.etcd.keep(ttl_s, ttl_s * 0.3, self._on_lost)
+        record = MemberRecord(node=self.node, incarnation=self.incarnation, host=self.host, port=0, slots=1, ready=(0,))
+        try:
+            self.etcd.put(self.keys.member(self.node), encode(record), lease.id)
+        except EtcdError:
+            lease.close()
+            raise
+        self._lease = lease
+
+    def _on_lost(self, reason: str) -> None:
+        log.warning("rendezvous.lease_lost node=%s reason=%s", self.node, reason)
+        with self.changed:
+            self._wake()
+
+    def _guards(self, generation_revision: int) -> list[Compare]:
+        """What was decided on a picture in which we stand may be written. Revisions tell pictures of one etcd apart.
+        One that was wiped since may by accident have come to the same revision; but our record is not in it before we
+        have registered again, and then we wait for a picture that shows it."""
+        return [ModIs(self.keys.generation, generation_revision), Present(self.keys.member(self.node))]
+
+    def _say_broken(self, view: JobView, record: BrokenRecord) -> None:
+        number = view.generation.number if view.generation is not None else 0
+        if number == record.generation and view.broken is None:
+            key = self.keys.broken(record.generation)
+            said = self.etcd.txn([Absent(key), *self._guards(view.generation_revision)], [Put(key, encode(record))]).ok
+        else:
+            said = number >= record.generation  # below: etcd has lost it, and will be told of it again
+        with self.changed:
+            if said and self._give_up is record:
+                self._give_up = None
+
+    # Leading
+
+    def _current(self, view: JobView) -> GenerationRecord | None:
+        """What the next generation follows: none, when all of it are gone (an earlier run with the same id)."""
+        current = view.generation or self.active
+        alive = {m.id for m in view.members.values()}
+        if current and not any((p.node, p.incarnation) in alive for p in current.places):
+            return self.active if self._blind() else None
+        return current
+
+    def _blind(self) -> bool:
+        return time.monotonic() < self._absence_ignored_until_s
+
+    def _gone(self, generation: GenerationRecord) -> list[str]:
+        if self._blind():
+            return []
+        alive = {m.id for m in self.view.members.values()}
+        return [p.node for p in generation.places if (p.node, p.incarnation) not in alive]
+
+    def _lead(self, view: JobView, current: GenerationRecord | None) -> None:
+        if view.generation is None and current is not None:
+            self._restore(current)
+            return
+        now_s, last_call_s = time.monotonic(), self._limits.join_wait_s
+        whole = current is not None and not self._gone(current)
+        seated = {(p.node, p.incarnation) for p in current.places} if current else set()
+        newcomers = [m for m in view.members.values() if m.id not in seated]
+        enough = len(view.members) >= self._limits.min_nodes
+        self._enough_since_s = (self._enough_since_s or now_s) if enough else None
+        self._newcomers_since_s = (self._newcomers_since_s or now_s) if newcomers else None
+        enough_for_s = now_s - (self._enough_since_s or now_s)
+        settled = (
+            len(view.members) >= self._limits.max_nodes or now_s - (self._newcomers_since_s or now_s) >= last_call_s
+        )
+        decision = membership.next_generation(
+            view,
+            current,
+            self._limits,
+            frozenset(),
+            steps_advance=whole,
+            settled=settled,
+            min_reached_for_s=enough_for_s,
+        )
+        if isinstance(decision, Change):
+            self._publish(view, current, decision)
+            return
+        self.waiting_for = decision.reason
+        ends_s = [self._absence_ignored_until_s] + [
+            s + last_call_s for s in (self._enough_since_s, self._newcomers_since_s) if s
+        ]
+        with self.changed:
+            self._again_s = min((s for s in ends_s if s > now_s), default=0.0)
+
+    def _restore(self, current: GenerationRecord) -> None:
+        """etcd has lost the record of a generation that runs: put it back."""
+        result = self.etcd.txn(self._guards(0), [Put(self.keys.generation, encode(current))])
+        if result.ok:
+            self._written_revision = result.revision
+        log.warning("rendezvous.restored generation=%d", current.number)
+
+    def _publish(self, view: JobView, current: GenerationRecord | None, change: Change) -> None:
+        before = view.generation or current
+        number = before.number + 1 if before else 1
+        try:
+            host, port = self._stores.open(number, (self._wipes, view.generation_revision))
+        except (OSError, RuntimeError) as error:
+            self.waiting_for = f"cannot open a store on {self.host}: {error}"
+            log.warning("rendezvous.no_store host=%s error=%s", self.host, error)
+            with self.changed:
+                self._again_s = time.monotonic() + 1
+            return
+        record = GenerationRecord(
+            number=number, places=change.places, store_host=host, store_port=port, leader=self.node, why=change.why
+        )
+        then: list[Op] = [Put(self.keys.generation, encode(record))]
+        if view.broken is not None:
+            then.append(Delete(self.keys.broken(view.broken.generation)))
+        result = self.etcd.txn(self._guards(view.generation_revision), then)
+        if result.ok:
+            self._written_revision = result.revision
+            self._enough_since_s = self._newcomers_since_s = None
+            log.info("rendezvous.published generation=%d nodes=%d why=%s", number, len(change.places), change.why)
+
+    def _clean_up(self) -> None:
+        """The last one out leaves nothing behind, except that a closed run stays closed for a while."""
+        if self.fault or self.etcd.newest(self.keys.members).count:
+            return
+        if (last := self.etcd.get(self.keys.generation)) is not None:
+            number = decode(GenerationRecord, last.value).number
+            then = [Delete(self.keys.generation), Delete(self.keys.broken(number))]
+            self.etcd.txn([ModIs(self.keys.generation, last.mod_revision)], then)
+
+    def close_run(self) -> None:
+        """Nobody may form a generation of this run any more. Raises EtcdError."""
+        state = after(self.view.state, PhaseTrigger.CLOSED, "closed by a node", time.time())
+        self.etcd.put(self.keys.state, encode(state), self.etcd.grant(CLOSED_KEPT_S))
+
+
+def _own_address(endpoint: str) -> str:
+    """The address that others reach this host by: the one it reaches etcd from, unless etcd runs here."""
+    host = endpoint.rpartition("//")[2].rpartition(":")[0].strip("[]")
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing; only picks the route
+            address = str(probe.getsockname()[0])
+    except OSError:
+        return _own_name()
+    return _own_name() if address.startswith("127.") or address == "::1" else address
+
+
+def _own_name() -> str:
+    name = socket.getfqdn()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return "127.0.0.1"
+    return name

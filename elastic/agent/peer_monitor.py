@@ -1,0 +1,39 @@
+"""Whom of the others this agent keeps a line to (see `peers`), and when it lays its lines anew."""
+
+from __future__ import annotations
+
+import random
+
+from ..core.membership import watch_list
+from ..core.model import Agent
+from .peers import Peers
+
+LINES_PER_S = 100
+"""In a large job, how many agents a second lay their lines to others anew after a change: not all at once."""
+
+
+class PeerMonitor:
+    """Used by the agent's loop alone."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._due_s = float("inf")
+
+    def turned(self, before: Agent, agent: Agent, whole: bool, now_s: float) -> None:
+        """After each turn, and so with every beat. whole: the agent sees all members of its job."""
+        if (
+            agent.generation is not before.generation
+            or agent.view.members is not before.view.members
+            or agent.dead != before.dead
+            or agent.unreachable != before.unreachable
+        ):
+            spread_s = 0.0 if whole or agent.generation is None else len(agent.generation.places) / LINES_PER_S
+            self._due_s = min(self._due_s, now_s + random.uniform(0.0, spread_s))
+        if now_s >= self._due_s:
+            self._due_s = float("inf")
+            self._lay(agent)
+
+    def _lay(self, agent: Agent) -> None:
+        complaints = {node for node, _ in agent.unreachable}
+        seen = watch_list(agent.view, agent.dead, agent.generation, agent.policy.node, complaints)
+        self._peers.watch({m.id: (m.record.host, m.record.port) for m in seen})

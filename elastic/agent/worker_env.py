@@ -1,0 +1,157 @@
+"""The environment and the files of a worker: torchrun's variables, our own, logs that no restart deletes."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core import messages
+from ..core.agentfile import MARK_ENV, SYSTEMD_VARIABLES, AgentConfig, mark
+from ..core.records import GenerationRecord
+from ..core.spec import JobSpec
+
+PATH_ENV = "PYTHONPATH"
+DEFAULTS_ENV = "ELASTIC_PLAIN_DEFAULTS"
+"""Names of variables that hold for a plain script only: `elastic.run` takes them back."""
+NO_RANK = -1
+"""RANK of a process that waits for a place: a standby, or a worker of a node that is about to join."""
+
+
+@dataclass(frozen=True)
+class WorkerFiles:
+    log_file: str
+    error_file: str
+
+
+QUICK_DNS = "timeout:1 attempts:1"
+"""glibc's RES_OPTIONS. torch's TCPStore asks DNS for the name of each peer that connects, on both ends: with the
+resolver's own 5 s, one lost answer costs the forming of a group 5 s."""
+
+
+def files(config: AgentConfig, slot: int, worker_id: int, incarnation: str) -> WorkerFiles:
+    """Names that no later worker takes: the slot, the agent's incarnation, the worker's number in it."""
+    who = f"slot{slot}" if slot >= 0 else "standby"
+    stem = Path(config.logs_dir) / f"{who}.{incarnation[:8]}.{worker_id:04d}"
+    return WorkerFiles(log_file=f"{stem}.log", error_file=f"{stem}.error.json")
+
+
+def base(config: AgentConfig, spec: JobSpec, inherited: Mapping[str, str]) -> dict[str, str]:
+    """For the zygote, and so for every worker: what must be set before torch is imported."""
+    stripped = ("GRPC_", "PROTOCOL_BUFFERS_", "ELASTICD_")
+    env = {k: v for k, v in inherited.items() if not k.startswith(stripped) and k not in SYSTEMD_VARIABLES}
+    env = _account() | env
+    env.setdefault("SPT_NOENV", "1")  # a title takes the room of the arguments alone: the environment stays readable
+    env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: workers share the cores
+    env.setdefault("RES_OPTIONS", QUICK_DNS)
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # each connection cut on purpose is a page of C++ back trace else
+    env["PYTHONUNBUFFERED"] = "1"
+    env[MARK_ENV] = _mark(config.agent_dir)
+    # Else torch.cuda.is_available(), at the import of a module, would start the driver in the zygote; a job without
+    # GPUs of its own may run on a machine that has some.
+    env.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    if config.interface:
+        env["GLOO_SOCKET_IFNAME"] = env["NCCL_SOCKET_IFNAME"] = config.interface
+    if config.gpus:
+        # LOCAL_RANK counts this job's own GPUs, as NVML numbers them. dict: two slots may share one.
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, dict.fromkeys(config.gpus)))
+    env["TORCHELASTIC_RUN_ID"] = config.job
+    env.update(spec.env)
+    return env
+
+
+def _account() -> dict[str, str]:
+    """What a login sets, and systemd does not for a system service."""
+    try:
+        entry = pwd.getpwuid(os.geteuid())
+    except KeyError:  # a user id without an entry, as in containers
+        return {}
+    return {"HOME": entry.pw_dir, "USER": entry.pw_name, "LOGNAME": entry.pw_name, "SHELL": entry.pw_shell or "/bin/sh"}
+
+
+def _mark(folder: str) -> str:
+    try:
+        found = os.stat(folder)
+    except OSError:
+        return ""
+    return mark(found.st_dev, found.st_ino, os.path.abspath(folder))
+
+
+def worker(
+    config: AgentConfig,
+    spec: JobSpec,
+    zygote: Mapping[str, str],
+    *,
+    slot: int,
+    error_file: str,
+    generation: GenerationRecord | None,
+) -> dict[str, str]:
+    """torchrun's environment, and what `elastic.run` reads.
+
+    Rank and store are those of `generation`: the one that the process is started for, or the newest there is. A worker
+    that replaces another so begins with the other's rank; where it has none yet RANK is -1. `elastic.run` sets them
+    anew in each generation.
+    """
+    env = dict(zygote)
+    env.update(
+        TORCHELASTIC_RUN_ID=config.job,
+        TORCHELASTIC_MAX_RESTARTS=str(spec.restarts.budget),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_ERROR_FILE=error_file,
+        LOCAL_RANK=str(slot),
+        ROLE_NAME="default",
+        ELASTIC_BACKEND=spec.backend,
+        ELASTIC_EXIT_TIMEOUT_S=str(spec.exit_timeout_s),
+        ELASTIC_STOP_GRACE_S=str(spec.stop_grace_s),
+        ELASTIC_FORM_TIMEOUT_S=str(config.timeouts.form_s),
+        ELASTIC_FINGERPRINT_EVERY=str(spec.fingerprint_every_steps),
+        ELASTIC_ON_BAD_NUMBERS=spec.on_bad_numbers,
+        ELASTIC_SNAPSHOTS=spec.snapshots,
+    )
+    if config.gpus:
+        env["ELASTIC_GPU"] = "1"
+    if spec.checkpoint.dir:
+        env["ELASTIC_CHECKPOINT_DIR"] = spec.checkpoint.dir
+        env["ELASTIC_CHECKPOINT_REMOTE"] = spec.checkpoint.remote
+        env["ELASTIC_CHECKPOINT_EVERY_STEPS"] = str(spec.checkpoint.every_steps)
+        env["ELASTIC_CHECKPOINT_EVERY_S"] = str(spec.checkpoint.every_s)
+        env["ELASTIC_CHECKPOINT_SHARED"] = "1" if spec.checkpoint.shared else "0"
+    if generation is not None:
+        env.update(_ranks(config, generation, slot))
+    if "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in env:
+        # Under a plain script stock torch aborts hung NCCL groups by itself only with this; nothing else would.
+        env |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", DEFAULTS_ENV: "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+    return env
+
+
+def _ranks(config: AgentConfig, generation: GenerationRecord, slot: int) -> dict[str, str]:
+    ranks = generation.ranks(config.node)
+    at = generation.at(config.node)
+    rank = str(ranks.get(slot, NO_RANK))
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": str(generation.world_size),
+        "LOCAL_WORLD_SIZE": str(len(ranks) or config.slots),
+        "GROUP_RANK": str(NO_RANK if at is None else at),
+        "GROUP_WORLD_SIZE": str(len(generation.places)),
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": str(generation.world_size),
+        "MASTER_ADDR": generation.store_host,
+        "MASTER_PORT": str(generation.store_port),
+        "TORCHELASTIC_RESTART_COUNT": str(generation.number - 1),
+    }
+
+
+def preload(spec: JobSpec) -> messages.Preload:
+    return messages.Preload(modules=spec.preload, argv=argv(spec), workdir=workdir(spec), skip=spec.preload_skip)
+
+
+def argv(spec: JobSpec) -> tuple[str, ...]:
+    return (spec.script, *spec.args) if spec.script else ("-m", spec.module, *spec.args)
+
+
+def workdir(spec: JobSpec) -> str:
+    return spec.workdir or os.getcwd()

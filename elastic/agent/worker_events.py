@@ -1,0 +1,40 @@
+"""What a worker says, as an event of the machine."""
+
+from __future__ import annotations
+
+from ..core import messages
+from ..core.events import (
+    Event,
+    WorkerBadNumbers,
+    WorkerDone,
+    WorkerFormed,
+    WorkerGroupClosed,
+    WorkerManaged,
+    WorkerReady,
+    WorkerStepping,
+    WorkerSynced,
+)
+
+
+def to_event(slot: int, worker_id: int, message: messages.FromWorker) -> Event | None:
+    """None for what does not concern the machine."""
+    match message:
+        case messages.Managed():
+            return WorkerManaged(slot, worker_id)
+        case messages.Ready():
+            return WorkerReady(slot, worker_id)
+        case messages.Formed(generation=generation):
+            return WorkerFormed(slot, worker_id, generation)
+        case messages.Synced(generation=generation, step=at, source=source, reached=reached):
+            return WorkerSynced(slot, worker_id, generation, at, source, reached)
+        case messages.Stepping(generation=generation, step=at):
+            return WorkerStepping(slot, worker_id, generation, at)
+        case messages.GroupClosed(generation=generation, step=at):
+            return WorkerGroupClosed(slot, worker_id, generation, at)
+        case messages.CollectiveFailed(generation=generation, step=at, error=error):
+            return WorkerGroupClosed(slot, worker_id, generation, at, error or "a collective failed")
+        case messages.Done(generation=generation, step=at):
+            return WorkerDone(slot, worker_id, generation, at)
+        case messages.BadNumbers(generation=generation, step=at, kind=kind, detail=detail, ranks=ranks):
+            return WorkerBadNumbers(slot, worker_id, generation, at, kind, detail, ranks)
+    return None

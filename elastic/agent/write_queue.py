@@ -1,0 +1,93 @@
+"""Writes to etcd on behalf of the loop, in a thread of its own, tried again until they are done or out of date.
+
+An order has a key; a newer order of the same key takes its place. The loop never waits for etcd.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import structlog
+
+from ..etcd import EtcdDenied, EtcdError, EtcdFull
+
+RETRY_S = 0.2
+
+log = structlog.get_logger()
+
+Write = Callable[[], None]
+"""Raises EtcdError when it could not be done now. Whatever else it raises is a fault of ours, or of the disk that it
+looks at: the order has failed as well, and the agent lives on."""
+
+
+class WriteQueue:
+    """Runs orders one after another."""
+
+    def __init__(self, name: str) -> None:
+        self._orders: dict[str, tuple[Write, bool]] = {}
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._failing: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name=f"elastic-desk-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def ask(self, key: str, order: Write, *, persist: bool) -> None:
+        """`persist`: try again until it is done; otherwise once (it reports its own failure)."""
+        with self._changed:
+            self._orders[key] = (order, persist)
+            self._changed.notify()
+
+    def forget(self, key: str) -> None:
+        with self._changed:
+            self._orders.pop(key, None)
+
+    def close(self, wait_s: float) -> None:
+        """Stop after the orders at hand, or after `wait_s` seconds."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join(wait_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._orders and not self._stopping:
+                    self._changed.wait()
+                if self._stopping and not self._orders:
+                    return
+                batch = tuple(self._orders.items())
+            done = [self._try(key, order, persist) for key, (order, persist) in batch]
+            if not any(done):
+                with self._changed:
+                    if self._stopping:
+                        return
+                    known = set(self._orders)
+                    self._changed.wait_for(lambda known=known: self._stopping or set(self._orders) - known, RETRY_S)  # type: ignore[misc]
+
+    def _try(self, key: str, order: Write, persist: bool) -> bool:
+        """Whether the order is off the list."""
+        try:
+            order()
+        except (EtcdError, EtcdDenied, EtcdFull) as error:
+            if key not in self._failing:
+                self._failing.add(key)
+                log.warning("etcd.order_failed", order=key, error=str(error), again=persist)
+            if persist:
+                return False
+        except Exception:  # the workers of this node must not die of one bad order
+            if key not in self._failing:
+                self._failing.add(key)
+                log.error("etcd.order_raised", order=key, again=persist, exc_info=True)
+            if persist:
+                return False
+        else:
+            if key in self._failing:
+                self._failing.discard(key)
+                log.info("etcd.order_done", order=key)
+        with self._changed:
+            if self._orders.get(key, (None,))[0] is order:
+                del self._orders[key]
+        return True

@@ -1,0 +1,149 @@
+"""When to take the next checkpoint, and when to talk about it next.
+
+All ranks must copy their share after the same step, so the step is agreed on: at step `agree_at` rank 0 decides and
+broadcasts the next `Plan`, about once a second, from its own median step time and clock. Between agreements every rank
+just compares numbers. A fixed number of steps needs no agreement at all.
+
+`auto` is Young's interval, τ = √(2·C·M): C the training time that one checkpoint costs, M the mean time between
+failures. Both are measured on this very job.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+AGREE_EVERY_S = 1.0
+"""How long a wish ('checkpoint now') waits at most before all ranks know of it."""
+
+FARTHEST_AGREEMENT_STEPS = 10_000
+
+PRIOR_MTBF_S = 4 * 3600.0
+"""What is believed of a job that has not failed yet: it counts as one failure after this long."""
+
+LEAST_S = 1.0
+MOST_S = 1800.0
+FIRST_S = 30.0
+"""The first checkpoint under 'auto' comes no later than this: nothing is known about its cost before."""
+
+
+SNAPSHOT_SHARE = 0.01
+"""Of the training time, at most, that snapshots in memory may cost."""
+
+SNAPSHOT_LEAST_S = 1.0
+SNAPSHOT_UNMEASURED_MOST_S = 30.0
+"""Until a copy into memory that was used before has been measured, no longer than this: the first one is dearer."""
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """One of two fixed intervals, or, with both at 0, 'auto'."""
+
+    every_steps: int = 0
+    every_s: float = 0.0
+
+    @property
+    def needs_agreement(self) -> bool:
+        return not self.every_steps
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What the job knows about itself."""
+
+    cost_s: float | None = None
+    """Training time lost per checkpoint: blocked, and slowed down until it was durable. None: none taken yet."""
+    durable_s: float = 0.0
+    """How long a checkpoint takes until it is on disk."""
+    failures: int = 0
+    """Failures over the job's life, membership changes not counted."""
+    running_s: float = 0.0
+    """How long the job has been stepping, over its whole life."""
+
+
+class IntervalPlan(msgspec.Struct, frozen=True, kw_only=True):
+    save_at: int = 0
+    """Take a snapshot and save it once this step is committed; 0: none before `agree_at`."""
+
+    keep_at: int = 0
+    """Take a snapshot that stays in memory once this step is committed; 0: none before `agree_at`."""
+    agree_at: int = 0
+    """Agree again once this step is committed; 0: never."""
+
+
+def interval_s(rule: Rule, measured: Measured) -> float:
+    """Seconds between checkpoints; infinite where only steps count."""
+    if rule.every_steps:
+        return math.inf
+    if rule.every_s:
+        return rule.every_s
+    if measured.cost_s is None:
+        return FIRST_S
+    mtbf_s = (measured.running_s + PRIOR_MTBF_S) / (measured.failures + 1)
+    young_s = math.sqrt(2 * measured.cost_s * mtbf_s)
+    # Not so often that one is still being written when the next is due, nor seldom enough to be forgotten.
+    return min(max(young_s, LEAST_S, 2 * measured.durable_s), MOST_S)
+
+
+def describe(rule: Rule, measured: Measured) -> str:
+    """For `status`: '40 steps', '60 s', 'auto: 76 s (cost 0.20 s, a failure every 4.0 h)'."""
+    if rule.every_steps:
+        return f"{rule.every_steps} steps"
+    if rule.every_s:
+        return f"{rule.every_s:g} s"
+    if measured.cost_s is None:
+        return f"auto: first after {FIRST_S:g} s"
+    mtbf_h = (measured.running_s + PRIOR_MTBF_S) / (measured.failures + 1) / 3600
+    return f"auto: {interval_s(rule, measured):.0f} s (cost {measured.cost_s:.2f} s, a failure every {mtbf_h:.1f} h)"
+
+
+def describe_snapshots(cost_s: float | None, *, warm: bool = True) -> str:
+    """For `status`: '15 s (cost 0.15 s)'."""
+    if cost_s is None:
+        return "not measured yet"
+    return f"{snapshot_interval_s(cost_s, warm=warm):.0f} s (cost {cost_s:.3f} s)"
+
+
+def first_plan(rule: Rule | None, step: int, *, snapshots: bool = False) -> IntervalPlan:
+    """The plan every rank starts a generation with at `step`, without talking. No `rule`: no checkpoints."""
+    keep_at = step + 1 if snapshots else 0
+    if rule is not None and rule.every_steps:
+        return IntervalPlan(save_at=next_multiple(step, rule.every_steps), keep_at=keep_at)
+    return IntervalPlan(agree_at=step + 1, keep_at=keep_at)
+
+
+def snapshot_interval_s(cost_s: float | None, *, warm: bool = True) -> float:
+    """Seconds between snapshots that stay in memory: so many that they cost SNAPSHOT_SHARE of the training time.
+
+    `cost_s`: training time that one costs; None: none taken yet. `warm`: measured on memory that was used before.
+    """
+    if cost_s is None:
+        return SNAPSHOT_LEAST_S
+    interval = max(SNAPSHOT_LEAST_S, cost_s / SNAPSHOT_SHARE)
+    return interval if warm else min(interval, SNAPSHOT_UNMEASURED_MOST_S)
+
+
+def snapshot_at(interval_s: float, *, step: int, step_s: float, since_s: float, agree_at: int) -> int:
+    """The step after which the next snapshot is due, `since_s` after the last; 0: not before `agree_at`."""
+    due_steps = max(1, math.ceil((interval_s - since_s) / max(step_s, 1e-6)))
+    return step + due_steps if step + due_steps <= agree_at else 0
+
+
+def next_plan(
+    rule: Rule, measured: Measured, *, step: int, step_s: float, since_save_s: float, asked: bool = False
+) -> IntervalPlan:
+    """Rank 0's decision after committing `step`.
+
+    `step_s`: median duration of its recent steps. `since_save_s`: time since the last save was started, or since
+    training began. `asked`: a person, or a coming shutdown, wants one as soon as can be.
+    """
+    if rule.every_steps:
+        return IntervalPlan(save_at=step + 1 if asked else next_multiple(step, rule.every_steps))
+    step_s = max(step_s, 1e-6)
+    ahead = max(1, min(round(AGREE_EVERY_S / step_s), FARTHEST_AGREEMENT_STEPS))
+    due_steps = 1 if asked else max(1, math.ceil((interval_s(rule, measured) - since_save_s) / step_s))
+    return IntervalPlan(save_at=step + due_steps if due_steps <= ahead else 0, agree_at=step + ahead)
+
+
+def next_multiple(step: int, every: int) -> int:
+    """The first multiple of `every` after `step`."""
+    return (step // every + 1) * every

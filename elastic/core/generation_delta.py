@@ -1,0 +1,112 @@
+"""Reads the places of a large generation only where they differ from the ones before. Pure.
+
+The whole of a thousand places is 0.3 ms of work, and after a failure a thousand agents want to read it in the same
+moment. Next to nothing in it has changed, and its writer knows what: it says so in the record (`Changes`), beside the
+places themselves, which are there for whoever has not read the ones before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import xxhash
+
+from .records import PROTOCOL, Changes, GenerationHead, GenerationRecord, Place, Splice, decode
+
+
+class _Unread(GenerationHead, frozen=True, kw_only=True):
+    places: msgspec.Raw
+
+
+_UNREAD = msgspec.json.Decoder(_Unread)
+_PLACES = msgspec.json.Decoder(tuple[Place, ...])
+_HEAD = GenerationHead.__struct_fields__
+
+
+class GenerationReader:
+    """Reads one generation record after another; equal bytes give the same object."""
+
+    def __init__(self) -> None:
+        self._raw, self._text = b"", b""
+        self._record: GenerationRecord | None = None
+
+    def read(self, raw: bytes) -> GenerationRecord:
+        """Raises ProtocolVersionMismatch, or msgspec.ValidationError for what is no such record."""
+        if self._record is None or raw != self._raw:
+            text, record = self._read(raw)
+            self._raw, self._text, self._record = raw, text, record
+        return self._record
+
+    def _read(self, raw: bytes) -> tuple[bytes, GenerationRecord]:
+        known = self._record
+        try:
+            unread = _UNREAD.decode(raw)
+            text, changes = bytes(unread.places), unread.changes
+            if known is not None and changes is not None and changes.since == digest(self._text):
+                places = spliced(known.places, changes.splices)
+            else:
+                known, places = None, _PLACES.decode(text)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return b"", decode(GenerationRecord, raw)  # which knows what to say of it
+        if unread.protocol != PROTOCOL:
+            return b"", decode(GenerationRecord, raw)
+        record = GenerationRecord(places=places, **{name: getattr(unread, name) for name in _HEAD})
+        if known is not None and changes is not None:
+            _carry_over(known, record, changes.splices)
+        return text, record
+
+
+def digest(text: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(text)
+
+
+def changes(before: tuple[Place, ...], after: tuple[Place, ...]) -> Changes | None:
+    """From one to the other; None when so much has changed that all may as well be read."""
+    old = {place: i for i, place in enumerate(before)}
+    splices: list[Splice] = []
+    new: list[Place] = []
+    at = 0
+    """Up to here the earlier ones are dealt with."""
+    for place in after:
+        found = old.get(place, -1)
+        if found < at:
+            new.append(place)
+            continue
+        if found > at or new:
+            splices.append(Splice(at, found, tuple(new)))
+        at, new = found + 1, []
+    if at < len(before) or new:
+        splices.append(Splice(at, len(before), tuple(new)))
+    if 2 * sum(1 + len(splice.places) for splice in splices) > len(after):
+        return None
+    return Changes(since=digest(msgspec.json.encode(before)), splices=tuple(splices))
+
+
+def spliced(places: tuple[Place, ...], splices: Sequence[Splice]) -> tuple[Place, ...]:
+    found: tuple[Place, ...] = ()
+    at = 0
+    for splice in splices:
+        found += places[at : splice.start] + splice.places
+        at = splice.stop
+    return found + places[at:]
+
+
+def _carry_over(known: GenerationRecord, record: GenerationRecord, splices: Sequence[Splice]) -> None:
+    """What has been found out about the one is true of the other, but for what has moved."""
+    moves = []
+    for start, stop, new in (msgspec.structs.astuple(splice) for splice in splices):
+        moves.append((start, stop, len(new) - (stop - start), _workers(new) - _workers(known.places[start:stop])))
+    record.__dict__["world_size"] = known.world_size + sum(workers for *_, workers in moves)
+    nodes, firsts = record.asked
+    for node, at in known.asked[0].items():
+        if at is None or any(start <= at < stop for start, stop, _, _ in moves):
+            continue
+        before = [move for move in moves if move[1] <= at]
+        nodes[node] = at + sum(places for _, _, places, _ in before)
+        if node in known.asked[1]:
+            firsts[node] = known.asked[1][node] + sum(workers for *_, workers in before)
+
+
+def _workers(places: Sequence[Place]) -> int:
+    return sum(len(place.slots) for place in places)

@@ -1,0 +1,304 @@
+"""Where an agent's worker puts its snapshots: the arenas that the agent owns.
+
+The agent writes them to disk, also when this process is dead by then. It hears of one when it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..checkpoint.arena import Arena
+from ..checkpoint.errors import ArenaError
+from ..checkpoint.fill import Fill
+from ..checkpoint.layout import arena_nbytes
+from ..checkpoint.memcpy import WORTH_A_THREAD_BYTES
+from ..core import messages
+from ..core.beat import Doing
+from ..core.tensors import ALONE, Beside, Table
+from .checkpoint_scheduler import Part
+from .session import Session
+
+ARENA_WAIT_S = 30.0
+ASK_AGAIN_S = 60.0
+"""After the agent has said that the node has not memory enough for more than the shares to be written."""
+NO_MEMORY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    part: Part
+    buffer: int
+    fill: Fill
+    launched_s: float
+    """How long it took to begin."""
+
+
+class AgentSnapshots:
+    """Main thread, but for `prepare`, which leaves its work to a thread that `put` waits for."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._arenas: list[Arena] = []
+        self._busy: set[int] = set()
+        self._copying: _Copying | None = None
+        self._cold: set[int] = set()
+        """Buffers whose pages may not be present yet."""
+        self._refused_s = -math.inf
+        self._sized: tuple[Table, Beside, int] = ((), ALONE, arena_nbytes(()))
+        self._beside = True
+        self._beside_s = 0.0
+        self._preparing: threading.Thread | None = None
+        self._awaited = True
+        """The main thread waits for what is done in here: then it is progress of this worker."""
+        self._offers: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[messages.SaveResult] = queue.SimpleQueue()
+        self._durable_s = 0.0
+        session.on(messages.Arena, self._on_arena)
+        session.on(messages.SaveResult, self._on_saved)
+
+    def _on_arena(self, message: messages.Message, descriptors: list[int]) -> None:
+        assert isinstance(message, messages.Arena)
+        for descriptor in descriptors or [NO_MEMORY]:
+            self._offers.put((descriptor, message.busy))
+
+    def _on_saved(self, message: messages.Message, _: list[int]) -> None:
+        assert isinstance(message, messages.SaveResult)
+        self._results.put(message)
+
+    @property
+    def durable_s(self) -> float:
+        return self._durable_s
+
+    def wanted(self) -> bool:
+        asked, self._session.save_wanted = self._session.save_wanted, False
+        return asked
+
+    def stops(self) -> bool:
+        return self._session.stop_wanted
+
+    def free(self) -> bool:
+        if not self._arenas:
+            return True  # nor is heard yet what frees a buffer: which are busy comes with them
+        self._take_results()
+        return self._free_buffer() is not None
+
+    def wait(self, limit_s: float) -> None:
+        deadline_s = time.monotonic() + limit_s
+        while not self.free() and (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                self._take(self._results.get(timeout=left_s))
+            except queue.Empty:
+                return
+
+    # ── one snapshot ────────────────────────────────────────────────────────────────────────────────────────
+
+    def put(self, part: Part) -> bool:
+        """False: the agent has no memory for it, or still writes both that the worker before this one has filled.
+
+        Where there is no memory for what is kept beside the share, the share alone is put if it is to be written.
+        """
+        self.settle()
+        self._session.beat(Doing.SAVING)
+        self._prepared()
+        if not self._has_room(part, optional=bool(part.beside.table) or not part.save):
+            part = part.own()
+            if not part.save or not self._has_room(part, optional=False):
+                return False
+        self._take_results()
+        buffer = self._free_buffer()
+        if buffer is None:
+            return False
+        began_s = time.monotonic()
+        arena = self._arenas[buffer]
+        if buffer in self._cold and part.tensors and part.tensors[0].is_cuda:
+            arena.touch(self._session.copied)  # to register it with CUDA would do that without a sign of progress
+        arena.layout(
+            part.table, share=part.share, shares=part.shares, beside=part.beside, part=part.part, parts=part.parts
+        )
+        fill = arena.fill(
+            part.tensors,
+            volatile=part.volatile if self._beside else range(len(part.tensors)),
+            progress=self._session.copied,
+        )
+        self._copying = _Copying(part, buffer, fill, time.monotonic() - began_s)
+        if fill.done:
+            self.settle()
+        return True
+
+    @property
+    def copying(self) -> bool:
+        return self._copying is not None
+
+    @property
+    def beside_s(self) -> float:
+        return self._beside_s
+
+    def leave(self) -> None:
+        """As `settle` where the copy is complete or a GPU is at it; otherwise it is dropped: the others wait."""
+        if (copying := self._copying) is None:
+            return
+        self._copying = None
+        copying.fill.drop()
+        if copying.fill.done:
+            self._copying = copying
+            self.settle()
+
+    def settle(self) -> None:
+        """The agent hears of the snapshot now and not before: until its seal the arena counts as half filled.
+
+        Raises RuntimeError when the device failed.
+        """
+        copying, self._copying = self._copying, None
+        if copying is None:
+            return
+        part, arena = copying.part, self._arenas[copying.buffer]
+        began_s = time.monotonic()
+        copying.fill.finish()
+        self._beside_s = copying.fill.beside_s
+        self._beside = self._beside and not copying.fill.torn  # a script that does so would do it each time
+        try:
+            arena.seal(part.step, part.commit_generation, extra=part.extra)
+        except ArenaError as error:
+            warnings.warn(f"no snapshot of step {part.step}: {error}", stacklevel=2)
+            return
+        if part.save:
+            self._busy.add(copying.buffer)
+        self._session.send(
+            messages.Filled(
+                generation=part.commit_generation,
+                step=part.step,
+                buffer=copying.buffer,
+                nbytes=arena.header().nbytes,
+                share=part.share,
+                shares=part.shares,
+                stall_s=copying.launched_s + time.monotonic() - began_s,
+                interval=part.interval,
+                save=part.save,
+                kept=part.kept,
+                skipped=part.skipped,
+            )
+        )
+        self._cold.discard(copying.buffer)
+        if self._cold:
+            self._prepare_by_thread(self._warm, part.tensors)
+
+    def _free_buffer(self) -> int | None:
+        """The older of the buffers that nobody writes from."""
+        free = [i for i in range(len(self._arenas)) if i not in self._busy]
+        return min(free, key=lambda i: _age(self._arenas[i]), default=None)
+
+    # ── the buffers ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def prepare(self, part: Part) -> None:
+        """Get the buffers, make their pages present and register them with CUDA, all while training goes on: on fresh
+        memory that takes several times as long as a copy."""
+        if self._preparing is not None or self._arenas:
+            return
+
+        def act(device: torch.device | None) -> None:
+            if self._has_room(part, optional=bool(part.beside.table)) or self._has_room(part.own(), optional=False):
+                self._warm(device)
+
+        self._prepare_by_thread(act, part.tensors)
+
+    def _prepare_by_thread(self, act: Callable[[torch.device | None], None], tensors: Sequence[torch.Tensor]) -> None:
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        self._awaited = False
+        thread = threading.Thread(target=act, args=[device], name="elastic-arenas", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the system has no thread to spare: the next copy does it
+            thread.start()
+            self._preparing = thread
+
+    def _prepared(self) -> None:
+        self._awaited = True
+        if self._preparing is not None:
+            self._preparing.join()  # it has a deadline of its own
+            self._preparing = None
+
+    def _touched(self, nbytes: int) -> None:
+        if self._awaited:
+            self._session.copied(nbytes)
+
+    def _warm(self, device: torch.device | None) -> None:
+        """Make the pages of the buffers present, and register them with CUDA."""
+        for buffer, arena in enumerate(self._arenas):
+            with contextlib.suppress(ArenaError):  # it says so again when it is filled
+                if buffer in self._cold:
+                    arena.touch(self._touched)
+                if device is not None:
+                    arena.pin(device, self._touched)
+        self._cold.clear()
+
+    def _has_room(self, part: Part, *, optional: bool) -> bool:
+        if self._sized[:2] != (part.table, part.beside):
+            self._sized = part.table, part.beside, arena_nbytes(part.table, beside=part.beside.table)
+        nbytes = self._sized[2]
+        if self._arenas and self._arenas[0].capacity >= nbytes:
+            return True
+        if optional and time.monotonic() - self._refused_s < ASK_AGAIN_S:
+            return False
+        if self._make_room(nbytes, optional):
+            return True
+        if optional:
+            self._refused_s = time.monotonic()
+        return False
+
+    def _make_room(self, nbytes: int, optional: bool) -> bool:
+        """Two buffers of at least `nbytes` from the agent; without them there is no snapshot."""
+        for arena in self._arenas:
+            arena.close()
+        self._arenas, self._busy, self._cold = [], set(), set()
+        arenas: list[Arena] = []
+        busy: set[int] = set()
+        self._session.send(messages.NeedArena(nbytes=nbytes, optional=optional))
+        deadline_s = time.monotonic() + ARENA_WAIT_S
+        while len(arenas) < 2:
+            try:
+                descriptor, written_from = self._offers.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                if descriptor == NO_MEMORY:
+                    return False
+                arena = Arena.from_fd(descriptor, warm=False)
+                if arena.capacity < nbytes:
+                    arena.close()  # the answer to an earlier request, which was not waited for any longer
+                    continue
+                if written_from:
+                    busy.add(len(arenas))
+                arenas.append(arena)
+                if nbytes < WORTH_A_THREAD_BYTES:
+                    arena.touch(self._touched)
+            except (queue.Empty, ArenaError):
+                for arena in arenas:
+                    arena.close()
+                return False
+        # In this order: `free` may be asked meanwhile.
+        self._busy, self._cold = busy, set() if nbytes < WORTH_A_THREAD_BYTES else set(range(len(arenas)))
+        self._arenas = arenas
+        return True
+
+    # ── what the agent says ─────────────────────────────────────────────────────────────────────────────────
+
+    def _take_results(self) -> None:
+        while True:
+            try:
+                message = self._results.get_nowait()
+            except queue.Empty:
+                return
+            self._take(message)
+
+    def _take(self, message: messages.SaveResult) -> None:
+        self._busy.discard(message.buffer)
+        self._durable_s = message.seconds or self._durable_s
+
+
+def _age(arena: Arena) -> tuple[int, int]:
+    header = arena.header()
+    return (header.generation, header.step) if header.whole else (-1, -1)

@@ -1,0 +1,269 @@
+"""The state as it was at its last commit: what it takes to go back there, or to know that this is not possible.
+
+Between two commits a loop may change anything: a forward moves BatchNorm's statistics, a loop counts, a scheduler
+steps. When the generation ends in between, the step is taken again, so all of that must be as the commit left it.
+What is small is copied at each commit and put back. Parameters are large and change in an optimizer's step, which the
+state notices; they are only watched, so that a change that no optimizer of the state has made is noticed as well.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .copies import Copy, counted, equal, mark, writable
+from .parts import OptimizerPart, Part, Slot
+from .watch import Watch, versions
+
+COPIED_BYTES = 16 * 1024 * 1024
+"""Buffers, and tensors that other parts hold, up to this size are copied at each commit; larger ones are watched."""
+
+PROMOTED_BYTES = 64 * 1024 * 1024
+"""A parameter that changes before the optimizer's step (`max_norm`, clipping) is copied up to this size."""
+
+TOTAL_BYTES = 256 * 1024 * 1024
+"""Of buffers and such parameters together, and again of what other parts hold, such as an average of the weights:
+what is beyond that is only watched."""
+
+OFTEN = 256
+"""Up to so many watched tensors, each step looks for changes before the optimizer's; with more, one in `SELDOM`."""
+
+SELDOM = 64
+
+
+class CommitPoint:
+    """One per state. `take` at each commit; `changed` and `put_back` when the generation has ended."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        self._parts = parts
+        self._promoted: set[str] = set()
+        self._taken = False
+        self._stale = True
+        self._steps = 0
+        self._stepped: set[int] = set()
+        self._watched: list[Slot] = []
+        self._saved = SavedTensors([])
+        self._watch = Watch()
+        self._large: list[tuple[str, torch.Tensor]] = []
+        self._rests: dict[str, Copy | None] = {}
+        self._room_bytes = TOTAL_BYTES
+        """What may still be copied of the rests; while they are made."""
+
+    @property
+    def taken(self) -> bool:
+        return self._taken
+
+    def drop(self) -> None:
+        """Another state is taken in: there is nothing to go back to. Modules may have changed, too."""
+        self._taken, self._stale = False, True
+        self._rests = {}
+
+    def take(self) -> None:
+        """The state is as it should be now. Raises CannotEncodeError."""
+        if self._stale:
+            self._look()
+        self._rests = self._rests_now()
+        self._large = [
+            (name, tensor)
+            for name, rest in self._rests.items()
+            if rest is not None
+            for tensor, saved in zip(rest.tensors, rest.saved, strict=True)
+            if saved is None
+        ]
+        tensors = self._tensors()
+        if self._stale:
+            self._look()
+            tensors = self._tensors()
+        self._watch.take(tensors)
+        self._saved.take()
+        self._taken = True
+
+    def before_step(self) -> None:
+        """The first optimizer of a step is about to change the state: what has changed by now, did so in a forward
+        or in the loop. From the next commit on that is copied."""
+        self._steps += 1
+        if self._taken and (len(self._watched) <= OFTEN or self._steps < OFTEN // SELDOM or self._steps % SELDOM == 0):
+            self._promote(self._watch.stepped(self._tensors()))
+
+    def changed(self) -> str | None:
+        """Name of the first thing that has changed and cannot be put back. Waits for the device."""
+        if not self._taken:
+            return None
+        places = self._watch.changed(self._tensors())
+        self._promote(places)
+        return self._named(places[0]) if places else None
+
+    def put_back(self) -> None:
+        """All that is copied becomes what it was."""
+        if not self._taken:
+            return
+        self._saved.put_back()
+        rests = self._rests_now()
+        for name, part in self._parts.items():
+            kept, now = self._rests.get(name), rests[name]
+            if kept is not None:
+                kept.put_tensors_back()
+                if now is None or not kept.same(now):
+                    part.put_back(kept.restored())
+            part.settle()
+
+    def differs(self) -> str | None:
+        """Name of the first thing that is not what it was, be it that it could be put back. Quick."""
+        if not self._taken:
+            return None
+        look = len(self._watched) <= OFTEN or self._steps % SELDOM == 1
+        if look and (places := self._watch.differs(self._tensors())):
+            return self._named(places[0])
+        if (name := self._saved.changed()) is not None:
+            return name
+        now = self._rests_now()
+        for name, kept in self._rests.items():
+            rest = now[name]
+            if (kept is None) != (rest is None) or (
+                kept is not None and rest is not None and not kept.same(rest, wait=False)
+            ):
+                return name
+        return None
+
+    def _look(self) -> None:
+        """Which tensors there are."""
+        self._stale = False
+        params = [
+            p
+            for part in self._parts.values()
+            if isinstance(part, OptimizerPart)
+            for group in part.groups()
+            for p in group["params"]
+        ]
+        self._stepped = set(map(id, params))
+        seen: set[int] = set()
+        total = 0
+        watched: list[Slot] = []
+        saved: list[Slot] = []
+        for part in self._parts.values():
+            for slot in part.slots():
+                tensor = slot.holder[slot.key]
+                if tensor is None or id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                copied = slot.name in self._promoted or (slot.is_buffer and tensor.nbytes <= COPIED_BYTES)
+                copied = copied and total + tensor.nbytes <= TOTAL_BYTES
+                total += tensor.nbytes if copied else 0
+                (saved if copied else watched).append(slot)
+        self._watched, self._saved, self._watch = watched, SavedTensors(saved), Watch()
+
+    def _tensors(self) -> list[torch.Tensor]:
+        try:
+            found = [slot.holder[slot.key] for slot in self._watched]
+        except KeyError:  # a parameter was taken out of its module (pruning, parametrizations, fully_shard)
+            self._stale = True
+            found = []
+        return [tensor for tensor in found if tensor is not None] + [tensor for _, tensor in self._large]
+
+    def _named(self, place: int) -> str:
+        if place < len(self._watched):
+            return self._watched[place].name
+        place -= len(self._watched)
+        return self._large[place][0] if place < len(self._large) else "a parameter"
+
+    def _promote(self, places: Sequence[int]) -> None:
+        slots = [self._watched[place] for place in places if place < len(self._watched)]
+        fit = {s.name for s in slots if (t := s.holder.get(s.key)) is not None and t.nbytes <= PROMOTED_BYTES}
+        if fit - self._promoted:
+            self._promoted |= fit
+            self._stale = True
+
+    def _rests_now(self) -> dict[str, Copy | None]:
+        self._room_bytes = TOTAL_BYTES
+        return {name: part.rest(self._rests.get(name), self._is_watched) for name, part in self._parts.items()}
+
+    def _is_watched(self, tensor: torch.Tensor) -> bool:
+        if id(tensor) in self._stepped or tensor.nbytes > COPIED_BYTES:
+            return True
+        self._room_bytes -= tensor.nbytes
+        return self._room_bytes < 0
+
+
+class SavedTensors:
+    """Copies of tensors that stand in dictionaries: a module's buffers, which may be other tensors next time."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+        self._tensors: list[torch.Tensor | None] = []
+        self._versions: list[int] = []
+        self._marks: list[tuple[int, int]] = []
+        self._copies: list[torch.Tensor | None] = []
+        self._always: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        """(copies, tensors) that are copied each time, each pair of one type on one device."""
+        self._counted: list[int] = []
+
+    @torch.no_grad()
+    def take(self) -> None:
+        if not self._slots:
+            return
+        tensors = [slot.holder.get(slot.key) for slot in self._slots]
+        if len(tensors) != len(self._tensors) or not all(map(operator.is_, tensors, self._tensors)):
+            self._begin(tensors)
+        elif any(copy.shape != tensor.shape for pair in self._always for copy, tensor in zip(*pair, strict=True)):
+            self._begin(tensors)  # resized in place
+        else:
+            for pair in self._always:
+                torch._foreach_copy_(*pair)
+            for place, (i, then) in enumerate(zip(self._counted, self._marks, strict=True)):
+                tensor, copy = tensors[i], self._copies[i]
+                if tensor is not None and copy is not None and (now := mark(tensor)) != then:
+                    self._marks[place] = now
+                    copy.copy_(tensor)
+        self._versions = versions([tensor for tensor in tensors if tensor is not None])
+
+    def _begin(self, tensors: list[torch.Tensor | None]) -> None:
+        self._tensors = tensors
+        self._copies = [None if tensor is None else tensor.detach().clone() for tensor in tensors]
+        pairs = [
+            (i, copy, tensor)
+            for i, (copy, tensor) in enumerate(zip(self._copies, tensors, strict=True))
+            if copy is not None and tensor is not None
+        ]
+        self._counted = [i for i, _, tensor in pairs if counted(tensor)]
+        self._marks = [mark(tensor) for _, _, tensor in pairs if counted(tensor)]
+        groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for _, copy, tensor in pairs:
+            if not counted(tensor):
+                copies, originals = groups.setdefault((tensor.dtype, tensor.device), ([], []))
+                copies.append(copy)
+                originals.append(tensor)
+        self._always = list(groups.values())
+
+    def changed(self) -> str | None:
+        """Name of the first that is another tensor now, or has other contents: where a version counter has moved it is
+        compared with its copy, and the device waited for."""
+        now = [slot.holder.get(slot.key) for slot in self._slots]
+        for slot, tensor, before in zip(self._slots, now, self._tensors, strict=False):
+            if tensor is not before:
+                return slot.name
+        there = [place for place, tensor in enumerate(self._tensors) if tensor is not None]
+        found = versions([tensor for tensor in self._tensors if tensor is not None])
+        for place, version, before_it in zip(there, found, self._versions, strict=True):
+            if version != before_it and not _as_saved(self._tensors[place], self._copies[place]):
+                return self._slots[place].name
+        self._versions = found
+        return None
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for slot, copy in zip(self._slots, self._copies, strict=False):
+            tensor = slot.holder.get(slot.key)
+            if copy is None:
+                slot.holder[slot.key] = None
+            elif tensor is None or tensor.shape != copy.shape or tensor.dtype != copy.dtype:
+                slot.holder[slot.key] = copy.clone()
+            elif writable(tensor):
+                tensor.copy_(copy)
+            elif not equal(tensor, copy):
+                slot.holder[slot.key] = copy.clone()
+
+
+def _as_saved(tensor: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
+    return tensor is copy or (tensor is not None and copy is not None and equal(tensor, copy))

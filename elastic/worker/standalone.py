@@ -1,0 +1,164 @@
+"""``elastic.run`` without an agent: under stock torchrun, or as a plain ``python train.py``."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from ..checkpoint.saver import Saver, next_generation
+from ..core.checkpoint_interval import Rule
+from .checkpoint_scheduler import CheckpointScheduler, Part, RankPosition
+from .job import Job, Setup, Train, checked
+from .restore import Disk
+from .state import State
+from .sync import synchronise
+
+
+class NoLink:
+    """Nobody watches."""
+
+    def entered(self) -> None: ...
+
+    def contributed(self) -> None: ...
+
+    def applying(self) -> None: ...
+
+    def quiet(self, limit_s: float) -> None: ...
+
+    def committed(self, step: int, step_s: float, loss: float | None) -> None: ...
+
+    def bad_numbers(self, step: int, kind: str, detail: str, ranks: tuple[int, ...]) -> None:
+        raise FloatingPointError(f"{kind} at step {step} on rank {', '.join(map(str, ranks))}: {detail}")
+
+    def check(self, step: int) -> None: ...
+
+
+class LocalSnapshots:
+    """Into arenas of this process, written by a process of its own."""
+
+    def __init__(self, saver: Saver) -> None:
+        self._saver = saver
+        self._told = 0
+
+    def tell(self) -> None:
+        """Failures since the last call, to whoever reads what the script writes: there is no status here."""
+        counts = self._saver.counts
+        if counts.failed > self._told:
+            self._told = counts.failed
+            row = f" ({counts.failed_in_row} in a row)" if counts.failed_in_row > 1 else ""
+            said = f"elastic: a checkpoint failed{row}: {counts.last_error}; the one before stays, training goes on"
+            print(said, file=sys.stderr, flush=True)
+
+    @property
+    def durable_s(self) -> float:
+        return self._saver.counts.last_seconds
+
+    def wanted(self) -> bool:
+        return False
+
+    def stops(self) -> bool:
+        return False
+
+    def free(self) -> bool:
+        self._saver.poll()
+        self.tell()
+        return not self._saver.busy
+
+    def wait(self, limit_s: float) -> None:
+        self._saver.wait(limit_s)
+
+    def put(self, part: Part) -> bool:
+        return self._saver.begin(part.step, part.table, part.tensors, part.extra, volatile=part.volatile)
+
+    @property
+    def copying(self) -> bool:
+        return self._saver.copying
+
+    @property
+    def beside_s(self) -> float:
+        return self._saver.beside_s
+
+    def settle(self) -> None:
+        self._saver.settle()
+
+    def leave(self) -> None:
+        self.settle()  # nobody waits: there is one generation
+
+    def prepare(self, part: Part) -> None: ...
+
+
+def run_standalone(setup: Setup, train: Train, checkpoint_dir: str, rule: Rule) -> State:
+    """Form torchrun's group if there is one, restore, train, save."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    grouped = "RANK" in os.environ and not dist.is_initialized()
+    if grouped:
+        if cuda:
+            torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    job = Job(name=_name(), device=device, local_rank=local_rank, link=NoLink())
+    job.rank, job.world_size = rank, world_size
+    try:
+        state = checked(setup(job))
+        state.watch_optimizers(job.guard())
+        state.to(device)
+        _train(job, state, train, Disk(checkpoint_dir, job.name) if checkpoint_dir else None, rule)
+        if world_size > 1:
+            dist.barrier()
+    finally:
+        if grouped:
+            dist.destroy_process_group()
+    return state
+
+
+def _name() -> str:
+    """Whose checkpoints these are: stable over restarts, unlike the random run id of `torchrun --standalone`."""
+    return os.environ.get("ELASTIC_JOB") or os.path.splitext(os.path.basename(sys.argv[0] or "job"))[0].lower()
+
+
+def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Rule) -> None:
+    generation = _restore(job, state, disk)
+    if disk is None:
+        job.enter(rank=job.rank, world_size=job.world_size, generation=generation, keeper=None)
+        state.begin()
+        train(job, state)
+        return
+    saver = Saver(disk.directory, disk.job, generation=generation, rank=job.rank, world_size=job.world_size)
+    sink = LocalSnapshots(saver)
+    keeper = CheckpointScheduler(sink, rule, shared=True)
+    keeper.enter(RankPosition(generation, job.rank, job.world_size, job.local_rank, 1), state.step)
+    job.enter(rank=job.rank, world_size=job.world_size, generation=generation, keeper=keeper)
+    state.begin()
+    try:
+        train(job, state)
+        keeper.finish(state)
+        saver.wait()
+        sink.tell()
+        if saver.busy:
+            print("elastic: the last checkpoint could not be written in time", file=sys.stderr, flush=True)
+    finally:
+        saver.close()
+
+
+def _restore(job: Job, state: State, disk: Disk | None) -> int:
+    """The newest state for all ranks. Returns this life's generation: above that of every checkpoint."""
+    source = synchronise(
+        state,
+        rank=job.rank,
+        world_size=job.world_size,
+        restore="newest",
+        saved=(lambda: (None, disk.newest())) if disk else None,
+        load=(lambda _: disk.load(state)) if disk else None,
+    ).source
+    if source.startswith("checkpoint") and job.rank == 0:
+        print(f"elastic: resumed from {source}", flush=True)
+    number = torch.tensor([next_generation(disk.directory, disk.job) if disk else 1])
+    if job.world_size > 1:
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+    return int(number)

@@ -1,0 +1,364 @@
+"""What an agent writes: failures once, nothing after the end, and why a generation could not be published."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.fake_etcd import FakeClient, FakeServer
+from support.jobs import generation, place
+
+from elastic.agent.etcd_writer import KEPT_BESIDE, EtcdWriter
+from elastic.agent.incidents import exited_late, save_failed
+from elastic.agent.store import Stores
+from elastic.agent.write_queue import Write
+from elastic.core.effects import Publish
+from elastic.core.events import Event, PublishFailed
+from elastic.core.generation_delta import GenerationReader
+from elastic.core.keys import ClusterKeys
+from elastic.core.membership import Change, Limits
+from elastic.core.model import CROWD, Agent, Policy
+from elastic.core.records import (
+    BrokenRecord,
+    Cause,
+    GenerationRecord,
+    IncidentRecord,
+    JobState,
+    MemberRecord,
+    Phase,
+    SpecRecord,
+    WorkerError,
+    decode,
+    encode,
+)
+from elastic.core.spec import Checkpoint, JobSpec
+from elastic.core.timeouts import Timeouts
+from elastic.core.view import JobView
+from elastic.etcd import EtcdUnavailable
+from elasticd.views import steps_lost
+
+KEYS = ClusterKeys("c").job("job")
+
+
+class AtOnce:
+    """A desk whose orders are done as they are asked for, and again as often as the test says."""
+
+    def __init__(self, name: str) -> None:
+        self.orders: list[Write] = []
+
+    def start(self) -> None: ...
+
+    def ask(self, key: str, order: Write, *, persist: bool) -> None:
+        self.orders.append(order)
+
+    def close(self, wait_s: float) -> None: ...
+
+
+class Office:
+    def __init__(self, **checkpoint: object) -> None:
+        spec = JobSpec(name="job", script="x.py", checkpoint=msgspec.convert(checkpoint, Checkpoint))
+        self.policy = Policy(
+            node="n",
+            incarnation="i",
+            host="127.0.0.1",
+            port=1,
+            slots=1,
+            limits=Limits(1, 1, 0.0),
+            shrink=False,
+            standbys=0,
+            managed=True,
+            spec=spec,
+            timeouts=Timeouts(),
+        )
+        self.client = FakeClient(FakeServer())
+        self.posted: list[Event] = []
+        self.desks: dict[str, AtOnce] = {}
+        self.now_s = 1000.0
+        self.stores = Stores("203.0.113.1")  # an address that is not ours
+        self.registry = EtcdWriter(
+            self.client,  # type: ignore[arg-type]
+            KEYS,
+            self.policy,
+            self.stores,
+            self.posted.append,
+            SpecRecord(spec=spec, submitted_wall_s=0.0, submitted_by="me"),
+            desk=self._desk,
+            wall=lambda: self.now_s,
+        )
+
+    def _desk(self, name: str) -> AtOnce:
+        return self.desks.setdefault(name, AtOnce(name))
+
+    def state(self) -> JobState:
+        kv = self.client.get(KEYS.state)
+        return decode(JobState, kv.value) if kv else JobState()
+
+
+BROKEN = BrokenRecord(generation=0, node="n", kind="exit", detail="ValueError", fingerprint="ValueError at x.py:1")
+
+
+def test_a_failure_is_booked_once_however_often_it_is_tried() -> None:
+    office = Office()
+    for _ in range(2):
+        office.registry.charge_failure(BROKEN)
+        office.now_s += 1.0
+    for order in office.desks["lazy"].orders:
+        order()
+        office.now_s += 5.0
+        order()
+    assert office.state().restarts == 2
+    assert [f.wall_s for f in office.state().failures] == [1000.0, 1001.0]
+
+
+def test_an_error_that_quotes_what_is_no_text_is_written_all_the_same() -> None:
+    office = Office()
+    error = WorkerError(node="n", slot=0, rank=0, message="FileNotFoundError: 'caf\udce9.png'", traceback="\udce9")
+    record = msgspec.structs.replace(BROKEN, generation=1, detail="caf\udce9", error=error)
+    office.registry.put_broken(record, None)
+    office.registry.charge_failure(record)
+    for desk in office.desks.values():
+        for order in desk.orders:
+            order()
+    written = decode(BrokenRecord, office.client.server.kvs[KEYS.broken(1)].value)
+    assert written.error is not None
+    assert (written.detail, written.error.message) == ("caf\\udce9", "FileNotFoundError: 'caf\\udce9.png'")
+    assert office.state().restarts == 1
+
+
+@pytest.mark.parametrize("phase", [Phase.SUCCEEDED, Phase.STOPPED])
+def test_a_late_failure_does_not_change_how_the_job_ended(phase: Phase) -> None:
+    office = Office()
+    office.client.put(KEYS.state, encode(JobState(phase=phase)))
+    for _ in range(40):
+        office.registry.charge_failure(BROKEN)
+        office.now_s += 1.0
+    for order in office.desks["lazy"].orders:
+        order()
+    assert office.state().phase is phase
+
+
+def publish(office: Office) -> Write:
+    effect = Publish(1, Change((), "first", planned=False), 0, None, None)
+    office.registry.publish(effect, JobView(), "n")
+    return office.desks["urgent"].orders[-1]
+
+
+def test_a_checkpoint_folder_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "file"
+    folder.write_text("")
+    office = Office(dir=str(folder))
+    office.client.put(KEYS.member("n"), b"ours")
+    with pytest.raises(OSError, match="Not a directory"):
+        publish(office)()
+    assert office.posted == [PublishFailed(1)]
+    assert "checkpoint.dir cannot be read" in office.state().reason
+
+
+def test_a_publication_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    office = Office()
+
+    def broken(generation: int, basis: object) -> tuple[str, int]:
+        raise RuntimeError("no store")
+
+    monkeypatch.setattr(office.stores, "open", broken)
+    with pytest.raises(RuntimeError):
+        publish(office)()
+    assert office.posted == [PublishFailed(1)]
+    monkeypatch.setattr(office.client, "txn", lambda *_: (_ for _ in ()).throw(EtcdUnavailable("x", maybe_done=False)))
+    office.registry.stores = Stores("203.0.113.1")
+    with pytest.raises(EtcdUnavailable):
+        publish(office)()
+    assert office.posted == [PublishFailed(1)] * 2
+
+
+@pytest.mark.parametrize("member", [True, False])
+def test_only_a_member_publishes_and_changes_the_phase(member: bool) -> None:
+    """A wiped etcd may be back at the revision that was decided on; we are no member in it before we rejoin."""
+    office = Office()
+    if member:
+        office.client.put(KEYS.member("n"), b"ours")
+    office.registry.put_phase(Phase.WAITING, "why", JobView())
+    phase = office.desks["urgent"].orders[-1]
+    publish(office)()
+    assert (office.client.get(KEYS.generation) is not None) is member
+    assert office.posted == ([] if member else [PublishFailed(1)])
+    office.client.delete(KEYS.state)
+    phase()
+    assert office.state().phase is (Phase.WAITING if member else Phase.PENDING)
+    office.stores.close()
+
+
+def test_a_store_opens_whether_its_address_can_be_reached_or_not() -> None:
+    stores = Stores("203.0.113.1")
+    host, port = stores.open(1)
+    assert host == "203.0.113.1"
+    with socket.create_connection(("127.0.0.1", port), timeout=5):
+        pass
+    assert stores.open(1) == (host, port)
+    stores.close()
+
+
+def port_of(office: Office) -> int:
+    kv = office.client.server.kvs[KEYS.generation]
+    return decode(GenerationRecord, kv.value).store_port
+
+
+def test_a_publication_that_was_not_heard_of_is_tried_again_with_its_store() -> None:
+    office = Office()
+    office.client.put(KEYS.member("n"), b"ours")
+    office.client.lose_answers = True
+    with pytest.raises(EtcdUnavailable):
+        publish(office)()
+    office.client.lose_answers = False
+    there = port_of(office)
+    for key in (KEYS.generation, KEYS.state):
+        office.client.delete(key)
+    publish(office)()
+    assert port_of(office) == there
+    office.stores.close()
+
+
+def test_a_number_that_is_used_again_after_a_wipe_gets_a_store_that_nobody_has_come_to() -> None:
+    office = Office()
+    office.client.put(KEYS.member("n"), b"ours")
+    office.client.lose_answers = True
+    with pytest.raises(EtcdUnavailable):
+        publish(office)()
+    office.client.lose_answers = False
+    there = port_of(office)
+    office.client.server.wipe()
+    office.registry.restore(None, JobState(), None)
+    office.desks["urgent"].orders[-1]()
+    office.client.put(KEYS.member("n"), b"ours")
+    state = office.client.server.kvs[KEYS.state].mod_revision
+    office.registry.publish(
+        Publish(1, Change((), "first", planned=False), 0, None, None), JobView(state_revision=state), "n"
+    )
+    office.desks["urgent"].orders[-1]()
+    assert port_of(office) != there
+    office.stores.close()
+
+
+@pytest.mark.parametrize(("nodes", "large"), [(CROWD, False), (CROWD + 2, True)])
+def test_a_large_generation_says_what_changed(nodes: int, large: bool) -> None:
+    """So that who has read the one before reads next to nothing."""
+    office = Office()
+    office.client.put(KEYS.member("n"), b"ours")
+    before = generation(1, [place(f"n{i}") for i in range(nodes)])
+    revision = office.client.put(KEYS.generation, encode(before))
+    after = before.places[1:]
+    effect = Publish(2, Change(after, "n0 is gone", planned=False), revision, None, None)
+    office.registry.publish(effect, JobView(generation=before, generation_revision=revision), "n")
+    office.desks["urgent"].orders[-1]()
+    office.stores.close()
+    written = office.client.server.kvs[KEYS.generation].value
+    assert (decode(GenerationRecord, written).changes is not None) is large
+    reader = GenerationReader()
+    known = reader.read(encode(before)).places[1:]
+    read = reader.read(written).places
+    assert read == after
+    assert all(a is b for a, b in zip(read, known, strict=True)) is large
+
+
+def test_a_store_is_another_on_another_basis() -> None:
+    stores = Stores("203.0.113.1")
+    _, first = stores.open(3, 7)
+    assert stores.open(3, 7)[1] == first
+    _, second = stores.open(3, 9)
+    assert second != first
+    assert stores.open(3, 9)[1] == second
+    stores.close()
+
+
+def test_a_new_agents_record_is_younger_than_its_predecessors_and_then_keeps_its_age() -> None:
+    """A fast restart finds the old record still there; by its age the others tell that a store there is gone."""
+    office, key = Office(), KEYS.member("n")
+    office.client.put(key, b"its predecessor's")
+    ages = [office.client.server.kvs[key].create_revision]
+    for _ in range(2):
+        office.registry.rejoin(MemberRecord(node="n", incarnation="i", host="h", port=1, slots=1))
+        office.desks["urgent"].orders[-1]()
+        ages.append(office.client.server.kvs[key].create_revision)
+    assert ages[0] < ages[1] == ages[2]
+
+
+def test_a_record_that_was_closed_meanwhile_is_not_opened_again() -> None:
+    """By an agent that was away from etcd, and hears late that it was."""
+    office = Office()
+    over = IncidentRecord(generation=2, kind="exit", node="a", ranks=(1,), detail="", wall_s=1.0, ended_wall_s=2.0)
+    late = msgspec.structs.replace(over, kind="lost", open=True, ended_wall_s=None)
+    for record in (late, over, late):
+        office.registry.put_incident(record, 2)
+        office.desks["lazy"].orders[-1]()
+    kv = office.client.get(KEYS.incident(2))
+    assert kv is not None
+    assert decode(IncidentRecord, kv.value) == over
+
+
+def test_causes_that_are_reported_late_are_added_to_a_record_that_is_over() -> None:
+    office = Office()
+    comm, death = (Cause(generation=1, node=node, kind=kind) for node, kind in (("a", "comm"), ("b", "exit")))
+    opened = IncidentRecord(
+        generation=2, kind="comm", node="a", ranks=(), detail="", wall_s=1.0, open=True, causes=(comm,)
+    )
+    over = msgspec.structs.replace(opened, open=False, ended_wall_s=2.0)
+    fuller = msgspec.structs.replace(over, kind="exit", node="b", wall_s=0.0, ended_wall_s=None, causes=(death, comm))
+
+    def record() -> IncidentRecord:
+        kv = office.client.get(KEYS.incident(2))
+        assert kv is not None
+        return decode(IncidentRecord, kv.value)
+
+    office.registry.put_incident(opened, 2)
+    office.desks["lazy"].orders[-1]()
+    office.registry.add_causes(fuller, 2)
+    with pytest.raises(EtcdUnavailable, match="not closed yet"):
+        office.desks["lazy"].orders[-1]()
+    office.registry.put_incident(over, 2)
+    office.desks["lazy"].orders[-1]()
+    office.registry.add_causes(fuller, 2)
+    office.desks["lazy"].orders[-1]()
+    assert record() == msgspec.structs.replace(over, kind="exit", node="b", causes=(death, comm))
+    office.registry.add_causes(over, 2)
+    office.desks["lazy"].orders[-1]()
+    assert record().kind == "exit", "what names fewer causes changes nothing"
+
+
+def test_late_exits_are_one_record_each_and_lose_no_step() -> None:
+    office = Office()
+    agent = Agent(office.policy)
+    for worker_id, slot in ((4, 0), (5, 1)):  # before their first generation: neither has a rank
+        office.registry.put_exit_incident(exited_late(agent, slot, 3.0, 10.0), worker_id)
+        office.desks["lazy"].orders[-1]()
+    found = [decode(IncidentRecord, kv.value) for kv in office.client.get_prefix(KEYS.incidents).kvs.values()]
+    assert sorted(i.detail.partition(" had")[0] for i in found) == ["the process of slot 0", "the process of slot 1"]
+    assert {(i.open, i.ended_wall_s, steps_lost(i)) for i in found} == {(False, 10.0, "0 steps")}
+
+
+def test_checkpoints_that_fail_without_end_do_not_fill_etcd() -> None:
+    office = Office()
+    for step in range(1, KEPT_BESIDE + 3):
+        office.registry.put_save_incident(save_failed(Agent(office.policy), step, "no space left", 10.0))
+        office.desks["lazy"].orders[-1]()
+    kvs = office.client.get_prefix(KEYS.incidents).kvs.values()
+    assert {decode(IncidentRecord, kv.value).step for kv in kvs} == set(range(3, KEPT_BESIDE + 3)), "the newest stay"
+
+
+def report(node: str, *slots: int, kind: str = "exit") -> BrokenRecord:
+    return BrokenRecord(generation=3, node=node, kind=kind, detail=f"{kind} on {node}", slots=slots, step=7)
+
+
+def test_all_reports_of_a_broken_generation_are_kept_and_the_death_comes_first() -> None:
+    office = Office()
+    reports = [report("a", kind="comm"), report("b", 0), report("c", 1), report("b", 0), report("d", kind="comm")]
+    for said in reports:
+        office.registry.put_broken(said, None)
+        office.desks["urgent"].orders[-1]()
+    kv = office.client.get(KEYS.broken(3))
+    assert kv is not None
+    kept = decode(BrokenRecord, kv.value)
+    assert (kept.kind, kept.node, kept.slots) == ("exit", "b", (0,))
+    assert [(loss.node, loss.slots) for loss in kept.also] == [("c", (1,))]
+    assert kept.lost("c") == {1}

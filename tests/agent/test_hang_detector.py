@@ -1,0 +1,272 @@
+"""Whom the watchman accuses, and when he looks again."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import queue
+import signal
+import socket
+import subprocess
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.procs import Procs, kill, state
+from support.wait import eventually
+
+from elastic.agent import hang_detector
+from elastic.agent.hang_detector import HangDetector
+from elastic.agent.pool import Process
+from elastic.core.beat import PAGE_BYTES, BeatPage, Doing
+from elastic.core.events import Event, GroupStuck, RanksStill, WorkerUnhealthy
+from elastic.core.model import Worker
+from elastic.core.records import GenerationRecord, MemberRecord, Place, Standing
+from elastic.core.spec import Hang
+from elastic.core.transitions import Stage
+from elastic.core.view import Member
+
+RULES = Hang(floor_s=1.0, ceiling_s=5.0)
+
+
+class Scene:
+    """One worker (a sleeping process) of two nodes' and the watchman over it, on a clock of our own.
+
+    The rank of the other node waits in the exchange of step 0, since the beginning."""
+
+    def __init__(self, process: subprocess.Popen[Any]) -> None:
+        self.page = BeatPage(memoryview(mmap.mmap(-1, PAGE_BYTES)))
+        self.page.clear(100.0)
+        self.channel, other = socket.socketpair()
+        other.close()
+        self.process = Process(
+            worker_id=1, slot=0, channel=self.channel, page=self.page, error_file="", log_file="", started_s=100.0,
+            pid=process.pid,
+        )  # fmt: skip
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        pool: Any = types.SimpleNamespace(processes={1: self.process})
+        self.looked_s = 100.0
+        self.watchman = HangDetector(pool, RULES, self._post, lambda stacks: None)
+        self.others: tuple[Standing, ...] = (
+            Standing(rank=1, position=(1, 0, 9), doing="exchanging", silent_s=0.5, waits=True),
+        )
+        self.told: list[RanksStill] = []
+        self.managed = True
+        self.page.place(1, 0)
+
+    def _post(self, event: Event) -> None:
+        if isinstance(event, RanksStill):
+            self.told.append(event)
+        else:
+            self.events.put(event)
+
+    def look(self, now_s: float) -> None:
+        """Look as the agent does, often, up to `now_s`."""
+        while self.looked_s < now_s:
+            self.looked_s = min(now_s, self.looked_s + 0.5)
+            self._look(self.looked_s)
+
+    def _look(self, now_s: float) -> None:
+        worker = Worker(slot=0, worker_id=1, stage=Stage.RUNNING, since_s=0.0, deadline_s=0.0)
+        place = [Place(node=node, incarnation="i", host="h", slots=(0,)) for node in ("here", "there")]
+        generation = GenerationRecord(
+            number=1, store_host="h", store_port=1, leader="here", why="", places=tuple(place)
+        )  # fmt: skip
+        record = MemberRecord(node="there", incarnation="i", host="h", port=1, slots=1, standings=self.others)
+        agent: Any = types.SimpleNamespace(
+            workers={0: worker},
+            generation=generation,
+            policy=types.SimpleNamespace(managed=self.managed, node="here", crowd=64, leader_candidates=8),
+            view=types.SimpleNamespace(whole=True, members={"there": Member(record, 1)}),
+            standings=self.told[-1].standings if self.told else (),
+        )
+        self.watchman.look(agent, now_s)
+
+    def accused(self) -> WorkerUnhealthy | None:
+        try:
+            event = self.events.get_nowait()
+        except queue.Empty:
+            return None
+        assert isinstance(event, WorkerUnhealthy)
+        return event
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with Procs() as procs:
+        scene = Scene(procs.popen(["sleep", "60"]))
+        yield scene
+        scene.channel.close()
+
+
+def test_the_wait_for_the_zygote_is_not_the_workers_silence(scene: Scene) -> None:
+    scene.process.started_s = 130.0  # forked 30 s after it was ordered
+    scene.look(134.0)
+    assert not scene.watchman._accused
+    scene.look(136.0)
+    assert eventually(scene.accused, 10.0).evidence.startswith("no progress for 5")
+
+
+def test_who_went_on_while_its_stack_was_taken_is_left_alone_and_can_be_accused_again(scene: Scene) -> None:
+    scene.look(104.9)
+    scene.page.write(Doing.COMPUTING, 100.0)
+    taken = threading.Event()
+    hang_detector.stack, before = lambda pid, native: str(taken.wait(10.0)), hang_detector.stack
+    try:
+        scene.look(105.5)
+        scene.page.write(Doing.COMPUTING, 105.4)  # it moves
+        taken.set()
+        eventually(lambda: not scene.watchman._accused, 5.0)
+        assert scene.accused() is None
+    finally:
+        hang_detector.stack = before
+    scene.look(111.0)
+    assert eventually(scene.accused, 10.0)
+
+
+def test_a_wait_beyond_the_groups_time_out_is_told_once(scene: Scene) -> None:
+    scene.watchman.group_s = 60.0
+    scene.others = ()
+    scene.page.write(Doing.EXCHANGING, 100.0)
+    scene.look(159.5)
+    assert scene.accused() is None
+    assert [said.doing for said in scene.told[-1].standings] == ["exchanging"]
+    scene.look(165.0)
+    told = scene.events.get_nowait()
+    assert isinstance(told, GroupStuck)
+    assert "has waited for other ranks for 60 s" in told.evidence
+    assert scene.events.empty()
+    assert not scene.watchman._accused, "it is not to blame"
+
+
+def test_a_pause_of_our_own_condemns_nobody(scene: Scene) -> None:
+    scene.look(101.0)
+    scene.looked_s = 130.0  # the whole node was frozen
+    scene.look(130.8)
+    assert not scene.watchman._accused
+
+
+def test_who_waits_for_others_is_left_alone_and_looked_at_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = 'Thread 1 (idle): "MainThread"\n'
+    waits = f"{main}    all_reduce (torch/distributed/distributed_c10d.py:3252)\n    train (train.py:20)\n"
+    told, looks = [waits], []
+    monkeypatch.setattr(hang_detector, "stack", lambda pid, native: looks.append(native) or told[0])
+    scene.look(105.5)
+    eventually(lambda: looks and not scene.watchman._accused, 5.0)
+    scene.look(109.5)
+    assert len(looks) == 1  # its silence has not doubled yet
+    assert scene.accused() is None
+    told[0] = f"{main}    train (train.py:21)\n"
+    scene.look(110.5)
+    assert eventually(scene.accused, 10.0)
+
+
+def test_who_is_stopped_while_it_waits_for_others_is_accused_all_the_same(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = 'Thread 1 (idle): "MainThread"\n    barrier (torch/distributed/distributed_c10d.py:4980)\n'
+    monkeypatch.setattr(hang_detector, "stack", lambda pid, native: waits)
+    scene.look(105.5)
+    eventually(lambda: scene.watchman._excused and not scene.watchman._accused, 5.0)
+    kill(scene.process.pid, signal.SIGSTOP)
+    eventually(lambda: state(scene.process.pid) == "T", 5.0)
+    scene.look(106.0)
+    sick = eventually(scene.accused, 10.0)
+    assert sick.evidence.startswith("process is stopped")
+
+
+def test_a_plain_script_is_accused_when_it_has_been_stopped_for_long_and_not_at_once(scene: Scene) -> None:
+    """It never beats, so its silence is as old as it is: one that is held for a moment, as by cpulimit, lives on."""
+    scene.managed = False
+    scene.look(1000.0)
+    for now_s in (1001.0, 1003.0, 1005.0):
+        kill(scene.process.pid, signal.SIGSTOP)
+        eventually(lambda: state(scene.process.pid) == "T", 5.0)
+        scene.look(now_s)
+        kill(scene.process.pid, signal.SIGCONT)
+        eventually(lambda: state(scene.process.pid) == "S", 5.0)
+        scene.look(now_s + 1.0)
+        assert not scene.watchman._accused
+    kill(scene.process.pid, signal.SIGSTOP)
+    eventually(lambda: state(scene.process.pid) == "T", 5.0)
+    scene.look(1008.0)
+    assert "has been stopped (state T) for 1.0 s" in eventually(scene.accused, 10.0).evidence
+
+
+def test_one_that_is_resumed_while_its_stack_is_taken_is_left_alone(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = threading.Event()
+    monkeypatch.setattr(hang_detector, "stack", lambda pid, native: str(taken.wait(10.0)))
+    scene.managed = False
+    scene.look(1000.0)
+    kill(scene.process.pid, signal.SIGSTOP)
+    eventually(lambda: state(scene.process.pid) == "T", 5.0)
+    scene.look(1003.0)
+    assert scene.watchman._accused
+    kill(scene.process.pid, signal.SIGCONT)
+    eventually(lambda: state(scene.process.pid) == "S", 5.0)
+    taken.set()
+    eventually(lambda: not scene.watchman._accused, 5.0)
+    assert scene.accused() is None
+
+
+def test_the_agent_lives_on_where_no_thread_can_be_started(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, least = threading.Thread.start, [0]
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith(("elastic-stacks", "ThreadPool")[least[0] :]):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    monkeypatch.setattr(hang_detector, "stack", lambda pid, native: "stack")
+    scene.look(106.0)
+    assert scene.accused() is None
+    least[0] = 1  # the first one can, and those that it starts cannot
+    scene.look(107.0)
+    assert eventually(scene.accused, 10.0).evidence.startswith("no progress")
+
+
+def test_who_hangs_is_accused_though_no_process_can_be_started(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, str] = {}
+    scene.watchman.save_stacks = told.update
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", full)
+    scene.look(105.5)
+    assert eventually(scene.accused, 10.0)
+    assert told == {"slot 0 (hung)": "no stack could be read"}
+
+
+def test_how_far_it_has_got_is_told_at_half_the_patience_and_sooner_where_another_rank_is_stopped(scene: Scene) -> None:
+    scene.page.committed(1, 0.8, None, 100.0)  # ten of these steps are 8 s
+    scene.page.write(Doing.EXCHANGING, 100.0)
+    scene.others = ()
+    scene.look(103.5)
+    assert scene.accused() is None
+    assert not scene.told
+    scene.others = (Standing(rank=1, position=(1, 1, 0), doing="computing", silent_s=1.0, stopped=True),)
+    scene.look(104.0)
+    assert scene.accused() is None
+    assert [(said.rank, said.waits) for said in scene.told[-1].standings] == [(0, True)]
+
+
+def test_one_that_waits_and_is_not_the_last_is_told_again_only_when_it_has_got_further(scene: Scene) -> None:
+    scene.others = ()
+    scene.page.write(Doing.EXCHANGING, 100.0)
+    scene.look(104.0)
+    assert scene.accused() is None
+    scene.look(120.0)
+    assert scene.accused() is None
+    assert len(scene.told) == 1
+    scene.page.committed(1, 0.05, None, 120.0)
+    scene.page.write(Doing.EXCHANGING, 120.0)
+    scene.look(122.0)
+    assert scene.accused() is None
+    assert [said.standings[0].position for said in scene.told] == [(1, 0, 2), (1, 1, 2)]

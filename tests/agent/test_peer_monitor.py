@@ -1,0 +1,64 @@
+"""When an agent lays its lines to others anew: at once, and in a large job not with all others in one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+from support.jobs import generation, member, place, view
+
+from elastic.agent.peer_monitor import LINES_PER_S, PeerMonitor
+from elastic.core.membership import Limits
+from elastic.core.model import Agent, Policy
+from elastic.core.spec import JobSpec
+from elastic.core.timeouts import Timeouts
+
+NODES = [f"n{i}" for i in range(200)]
+POLICY = Policy(
+    node="n150", incarnation="n150.1", host="n150", port=1, slots=1, limits=Limits(1, 200, 0.0), shrink=False,
+    standbys=0, managed=True, spec=JobSpec(name="job", script="x.py"), timeouts=Timeouts(),
+)  # fmt: skip
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.watched: list[set[str]] = []
+
+    def watch(self, wanted: Mapping[tuple[str, str], tuple[str, int]]) -> None:
+        self.watched.append({node for node, _ in wanted})
+
+
+def agent(*nodes: str) -> Agent:
+    formed = generation(1, [place(node) for node in nodes])
+    return Agent(POLICY, view=view(*(member(node, 1) for node in nodes), formed=formed), generation=formed)
+
+
+def test_who_sees_all_lays_its_lines_at_once_and_only_after_a_change() -> None:
+    seen, before = Seen(), Agent(POLICY)
+    lookout, there = PeerMonitor(seen), agent(*NODES)  # type: ignore[arg-type]
+    lookout.turned(before, there, True, 10.0)
+    assert len(seen.watched) == 1
+    assert {"n149", "n151", "n0"} <= seen.watched[0]
+    for now_s in (10.1, 20.0, 30.0):
+        lookout.turned(there, there, True, now_s)
+    assert len(seen.watched) == 1
+    found = replace(there, dead=frozenset({("n151", "n151.1")}))
+    lookout.turned(there, found, True, 31.0)
+    assert "n151" not in seen.watched[-1]
+
+
+def test_a_crowd_lays_its_lines_one_after_the_other() -> None:
+    limit_s = len(NODES) / LINES_PER_S
+    there = agent(*NODES)
+    begun = [(PeerMonitor(seen), seen) for seen in (Seen() for _ in range(60))]  # type: ignore[arg-type]
+    for lookout, _ in begun:
+        lookout.turned(Agent(POLICY), there, False, 10.0)
+    at_once = sum(len(seen.watched) for _, seen in begun)
+    for lookout, _ in begun:
+        lookout.turned(there, there, False, 10.0 + limit_s / 2)
+    half = sum(len(seen.watched) for _, seen in begun)
+    for lookout, _ in begun:
+        lookout.turned(there, there, False, 10.0 + limit_s)
+    assert at_once < 5
+    assert 5 < half < 55
+    assert all(len(seen.watched) == 1 for _, seen in begun)

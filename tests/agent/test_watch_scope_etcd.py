@@ -1,0 +1,64 @@
+"""An agent's watch: all of its job, or its head."""
+
+from __future__ import annotations
+
+import pytest
+from support.fake_etcd import FakeClient, FakeServer
+
+from elastic.agent.watch_scope import WatchScope
+from elastic.core.keys import ClusterKeys
+from elastic.etcd import Put, View
+
+KEYS = ClusterKeys("c").job("job")
+
+
+class Watcher:
+    def __init__(self, members: int = 0) -> None:
+        self.server = FakeServer()
+        self.server.put_all([Put(KEYS.spec, b"spec"), Put(KEYS.progress, b"progress")])
+        self.server.put_all([Put(KEYS.member(f"n{i}"), b"member") for i in range(members)])
+        self.client = FakeClient(self.server)
+        self.sight = WatchScope(self.client, KEYS, crowd=3)  # type: ignore[arg-type]
+        self.seen: list[View] = []
+
+    def look(self) -> set[str]:
+        """The keys of the newest picture, without what all keys of the job begin with."""
+        self.server.pump()
+        view = self.seen[-1]
+        assert view.prefix == self.sight.prefix
+        return {key.removeprefix(KEYS.root) for key in view.kvs}
+
+
+@pytest.mark.parametrize(("members", "sees"), [(3, {"head/spec", "progress"}), (4, {"head/spec"})])
+def test_where_a_crowd_is_already_it_begins_with_the_head(members: int, sees: set[str]) -> None:
+    watcher = Watcher(members)
+    watcher.sight.start(watcher.seen.append, 0.0)
+    assert {key for key in watcher.look() if not key.startswith("members/")} == sees
+    assert any(key.startswith("members/") for key in watcher.look()) is watcher.sight.whole
+
+
+def test_without_contact_it_begins_with_all() -> None:
+    watcher = Watcher(4)
+    watcher.client.cut()
+    watcher.sight.start(watcher.seen.append, 0.0)
+    assert watcher.sight.whole
+
+
+def test_it_changes_over_and_knows_since_when() -> None:
+    watcher = Watcher(1)
+    watcher.sight.start(watcher.seen.append, 0.0)
+    assert watcher.sight.narrow_for_s(5.0) is None
+    before = watcher.client.watches
+    watcher.sight.choose(True, 6.0)
+    assert watcher.client.watches is before, "nothing to change"
+    watcher.sight.choose(False, 7.0)
+    assert watcher.look() == {"head/spec"}
+    assert watcher.sight.narrow_for_s(9.0) == 2.0
+    watcher.sight.choose(True, 10.0)
+    assert watcher.look() == {"head/spec", "progress", "members/n0"}
+    assert watcher.sight.narrow_for_s(11.0) is None
+    watcher.sight.close()
+    count = len(watcher.seen)
+    watcher.server.put_all([Put(KEYS.spec, b"another")])
+    watcher.server.pump()
+    assert len(watcher.seen) == count

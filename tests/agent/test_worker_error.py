@@ -1,0 +1,39 @@
+"""Why a worker ended: from the files that its process was forked with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from elastic.agent.pool import Exited
+from elastic.agent.worker_error import read_error
+
+
+def test_the_error_file_of_the_process_itself_is_read(tmp_path: Path) -> None:
+    """A standby that took a slot keeps the files that it had."""
+    said = {
+        "message": "ValueError: bad batch 7",
+        "extraInfo": {"py_callstack": 'File "train.py", line 9, in step', "timestamp": "1"},
+    }
+    (tmp_path / "standby.error.json").write_text(json.dumps({"message": said}))
+    ended = Exited(5, 1, None, 3, str(tmp_path / "standby.error.json"), str(tmp_path / "standby.log"))
+    error, fingerprint = read_error(ended, node="n", slot=2, rank=6, step=3)
+    assert error is not None
+    assert (error.message, error.rank, error.step) == ("ValueError: bad batch 7", 6, 3)
+    assert fingerprint == "ValueError at train.py:9"
+
+
+def test_without_one_the_log_says_why(tmp_path: Path) -> None:
+    log = tmp_path / "slot0.log"
+    log.write_text("x" * 9000 + "\nlast words\n")
+    error, fingerprint = read_error(
+        Exited(5, 4, None, 3, str(tmp_path / "absent"), str(log)), node="n", slot=0, rank=0, step=3
+    )
+    assert error is not None
+    assert (error.message, fingerprint) == ("exit code 4: last words", "exit code 4")
+    assert error.traceback.endswith("last words\n")
+    assert len(error.traceback) == 4000
+
+
+def test_a_killed_worker_says_nothing() -> None:
+    assert read_error(Exited(5, None, "SIGKILL", 3), node="n", slot=0, rank=0, step=3) == (None, "killed by SIGKILL")

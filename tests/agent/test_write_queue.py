@@ -1,0 +1,41 @@
+"""The desk: an order that fails costs no other order, and never the agent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support.wait import eventually
+
+from elastic.agent.write_queue import WriteQueue
+from elastic.etcd import EtcdUnavailable
+
+
+@pytest.fixture
+def desk() -> Iterator[WriteQueue]:
+    made = WriteQueue("test")
+    made.start()
+    yield made
+    made.close(5.0)
+
+
+@pytest.mark.parametrize("fault", [EtcdUnavailable("away", maybe_done=False), PermissionError("no"), RuntimeError("?")])
+def test_orders_that_raise_are_tried_again_or_dropped(desk: WriteQueue, fault: Exception) -> None:
+    tried: list[str] = []
+
+    def fails_twice() -> None:
+        tried.append("persists")
+        if tried.count("persists") < 3:
+            raise fault
+
+    def fails() -> None:
+        tried.append("once")
+        raise fault
+
+    desk.ask("once", fails, persist=False)
+    desk.ask("persists", fails_twice, persist=True)
+    eventually(lambda: tried.count("persists") == 3, 5.0)
+    desk.ask("after", lambda: tried.append("after"), persist=False)
+    eventually(lambda: "after" in tried, 5.0)
+    assert tried.count("once") == 1
+    assert desk._thread.is_alive()

@@ -1,0 +1,47 @@
+"""The agent's answer to a request for buffers may come when nobody waits for it any more: both were frozen, say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.arenas import Agent
+
+from elastic.checkpoint.arena import Arena
+from elastic.core import messages
+from elastic.core.tensors import TensorInfo
+from elastic.worker.agent_snapshots import AgentSnapshots
+from elastic.worker.checkpoint_scheduler import Part
+
+SIZE = 1 << 18
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    made = Agent()
+    yield made
+    for arena in made.arenas:
+        arena.close()
+
+
+def part(step: int, count: int) -> Part:
+    names = [f"w{number}" for number in range(count)]
+    return Part(
+        step=step, commit_generation=1, share=0, shares=1, extra={}, interval="",
+        table=tuple(TensorInfo(name, "F32", (SIZE,), SIZE * 4) for name in names),
+        tensors=[torch.full((SIZE,), float(step)) for _ in names],
+    )  # fmt: skip
+
+
+def test_buffers_that_were_asked_for_when_the_state_was_smaller_are_not_taken(agent: Agent) -> None:
+    sink = AgentSnapshots(agent)  # type: ignore[arg-type]
+    late = [Arena.create(4096, warm=False) for _ in range(2)]
+    agent._handlers[messages.Arena](messages.Arena(nbytes=4096), [os.dup(arena.fd) for arena in late])
+    assert sink.put(part(3, 2))
+    sink.settle()
+    (filled,) = agent.filled
+    assert agent.arenas[filled.buffer].header().step == 3
+    for arena in late:
+        arena.close()

@@ -1,0 +1,78 @@
+"""A worker takes on its predecessor's buffers: what is still being written from them is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.arenas import Agent
+
+from elastic.core.tensors import TensorInfo
+from elastic.worker.agent_snapshots import AgentSnapshots
+from elastic.worker.checkpoint_scheduler import Part
+
+SIZE = 1 << 10
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    made = Agent()
+    yield made
+    for arena in made.arenas:
+        arena.close()
+
+
+def save(sink: AgentSnapshots, step: int) -> bool:
+    put = sink.put(
+        Part(
+            step=step, commit_generation=1, share=0, shares=1, extra={}, interval="",
+            table=(TensorInfo("w", "F32", (SIZE,), SIZE * 4),), tensors=[torch.full((SIZE,), float(step))],
+        )
+    )  # fmt: skip
+    sink.settle()
+    return put
+
+
+def steps(agent: Agent) -> list[int]:
+    return [arena.header().step for arena in agent.arenas]
+
+
+def test_a_buffer_that_is_still_written_is_not_filled(agent: Agent) -> None:
+    before = AgentSnapshots(agent)  # type: ignore[arg-type]
+    assert save(before, 1)
+    assert save(before, 2)
+    agent.wrote()
+    after = AgentSnapshots(agent)  # type: ignore[arg-type]
+    assert save(after, 3)
+    assert steps(agent) == [3, 2]
+    assert not after.free()
+    agent.wrote()
+    assert after.free()
+    assert save(after, 4)
+    assert steps(agent) == [3, 4]
+
+
+def test_with_both_still_written_a_snapshot_is_skipped(agent: Agent) -> None:
+    before = AgentSnapshots(agent)  # type: ignore[arg-type]
+    assert save(before, 1)
+    assert save(before, 2)
+    after = AgentSnapshots(agent)  # type: ignore[arg-type]
+    assert not save(after, 3)
+    assert steps(agent) == [1, 2]
+    agent.wrote()
+    assert save(after, 3)
+    assert steps(agent) == [3, 2]
+
+
+def test_a_buffer_that_was_freed_before_it_was_known_is_free(agent: Agent) -> None:
+    before = AgentSnapshots(agent)  # type: ignore[arg-type]
+    assert save(before, 1)
+    after = AgentSnapshots(agent)  # type: ignore[arg-type]
+    agent.offer()  # the answer to a request that was not waited for any longer
+    agent.wrote()
+    assert after.free()
+    assert save(after, 2)
+    assert after.free()
+    assert save(after, 3)
+    assert sorted(steps(agent)) == [2, 3]

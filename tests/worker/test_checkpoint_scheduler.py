@@ -1,0 +1,113 @@
+"""When a worker copies which share of the state, with a sink that only counts."""
+
+from __future__ import annotations
+
+import torch
+
+from elastic.core.checkpoint_interval import FARTHEST_AGREEMENT_STEPS, Rule
+from elastic.worker.checkpoint_scheduler import CheckpointScheduler, Part, RankPosition
+from elastic.worker.state import State
+
+
+class SnapshotBackend:
+    durable_s = 0.0
+    copying = False
+    beside_s = 0.0
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.asked = False
+        self.full = False
+
+    def wanted(self) -> bool:
+        asked, self.asked = self.asked, False
+        return asked
+
+    def stops(self) -> bool:
+        return False
+
+    def free(self) -> bool:
+        return not self.full
+
+    def wait(self, limit_s: float) -> None:
+        self.full = False
+
+    def put(self, part: Part) -> bool:
+        self.parts.append(part)
+        return True
+
+    def settle(self) -> None:
+        raise AssertionError("it said that it had copied all")
+
+    def leave(self) -> None: ...
+
+    def prepare(self, part: Part) -> None: ...
+
+
+def build() -> State:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+    return State(model=model)
+
+
+def run(keeper: CheckpointScheduler, state: State, steps: int) -> None:
+    for _ in range(steps):
+        state.committed(1)
+        keeper.after(state)
+
+
+def test_every_so_many_steps_and_at_the_end() -> None:
+    sink, state = SnapshotBackend(), build()
+    keeper = CheckpointScheduler(sink, Rule(every_steps=10), shared=True)
+    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    run(keeper, state, 25)
+    assert [part.step for part in sink.parts] == [10, 20]
+    keeper.finish(state)
+    keeper.finish(state)
+    assert [part.step for part in sink.parts] == [10, 20, 25], "once is enough"
+
+
+def test_a_full_sink_is_skipped_and_counted() -> None:
+    sink, state = SnapshotBackend(), build()
+    keeper = CheckpointScheduler(sink, Rule(every_steps=5), shared=True)
+    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    sink.full = True
+    run(keeper, state, 12)
+    assert (sink.parts, keeper.skipped) == ([], 2)
+
+
+def test_what_is_asked_for_comes_within_a_talk() -> None:
+    sink, state = SnapshotBackend(), build()
+    keeper = CheckpointScheduler(sink, Rule(every_steps=100_000), shared=True)
+    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    sink.asked = True
+    run(keeper, state, 3)
+    assert [part.step for part in sink.parts] == [3]
+
+
+def test_what_is_asked_for_while_both_buffers_are_being_written_comes_later() -> None:
+    sink, state = SnapshotBackend(), build()
+    keeper = CheckpointScheduler(sink, Rule(every_steps=100_000), shared=True)
+    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    sink.asked = sink.full = True
+    run(keeper, state, 3)
+    assert (sink.parts, keeper.skipped) == ([], 1)
+    sink.full = False
+    run(keeper, state, 3 * FARTHEST_AGREEMENT_STEPS)
+    assert len(sink.parts) == 1, "and once is enough"
+
+
+def test_shares_are_of_the_world_or_of_the_node() -> None:
+    state = build()
+    for shared, want in ((True, (3, 4)), (False, (1, 2))):
+        sink = SnapshotBackend()
+        keeper = CheckpointScheduler(sink, Rule(every_steps=1), shared=shared)
+        keeper.enter(RankPosition(1, 3, 4, 1, 2), 0)
+        part = keeper._part(state, save=True)
+        assert (part.share, part.shares) == want
+    whole = [info.name for info in state.table()]
+    keeper = CheckpointScheduler(SnapshotBackend(), Rule(every_steps=1), shared=False)
+    names: list[str] = []
+    for index in range(2):
+        keeper.enter(RankPosition(1, index, 4, index, 2), 0)
+        names += [info.name for info in keeper._part(state, save=True).table]
+    assert sorted(names) == sorted(whole), "one node's workers hold all of it"

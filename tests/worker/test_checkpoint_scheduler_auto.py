@@ -1,0 +1,72 @@
+"""The interval that the job chose for itself goes with each snapshot, for status to show."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from elastic.core.checkpoint_interval import Rule
+from elastic.worker.checkpoint_scheduler import CheckpointScheduler, Part, RankPosition
+from elastic.worker.state import State
+
+
+class SnapshotBackend:
+    """Asked for a snapshot at every talk; each takes ten minutes until it is on disk."""
+
+    durable_s = 600.0
+    copying = False
+    beside_s = 0.0
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+
+    def wanted(self) -> bool:
+        return True
+
+    def stops(self) -> bool:
+        return False
+
+    def free(self) -> bool:
+        return True
+
+    def wait(self, limit_s: float) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def prepare(self, part: Part) -> None: ...
+
+    def put(self, part: Part) -> bool:
+        self.parts.append(part)
+        return len(self.parts) != 2  # the second one finds no room
+
+
+def test_it_says_what_was_measured_and_what_was_skipped() -> None:
+    sink, state = SnapshotBackend(), State(model=torch.nn.Linear(4, 4))
+    keeper = CheckpointScheduler(sink, Rule(), shared=True)
+    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    for _ in range(100_000):
+        state.committed(1)
+        keeper.after(state)
+        if len(sink.parts) == 3:
+            break
+    first, _, third = sink.parts
+    assert (first.interval, first.skipped) == ("auto: first after 30 s", 0)
+    # Twice what a save takes: that is more than what its cost asks for.
+    assert re.fullmatch(r"auto: 1200 s \(cost \d\.\d\d s, a failure every 4\.0 h\)", third.interval)
+    assert third.skipped == 1
+
+
+def test_a_copy_beside_the_steps_has_its_price_too() -> None:
+    """A core that the steps lack costs training time, though nobody waits: else auto would save without end."""
+    sink, state = SnapshotBackend(), State(model=torch.nn.Linear(4, 4))
+    sink.copying, sink.beside_s = True, 100.0
+    keeper = CheckpointScheduler(sink, Rule(every_steps=1), shared=True)
+    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    state.committed(1)
+    keeper.after(state)
+    keeper.settle()
+    assert keeper._cost_s is not None
+    assert keeper._cost_s >= 100.0

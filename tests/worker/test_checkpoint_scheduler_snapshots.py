@@ -1,0 +1,231 @@
+"""Snapshots for memory alone: when they are taken, what each rank keeps, and where the memory for them ends."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.arenas import Agent
+
+from elastic.agent.memory import available_nbytes, plenty
+from elastic.agent.saver import Saver
+from elastic.core import checkpoint_interval, messages
+from elastic.core.checkpoint_interval import Rule
+from elastic.core.shares import beside_shares
+from elastic.core.spec import Checkpoint
+from elastic.worker.agent_snapshots import AgentSnapshots
+from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
+from elastic.worker.restore import HeldSnapshots
+from elastic.worker.state import State
+
+
+def build(seed: int = 0) -> State:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)), torch.nn.BatchNorm1d(4))
+    return State(model=model)
+
+
+@pytest.fixture
+def agents() -> Iterator[list[Agent]]:
+    made = [Agent() for _ in range(5)]
+    yield made
+    for agent in made:
+        for arena in agent.arenas:
+            arena.close()
+
+
+def keepers(agents: list[Agent], rule: Rule | None, nodes: tuple[int, ...]) -> list[CheckpointScheduler]:
+    """One for each rank; `nodes` has as many as it runs, each."""
+    places = [(index, count) for count in nodes for index in range(count)]
+    made = []
+    for rank, (index, count) in enumerate(places):
+        keeper = CheckpointScheduler(AgentSnapshots(agents[rank]), rule, shared=True, snapshots=True)  # type: ignore[arg-type]
+        keeper.enter(RankPosition(1, rank, len(places), index, count), 0)
+        made.append(keeper)
+    return made
+
+
+def test_the_first_commit_is_kept_without_any_checkpoint(agents: list[Agent]) -> None:
+    state = build()
+    (keeper,) = keepers(agents, None, (1,))
+    state.committed(1)
+    keeper.after(state)
+    (filled,) = agents[0].filled
+    assert (filled.step, filled.save) == (1, False)
+    keeper.finish(state)
+    assert len(agents[0].filled) == 1, "nothing is written at the end"
+
+
+def test_the_first_commit_of_each_generation_is_kept(agents: list[Agent]) -> None:
+    state = build()
+    (keeper,) = keepers(agents, None, (1,))
+    for _ in range(3):
+        state.committed(1)
+        keeper.after(state)
+    keeper.enter(RankPosition(2, 0, 1, 0, 1), 3)
+    state.committed(2)
+    keeper.after(state)
+    assert [(filled.generation, filled.step) for filled in agents[0].filled] == [(1, 1), (2, 4)]
+
+
+def test_what_is_kept_does_not_disturb_the_checkpoints(agents: list[Agent]) -> None:
+    state = build()
+    (keeper,) = keepers(agents, Rule(every_steps=10), (1,))
+    for _ in range(20):
+        state.committed(1)
+        keeper.after(state)
+    assert [filled.step for filled in agents[0].filled if filled.save] == [10, 20]
+    assert next(filled.step for filled in agents[0].filled if not filled.save) == 1
+
+
+@pytest.mark.parametrize("nodes", [(1, 1), (2, 2), (3, 1), (1, 3, 1)])
+def test_each_node_has_all_of_it(agents: list[Agent], nodes: tuple[int, ...]) -> None:
+    """And each share is written by one rank alone."""
+    state, written = build(1), []
+    for keeper in keepers(agents, Rule(every_steps=1), nodes):
+        keeper._put(state, save=True)
+    first = 0
+    for count in nodes:
+        arenas = [next(a for a in agent.arenas if a.header().whole) for agent in agents[first : first + count]]
+        written += [info.name for arena in arenas for info in arena.table()]
+        newcomer = build(2)
+        HeldSnapshots(arenas).load(newcomer)
+        for (info, here), (_, there) in zip(state.tensors(), newcomer.tensors(), strict=True):
+            assert torch.equal(here, there), info.name
+        first += count
+    assert sorted(written) == sorted(info.name for info in state.table())
+
+
+def test_without_memory_for_all_of_it_the_share_that_is_written_stays(agents: list[Agent]) -> None:
+    state, agent = build(), agents[0]
+    asked: list[messages.NeedArena] = []
+    send = agent.send
+
+    def scarce(message: messages.Message) -> None:
+        if isinstance(message, messages.NeedArena):
+            asked.append(message)
+            agent.no_memory = message.optional
+        send(message)
+
+    agent.send = scarce  # type: ignore[method-assign]
+    keeper = keepers(agents, Rule(every_steps=3), (1, 1))[0]
+    assert not keeper._put(state, save=False)
+    assert keeper._put(state, save=True)
+    assert [message.optional for message in asked] == [True, False], "and the agent is not asked each time"
+    (filled,) = agent.filled
+    assert filled.save
+    assert agent.arenas[filled.buffer].beside().table == ()
+    assert keeper.skipped == 0
+
+
+def test_they_cost_one_percent_of_the_time() -> None:
+    assert checkpoint_interval.snapshot_interval_s(None) == 1.0
+    assert checkpoint_interval.snapshot_interval_s(0.001) == 1.0
+    assert checkpoint_interval.snapshot_interval_s(0.15) == pytest.approx(15.0)
+    assert checkpoint_interval.snapshot_interval_s(2.0, warm=False) == 30.0, "the first copy paid for fresh memory"
+    assert checkpoint_interval.snapshot_interval_s(1.0) == pytest.approx(100.0)
+    assert checkpoint_interval.snapshot_at(15.0, step=100, step_s=0.1, since_s=14.65, agree_at=110) == 104
+    assert checkpoint_interval.snapshot_at(15.0, step=100, step_s=0.1, since_s=10.0, agree_at=110) == 0
+    assert checkpoint_interval.snapshot_at(1.0, step=100, step_s=5.0, since_s=9.0, agree_at=101) == 101
+
+
+def test_one_that_was_due_while_all_buffers_were_written_is_taken_as_soon_as_one_is_free(
+    agents: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    clock = types.SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("elastic.worker.checkpoint_scheduler.time", clock)
+    state = build()
+    (keeper,) = keepers(agents, None, (1,))
+    keeper._copies, keeper._cost_s = 2, 1.0  # every 100 s
+    busy_until_s = 150.0
+    monkeypatch.setattr(keeper._sink, "free", lambda: not 50.0 < now[0] < busy_until_s)
+    kept_at_s = []
+    while now[0] < 300.0:
+        now[0] += 0.5
+        state.committed(1)
+        before = len(agents[0].filled)
+        keeper.after(state)
+        keeper._cost_s = 1.0
+        kept_at_s += [now[0]] * (len(agents[0].filled) - before)
+    first, second, third = kept_at_s
+    assert first == 0.5
+    assert busy_until_s <= second <= busy_until_s + 2.0
+    assert 100.0 <= third - second <= 102.0
+
+
+@pytest.mark.parametrize("nodes", [(1,), (2, 2), (3, 1), (1, 4, 2)])
+def test_the_ranks_of_a_node_share_out_what_is_not_theirs(nodes: tuple[int, ...]) -> None:
+    world_size, first = sum(nodes), 0
+    for count in nodes:
+        held = [k for part in range(count) for k in beside_shares(first + part, world_size, part, count)]
+        assert sorted([*held, *range(first, first + count)]) == list(range(world_size))
+        first += count
+
+
+class Told:
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.saver = Saver(
+            Checkpoint(),
+            "job",
+            lambda worker_id, message, fds: self.told.append((message, fds)),
+            on_saved=lambda step: None,
+            on_failed=lambda step, error: None,
+        )
+
+
+def test_going_back_forgets_what_was_for_memory_alone() -> None:
+    told = Told()
+    told.saver.need_arena(0, 1, 4096)
+    for buffer, (step, save) in enumerate(((10, True), (12, False))):
+        arena = told.saver._slots[0].arenas[buffer]
+        arena.layout(())
+        arena.fill([])
+        arena.seal(step, 1)
+        message = messages.Filled(
+            generation=1, step=step, buffer=buffer, nbytes=0, share=0, shares=1, stall_s=0.0, save=False
+        )
+        told.saver.filled(0, message, lead=True, world_size=1)
+        if save:
+            told.saver._slots[0].in_memory.discard(buffer)  # as if it were written
+    assert told.saver.last.kept_step == 12
+    told.saver.ask_kept(1, 2)
+    told.saver.ask_kept(1, 3, saved=True)
+    assert [len(fds) for message, fds in told.told if isinstance(message, messages.InMemorySnapshot)] == [1, 1]
+    assert [arena.header().step for arena in told.saver._whole()] == [10]
+    told.saver.close()
+
+
+def test_memory_that_the_training_may_need_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plenty(10, available_nbytes=20)
+    assert not plenty(11, available_nbytes=20)
+    assert plenty(11, available_nbytes=None)
+    found = available_nbytes()
+    assert found is None or found > 0
+    told = Told()
+    monkeypatch.setattr("elastic.agent.saver.available_nbytes", lambda: 10_000)
+    told.saver.need_arena(0, 1, 4096, optional=True)
+    assert told.told == [(messages.Arena(nbytes=0), ())]
+    assert "no memory" in told.saver.last.kept_interval
+    told.saver.need_arena(0, 1, 4096)
+    assert len(told.told) == 3
+    told.saver.close()
+
+
+def test_the_limit_of_a_cgroup_counts(tmp_path: Any) -> None:
+    (tmp_path / "meminfo").write_text("MemFree: 1 kB\nMemAvailable:     1000 kB\n")
+    inner = tmp_path / "groups" / "outer" / "inner"
+    inner.mkdir(parents=True)
+    (tmp_path / "own").write_text("0::/outer/inner\n")
+    asked = {"meminfo": tmp_path / "meminfo", "groups": tmp_path / "groups", "own": tmp_path / "own"}
+    for folder, limit in ((inner, "max"), (inner.parent, "600000")):
+        (folder / "memory.max").write_text(limit + "\n")
+        (folder / "memory.current").write_text("500000\n")
+        (folder / "memory.stat").write_text("anon 1\ninactive_file 20000\n")
+    assert available_nbytes(**asked) == 120_000
+    (inner.parent / "memory.max").write_text("max\n")
+    assert available_nbytes(**asked) == 1_024_000

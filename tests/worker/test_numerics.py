@@ -1,0 +1,48 @@
+"""Losses that are none, and which rank differs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from elastic.worker.numerics import Fingerprint, is_bad, outliers
+
+
+@pytest.mark.parametrize(
+    ("loss", "bad"),
+    [(1.0, False), (math.nan, True), (math.inf, True), (torch.tensor(2.0), False), (torch.tensor([-math.inf]), True)],
+)
+def test_bad_losses(loss: float | torch.Tensor, bad: bool) -> None:
+    assert is_bad(loss) is bad
+
+
+def test_who_differs_from_the_majority() -> None:
+    assert outliers([5, 5, 5]) == ()
+    assert outliers([5, 7, 5]) == (1,)
+    assert outliers([5, 7, 5, 9, 5]) == (1, 3)
+    assert outliers([5, 7]) == (0, 1)  # nobody can say which of two is right
+    assert outliers([5, 7, 7, 5]) == (0, 1, 2, 3)
+    assert outliers([5]) == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64])
+def test_every_bit_is_looked_at_once_a_round(dtype: torch.dtype) -> None:
+    tensors = [
+        torch.zeros(7, dtype=dtype),
+        torch.zeros((), dtype=dtype),
+        torch.zeros(0),
+        torch.zeros(3, 5, dtype=dtype).T,
+    ]
+    fingerprint = Fingerprint(tensors, window_bytes=10)
+    rounds = fingerprint.checks_per_round
+    before = [fingerprint.of(check) for check in range(rounds)]
+    assert all(0 <= value < 2**63 for value in before)
+    assert [fingerprint.of(check + rounds) for check in range(rounds)] == before
+    for tensor in (tensors[0], tensors[1], tensors[3]):
+        for place in torch.nonzero(torch.ones_like(tensor)):
+            tensor[tuple(place)] = 1
+            after = [fingerprint.of(check) for check in range(rounds)]
+            assert 1 <= sum(a != b for a, b in zip(after, before, strict=True)) <= 2, (dtype, place)
+            tensor[tuple(place)] = 0

@@ -1,0 +1,58 @@
+"""A script that runs alone: there is no status to look at, so what goes wrong is said to whoever reads its output."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.core.checkpoint_interval import Rule
+from elastic.worker.job import Job
+from elastic.worker.standalone import run_standalone
+from elastic.worker.state import State
+
+
+@pytest.fixture(autouse=True)
+def nobody_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ELASTIC_JOB", "job")
+
+
+def setup(job: Job) -> State:
+    return State(model=torch.nn.Linear(2, 2))
+
+
+def train(job: Job, state: State) -> None:
+    while state.step < 3:
+        job.commit(state)
+
+
+def test_a_checkpoint_that_fails_is_said_and_training_goes_on(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "step-3.g1.tmp").write_text("a file where the folder should be")
+    state = run_standalone(setup, train, str(tmp_path), Rule(every_steps=100))
+    assert state.step == 3
+    said = capfd.readouterr().err
+    assert said.startswith("elastic: a checkpoint failed: Not a directory: ")
+    assert said.endswith("; the one before stays, training goes on\n")
+    assert said.count("\n") == 1
+    assert "step-3" not in os.listdir(tmp_path)
+
+
+def test_one_that_succeeds_is_not_worth_a_word(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_standalone(setup, train, str(tmp_path), Rule(every_steps=100))
+    assert capfd.readouterr().err == ""
+    assert os.listdir(tmp_path) == ["step-3"]
+
+
+def test_a_set_up_that_returns_something_else_is_told_what_to_return() -> None:
+    def wrong(job: Job) -> Any:
+        return torch.nn.Linear(2, 2)
+
+    with pytest.raises(TypeError, match=r"setup returned Linear: return elastic\.State"):
+        run_standalone(wrong, train, "", Rule())
