@@ -1,4 +1,4 @@
-# make demo · make test · make lint · make bench · make chaos · make soak · make simulate
+# make demo · make test · make test-fast · make lint · make bench · make chaos · make soak · make simulate
 PYTHON ?= python3
 # make test TORCH=2.15.0: the same in an environment of its own. The package index may have that torch for CUDA only:
 # some 5 GB. PYTHON=python3.13 with it: another Python.
@@ -14,7 +14,7 @@ CASES ?= 300
 CASE ?=
 SHRINK ?=
 
-.PHONY: demo test lint bench chaos soak simulate venv test-gpu test-cuda-fork gpu-bundle clean
+.PHONY: demo test test-fast test-long lint bench chaos soak simulate venv test-gpu test-cuda-fork gpu-bundle clean
 
 venv: $(VENV)/.ready
 
@@ -34,7 +34,15 @@ lint: venv
 	@$(BIN)/pytest -q tests/house
 
 test: lint
-	@$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal --durations 15 --ignore=tests/house
+	@$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal --durations 15 --ignore=tests/house -m "not long"
+
+# Decisions and files alone, for the inner loop: under half a minute.
+test-fast: venv
+	@$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal -m "not long" tests/core tests/checkpoint
+
+# What `make test` leaves out: more faults, more histories, the planted mistakes. About 25 minutes on two cores.
+test-long: venv
+	@$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal --durations 15 -m long
 
 bench: venv
 	@for b in benchmarks/[a-z]*.py; do echo "== $$b"; $(BIN)/python $$b $(ARGS) || exit 1; done
@@ -42,7 +50,7 @@ bench: venv
 chaos: venv
 	@PYTHONPATH=tests $(BIN)/python -m chaos.random_faults --seed $(SEED) --minutes $(MINUTES)
 
-soak: venv
+soak: $(if $(CASE),venv,test-long)
 	@PYTHONPATH=tests $(BIN)/python -m soak.run --cases $(CASES) --seed $(SEED) $(if $(CASE),--case $(CASE)) $(if $(SHRINK),--shrink)
 
 simulate: venv

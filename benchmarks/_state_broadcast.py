@@ -217,9 +217,7 @@ def measure(nbytes: int, runs: int, world_size: int) -> dict[str, Any]:
 def report(found: dict[str, Any], world_size: int, say: Callable[[str], object] = print) -> None:
     nbytes = found["nbytes"]
     base = found["seconds"]["socket"]
-    say(
-        f"\n{world_size} ranks, {nbytes / 1e9:.2f} GB; ours: {found['extra_mb']:.0f} MB more memory in a rank at most"
-    )
+    say(f"\n{world_size} ranks, {nbytes / 1e9:.2f} GB; ours: {found['extra_mb']:.0f} MB more memory in a rank at most")
     for way, seconds in sorted(found["seconds"].items(), key=lambda item: item[1]):
         say(f"  {way:14} {seconds:7.3f} s  {nbytes / seconds / 1e9:6.2f} GB/s  {seconds / base:6.2f} × socket")
 

@@ -1,6 +1,6 @@
-"""What people ask for: each is one transaction on etcd, done in the thread of the request.
+"""Requests of users, each carried out in etcd, in the thread of the request.
 
-Nothing of the loop is touched; it acts on what it then sees in etcd, on every node alike.
+The loop is not involved: it acts on the change that it then sees in etcd, on every node alike.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .errors import Refused
 from .published_state import PublishedState, Snapshot
 
 SEEN_S = 2.0
-"""How long an answer waits for this daemon to see what it has just written."""
+"""How long an answer waits until this daemon's view of etcd contains its own write."""
 TRIES = 5
-"""Times a change is tried again when somebody else changes the same record."""
+"""Attempts at a change when the same record is changed concurrently."""
 
 R = TypeVar("R", bound=Record)
 
@@ -49,7 +49,7 @@ class Actions:
         self._board = board
 
     def submit(self, raw: Mapping[str, Any], by: str, replace: bool = False) -> str:
-        """Check a job's description and make it a job. Returns its name."""
+        """Validate a job's description and create the job. Returns its name."""
         try:
             spec = parse_job(raw)
         except InvalidSpec as error:
@@ -78,7 +78,7 @@ class Actions:
         self._remove(keys)
 
     def stop(self, job: str, reason: str) -> None:
-        """Ask a job to end. Done when its phase is 'stopped'."""
+        """Stop a job. Complete when its phase is 'stopped'."""
         self._spec(job)
 
         def stopping(state: JobState) -> JobState | None:
@@ -89,7 +89,7 @@ class Actions:
         self._change(JobState, self._job(job).state, stopping, JobState())
 
     def scale(self, job: str, nodes: str) -> None:
-        """Change how many nodes a job may have."""
+        """Change the number of nodes that a job may have."""
         self._spec(job)
 
         def scaled(record: SpecRecord) -> SpecRecord:
@@ -102,7 +102,7 @@ class Actions:
         self._change(SpecRecord, self._job(job).spec, scaled)
 
     def checkpoint(self, job: str) -> None:
-        """Ask a running job for a checkpoint at its next agreed step."""
+        """Request a checkpoint of a running job at its next agreed step."""
         self._spec(job)
         state, _ = self._read(JobState, self._job(job).state)
         if state is not None and state.phase.over:
@@ -113,7 +113,7 @@ class Actions:
         self._change(AskedRecord, self._job(job).asked, more, AskedRecord())
 
     def forget(self, job: str) -> None:
-        """Remove the records of a job that is over. Its logs and checkpoints stay."""
+        """Remove the records of a finished job. Its logs and checkpoints stay."""
         self._spec(job)
         state, _ = self._read(JobState, self._job(job).state)
         if state is None or not state.phase.over:
@@ -121,19 +121,19 @@ class Actions:
         self._remove(self._job(job))
 
     def cordon(self, node: str, reason: str) -> None:
-        """No new work for this node; what runs there stays."""
+        """Assign no new work to this node; running work stays."""
         self._node(node)
         record = CordonRecord(reason=reason, since_wall_s=time.time())
         self._txn([], [Put(self._keys.cordon(node), encode(record))])
 
     def drain(self, node: str, reason: str, deadline_s: float) -> None:
-        """Move all work off this node at a step boundary, and give it no new one."""
+        """Move all work off this node at a step boundary, and assign it no new work."""
         self._node(node)
         record = DrainRecord(reason=reason, deadline_s=deadline_s, since_wall_s=time.time())
         self._txn([], [Put(self._keys.drain(node), encode(record))])
 
     def uncordon(self, node: str) -> None:
-        """Take back a cordon or a drain, and whatever made jobs set this node aside."""
+        """Undo a cordon or drain, and the exclusion of this node by jobs."""
         self._node(node)
         self._txn([], [Delete(self._keys.cordon(node)), Delete(self._keys.drain(node))])
 
@@ -141,7 +141,7 @@ class Actions:
             if node not in state.excluded_nodes:
                 return None
             excluded_nodes = tuple(n for n in state.excluded_nodes if n != node)
-            failures = tuple(f for f in state.failures if f.node != node)  # else the next one sets it aside again
+            failures = tuple(f for f in state.failures if f.node != node)  # else the next one excludes it again
             return msgspec.structs.replace(state, excluded_nodes=excluded_nodes, failures=failures)
 
         for job in self._board.now.cluster.jobs.values():
@@ -178,7 +178,7 @@ class Actions:
             raise Refused(404, f"there is no node {node!r}; there are: {', '.join(sorted(known)) or 'none'}")
 
     def _change(self, kind: type[R], key: str, change: Callable[[R], R | None], default: R | None = None) -> None:
-        """Read, change, write back unless somebody else wrote meanwhile; then again."""
+        """Read, change, write back unless the record was written meanwhile; then again, up to TRIES times."""
         for _ in range(TRIES):
             there, revision = self._read(kind, key)
             record = there if there is not None else default
@@ -198,7 +198,7 @@ class Actions:
             raise Refused(409, f"{key}: {error}") from error
 
     def _txn(self, compares: Sequence[Compare], then: Sequence[Op]) -> bool:
-        """Whether it was done; then this daemon has seen it too, unless it is slow."""
+        """Whether the transaction was applied; if so, this daemon's view contains it, unless the watch is slow."""
         try:
             result = self._etcd.txn(compares, then)
         except EtcdUnavailable as error:
@@ -220,7 +220,7 @@ class Actions:
 
 
 def no_job(job: str, snapshot: Snapshot) -> str:
-    """The same sentence wherever a job is named that is not there."""
+    """The error message for a job that does not exist."""
     return f"there is no job {job!r}; there are: {', '.join(sorted(snapshot.cluster.jobs)) or 'none'}"
 
 

@@ -1,4 +1,4 @@
-"""By which address and interface the other nodes reach this one."""
+"""The address and interface by which the other nodes reach this one."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from .errors import CannotStart, InvalidConfig
 from .settings import Settings
 
 DEFAULT_ROUTE = "192.0.2.1"
-"""TEST-NET-1: an address that exists nowhere, so the way to it is the default route."""
+"""TEST-NET-1: an address that exists nowhere, so the route to it is the default route."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     address: str
     interface: str
-    """That has the address; empty: none has, and gloo and NCCL choose one."""
+    """The one that has the address; empty: none has, and gloo and NCCL choose one."""
     why: str
-    """Where the address comes from, for `elasticctl status`."""
+    """Origin of the address, for `elasticctl status`."""
 
 
 def find(settings: Settings) -> Found:
-    """The address and interface that are set, else those that reach etcd. Raises InvalidConfig, CannotStart."""
+    """The configured address and interface, else those that reach etcd. Raises InvalidConfig, CannotStart."""
     address, why = _address(settings)
     remote = not only_loopback(settings)
     if remote and is_loopback(address):
@@ -36,7 +36,7 @@ def find(settings: Settings) -> Found:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an address as it is written, stands for this machine alone."""
+    """Whether `host`, a name or an address as written, denotes this machine only."""
     if host == "localhost":
         return True
     try:
@@ -46,7 +46,8 @@ def is_loopback(host: str) -> bool:
 
 
 def only_loopback(settings: Settings) -> bool:
-    """Whether every way to etcd is a Unix socket or loopback, so that all nodes of the cluster are on this machine."""
+    """Whether etcd is reached by Unix sockets and loopback only, so that all nodes of the cluster are on this
+    machine."""
     return all(way.startswith("unix:") or is_loopback(_host(way)) for way in _ways(settings))
 
 
@@ -77,7 +78,7 @@ def _address(settings: Settings) -> tuple[str, str]:
             continue
         if not is_loopback(source):
             return source, f"reaches etcd at {way}"
-        tried.append(f"{way} is this machine")  # by a name that /etc/hosts gives a loopback address, say
+        tried.append(f"{way} is this machine")  # e.g. by a name that /etc/hosts maps to loopback
     try:
         return source_address(DEFAULT_ROUTE), "that of the default route"
     except OSError as error:
@@ -86,7 +87,7 @@ def _address(settings: Settings) -> tuple[str, str]:
 
 
 def source_address(host: str) -> str:
-    """The address of this machine from which it reaches `host`. Nothing is sent. Raises OSError."""
+    """The local address from which this machine reaches `host`. Nothing is sent. Raises OSError."""
     family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)
@@ -107,16 +108,16 @@ def interface_address(name: str) -> str:
 
 
 def _interface(address: str, settings: Settings, remote: bool) -> str:
-    """The interface that has `address`. Left to themselves gloo takes that of the address that this host's own name
-    resolves to, which is 127.0.1.1 on a Debian, and NCCL the first in some order."""
+    """The interface that has `address`. By default gloo uses the interface of the address that this host's own name
+    resolves to, which is 127.0.1.1 on Debian, and NCCL the first in its own order."""
     if not remote and is_loopback(address):
         return "lo"
     candidates = [address]
     try:
         candidates += [str(entry[4][0]) for entry in socket.getaddrinfo(address, None)]
     except OSError:
-        pass  # a name that only the others know
-    for way in (*_ways(settings), DEFAULT_ROUTE):  # behind a NAT no interface has the address: the one to etcd, then
+        pass  # a name that only other nodes can resolve
+    for way in (*_ways(settings), DEFAULT_ROUTE):  # behind a NAT no interface has the address: then the one to etcd
         try:
             candidates.append(source_address(way if way == DEFAULT_ROUTE else _host(way)))
         except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The agents on this node: started, found again after our own restart, told, watched, ended. See core/agentfile.
+"""The agents on this node: start, adoption after a daemon restart, orders, supervision, end. See core/agentfile.
 
 Owned by the loop's thread. The only helper threads wait for an agent's end and post it.
 """
@@ -32,23 +32,23 @@ from .ownership import replace_file
 from .threads import Threads
 
 FIRST_PAUSE_S = 0.2
-"""From an agent's death to the next start: long enough to hear from etcd that the job is over."""
+"""Pause from an agent's death to the next start: long enough to learn from etcd that the job is over."""
 AFTER_LEAVING_S = 1.0
-"""From an agent's peaceful end to the next start for the same job."""
+"""Pause from an agent's clean exit to the next start for the same job."""
 LONGEST_PAUSE_S = 30.0
 SHORT_OF_S = 2.0
-"""The longest where this machine is short of something: the agent and the job have no part in it."""
+"""Longest pause while this machine lacks a resource, which is not the fault of agent or job."""
 SHORT_OF = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN}
-"""Of descriptors, disk, memory, processes."""
+"""Errors for a lack of descriptors, disk space, memory or processes."""
 T = TypeVar("T", AgentConfig, AgentStatus, AgentOrders)
 
 STABLE_S = 60.0
-"""An agent that lived this long starts the back-off anew."""
+"""An agent that lived this long resets the back-off."""
 
 
 @dataclass(slots=True)
 class Running:
-    """A living agent."""
+    """A running agent."""
 
     config: AgentConfig
     pid: int
@@ -57,15 +57,15 @@ class Running:
     status: AgentStatus | None = None
     orders: AgentOrders = field(default_factory=AgentOrders)
     ending_s: float | None = None
-    """Monotonic instant at which it was told to end by signal."""
+    """Monotonic time at which it was signalled to end."""
 
 
 @dataclass(slots=True)
 class Trouble:
-    """What went wrong with a job's agents here lately."""
+    """Recent failures of a job's agents on this node."""
 
     failures: int = 0
-    """Ends in a row before the agent reported anything; a start that failed counts too."""
+    """Consecutive exits before the agent reported anything; a failed start counts too."""
     not_before_s: float = 0.0
     pause_s: float = FIRST_PAUSE_S
     why: str = ""
@@ -78,7 +78,7 @@ class Gone:
     job: str
     pid: int
     code: int | None
-    """Exit code, negative for a signal; None when it was not our child."""
+    """Exit code, negative for a signal; None if it was not our child."""
 
 
 class Agents:
@@ -94,32 +94,32 @@ class Agents:
         self._log = log
 
     def dir(self, job: str) -> Path:
-        """Raises ValueError for what is no name of a job: it must not lead out of `jobs_dir`."""
+        """Raises ValueError for an invalid job name, which could lead out of `jobs_dir`."""
         return self.jobs_dir / check_name("job", job) / "agent"
 
     def logs(self, job: str) -> Folder:
-        """Raises ValueError for what is no name of a job."""
+        """Raises ValueError for an invalid job name."""
         return Folder(self.jobs_dir, (check_name("job", job), "logs"))
 
     def logs_dir(self, job: str) -> Path:
-        """Where a new agent's workers shall write. Raises ValueError for what is no name of a job."""
+        """Log directory of a new agent's workers. Raises ValueError for an invalid job name."""
         return self.jobs_dir / check_name("job", job) / "logs"
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def find(self) -> None:
-        """Take up the agents that an earlier daemon started."""
+        """Adopt the agents that an earlier daemon started."""
         self.jobs_dir.mkdir(parents=True, exist_ok=True, mode=0o750)
         for folder in sorted(self.jobs_dir.iterdir()):
             if NAME.fullmatch(folder.name) and folder.name not in self.running:
                 try:
                     if not self.adopt(folder.name):
                         self._end_leftovers(folder.name)
-                except OSError as error:  # out of descriptors, say: `start` will look again
+                except OSError as error:  # e.g. out of descriptors: `start` will look again
                     self._log.error("agent.cannot_look", job=folder.name, why=str(error))
 
     def adopt(self, job: str, fallback: AgentConfig | None = None) -> bool:
-        """Take up the agent of `job` if one lives. `fallback` stands in for a config.json that was damaged."""
+        """Adopt the agent of `job` if it is running. `fallback` replaces a damaged config.json."""
         folder = self.dir(job)
         status = _read(folder / "status.json", AgentStatus)
         pid = launch.holder(folder / "lock")
@@ -141,7 +141,7 @@ class Agents:
         return True
 
     def refresh(self) -> None:
-        """Read what the agents say of themselves."""
+        """Read the agents' status files."""
         for job, running in self.running.items():
             status = _read(self.dir(job) / "status.json", AgentStatus)
             if status is not None and status.pid == running.pid:
@@ -154,11 +154,11 @@ class Agents:
         return job not in self.running and now_s >= self.trouble.get(job, Trouble()).not_before_s
 
     def next_start_s(self) -> float:
-        """Monotonic instant at which the next job may be tried again; inf: none waits."""
+        """Monotonic time at which the next job may be tried again; inf: none is waiting."""
         return min((t.not_before_s for job, t in self.trouble.items() if job not in self.running), default=math.inf)
 
     def start(self, config: AgentConfig, python: str) -> None:
-        """Start an agent, or adopt the one that lives already. A failure is noted in `trouble`."""
+        """Start an agent, or adopt the running one. A failure is recorded in `trouble`."""
         job, folder = config.job, Path(config.agent_dir)
         try:
             if self.adopt(job, config):
@@ -173,7 +173,7 @@ class Agents:
                 f"elasticd-job-{job}",
                 [python or sys.executable, "-m", "elastic.agent", str(folder)],
                 launch.environment(),
-                folder,  # not the job's: a file of its own there must not be imported in place of ours
+                folder,  # not the job's workdir: a file in it must not be imported in place of ours
                 folder / "agent.log",
             )
         except (CannotStart, OSError) as error:
@@ -189,24 +189,24 @@ class Agents:
         self._watch(job, started.pid, started.child)
 
     def _end_leftovers(self, job: str) -> None:
-        """What the workers of a dead agent have started and left."""
+        """End processes that the workers of a dead agent started and left behind."""
         if launch.holder(self.dir(job) / "lock") is not None:
             return
         if pids := leftovers.end(self.dir(job)):
             self._log.warning("agent.leftovers_ended", job=job, pids=pids)
 
     def gone(self, event: Gone) -> None:
-        """Book the end of an agent."""
+        """Record the end of an agent."""
         running = self.running.get(event.job)
         if running is None or running.pid != event.pid:
             return
         del self.running[event.job]
         try:
             self._end_leftovers(event.job)
-        except OSError as error:  # out of descriptors, say: the next start looks again
+        except OSError as error:  # e.g. out of descriptors: the next start looks again
             self._log.error("agent.cannot_look", job=event.job, why=str(error))
         lived_s = time.monotonic() - running.since_s
-        if event.code == 0:  # it left in peace: the job is over, or leaves this node
+        if event.code == 0:  # a clean exit: the job is over, or leaves this node
             self._log.info("agent.left", job=event.job, pid=event.pid, lived_s=round(lived_s, 3))
             self.trouble[event.job] = Trouble(not_before_s=time.monotonic() + AFTER_LEAVING_S)
             return
@@ -233,10 +233,10 @@ class Agents:
     def forget(self, job: str) -> None:
         self.trouble.pop(job, None)
 
-    # ── telling ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── orders ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def order(self, job: str, orders: AgentOrders) -> None:
-        """Give an agent its orders, unless it has the same ones already."""
+        """Send an agent its orders, unless they are unchanged."""
         running = self.running[job]
         if running.orders == orders:
             return
@@ -247,7 +247,7 @@ class Agents:
             return
         running.orders = orders
         self._log.info("agent.ordered", job=job, draining=orders.draining, checkpoint=orders.checkpoint)
-        if running.status is not None:  # it reports, so its handler stands: before that, SIGHUP would end it
+        if running.status is not None:  # it has reported, so its handler is installed: before, SIGHUP would end it
             _kill(running.pid, signal.SIGHUP)
 
     # ── waiting for the end ─────────────────────────────────────────────────────────────────────────────────
@@ -274,7 +274,8 @@ class Agents:
 
 
 def write(path: Path, content: AgentConfig | AgentOrders) -> None:
-    """Replace a file as a whole: its reader sees the old or the new. It may hold etcd's password: ours alone."""
+    """Replace a file atomically: its reader sees the old or the new. It may hold etcd's password: for this user
+    only."""
     replace_file(path, msgspec.json.encode(content))
 
 
@@ -288,7 +289,7 @@ def describe_exit(code: int) -> str:
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
-    """None for a file that is absent, damaged, or of another version: it is then as if it had not been written."""
+    """None for a file that is absent, damaged or of another version, which is treated as not written."""
     try:
         content = msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -300,7 +301,7 @@ def _kill(pid: int, number: signal.Signals) -> None:
     try:
         os.kill(pid, number)
     except ProcessLookupError:
-        pass  # its end is on the way to us
+        pass  # its end is about to be posted
 
 
 def _until_gone(pid: int) -> None:

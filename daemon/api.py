@@ -1,7 +1,7 @@
 """The API on a Unix socket, for elasticctl and curl; /metrics and /healthz on loopback. See docs/api.md.
 
-Reads are answered from the newest snapshot and need neither the loop nor etcd. Changes go to etcd in the thread of
-the request. Who may open the socket may run code as this daemon's user: its mode is 0660.
+Reads are answered from the newest snapshot and need neither the loop nor etcd. Changes go to etcd in the thread of the
+request. Access to the socket allows running code as this daemon's user: its mode is 0660.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from .routes import Service
 from .views import Json
 
 MAX_REQUESTS = 128
-"""At one time; followed logs among them."""
+"""Concurrent requests, including followed logs."""
 MAX_REQUESTS_OF_A_USER = 32
 KEPT_FOR_ROOT = 16
-"""Of MAX_REQUESTS: an operator can always ask and stop things, whatever the members of the socket's group do."""
+"""Part of MAX_REQUESTS: root can always query and stop jobs, whatever the members of the socket's group do."""
 MAX_SCRAPES = 16
-"""Requests to /metrics and /healthz at one time."""
+"""Concurrent requests to /metrics and /healthz."""
 MAX_SCRAPES_OF_A_HOST = 8
 ROOT = 0
 
 
 class Handler:
-    """One request on the Unix socket, as the functions in `routes` see it."""
+    """One request on the Unix socket, as passed to the functions in `routes`."""
 
     def __init__(self, service: Service, connection: Connection) -> None:
         self.service = service
@@ -70,7 +70,7 @@ class Handler:
         self._connection.answer_json(status, content)
 
     def begin_stream(self) -> None:
-        """Lines of JSON."""
+        """Begin a stream of JSON lines."""
         self._connection.begin_stream("application/x-ndjson")
 
     def stream(self, content: Json) -> None:
@@ -87,7 +87,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
     """A request's body; empty is {}. Raises Refused (400)."""
     try:
         content = json.loads(raw or b"{}")
-        json.dumps(content, ensure_ascii=False).encode()  # "\udce9" is JSON, and can be written nowhere
+        json.dumps(content, ensure_ascii=False).encode()  # JSON allows "\udce9", which cannot be encoded
     except UnicodeEncodeError as error:
         around = error.object[max(0, error.start - 40) : error.end + 40]
         raise Refused(400, f"the request's body holds what is no Unicode text: {around!r}") from None

@@ -1,12 +1,12 @@
-"""Which node works for which job. Pure, and the same on every node: each computes the whole plan from the same
-picture and carries out its own part, so that no two nodes take the same place.
+"""Assignment of nodes to jobs. Pure, and the same on every node: each computes the whole plan from the same view of
+etcd and carries out its own part, so that no two nodes take the same place.
 
-    1. What runs stays: a node with a living member, or with a running agent, keeps its place in that job.
-    2. Jobs are served in the order of submission. A job below its most nodes takes the oldest nodes that take work,
-       are not set aside for it, and have enough free slots.
-       A draining node and one that was set aside do not count: their replacement comes before they go.
-    3. A job with more members than its most nodes gives up the youngest (it was scaled down), and the nodes set
-       aside for it, if it has its least without them.
+    1. Running work stays: a node with a live member, or with a running agent, keeps its place in that job.
+    2. Jobs are served in the order of submission. A job below its maximum takes the oldest nodes that accept work,
+       are not excluded for it, and have enough free slots.
+       Draining and excluded nodes do not count: their replacements come before they leave.
+    3. A job with more members than its maximum gives up the youngest (it was scaled down), and its excluded
+       nodes, if it has its minimum without them.
 
 A job in a final phase, or about to stop, gets no new node. A job without a spec is left alone.
 """
@@ -28,9 +28,9 @@ class Assignment:
 
     places: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     surplus: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Job -> node -> why it shall leave the job."""
+    """Job -> node -> why it should leave the job."""
     waiting: Mapping[str, str] = field(default_factory=dict)
-    """Job -> why it has fewer nodes than its least."""
+    """Job -> why it has fewer nodes than its minimum."""
 
     def of(self, node: str) -> dict[str, int]:
         """Job -> workers, of one node."""
@@ -71,7 +71,7 @@ def plan(cluster: Cluster, running: Mapping[str, int], me: str) -> Assignment:
 
 
 class _Used:
-    """Slots that have a worker, by node; and those of them whose worker has a GPU."""
+    """Slots occupied by workers, by node; and how many of these workers use a GPU."""
 
     def __init__(self) -> None:
         self._slots: Counter[str] = Counter()
@@ -95,18 +95,18 @@ class _Used:
 
 
 def _wants_gpus(job: Job) -> bool:
-    """Whether the job's workers take a GPU each where there are any."""
+    """Whether the job's workers use one GPU each on nodes that have GPUs."""
     return job.spec is None or job.spec.spec.backend != "gloo"
 
 
 def _needs_gpus(job: Job, node: Node) -> bool:
-    """NCCL refuses two ranks on one GPU, and a job that asks for it by name has no use for a node without one."""
+    """NCCL refuses two ranks on one GPU, and a job that requests nccl cannot use a node without GPUs."""
     assert job.spec is not None
     return job.spec.spec.backend == "nccl" or (node.record.gpus > 0 and _wants_gpus(job))
 
 
 def _standing(job: Job, running: Mapping[str, int], me: str) -> dict[str, int]:
-    """Where the job's agents are now, oldest member first; our own agent last while it is no member."""
+    """Nodes of the job's agents, oldest member first; this node last while its agent is not a member yet."""
     members = sorted(job.members.items(), key=lambda item: item[1].create_revision)
     standing = {node: member.record.slots for node, member in members}
     if job.name in running:
@@ -115,17 +115,18 @@ def _standing(job: Job, running: Mapping[str, int], me: str) -> dict[str, int]:
 
 
 def _leaving(cluster: Cluster, job: Job, node: str) -> bool:
-    """Whether the job loses this node soon, so that it needs another in its place."""
+    """Whether the job is about to lose this node, so that it needs another one."""
     member, known = job.members.get(node), cluster.nodes.get(node)
     draining = bool(known and (known.drain or known.record.draining)) or bool(member and member.record.draining)
     return draining or node in job.state.excluded_nodes
 
 
 def _surplus(job: Job, staying: list[str], planned: list[str]) -> dict[str, str]:
-    """Node -> why it shall leave: beyond the most the job may have, those outside its generation and the youngest."""
+    """Node -> why it should leave: beyond the job's maximum, those outside its generation, then the youngest; and
+    excluded ones."""
     assert job.spec is not None
     inside = [place.node for place in job.generation.places] if job.generation else []
-    order = sorted(staying, key=lambda n: inside.index(n) if n in inside else len(inside))  # stable: then by age
+    order = sorted(staying, key=lambda n: inside.index(n) if n in inside else len(inside))  # stable sort: then by age
     extra = order[job.spec.spec.max_nodes :]
     aside = [n for n in planned if n in job.state.excluded_nodes]
     if len(planned) - len(aside) < job.spec.spec.min_nodes:
@@ -133,7 +134,7 @@ def _surplus(job: Job, staying: list[str], planned: list[str]) -> dict[str, str]
     most = job.spec.spec.max_nodes
     enough = f"{job.name} has the {most} nodes" if most > 1 else f"{job.name} has the one node"
     return dict.fromkeys(extra, f"{enough} that it may have (nodes = {job.spec.spec.nodes})") | {
-        n: f"{n} is set aside for {job.name}: its workers fail there more often" for n in aside
+        n: f"{n} is excluded for {job.name}: its workers fail there more often" for n in aside
     }
 
 
@@ -150,7 +151,7 @@ def _candidates(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used
 
 
 def _why(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used) -> str:
-    """In words: what stands in the way of each node that the job does not have."""
+    """The reasons, as text: why each node that the job does not have is not assigned to it."""
     assert job.spec is not None
     spec = job.spec.spec
     reasons = []
@@ -161,7 +162,7 @@ def _why(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used) -> st
         if node.why_not:
             reasons.append(f"{node.name} is {node.why_not}")
         elif node.name in job.state.excluded_nodes:
-            reasons.append(f"{node.name} is set aside for this job (elasticctl uncordon {node.name} takes it back)")
+            reasons.append(f"{node.name} is excluded for this job (elasticctl uncordon {node.name} takes it back)")
         elif wanted > free:
             reasons.append(f"{node.name} has {free} of {node.record.slots} slots free, {wanted} are needed")
         elif not used.fits(job, node):

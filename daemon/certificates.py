@@ -1,8 +1,8 @@
-"""The certificates of the embedded etcd, where other machines use it: made once, kept in `<state_dir>/etcd/tls`.
+"""Certificates of the embedded etcd for other machines: created once, stored in `<state_dir>/etcd/tls`.
 
-    ca.pem, ca-key.pem              a certificate authority of this etcd alone
+    ca.pem, ca-key.pem              a certificate authority for this etcd only
     server.pem, server-key.pem      etcd's own
-    client.pem, client-key.pem      what every elasticd on another machine needs, together with ca.pem
+    client.pem, client-key.pem      required, with ca.pem, by every elasticd on another machine
 
 etcd serves a client only if ca.pem has signed the client's certificate.
 """
@@ -21,12 +21,12 @@ from .ownership import private, replace_file
 
 VALID_DAYS = 3650
 CLOCK_SKEW = datetime.timedelta(days=1)
-"""Certificates are valid from a day before they are made: the clock of another node may be behind."""
+"""Certificates are valid from a day before their creation: the clock of another node may be behind."""
 
 
 def ensure(folder: Path, names: Sequence[str]) -> None:
-    """Make what is not there. `names`: host names and addresses that etcd is reached by; a server certificate that
-    lacks one of them is made anew, by the same authority, so that clients need nothing new. Raises CannotStart."""
+    """Create missing files. `names`: host names and addresses by which etcd is reached; a server certificate that lacks
+    one of them is issued again by the same authority, so that clients need nothing new. Raises CannotStart."""
     try:
         import cryptography.x509  # noqa: F401 - asks whether the package is there
     except ImportError:
@@ -47,7 +47,7 @@ def ensure(folder: Path, names: Sequence[str]) -> None:
 
 
 def _make(folder: Path, name: str, subject: str, names: Sequence[str], *, authority: bool = False) -> None:
-    """Write NAME-key.pem, then NAME.pem: a certificate that is there has its key."""
+    """Write NAME-key.pem, then NAME.pem: a certificate that exists has its key."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -69,7 +69,7 @@ def _make(folder: Path, name: str, subject: str, names: Sequence[str], *, author
         .not_valid_after(now + datetime.timedelta(days=VALID_DAYS))
         .add_extension(x509.BasicConstraints(ca=authority, path_length=0 if authority else None), critical=True)
     )
-    if not authority:  # etcd's own gateway shows the server's certificate as a client's
+    if not authority:  # etcd's own gateway uses the server's certificate as a client's
         usage = [ExtendedKeyUsageOID.SERVER_AUTH] if names else []
         builder = builder.add_extension(
             x509.ExtendedKeyUsage([*usage, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False

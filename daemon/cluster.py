@@ -1,4 +1,4 @@
-"""What etcd says of the whole cluster, decoded. Pure: one immutable picture in, one immutable picture out."""
+"""The whole cluster as stored in etcd, decoded. Pure: one immutable view in, one immutable Cluster out."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Node:
 
     @property
     def why_not(self) -> str:
-        """Why it takes no new work; empty: it does."""
+        """Why it accepts no new work; empty: it does."""
         if self.drain or self.record.draining:
             return f"draining: {self.drain.reason if self.drain else self.record.draining}"
         if not self.record.healthy:
@@ -98,7 +98,7 @@ class Cluster:
     drains: Mapping[str, DrainRecord] = field(default_factory=dict)
     revision: int = 0
     foreign: Mapping[str, str] = field(default_factory=dict)
-    """Key -> what is wrong: a record of another protocol, or no record at all. Such a key is left alone."""
+    """Key -> error: a record of an incompatible protocol, or not a valid record. Such a key is left alone."""
 
     def by_age(self) -> list[Job]:
         """Jobs whose spec is known, oldest first."""
@@ -109,12 +109,12 @@ R = TypeVar("R", bound=Record)
 
 
 class Reader:
-    """Decodes pictures of one cluster; a key that did not change since the picture before is not decoded again."""
+    """Decodes views of one cluster; a key that did not change since the previous view is not decoded again."""
 
     def __init__(self, keys: ClusterKeys) -> None:
         self._keys = keys
         self._known: dict[str, tuple[bytes, Record | str]] = {}
-        """By key, with the value that was read. Not with its revision, which may come again where etcd was wiped."""
+        """By key, with the value that was decoded. The revision would not do: it can recur after etcd was wiped."""
 
     def read(self, kvs: Mapping[str, Stored], revision: int) -> Cluster:
         keys, before, self._known = self._keys, self._known, {}
@@ -146,12 +146,12 @@ class Reader:
         for name, mine in _by_job(keys.jobs, kvs).items():
             try:
                 job = keys.job(name)
-            except ValueError as error:  # nothing of ours is called so
+            except ValueError as error:  # no job of ours can have this name
                 foreign |= dict.fromkeys(mine, str(error))
                 continue
             spec, state = mine.get(job.spec), mine.get(job.state)
             if state is not None and take(JobState, state) is None:
-                spec = None  # whoever wrote it knows more of this job than we do: leave it alone
+                spec = None  # an incompatible version manages this job: leave it alone
             members = {
                 k.removeprefix(job.members): JobMember(r, kv.create_revision)
                 for k, kv in mine.items()
@@ -169,7 +169,7 @@ class Reader:
                 generation=take(GenerationRecord, mine.get(job.generation)),
                 progress=take(ProgressRecord, mine.get(job.progress)),
                 asked=take(AskedRecord, mine.get(job.asked)) or AskedRecord(),
-                # The keys of failed checkpoints are not in the order of their steps: 9 comes after 10.
+                # The keys of failed checkpoints do not sort by step: 9 comes after 10.
                 incidents=tuple(sorted((i for i in incidents if i is not None), key=lambda i: i.wall_s)),
             )
         return Cluster(nodes, jobs, cordons, drains, revision, foreign)
@@ -193,7 +193,7 @@ def _decode(kind: type[R], raw: bytes) -> R | str:
 
 
 def slots_wanted(spec: SpecRecord, node_slots: int) -> int:
-    """Workers of this job on a node with so many slots."""
+    """Workers of this job on a node with `node_slots` slots."""
     wanted = spec.spec.workers_per_node
     return max(1, node_slots) if isinstance(wanted, str) else wanted
 

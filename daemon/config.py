@@ -1,4 +1,4 @@
-"""Settings from flag > environment > file > default, checked; and the text that explains them."""
+"""Settings from flag > environment > file > default, validated; and their documentation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENVIRONMENT = "ELASTICD_"
 """Prefix of the environment variables: ELASTICD_NODE, ELASTICD_ETCD_ENDPOINTS, ELASTICD_TIMEOUTS_LEASE_TTL_S, …"""
 
 MAX_SOCKET_PATH = 107
-"""Bytes of a Unix socket's path that Linux takes."""
+"""Longest path of a Unix socket that Linux accepts, in bytes."""
 
 Raw = dict[str, Any]
 
@@ -35,11 +35,11 @@ Raw = dict[str, Any]
 class Loaded:
     settings: Settings
     sources: Mapping[str, str]
-    """Setting, as 'timeouts.beat_s' -> where its value comes from: 'flag', 'environment', 'file' or 'default'."""
+    """Setting, as 'timeouts.beat_s' -> source of its value: 'flag', 'environment', 'file' or 'default'."""
 
 
 def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, str]) -> Loaded:
-    """Read and check all settings. `flags`: 'etcd.endpoints' -> text. Raises InvalidConfig naming the setting."""
+    """Read and validate all settings. `flags`: 'etcd.endpoints' -> text. Raises InvalidConfig naming the setting."""
     raw = _read(path) if path else {}
     sources = {name: "file" for name, _ in _leaves(raw)}
     try:
@@ -51,7 +51,7 @@ def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
             sources[name] = "flag"
             if name not in HINTS:
                 probe: Raw = {}
-                _put(probe, ".".join(name.split(".")[:3]), text)  # no setting lies deeper
+                _put(probe, ".".join(name.split(".")[:3]), text)  # no setting is nested deeper
                 refuse_unknown(Settings, probe)
             _put(raw, name, _value(name, text))
         settings = msgspec.convert(raw, Settings)
@@ -64,7 +64,7 @@ def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
 
 
 def _with_source(message: str, sources: Mapping[str, str], path: Path | None) -> str:
-    """The message, behind where the settings that it names were given."""
+    """The message, prefixed with the sources of the settings that it names."""
     named = [name for name in sources if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", message)]
     places = {"file": str(path), "environment": "environment", "flag": "flag"}
     return ": ".join([*dict.fromkeys(places[sources[name]] for name in named), message])
@@ -113,7 +113,7 @@ def host_port(field: str, text: str, zero_ok: bool = False) -> tuple[str, int]:
 
 
 def explain() -> dict[str, str]:
-    """Setting -> its documentation, read from the source beside the fields."""
+    """Setting -> its documentation, read from the docstrings of the fields."""
     return dict(_docs(Settings))
 
 
@@ -144,7 +144,7 @@ def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, str
 
 
 def _value(name: str, text: str) -> Any:
-    """What a flag or an environment variable stands for: lists are comma-separated."""
+    """Value of a flag or an environment variable: lists are comma-separated."""
     hint = HINTS[name]
     if hint is str:
         return text

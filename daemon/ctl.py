@@ -1,7 +1,7 @@
-"""The command `elasticctl`: shows and steers a cluster through the daemon of this node.
+"""The command `elasticctl`: shows and controls a cluster through the daemon of this node.
 
-Exit codes: 0 all is well · 1 refused or failed · 2 wrong usage, or a value that is never right · 3 degraded: something
-wants attention · 4 a job has failed · 5 no daemon answers · 6 etcd cannot be reached, and the command needs it.
+Exit codes: 0 ok · 1 refused or failed · 2 wrong usage, or an invalid value · 3 degraded: needs attention · 4 a job has
+failed · 5 no daemon answers · 6 etcd cannot be reached, and the command needs it.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as d
 
 
 class Main(click.Group):
-    """Turns what goes wrong into words, or JSON where that was asked for, and an exit code."""
+    """Turns errors into text, or JSON if requested, and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             try:
                 return super().invoke(ctx)
             finally:
-                sys.stdout.flush()  # here, and not while the interpreter ends, where nobody could catch it
-        except BrokenPipeError:  # head, less: they have seen enough
+                sys.stdout.flush()  # here, and not at interpreter exit, where it could not be caught
+        except BrokenPipeError:  # head or less has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(OK)
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="backslashreplace")  # a locale that lacks '→' ends no command
+                stream.reconfigure(errors="backslashreplace")  # a locale without '→' must not end a command
         words = list(sys.argv[1:] if args is None else args)
         as_json = "--json" in words[: words.index("--") if "--" in words else None]
         try:
@@ -73,7 +73,7 @@ class Main(click.Group):
 @click.version_option(elastic.__version__, prog_name="elasticctl")
 @click.pass_context
 def main(ctx: click.Context, socket: str | None) -> None:
-    """Show and steer elasticd: jobs that survive."""
+    """Show and control elasticd and its jobs."""
     ctx.obj = Client(socket or default_socket())
 
 
@@ -83,7 +83,7 @@ def main(ctx: click.Context, socket: str | None) -> None:
 @as_json
 @click.pass_obj
 def status(client: Client, job: str | None, watch: bool, as_json: bool) -> None:
-    """The cluster on one screen, or one JOB with its ranks."""
+    """Show the cluster, or one JOB with its ranks."""
     path = f"/v1/jobs/{name(job)}" if job else "/v1/status"
     data = client.get(path)
     if as_json:
@@ -103,7 +103,7 @@ def status(client: Client, job: str | None, watch: bool, as_json: bool) -> None:
 @as_json
 @click.pass_obj
 def jobs(client: Client, as_json: bool) -> None:
-    """All jobs, those that run first."""
+    """All jobs, running ones first."""
     data = client.get("/v1/jobs")
     if as_json:
         return _print(data)
@@ -132,7 +132,7 @@ def nodes(client: Client, as_json: bool) -> None:
 @as_json
 @click.pass_obj
 def incidents(client: Client, job: str | None, last: int, full: bool, as_json: bool) -> None:
-    """Failures and planned changes, and what each has cost."""
+    """Failures and planned changes, with the cost of each."""
     data = client.get("/v1/incidents", {"job": job or "", "last": last})
     if as_json:
         return _print(data)
@@ -203,8 +203,9 @@ def run(
 ) -> None:
     """Submit a script, follow its log, and end with its result: elasticctl run --nodes 1:2 -- train.py --lr 0.1
 
-    Options stand before the script; what stands behind it is the script's own. Ctrl-C asks whether to detach (the job
-    goes on) or to stop it."""
+    Options go before the script; what follows it are the script's own. Ctrl-C asks whether to detach (the job
+    continues) or to stop it.
+    """
     from . import ctl_jobs
 
     try:
@@ -239,7 +240,7 @@ def run(
 @as_json
 @click.pass_obj
 def logs(client: Client, job: str, follow: bool, rank: int | None, tail: int, as_json: bool) -> None:
-    """What the workers of JOB on this node write, each line with its rank."""
+    """The output of JOB's workers on this node, each line with its rank."""
     from . import ctl_follow
 
     ctl_follow.show(client, job, follow=follow, rank=rank, tail=tail, as_json=as_json)
@@ -267,7 +268,7 @@ def stop(client: Client, job: str, reason: str, wait_s: float, as_json: bool) ->
 @as_json
 @click.pass_obj
 def scale(client: Client, job: str, nodes: str, as_json: bool) -> None:
-    """Change how many nodes JOB may have; no step is lost."""
+    """Change the number of nodes that JOB may have; no step is lost."""
     data = client.post(f"/v1/jobs/{name(job)}/scale", {"nodes": nodes})
     _say(data, as_json, f"{job} may have {nodes} nodes now")
 
@@ -277,7 +278,7 @@ def scale(client: Client, job: str, nodes: str, as_json: bool) -> None:
 @as_json
 @click.pass_obj
 def forget(client: Client, job: str, as_json: bool) -> None:
-    """Remove the records of a JOB that is over. Logs and checkpoints stay."""
+    """Remove the records of a finished JOB. Logs and checkpoints stay."""
     _say(client.delete(f"/v1/jobs/{name(job)}"), as_json, f"{job} is forgotten")
 
 
@@ -290,7 +291,7 @@ def forget(client: Client, job: str, as_json: bool) -> None:
 @as_json
 @click.pass_obj
 def drain(client: Client, node: str, reason: str, deadline_s: float, as_json: bool) -> None:
-    """Move all work off NODE at a step boundary, and give it no new one."""
+    """Move all work off NODE at a step boundary, and assign it no new work."""
     body: Json = {"deadline_s": deadline_s} | ({"reason": reason} if reason else {})
     _say(client.post(f"/v1/nodes/{name(node)}/drain", body), as_json, f"{node} is being drained")
 
@@ -301,7 +302,7 @@ def drain(client: Client, node: str, reason: str, deadline_s: float, as_json: bo
 @as_json
 @click.pass_obj
 def cordon(client: Client, node: str, reason: str, as_json: bool) -> None:
-    """No new work for NODE; what runs there goes on."""
+    """Assign no new work to NODE; running work continues."""
     data = client.post(f"/v1/nodes/{name(node)}/cordon", {"reason": reason} if reason else {})
     _say(data, as_json, f"{node} takes no new work")
 
@@ -311,7 +312,7 @@ def cordon(client: Client, node: str, reason: str, as_json: bool) -> None:
 @as_json
 @click.pass_obj
 def uncordon(client: Client, node: str, as_json: bool) -> None:
-    """Take back a cordon or a drain of NODE, and let the jobs that set it aside use it again."""
+    """Undo a cordon or drain of NODE, and let the jobs that excluded it use it again."""
     _say(client.post(f"/v1/nodes/{name(node)}/uncordon"), as_json, f"{node} takes work again")
 
 
@@ -325,7 +326,7 @@ def config() -> None:
 @as_json
 @click.pass_obj
 def config_show(client: Client, explain: bool, as_json: bool) -> None:
-    """Settings in effect, where each comes from, and the hierarchy of time-outs."""
+    """Settings in effect, the source of each, and the hierarchy of timeouts."""
     data = client.get("/v1/config")
     if as_json:
         return _print(data)
@@ -344,7 +345,7 @@ def checkpoint() -> None:
 @as_json
 @click.pass_obj
 def checkpoint_now(client: Client, job: str, as_json: bool) -> None:
-    """Ask JOB for a checkpoint at the next step that all ranks agree on."""
+    """Request a checkpoint of JOB at the next step that all ranks agree on."""
     _say(client.post(f"/v1/jobs/{name(job)}/checkpoint"), as_json, f"{job} is asked for a checkpoint")
 
 
@@ -353,7 +354,7 @@ def checkpoint_now(client: Client, job: str, as_json: bool) -> None:
 @as_json
 @click.pass_obj
 def checkpoint_list(client: Client, where: str, as_json: bool) -> None:
-    """The checkpoints in DIR, or in JOB's folder: newest first, then those set aside as damaged."""
+    """The checkpoints in DIR, or in JOB's directory: newest first, then quarantined ones."""
     from . import ctl_checkpoints
 
     sys.exit(ctl_checkpoints.show_list(client, where, as_json))
@@ -364,7 +365,7 @@ def checkpoint_list(client: Client, where: str, as_json: bool) -> None:
 @as_json
 @click.pass_obj
 def checkpoint_verify(client: Client, where: str, as_json: bool) -> None:
-    """Check every byte of one checkpoint, or of all in a folder. Exit code 1: one is damaged."""
+    """Check every byte of one checkpoint, or of all in a directory. Exit code 1: one is damaged."""
     from . import ctl_checkpoints
 
     sys.exit(ctl_checkpoints.show_verify(client, where, as_json))
@@ -377,7 +378,7 @@ def checkpoint_verify(client: Client, where: str, as_json: bool) -> None:
               help="One file for torch.load, or a torch.distributed.checkpoint directory.")  # fmt: skip
 @as_json
 def checkpoint_export(path: str, target: str, form: str, as_json: bool) -> None:
-    """Write the checkpoint at PATH to TARGET in a form for other tools. Every byte is checked on the way."""
+    """Write the checkpoint at PATH to TARGET in the format of another tool. Every byte is checked."""
     from . import ctl_checkpoints
 
     sys.exit(ctl_checkpoints.export(path, target, form, as_json))

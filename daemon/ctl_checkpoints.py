@@ -1,6 +1,6 @@
-"""elasticctl checkpoint list, verify, export: asks `python -m elastic.checkpoint`, a process of its own.
+"""elasticctl checkpoint list, verify, export: runs `python -m elastic.checkpoint` as a separate process.
 
-So neither torch nor the checkpoints' code is imported here.
+So neither torch nor the checkpoint code is imported here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .views import SCHEMA
 
 
 def show_list(client: Client, where: str, as_json: bool) -> int:
-    """Returns 0, also when there is none."""
+    """Returns 0, even if there is none."""
     rows = _rows(client, where, "list")
     if as_json:
         _print(rows)
@@ -32,8 +32,8 @@ def show_list(client: Client, where: str, as_json: bool) -> int:
 
 
 def show_verify(client: Client, where: str, as_json: bool) -> int:
-    """Returns 1 when one is damaged, or there is none."""
-    rows = [row for row in _rows(client, where, "verify") if row["state"] not in ("set aside", UNFINISHED)]
+    """Returns 1 if one is damaged, or there is none."""
+    rows = [row for row in _rows(client, where, "verify") if row["state"] not in ("quarantined", UNFINISHED)]
     if as_json:
         _print(rows)
     for row in () if as_json else rows:
@@ -60,7 +60,7 @@ UNFINISHED = "being written, or left over"
 
 
 def _rows(client: Client, where: str, command: str) -> list[Json]:
-    """What there is in a folder; in a job's folder, what belongs to that job or to nobody known."""
+    """The rows of a directory; for a job's directory, those of that job and those without a known job."""
     directory, job = _folder(client, where)
     done = _ask(command, directory, "--json")
     try:
@@ -71,9 +71,9 @@ def _rows(client: Client, where: str, command: str) -> list[Json]:
 
 
 def _folder(client: Client, where: str) -> tuple[str, str | None]:
-    """A folder as it is; else the one of the job of that name."""
+    """A directory as given; else that of the job of this name."""
     if "\0" not in where and os.path.isdir(where):
-        return os.path.abspath(where), None  # a name that begins with a dash is no option
+        return os.path.abspath(where), None  # so that a name with a leading dash is no option
     try:
         spec = client.get(f"/v1/jobs/{name(where)}")["spec"]
     except (Failed, Unreachable) as error:

@@ -1,4 +1,4 @@
-"""HTTP over the daemon's Unix socket, for elasticctl: as small as it can be, because every millisecond shows."""
+"""A minimal HTTP client on the daemon's Unix socket, for elasticctl, where every millisecond of start-up counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Unreachable(Exception):
 
 
 class Failed(Exception):
-    """The daemon answered, and not with what was asked for."""
+    """The daemon answered with an error."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ class Failed(Exception):
 
 
 def default_socket() -> str:
-    """$ELASTICCTL_SOCKET, else the first that exists of a system service's and one's own daemon's."""
+    """$ELASTICCTL_SOCKET, else the first that exists of a system service's and the user's own daemon's."""
     if given := os.environ.get("ELASTICCTL_SOCKET"):
         return given
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
@@ -48,7 +48,7 @@ class Client:
         return self._whole("DELETE", path, None)
 
     def lines(self, path: str, query: Mapping[str, object]) -> Iterator[Json]:
-        """A stream of JSON lines, until the daemon ends it. Raises Unreachable when it breaks."""
+        """A stream of JSON lines, until the daemon ends it. Raises Unreachable if it breaks."""
         with self._send("GET", _with(path, query), None, None) as connection, connection.makefile("rb") as answer:
             status = _head(answer)
             if status != 200:
@@ -83,7 +83,7 @@ class Client:
             try:
                 connection.sendall(head.encode() + raw)
             except BrokenPipeError:
-                pass  # it has answered before it had read all: the answer says why
+                pass  # the daemon answered before it had read all: the answer says why
         except OSError as error:
             connection.close()
             raise Unreachable(_why(self.path, error)) from None
@@ -92,7 +92,7 @@ class Client:
 
 def name(text: str) -> str:
     """A job's or node's name as part of a path."""
-    return quote(text, safe="", errors="surrogatepass")  # what is no UTF-8 is refused by the daemon, as any wrong name
+    return quote(text, safe="", errors="surrogatepass")  # the daemon refuses non-UTF-8, like any invalid name
 
 
 def _with(path: str, query: Mapping[str, object] | None) -> str:
@@ -100,7 +100,7 @@ def _with(path: str, query: Mapping[str, object] | None) -> str:
 
 
 def _head(answer: Any) -> int:
-    if not (line := answer.readline()):  # it could not: too many ask, or a fault of its own
+    if not (line := answer.readline()):  # too many requests, or an internal error
         raise Unreachable("elasticd has ended the connection without an answer: its log says why")
     first = line.split()
     if len(first) < 2 or not first[1].isdigit():

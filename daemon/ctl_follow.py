@@ -19,10 +19,10 @@ from . import ctl_text
 from .ctl_client import Client, Json, Unreachable, name
 
 RECONNECT_S = 30.0
-"""How long a daemon may be away (a restart, an upgrade) before we give up."""
+"""How long the daemon may be unreachable (a restart, an upgrade) before following ends."""
 
 AGAIN = threading.Event()
-"""Never set: a daemon's coming back is no event that we could wait for."""
+"""Never set, used to sleep: there is no event for the return of a daemon."""
 
 RESULTS = {"succeeded": 0, "failed": 4, "stopped": 1}
 TERMINATED = 143
@@ -31,7 +31,7 @@ _CLEAR = "\r\x1b[2K"
 
 
 class ProgressLine:
-    """One line at the foot of a terminal that is replaced as the job goes on; nothing where there is no terminal."""
+    """One line at the bottom of a terminal, replaced as the job progresses; nothing without a terminal."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -59,8 +59,8 @@ class ProgressLine:
 def show(
     client: Client, job: str, *, follow: bool, rank: int | None, tail: int, as_json: bool, notes: bool = False
 ) -> Json:
-    """Print lines until the stream ends; returns its last message, {} when it broke. `notes`: also what happens to the
-    job, and on a terminal where it stands."""
+    """Print lines until the stream ends; returns its last message, {} if it broke. `notes`: also events of the job, and
+    on a terminal its progress."""
     foot = ProgressLine(sys.stderr)
     query: dict[str, object] = {"tail": tail, "follow": int(follow), "progress": int(notes and not as_json)}
     if rank is not None:
@@ -123,7 +123,7 @@ def _tell_error(data: Json) -> None:
 
 
 def until_over(client: Client, job: str, as_json: bool) -> int:
-    """Follow `job` to its end; returns its result as an exit code. Ctrl-C asks."""
+    """Follow `job` to its end; returns its result as an exit code. Ctrl-C prompts."""
     tail, gone_s = 1000, None
     with _terminated_in_words(job):
         while True:
@@ -148,7 +148,7 @@ def until_over(client: Client, job: str, as_json: bool) -> int:
 
 @contextmanager
 def _terminated_in_words(job: str) -> Iterator[None]:
-    """SIGTERM, from `timeout` say, ends this command and not the job: it says so."""
+    """SIGTERM, e.g. from `timeout`, ends this command and not the job, with a message."""
 
     def end(*_: object) -> NoReturn:
         click.echo(f"\nterminated: {job} goes on; stop it with: elasticctl stop {job}", err=True)
@@ -162,7 +162,7 @@ def _terminated_in_words(job: str) -> Iterator[None]:
 
 
 def _ask(client: Client, job: str) -> int | None:
-    """What Ctrl-C means: None to go on following."""
+    """Handle Ctrl-C: the exit code, or None to continue to follow."""
     if not sys.stdin.isatty():
         click.echo(f"\ndetached: {job} goes on; stop it with: elasticctl stop {job}", err=True)
         return 130

@@ -1,4 +1,4 @@
-"""From what a person types to a job's description: files, options, relative paths."""
+"""From command-line input to a job's description: files, options, relative paths."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Raw = dict[str, Any]
 
 
 class InvalidJob(Exception):
-    """What was typed makes no job; the message says what to change."""
+    """The input is not a valid job; the message says what to change."""
 
 
 def from_file(path: Path) -> Raw:
-    """Read job.toml. Without a `name`, the file's own is taken."""
+    """Read job.toml. Without a `name`, the file's own name is used."""
     try:
         raw = tomllib.loads(path.read_text())
     except OSError as error:
@@ -35,14 +35,15 @@ def from_file(path: Path) -> Raw:
 
 
 def from_command(command: Sequence[str], module: bool) -> Raw:
-    """['train.py', '--lr', '1'] -> the job's first fields."""
+    """['train.py', '--lr', '1'] -> the first fields of the job."""
     what, *args = command
     key = "module" if module else "script"
     return {key: what, "args": args, "name": _name(Path(what).stem if not module else what)}
 
 
 def override(raw: Raw, settings: Iterable[str]) -> None:
-    """Apply 'checkpoint.keep=5' and the like. A value is read as TOML, else as text; of `env` always as text."""
+    """Apply 'checkpoint.keep=5' and the like. A value is parsed as TOML, else taken as text; in `env` always as
+    text."""
     for text in settings:
         name, equals, value = text.partition("=")
         if not equals:
@@ -54,7 +55,7 @@ def override(raw: Raw, settings: Iterable[str]) -> None:
 
 
 def environment(raw: Raw, pairs: Iterable[str], shell: Mapping[str, str] = os.environ) -> None:
-    """Apply 'LR=0.1': all behind the first '=' is the value, as it is. 'LR' alone: as it is in the shell."""
+    """Apply 'LR=0.1': everything after the first '=' is the value, unchanged. 'LR' alone: the shell's value."""
     env = raw.setdefault("env", {})
     if not isinstance(env, dict):
         raise InvalidJob(f"env = {env!r}: expected a table [env]")
@@ -81,8 +82,8 @@ def put(raw: Raw, name: str, value: Any) -> None:
 
 
 def resolve(raw: Raw, here: Path) -> None:
-    """Make paths absolute, from `here`: the daemon runs elsewhere. What shall run must be there. A field that is no
-    text is left as it is: the daemon refuses it by name."""
+    """Make paths absolute, relative to `here`: the daemon runs elsewhere. Files to be run must exist. A field that is
+    not text is left unchanged: the daemon refuses it by name."""
     given = raw.get("workdir") or "."
     if isinstance(given, str):
         raw["workdir"] = str(_absolute("workdir", given, here))
@@ -110,7 +111,8 @@ def _script(script: str, here: Path, workdir: str) -> str:
 
 
 def check_module(raw: Raw, python: str) -> None:
-    """Raise InvalidJob for a module that its interpreter does not find. `python`: the one of a job that names none."""
+    """Raise InvalidJob for a module that its interpreter does not find. `python`: interpreter of a job that names
+    none."""
     from . import ctl_modules
 
     module, given, env = raw.get("module"), raw.get("python") or python, raw.get("env") or {}
@@ -122,12 +124,12 @@ def check_module(raw: Raw, python: str) -> None:
 
 
 def number(text: str) -> int | str:
-    """'2' -> 2; what is no number stays, to be refused by name."""
+    """'2' -> 2; other text is unchanged, to be refused by name."""
     return int(text) if re.fullmatch("[0-9]{1,30}", text) else text
 
 
 def free_name(wanted: str, taken: Iterable[str]) -> str:
-    """`wanted`, or with the first number that nobody has."""
+    """`wanted`, or with the first free number appended."""
     known = set(taken)
     if wanted not in known:
         return wanted
@@ -138,7 +140,7 @@ def _absolute(field: str, text: str, here: Path, follow: bool = True) -> Path:
     try:
         path = here / Path(text).expanduser()
         return path.resolve() if follow else Path(os.path.abspath(path))
-    except (OSError, ValueError, RuntimeError) as error:  # too long; a NUL; a user that is not there, a ring of links
+    except (OSError, ValueError, RuntimeError) as error:  # too long; a NUL; an unknown user; a ring of links
         raise InvalidJob(f"{field} = {text[:200]!r}: {error}") from None
 
 
@@ -164,7 +166,7 @@ def _leaves(raw: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _is_json(value: Any) -> bool:
-    """TOML has dates and times besides."""
+    """Whether JSON can hold it: TOML also has dates and times."""
     try:
         json.dumps(value)
     except (TypeError, RecursionError):

@@ -1,4 +1,5 @@
-"""Whether `python -m MODULE` would find its module: asked of the interpreter that is to run it, nothing is imported."""
+"""Whether `python -m MODULE` would find its module: checked by the interpreter that is to run it, without importing
+it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ print("found")
 
 
 def missing(module: str, python: str, workdir: str, env: Mapping[str, str]) -> str:
-    """Why `python -m module` would fail at once; '' when it would not, or when that cannot be known here."""
+    """Why `python -m module` would fail at once; '' if it would not, or if that cannot be determined here."""
     surroundings = {k: v for k, v in {**os.environ, **env}.items() if k != "PYTHONSTARTUP"}
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Tables that fit the terminal: what is least important is left out before a name is folded."""
+"""Tables that fit the terminal: the least important columns are left out before a name is folded."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ FLEX_SHARE = 0.3
 class Column:
     title: str
     spare: int = 0
-    """Order in which columns are left out where there is no room: the highest first; 0: never."""
+    """Order in which columns are left out for lack of room: the highest first; 0: never."""
     right: bool = False
     flex: bool = False
-    """Sentences: folded at words. Other columns stay on one line as long as that is possible."""
+    """Sentences: folded at words. Other columns stay on one line if possible."""
 
 
 @dataclass(slots=True)
@@ -32,12 +32,12 @@ class Rows:
     cells: list[list[Text]] = field(default_factory=list)
 
     def add(self, *cells: object) -> None:
-        """One cell for each column. A text may bring its style as `Text`; nothing is read as markup."""
+        """One cell per column. A `Text` keeps its style; nothing is interpreted as markup."""
         assert len(cells) == len(self.columns)
         self.cells.append([cell if isinstance(cell, Text) else Text(str(cell)) for cell in cells])
 
     def left_out(self, width: int) -> set[str]:
-        """Titles of the columns that a screen of `width` cells has no room for."""
+        """Titles of the columns that do not fit a screen of `width` cells."""
         return {column.title for i, column in enumerate(self.columns) if i not in self._kept(width)}
 
     def print(self, out: Console) -> None:
@@ -74,7 +74,8 @@ class Rows:
         return kept
 
     def _widths(self, kept: Sequence[int], room: int) -> dict[int, int]:
-        """Flexible columns share what the others leave; where even those are too wide, the widest give way."""
+        """Flexible columns share the width that the others leave; if even those are too wide, the widest are
+        narrowed."""
         widths = {i: self._natural(i) for i in kept}
         least = int(room * FLEX_SHARE)
         while (over := sum(widths.values()) - room) > 0:

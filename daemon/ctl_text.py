@@ -1,6 +1,7 @@
-"""Foreign text made fit for a terminal: what users typed, workers printed and other programs reported. Pure.
+"""Untrusted text made safe for a terminal: from users, workers and other programs. Pure.
 
-Nothing here is ever markup, and no control character of it reaches a terminal: an escape sequence is shown as such.
+None of it is interpreted as markup, and no control character in it reaches a terminal: an escape sequence is shown as
+text.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 LINE_CHARS = 2_000
-"""A text of one line is cut beyond this; --json has all of it."""
+"""A one-line text is cut beyond this; --json has all of it."""
 BLOCK_CHARS = 50_000
 """A traceback or stack is cut beyond this, in its middle."""
 BLOCKS = frozenset({"traceback", "stacks", "doc"})
@@ -21,7 +22,7 @@ _RESET = "\x1b[0m"
 
 
 def line(text: object, most: int = LINE_CHARS) -> str:
-    """`text` as one line: what cannot be printed (line breaks, escape sequences, direction marks) as its escape."""
+    """`text` as one line: unprintable characters (line breaks, escape sequences, direction marks) are escaped."""
     said = str(text)
     if len(said) > most:
         said = f"{said[:most]}… ({len(said) - most} more characters)"
@@ -29,7 +30,7 @@ def line(text: object, most: int = LINE_CHARS) -> str:
 
 
 def block(text: object, most: int = BLOCK_CHARS) -> str:
-    """`text` with its line breaks; tabs become spaces, all else that cannot be printed its escape."""
+    """`text` with its line breaks; tabs become spaces, other unprintable characters are escaped."""
     said = str(text)
     if len(said) > most:
         half = most // 2
@@ -39,8 +40,8 @@ def block(text: object, most: int = BLOCK_CHARS) -> str:
 
 
 def output(text: str) -> str:
-    """A line that a worker wrote: its colours and tabs stay. Of a progress bar that went back to the beginning of the
-    line with each update, the last state stays, as on a terminal."""
+    """A worker's output line: its colours and tabs stay. Of a progress bar that returns to the beginning of the line
+    with each update, the last state stays, as on a terminal."""
     said = text.rstrip("\r").rpartition("\r")[2]
     if said.isprintable():
         return said
@@ -50,7 +51,7 @@ def output(text: str) -> str:
 
 
 def shown(data: Any, field: str = "") -> Any:
-    """An answer of the daemon with every text in it, names of fields included, fit for a terminal."""
+    """An answer of the daemon with every text in it, including field names, made safe for a terminal."""
     if isinstance(data, str):
         return block(data) if field in BLOCKS else line(data)
     if isinstance(data, Mapping):

@@ -1,6 +1,6 @@
-"""How elasticctl shows what the daemon says. Rich is imported here only, and only the parts that are needed.
+"""The output of elasticctl. Rich is imported here only, and only the parts that are needed.
 
-Every answer goes through `ctl_text.shown` first, and the console reads no markup: no text in it can break a screen.
+Every answer goes through `ctl_text.shown` first, and the console reads no markup: no text in it can break the output.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ COLOURS = {
 OVER = ("succeeded", "failed", "stopped")
 
 PIPED_CELLS = 200
-"""Width where the output is not a terminal and nobody says how wide it is."""
+"""Width if the output is not a terminal and no width is set."""
 
 
 def console() -> Console:
-    """Reads no markup, no emoji codes; colours nothing by itself."""
+    """Interprets no markup and no emoji codes; adds no colours by itself."""
     made = _Console(highlight=False, markup=False, emoji=False)
     if made.is_terminal or os.environ.get("COLUMNS"):
         return made
@@ -57,11 +57,11 @@ def watch(show: Callable[[], None]) -> None:
             show()
             pause.wait(1.0)
     except KeyboardInterrupt:
-        pass  # the way to end it
+        pass  # the regular way to end it
 
 
 def status(data: Json) -> None:
-    """One screen: cluster, nodes, jobs, what wants attention."""
+    """Cluster, nodes, jobs and problems."""
     out, data = console(), shown(data)
     head = Text.assemble("cluster ", (data["cluster"], "bold"), "  node ", (data["node"], "bold"), "  ", _health(data))
     _say(out, head)
@@ -137,7 +137,7 @@ def job(data: Json) -> None:
         ("checkpoint", _checkpoint_long(data["checkpoint"])),
         ("snapshot", _snapshot(data["snapshot"])),
         ("restarts", f"{data['restarts']}, {data['failures_in_window']} within the window"),
-        ("set aside", ", ".join(data["excluded_nodes"])),
+        ("excluded", ", ".join(data["excluded_nodes"])),
         ("reason", data["reason"]),
         ("waiting for", data["waiting_for"]),
     ]
@@ -326,7 +326,7 @@ def _say(out: Console, text: Text) -> None:
     if out.is_terminal:
         out.print(text, overflow="fold")
     else:
-        out.print(text, soft_wrap=True)  # with an overflow besides, the end of a long line would be cut off
+        out.print(text, soft_wrap=True)  # with `overflow` as well, the end of a long line would be cut off
 
 
 def _remarks(out: Console, job: Json) -> None:
@@ -361,12 +361,12 @@ def _checkpoint(checkpoint: Json | None) -> str:
 def _saved(checkpoint: Json) -> str:
     if checkpoint["step"] is None:
         return "none"
-    age = f", {ago(checkpoint['age_s'])}" if checkpoint["age_s"] is not None else ""  # of another agent's life
+    age = f", {ago(checkpoint['age_s'])}" if checkpoint["age_s"] is not None else ""  # unknown if by an earlier agent
     return f"step {checkpoint['step']}{age}"
 
 
 def _snapshot(snapshot: Json | None) -> str:
-    """The state in the memory of the leader's node."""
+    """The in-memory snapshot of the leader's node."""
     if snapshot is None:
         return ""
     step = f"step {snapshot['step']}" if snapshot["step"] is not None else "none yet"

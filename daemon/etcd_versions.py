@@ -1,4 +1,4 @@
-"""Which etcd can be trusted with what. Pure."""
+"""Which versions of etcd are supported. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class VersionSupport(enum.Enum):
     SOUND = "sound"
     OLD = "old"  # known faults that do not lose data
     UNSOUND = "unsound"  # may lose or corrupt data
-    UNKNOWN = "unknown"  # too old for us, or not a version
+    UNKNOWN = "unknown"  # too old to be supported, or not a version
 
 
 def version(text: str) -> tuple[int, int, int] | None:
@@ -20,7 +20,7 @@ def version(text: str) -> tuple[int, int, int] | None:
 
 
 def judge(text: str) -> tuple[VersionSupport, str]:
-    """How sound this version is, and why in words."""
+    """Support of this version, and the reason as text."""
     number = version(text)
     if number is None:
         return VersionSupport.UNKNOWN, f"{text.strip()[:60]!r} is not a version of etcd"

@@ -1,4 +1,4 @@
-"""Where the loop hears of everything: events one by one, of etcd's pictures only the newest."""
+"""The loop's event queue: all events in order, but only the newest view of etcd."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .agents import Gone
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """Our node record stands in etcd under `lease`."""
+    """Our node record is in etcd under `lease`."""
 
     lease: Lease
     record: NodeRecord
@@ -22,7 +22,7 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """`record`, a newer one, stands there in its place."""
+    """`record`, a newer one, has replaced it."""
 
     lease: int
     record: NodeRecord
@@ -36,7 +36,7 @@ class LeaseLost:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The writer is done with `name`; `error` is empty when it went well."""
+    """The writer has finished `name`; `error` is empty on success."""
 
     name: str
     error: str = ""
@@ -52,7 +52,7 @@ Event = Gone | Registered | Updated | LeaseLost | Written | Stop
 
 
 class EventQueue:
-    """Filled by any thread, emptied by one. The events are bounded by what the node runs: agents, writes, a lease."""
+    """Filled by any thread, drained by one. The events are bounded by what the node runs: agents, writes, a lease."""
 
     def __init__(self) -> None:
         self._news = threading.Condition()
@@ -65,13 +65,13 @@ class EventQueue:
             self._news.notify()
 
     def show(self, view: View) -> None:
-        """A newer picture replaces one that was not looked at yet."""
+        """A newer view replaces one that was not taken yet."""
         with self._news:
             self._view = view
             self._news.notify()
 
     def take(self, timeout_s: float) -> tuple[list[Event], View | None]:
-        """What has come; waits up to `timeout_s` for something."""
+        """The events and view received; waits up to `timeout_s` for one."""
         with self._news:
             self._news.wait_for(lambda: self._events or self._view is not None, timeout_s)
             events, view = list(self._events), self._view

@@ -1,4 +1,4 @@
-"""Folders that others write to, read without following a link out of them: openat(2) from a folder of our own."""
+"""Directories that other users write to, read without following a link out of them: openat(2) from one of our own."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""O_NONBLOCK: to open a named pipe must not wait for its writer."""
+"""O_NONBLOCK: opening a named pipe must not wait for a writer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """`names` below `root`, one folder in the other. `root` is trusted and opened as it is; no name below it may be a
-    symbolic link, since a worker may have replaced its folder by one."""
+    """The directory `names` below `root`, each in the one before. `root` is trusted and opened as it is; no name below
+    it may be a symbolic link, since a worker may have replaced its directory by one."""
 
     root: Path
     names: tuple[str, ...] = ()
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """A descriptor of the folder. Raises OSError: FileNotFoundError, or NotADirectoryError for a link."""
+        """A descriptor of the directory. Raises OSError: FileNotFoundError, or NotADirectoryError for a link."""
         descriptor = os.open(self.root, _DIRECTORY)
         try:
             for name in self.names:
@@ -38,9 +38,9 @@ class Folder:
 
 
 def open_file(folder: int, name: str) -> int:
-    """A descriptor of a regular file in the folder of descriptor `folder`, for reading.
+    """A descriptor of a regular file in the directory of descriptor `folder`, for reading.
 
-    Raises OSError: FileNotFoundError, or PermissionError for what is a link or no regular file.
+    Raises OSError: FileNotFoundError, or PermissionError for a link or another non-regular file.
     """
     try:
         descriptor = os.open(name, _FILE, dir_fd=folder)
@@ -55,7 +55,7 @@ def open_file(folder: int, name: str) -> int:
 
 
 def regular_files(folder: int) -> Iterator[tuple[int, str]]:
-    """(time of the last change in nanoseconds, name) of each regular file, links left out."""
+    """(mtime in nanoseconds, name) of each regular file, without links."""
     for name in os.listdir(folder):
         try:
             found = os.stat(name, dir_fd=folder, follow_symlinks=False)

@@ -1,4 +1,4 @@
-"""Whether this node's GPUs are well: a self-test before the node takes work, then NVML's errors and events."""
+"""Health of this node's GPUs: a self-test before the node accepts work, then NVML's error counters and events."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from .log import Log
 
 SELF_TEST_S = 300.0
-"""Longest time for the self-test of all GPUs, the import of torch included."""
+"""Time limit for the self-test of all GPUs, including the import of torch."""
 
 LOOK_EVERY_S = 5.0
-"""Between two looks at the counters; events are heard at once."""
+"""Interval between checks of the counters; events are received at once."""
 
 SICK_XIDS = {
     48: "uncorrectable memory error",
@@ -29,21 +29,23 @@ SICK_XIDS = {
     120: "its system processor failed",
     140: "unrecovered memory error",
 }
-"""XIDs that speak of the card. The others, such as 13 and 31, are mostly a program's own: its worker ends by them."""
+"""XIDs that indicate a faulty GPU. The others, such as 13 and 31, are mostly caused by a program, whose worker dies."""
 
 TESTING = "self-test of its GPUs is under way"
 
 
 class Health:
-    """`reason` may be read from any thread; the thread that `run` occupies writes it."""
+    """GPU health. `reason` may be read from any thread; the thread that executes `run` writes it."""
 
     def __init__(self, gpus: Sequence[int], log: Log, *, self_test: bool, problem: str = "") -> None:
-        """`problem`: why this node's GPUs cannot be seen. It takes no work then, rather than train on its CPU."""
+        """`problem`: why this node's GPUs cannot be seen. The node then accepts no work, rather than train on its
+        CPU."""
         self._gpus = tuple(gpus)
         self._log = log
         self._self_test = self_test and bool(gpus)
         self.reason = TESTING if self._self_test else ""
-        """Why the node should take no work; empty: it may. Once a GPU is sick it stays so until the daemon restarts."""
+        """Why the node should accept no work; empty: it may. Once a GPU is faulty it stays so until the daemon
+        restarts."""
         self._stopped = threading.Event()
         self._throttled: dict[int, bool] = {}
         if problem:
@@ -51,7 +53,7 @@ class Health:
 
     @property
     def sick(self) -> str:
-        """As `reason`, without the wait for the self-test: why jobs that run here should leave."""
+        """As `reason`, but empty during the self-test: why jobs that run here should leave."""
         reason = self.reason
         return "" if reason == TESTING else reason
 
@@ -79,7 +81,7 @@ class Health:
             self._log.error("gpu.sick", reason=reason)
 
     def _watch(self, nvml: Any) -> None:
-        """Until a GPU is sick or `stop`. Raises NVMLError."""
+        """Monitor until a GPU is faulty or `stop` is called. Raises NVMLError."""
         nvml.nvmlInit()
         try:
             handles = {gpu: nvml.nvmlDeviceGetHandleByIndex(gpu) for gpu in self._gpus}
@@ -137,7 +139,7 @@ class Health:
 
 
 class _Unsupported:
-    """What a card that lacks a counter answers, a driver older than the call, or one that we may not ask."""
+    """Answer for a counter that the card or an older driver lacks, or that this user may not read."""
 
 
 _UNSUPPORTED = _Unsupported()
@@ -167,14 +169,14 @@ def _errors(nvml: Any, handle: Any) -> str:
 
 
 def _throttled(nvml: Any, handle: Any) -> bool:
-    """Whether heat or the power supply holds it back."""
+    """Whether heat or the power supply limits its clocks."""
     reasons = _tolerant(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
     hardware = nvml.nvmlClocksThrottleReasonHwThermalSlowdown | nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
     return reasons is not _UNSUPPORTED and bool(reasons & hardware)
 
 
 def _same(handle: Any, other: Any) -> bool:
-    """Handles are pointers: two that lead to the same place are one device."""
+    """Whether two handles mean one device: they are pointers, and may differ but lead to the same place."""
     import ctypes
 
     if isinstance(handle, ctypes._Pointer):
@@ -183,7 +185,7 @@ def _same(handle: Any, other: Any) -> bool:
 
 
 def self_test(command: Sequence[str] = (sys.executable, "-m", "elastic.agent.gpu_selftest")) -> str:
-    """What is wrong with the GPUs; empty: nothing, or torch here cannot use them."""
+    """The problem with the GPUs; empty: none, or torch here cannot use them."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SELF_TEST_S, check=False

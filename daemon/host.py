@@ -1,4 +1,4 @@
-"""What this machine says of itself: its name, its address, its GPUs; and with that the settings left blank."""
+"""Properties of this machine (name, address, GPUs), and the settings derived from them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from .errors import InvalidConfig
 from .settings import Settings
 
 CORES_PER_SLOT = 2
-"""A CPU worker's share when nothing is said: torch's own threads make use of a second core."""
+"""CPU cores per worker by default: torch's own threads make use of a second core."""
 
 NVIDIA_DRIVER = "/dev/nvidiactl"
-"""There once NVIDIA's driver is loaded."""
+"""Exists once NVIDIA's driver is loaded."""
 
 LEAST_FREE_MB = 50.0
-"""Free space in the state directory below which a node takes no new work."""
+"""Free space in the state directory below which a node accepts no new work."""
 
 
 def complete(settings: Settings, gpus: tuple[int, ...]) -> Settings:
-    """Fill in what was left blank from what this machine says of itself. Raises InvalidConfig,
-    CannotStart."""
+    """Fill in blank settings from the properties of this machine. Raises InvalidConfig, CannotStart."""
     node = settings.node or node_name(socket.gethostname())
     state_dir = state_dir_of(settings)
     run_dir = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
@@ -61,20 +60,20 @@ def node_name(hostname: str) -> str:
 
 
 def cpu_slots() -> int:
-    """At least two: also on a small machine people want to see workers work together."""
+    """At least two, so that workers run together even on a small machine."""
     return max(2, len(os.sched_getaffinity(0)) // CORES_PER_SLOT)
 
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
     indices: tuple[int, ...] = ()
-    """As NVML numbers them."""
+    """NVML's indices."""
     problem: str = ""
-    """Why GPUs that are here cannot be seen; empty: there is no such problem."""
+    """Why existing GPUs cannot be seen; empty: no such problem."""
 
 
 def gpus(setting: str = "auto") -> Gpus:
-    """The GPUs that the driver shows; none without a driver, or where `setting` is 'none'."""
+    """The GPUs that the driver shows; none without a driver, or if `setting` is 'none'."""
     if setting == "none" or not os.path.exists(NVIDIA_DRIVER):
         return Gpus()
     cure = "and restart elasticd, or set gpus = 'none' to train on its CPU"
@@ -95,7 +94,7 @@ def gpus(setting: str = "auto") -> Gpus:
 
 
 def sickness(state_dir: str) -> str:
-    """Why this machine should take no work; empty: it may."""
+    """Why this machine should accept no work; empty: it may."""
     try:
         folder = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""HTTP/1.1 on a listening socket: one request on each connection, one thread for each request, and a bound on all.
+"""HTTP/1.1 on a listening socket: one request per connection, one thread per request, both limited in number.
 
-h11 parses what arrives. Whatever it is, it gets an answer with a status; a request has a deadline as a whole, so that
-bytes that trickle in hold a place no longer than others.
+h11 parses the input; any input gets an answer with a status. A deadline applies to the request as a whole, so that a
+client that sends slowly holds a place no longer than others.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ REQUEST_S = 10.0
 ANSWER_S = 30.0
 """How long a client may take to read an answer, or one line of a stream."""
 DRAIN_S = 1.0
-"""How long what a client still sends is read and thrown away after an early answer, so that it can read that."""
+"""How long further input is read and discarded after an early answer, so that the client can read that answer."""
 RETRY_S = 0.2
-"""Pause before the next try to accept a connection where the last one failed."""
+"""Pause after a failed accept."""
 CHUNK_BYTES = 64 * 1024
 
 
@@ -41,19 +41,19 @@ CHUNK_BYTES = 64 * 1024
 class Request:
     method: str
     path: str
-    """As it was sent: still quoted."""
+    """As it was sent: still percent-encoded."""
     query: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
 
 
 class Connection:
-    """One accepted connection: its request, then its answer. Methods that send raise OSError when the client is gone
-    or does not read."""
+    """One accepted connection: its request, then its answer. Methods that send raise OSError if the client is gone or
+    does not read."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.status = 0
-        """Of the answer, once it has begun."""
+        """HTTP status of the answer, once it has begun; 0 before."""
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self._head_only = False
 
@@ -63,7 +63,7 @@ class Connection:
         return self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE)
 
     def receive(self) -> Request:
-        """The whole request. Raises Refused (400, 408, 413, 431, 501), OSError when the client goes away."""
+        """The whole request. Raises Refused (400, 408, 413, 431, 501), OSError if the client disconnects."""
         deadline_s = time.monotonic() + REQUEST_S
         try:
             head = self._event(deadline_s)
@@ -102,7 +102,7 @@ class Connection:
         return event
 
     def answer(self, status: int, kind: str, body: bytes) -> None:
-        """The whole answer. Content `kind` is a media type."""
+        """Send the whole answer. `kind` is a media type."""
         self._begin(status, kind, [("Content-Length", str(len(body)))])
         if not self._head_only:
             self._send(h11.Data(data=body))
@@ -112,7 +112,7 @@ class Connection:
         self.answer(status, "application/json", json.dumps(content, allow_nan=False).encode() + b"\n")
 
     def begin_stream(self, kind: str) -> None:
-        """An answer in parts, ended by `end_stream`: else its reader sees that it broke."""
+        """Begin an answer in parts. Without `end_stream` its reader sees a broken stream."""
         self._begin(200, kind, [])
 
     def stream(self, part: bytes) -> None:
@@ -132,13 +132,13 @@ class Connection:
             self.sock.sendall(raw)
 
     def still_there(self) -> bool:
-        """Whether the client of a stream is still connected: nothing is written to it while a log is quiet."""
+        """Whether the client of a stream is still connected. A write would not show it while a log is quiet."""
         news = select.poll()
         news.register(self.sock, select.POLLIN | select.POLLRDHUP)
         return not any(event & (select.POLLRDHUP | select.POLLHUP | select.POLLERR) for _, event in news.poll(0))
 
     def close(self) -> None:
-        """Let the client read what was answered, even while it still sends, and end."""
+        """Let the client read the answer, even while it still sends, then close."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
             deadline_s = time.monotonic() + DRAIN_S
@@ -150,10 +150,10 @@ class Connection:
 
 
 class Places:
-    """How many requests are served at a time: in all, and for each owner (a user, a host)."""
+    """Limits on concurrent requests: in all, and per owner (a user, a host)."""
 
     def __init__(self, total: int, per_owner: int, kept: int = 0, kept_for: Hashable = None) -> None:
-        """`kept` of the `total` are for the owner `kept_for` alone, who has no bound of its own."""
+        """`kept` of the `total` are reserved for the owner `kept_for`, which has no limit of its own."""
         self._total = total
         self._per_owner = per_owner
         self._kept = kept
@@ -162,7 +162,7 @@ class Places:
         self._taken: Counter[Hashable] = Counter()
 
     def take(self, owner: Hashable) -> str:
-        """Empty: there is a place, to be given back by `free`. Else why there is none."""
+        """Take a place: empty on success, to be released by `free`; else why there is none."""
         with self._lock:
             taken = self._taken.total()
             if owner != self._kept_for:
@@ -199,10 +199,10 @@ class Server:
         self._log = log
         self._pause = threading.Event()
         self._refused: int | None = None
-        """The error at accept that has been logged already."""
+        """Errno of the failure at accept that is logged already."""
 
     def serve(self) -> None:
-        """Until `listener` is closed."""
+        """Serve until `listener` is closed."""
         while self.listener.fileno() >= 0:
             self.serve_one()
 
@@ -211,7 +211,7 @@ class Server:
         try:
             sock, _ = self.listener.accept()
         except OSError as error:
-            # Out of descriptors, say: the connection stays in the queue, and accept would fail again at once.
+            # E.g. out of descriptors: the connection stays in the queue, and accept would fail again at once.
             if error.errno != self._refused:
                 self._log.error("api.cannot_accept", why=str(error))
             self._refused = error.errno
@@ -255,13 +255,13 @@ class Server:
 
 
 def answer_error(connection: Connection, status: int, message: str) -> None:
-    """In the form of docs/api.md, unless an answer has begun already: then its stream just ends."""
+    """Send an error in the form of docs/api.md, unless an answer has begun already: then its stream just ends."""
     if connection.awaits_answer:
         connection.answer_json(status, {"schema": 1, "error": {"status": status, "message": message}})
 
 
 def turn_away(sock: socket.socket, message: str) -> None:
-    """503, without a thread and without waiting for the client."""
+    """Answer 503, without a thread and without waiting for the client."""
     content = {"schema": 1, "error": {"status": 503, "message": message}}
     body = json.dumps(content).encode() + b"\n"
     head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
@@ -271,6 +271,6 @@ def turn_away(sock: socket.socket, message: str) -> None:
             sock.shutdown(socket.SHUT_RD)  # on a Unix socket the client can send no more from here on
         with contextlib.suppress(BlockingIOError):
             for _ in range(MAX_BODY_BYTES // CHUNK_BYTES):
-                if not sock.recv(CHUNK_BYTES):  # what is left unread resets the connection and takes the answer along
+                if not sock.recv(CHUNK_BYTES):  # unread input would reset the connection and drop the answer
                     break
         sock.send(head.encode() + b"Connection: close\r\nRetry-After: 1\r\n\r\n" + body)

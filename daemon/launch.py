@@ -1,4 +1,4 @@
-"""Starts processes that outlive this daemon: as a transient unit of systemd, else in a session of their own."""
+"""Start of processes that outlive this daemon: as a transient systemd unit, else in a session of their own."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from . import host
 from .errors import CannotStart
 
 PROPERTIES = (
-    "KillMode=control-group",  # nothing of the process's tree is left behind
-    "OOMPolicy=continue",  # a worker killed for memory is the agent's to replace
+    "KillMode=control-group",  # nothing of the process tree is left behind
+    "OOMPolicy=continue",  # the agent replaces a worker killed for memory
     "TasksMax=infinity",
     "LimitMEMLOCK=infinity",
     "LimitNOFILE=1048576",
@@ -31,16 +31,16 @@ PROPERTIES = (
 )
 
 HOLDER_S = 1.0
-"""Longest look for the holder of a lock: it writes its id just after it has taken it."""
+"""How long to look for the holder of a lock: it writes its id just after taking the lock."""
 SYSTEMD_S = 10.0
-"""Longest wait for systemd's answer."""
+"""Time limit for systemd's answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
     pid: int
     child: subprocess.Popen[bytes] | None
-    """Set when it is our own child, whose exit code we learn."""
+    """Set if it is our own child, whose exit code is available."""
     unit: str = ""
 
 
@@ -50,7 +50,7 @@ class Launcher(Protocol):
 
 
 class Detached:
-    """A session of its own: neither our end nor our terminal's reaches it."""
+    """A process in a session of its own, which survives the end of this daemon and of its terminal."""
 
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], cwd: Path, output: Path) -> Started:
         try:
@@ -66,14 +66,14 @@ class Detached:
 
 
 class TransientUnit:
-    """A unit of its own: outside our cgroup and sandbox, and systemd keeps its exit code."""
+    """A systemd unit of its own: outside our cgroup and sandbox, and systemd keeps its exit code."""
 
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], cwd: Path, output: Path) -> Started:
         unit = f"{name}.service"
         command = ["systemd-run", "--quiet", "--collect", f"--unit={unit}", f"--working-directory={cwd}"]
         command += [f"--property={p}" for p in PROPERTIES]
         command += [f"--property=StandardOutput=append:{output}", f"--property=StandardError=append:{output}"]
-        command += [f"--setenv={key}" for key in env]  # the value is taken from our environment: not to be seen in ps
+        command += [f"--setenv={key}" for key in env]  # the value is taken from `env`, so that ps does not show it
         command += ["--", *argv]
         try:
             self._run(command, env)
@@ -86,7 +86,7 @@ class TransientUnit:
         return Started(int(pid), None, unit)
 
     def _clear(self, unit: str) -> None:
-        """End what is left of an earlier process of that name, if its main process has ended."""
+        """End the remains of an earlier unit of that name, if its main process has ended."""
         state = self._run(["systemctl", "show", "--property=ActiveState", "--value", unit], os.environ).strip()
         if state in ("deactivating", "failed"):
             self._run(["systemctl", "kill", "--signal=SIGKILL", unit], os.environ)
@@ -106,12 +106,13 @@ class TransientUnit:
 
 
 def launcher() -> Launcher:
-    """Transient units where systemd runs us as a system service, else detached processes."""
+    """Transient units if this daemon is a systemd system service, else detached processes."""
     return TransientUnit() if host.as_system_service() and shutil.which("systemd-run") else Detached()
 
 
 def environment() -> dict[str, str]:
-    """Ours, without what is meant for this very process, and what is no text: agents hand it on to workers as JSON."""
+    """Ours, without variables meant for this process only and without non-text ones: agents send it to workers as
+    JSON."""
     env = {k: v for k, v in os.environ.items() if k.isidentifier() and k not in SYSTEMD_VARIABLES and _is_text(k + v)}
     env = {k: v for k, v in env.items() if not k.startswith("ELASTICD_")}
     return env | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
@@ -139,20 +140,21 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def holding(lock: Path, argv: Sequence[str]) -> list[str]:
-    """The command that runs `argv` while it holds `lock`, for as long as it lives."""
+    """The command that runs `argv` and holds `lock` for as long as the process lives."""
     return [sys.executable, "-I", "-S", "-c", _HOLD, str(lock), *argv]
 
 
 class HeldElsewhere(OSError):
-    """A lock is held, and by no process that can be seen from here."""
+    """A lock is held, but by no process that is visible from here."""
 
 
 def holder(lock: Path) -> int | None:
-    """Id of the process that holds `lock`, or None: nobody does. The kernel drops the lock at its holder's death.
+    """Id of the process that holds `lock`; None if it is free. The kernel releases the lock at its holder's death.
 
-    Never another process: the file has its holder's id, but for a moment that of the holder before, and a holder in
-    another pid namespace (a container that shares the folder) has an id that means another process here. So the
-    process must be the one that the kernel names, or be seen to have the file open. Raises HeldElsewhere."""
+    Never an unrelated process: the file has the holder's id, but for a moment that of the holder before, and the id of
+    a holder in another pid namespace (a container that shares the directory) means another process here. So the process
+    must be the one reported by the kernel, or be seen to have the file open. Raises HeldElsewhere.
+    """
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -183,7 +185,7 @@ def holder(lock: Path) -> int | None:
 
 
 def _lockers(inode: int) -> list[int]:
-    """Processes that hold a lock on a file of this inode number, on whatever file system."""
+    """Processes that hold a lock on a file of this inode number, on any file system."""
     found = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
@@ -194,7 +196,7 @@ def _lockers(inode: int) -> list[int]:
 
 
 def _has_open(pid: int, descriptor: int, *, unseen: bool) -> bool:
-    """Whether a process has the file of our `descriptor` open; `unseen`: the answer where we may not look."""
+    """Whether a process has the file of our `descriptor` open; `unseen`: the answer if access is denied."""
     wanted = os.fstat(descriptor)
     folder, ours = f"/proc/{pid}/fd", (os.getpid(), str(descriptor))
     try:

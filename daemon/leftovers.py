@@ -1,7 +1,7 @@
-"""Processes that an agent's workers have left behind when the agent was killed: found by the mark in their environment.
+"""Processes left behind by an agent's workers when the agent was killed, found by the mark in their environment.
 
-Workers die with their agent, and a living agent ends what they leave. Where systemd runs the agent, its control group
-ends everything; elsewhere a process in a session of its own outlives them all.
+Workers die with their agent, and a running agent ends their leftovers. Under systemd the agent's control group ends
+everything; elsewhere a process in a session of its own outlives them all.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from elastic.core.agentfile import MARK_ENV, mark
 
 
 def end(agent_dir: Path) -> list[int]:
-    """End all that was started below the agent of this folder, which must not live. Returns their process ids.
+    """End everything that was started below the agent of this directory, which must not be running. Returns the process
+    ids.
 
-    Never another process: the mark names the folder by device and inode, and it is read again from the very process
+    Never another process: the mark names the directory by device and inode, and it is read again from the very process
     that the signal goes to.
     """
     try:
@@ -35,7 +36,7 @@ def _end(pid: int, wanted: bytes) -> bool:
     except OSError:
         return False
     try:
-        if not _has(pid, wanted):  # its number was taken by another meanwhile
+        if not _has(pid, wanted):  # its id was reused meanwhile
             return False
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):

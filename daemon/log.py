@@ -1,4 +1,4 @@
-"""Log lines on stderr: one event name and its key-values each. JSON, or text where stderr is a terminal."""
+"""Log lines on stderr: one event name with key-value pairs. JSON, or text if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from elastic.core.capped_log import LogFile
 Log = FilteringBoundLogger
 
 VALUE_CHARS = 300
-"""Of one value on a terminal; JSON has all of it."""
+"""Characters of one value on a terminal; JSON has all of it."""
 
 PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
-"""Of syslog(3)."""
+"""Priorities of syslog(3)."""
 
 
 def start(level: str, node: str) -> Log:
@@ -48,8 +48,8 @@ def to_journal() -> bool:
 
 
 def with_priority(render: Any) -> Any:
-    """What `render` makes of an event, with the event's priority before it, for `journalctl --priority` (sd-daemon(3)).
-    Each line of it is an entry of its own."""
+    """The output of `render`, prefixed with the event's priority for `journalctl --priority` (sd-daemon(3)). Each line
+    of it becomes a separate journal entry."""
 
     def rendered(logger: Any, method: str, event: Any) -> str:
         mark = f"<{PRIORITIES.get(str(event.get('level')), 6)}>"

@@ -1,6 +1,6 @@
-"""Reading the workers' logs on this node, from the end and onwards.
+"""Reading the workers' logs on this node: the last lines, then new ones.
 
-A file belongs to one life of one worker: slot<slot>.<agent's incarnation>.<life>.log (a standby's: standby.….log).
+A file belongs to one worker id: slot<slot>.<agent's incarnation>.<worker id>.log (a standby's: standby.….log).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .folders import Folder, open_file, regular_files
 NAME = re.compile(r"(?:slot(?P<slot>[0-9]+)|standby)\..+\.log", re.DOTALL)
 GAP = b"\n[... the middle of this log is gone: log_limit_mb ...]\n"
 CHUNK_BYTES = 256 * 1024
-"""Most that is read of one file at once."""
+"""Maximum bytes read from one file at once."""
 PAST_BYTES = 16 * 1024 * 1024
-"""Most that is read backwards, of all files together, to find the last lines."""
+"""Maximum bytes read backwards, from all files together, to find the last lines."""
 LINE_BYTES = 1024 * 1024
-"""A longer line is passed on in pieces: a worker that never ends its line must not fill the daemon's memory."""
+"""A longer line is passed on in pieces: a worker that never ends its line must not exhaust the daemon's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Tail:
         self._offsets: dict[str, int] = {}
         self._partial: dict[str, bytes] = {}
         self.cut = False
-        """Whether `last` found fewer lines than it was asked for because it read PAST_BYTES."""
+        """Whether `last` returned fewer lines than requested because it had read PAST_BYTES."""
 
     def last(self, count: int) -> list[Line]:
         """The last `count` lines written so far, oldest file first; reading goes on from here."""
@@ -57,19 +57,19 @@ class Tail:
         return lines
 
     def more(self) -> Iterator[Line]:
-        """What was written since."""
+        """Lines written since the last read."""
         for name, descriptor in self._opened():
             yield from self._read(name, descriptor)
 
     def rest(self) -> Iterator[Line]:
-        """Last words without an end of line, when nothing more is to come."""
+        """Last lines without a newline, when nothing more will be written."""
         for name, raw in self._partial.items():
             if raw:
                 yield self._line(name, raw)
         self._partial.clear()
 
     def _opened(self, newest_first: bool = False) -> Iterator[tuple[str, int]]:
-        """Name and descriptor of each log that is wanted, by the time of its last change."""
+        """Name and descriptor of each matching log, by modification time."""
         try:
             with self._folder.opened() as folder:
                 found = [(at, name) for at, name in regular_files(folder) if self._wanted(name)]
@@ -84,7 +84,7 @@ class Tail:
                     finally:
                         os.close(descriptor)
         except (FileNotFoundError, NotADirectoryError):
-            return  # nothing written yet; or a link stands in the folder's place
+            return  # nothing written yet; or the directory was replaced by a link
 
     def _wanted(self, name: str) -> bool:
         match = NAME.fullmatch(name)
@@ -92,7 +92,7 @@ class Tail:
 
     def _read(self, name: str, descriptor: int) -> Iterator[Line]:
         offset, size = self._offsets.get(name, 0), os.fstat(descriptor).st_size
-        if offset > size:  # it was cut: begin anew
+        if offset > size:  # truncated: start over
             offset = 0
         while offset < size:
             chunk, offset = _next(descriptor, offset, size)
@@ -124,7 +124,7 @@ class _Past:
         """Whether the budget ended before the file did."""
 
     def lines(self, count: int) -> list[bytes]:
-        """The last `count` whole lines, and behind them what stands after the last end of line."""
+        """The last `count` whole lines, followed by the text after the last newline."""
         found, ends = [], 0
         for chunk in self._backwards():
             found.append(chunk)
@@ -152,7 +152,7 @@ class _Past:
 
 
 def _segments(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """(begin, end) of the parts of a file that are no hole."""
+    """(begin, end) of the parts of a file that are not holes."""
     offset = 0
     while offset < size:
         try:
@@ -166,8 +166,8 @@ def _segments(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _next(descriptor: int, offset: int, size: int) -> tuple[bytes, int]:
-    """What stands at `offset`, at most CHUNK_BYTES, and where it ends. A hole (the agent frees the middle of a log that
-    has grown too large) is passed over in one go, with a line that says so."""
+    """The data at `offset`, at most CHUNK_BYTES, and its end. A hole (the agent frees the middle of a log that has
+    grown too large) is skipped at once, with a line that says so."""
     try:
         begin = os.lseek(descriptor, offset, os.SEEK_DATA)
         end = os.lseek(descriptor, begin, os.SEEK_HOLE)

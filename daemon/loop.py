@@ -1,7 +1,8 @@
-"""The daemon's one owner thread: each turn compares what should run here with what does, and closes the difference.
+"""The daemon's main loop: each turn compares the agents that should run here with those that do, and acts on the
+difference.
 
-Level-triggered: a turn looks only at the newest picture of etcd and at the agents, never at how they came to be so.
-A lost event costs at most the second until the next turn.
+Level-triggered: a turn uses only the newest view of etcd and the agents' state, not the events that led to them. A lost
+event costs at most the second until the next turn.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from .writer import Writer
 TICK_S = 1.0
 """Longest time between two turns."""
 ALARMS_S = 5.0
-"""Time between two looks at etcd's alarms, and at its version while that is not known."""
+"""Interval between checks for etcd's alarms, and for its version while that is unknown."""
 WORKERS_S = 5.0
-"""Least time between two changes of what this node's record says of its workers."""
+"""Minimum interval between changes to the workers in this node's record."""
 CONTACT_S = 5.0
-"""Least time between two log lines that say, with different reasons, that etcd cannot be reached."""
+"""Minimum interval between log lines that give different reasons why etcd cannot be reached."""
 RETRY_S = 1.0
-"""Pause before another try to register, or to write what has changed."""
+"""Pause before another attempt to register, or to write a change."""
 
 
 class Loop:
@@ -72,7 +73,7 @@ class Loop:
         self._plan = Assignment()
         self._lease: Lease | None = None
         self._registered: NodeRecord | None = None
-        """Our record as it stands in etcd."""
+        """Our record as stored in etcd."""
         self._retry_s = 0.0
         self._version_due_s = 0.0
         self._alarms_due_s = 0.0
@@ -81,16 +82,16 @@ class Loop:
         self._ready = False
         self._overdue: dict[str, float] = {}
         self._aside: dict[str, float] = {}
-        """Job -> monotonic instant at which this daemon first saw this node set aside for it."""
+        """Job -> monotonic time at which this daemon first saw this node excluded for it."""
         self._said: dict[str, str] = {}
         self._contact_said = ("", 0.0)
-        """Why etcd could not be reached, as it was last logged, and the instant before which no other reason is."""
+        """Why etcd could not be reached, as last logged, and the time before which no other reason is logged."""
         self._compact_mark: tuple[float, int] | None = None
-        """(monotonic instant, revision of etcd then) since which its history is kept."""
+        """(monotonic time, revision of etcd at that time) from which on its history is kept."""
         self._turn = 0
 
     def run(self) -> Stop:
-        """Turn until told to stop; returns why."""
+        """Run until a Stop event; returns it."""
         self._agents.find()
         tick_s = min(TICK_S, self._notify.watchdog_s / 3 or TICK_S)
         while True:
@@ -107,11 +108,11 @@ class Loop:
             self._notify.turned()
 
     def leave(self) -> None:
-        """Take our node record away: this node takes no new work. Agents stay."""
+        """Remove our node record: this node accepts no new work. Agents stay."""
         if self._lease is not None:
             self._lease.close()
 
-    # ── hearing ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _hear(self, event: Event) -> None:
         match event:
@@ -137,7 +138,7 @@ class Loop:
 
     def _look(self, view: View) -> None:
         self._say_contact(view)
-        if view.revision or view.connected:  # an empty picture before the first contact says nothing
+        if view.revision or view.connected:  # an empty view before the first contact carries no information
             self._cluster = self._reader.read(view.kvs, view.revision)
         for name in list(self._agents.trouble):
             job = self._cluster.jobs.get(name)
@@ -148,7 +149,7 @@ class Loop:
             self._say(f"record {key}", why)
 
     def _say_contact(self, view: View) -> None:
-        """Log that contact with etcd is there or not, with the first failure after the start among them."""
+        """Log that contact with etcd is gained or lost, including a first failure after the start."""
         now_s = time.monotonic()
         if view.connected:
             if not self._contact.connected:
@@ -161,7 +162,7 @@ class Loop:
             self._contact_said = view.error or "unknown", now_s + CONTACT_S
 
     def _say(self, about: str, what: str) -> None:
-        """Log a trouble when it is new or has changed, not each time it is met."""
+        """Log a problem when it is new or has changed, not each time it occurs."""
         if self._said.get(about) != what:
             self._said[about] = what
             self._log.warning("daemon.trouble", about=about, what=what)
@@ -190,20 +191,21 @@ class Loop:
         self._tell_systemd()
 
     def _stays_out(self) -> str:
-        """A newcomer that finds records of another protocol takes no part. One that is in ignores such newcomers."""
+        """Why this node does not register: it found incompatible records. Once registered, a node ignores such
+        records."""
         if self._lease is not None or not self._cluster.foreign:
             return ""
         key, why = next(iter(self._cluster.foreign.items()))
         return f"{key}: {why}"
 
     def _trusted(self) -> bool:
-        """Whether what stands in etcd may be run here: root asks first whether anyone may write it."""
+        """Whether jobs in etcd may be run here: as root, only after a check that etcd refuses anonymous writes."""
         if self._writer.anonymous is None:
             self._writer.check_anonymous(refuse=self._refuses_anonymous)
         return not (self._refuses_anonymous and self._writer.anonymous is not False)
 
     def _check_version(self, now_s: float) -> None:
-        if not self._writer.version and now_s >= self._version_due_s:  # again, where no member could say
+        if not self._writer.version and now_s >= self._version_due_s:  # again, while no member has answered
             self._version_due_s = now_s + ALARMS_S
             self._writer.check_version(refuse=reconcile.refuses_unsound(self._settings))
 
@@ -213,8 +215,8 @@ class Loop:
             self._writer.check_alarms()
 
     def _compact(self, now_s: float) -> None:
-        """The oldest node's daemon has an external etcd forget what is older than an hour, say: else its space, of
-        which each revision of a progress record takes a part, is used up within days."""
+        """The oldest node's daemon compacts an external etcd up to `compact_every_s` ago: each revision of a progress
+        record takes space, which would be used up within days."""
         every_s = self._settings.etcd.compact_every_s
         if (
             not every_s
@@ -238,7 +240,7 @@ class Loop:
         elif record != self._registered:
             if now_s >= self._retry_s:
                 self._writer.update(record, self._lease.id)
-        elif not key_there and self._turn % 5 == 0:  # somebody deleted it; the lease still lives
+        elif not key_there and self._turn % 5 == 0:  # the key was deleted; the lease is still alive
             self._writer.update(record, self._lease.id)
 
     def _record(self) -> NodeRecord:
@@ -261,7 +263,7 @@ class Loop:
         )
 
     def _workers(self) -> tuple[WorkerRow, ...]:
-        """Looked up seldom: each change is a write to etcd that every daemon of the cluster receives."""
+        """Updated rarely: each change is a write to etcd that every daemon of the cluster receives."""
         now_s = time.monotonic()
         if now_s >= self._workers_due_s:
             self._workers_due_s = now_s + WORKERS_S
@@ -308,10 +310,10 @@ class Loop:
                 self._writer.put_state(job, state)
 
     def _set_aside_s(self, job: Job) -> float:
-        """For how long this node has been set aside for `job`, as far as this daemon saw; 0: it is not."""
+        """How long this node has been excluded for `job`, as seen by this daemon; 0: it is not."""
         if self._settings.node not in job.state.excluded_nodes:
             if self._aside.pop(job.name, None) is not None:
-                self._agents.forget(job.name)  # what failed before it was set aside counts no more
+                self._agents.forget(job.name)  # failures before the exclusion no longer count
             return 0.0
         return time.monotonic() - self._aside.setdefault(job.name, time.monotonic())
 
@@ -320,7 +322,7 @@ class Loop:
         leaving = self._plan.leaving(self._settings.node)
         for name in list(self._agents.running):
             job = self._cluster.jobs.get(name)
-            # Wiped from etcd, or not heard of yet: no reason to tell it anything. Over: it ends by itself.
+            # Wiped from etcd, or not seen yet: keep its orders. Over: the agent ends by itself.
             if job is None or job.spec is None or job.over:
                 continue
             orders = AgentOrders(
@@ -335,7 +337,7 @@ class Loop:
         return self._health.sick if self._agents.running[job].config.gpus else ""
 
     def _end_overdue(self, now_s: float) -> None:
-        """Agents end by themselves when their job is over or told to stop; one that does not is ended."""
+        """Agents end by themselves when their job is over or stopping; those that do not are signalled."""
         for name in list(self._agents.running):
             job = self._cluster.jobs.get(name)
             if job is None or not (job.over or job.state.phase is Phase.STOPPING):
@@ -372,7 +374,7 @@ class Loop:
 
     def _tell_systemd(self) -> None:
         if not self._ready:
-            # Not before its own record is seen: who asks right after the start is to find this node.
+            # Not before our own record is visible: a query right after the start must find this node.
             if self._contact.connected and self._lease is not None and self._settings.node in self._cluster.nodes:
                 self._ready = True
                 self._notify.ready()

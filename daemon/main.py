@@ -1,4 +1,4 @@
-"""The command `elasticd`: read the settings, put the parts together, run until told to stop."""
+"""The command `elasticd`: read the settings, assemble the parts, run until stopped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .shutdown import stop_all
 from .views import SCHEMA, Identity, Json
 
 FLAGS = ("cluster", "node", "address", "state_dir", "socket", "slots", "log_level")
-"""Settings with a flag of their own; every other one is reached by --set."""
+"""Settings with a flag of their own; all others are set by --set."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +77,7 @@ def _flags(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _run(settings: Settings, sources: Mapping[str, str], gpus: host.Gpus, started_s: float, address_why: str) -> int:
-    # What takes time to import comes after the embedded etcd has been started: they overlap.
+    # Slow imports come after the start of the embedded etcd, to overlap with it.
     notify = Notify.from_environment()
     state_dir = Path(settings.state_dir)
     lock = _own(state_dir)
@@ -118,7 +118,7 @@ def _run(settings: Settings, sources: Mapping[str, str], gpus: host.Gpus, starte
     )  # fmt: skip
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda n, _: daemon.stop(signal.Signals(n).name))
-    # A terminal that closes, a service manager that reloads: settings are read at start, so there is nothing to do. Not
+    # A closed terminal, or a reload by the service manager: settings are read at start, so there is nothing to do. Not
     # SIG_IGN, which processes started from here would inherit.
     signal.signal(signal.SIGHUP, lambda *_: None)
     try:
@@ -136,10 +136,10 @@ def _own(state_dir: Path) -> IO[bytes]:
     try:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o755)
         ownership.trusted(state_dir, "state_dir")
-        # For this user alone: whoever may read a file may lock it, and so keep elasticd from starting.
+        # For this user only: read access suffices to lock a file, and so to keep elasticd from starting.
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         lock = open(os.open(state_dir / "lock", flags, 0o600), "a+b", buffering=0)  # noqa: SIM115 - see `_run`
-        os.fchmod(lock.fileno(), 0o600)  # one of an earlier version
+        os.fchmod(lock.fileno(), 0o600)  # created by an earlier version
     except OSError as error:
         raise CannotStart(f"state_dir = {str(state_dir)!r}: {error.strerror}") from error
     try:
@@ -148,7 +148,7 @@ def _own(state_dir: Path) -> IO[bytes]:
         lock.seek(0)
         pid = lock.read(32).decode(errors="replace").strip() or "?"
         raise AlreadyRuns(f"another elasticd (process {pid}) already works in {state_dir}") from None
-    with contextlib.suppress(OSError):  # a full disk: the number is for people, the lock is what counts
+    with contextlib.suppress(OSError):  # a full disk: the lock counts, not the number
         lock.truncate(0)
         lock.write(str(os.getpid()).encode())
     return lock
@@ -175,7 +175,7 @@ def _plain(settings: Settings, sources: Mapping[str, str]) -> dict[str, object]:
 
 
 def describe(settings: Settings, sources: Mapping[str, str]) -> Json:
-    """Every setting with its value, where that comes from and what it means; and the hierarchy of time-outs."""
+    """Every setting with its value, its source and its meaning; and the hierarchy of timeouts."""
     docs = config.explain()
 
     def value(name: str) -> object:

@@ -1,4 +1,4 @@
-"""The thread that asks each member of etcd for itself: where one of three is down, the other two work on as before."""
+"""The thread that queries each etcd member separately: with one of three down, the other two hide the loss."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from elastic.etcd import Etcd, MemberHealth
 from .log import Log
 
 LOOK_S = 10.0
-"""From one look to the next."""
+"""Interval between queries."""
 ANSWER_S = 3.0
-"""How long a member may take to answer: TLS on a busy node takes its time."""
+"""Time limit for a member's answer: TLS is slow on a busy node."""
 LOOKS = 2
-"""A member is in trouble when so many looks in a row have found it so."""
+"""Consecutive failures after which a member is reported as failed."""
 
 
 class Members:
@@ -35,7 +35,7 @@ class Members:
         self._closed.set()
 
     def look(self) -> None:
-        """Ask all, show all: one that failed to answer for the first time is shown as it was before."""
+        """Query all members and publish the result: one that failed to answer for the first time is shown as before."""
         found = []
         for member in self._etcd.members(ANSWER_S):
             missed = 0 if member.ok else self._missed.get(member.endpoint, 0) + 1

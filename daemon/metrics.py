@@ -1,4 +1,4 @@
-"""What Prometheus sees: a few gauges made from the newest snapshot when they are asked for."""
+"""Prometheus metrics: a few gauges, computed from the newest snapshot on each scrape."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ JOB_GAUGES = (
     ("elasticd_job_snapshot_megabytes", "Memory for snapshots, a node.", ("snapshot", "memory_mb")),
     ("elasticd_job_checkpoint_skipped", "Due while another was still being written.", ("checkpoint", "skipped")),
 )
-"""Name, help, and where the value stands in the job's row."""
+"""Name, help, and path of the value in the job's row."""
 
 
 class FromSnapshot(Collector):
@@ -82,7 +82,7 @@ def _gauge(name: str, text: str, value: float | None) -> GaugeMetricFamily:
 
 
 def exposition(snapshot: Callable[[], Snapshot], identity: views.Identity) -> Callable[[], bytes]:
-    """A function that gives the text that Prometheus reads."""
+    """A function that returns the text for Prometheus."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(FromSnapshot(snapshot, identity))
     return lambda: generate_latest(registry)

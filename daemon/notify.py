@@ -1,4 +1,4 @@
-"""sd_notify: what systemd is told. Without systemd every call does nothing."""
+"""sd_notify messages to systemd. Without systemd every call does nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class Notify:
     def __init__(self, path: str, watchdog_usec: str = "") -> None:
         self._path = "\0" + path[1:] if path.startswith("@") else path
         self.watchdog_s = int(watchdog_usec) / 1e6 if watchdog_usec.isdigit() else 0.0
-        """Interval within which systemd wants to hear WATCHDOG=1; 0: it does not."""
+        """Interval within which systemd expects WATCHDOG=1; 0: it does not."""
         self._status = ""
 
     @classmethod
     def from_environment(cls) -> Notify:
-        """Takes the variables out of the environment, so that no child speaks in our name."""
+        """Removes the variables from the environment, so that no child process notifies in our name."""
         path = os.environ.pop("NOTIFY_SOCKET", "")
         pid = os.environ.pop("WATCHDOG_PID", "")
         usec = os.environ.pop("WATCHDOG_USEC", "")
@@ -34,12 +34,12 @@ class Notify:
         self._send("STOPPING=1")
 
     def turned(self) -> None:
-        """A turn of the loop is done: the only food of the watchdog."""
+        """A turn of the loop is done: the only place that sends WATCHDOG=1."""
         if self.watchdog_s:
             self._send("WATCHDOG=1")
 
     def not_yet(self, extend_s: float) -> None:
-        """Still starting, and alive: systemd shall wait `extend_s` more."""
+        """Still starting, and alive: systemd should wait `extend_s` more."""
         self._send(f"EXTEND_TIMEOUT_USEC={int(extend_s * 1e6)}")
 
     def _send(self, text: str) -> None:
@@ -50,6 +50,6 @@ class Notify:
                 channel.setblocking(False)
                 channel.sendto(text.encode(), self._path)
         except OSError:
-            # systemd itself restarts, or its buffer is full: the next turn says it again, and a daemon must not die
-            # of not being heard.
+            # systemd restarts, or its buffer is full: the next turn repeats the message, and a failed one must not end
+            # the daemon.
             pass

@@ -1,4 +1,4 @@
-"""Folders and files of the daemon that no other user of the machine may change."""
+"""Directories and files of the daemon that no other user of the machine may change."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ STICKY_WRITABLE = stat.S_ISVTX | stat.S_IWOTH
 
 
 def private(folder: Path) -> None:
-    """Make `folder`, if it is not there, for this user alone (mode 0700). Raises CannotStart for one that is a link
-    or belongs to another user."""
+    """Create `folder`, if it does not exist, for this user only (mode 0700). Raises CannotStart if it is a link or
+    belongs to another user."""
     try:
         os.mkdir(folder, 0o700)
     except FileExistsError:
@@ -35,11 +35,11 @@ def private(folder: Path) -> None:
 
 
 def trusted(folder: Path, setting: str) -> None:
-    """Refuse a folder that another user could change, or replace by another one. Raises CannotStart with the cure.
+    """Refuse a directory that another user could change or replace. Raises CannotStart with the remedy.
 
-    Root's and this user's own folders are trusted. One that everyone may write to is trusted only above `folder` and
-    with the sticky bit, which keeps the names in it to their owners. The folders above are looked at for root alone:
-    in a container of a user they may show any owner.
+    Directories of root and of this user are trusted. A world-writable one is trusted only above `folder` and with the
+    sticky bit, which keeps the names in it to their owners. The directories above are checked for root only: in a
+    user's container they may show any owner.
     """
     mine = {0, os.geteuid()}
     above = Path(os.path.realpath(folder)).parents if os.geteuid() == 0 else ()
@@ -58,7 +58,7 @@ def trusted(folder: Path, setting: str) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file as a whole: its reader sees the old or the new. Readable by this user alone; links are never
+    """Replace a file atomically: its reader sees the old or the new. Readable by this user only; links are never
     followed. Raises OSError."""
     aside = path.with_name(f".{path.name}.new")
     try:

@@ -1,4 +1,4 @@
-"""What the daemon knows, as one immutable picture per turn of the loop: written by the loop, read by everyone."""
+"""The daemon's state, as one immutable snapshot per turn of the loop: written by the loop, read by all threads."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class LocalAgent:
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """How things stand with etcd."""
+    """The state of the contact with etcd."""
 
     connected: bool = False
     as_of_s: float = float("-inf")
-    """Monotonic instant of the last confirmation; -inf: never."""
+    """Monotonic time of the last confirmation; -inf: never."""
     error: str = ""
     version: str = ""
     alarms: tuple[str, ...] = ()
-    """What etcd itself has raised alarm about: 'NOSPACE', 'CORRUPT'."""
+    """Alarms raised by etcd: 'NOSPACE', 'CORRUPT'."""
     members: tuple[MemberHealth, ...] = ()
-    """Each configured member by itself; empty: not asked yet, or embedded."""
+    """Status of each configured member; empty: not queried yet, or embedded."""
     anonymous: bool = False
-    """Whether it is known to take writes from anyone: no password, no client certificate."""
+    """Whether it is known to accept anonymous writes: no password, no client certificate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ class Snapshot:
     plan: Assignment = field(default_factory=Assignment)
     agents: Mapping[str, LocalAgent] = field(default_factory=dict)
     trouble: Mapping[str, str] = field(default_factory=dict)
-    """Job -> what went wrong with its agent here."""
+    """Job -> the last failure of its agent here."""
     registered: bool = False
     stays_out: str = ""
-    """Why this node takes no part in the cluster; empty: it does."""
+    """Why this node does not join the cluster; empty: it does."""
     turn: int = 0
     turned_s: float = field(default_factory=time.monotonic)
 

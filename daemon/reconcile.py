@@ -1,4 +1,4 @@
-"""The daemon's smaller decisions. Pure."""
+"""Small decisions of the daemon's loop. Pure."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .cluster import Cluster, Job
 from .settings import Settings
 
 FAILED_STARTS = 3
-"""This many agents in a row that end before they report anything: the node is set aside for the job."""
+"""After this many consecutive agents that end before they report anything, the node is excluded for the job."""
 SET_ASIDE_S = 600.0
-"""How long a node stays set aside for a job, for whatever reason: then it is tried again."""
+"""How long a node stays excluded for a job, for whatever reason, before it is tried again."""
 END_AFTER_S = 10.0
-"""Beyond the job's own stop grace: how long an agent may outlive its job before it is told to end by signal, and
-again until it is killed."""
+"""Added to the job's own stop grace: how long an agent may outlive its job before SIGTERM, and as long again before
+SIGKILL."""
 
 
 def pick_gpus(gpus: tuple[int, ...], slots: int, taken: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """A device for each slot: the least used first. Empty without GPUs."""
+    """A GPU for each slot: the least used first. Empty without GPUs."""
     if not gpus:
         return ()
     used = Counter(gpu for agent in taken for gpu in agent)
@@ -39,7 +39,7 @@ def pick_gpus(gpus: tuple[int, ...], slots: int, taken: Iterable[tuple[int, ...]
 
 
 def worker_rows(agents: Mapping[str, AgentStatus | None]) -> tuple[WorkerRow, ...]:
-    """Of all jobs on this node, in the order of job and slot. Workers that have no process yet are left out."""
+    """Workers of all jobs on this node, by job and slot. Workers without a process yet are left out."""
     rows = [
         WorkerRow(job, row.slot, row.pid, row.incarnation)
         for job, status in agents.items()
@@ -50,13 +50,14 @@ def worker_rows(agents: Mapping[str, AgentStatus | None]) -> tuple[WorkerRow, ..
 
 
 def refuses_unsound(settings: Settings) -> bool:
-    """An etcd that loses data is refused, except our own and where all of the cluster is this one machine."""
+    """Whether an etcd version that loses data is refused: not the embedded one, nor if the whole cluster is this
+    machine."""
     etcd = settings.etcd
     return bool(etcd.endpoints) and not etcd.allow_unsound_version and not addresses.only_loopback(settings)
 
 
 def is_oldest(cluster: Cluster, me: str) -> bool:
-    """Whether `me` is the node that registered before all others: what one daemon of all is to do is its."""
+    """Whether `me` is the node that registered first: its daemon does the tasks that only one daemon is to do."""
     return (
         min(cluster.nodes.values(), key=lambda node: (node.create_revision, node.name)).name == me
         if cluster.nodes
@@ -67,9 +68,9 @@ def is_oldest(cluster: Cluster, me: str) -> bool:
 def job_state(
     job: Job, cluster: Cluster, me: str, here: bool, failed: str, wall_s: float, aside_s: float = 0.0
 ) -> JobState | None:
-    """The state that this daemon should write for a job, or None: none.
+    """The state that this daemon should write for a job, or None.
 
-    `failed`: why no agent comes up here; `aside_s`: for how long this daemon has seen its node set aside for the job.
+    `failed`: why no agent starts here; `aside_s`: how long this daemon has seen its node excluded for the job.
     """
     state = job.state
     if job.over:
@@ -95,7 +96,7 @@ def _no_agent_on(node: str) -> str:
 
 
 def signal_for(job: Job, overdue_s: float, told: bool) -> signal.Signals | None:
-    """How to end an agent that outlives its job, if it is time to."""
+    """The signal for an agent that outlives its job, if it is due."""
     spec = job.spec.spec if job.spec else None
     ends_s = max(spec.stop_grace_s, spec.exit_timeout_s if job.state.phase is Phase.SUCCEEDED else 0.0) if spec else 0.0
     grace_s = ends_s + END_AFTER_S

@@ -1,4 +1,4 @@
-"""What the API answers: one function for each path. See docs/api.md."""
+"""The answers of the API: one function per path. See docs/api.md."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .views import SCHEMA, Identity, Json, Now
 
 LONGEST_WAIT_S = 60.0
 FOLLOW_S = 0.2
-"""Interval at which a followed log is looked at."""
+"""Polling interval of a followed log."""
 PROGRESS_S = 0.5
-"""Least time between two reports of progress to a follower."""
+"""Minimum interval between progress messages to a follower."""
 WAITS_S = 2.0
-"""From when a job waits for something until who follows it is told."""
+"""How long a job must have waited for something before its followers are told."""
 
 MAX_DEADLINE_S = 1e9
-"""Of a drain. No timer takes a number without bound."""
+"""Of a drain. Timers accept no unbounded numbers."""
 MAX_REASON_CHARS = 1_000
-"""A reason goes into records, orders and every status of the node."""
+"""A reason is copied into records, orders and every status of the node."""
 COUNT = re.compile("[0-9]{1,9}")
 
 Query = Mapping[str, str]
@@ -42,7 +42,7 @@ Query = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the answers are made from."""
+    """The sources of the answers."""
 
     board: PublishedState
     actions: Actions
@@ -146,7 +146,7 @@ def get_logs(h: Request, query: Query, job: str) -> None:
 
 
 class Waits:
-    """What a job waits for that makes no step yet, told once it has waited for that for a while."""
+    """Reports what a job that makes no step yet waits for, once it has waited for that for a while."""
 
     def __init__(self, job: str) -> None:
         self._job = job
@@ -154,7 +154,7 @@ class Waits:
         self._said = ""
 
     def look(self, snapshot: Snapshot, now_s: float) -> str:
-        """The words, if they are to be said now; else ''."""
+        """The message to send now; '' if there is none."""
         known = snapshot.cluster.jobs.get(self._job)
         stands = known is not None and known.state.phase in (Phase.PENDING, Phase.WAITING)
         why = views.job_row(snapshot, known, now())["waiting_for"] if known and stands else ""
@@ -167,7 +167,7 @@ class Waits:
 
 
 class Progress:
-    """Where a job stands, told when it has changed and at most once in PROGRESS_S."""
+    """A job's progress, reported when it has changed and at most once per PROGRESS_S."""
 
     def __init__(self, job: str) -> None:
         self._job = job
@@ -175,7 +175,7 @@ class Progress:
         self._due_s = 0.0
 
     def look(self, snapshot: Snapshot, now_s: float) -> Json:
-        """What is to be told now; {} when there is nothing new."""
+        """The progress to send now; {} if there is nothing new."""
         known = snapshot.cluster.jobs.get(self._job)
         if known is None or now_s < self._due_s:
             return {}
@@ -188,7 +188,7 @@ class Progress:
 
 
 def _told(snapshot: Snapshot, job: str) -> tuple[str, ...]:
-    """What has happened to a job so far, in words."""
+    """The finished incidents of a job, as text."""
     known = snapshot.cluster.jobs.get(job)
     if known is None:
         return ()
@@ -207,13 +207,13 @@ def _told(snapshot: Snapshot, job: str) -> tuple[str, ...]:
 
 
 def news(before: Sequence[str], told: Sequence[str]) -> list[str]:
-    """What `told` has more than `before`. Not only at its end: an outage is over after a checkpoint has failed in it;
-    and the oldest go."""
+    """The messages in `told` that are not in `before`. Not only at its end: an outage may end after a checkpoint failed
+    in it; and the oldest incidents are removed."""
     return list((Counter(told) - Counter(before)).elements())
 
 
 def _ended(snapshot: Snapshot, job: str) -> bool:
-    """Whether nothing more is written here for this job."""
+    """Whether nothing more will be logged here for this job."""
     known = snapshot.cluster.jobs.get(job)
     return job not in snapshot.agents and (known is None or known.over)
 
@@ -280,7 +280,7 @@ def _done(h: Request, job: str) -> None:
 
 
 def _seconds(query: Query, name: str) -> float:
-    """0 where it is not given."""
+    """Seconds; 0 if not given. Raises Refused (400)."""
     try:
         value = float(query.get(name, 0.0))
     except ValueError:
@@ -371,9 +371,9 @@ def checked(field: str, name: str) -> str:
 
 
 def find(method: str, path: str) -> tuple[Answer, dict[str, str]]:
-    """The answer to a request and the names in its path, unquoted. Raises Refused (400, 404, 405).
+    """The function for a request and the names in its path, unquoted. Raises Refused (400, 404, 405).
 
-    The names are checked here, for every path alike: some become parts of file names and of keys in etcd.
+    The names are checked here, for every path: some become parts of file names and of keys in etcd.
     """
     others = []
     for verb, pattern, answer in ROUTES:

@@ -1,4 +1,4 @@
-"""The parts of a running daemon, put together: etcd, loop, agents, API, metrics."""
+"""The parts of a running daemon, assembled: etcd, loop, agents, API, metrics."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Daemon:
         self._describe = describe
 
     def run(self) -> int:
-        """Serve and turn until told to stop. Returns the exit code."""
+        """Serve and run the loop until stopped. Returns the exit code."""
         self._serve()
         self._threads.start("writer", self._writer.run)
         self._threads.start("gpus", self._health.run)
@@ -73,19 +73,19 @@ class Daemon:
         self._etcd.watch(self._keys.root, self._mailbox.show)
         try:
             stop = self._loop.run()
-        except Exception:  # the second of the two places: a loop that failed must not seem alive
+        except Exception:  # the second of the two places: a failed loop must not appear alive
             fail_stop(self._log, "loop")
             raise
         (self._log.error if stop.code else self._log.info)("daemon.stopping", why=stop.why, code=stop.code)
         return stop.code
 
     def stop(self, why: str) -> None:
-        """From a signal handler."""
+        """Called from a signal handler."""
         self._mailbox.post(Stop(why))
 
     def close(self) -> None:
-        """Leave the cluster; agents and the embedded etcd go on."""
-        # The servers end with the process: to stop them first would only cost the time of their polls.
+        """Leave the cluster; agents and the embedded etcd continue to run."""
+        # The servers end with the process: stopping them first would only cost the time of their polls.
         Path(self._settings.socket).unlink(missing_ok=True)
         self._health.stop()
         self._members.close()
@@ -98,7 +98,7 @@ class Daemon:
             holder: list[Callable[[], bytes]] = []
 
             def exposition() -> bytes:
-                if not holder:  # prometheus-client is imported at the first scrape: it is not needed to be ready
+                if not holder:  # prometheus-client is imported at the first scrape: readiness does not need it
                     from . import metrics
 
                     holder.append(metrics.exposition(lambda: self._board.now, self._identity))

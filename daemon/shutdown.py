@@ -1,4 +1,5 @@
-"""`elasticd --stop`: end all that belongs to one state directory. The daemon alone leaves agents and etcd running."""
+"""`elasticd --stop`: end everything that belongs to one state directory. The end of the daemon alone leaves agents and
+etcd running."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from . import launch, leftovers
 
 NOT = "could not be ended"
 GRACE_S = 15.0
-"""From SIGTERM until SIGKILL."""
+"""Time from SIGTERM to SIGKILL."""
 
 
 def stop_all(state_dir: Path) -> list[str]:
-    """End the daemon, then its agents (their workers end with them) and what their workers have left, then the embedded
-    etcd. Returns what was done, in words; a line with NOT in it tells of what lives on."""
+    """End the daemon, then its agents (their workers end with them) and the workers' leftover processes, then the
+    embedded etcd. Returns a report; a line with NOT in it names a process that is still alive."""
     said = _end_holder("elasticd", state_dir / "lock")
     for lock in sorted(state_dir.glob("jobs/*/agent/lock")):
         what = f"agent of {lock.parent.parent.name}"
@@ -35,7 +36,7 @@ def _end_holder(what: str, lock: Path) -> list[str]:
 
 
 def end(what: str, pid: int | None) -> list[str]:
-    """End one process, by SIGTERM, then SIGKILL. Returns what was done, in words; nothing without a process."""
+    """End one process, by SIGTERM, then SIGKILL. Returns a report; empty without a process."""
     if pid is None:
         return []
     try:

@@ -1,5 +1,5 @@
-"""Helper threads: they block and enqueue. One that fails ends the process, because a daemon that lost a limb and
-seems well is worse than one that systemd starts again."""
+"""Helper threads: they block and enqueue. A failed one ends the process: a restart by systemd is better than a daemon
+that lacks a thread and appears healthy."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Threads:
 
 
 def fail_stop(log: Log, where: str, error: BaseException | None = None) -> None:
-    """Log `error`, or the exception that is being handled, and end the process here and now."""
+    """Log `error`, or the exception being handled, and end the process at once."""
     log.critical("daemon.failed", where=where, exc_info=error or True)
     sys.stderr.flush()
     os._exit(EXIT_CODE)
 
 
 def fail_stop_whatever_fails(log: Log) -> None:
-    """Also in threads that are not of `Threads`: etcd's watch, the renewal of a lease."""
+    """The same for threads not started by `Threads`: etcd's watch, the renewal of a lease."""
 
     def failed(args: threading.ExceptHookArgs) -> None:
         fail_stop(log, args.thread.name if args.thread else "a thread", args.exc_value)

@@ -1,4 +1,4 @@
-"""Whether what stands in etcd may be run: elasticd as root runs it as root, whoever wrote it."""
+"""Whether the jobs in etcd may be run: elasticd as root runs them as root, whichever user wrote them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ CURE = (
 
 
 def check(etcd: EtcdSettings, euid: int) -> None:
-    """Refuse settings with which root would take orders from anyone, and secrets that others may read.
+    """Refuse settings with which root would run jobs from anyone, and secrets that other users may read.
 
-    Raises InvalidConfig."""
+    Raises InvalidConfig.
+    """
     for name in ("password_file", "key_file"):
         if file := getattr(etcd, name):
             _check_secret(f"etcd.{name}", file, euid)
@@ -32,7 +33,7 @@ def check(etcd: EtcdSettings, euid: int) -> None:
 
 
 def refusal(endpoint: str) -> str:
-    """Why an etcd that was found to answer without credentials is not used."""
+    """Error message for an etcd that answers without credentials."""
     return (
         f"etcd at {endpoint} answers without the password or certificate that is set here, so it takes writes from "
         "anyone, and elasticd runs as root what stands in it: turn on etcd's authentication or --client-cert-auth, or "

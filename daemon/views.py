@@ -1,4 +1,4 @@
-"""The daemon's snapshot as the JSON of its API. Pure; docs/api.md says what each field means."""
+"""The daemon's snapshot as the JSON of its API. Pure; docs/api.md defines each field."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .cluster import Job
 from .published_state import Snapshot
 
 SCHEMA = 1
-"""Version of every answer. A field may be added without a new one; none is removed or changed in meaning."""
+"""Version of every answer. Fields may be added under the same version; none is removed or changes its meaning."""
 
 SILENT_S = 10.0
-"""An agent replaces its status once a second; after so long it is stopped, or its disk is full."""
+"""An agent rewrites its status once a second; if it is older than this, the agent is stopped or its disk is full."""
 
 LARGE_DATABASE_MB = 1600.0
-"""Of etcd: three quarters of its default quota."""
+"""Size of etcd's database that is reported: three quarters of its default quota."""
 
 Json = dict[str, Any]
 
@@ -35,7 +35,7 @@ _ALARMS = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What does not change while the daemon runs."""
+    """Properties that do not change while the daemon runs."""
 
     cluster: str
     node: str
@@ -49,7 +49,7 @@ class Identity:
     interface: str = ""
     address_why: str = ""
     python: str = ""
-    """The interpreter of jobs that name none."""
+    """Interpreter for jobs that name none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ def nodes(snapshot: Snapshot) -> list[Json]:
     cluster = snapshot.cluster
     used: dict[str, dict[str, int]] = {}
     for job in cluster.jobs.values():
-        # As the plan counts them, so that "1/2" never stands beside "0 of 2 slots free": an agent that is just
-        # starting has its slots already, one whose job is over holds none back.
+        # Counted as in the plan, so that "1/2" never appears beside "0 of 2 slots free": a starting agent holds its
+        # slots already, one whose job is over holds none.
         members = {name: 0 if job.over else member.record.slots for name, member in job.members.items()}
         for name, slots in {**members, **snapshot.plan.places.get(job.name, {})}.items():
             used.setdefault(name, {})[job.name] = slots
@@ -123,7 +123,7 @@ def nodes(snapshot: Snapshot) -> list[Json]:
         node = cluster.nodes.get(name)
         jobs = used.get(name, {})
         row: Json = {"node": name, "jobs": sorted(jobs), "slots_used": sum(jobs.values())}
-        if node is None:  # its agents live, its daemon does not: a restart, or a crash
+        if node is None:  # its agents run, its daemon does not: a restart, or a crash
             why = "its elasticd does not answer; the agents there go on"
             rows.append({**row, "state": "no daemon", "reason": why, "slots": None, "gpus": None, "address": "",
                          "hostname": "", "version": "", "up_since_wall_s": None})  # fmt: skip
@@ -147,7 +147,7 @@ def nodes(snapshot: Snapshot) -> list[Json]:
 
 
 def job_row(snapshot: Snapshot, job: Job, now: Now) -> Json:
-    """One job in short."""
+    """Summary of one job."""
     spec = job.spec.spec if job.spec else None
     progress = newest_progress(snapshot, job)
     waiting = _waiting(snapshot, job, progress)
@@ -180,7 +180,7 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> Json:
 
 
 def job_detail(snapshot: Snapshot, job: Job, now: Now) -> Json:
-    """One job in full."""
+    """All details of one job."""
     places = job.generation.places if job.generation else ()
     ranks = {} if job.over else _ranks(snapshot, job)
     return job_row(snapshot, job, now) | {
@@ -208,7 +208,7 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now) -> Json:
 def incident(job: Job, record: IncidentRecord, now: Now) -> Json:
     row: Json = msgspec.to_builtins(record)
     del row["protocol"]
-    row["open"] = record.open and not job.over  # with the job's end every outage is over
+    row["open"] = record.open and not job.over  # the end of the job ends every outage
     age_s = round(max(0.0, now.wall_s - record.wall_s), 1)
     took_s = age_s if row["open"] else max(record.timeline_s.values(), default=None)
     return row | {"job": job.name, "age_s": age_s, "took_s": took_s, "lost": steps_lost(record)}
@@ -226,13 +226,13 @@ def steps_lost(record: IncidentRecord) -> str:
 
 
 def incidents(snapshot: Snapshot, job: str, now: Now) -> list[Json]:
-    """Those of one job, or of all ('' ), oldest first."""
+    """Incidents of one job, or of all jobs (''), oldest first."""
     found = [incident(j, i, now) for j in snapshot.cluster.jobs.values() if job in ("", j.name) for i in j.incidents]
     return sorted(found, key=lambda row: float(row["wall_s"]))
 
 
 def newest_progress(snapshot: Snapshot, job: Job) -> ProgressRecord | None:
-    """What etcd says, or what an agent on this node says, whichever is newer."""
+    """The progress in etcd or that of this node's agent, whichever is newer."""
     agent = snapshot.agents.get(job.name)
     local = agent.status.progress if agent and agent.status else None
     known = [p for p in (job.progress, local) if p is not None]
@@ -240,7 +240,7 @@ def newest_progress(snapshot: Snapshot, job: Job) -> ProgressRecord | None:
 
 
 def healthz(snapshot: Snapshot, now: Now) -> tuple[bool, Json]:
-    """Whether the daemon itself is alive: its loop turns. That etcd is away is no reason to restart it."""
+    """Whether the daemon itself is alive: its loop turns. An unreachable etcd is no reason to restart it."""
     age_s = now.monotonic_s - snapshot.turned_s
     alive = age_s < 10.0
     return alive, {"schema": SCHEMA, "alive": alive, "last_turn_s": round(age_s, 2),
@@ -255,7 +255,7 @@ def _in_order(snapshot: Snapshot) -> list[Job]:
 
 
 def _ranks(snapshot: Snapshot, job: Job) -> dict[tuple[str, int], Json]:
-    """(node, slot) -> row: what its own agent says, else what the leader wrote, else what its node's record says."""
+    """(node, slot) -> row: from this node's agent, else from the leader's record, else from the node's record."""
     rows: dict[tuple[str, int], Json] = {}
     for place in job.generation.places if job.generation else ():
         for slot, rank in job.generation.ranks(place.node).items() if job.generation else ():
@@ -320,7 +320,7 @@ def _snapshot(progress: ProgressRecord | None) -> Json | None:
 def _waiting(snapshot: Snapshot, job: Job, progress: ProgressRecord | None) -> str:
     if job.over:
         return ""
-    at_work = job.members or job.name in snapshot.agents  # else those were the last words of somebody who left
+    at_work = job.members or job.name in snapshot.agents  # else it is stale, written by an agent that left
     if progress and progress.waiting_for and at_work:
         return progress.waiting_for
     if why := snapshot.plan.waiting.get(job.name):

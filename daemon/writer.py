@@ -1,4 +1,4 @@
-"""The thread that writes to etcd for the loop, so that a slow etcd never stops a turn."""
+"""The thread that writes to etcd for the loop, so that a slow etcd never blocks a turn."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Writer:
         self._log = log
         self._work: queue.SimpleQueue[tuple[str, Callable[[], None]]] = queue.SimpleQueue()
         self._pending: set[str] = set()
-        """Names of what is in the queue: each is there once, which bounds it by the number of jobs."""
+        """Names of the queued work: each is there once, which bounds the queue by the number of jobs."""
         self.version = ""
         self.alarms: tuple[str, ...] = ()
-        """As of the last look."""
+        """As of the last check."""
         self.members: tuple[MemberHealth, ...] = ()
-        """As `members.Members` has found them lately."""
+        """As last reported by `members.Members`."""
         self.anonymous: bool | None = None
-        """Whether etcd takes writes without a password or certificate; None: not yet known."""
+        """Whether etcd accepts writes without a password or certificate; None: not known yet."""
 
     def run(self) -> None:
         """Body of the thread."""
@@ -42,7 +42,7 @@ class Writer:
             self.run_one()
 
     def run_one(self) -> None:
-        """Wait for one piece of work, and do it."""
+        """Wait for one piece of work, and run it."""
         name, work = self._work.get()
         error = ""
         try:
@@ -56,15 +56,15 @@ class Writer:
         self._pending.discard(event.name)
 
     def _do(self, name: str, work: Callable[[], None]) -> None:
-        """Hand over `work`, unless the same is under way."""
+        """Queue `work`, unless work of the same name is queued or running."""
         if name not in self._pending:
             self._pending.add(name)
             self._work.put((name, work))
 
-    # ── what the loop may ask for ───────────────────────────────────────────────────────────────────────────
+    # ── requests of the loop ────────────────────────────────────────────────────────────────────────────────
 
     def register(self, record: NodeRecord, ttl_s: float, renew_s: float) -> None:
-        """Put our record under a new lease; answers with Registered."""
+        """Write our record under a new lease; posts Registered."""
 
         def work() -> None:
             key = self._keys.node(record.node)
@@ -88,7 +88,7 @@ class Writer:
         self._do("register", work)
 
     def update(self, record: NodeRecord, lease: int) -> None:
-        """Put a newer record under our lease; answers with Updated."""
+        """Write a newer record under our lease; posts Updated."""
 
         def work() -> None:
             try:
@@ -101,7 +101,7 @@ class Writer:
         self._do("update", work)
 
     def put_state(self, job: Job, state: JobState) -> None:
-        """Change a job's state, unless somebody else does: then the next picture shows what they made of it."""
+        """Write a job's state, unless it was changed meanwhile: the next view then shows the change."""
         keys = self._keys.job(job.name)
         compares = [ModIs(keys.state, job.state_revision), ModIs(keys.spec, job.spec_revision)]
         self._do(f"state {job.name}", lambda: self._txn(compares, Put(keys.state, encode(state))))
@@ -110,7 +110,7 @@ class Writer:
         self._etcd.txn(compares, [put])
 
     def check_alarms(self) -> None:
-        """Look whether etcd has raised an alarm: it answers reads and renewals then, but takes no writes."""
+        """Check whether etcd has raised an alarm: it then answers reads and renewals, but accepts no writes."""
 
         def work() -> None:
             alarms = self._etcd.alarms()
@@ -121,7 +121,7 @@ class Writer:
         self._do("alarms", work)
 
     def compact(self, revision: int) -> None:
-        """Let etcd forget the history before `revision`; another daemon may have done so already."""
+        """Discard etcd's history before `revision`; another daemon may have done so already."""
 
         def work() -> None:
             try:
@@ -136,11 +136,11 @@ class Writer:
         self._do("compact", work)
 
     def show_members(self, members: tuple[MemberHealth, ...]) -> None:
-        """From the thread that asks them."""
+        """Called by the thread that queries the members."""
         self.members = members
 
     def check_anonymous(self, refuse: bool) -> None:
-        """Look whether etcd answers without credentials; with `refuse`, one that does stops the daemon."""
+        """Check whether etcd answers without credentials; with `refuse`, the daemon then stops."""
 
         def work() -> None:
             endpoint = self._etcd.anonymous_endpoint()
@@ -155,7 +155,7 @@ class Writer:
         self._do("anonymous", work)
 
     def check_version(self, refuse: bool) -> None:
-        """Look what etcd we talk to; with `refuse`, one that loses data stops the daemon."""
+        """Check etcd's version; with `refuse`, the daemon stops if it is unsupported or may lose data."""
 
         def work() -> None:
             for member in self._etcd.members():
@@ -175,13 +175,13 @@ class Writer:
 
 
 def taken(there: bytes, ours: NodeRecord) -> str:
-    """Why the record that stands under our name is not one of ours; empty: it is."""
+    """Why the record under our name belongs to another elasticd; empty: it does not."""
     try:
         other = decode(NodeRecord, there)
     except ProtocolVersionMismatch as error:
         return str(error)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return ""  # no record at all: replace it
+        return ""  # not a record: replace it
     if other.hostname != ours.hostname:
         return f"another host ({other.hostname}, {other.address}) is already called {ours.node!r}: set `node`"
     if other.pid != ours.pid and other.started_wall_s != ours.started_wall_s and _is_elasticd(other.pid):

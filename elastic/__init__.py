@@ -1,13 +1,13 @@
-"""Train on and never lose a step: the library that a training script imports.
+"""Fault-tolerant training with torch: the library that a training script imports.
 
     import elastic
 
     def setup(job): ...                 # once per process: build model and optimizer
-    def train(job, state): ...          # entered again after each re-formation, at state.step
+    def train(job, state): ...          # called again after each re-formation of the group, from state.step
 
     elastic.run(setup, train)
 
-Importing it is cheap and does not import torch; the names below do, when first used.
+Importing it is cheap: torch is imported when one of the names below is first used.
 """
 
 from __future__ import annotations

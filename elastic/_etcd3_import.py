@@ -1,9 +1,9 @@
 """Import etcd3 0.12.0's messages and stubs on today's protobuf.
 
-The package's generated modules call a way of building descriptors that protobuf 4 dropped, so a plain
-``import etcd3`` fails. The descriptors in them, serialized, are still good: they are read from the installed
-files, put into a private pool (the default one belongs to the process), and modules of the same names are built
-from them before anything imports those. ``rpc_pb2_grpc``, the stubs, then loads as it is.
+The package's generated modules build descriptors in a way that protobuf 4 removed, so a plain ``import etcd3`` fails.
+The serialized descriptors in them are still valid: they are read from the installed files and added to a private pool
+(the default one belongs to the process), and modules of the same names are built from them before anything imports the
+originals. ``rpc_pb2_grpc``, the stubs, then loads unchanged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def load() -> Rpc:
     with _lock:
         if f"{_PACKAGE}.rpc_pb2_grpc" not in sys.modules:
             _build(_folder())
-        # Not an import statement: that would run etcd3/__init__ and its whole client, which nobody here uses.
+        # Not an import statement: that would run etcd3/__init__ and its whole client, which is unused here.
         stubs = importlib.import_module(f"{_PACKAGE}.rpc_pb2_grpc")
         return Rpc(sys.modules[f"{_PACKAGE}.rpc_pb2"], stubs)
 
@@ -74,7 +74,7 @@ def _build(folder: Path) -> None:
     for name, module in built.items():
         setattr(package, f"{name}_pb2", module)
         sys.modules[f"{_PACKAGE}.{name}_pb2"] = module
-    # What etcd3.etcdrpc/__init__ would have taken from it, for others in this process who import all of etcd3.
+    # The names that etcd3.etcdrpc/__init__ would export, for other code in this process that imports all of etcd3.
     vars(package).update({name: value for name, value in vars(built["rpc"]).items() if name[0].isupper()})
     sys.modules[_PACKAGE] = package
     stubs = importlib.import_module(f"{_PACKAGE}.rpc_pb2_grpc")

@@ -1,6 +1,6 @@
-"""The two threads that keep contact with etcd: a lease that is renewed, a picture that is kept up to date.
+"""The two background activities on etcd: lease renewal, and a watch that keeps a view up to date.
 
-Neither knows gRPC; both see etcd through the few methods of `Source`.
+Both are independent of gRPC and use etcd through the few methods of `Source`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ._etcd_types import KV, EtcdError, EtcdUnavailable, LeaseGone, View
 
 
 class Compacted(EtcdError):
-    """The history that a watch needs is gone."""
+    """The history that a watch needs has been compacted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a stream brings at once: keys as written, (key, revision) of deletions. Empty: the watch stands."""
+    """One batch of a watch stream: written keys, (key, revision) of deletions. Empty: the watch was created."""
 
     changes: tuple[KV | tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """The last written key of a prefix, and how many keys there are."""
+    """The most recently written key of a prefix, and the number of its keys."""
 
     cluster: int
     revision: int
@@ -56,7 +56,7 @@ class Source(Protocol):
 
 
 class Lease:
-    """A lease under renewal. `id` for Put; `lost` once it must be taken for expired."""
+    """A lease under renewal. `id` is for Put; `lost` is True once the lease must be assumed expired."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Lease:
         self.id = lease
         self.lost = False
         self.renewed_s = sent_s
-        """Monotonic instant just before the last successful renewal was sent."""
+        """Monotonic time just before the last successful renewal was sent."""
         self._source = source
         self._ttl_s = ttl_s
         self._renew_every_s = renew_every_s
@@ -93,7 +93,7 @@ class Lease:
             try:
                 self._source.revoke(self.id)
             except EtcdError:
-                pass  # it runs out by itself
+                pass  # it expires by itself
 
     def _run(self) -> None:
         pause_s = self._renew_every_s
@@ -124,7 +124,7 @@ class Lease:
 
 
 class Watch:
-    """One prefix under watch; see `Etcd.watch`. `view` is the newest picture, None before the first."""
+    """A watch of one prefix; see `Etcd.watch`. `view` is the newest view, None before the first."""
 
     def __init__(self, source: Source, prefix: str, on_view: Callable[[View], None], refresh_s: float) -> None:
         self.prefix = prefix
@@ -135,7 +135,7 @@ class Watch:
         self._cluster = 0
         self._closing = threading.Event()
         self._inbox: queue.SimpleQueue[Batch | EtcdError | None] = queue.SimpleQueue()
-        """From the stream's reader; None: look whether etcd is still there."""
+        """From the stream's reader; None: check whether etcd still answers."""
         self._thread = threading.Thread(target=self._run, name=f"etcd-watch-{prefix}", daemon=True)
 
     @property
@@ -146,7 +146,7 @@ class Watch:
         self._thread.start()
 
     def nudge(self) -> None:
-        """Somebody else found etcd silent: look now, not at the next refresh."""
+        """Check the contact now rather than at the next refresh: another call got no answer from etcd."""
         self._inbox.put(None)
 
     def close(self) -> None:
@@ -168,14 +168,14 @@ class Watch:
                 try:
                     self._follow()
                 except EtcdError:
-                    pass  # no loss of contact yet: that is for _catch_up to find out
+                    pass  # not yet a loss of contact: _catch_up decides that
                 if time.monotonic() - began_s > self._refresh_s:
-                    fruitless = 0  # it stood for a while
+                    fruitless = 0  # the stream was open for a while
             fruitless = min(fruitless + 1, 6)
             self._closing.wait(min(1.0, 0.02 * 2**fruitless) * random.uniform(0.5, 1.0))
 
     def _catch_up(self) -> None:
-        """Make the picture true again: keep it where etcd says that nothing changed, else read it anew."""
+        """Bring the view up to date: keep it if etcd shows that nothing changed, else read the prefix again."""
         asked_s = time.monotonic()
         newest = self._source.newest(self.prefix)
         if self.view is None or not self._unchanged(self.view, newest):
@@ -195,7 +195,7 @@ class Watch:
 
     def _follow(self) -> None:
         """Read the stream until it breaks (raises EtcdError) or the watch is closed."""
-        while not self._inbox.empty():  # what the stream before left behind
+        while not self._inbox.empty():  # left over from the previous stream
             self._inbox.get_nowait()
         assert self.view is not None
         stream = self._source.events(self.prefix, self.view.revision + 1)
@@ -215,7 +215,7 @@ class Watch:
                     return
                 if isinstance(item, Batch):
                     stands, wait_s = True, self._refresh_s
-                    changes, item, more = self._backlog(item)  # who lags gets one picture, not a thousand
+                    changes, item, more = self._backlog(item)  # a slow consumer gets one merged view
                     if changes:
                         self._apply(changes)
                     if not more:
@@ -225,7 +225,7 @@ class Watch:
                 self._confirm()
         finally:
             stream.cancel()
-            reader.join()  # the inbox takes all it still has, and the cancelled stream ends it
+            reader.join()  # the inbox is unbounded, and the cancelled stream ends
 
     def _read(self, stream: Iterable[Batch]) -> None:
         try:
@@ -236,7 +236,7 @@ class Watch:
             self._inbox.put(error)
 
     def _confirm(self) -> None:
-        """Ask etcd whether it is there, and the same as before."""
+        """Check that etcd answers and that its revision has not gone back."""
         assert self.view is not None
         asked_s = time.monotonic()
         if (revision := self._source.revision(self.prefix)) < self.view.revision:
@@ -244,7 +244,7 @@ class Watch:
         self._show(replace(self.view, connected=True, as_of_s=asked_s, error=""))
 
     def _backlog(self, first: Batch) -> tuple[list[KV | tuple[str, int]], EtcdError | None, bool]:
-        """All changes that are here already; what came behind them; and whether anything came behind them."""
+        """All changes received already; the item behind them (None: `nudge`); whether there was such an item."""
         changes = list(first.changes)
         while True:
             try:
@@ -268,7 +268,7 @@ class Watch:
         self._show(View(MappingProxyType(kvs), revision, connected=True, as_of_s=now_s, prefix=self.prefix))
 
     def _lost(self, error: str) -> None:
-        """Say so once per loss, and when the reason changes; before the first contact, with an empty picture of
+        """Publish the loss once, and again when the reason changes; before the first contact with an empty view of
         revision 0."""
         nothing = View(MappingProxyType({}), 0, connected=True, as_of_s=float("-inf"), prefix=self.prefix)
         view = self.view or nothing

@@ -1,9 +1,9 @@
-"""What callers and the adapter of etcd share: values, operations, compares, errors. Imported through `elastic.etcd`.
+"""Types shared by callers and the etcd client: values, operations, compares, errors. Import them from `elastic.etcd`.
 
-EtcdError                  something is wrong; not worth repeating as it is
-├── EtcdUnavailable        no answer, or no quorum: worth repeating later
-├── EtcdDenied             user, password or rights: a person must act
-├── EtcdFull               etcd's space quota is used up (NOSPACE): a person must act
+EtcdError                  the request failed, and repeating it unchanged does not help
+├── EtcdUnavailable        no answer, or no quorum: retry later
+├── EtcdDenied             user, password or permissions: needs an operator
+├── EtcdFull               etcd's space quota is used up (NOSPACE): needs an operator
 └── LeaseGone              the lease named in the request does not exist (any more): grant another
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class KV:
-    """One key as it stands in etcd. `lease` is 0 for a key that stays."""
+    """A key in etcd. `lease` is 0 for a key without one."""
 
     key: str
     value: bytes
@@ -26,26 +26,27 @@ class KV:
 
 
 def key_text(key: bytes) -> str:
-    """A key as text. etcd takes any bytes; ours are ASCII. A foreign one that is no UTF-8 ends no watch: it is shown
-    with backslashes, which can be logged and sent on, and with which two of them stay two: the watch counts keys."""
+    """A key as text. etcd accepts any bytes; ours are ASCII. A foreign key that is not UTF-8 must not end a watch: it
+    is shown with backslash escapes, which can be logged and sent on, and which keep different keys different (the watch
+    counts keys)."""
     return key.decode(errors="backslashreplace")
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Immutable picture of all keys below one prefix."""
+    """Immutable view of all keys below one prefix."""
 
     kvs: Mapping[str, KV]
     revision: int
-    """The newest revision of etcd that the picture is known to contain."""
+    """Newest revision of etcd that the view is known to contain."""
     connected: bool
-    """Whether etcd confirmed the picture lately. False: contact is lost, the picture may be old."""
+    """Whether etcd confirmed the view lately. False: contact is lost, the view may be out of date."""
     as_of_s: float
-    """Monotonic instant, on this host, at which etcd last confirmed the picture."""
+    """Monotonic time, on this host, at which etcd last confirmed the view."""
     error: str = ""
     """Why contact is lost; empty while connected."""
     prefix: str = ""
-    """What it is a picture of."""
+    """The watched prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +63,21 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """Holds when there is no such key."""
+    """Holds if the key does not exist."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Present:
-    """Holds when there is such a key."""
+    """Holds if the key exists."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class ModIs:
-    """Holds when the key was last written at `revision`; 0: when there is no such key."""
+    """Holds if the key was last written at `revision`; 0: if it does not exist."""
 
     key: str
     revision: int
@@ -89,31 +90,30 @@ Compare = Absent | Present | ModIs
 @dataclass(frozen=True, slots=True)
 class TxnResult:
     ok: bool
-    """Whether all compares held, and so `then` was done (else `otherwise`)."""
+    """Whether all compares held, so that `then` was applied (else `otherwise`)."""
     revision: int
-    """Revision of etcd after the transaction: the mod revision of whatever it wrote."""
+    """Revision of etcd after the transaction: the mod revision of the keys it wrote."""
 
 
 class MemberHealth(NamedTuple):
-    """One endpoint, as it answered for itself."""
+    """Status of one endpoint, as reported by itself."""
 
     endpoint: str
     version: str
     ok: bool
     error: str
     database_mb: float = 0.0
-    """Size of its database on disk; etcd takes no more writes beyond its quota, 2 GiB unless it is told otherwise."""
+    """Size of its database on disk; etcd accepts no writes beyond its quota, 2 GiB by default."""
 
 
 class EtcdError(Exception):
-    """etcd refused a request for a reason that repeating does not change."""
+    """etcd refused a request, and repeating it does not help."""
 
 
 class EtcdUnavailable(EtcdError):
-    """No answer in time, or no quorum. Worth repeating later.
+    """No answer in time, or no quorum. Worth retrying later.
 
-    `maybe_done` says whether a write may have taken effect all the same (or may do so yet): then read before
-    repeating it.
+    `maybe_done`: whether a write may have taken effect, or may do so yet; if so, read before repeating it.
     """
 
     def __init__(self, message: str, *, maybe_done: bool = True) -> None:
@@ -122,11 +122,11 @@ class EtcdUnavailable(EtcdError):
 
 
 class EtcdDenied(EtcdError):
-    """User name, password, certificate or rights do not suffice."""
+    """User name, password, certificate or permissions are insufficient."""
 
 
 class EtcdFull(EtcdError):
-    """etcd's space quota is used up: it takes no writes until it is compacted, defragmented and disarmed."""
+    """etcd's space quota is used up: it accepts no writes until it is compacted, defragmented and disarmed."""
 
 
 class LeaseGone(EtcdError):

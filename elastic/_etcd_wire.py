@@ -1,4 +1,4 @@
-"""One gRPC connection to one member of etcd. Imports gRPC, so it is imported by the first call only."""
+"""One gRPC connection to one etcd member. Imports gRPC, so only the first call imports this module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._etcd_types import KV, EtcdDenied, EtcdError, EtcdFull, EtcdUnavailable, L
 from .core.agentfile import EtcdAccess
 
 _OPTIONS = (
-    ("grpc.keepalive_time_ms", 10_000),  # more often, and etcd answers with GOAWAY
+    ("grpc.keepalive_time_ms", 10_000),  # etcd answers more frequent pings with GOAWAY
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -26,21 +26,21 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),  # a new channel to a stuck member must not share the stuck connection
     ("grpc.max_receive_message_length", 256 << 20),  # a prefix with thousands of keys
-    ("grpc.http2.bdp_probe", 0),  # it would ping after what it reads, which wakes both sides, to size this window:
+    ("grpc.http2.bdp_probe", 0),  # its pings after reads, to size this window, would wake both sides:
     ("grpc.http2.lookahead_bytes", 1 << 20),
-    ("grpc.enable_http_proxy", 0),  # etcd is never behind the proxy for web pages
-    ("grpc.enable_retries", 0),  # we know which requests may be repeated
+    ("grpc.enable_http_proxy", 0),  # etcd is never behind an HTTP proxy
+    ("grpc.enable_retries", 0),  # `elastic.etcd` decides which requests may be repeated
 )
-# gRPC wakes each thread that reads a stream ten times a second, so that Ctrl-C gets through to it. Ours are never the
-# main thread; what it costs many agents on one machine stands in docs/scale.md.
+# gRPC wakes each thread that reads a stream ten times a second, so that Ctrl-C is delivered. Ours are never the main
+# thread; docs/scale.md has the cost for many agents on one machine.
 _waits: Any = getattr(grpc, "_common", None)
 if hasattr(_waits, "MAXIMUM_WAIT_TIMEOUT"):
     _waits.MAXIMUM_WAIT_TIMEOUT = 5.0
 OPEN_S = 10.0
-"""For a connection to be made and its user to be logged in. More than a call gets: TLS and a password hashed at great
-cost take seconds where a node or a member is busy, so both go on after the call that began them has given up."""
+"""Time limit for connecting and logging in. Longer than a call's: TLS and etcd's expensive password hash take seconds
+on a busy node or member, so both continue after the call that started them has timed out."""
 DENIED_S = 5.0
-"""After a login was refused, how long the answer is repeated without asking again: each costs etcd the hashing."""
+"""How long a refused login is reported without asking again: each attempt costs etcd a password hash."""
 _STATUS_ERRORS = 8
 """Number of the field `errors` in etcd's StatusResponse."""
 _LOGIN_AGAIN = ("invalid auth token", "revision of auth store is old", "user name is empty")
@@ -52,7 +52,7 @@ _NOT_DONE = (
     "primary lessor",
     "connection refused",
 )
-# What etcd reports with the code UNKNOWN although it passes. The last two: its own time ran out, not ours.
+# Transient errors that etcd reports with the code UNKNOWN. The last two: etcd's own deadline expired, not ours.
 _RETRY = ("primary lessor", "too many requests", "stream removed", "context deadline", "context canceled")
 _RETRY_CODES = (
     grpc.StatusCode.UNAVAILABLE,
@@ -64,14 +64,14 @@ _RETRY_CODES = (
 
 
 class Token:
-    """What a login gave: etcd's members all know it, so that the connections of one client share it."""
+    """The token of a login. Every member accepts it, so the connections of one client share it."""
 
     def __init__(self) -> None:
         self.text = ""
 
 
 class _Opening:
-    """The making of a connection and the login over it, in a thread of its own."""
+    """Connecting and logging in, in a thread of its own."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -79,7 +79,7 @@ class _Opening:
 
 
 class Connection:
-    """`silent` becomes True when a call ended without any answer."""
+    """A connection to one member. `silent` becomes True when a call ended without any answer."""
 
     def __init__(self, endpoint: str, access: EtcdAccess, token: Token | None = None) -> None:
         self.endpoint = endpoint.removeprefix("http://").removeprefix("https://")
@@ -90,7 +90,7 @@ class Connection:
         self._lock = threading.Lock()
         self._opening: _Opening | None = None
         self._open = not access.ca_file or self.endpoint.startswith("unix:")
-        """Without TLS there is nothing to wait for but the kernel."""
+        """Without TLS there is no handshake to wait for."""
         self._denied: tuple[float, EtcdError] | None = None
         self._files = _files(access)
         self._channel = _channel(self.endpoint, access)
@@ -98,24 +98,25 @@ class Connection:
 
     @property
     def opening(self) -> bool:
-        """Whether it is being made just now: worth waiting for."""
+        """Whether it is being opened at the moment, and so worth waiting for."""
         opening = self._opening
         return opening is not None and not opening.done.is_set()
 
     @property
     def outdated(self) -> bool:
-        """Whether the TLS files have been replaced since: gRPC goes on with those it was given, also expired ones."""
+        """Whether the TLS files have been replaced since: gRPC keeps using those it was given, even expired ones."""
         return _files(self._access) != self._files
 
     @property
     def open(self) -> bool:
-        """Whether it has been made, and the user is logged in."""
+        """Whether it is connected and the user is logged in."""
         return self._open and bool(self._token.text or not self._access.user)
 
     def call(self, method: str, request: Callable[[Any], Any], within_s: float, *, login: bool = True) -> Any:
-        """One unary request, `method` like 'KV.Put'. Raises EtcdError in one of its kinds.
+        """One unary request, `method` like 'KV.Put'. Raises EtcdError or a subclass.
 
-        `login`: False for a request that etcd answers to anyone."""
+        `login`: False for a request that etcd answers without authentication.
+        """
         end_s = time.monotonic() + within_s
         message = request(self._rpc.messages)
         token = self._ready(within_s, login=login)
@@ -134,9 +135,10 @@ class Connection:
         return Stream(self._rpc.stubs.WatchStub(self._channel).Watch, request, self._metadata())
 
     def _ready(self, within_s: float, *, stale: str | None = None, login: bool = True) -> str:
-        """Wait until the connection is made and there is a token, another than the `stale` one; returns that.
+        """Wait until the connection is open and there is a token other than `stale`; returns the token.
 
-        Raises EtcdUnavailable when it takes longer than `within_s`: it goes on, and a later call finds it done."""
+        Raises EtcdUnavailable after `within_s`: opening continues, and a later call finds it done.
+        """
         login = login and bool(self._access.user)
         with self._lock:
             token = self._token.text
@@ -170,9 +172,7 @@ class Connection:
         except EtcdError as error:
             opening.fault = error
             if isinstance(error, EtcdUnavailable):
-                opening.fault = EtcdUnavailable(
-                    str(error), maybe_done=False
-                )  # of what the caller wants, nothing is done
+                opening.fault = EtcdUnavailable(str(error), maybe_done=False)  # the caller's request was not sent
             else:
                 self._denied = time.monotonic() + DENIED_S, error
         finally:
@@ -187,14 +187,14 @@ class Connection:
         except grpc.RpcError as error:
             self.silent |= error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             raise translate(error, self.endpoint) from None
-        except ValueError as error:  # how gRPC says that another thread has closed the channel
+        except ValueError as error:  # raised by gRPC when another thread has closed the channel
             raise EtcdUnavailable(f"{self.endpoint}: {error}", maybe_done=False) from None
 
     def _method(self, name: str) -> Any:
         if name not in self._methods:
             service, _, method = name.partition(".")
             if method == "LeaseKeepAlive":
-                # A stream in etcd's definition. One request and one answer are a legal stream, and need no thread.
+                # A stream in etcd's definition. A stream of one request and one answer is legal, and needs no thread.
                 pb = self._rpc.messages
                 self._methods[name] = self._channel.unary_unary(
                     "/etcdserverpb.Lease/LeaseKeepAlive",
@@ -207,16 +207,16 @@ class Connection:
         return self._methods[name]
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        # Without hasleader, a member cut off from the others takes requests and watches and lets them hang.
+        # Without hasleader, a partitioned member accepts requests and watches and lets them hang.
         leader = (("hasleader", "true"),)
         token = self._token.text
         return (*leader, ("token", token)) if token else leader
 
 
 def alarms_of(status: Any) -> tuple[str, ...]:
-    """The alarms that a member has raised ('NOSPACE', 'CORRUPT'), from the list of errors in its status.
+    """The alarms raised by a member ('NOSPACE', 'CORRUPT'), from the list of errors in its status.
 
-    etcd sends that list since 3.4; the definitions that etcd3 carries are older, so it may be an unknown field.
+    etcd sends that list since 3.4; etcd3's definitions are older, so it may be an unknown field.
     """
     from google.protobuf.unknown_fields import UnknownFieldSet
 
@@ -227,7 +227,7 @@ def alarms_of(status: Any) -> tuple[str, ...]:
 
 
 def _files(access: EtcdAccess) -> tuple[tuple[int, int, int] | None, ...]:
-    """What tells the TLS files from others of their names; None: it cannot be read."""
+    """(inode, mtime, size) of each TLS file, to detect replacement; None: it cannot be read."""
     found: list[tuple[int, int, int] | None] = []
     for name in filter(None, (access.ca_file, access.cert_file, access.key_file)):
         try:
@@ -252,7 +252,7 @@ def _channel(endpoint: str, access: EtcdAccess) -> grpc.Channel:
 
 
 class Stream:
-    """One watch. Iterating blocks until a batch comes, and raises EtcdError when the stream ends."""
+    """One watch. Iteration blocks until a batch arrives, and raises EtcdError when the stream ends."""
 
     def __init__(self, method: Any, request: Any, metadata: Any) -> None:
         self._request = request
@@ -285,7 +285,7 @@ class Stream:
 
 
 def _change(event: Any) -> KV | tuple[str, int]:
-    """A key as it was written, or (key, revision) of a deletion."""
+    """A written key, or (key, revision) of a deletion."""
     kv = event.kv
     if event.type == event.DELETE:
         return key_text(kv.key), kv.mod_revision
@@ -293,19 +293,19 @@ def _change(event: Any) -> KV | tuple[str, int]:
 
 
 def _tls_trouble(details: str) -> str:
-    """What a failed TLS handshake means, in words before gRPC's own; empty: it is another failure."""
+    """Explanation of a failed TLS handshake, to prefix gRPC's own message; empty: it is another failure."""
     if not any(sign in details for sign in ("handshake failed", "handshake read failed", "handshake write failed")):
         return ""
     if "alert" in details:
         return "etcd refuses the client certificate (cert_file), or wants one: "
     if "certificate" in details:
         return "etcd's certificate is not signed by the authority of ca_file, or not for this name: "
-    # A refusal can look the same: the connection may be gone before the alert that says it is read.
+    # A refused certificate can look the same: the connection may be closed before the alert is read.
     return "etcd ends the TLS handshake: it refuses the client certificate (cert_file) or wants one, or has no TLS: "
 
 
 def translate(error: Any, where: str) -> EtcdError:
-    """What a gRPC failure means for the caller."""
+    """The EtcdError that corresponds to a gRPC failure."""
     code, details = error.code(), error.details() or ""
     lowered = details.lower()
     text = f"{where}: {_tls_trouble(lowered)}{details or code.name.lower()}"

@@ -1,11 +1,12 @@
-"""The only door to etcd v3: one client with deadlines, leases and watches that survive what etcd goes through.
+"""The etcd v3 client, used for all access to etcd: call deadlines, leases and watches that survive outages of etcd.
 
-Every call ends within `call_s`. Reads, and writes that certainly did not reach etcd, are repeated within it; a write
-whose answer did not come is not, since it may have been done (see EtcdUnavailable). One connection to one endpoint
-at a time; when that one does not answer, has no leader or refuses, the next endpoint is taken.
+Every call ends within `call_s`. Reads, and writes that certainly did not reach etcd, are retried within that time; a
+write that was sent and not answered is not, since it may have been applied (see EtcdUnavailable). The client uses one
+connection to one endpoint at a time, and moves to the next endpoint when that one does not answer, has no leader or
+refuses.
 
-Nothing heavy is imported before the first call. A process that has made one must not fork: use subprocess without
-preexec_fn, and `scrub_environment` for what is started.
+gRPC is imported by the first call. A process that has made a call must not fork: use subprocess without preexec_fn, and
+`scrub_environment` for the child's environment.
 """
 
 from __future__ import annotations
@@ -66,16 +67,16 @@ __all__ = [
 ]
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it writes to stderr about every lost connection
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it logs every lost connection to stderr
 
 
 def scrub_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` for a child: without our settings of gRPC and protobuf, which would leak into a user's script."""
+    """`env` for a child process, without our gRPC and protobuf settings, which would leak into a user's script."""
     return {name: value for name, value in env.items() if not name.startswith(("GRPC_", "PROTOCOL_BUFFERS_"))}
 
 
 class Etcd:
-    """A client for use by several threads. The constructor stores; the first call connects."""
+    """Thread-safe etcd client. The first call connects, not the constructor."""
 
     def __init__(self, access: EtcdAccess, *, call_s: float = 1.5) -> None:
         """`call_s`: every call returns or raises within about this many seconds."""
@@ -88,7 +89,7 @@ class Etcd:
         self._connections: dict[str, Any] = {}  # endpoint -> _etcd_wire.Connection, whose module imports gRPC
         self._token: Any = None
         self._asking: dict[str, Any] = {}
-        """Connections over which each member is asked for itself."""
+        """Connections used by `members`, one per endpoint."""
         self._next = random.randrange(len(access.endpoints))  # spread a thousand nodes over the members
         self._watches: list[Watch] = []
         self._leases: list[Lease] = []
@@ -96,7 +97,7 @@ class Etcd:
     # Keys
 
     def get(self, key: str) -> KV | None:
-        """One key as it stands, or None."""
+        """The key, or None if it does not exist."""
         answer = self._call("KV.Range", lambda pb: pb.RangeRequest(key=key.encode()), repeat=True)
         return _kv(answer.kvs[0]) if answer.kvs else None
 
@@ -108,23 +109,23 @@ class Etcd:
         return View(MappingProxyType(kvs), answer.header.revision, connected=True, as_of_s=asked_s, prefix=prefix)
 
     def put(self, key: str, value: bytes, lease: int = 0) -> int:
-        """Write one key; returns its mod revision. Raises LeaseGone, and EtcdUnavailable with an unknown outcome."""
+        """Write one key; returns its mod revision. Raises LeaseGone, and EtcdUnavailable if the outcome is unknown."""
         answer = self._call("KV.Put", lambda pb: pb.PutRequest(key=key.encode(), value=value, lease=lease))
         return int(answer.header.revision)
 
     def delete(self, key: str) -> bool:
-        """Whether there was such a key."""
+        """Delete one key; returns whether it existed."""
         return bool(self._call("KV.DeleteRange", lambda pb: pb.DeleteRangeRequest(key=key.encode())).deleted)
 
     def delete_prefix(self, prefix: str) -> int:
-        """How many keys went."""
+        """Delete all keys that begin with `prefix`; returns their number."""
         return int(self._call("KV.DeleteRange", lambda pb: pb.DeleteRangeRequest(**_span(prefix))).deleted)
 
     def txn(self, compares: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op] = ()) -> TxnResult:
-        """Do `then` if all compares hold, else `otherwise`; at most 128 operations each.
+        """Apply `then` if all compares hold, else `otherwise`; at most 128 operations each.
 
-        Raises EtcdUnavailable when no answer came: the outcome is then unknown (unless `maybe_done` is False), and
-        the caller learns it from its watch or by reading.
+        Raises EtcdUnavailable if no answer arrived: the outcome is then unknown (unless `maybe_done` is False), and the
+        caller has to learn it from its watch or by reading.
         """
 
         def request(pb: Any) -> Any:
@@ -138,25 +139,26 @@ class Etcd:
         return TxnResult(bool(answer.succeeded), int(answer.header.revision))
 
     def compact(self, revision: int) -> None:
-        """Forget the history before `revision`. Raises EtcdError for one compacted before, or not reached yet."""
+        """Discard the history before `revision`. Raises EtcdError if that is compacted already, or in the future."""
         self._call("KV.Compact", lambda pb: pb.CompactionRequest(revision=revision))
 
     # Leases
 
     def grant(self, ttl_s: float) -> int:
-        """A lease that ends `ttl_s` after its last renewal (whole seconds, rounded up; etcd's least is about 2 s)."""
+        """Grant a lease that expires `ttl_s` after its last renewal (whole seconds, rounded up; etcd's minimum is about
+        2 s)."""
         return self._grant(ttl_s)[0]
 
     def revoke(self, lease: int) -> None:
-        """End a lease and delete its keys. Raises LeaseGone when there is none."""
+        """Revoke a lease, which deletes its keys. Raises LeaseGone if there is no such lease."""
         self._call("Lease.LeaseRevoke", lambda pb: pb.LeaseRevokeRequest(ID=lease))
 
     def keep(self, ttl_s: float, renew_every_s: float, on_lost: Callable[[str], None]) -> Lease:
         """Grant a lease and renew it in a thread of its own until `Lease.close()`.
 
-        When it is lost, `on_lost(reason)` is called once, in that thread. It is lost when etcd says so, or when
-        `ttl_s` have passed, by this host's monotonic clock, since the last successful renewal was *sent*: so never
-        later than etcd can drop its keys.
+        When it is lost, `on_lost(reason)` is called once, in that thread. It is lost when etcd says so, or when `ttl_s`
+        have passed on this host's monotonic clock since the last successful renewal was *sent*: never later than etcd
+        can delete its keys.
         """
         sent_s = time.monotonic()
         lease, granted_s = self._grant(ttl_s)
@@ -167,14 +169,14 @@ class Etcd:
         return kept
 
     def renew(self, lease: int, within_s: float) -> float:
-        """Renew once, in one try of at most `within_s`; returns the seconds granted. Raises LeaseGone."""
+        """Renew once, in one attempt of at most `within_s`; returns the seconds granted. Raises LeaseGone."""
         answer = self._try("Lease.LeaseKeepAlive", lambda pb: pb.LeaseKeepAliveRequest(ID=lease), within_s)
         if answer.TTL <= 0:
             raise LeaseGone(f"etcd knows no lease {lease:x}")
         return float(answer.TTL)
 
     def _grant(self, ttl_s: float) -> tuple[int, float]:
-        # A grant that was done unheard leaves a lease without keys, which ends by itself: safe to repeat.
+        # Safe to repeat: a grant whose answer was lost leaves a lease without keys, which expires by itself.
         ttl = math.ceil(ttl_s)
         answer = self._call("Lease.LeaseGrant", lambda pb: pb.LeaseGrantRequest(TTL=ttl), repeat=True)
         return int(answer.ID), float(answer.TTL)
@@ -182,13 +184,13 @@ class Etcd:
     # Watches
 
     def watch(self, prefix: str, on_view: Callable[[View], None], *, refresh_s: float = 5.0) -> Watch:
-        """Call `on_view`, in a thread of its own, with the picture of `prefix` now and after changes.
+        """Call `on_view`, in a thread of its own, with a view of `prefix` now and after changes.
 
-        Changes that come faster than `on_view` takes them are shown together, as the newest picture only. It is
-        also called every `refresh_s`, after etcd confirmed the contact, and with `connected=False` when it is lost;
-        the picture then stays as it was (revision 0 and empty, when there was no contact yet). After an outage, a
-        compaction or a wiped etcd the picture is read anew, so what came and went meanwhile is not seen.
-        `on_view` must be quick and must not raise.
+        Changes that arrive faster than `on_view` handles them are merged into the newest view. It is also called every
+        `refresh_s`, after etcd confirmed the contact, and with `connected=False` when contact is lost; the view then
+        keeps its contents (revision 0 and empty if there was no contact yet). After an outage, a compaction or a wiped
+        etcd the keys are read again, so keys that were created and deleted in between are not seen. `on_view` must be
+        quick and must not raise.
         """
         watch = Watch(self, prefix, on_view, refresh_s)
         with self._lock:
@@ -197,7 +199,7 @@ class Etcd:
         return watch
 
     def newest(self, prefix: str) -> Newest:
-        """The last written key below `prefix` and how many there are: enough to see whether anything changed."""
+        """The most recently written key below `prefix` and the number of keys: enough to detect any change."""
 
         def request(pb: Any) -> Any:
             by_mod = {"sort_order": pb.RangeRequest.DESCEND, "sort_target": pb.RangeRequest.MOD}
@@ -214,7 +216,7 @@ class Etcd:
         )
 
     def revision(self, key: str) -> int:
-        """etcd's revision now, confirmed by a quorum. `key`: any that the user may read."""
+        """etcd's current revision, confirmed by a quorum. `key`: any key that the user may read."""
         answer = self._call("KV.Range", lambda pb: pb.RangeRequest(key=key.encode()), repeat=True)
         return int(answer.header.revision)
 
@@ -226,9 +228,10 @@ class Etcd:
     # Health
 
     def members(self, within_s: float = 0.0) -> list[MemberHealth]:
-        """Ask each endpoint for itself, for up to `within_s` seconds each (0: as long as a call may take).
+        """Query each endpoint separately, for up to `within_s` seconds each (0: `call_s`).
 
-        Never raises for one that does not answer."""
+        An endpoint that does not answer is listed with its error; nothing is raised for it.
+        """
         from ._etcd_wire import Connection
 
         found = []
@@ -242,7 +245,7 @@ class Etcd:
                 found.append(MemberHealth(endpoint, status.version, bool(status.leader), error, status.dbSize / 1e6))
             except EtcdError as failure:
                 found.append(MemberHealth(endpoint, "", False, str(failure)))
-            with self._lock:  # kept: a TLS handshake at each look would be most of the cost
+            with self._lock:  # reused: a TLS handshake per query would be most of the cost
                 keep = not (connection.silent or self._closed.is_set() or endpoint in self._asking)
                 if keep:
                     self._asking[endpoint] = connection
@@ -251,10 +254,10 @@ class Etcd:
         return found
 
     def anonymous_endpoint(self) -> str | None:
-        """An endpoint that answers a request without password and certificate, so that anyone may write to etcd
-        there; '' when there is none; None when no endpoint answered at all.
+        """An endpoint that answers a request without password and certificate, so that anyone may write to etcd there;
+        '' if there is none; None if no endpoint answered at all.
 
-        A Unix socket is not asked: its folder's owner says who may use it.
+        Unix sockets are not queried: access to them is controlled by their directory's permissions.
         """
         from ._etcd_wire import Connection
 
@@ -267,7 +270,7 @@ class Etcd:
             connection = Connection(endpoint, nobody)
             try:
                 connection.call("KV.Range", lambda pb: pb.RangeRequest(key=b"/", limit=1, keys_only=True), self.call_s)
-            except EtcdUnavailable as error:  # a handshake that etcd ended, for lack of a certificate, is an answer
+            except EtcdUnavailable as error:  # a handshake refused for lack of a certificate is an answer
                 answered |= not connection.silent and "refused" not in str(error).lower()
             except EtcdError:
                 answered = True
@@ -278,19 +281,19 @@ class Etcd:
         return "" if answered else None
 
     def alarms(self) -> tuple[str, ...]:
-        """Alarms that etcd has raised: 'NOSPACE' (it takes no writes), 'CORRUPT'. A local read of one member."""
+        """Alarms raised by etcd: 'NOSPACE' (no writes accepted), 'CORRUPT'. A local read of one member."""
         from ._etcd_wire import alarms_of
 
         return alarms_of(self._call("Maintenance.Status", lambda pb: pb.StatusRequest(), repeat=True))
 
     def version(self) -> str:
-        """Version of the etcd that answers now."""
+        """Version of the etcd member in use."""
         return str(self._call("Maintenance.Status", lambda pb: pb.StatusRequest(), repeat=True).version)
 
     # Calls
 
     def _call(self, method: str, request: Callable[[Any], Any], *, repeat: bool = False) -> Any:
-        """`repeat`: whether it may be sent again although it may have been done."""
+        """`repeat`: whether the request may be sent again although it may have been applied."""
         import tenacity
 
         end_s = time.monotonic() + self.call_s
@@ -330,7 +333,7 @@ class Etcd:
                 raise EtcdError("this etcd client is closed")
             endpoints = self.access.endpoints
             current = self._connections.get(endpoints[self._next % len(endpoints)])
-            if current is None or not current.open:  # one whose opening took longer than its turn may be done by now
+            if current is None or not current.open:  # another one may have finished opening
                 for number, endpoint in enumerate(endpoints):
                     if endpoint in self._connections and self._connections[endpoint].open:
                         self._next = number
@@ -341,14 +344,15 @@ class Etcd:
             return self._connections[endpoint]
 
     def _leave(self, connection: Any) -> None:
-        """`connection` did not do what it was asked: let the next call try another, and the watches look twice.
+        """`connection` failed a call: select the next endpoint, and make the watches check their contact.
 
-        One that is being opened goes on with that, and is taken when it is done and its turn has come."""
+        A connection that is still opening continues to do so, and is used once it is open.
+        """
         close = False
         with self._lock:
             endpoints = self.access.endpoints
             endpoint = next((e for e, known in self._connections.items() if known is connection), None)
-            # With one endpoint a refused connection is best left to gRPC, which tries it again by itself.
+            # With one endpoint a refused connection is best left to gRPC, which reconnects by itself.
             if endpoint is not None and (connection.silent or connection.outdated or len(endpoints) > 1):
                 if not connection.opening:
                     del self._connections[endpoint]
@@ -362,7 +366,7 @@ class Etcd:
             watch.nudge()
 
     def close(self) -> None:
-        """End watches and renewals (leases are not revoked) and the connection. May be called twice."""
+        """End watches, renewals (leases are not revoked) and connections. May be called twice."""
         with self._lock:
             self._closed.set()
             connections = [*self._connections.values(), *self._asking.values()]

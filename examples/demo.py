@@ -1,7 +1,7 @@
-"""What elasticd does, shown on this machine in under two minutes: `make demo`.
+"""A demonstration of elasticd on this machine, in under two minutes: `make demo`.
 
-Two daemons, each with a state directory of its own, stand for two nodes; node a also runs the embedded etcd. A job of
-two workers on each trains a small GPT on the source of Python's standard library. Then things are broken.
+Two daemons with separate state directories act as two nodes; node a also runs the embedded etcd. A job of two workers
+on each node trains a small GPT on the source of Python's standard library. Then faults are injected.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Failed(Exception):
 
 
 def wait_for(check: Callable[[], T | None], deadline_s: float, what: str, every_s: float = 0.1) -> T:
-    """What `check` returns once it is something true. Raises Failed."""
+    """The first true value that `check` returns. Raises Failed."""
     end_s = time.monotonic() + deadline_s
     while not (value := check()):
         if time.monotonic() > end_s:
@@ -88,7 +88,7 @@ class Node:
         return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True, env=env).stdout
 
     def ask(self, *words: str) -> Any:
-        """What elasticctl answers with --json. Its exit code says health: 3 and 4 are answers too."""
+        """The output of elasticctl with --json. Exit codes 3 and 4 report the health: valid answers too."""
         argv = [BIN / "elasticctl", "--socket", self.socket, *words, "--json"]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
         if done.returncode not in (0, 3, 4):
@@ -97,7 +97,7 @@ class Node:
 
 
 def tagged(tag: str) -> list[psutil.Process]:
-    """Living processes with this tag in their environment."""
+    """Running processes with this tag in their environment."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -108,7 +108,7 @@ def tagged(tag: str) -> list[psutil.Process]:
 
 
 def kill_all(tag: str) -> int:
-    """SIGKILL them all, by their ids; returns how many. New ones may be born meanwhile: until none is left."""
+    """SIGKILL them all, by process id, until none is left: new ones may start meanwhile. Returns how many."""
     killed = 0
     for _ in range(50):
         processes = tagged(tag)
@@ -123,13 +123,13 @@ def kill_all(tag: str) -> int:
 
 
 def _ended(number: int, _: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # `timeout` sends it twice: the second must not break into the clean-up
+    signal.signal(number, signal.SIG_IGN)  # `timeout` sends it twice: the second must not interrupt the clean-up
     sys.exit(128 + number)
 
 
 @contextlib.contextmanager
 def cluster() -> Iterator[tuple[pathlib.Path, Node, Node]]:
-    """Two nodes, ready; everything is ended and removed at the end, after Ctrl-C and failure too."""
+    """Two ready nodes; everything is ended and removed at the end, also after Ctrl-C or a failure."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="elastic-demo-"))
     a = Node(folder, "a", "")  # its daemon runs the embedded etcd
     b = Node(folder, "b", f'endpoints = ["unix:{a.folder}/etcd/client:0"]')
@@ -152,7 +152,7 @@ def cluster() -> Iterator[tuple[pathlib.Path, Node, Node]]:
 
 
 class Watch:
-    """The job as node a's daemon sees it."""
+    """The job, as reported by node a's daemon."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -190,7 +190,7 @@ class Watch:
         return self.until(lambda row: (row["step"] or 0) >= start + steps, 60.0, f"{steps} more steps")
 
     def new_incident(self, deadline_s: float, world_size: int) -> Any:
-        """The next incident after those shown that ends in a world of this size."""
+        """The next incident after those shown that ends with this world size."""
 
         def look() -> Any:
             all_of_them = _recovered(self._node.ask("incidents", JOB)["incidents"])
@@ -214,7 +214,7 @@ def _lost(incident: Any) -> str:
 
 
 def _sum(numbers: list[int | None]) -> int | None:
-    """None: one of them is not known."""
+    """The sum; None if one of them is unknown."""
     known = [number for number in numbers if number is not None]
     return sum(known) if len(known) == len(numbers) else None
 
@@ -233,7 +233,7 @@ def say(title: str, why: str) -> None:
     console.print(f"\n[bold cyan]{title}[/]\n  {why}")
 
 
-# ── the show ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── demonstration ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def submit(node: Node, folder: pathlib.Path) -> None:
@@ -246,7 +246,7 @@ def submit(node: Node, folder: pathlib.Path) -> None:
 
 
 def kill_a_worker(watch: Watch) -> None:
-    # A daemon knows the process ids of its own node's workers, and of those where the job's leader is.
+    # A daemon has the process ids of its own node's workers, and of those on the node of the job's leader.
     ranks = watch.until(lambda row: any(r["pid"] for r in row["ranks"]), 30.0, "the id of a worker")["ranks"]
     rank = max((row for row in ranks if row["pid"]), key=lambda row: row["rank"])
     say(

@@ -1,10 +1,10 @@
-"""A training script that knows nothing of elastic: torchrun's environment, a checkpoint of its own.
+"""A training script that does not use elastic: torchrun's environment, a checkpoint of its own.
 
     torchrun --nproc-per-node 2 examples/plain_torchrun.py --checkpoint /tmp/plain.pt
     elasticctl run --workers 2 -- examples/plain_torchrun.py --checkpoint /tmp/plain.pt
 
-Under elasticd it is started and restarted from the warm zygote, and resumes by its own means: from its last
-checkpoint. What it gains by importing elastic: no step lost, and the surviving processes stay.
+Under elasticd it is started and restarted from the warm zygote, and resumes by its own means: from its last checkpoint.
+With elastic imported, no step would be lost and the surviving processes would stay.
 """
 
 import argparse

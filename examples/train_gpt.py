@@ -2,7 +2,7 @@
 
 The same file runs in three ways:
 
-    python examples/train_gpt.py                             # alone
+    python examples/train_gpt.py                             # standalone
     torchrun --nproc-per-node 2 examples/train_gpt.py        # under stock torchrun
     elasticctl run --workers 2 -- examples/train_gpt.py      # under elasticd: failures cost under a second, no step
 """
@@ -30,7 +30,7 @@ ARGS = parser.parse_args()
 
 
 class Source(torch.utils.data.Dataset):
-    """Sequences of `context` bytes of the standard library, each with the same shifted by one as what to predict."""
+    """Sequences of `context` bytes of the standard library, each with the same shifted by one byte as the target."""
 
     def __init__(self) -> None:
         folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
@@ -50,7 +50,7 @@ SOURCE = Source()  # once per process, not on each entry of `train`
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a small network for each byte."""
+    """Causal attention, then a small MLP for each byte."""
 
     def __init__(self) -> None:
         super().__init__()

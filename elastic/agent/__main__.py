@@ -1,4 +1,4 @@
-"""``python -m elastic.agent DIR``: run one job on this node, as DIR/config.json says."""
+"""``python -m elastic.agent DIR``: run one job on this node, as configured in DIR/config.json."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 
 def _take(lock: IO[str]) -> bool:
-    """A starting daemon may hold the lock for a moment, to see whether an agent lives."""
+    """Lock it, within LOCK_S: a starting daemon may hold the lock for a moment, to check whether an agent lives."""
     deadline_s = time.monotonic() + LOCK_S
     while True:
         try:
@@ -104,7 +104,7 @@ def _run_with(
     keys: JobKeys,
     spec: SpecRecord,
 ) -> int:
-    # They import torch, which takes seconds; the zygote, which has been started, does the same at the same time.
+    # These import torch, which takes seconds; the zygote, already started, does the same in parallel.
     from . import torch_agent
     from .store import Stores
 
@@ -149,7 +149,7 @@ def _run_with(
 
 
 def _thread_failed(args: threading.ExceptHookArgs) -> None:
-    """A thread of ours that fails takes the agent with it: half an agent is worse than none."""
+    """An exception in any thread ends the agent: an agent that works in part is worse than none."""
     log.critical("thread.failed", thread=args.thread.name if args.thread else "?", exc_info=args.exc_value)
     os._exit(70)
 

@@ -1,7 +1,7 @@
-"""The children of this process as the kernel shows them: signalled, ending, ended.
+"""The children of this process as the kernel shows them: sending signals, exit status, waiting.
 
-The files of a process are closed in the order of their descriptors, and its end is told after the last: with a large
-context on a GPU that is some tenths of a second later than the end of file on its channel.
+The kernel closes the files of a process in the order of their descriptors, and signals its end after the last: with a
+large context on a GPU that is some tenths of a second later than the end of file on its channel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import structlog
 
 PF_EXITING = 0x4
-"""The kernel's flag (linux/sched.h) of a thread that does not run in user space any more."""
+"""The kernel's flag (linux/sched.h) of a thread that no longer runs in user space."""
 _FLAGS, _EXIT_CODE = 6, 49
 """Fields of /proc/PID/stat, counted from the state."""
 
@@ -23,8 +23,8 @@ log = structlog.get_logger()
 
 
 def exit_status(pid: int) -> int | None:
-    """The status that waiting for `pid` will give, once all its threads are ending; None: it lives, is no more, or the
-    status is not to be read."""
+    """The status that waiting for `pid` will return, once all its threads are exiting; None: it lives, is gone, or the
+    status cannot be read."""
     status = None
     try:
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -33,7 +33,7 @@ def exit_status(pid: int) -> int | None:
                 return None
             if int(task.name) == pid:
                 status = int(fields[_EXIT_CODE])
-        # A process that may not be read shows 0.
+        # The field is 0 for a process that this one may not inspect.
         readable = bool(status) or os.stat(f"/proc/{pid}").st_uid == os.geteuid()
     except OSError:
         return None
@@ -41,7 +41,7 @@ def exit_status(pid: int) -> int | None:
 
 
 def ended(pidfd: int, deadline_s: float) -> bool:
-    """Wait for a child's end, and take its exit status."""
+    """Wait for a child to exit, and reap it. Returns False if it has not by `deadline_s`."""
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     if not poller.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
@@ -52,7 +52,7 @@ def ended(pidfd: int, deadline_s: float) -> bool:
 
 
 def dead_in_session(pid: int) -> int | None:
-    """The session of a zombie; None: it lives, or is gone."""
+    """The session of a zombie; None: the process lives, or is gone."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             state, _parent, _group, session = file.read().rpartition(")")[2].split()[:4]
@@ -74,7 +74,7 @@ def signal_group(pid: int, number: int) -> None:
 
 
 def children() -> list[int]:
-    """Process ids of the children of this process."""
+    """Pids of the children of this process."""
     pid = os.getpid()
     found: list[int] = []
     for task in os.listdir(f"/proc/{pid}/task"):

@@ -1,10 +1,9 @@
-"""Which processes belong to which worker: its children, theirs, and those that have left its session or lost their
-parent.
+"""Which processes belong to which worker: its descendants, and those that have left its session or lost their parent.
 
-The agent is the subreaper of its workers: a process whose parent dies becomes the agent's child. So whatever a worker
-leaves behind is found among the agent's children, in whatever session. It belongs to the worker whose session it is
-in, whose mark stands in its environment, or below which it was seen; one that belongs to a living worker, as a service
-that the script has detached, is left alone.
+The agent is the child subreaper of its workers: a process whose parent dies becomes the agent's child. So a process
+that a worker leaves behind is found among the agent's children, in whatever session. It belongs to the worker whose
+session it is in, whose mark is in its environment, or below which it was seen. A process that belongs to a living
+worker, such as a service detached by the script, is left alone.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 MARK = b"ELASTIC_WORKER_PID="
-"""As `worker.session` sets it: inherited by what a worker executes."""
+"""`worker.session.WORKER_ENV`: inherited by programs that a worker executes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One process. Its number alone may be another's later."""
+    """One process. The pid alone may be reused later."""
 
     pid: int
     started: int
@@ -30,16 +29,16 @@ class Seen:
 
 
 class Descendants:
-    """To be told of the workers; asked for what the dead ones have left behind."""
+    """Records the descendants of workers, and finds the processes that dead workers have left behind."""
 
     def __init__(self) -> None:
         self._of: dict[Seen, int] = {}
-        """Descendant -> process id of its worker."""
+        """Descendant -> pid of its worker."""
         self._workers: set[int] = set()
-        """Process ids of all workers there ever were."""
+        """Pids of all workers so far."""
 
     def look(self, workers: Collection[int]) -> None:
-        """Note who descends from whom; to be called every few seconds."""
+        """Record the descendants of `workers` (pids); to be called every few seconds."""
         self._workers.update(workers)
         seen = {process: worker for process, worker in self._of.items() if _seen(process.pid) == process}
         for worker in workers:
@@ -49,21 +48,21 @@ class Descendants:
         self._of = seen
 
     def orphans(self, ours: Iterable[int], living: Collection[int]) -> list[Seen]:
-        """Those of `ours` that belong to no worker of `living`: children of the agent that it has not started."""
+        """Processes in `ours`, children that the agent did not start, that belong to no worker in `living`."""
         self._workers.update(living)
         return [process for pid in ours if (process := _seen(pid)) and not self._belongs(process, living)]
 
     def _belongs(self, process: Seen, living: Collection[int]) -> bool:
-        # The session last: one that a service has made for itself may have the number that a dead worker had.
+        # The session last: one created by a service may have the number that a dead worker had.
         for worker in (self._of.get(process), _marked(process.pid), session(process.pid)):
             if worker in self._workers:
                 return worker in living
-        # Gone from its worker's session between two looks, without its environment: it may be that of a living one.
+        # It left its worker's session between two looks, without the mark: its worker may be a living one.
         return bool(living)
 
 
 def end(process: Seen) -> bool:
-    """SIGKILL, to this very process and to no other that has its number by now. Whether it was there."""
+    """Send SIGKILL to this very process, not to another that has reused its pid. Returns whether it was sent."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except OSError:
@@ -80,12 +79,12 @@ def end(process: Seen) -> bool:
 
 
 def end_all(orphans: Callable[[], list[int]], deadline_s: float) -> None:
-    """SIGKILL to all children that `orphans` names, again and again, until there are none or the time is up: those
-    below one that is ended become our children next."""
+    """Send SIGKILL to all children that `orphans` returns, repeatedly, until there are none or the time is up: children
+    of a killed process become children of the agent next."""
     while (ours := orphans()) and time.monotonic() < deadline_s:
         for pid in ours:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)  # our child: its number is nobody else's until we wait for it
+                os.kill(pid, signal.SIGKILL)  # a child: its pid is not reused before it is reaped
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0 if state(pid) == "Z" else os.WNOHANG)
 
@@ -117,7 +116,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _seen(pid: int) -> Seen | None:
-    """None: it is gone, or a zombie."""
+    """None: the process is gone, or a zombie."""
     fields = _stat(pid)
     return Seen(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
 
@@ -135,13 +134,13 @@ def session(pid: int) -> int:
 
 
 def state(pid: int) -> str:
-    """The kernel's letter for it; '': it is gone."""
+    """The kernel's letter for its state; '': it is gone."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 
 
 def _marked(pid: int) -> int:
-    """The worker's process id in the environment that a process was executed with; 0 where there is none."""
+    """The worker pid in the environment that a process was executed with; 0: there is none."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             found = [line for line in file.read().split(b"\0") if line.startswith(MARK)]

@@ -1,10 +1,10 @@
-"""torch's own dynamic rendezvous, kept in etcd v3: for those who want its protocol on an etcd of today.
+"""torch's own dynamic rendezvous with its state in etcd v3: for users who want its protocol on a current etcd.
 
     backend = create_backend(params)
     handler = DynamicRendezvousHandler.from_backend(run_id, store, backend, min_nodes, max_nodes)
 
-torch's etcd backends speak API v2, which etcd 3.6 has no more. The handler of `rendezvous` is the better choice: this
-protocol takes 3N−1 writes to re-form and does not see nodes leave.
+torch's etcd backends use API v2, which etcd 3.6 has removed. The handler of `rendezvous` is the better choice: this
+protocol takes 3N−1 writes to re-form and does not detect nodes that leave.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EtcdBackend(RendezvousBackend):
         return (kv.value, kv.mod_revision) if kv else None
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """`token` None: only if there is no state. A token that is none of ours never matches."""
+        """`token` None: only if there is no state. A token that this backend did not return never matches."""
         expected = 0 if token is None else token
         if isinstance(expected, int):
             result = self._asked(lambda: self._etcd.txn([ModIs(self._key, expected)], [Put(self._key, state)]))
@@ -51,12 +51,12 @@ class EtcdBackend(RendezvousBackend):
         try:
             return call()
         except EtcdError as error:
-            # Also when the outcome of a write is unknown: torch reads the state again after this one.
+            # Also when the outcome of a write is unknown: torch reads the state again after this error.
             raise RendezvousConnectionError(f"the connection to etcd has failed: {error}") from error
 
 
 def create_backend(params: RendezvousParameters) -> EtcdBackend:
-    """Takes the same endpoint and ``--rdzv-conf`` as the handler. Raises ValueError for wrong ones."""
+    """Takes the same endpoint and ``--rdzv-conf`` as the handler. Raises ValueError for invalid ones."""
     chosen = settings(params)
     key = ClusterKeys(chosen.conf.cluster).job(chosen.job).root + "dynamic"
     return EtcdBackend(Etcd(chosen.access), key)

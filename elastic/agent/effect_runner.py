@@ -1,4 +1,4 @@
-"""Carries out what the machine asks for: workers are forked, told and killed; records go to etcd."""
+"""Carries out the state machine's effects: forks, messages and kills workers, and writes records to etcd."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ log = structlog.get_logger()
 
 
 class EffectRunner:
-    """Nothing here waits: what comes of a deed is heard of later, as an event."""
+    """Nothing here blocks: the outcome of an effect arrives later, as an event."""
 
     def __init__(self, config: AgentConfig, spec: JobSpec, registry: EtcdWriter, pool: Pool) -> None:
         self._config = config
@@ -50,14 +50,14 @@ class EffectRunner:
         self._pool = pool
         self._workdir = worker_env.workdir(spec)
         self.env: Mapping[str, str] = {}
-        """What workers' environments begin with."""
+        """The environment that those of the workers are based on."""
         self.slots: dict[int, int] = {}
-        """life -> slot of every process ever forked here; -1: a standby."""
+        """worker id -> slot of every process ever forked here; -1: a standby."""
         self.on_incident: Callable[[IncidentRecord], None] = lambda incident: None
         self.left: Leave | None = None
 
     def do(self, effect: Effect, agent: Agent) -> None:
-        """`agent`: as it is after the turn that asked."""
+        """`agent`: its state after the event that caused the effect."""
         match effect:
             case Send() | ForkWorker() | ForkPlain() | Kill() | SaveNow():
                 self._with_workers(effect, agent)

@@ -1,4 +1,4 @@
-"""The agent's writes to etcd: each effect of the recovery machine that concerns etcd, as orders at the desk."""
+"""The agent's writes to etcd: each effect of the recovery state machine that concerns etcd, put on a write queue."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ log = structlog.get_logger()
 Post = Callable[[Event], None]
 LEAVE_S = 3.0
 TRIES = 10
-"""A record that others change at the same time is read and written so often before the order is put off."""
+"""How often a record that others change at the same time is read and written before the write is postponed."""
 KEPT_RECORDS = 200
-"""Failures and incidents of so many generations stay in etcd."""
+"""Failures and incidents of this many generations are kept in etcd."""
 KEPT_BESIDE = 50
-"""So many failed checkpoints and late exits of one agent stay in etcd."""
+"""This many failed checkpoints and late exits of one agent are kept in etcd."""
 
 
 class OpensStores(Protocol):
@@ -62,7 +62,7 @@ class OpensStores(Protocol):
 
 
 class TakesWrites(Protocol):
-    """See `desk.WriteQueue`."""
+    """See `write_queue.WriteQueue`."""
 
     def start(self) -> None: ...
     def ask(self, key: str, order: Write, *, persist: bool) -> None: ...
@@ -71,7 +71,7 @@ class TakesWrites(Protocol):
 
 @dataclass
 class EtcdWriter:
-    """One agent's pen. Methods return at once; what came of it arrives by `post` or by the watch."""
+    """The writes of one agent. Methods but `leave` return at once; the outcome arrives by `post` or by the watch."""
 
     etcd: Etcd
     keys: JobKeys
@@ -88,7 +88,7 @@ class EtcdWriter:
         self._beside: deque[str] = deque()
         """Keys of failed checkpoints and late exits that this agent has written, oldest first."""
         self._restored = 0
-        """Records that we have written back since etcd had lost them."""
+        """Number of records that this agent has written back after etcd had lost them."""
         self._lease: Lease | None = None
         self._first = True
         self._member: MemberRecord | None = None
@@ -101,7 +101,7 @@ class EtcdWriter:
     # ── membership ──────────────────────────────────────────────────────────────────────────────────────────
 
     def rejoin(self, record: MemberRecord) -> None:
-        """A new lease, and our record under it."""
+        """Get a new lease, and put this agent's member record under it."""
         self._member = record
         self._urgent.ask("join", self._join, persist=True)
 
@@ -114,7 +114,7 @@ class EtcdWriter:
         if self._lease is not None:
             self._lease.close(revoke=False)
             self._lease = None
-        if self._first:  # else our key would be as old as that of the agent before us, whose store is gone
+        if self._first:  # else the key would keep the create revision of the previous agent, whose store is gone
             self.etcd.delete(self.keys.member(self.policy.node))
         lease = self.etcd.keep(times.lease_ttl_s, times.lease_renew_s, lambda why: self.post(LeaseLost(why)))
         try:
@@ -137,7 +137,7 @@ class EtcdWriter:
     # ── generations ─────────────────────────────────────────────────────────────────────────────────────────
 
     def put_broken(self, record: BrokenRecord, member: MemberRecord | None) -> None:
-        """The first report names the failure; later ones are merged into it. Tried until etcd has heard of it."""
+        """The first report names the failure; later ones are merged into it. Retried until etcd has it."""
         key = self.keys.broken(record.generation)
         if member is not None:
             self._member = member
@@ -145,7 +145,7 @@ class EtcdWriter:
         def order() -> None:
             also: list[Op] = []
             if member is not None and self._member is not None and self._lease is not None:
-                # The newest: this may be a late try, and the record may have changed since.
+                # The newest one: this may be a retry, and the record may have changed since.
                 also = [Put(self.keys.member(self.policy.node), encode(self._member), self._lease.id)]
             result = self.etcd.txn([Absent(key)], [Put(key, encode(record)), *also], also)
             log.info(
@@ -164,7 +164,7 @@ class EtcdWriter:
         for _ in range(TRIES):
             kv = self.etcd.get(key)
             if kv is None:
-                return  # etcd was wiped meanwhile: it is asked for again when the view shows that
+                return  # etcd was wiped meanwhile: the report is made again when the view shows that
             first = decode(BrokenRecord, kv.value)
             if (more := merged(first, record)) == first:
                 return
@@ -177,7 +177,7 @@ class EtcdWriter:
             done = False
             try:
                 done = self._publish(effect, view, leader)
-            except OSError as error:  # the checkpoints' folder
+            except OSError as error:  # of the checkpoint directory
                 self._say(view, f"checkpoint.dir cannot be read: {error}")
                 raise
             finally:
@@ -216,7 +216,7 @@ class EtcdWriter:
             ops += [Delete(self.keys.broken(number - KEPT_RECORDS)), Delete(self.keys.incident(number - KEPT_RECORDS))]
         expected = effect.expect_revision
         guards.append(ModIs(self.keys.generation, expected) if expected else Absent(self.keys.generation))
-        if effect.at_step is not None:  # a generation that has just broken does not get to the boundary
+        if effect.at_step is not None:  # a generation that has just broken does not reach the boundary
             guards.append(Absent(self.keys.broken(number - 1)))
         done = self.etcd.txn(guards, ops).ok
         log.info(
@@ -233,7 +233,7 @@ class EtcdWriter:
         return changes(before.places, places) if before and len(places) > self.policy.crowd else None
 
     def _number(self, number: int) -> int:
-        """Generations count on from those of the job's checkpoints: newer state has the larger number, always."""
+        """Generation numbers continue from those in the job's checkpoints: newer state always has the larger number."""
         rules, name = self.policy.spec.checkpoint, self.policy.spec.name
         if number > 1 or not rules.dir:
             return number
@@ -243,17 +243,17 @@ class EtcdWriter:
         return 1 + max(found, default=0)
 
     def _say(self, view: JobView, reason: str) -> None:
-        """Why the job does not begin, for people."""
+        """Put into the job's state why it does not start, for users."""
         if not view.state.phase.over and view.state.reason != reason:
             changed = msgspec.structs.replace(view.state, reason=reason, since_wall_s=self.wall())
             self.etcd.txn(self._guards(view), [Put(self.keys.state, encode(changed))])
 
     def _guards(self, view: JobView) -> list[Compare]:
-        """What was decided on `view` may be written: the job's state is still that one, and we are still a member.
+        """Conditions for a write decided on `view`: the job's state is unchanged, and this agent is still a member.
 
-        Revisions tell pictures of one etcd apart. One that was wiped since begins to count anew, and may by accident
-        have come to the same revision; but our key is not in it before we have rejoined, which comes later at the
-        same desk.
+        Revisions distinguish snapshots of one etcd only. An etcd that was wiped since counts from the start, and may by
+        chance have reached the same revision; but it lacks this agent's member key until the agent has rejoined, a
+        write that comes later in the same queue.
         """
         state = ModIs(self.keys.state, view.state_revision) if view.state_revision else Absent(self.keys.state)
         return [state, Present(self.keys.member(self.policy.node))]
@@ -275,7 +275,8 @@ class EtcdWriter:
         self._urgent.ask("phase", order, persist=False)
 
     def charge_failure(self, record: BrokenRecord) -> None:
-        """Book a failure outside any generation, once; tried until it is booked, or the job is over."""
+        """Count a failure outside any generation against the restart budget, once; retried until that is done, or the
+        job is over."""
         wall_s = self.wall()
 
         def order() -> None:
@@ -283,7 +284,7 @@ class EtcdWriter:
                 kv = self.etcd.get(self.keys.state)
                 state = decode(JobState, kv.value) if kv else JobState()
                 if state.phase.over or _booked(state, record, wall_s):
-                    return  # booked: by the try before, which was not heard of
+                    return  # over, or counted by an earlier try whose answer was lost
                 verdict = charge(state, record, self.policy.spec.restarts, wall_s, None)
                 guard = ModIs(self.keys.state, kv.mod_revision) if kv else Absent(self.keys.state)
                 if self.etcd.txn([guard], [Put(self.keys.state, encode(verdict.state))]).ok:
@@ -293,13 +294,13 @@ class EtcdWriter:
         self._lazy.ask(f"charge {next(self._charges)}", order, persist=True)
 
     def restore(self, generation: GenerationRecord | None, state: JobState, spec: SpecRecord | None) -> None:
-        """etcd came back empty, or set back: write what this job is and where it stands, unless somebody else
-        already has."""
+        """etcd came back empty, or with older data: write back the job's spec, state and generation, unless another
+        agent already has."""
 
         def order() -> None:
             if generation is not None:
                 self._restored += self._restore_generation(generation)
-            # The spec last: without it nobody leads.
+            # The spec last: without it no agent leads.
             for key, record in ((self.keys.state, state), (self.keys.spec, spec or self.spec)):
                 self._restored += self.etcd.txn([Absent(key)], [Put(key, encode(record))]).ok
             log.warning("etcd.restored", generation=generation.number if generation else 0)
@@ -307,8 +308,9 @@ class EtcdWriter:
         self._urgent.ask("restore", order, persist=False)
 
     def _restore_generation(self, generation: GenerationRecord) -> bool:
-        """By revision alone: we may be no member yet. Were etcd wiped once more between the two calls, and back at the
-        same revision with a newer generation, those who hold that one would find it gone and write it back."""
+        """Guarded by the revision alone, since this agent may not be a member yet. Should etcd be wiped again between
+        the two calls, and be back at the same revision with a newer generation, the agents that hold that generation
+        find it missing and write it back."""
         key, put = self.keys.generation, Put(self.keys.generation, encode(generation))
         kv, done = self.etcd.get(key), False
         if kv is None:
@@ -322,7 +324,7 @@ class EtcdWriter:
         self._put_incident(self.keys.incident(number), record)
 
     def add_causes(self, record: IncidentRecord, number: int) -> None:
-        """To the record of an incident that is over: see AddCauses."""
+        """Add causes to the record of an incident that is over: see AddCauses."""
         key = self.keys.incident(number)
 
         def order() -> None:
@@ -339,15 +341,15 @@ class EtcdWriter:
         self._lazy.ask(f"{key} causes", order, persist=True)
 
     def put_save_incident(self, record: IncidentRecord) -> None:
-        """A checkpoint that failed."""
+        """Incident of a failed checkpoint."""
         self._put_beside(self.keys.save_incident(record.generation, record.node, record.step or 0), record)
 
     def put_exit_incident(self, record: IncidentRecord, worker_id: int) -> None:
-        """A process that did not end after its script had; `life` tells it from others of its agent."""
+        """Incident of a process that did not end after its script had; `worker_id` makes its key unique."""
         self._put_beside(self.keys.exit_incident(record.generation, record.node, worker_id), record)
 
     def _put_beside(self, key: str, record: IncidentRecord) -> None:
-        """Where a disk stays full each save fails, for as long as the job runs: the oldest make room."""
+        """While a disk stays full every save fails, for as long as the job runs: the oldest records are deleted."""
         if key not in self._beside:
             self._beside.append(key)
         old = [self._beside.popleft()] if len(self._beside) > KEPT_BESIDE else []
@@ -358,7 +360,7 @@ class EtcdWriter:
         def order() -> None:
             kv = self.etcd.get(key)
             if kv is not None and _is_over(kv.value):
-                return  # by a try before, or by another agent that has led while this one was away
+                return  # closed by an earlier try, or by another agent that led while this one was away
             unchanged = ModIs(key, kv.mod_revision) if kv is not None else Absent(key)
             if not self.etcd.txn([unchanged], [Put(key, encode(record)), *also]).ok:
                 raise EtcdUnavailable(f"{key} changed meanwhile", maybe_done=False)
@@ -374,8 +376,8 @@ class EtcdWriter:
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def leave(self) -> None:
-        """Give up membership; the last one out of a stopping job says that it has stopped. Blocks for a few
-        seconds at most."""
+        """Give up membership; the last agent to leave a stopping job marks it as stopped. Blocks for a few seconds
+        at most."""
         self._urgent.close(LEAVE_S)
         self._lazy.close(LEAVE_S)
         try:
@@ -394,8 +396,8 @@ class EtcdWriter:
 
 
 def encode(record: Record) -> bytes:
-    """A script's error may quote what is no text, such as a file's name in another encoding. Such a failure must be
-    written all the same, or the job would fail like this for ever."""
+    """A script's error may contain text that UTF-8 cannot encode, such as a file name in another encoding. Such a
+    failure must be written all the same, or the job would fail in this way for ever."""
     try:
         return _strictly(record)
     except UnicodeEncodeError:
@@ -403,7 +405,7 @@ def encode(record: Record) -> bytes:
 
 
 def _readable(value: Any) -> Any:
-    """Plain data with all that is no text spelled out in its texts."""
+    """Plain data with characters that UTF-8 cannot encode replaced by escape sequences."""
     match value:
         case str():
             return value.encode(errors="backslashreplace").decode()
@@ -422,6 +424,6 @@ def _is_over(raw: bytes) -> bool:
 
 
 def _booked(state: JobState, record: BrokenRecord, wall_s: float) -> bool:
-    """Whether this very failure is in the books: `wall_s`, when it was reported first, tells it from others alike."""
+    """Whether this failure is counted already: `wall_s`, the time of its first report, identifies it."""
     this = (wall_s, record.generation, record.node)
     return any((f.wall_s, f.generation, f.node) == this for f in state.failures)

@@ -1,4 +1,4 @@
-"""Workers as new processes, where no zygote can be forked from. Slower by the import of torch, and by nothing else."""
+"""Starts workers as new processes, where no zygote can be forked from. Slower by the import of torch only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..core.messages import Fork
 def start_fresh(python: str, order: Fork, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
     """Start the worker that `order` describes; `descriptors` as for the zygote. Raises OSError."""
     with contextlib.ExitStack() as files:
-        told = files.enter_context(tempfile.TemporaryFile())  # may be more than a pipe takes
+        told = files.enter_context(tempfile.TemporaryFile())  # the order may exceed the capacity of a pipe
         told.write(messages.encode(order))
         told.seek(0)
         channel, page, log = descriptors

@@ -1,4 +1,4 @@
-"""Whether a dead worker's memory on its GPU is free again, by NVML. Without GPUs or nvidia-ml-py: always."""
+"""Whether a dead worker's memory on its GPU is free again, by NVML. Always true without GPUs or nvidia-ml-py."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import structlog
 log = structlog.get_logger()
 
 Holders = Callable[[int], Mapping[int, int]]
-"""GPU index -> the processes on it: pid -> bytes."""
+"""GPU index -> GPU memory of the processes on it: pid -> bytes."""
 
 
 class Gate:
-    """Holds a replacement back until its GPU is rid of the dead; in the loop's thread.
+    """Holds a replacement worker back until no dead worker holds memory of its GPU; used in the loop's thread.
 
-    A new worker would run out of memory, or meet a card that is still taking the old context down. The driver is done
-    when the process is, as a rule: then this costs one look.
+    Otherwise the new worker might run out of memory, or use a GPU that is still tearing down the old context. The
+    driver is usually done when the process is gone: then this costs one query.
     """
 
     def __init__(self, gpus: Sequence[int], limit_s: float, holders: Holders) -> None:
-        """`gpus`: GPU index of each slot. `limit_s`: longest wait; a miss is logged, and the worker comes anyway."""
+        """`gpus`: GPU index of each slot. `limit_s`: longest wait; then a warning is logged and the worker starts."""
         self._gpus = tuple(gpus)
         self._limit_s = limit_s
         self._holders = holders
         self._dead: dict[int, float] = {}
 
     def died(self, pid: int, now_s: float) -> None:
-        """A worker is gone that may have held memory."""
+        """A worker that may have held GPU memory is gone."""
         if self._gpus:
             self._dead[pid] = now_s
 
     def closed(self, slot: int, now_s: float) -> bool:
-        """Whether a worker for `slot` has to wait."""
+        """Whether a worker for `slot` must wait."""
         if not self._dead or not 0 <= slot < len(self._gpus):
             return False
         gpu = self._gpus[slot]
@@ -48,12 +48,12 @@ class Gate:
                 )
                 del self._dead[pid]
             elif now_s - died_s >= self._limit_s:
-                del self._dead[pid]  # on no GPU that was asked about
+                del self._dead[pid]  # on no GPU that was queried
         return waits
 
 
 def gate(gpus: Sequence[int], limit_s: float) -> Gate:
-    """For the GPUs of this agent's slots."""
+    """The gate for the GPUs of this agent's slots."""
     holders = nvml_holders() if gpus else None
     return Gate(gpus if holders else (), limit_s, holders or (lambda gpu: {}))
 
@@ -61,7 +61,7 @@ def gate(gpus: Sequence[int], limit_s: float) -> Gate:
 def nvml_holders() -> Holders | None:
     """NVML's list of processes, or None: no driver here, or no nvidia-ml-py.
 
-    In a container with process ids of its own NVML names those of the host, or none: then nobody waits.
+    In a container with its own pid namespace NVML reports the host's pids, or none: then no worker waits.
     """
     if not os.path.exists("/dev/nvidiactl"):
         return None
@@ -81,7 +81,7 @@ def nvml_holders() -> Holders | None:
             handle = pynvml.nvmlDeviceGetHandleByIndex(gpu)
             found = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
         except pynvml.NVMLError:
-            return {}  # a lost GPU: the daemon sees that and says so
+            return {}  # a lost GPU: the daemon detects and reports that
         return {process.pid: process.usedGpuMemory or 0 for process in found}
 
     return holders

@@ -1,8 +1,8 @@
 """``python -m elastic.agent.gpu_selftest [DEVICE …]``: copy to each GPU and back, compute there, compare the results.
 
-Prints one line of JSON, ``{"tested": ["cuda:0"], "problem": ""}``; exit code 1 when `problem` says something. Where
-torch sees no GPU nothing is tested, which is no problem; nor is a GPU whose memory others have filled. The daemon runs
-this before its node takes work.
+Prints one line of JSON, ``{"tested": ["cuda:0"], "problem": ""}``; exit code 1 when `problem` is not empty. If torch
+sees no GPU nothing is tested, which is no problem; nor is a GPU whose memory other processes have filled. The daemon
+runs this before its node takes work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 COPY_BYTES = 256 << 20
 SIZE = 2048
-"""Rows and columns of the matrices. Their products are below 2^24, so exact in float32 in any order of adding."""
+"""Rows and columns of the matrices. All sums in their products are below 2^24, so exact in float32 in any order."""
 ROUNDS = 4
 
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
             problem = trouble(torch.device(name))
         except torch.OutOfMemoryError:
             continue
-        except RuntimeError as error:  # torch's word for whatever CUDA says
+        except RuntimeError as error:  # torch raises this for any CUDA error
             problem = str(error).partition("\n")[0]
         if problem:
             problem = f"{name}: {problem}"
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def trouble(device: Any, copy_bytes: int = COPY_BYTES, size: int = SIZE) -> str:
-    """What is wrong with `device`; empty: nothing found."""
+    """What is wrong with `device`; empty: no fault found."""
     return _copies(device, copy_bytes) or _computes(device, size)
 
 
@@ -54,7 +54,7 @@ def _copies(device: Any, nbytes: int) -> str:
 
 
 def _computes(device: Any, size: int) -> str:
-    """Freivalds: A(Bx) against (AB)x, on whole numbers, so that the results have to be the same to the last bit."""
+    """Freivalds' check, A(Bx) against (AB)x, on integers, so that the results must be the same to the last bit."""
     import torch
 
     row, column = torch.arange(size).unsqueeze(1), torch.arange(size).unsqueeze(0)
@@ -64,7 +64,7 @@ def _computes(device: Any, size: int) -> str:
     for dtype in (torch.float32, torch.bfloat16):
         there = a.to(device, dtype), b.to(device, dtype)
         for number in range(ROUNDS):
-            # A bfloat16 product is rounded when stored: so it is only compared with itself.
+            # A bfloat16 product is rounded when stored, so its rounds are compared with each other only.
             product = there[0] @ there[1]
             if number == 0:
                 first = product

@@ -1,4 +1,4 @@
-"""Looks at the workers' beat pages: progress for the recovery machine, hangs with their stacks."""
+"""Reads the workers' beat pages: reports progress to the recovery state machine, and hangs with stack dumps."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from .stacks import process_state, stack
 from .standstill import Others, local
 
 STOPPED_S = 1.0
-"""A pause this long between two looks means that this process did not run."""
+"""A longer gap between two looks means that the agent itself was suspended."""
 TELL_S = 1.0
-"""The other agents are told at most this often how far the workers here have got."""
+"""Minimum interval between reports to the other agents of how far the local workers have got."""
 RETRY_S = 1.0
-"""Pause after a thread that takes stacks could not be started."""
+"""Pause after a thread that dumps stacks could not be started."""
 UNINTERRUPTIBLE_STATE = "D"
 WITHOUT_PROCESS = (Stage.KILLED, Stage.GONE)
 
@@ -49,30 +49,30 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class LastBeat:
-    """A worker at one look."""
+    """State of a worker at one look."""
 
     worker: Worker
     process: Process
     beat: Beat
     state: str
     in_collective: float | None
-    """Since when its stack has shown it in a collective of the script's own."""
+    """Since when its stack has shown it in a collective that the script itself issued; None: it has not."""
 
 
 @dataclass
 class HangDetector:
-    """`look` is called on every tick, in the loop's thread; stacks are taken in a thread of their own."""
+    """`look` is called on every tick, in the loop's thread; stacks are dumped in a separate thread."""
 
     pool: Pool
     rules: Hang
     post: Callable[[Event], None]
     save_stacks: Callable[[dict[str, str]], None]
     group_s: float = math.inf
-    """The group's time-out: with NCCL nothing but this here ends a wait in which nobody is found to be the cause."""
+    """The process group's time-out: with NCCL nothing else ends a wait in which no rank is found to be the cause."""
 
     def __post_init__(self) -> None:
         self.known: tuple[Known, ...] = ()
-        """How far the ranks have got that show no progress: those here, and those that other agents have told of."""
+        """Ranks that show no progress and how far they have got: local ones, and those that other agents report."""
         self._others = Others()
         self._told_s = -math.inf
         self._seen: tuple[int, int] = (0, 0)
@@ -80,26 +80,26 @@ class HangDetector:
         self._looked_s = 0.0
         self._amnesty_s = 0.0
         self._set_up_s = 0.0
-        """The longest set-up of a worker here."""
+        """Longest set-up of a local worker so far, in seconds."""
         self._retry_s = 0.0
-        """Before this instant no thread is started: there was none to be had."""
+        """No thread is started before this instant: the last attempt failed."""
         self._starting: set[int] = set()
         self._accused: set[int] = set()
         self._stuck: dict[int, int] = {}
-        """Life -> the beat after which it has been told to wait for too long."""
+        """Worker id -> the beat after which it was reported as waiting for too long (GroupStuck)."""
         self._excused: dict[int, float] = {}
-        """Life -> until when its stack, which shows it waiting for other ranks, need not be looked at again."""
+        """Worker id -> until when an uncertain suspicion is ignored, as its stack shows a wait for other ranks."""
         self._explored: dict[int, float] = {}
-        """Life -> until when its stack need not be looked at again without a suspicion."""
+        """Worker id -> until when its stack is not dumped again without a suspicion."""
         self._stopped_s: dict[int, float] = {}
-        """Life of a plain script that is stopped -> since when its process has been seen so at each look."""
+        """Worker id of a stopped plain script -> since when every look has found its process stopped."""
         self._in_collective: dict[int, tuple[int, float]] = {}
-        """Life -> the beat after which its stack showed it in a collective, and when."""
+        """Worker id -> the beat after which its stack showed it in a collective, and when."""
 
     def look(self, agent: Agent, now_s: float) -> Progress | None:
-        """The steps that were committed since the last look, if any."""
+        """Returns the newest committed step, None if none was committed since the last look."""
         if now_s - self._looked_s > STOPPED_S and self._looked_s:
-            # We were stopped ourselves, and with us perhaps the whole node: nobody could beat.
+            # The agent was suspended, perhaps with the whole node: the workers may not have been able to beat.
             self._amnesty_s = now_s + self.rules.floor_s
             self._stopped_s.clear()
         self._looked_s = now_s
@@ -120,7 +120,7 @@ class HangDetector:
             if process is None or not process.pid:
                 continue
             beat = process.page.read()
-            # Before it was forked it could not beat.
+            # A worker cannot beat before it is forked.
             beat = replace(beat, beat_at_s=max(beat.beat_at_s, process.started_s))
             soon = now_s - beat.beat_at_s < min(self.rules.floor_s, self.rules.ceiling_s) / 2
             state = "" if soon else process_state(process.pid)
@@ -144,7 +144,7 @@ class HangDetector:
         return standing(one.beat, one.state, one.in_collective, now_s)
 
     def _waits(self, agent: Agent, one: LastBeat) -> list[RankWait]:
-        """Of the ranks that may wait for this worker."""
+        """Waits of ranks that this worker may be holding up."""
         if one.worker.stage is Stage.STARTING:
             past = agent.generation is not None or any(
                 w.stage not in (Stage.STARTING, *WITHOUT_PROCESS) for w in agent.workers.values()
@@ -164,7 +164,7 @@ class HangDetector:
             self.post(StillBusy(worker.slot, worker.worker_id))
         silent_s = now_s - beat.beat_at_s
         if silent_s < min(self.rules.floor_s, self.rules.ceiling_s) or now_s < self._amnesty_s:
-            return  # nobody is sick so soon, whatever state its process is in
+            return  # too early to suspect it, whatever its process state
         if not agent.policy.managed:
             self._consider_plain(one, seen, now_s)
             return
@@ -186,7 +186,7 @@ class HangDetector:
             self._accuse(one, seen, None, now_s)
 
     def _consider_plain(self, one: LastBeat, seen: list[LastBeat], now_s: float) -> None:
-        """A script without elastic never beats: how long it has been stopped shows only at the looks themselves."""
+        """A script without `elastic.run` never beats, so how long it has been stopped is measured across looks."""
         if one.state != STOPPED_STATE:
             self._stopped_s.pop(one.worker.worker_id, None)
             return
@@ -195,8 +195,8 @@ class HangDetector:
             self._accuse(one, seen, Unhealthy(f"process has been stopped (state {one.state}) for {for_s:.1f} s"), now_s)
 
     def _may_wait_unseen(self, agent: Agent, one: LastBeat, now_s: float) -> bool:
-        """Whether its stack is to be looked at: it may be in a collective of the script's own, which its page does not
-        tell, and so be the one that waits."""
+        """Whether to dump its stack without a suspicion: it may be waiting in a collective that the script itself
+        issued, which the beat page does not show."""
         beat = one.beat
         return (
             one.worker.stage is Stage.RUNNING
@@ -210,7 +210,7 @@ class HangDetector:
         )
 
     def _tell(self, agent: Agent, here: list[Standing], now_s: float) -> None:
-        """The other agents, how far the workers here have got that show no progress."""
+        """Report to the other agents how far the local workers that show no progress have got."""
         if agent.generation is None or len(agent.generation.places) < 2 or now_s - self._told_s < TELL_S:
             return
         step_s = statistics.median(self._step_times) if self._step_times else 0.0
@@ -218,7 +218,7 @@ class HangDetector:
         stopped = any(
             k.standing.stopped and k.standing.position[0] == number and k.standing.position[1] >= self._seen[1] - 1
             for k in self.known
-        )  # its agent has to hear only that another rank waits
+        )  # the agent of the stopped rank requires only that another rank waits
         silent_s = max(self.rules.floor_s, 0.0 if stopped else self.rules.factor * step_s) / 2
         still = tuple(s for s in here if s.silent_s >= silent_s and s.position[0] == number)
         at = agent.generation.at(agent.policy.node)
@@ -242,22 +242,22 @@ class HangDetector:
         if reached <= self._seen:
             return None
         self._seen = reached
-        self._step_times.append(newest.step_s)  # one long step must not stretch everybody's patience
+        self._step_times.append(newest.step_s)  # a median: one long step must not raise every rank's patience
         return Progress(newest.committed_in, newest.step, statistics.median(self._step_times))
 
     def _accuse(self, one: LastBeat, seen: list[LastBeat], sick: Unhealthy | None, now_s: float) -> None:
-        """Take its stack, and post WorkerUnhealthy unless that clears it. Without `sick` it is only looked at."""
+        """Dump its stack, and post WorkerUnhealthy unless the stack clears it. Without `sick`, only dump it."""
         if now_s < self._retry_s:
             return
         process, state = one.process, one.state
         self._accused.add(process.worker_id)
-        # What is cleared is looked at again when its silence has doubled: a look holds it up.
+        # A cleared worker is examined again when its silence has doubled: dumping the stack may pause it.
         again_s = now_s + min(self.rules.ceiling_s, now_s - one.beat.beat_at_s)
         suspect = f"slot {process.slot} (hung)"
         witnesses = [(suspect, process.pid, state not in (STOPPED_STATE, UNINTERRUPTIBLE_STATE))]
         waiting = next((o for o in seen if o is not one and o.beat.doing is Doing.EXCHANGING), None)
         if waiting is not None and sick is not None:
-            # Only a look from outside: it has done nothing wrong and is not to be held up.
+            # Without native frames: this worker is not suspected and must not be paused.
             witnesses.append((f"slot {waiting.worker.slot} (waits for it)", waiting.process.pid, False))
         beats_then = one.beat.beats
         if sick is not None:
@@ -282,14 +282,14 @@ class HangDetector:
 
         try:
             threading.Thread(target=testify, name="elastic-stacks", daemon=True).start()
-        except RuntimeError as error:  # no more threads are to be had: looked at again, and the agent lives on
+        except RuntimeError as error:  # no thread can be started: retried later, and the agent keeps running
             log.error("worker.not_looked_at", slot=process.slot, pid=process.pid, why=str(error))
             self._retry_s = now_s + RETRY_S
             self._accused.discard(process.worker_id)
 
 
 def _stacks(witnesses: list[tuple[str, int, bool]]) -> dict[str, str]:
-    """(name, process id, whether below Python too) each -> stacks; at the same time where threads are to be had."""
+    """Stack by name, for each (name, pid, whether to include native frames); in parallel where threads can start."""
     try:
         with ThreadPoolExecutor(len(witnesses)) as pool:
             stacks = {name: pool.submit(stack, pid, native) for name, pid, native in witnesses}

@@ -1,4 +1,4 @@
-"""Incident records as they are written: the machine draws them up, the shell gives them their time of day."""
+"""Incident records as they are written: the state machine creates them, this module adds their times of day."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..core.records import IncidentRecord
 
 
 def dated(effect: PutIncident, now_s: float, wall_s: float) -> IncidentRecord:
-    """The record with its instants; `now_s` on the monotonic clock and `wall_s` of the day are the present."""
+    """The record with its times of day; `now_s` (monotonic) and `wall_s` (time of day) are the present."""
     record, noticed_wall_s = effect.record, wall_s - (now_s - effect.began_s)
     began_wall_s = min(record.wall_s or noticed_wall_s, noticed_wall_s)
     late_s = noticed_wall_s - began_wall_s
@@ -41,7 +41,7 @@ def save_failed(agent: Agent, step: int, error: str, wall_s: float) -> IncidentR
 
 
 def exited_late(agent: Agent, slot: int, after_s: float, wall_s: float) -> IncidentRecord:
-    """A process that was killed since it did not end though its script had."""
+    """Incident of a process that was killed because it had not exited after its script ended."""
     generation = agent.generation
     number, world_size = (generation.number, generation.world_size) if generation else (0, 0)
     ranks = generation.ranks(agent.policy.node) if generation else {}

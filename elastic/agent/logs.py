@@ -1,8 +1,8 @@
-"""Limits on what the workers' logs take on disk, without asking the workers.
+"""Limits the disk space of the workers' logs, without involving the workers.
 
 A log that has grown too large loses its middle: a hole is punched into the file, so that the beginning (how it
-started) and the newest lines stay where they are and nothing that is being written is lost. Reading a hole gives
-zero bytes; whoever shows logs leaves them out.
+started) and the newest lines stay where they are and nothing that is being written is lost. Reading a hole returns
+zero bytes; log viewers leave them out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 def trim(path: str, limit_bytes: int) -> int:
     """Free the middle of `path` when it takes more than `limit_bytes` on disk. Returns the bytes freed.
 
-    Half of the limit stays for the newest part. Raises OSError (EOPNOTSUPP where the file system has no holes).
+    Half of the limit is for the newest part. Raises OSError (EOPNOTSUPP where the file system has no holes).
     """
     try:
         stat = os.stat(path)
@@ -49,7 +49,7 @@ def trim(path: str, limit_bytes: int) -> int:
 
 
 class Trimmer:
-    """Trims logs; says once when the file system cannot."""
+    """Trims logs; logs a warning the first time that this fails."""
 
     def __init__(self, limit_mb: float) -> None:
         self._limit_bytes = max(4 * BLOCK_BYTES, int(limit_mb * 1e6))

@@ -1,4 +1,4 @@
-"""The agent's loop: one thread owns the recovery machine, feeds it what happens and does what it asks for."""
+"""The agent's loop: one thread owns the recovery state machine, feeds it events and carries out its effects."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ log = structlog.get_logger()
 
 
 class Loop:
-    """Construct, `run()` until the job is over here."""
+    """Construct, then call `run()`, which returns when the job is over on this node."""
 
     def __init__(
         self,
@@ -97,13 +97,13 @@ class Loop:
         self._selector = pool.selector
         self._wake_read, self._wake_write = socket.socketpair()
         self._woken = False
-        """It has been told to look into its inbox, and has not yet."""
+        """A wake-up has been sent and not yet received."""
         self._inbox: queue.SimpleQueue[Event | View] = queue.SimpleQueue()
         self.pool = pool
         self._deeds = EffectRunner(config, self._spec, registry, self.pool)
         self._deeds.on_incident = self._incident
         self._stacks: dict[str, str] = {}
-        """Saved before the kill of a hung worker, until that is reported."""
+        """Dumped before a hung worker is killed; held until the hang is reported."""
         self._watchman = HangDetector(self.pool, self._spec.hang, self.post, self._save_stacks, config.timeouts.group_s)
         self._gauge = status.Gauge()
         self._status_file = status.StatusFile(Path(config.agent_dir))
@@ -115,12 +115,12 @@ class Loop:
         self._ended: Leave | None = None
         self._terminating = False
         self.changed = threading.Event()
-        """Set at each new generation, for whoever waits for one."""
+        """Set at each new generation, for threads that wait for one."""
         self.on_generation: Callable[[Agent, GenerationRecord], None] = lambda agent, generation: None
         self.on_incident: Callable[[IncidentRecord], None] = lambda incident: None
         self._preloaded: tuple[str, ...] = ()
         self._lost = ""
-        """What there is to say of state that is gone for good."""
+        """Message for the status if all state was lost for good."""
         self.saver = Saver(
             self._spec.checkpoint,
             config.job,
@@ -168,10 +168,10 @@ class Loop:
             if now_s >= due_s:
                 due_s = now_s + beat_s
                 self._on_tick(now_s)
-        # The interpreter puts back the default of a handler while it ends, and new orders would then kill it.
+        # The interpreter restores default handlers while it exits: SIGHUP for new orders would then kill it.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._finish_saving()
-        self._progress_due_s = 0.0  # the last word on where the job ended
+        self._progress_due_s = 0.0  # the final progress is written
         self._write_status()
         self.pool.close()
         self.saver.close()
@@ -179,17 +179,17 @@ class Loop:
         return self._ended.code
 
     def _wait(self, due_s: float) -> None:
-        """Until then, or until something has happened."""
+        """Block until `due_s` at most, and handle descriptors that are readable."""
         until_s = min(due_s, self._pictures.due_s)
         for key, _ in self._selector.select(max(0.0, until_s - time.monotonic())):
             self._readable(key.data)
 
     def _save_failed(self, step: int, error: str) -> None:
-        """A checkpoint that failed is an incident too, though it costs no step."""
+        """A failed checkpoint is recorded as an incident too, though it loses no step."""
         self._registry.put_save_incident(save_failed(self.agent, step, error, time.time()))
 
     def _finish_saving(self) -> None:
-        """What the workers have handed over is still written."""
+        """Wait for the writes of snapshots that the workers have handed over, FINISH_SAVING_S seconds at most."""
         deadline_s = time.monotonic() + FINISH_SAVING_S
         while self.saver.busy() and time.monotonic() < deadline_s:
             self._selector.select(0.1)
@@ -203,7 +203,7 @@ class Loop:
         if key[0] == "wake":
             with contextlib.suppress(BlockingIOError):
                 self._wake_read.recv(4096)
-            self._woken = False  # before the inbox is emptied: what comes then wakes again
+            self._woken = False  # before the inbox is emptied: an event posted then wakes the loop again
             return
         if key[0] == "writer":
             self.saver.readable()
@@ -260,7 +260,7 @@ class Loop:
                 self._trimmer.trim(process.log_file)
             self._write_status()
 
-    # ── what happened ───────────────────────────────────────────────────────────────────────────────────────
+    # ── events ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _happened(self, happening: PoolEvent) -> None:
         match happening:
@@ -295,7 +295,7 @@ class Loop:
                     self._turn(event)
 
     def _started_over(self, generation: int) -> None:
-        """Nobody had any state: fine at a job's beginning, else said wherever somebody may look."""
+        """No rank had any state: expected at the start of a job, otherwise reported in the log and the status."""
         step = max(self._pictures.known_step or 0, self.agent.step)
         if generation > 1 and step > 0:
             self._lost = (
@@ -313,7 +313,7 @@ class Loop:
         return read_error(ended, node=self.config.node, slot=slot, rank=ranks.get(slot, -1), step=ended.step)
 
     def _failed(self, worker_id: int, slot: int, code: int) -> None:
-        """Its script has; the process has still to end."""
+        """The script of this worker has failed; its process has yet to exit."""
         process = self.pool.processes[worker_id]
         self.pool.give_grace(process)
         ended = Exited(worker_id, code, None, process.page.read().step, process.error_file, process.log_file)
@@ -352,7 +352,7 @@ class Loop:
         if orders.checkpoint > before.checkpoint:
             self._deeds.save_now(self.agent, "asked")
 
-    # ── a turn of the machine ───────────────────────────────────────────────────────────────────────────────
+    # ── state machine ───────────────────────────────────────────────────────────────────────────────────────
 
     def _turn(self, event: Event) -> None:
         before = self.agent
@@ -367,12 +367,12 @@ class Loop:
         if self.agent.policy.managed and not before.policy.managed:
             log.info("job.managed", told_by="a worker" if isinstance(event, WorkerManaged) else "another agent")
         if self.agent.standbys != before.standbys:
-            self._status_due_s = 0.0  # with the next tick, while it is news
+            self._status_due_s = 0.0  # written on the next tick
         for effect in effects:
             self._deeds.do(effect, self.agent)
         self._ended = self._ended or self._deeds.left
         if self.agent.settled > before.settled:
-            self._status_due_s = self._progress_due_s = 0.0  # a node that was drained waits for this
+            self._status_due_s = self._progress_due_s = 0.0  # a drained node waits for this
         if self.agent.generation is not None and self.agent.generation is not before.generation:
             self.on_generation(self.agent, self.agent.generation)
             self.changed.set()
@@ -383,7 +383,7 @@ class Loop:
             self.on_incident(record)
 
     def _save_stacks(self, stacks: dict[str, str]) -> None:
-        """From the watchman's thread, just before it posts what it has found."""
+        """Called in the hang detector's thread, just before it posts WorkerUnhealthy."""
         self._stacks = stacks
 
     def _leads(self) -> bool:

@@ -1,4 +1,4 @@
-"""How much memory this node could give to snapshots without taking it from the training."""
+"""How much memory this node can spare for snapshots without taking it from the training."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 MEMINFO = Path("/proc/meminfo")
 GROUPS = Path("/sys/fs/cgroup")
 SPARE_SHARE = 0.5
-"""Of what is free: snapshots beyond what a checkpoint needs take no more than this."""
+"""Fraction of the free memory that snapshots beyond those needed for checkpoints may take."""
 
 
 def plenty(nbytes: int, *, available_nbytes: int | None) -> bool:
-    """Whether `nbytes` more leave as much again free. Where nobody knows what is free: yes."""
+    """Whether taking `nbytes` leaves at least as much free. True if the free memory is not known."""
     return available_nbytes is None or nbytes <= SPARE_SHARE * available_nbytes
 
 
 def available_nbytes(
     meminfo: Path = MEMINFO, groups: Path = GROUPS, own: Path = Path("/proc/self/cgroup")
 ) -> int | None:
-    """What the machine could still give out, or this process's cgroup (version 2) and those above it if that is less.
+    """Bytes still available on the machine, or in this process's cgroup (version 2) or one above it if that is less.
 
     None: it cannot be read.
     """
@@ -47,6 +47,6 @@ def _left_in_groups(groups: Path, own: Path) -> list[int]:
             if limit.isdecimal():
                 left.append(max(0, int(limit) - used + (int(cached[1]) if cached else 0)))
         except (OSError, ValueError):
-            pass  # no limit is set up here
+            pass  # this cgroup has no limit
         folder = folder.parent
     return left

@@ -1,4 +1,4 @@
-"""Whether a process that was killed by SIGKILL fell to the kernel's out-of-memory killer."""
+"""Whether a process that died of SIGKILL was killed by the kernel's out-of-memory killer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 VMSTAT = Path("/proc/vmstat")
 LOOK_S = 1.0
-"""Least time between two looks at the kernel's count."""
+"""Minimum interval between two reads of the kernel's count."""
 
 
 class OomWatch:
-    """The kernel counts the processes that it has killed for want of memory, of any cgroup and of the machine as a
-    whole; it does not say whom, except in a log that few may read. So: did the count rise within the last seconds?"""
+    """The kernel counts its out-of-memory kills, of any cgroup and of the machine as a whole; which processes they were
+    is only in a log that few users may read. So this checks whether the count rose within the last seconds."""
 
     def __init__(self, vmstat: Path = VMSTAT) -> None:
         self._vmstat = vmstat
@@ -20,18 +20,18 @@ class OomWatch:
         self._looked_s = float("-inf")
 
     def look(self, now_s: float) -> None:
-        """To be called often; reads at most once in LOOK_S."""
+        """To be called often; reads at most once per LOOK_S."""
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
             self._before, self._recent = self._recent, self._read()
 
     def struck(self) -> bool:
-        """Whether it has killed since the look before the last: one to two times LOOK_S ago."""
+        """Whether the kernel has killed since the read before the last: one to two times LOOK_S ago."""
         return self._read() > self._before
 
     def _read(self) -> int:
         try:
             found = re.search(r"^oom_kill (\d+)$", self._vmstat.read_text(), re.MULTILINE)
-        except OSError:  # no descriptors, or no /proc: then it is not known
+        except OSError:  # no descriptors, or no /proc: the count is not known
             found = None
         return int(found[1]) if found else 0

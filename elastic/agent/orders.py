@@ -1,4 +1,4 @@
-"""What the daemon of this node orders of the agent, through a file."""
+"""Orders of this node's daemon to the agent, through a file."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class OrdersFile:
         self._orders = AgentOrders()
 
     def news(self) -> tuple[AgentOrders, AgentOrders] | None:
-        """The orders before and now, if others have been written since the last call. One that cannot be read is said,
-        and read again the next time."""
+        """The previous and the current orders, if the file has changed since the last call. A file that cannot be read
+        is logged, and read again the next time."""
         try:
             written = os.stat(self._path)
             version = (written.st_ino, written.st_mtime_ns, written.st_size)

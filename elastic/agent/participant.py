@@ -1,7 +1,8 @@
-"""One torchrun agent among those of its run: its leased member key, its picture of the others, and its turns to lead.
+"""One torchrun agent of a run: its leased member key, its view of the other agents, and its part as a leader.
 
-One thread does all writing. It is woken by the watch on etcd and by the handler, decides with `core.membership`, and
-hosts the TCPStore of the generations that it publishes. The handler only reads, and waits.
+One thread does the writing. It is woken by the watch on etcd and by the handler, decides with `core.membership`, and
+hosts the TCPStore of each generation that it publishes. The handler's thread reads and waits; it writes only to leave
+or to close the run.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from ..etcd import Absent, Compare, Delete, Etcd, EtcdError, Lease, ModIs, Op, P
 from .store import Stores
 from .torchrun_settings import TorchrunSettings
 
-# torch's logging, not structlog: this runs inside torchrun, whose output is the user's.
+# As torch logs, without structlog: this runs inside torchrun, whose output is the user's.
 log = logging.getLogger(__name__)
 
 CLOSED_KEPT_S = 3600.0
-"""How long a closed run's mark stays in etcd: its id can be used again afterwards."""
+"""How long the mark of a closed run stays in etcd; afterwards its id can be used again."""
 
 
 class RendezvousParticipant:
-    """Reading is safe from any thread. `changed` is notified whenever anything below may have changed."""
+    """Safe to read from any thread. `changed` is notified whenever a field below may have changed."""
 
     def __init__(self, etcd: Etcd, settings: TorchrunSettings) -> None:
         self.etcd = etcd
@@ -51,11 +52,11 @@ class RendezvousParticipant:
         self.changed = threading.Condition()
         self.view = JobView()
         self.contact = "etcd has not answered yet"
-        """Why there is no contact with etcd, or empty."""
+        """Why there is no contact with etcd; empty: there is."""
         self.fault = ""
-        """Why what stands in etcd cannot be read, or empty."""
+        """Why the records in etcd cannot be read; empty: they can."""
         self.waiting_for = "nothing known"
-        """What a new generation waits for, as far as we know."""
+        """What a new generation waits for, as far as this agent can tell."""
         self.active: GenerationRecord | None = None
         """The generation that this agent's workers run in, or ran in last."""
         self._settings = settings
@@ -65,14 +66,14 @@ class RendezvousParticipant:
         self._wanted = False
         self._give_up: BrokenRecord | None = None
         self._absence_ignored_until_s = 0.0
-        """Until then, who is absent may only not have come back to a restarted etcd yet."""
+        """Until then, an absent member may be one that has not rejoined after an outage of etcd yet."""
         self._enough_since_s: float | None = None
         self._newcomers_since_s: float | None = None
         self._written_revision = 0
         self._shown_lease = 0
-        """The lease under which our record stands in `view`; 0: it is not in it."""
+        """The lease of this agent's member record in `view`; 0: the record is not in it."""
         self._wipes = 0
-        """How often etcd has lost its data, as far as we know."""
+        """How often this agent has seen etcd lose its data."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="elastic-party", daemon=True)
         self._again_s = 0.0
@@ -91,14 +92,14 @@ class RendezvousParticipant:
             self._wake()
 
     def give_up(self, generation: GenerationRecord, why: str) -> None:
-        """Say that `generation` is broken, unless that is known."""
+        """Report that `generation` is broken, unless that has been reported."""
         record = BrokenRecord(generation=generation.number, node=self.node, kind="exit", detail=why, charged=False)
         with self.changed:
             self._give_up = record
             self._wake()
 
     def trouble(self, mine: GenerationRecord) -> str:
-        """Why `mine` cannot go on: it was followed by another, is broken, or has lost a node. Empty: it can."""
+        """Why `mine` cannot continue: another generation followed, it is broken, or has lost a node. Empty: it can."""
         with self.changed:
             generation, broken = self.view.generation, self.view.broken
             if generation is not None and generation != mine:
@@ -109,7 +110,7 @@ class RendezvousParticipant:
             return f"node {gone[0]} is gone" if gone else ""
 
     def leave(self, within_s: float = 3.0) -> bool:
-        """Take part no longer; the others see it at once. Whether etcd was told. May be called twice."""
+        """Stop taking part; the others see it at once. Returns whether etcd was told. May be called twice."""
         with self.changed:
             self._closing = True
             self._wake()
@@ -145,7 +146,7 @@ class RendezvousParticipant:
                 else:
                     wiped = view.revision < self.view.revision
                     if was_away or wiped:
-                        # etcd was away, or lost its data: leases begin anew, members have yet to come back.
+                        # etcd was unreachable, or lost its data: leases start again, and members have yet to rejoin.
                         self._absence_ignored_until_s = time.monotonic() + self._settings.conf.lease_ttl + 1
                         self._written_revision = 0
                     self._wipes += wiped
@@ -154,7 +155,7 @@ class RendezvousParticipant:
                     self.view, self.fault = new, ""
             self._wake()
 
-    # Our own thread
+    # The participant's own thread
 
     def _wake(self) -> None:
         self._woken = True
@@ -164,7 +165,7 @@ class RendezvousParticipant:
         pause_s = 0.0
         while True:
             with self.changed:
-                if pause_s:  # etcd did not take it; what is new is no reason to hurry
+                if pause_s:  # a call to etcd failed; new views do not shorten the pause
                     self.changed.wait_for(lambda: self._closing, pause_s)
                 else:
                     left_s = self._again_s - time.monotonic() if self._again_s else 60.0
@@ -187,11 +188,11 @@ class RendezvousParticipant:
         with self.changed:
             view, shown = self.view, self._lease is not None and self._shown_lease == self._lease.id
         if not shown:
-            return  # a picture from before we were in it, perhaps of an etcd that has been wiped since
+            return  # a view from before our record was in it, perhaps of an etcd that has been wiped since
         if self._give_up is not None:
             self._say_broken(view, self._give_up)
         if view.revision < self._written_revision or view.state.phase.over:
-            return  # our own last write is still on its way to us
+            return  # the view does not show our own last write yet, or the run is over
         current = self._current(view)
         if membership.leader(view, frozenset(), current) == self.node:
             self._lead(view, current)
@@ -213,9 +214,9 @@ class RendezvousParticipant:
             self._wake()
 
     def _guards(self, generation_revision: int) -> list[Compare]:
-        """What was decided on a picture in which we stand may be written. Revisions tell pictures of one etcd apart.
-        One that was wiped since may by accident have come to the same revision; but our record is not in it before we
-        have registered again, and then we wait for a picture that shows it."""
+        """Conditions for a write decided on a view that has our member record. Revisions distinguish snapshots of one
+        etcd only. An etcd that was wiped since may by chance have reached the same revision; but it lacks our record
+        until we have registered again, and then we wait for a view that shows it."""
         return [ModIs(self.keys.generation, generation_revision), Present(self.keys.member(self.node))]
 
     def _say_broken(self, view: JobView, record: BrokenRecord) -> None:
@@ -224,7 +225,7 @@ class RendezvousParticipant:
             key = self.keys.broken(record.generation)
             said = self.etcd.txn([Absent(key), *self._guards(view.generation_revision)], [Put(key, encode(record))]).ok
         else:
-            said = number >= record.generation  # below: etcd has lost it, and will be told of it again
+            said = number >= record.generation  # lower: etcd has lost the generation, which will be written back
         with self.changed:
             if said and self._give_up is record:
                 self._give_up = None
@@ -232,7 +233,7 @@ class RendezvousParticipant:
     # Leading
 
     def _current(self, view: JobView) -> GenerationRecord | None:
-        """What the next generation follows: none, when all of it are gone (an earlier run with the same id)."""
+        """The generation that the next one follows; None if its nodes are all gone (an earlier run of the same id)."""
         current = view.generation or self.active
         alive = {m.id for m in view.members.values()}
         if current and not any((p.node, p.incarnation) in alive for p in current.places):
@@ -283,7 +284,7 @@ class RendezvousParticipant:
             self._again_s = min((s for s in ends_s if s > now_s), default=0.0)
 
     def _restore(self, current: GenerationRecord) -> None:
-        """etcd has lost the record of a generation that runs: put it back."""
+        """Write back the record of a running generation, which etcd has lost."""
         result = self.etcd.txn(self._guards(0), [Put(self.keys.generation, encode(current))])
         if result.ok:
             self._written_revision = result.revision
@@ -313,7 +314,7 @@ class RendezvousParticipant:
             log.info("rendezvous.published generation=%d nodes=%d why=%s", number, len(change.places), change.why)
 
     def _clean_up(self) -> None:
-        """The last one out leaves nothing behind, except that a closed run stays closed for a while."""
+        """The last agent to leave deletes the run's records, except that a closed run stays closed for a while."""
         if self.fault or self.etcd.newest(self.keys.members).count:
             return
         if (last := self.etcd.get(self.keys.generation)) is not None:
@@ -322,13 +323,14 @@ class RendezvousParticipant:
             self.etcd.txn([ModIs(self.keys.generation, last.mod_revision)], then)
 
     def close_run(self) -> None:
-        """Nobody may form a generation of this run any more. Raises EtcdError."""
+        """Close the run: no generation of it may be formed any more. Raises EtcdError."""
         state = after(self.view.state, PhaseTrigger.CLOSED, "closed by a node", time.time())
         self.etcd.put(self.keys.state, encode(state), self.etcd.grant(CLOSED_KEPT_S))
 
 
 def _own_address(endpoint: str) -> str:
-    """The address that others reach this host by: the one it reaches etcd from, unless etcd runs here."""
+    """The address at which others reach this host: the source address of its route to etcd, or its host name if etcd
+    runs here."""
     host = endpoint.rpartition("//")[2].rpartition(":")[0].strip("[]")
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]

@@ -1,4 +1,4 @@
-"""Whom of the others this agent keeps a line to (see `peers`), and when it lays its lines anew."""
+"""Which agents this one keeps connections to (see `peers`), and when it updates them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ..core.model import Agent
 from .peers import Peers
 
 LINES_PER_S = 100
-"""In a large job, how many agents a second lay their lines to others anew after a change: not all at once."""
+"""In a large job, about so many agents per second update their connections after a change: not all at once."""
 
 
 class PeerMonitor:
-    """Used by the agent's loop alone."""
+    """Used by the agent's loop only."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._due_s = float("inf")
 
     def turned(self, before: Agent, agent: Agent, whole: bool, now_s: float) -> None:
-        """After each turn, and so with every beat. whole: the agent sees all members of its job."""
+        """Called after each event, and so on every beat. whole: the agent's view has all members of the job."""
         if (
             agent.generation is not before.generation
             or agent.view.members is not before.view.members

@@ -1,11 +1,11 @@
-"""Lines to other agents: an idle TCP connection each way that tells of a death within milliseconds, and of a cut within
-seconds.
+"""Connections to other agents: an idle TCP connection each way that reveals a death within milliseconds, and a network
+partition within seconds.
 
-A closed line proves nothing yet. A refused connection to the port that a living agent listens on does (until the
-agent proves that it lives: a fire wall may refuse as well, so who is still watched is called again), and so does
-another agent answering there. Silence proves no death: after a line that went silent and several calls in a row that
-got no answer, the peer cannot be reached from here, and until a line to it has held for a while again. It is the
-kernel over there that answers, so neither a frozen process nor a busy host is taken for a cut.
+A closed connection proves nothing yet. A refused connection to the port that a living agent listens on proves its
+death (until the agent answers again: a firewall may refuse as well, so a peer that is still watched is dialled again),
+and so does another agent answering on that port. Silence proves no death: after a connection has timed out and several
+attempts in a row got no answer, the peer is unreachable from here, until a connection to it has held for a while again.
+The peer's kernel answers, so neither a frozen process nor a busy host is taken for a partition.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ import structlog
 from .resolver import Address, Found, Resolver, numeric
 
 DIALS_S = (0.4, 0.4, 0.6, 1.0)
-"""How long each call waits for an answer; when all of these in a row got none, the peer cannot be reached. One packet a
-call: with one in twenty lost each way, less than one series in ten thousand fails."""
+"""Time-out of each connection attempt; when all of these in a row got no answer, the peer is unreachable. One packet an
+attempt: with one in twenty lost each way, less than one series in ten thousand fails."""
 CONNECT_S = 2.0
-"""The same for the calls after that, with RETRY_S between them."""
+"""The same for the attempts after those, with RETRY_S between them."""
 RETRY_S = 1.0
 RESET_S, RESETS = 0.02, 25
-"""A call that was taken and reset, as by a process that is just ending, is made again after this long, so often."""
+"""An attempt that was reset, as by a process that is just exiting, is repeated after this long, up to this often."""
 HOLD_S, HOLD_MAX_S = 5.0, 60.0
-"""How long a line must have held until its peer can be reached again: twice as long after each further fall."""
+"""How long a connection must hold until its peer counts as reachable again: doubled after each further loss."""
 FORGET_S = 300.0
-"""A line that has held for this long has no past."""
+"""The earlier losses of a peer that has been reachable for this long are forgotten."""
 HELLO_BYTES = 64
 OUT_KEEPALIVE = (1, 1, 2)
-"""Idle seconds, seconds between probes, probes of our own lines: silence breaks one after two to three seconds."""
+"""Outgoing connections: idle seconds, seconds between probes, probes. Silence breaks one after two to three seconds."""
 IN_KEEPALIVE = (30, 10, 3)
-"""The same of lines from others: one that lost power is forgotten after a minute."""
+"""The same for incoming connections: that of a host that lost power is dropped after a minute."""
 SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-"""What a call or a line ends with when nothing comes back."""
+"""Errors of a connection, or an attempt, that gets no answer."""
 
 log = structlog.get_logger()
 
@@ -55,32 +55,32 @@ class _Line:
     id: Id
     address: Address
     known: Found = field(default_factory=list)
-    """Addresses of the host as of the last look-up, which may be older than the line: a death is not to wait for a
-    name server."""
+    """Addresses of the host from the last look-up, which may be older than the connection: detecting a death must not
+    wait for a name server."""
     fresh: bool = False
-    """Whether they have not been dialled since."""
+    """Whether they have not been dialled since that look-up."""
     sock: socket.socket | None = None
     connected: bool = False
     deadline_s: float = 0.0
-    """When to give up connecting, or to try again (inf: when its host's name is known); connected: when a peer that
-    could not be reached can be again."""
+    """When to give up connecting, or to try again (inf: when its host's name is resolved); if connected: when an
+    unreachable peer counts as reachable again."""
     untried: list[Any] = field(default_factory=list)
-    """Addresses of the host still to dial, as getaddrinfo gives them."""
+    """Addresses of the host still to dial, as getaddrinfo returns them."""
     refused: bool | None = None
-    """Whether all dialled so far have refused; None: none could be dialled."""
+    """Whether all addresses dialled so far have refused; None: none could be dialled."""
     silent: bool = False
-    """Whether one of those dialled so far did not answer."""
+    """Whether an address dialled so far did not answer."""
     misses: int = 0
-    """Calls in a row that got no answer."""
+    """Attempts in a row that got no answer."""
     resets: int = 0
-    """Calls in a row that were reset."""
+    """Attempts in a row that were reset."""
     unreachable: bool = False
     refused_us: bool = False
     """See `Peers._refusers`."""
     falls: int = 0
-    """How often it could not be reached any more."""
+    """How often the peer has become unreachable."""
     reached_at_s: float = 0.0
-    """When it could be reached again."""
+    """When the peer last became reachable again."""
 
     @property
     def patience_s(self) -> float:
@@ -100,9 +100,12 @@ def _unheard(node: str, incarnation: str, evidence: str) -> None:
 
 
 class Peers:
-    """Listens for other agents, on every address, and watches those it is told to. `on_dead(node, incarnation,
-    evidence)` and `on_reach(node, incarnation, evidence)`, with evidence '' when the peer can be reached (again) and
-    else why it cannot, are called from the thread in here."""
+    """Listens for other agents, on every address, and monitors those passed to `watch`.
+
+    `on_dead(node, incarnation, evidence)` and `on_reach(node, incarnation, evidence)` are called from a thread of this
+    object. The evidence of `on_reach` is '' when the peer is reachable again, or no longer watched; else it says why
+    the peer is unreachable.
+    """
 
     def __init__(
         self,
@@ -124,12 +127,12 @@ class Peers:
         self._wanted: dict[Id, Address] = {}
         self._lines: dict[Id, _Line] = {}
         self._refusers: set[Id] = set()
-        """Called dead, and not heard of since: whoever looks at them again wants to hear when they answer."""
+        """Peers reported dead after a refusal, without an answer since: if watched again, an answer is reported."""
         self._inbound: set[socket.socket] = set()
         self._deaf_until_s: float | None = None
-        """No descriptors are left for those who call; until then nobody is let in."""
+        """Set when no descriptors were left for incoming connections: none is accepted until then."""
         self._changed = True
-        """Something has come up for `_reconcile`: it passes over all lines, a thousand with the leader."""
+        """Whether `_reconcile` has work: it iterates over all connections, a thousand on the leader."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="elastic-peers", daemon=True)
 
@@ -139,7 +142,7 @@ class Peers:
         self._thread.start()
 
     def watch(self, wanted: Mapping[Id, Address]) -> None:
-        """Watch these, and no others. {(node, incarnation): (host, port)}"""
+        """Watch exactly these peers: {(node, incarnation): (host, port)}."""
         with self._lock:
             if wanted == self._wanted:
                 return
@@ -196,7 +199,7 @@ class Peers:
                 self._drop(line)
                 del self._lines[line.id]
                 if line.unreachable:
-                    self._on_reach(*line.id, "")  # nobody will look again
+                    self._on_reach(*line.id, "")  # no longer watched: withdraw the report
         now_s = time.monotonic()
         if self._deaf_until_s is not None and now_s >= self._deaf_until_s:
             self._deaf_until_s = None
@@ -211,13 +214,13 @@ class Peers:
                 if line.doubted:
                     self._reached(line)
             elif _answered(line.sock):
-                self._ready(line)  # we come late, not the answer
+                self._ready(line)  # this thread is late, not the answer
             else:
                 self._drop(line)
                 self._failed(line, errno.ETIMEDOUT)
 
     def _connect(self, line: _Line) -> None:
-        """Dial the host's addresses, from the first."""
+        """Dial the host's addresses, starting with the first."""
         if not line.fresh:
             if found := numeric(line.address):
                 line.known = found
@@ -234,7 +237,7 @@ class Peers:
         for line in self._lines.values():
             if line.address != address:
                 continue
-            if not line.known:  # it waits for this
+            if not line.known:  # it waits for this look-up
                 line.deadline_s = 0.0 if found else time.monotonic() + RETRY_S
             if found:
                 line.known, line.fresh = found, line.sock is None
@@ -244,7 +247,7 @@ class Peers:
         family, kind, proto, _, address = line.untried.pop(0)
         try:
             sock = socket.socket(family, kind, proto)
-        except OSError as error:  # no descriptors, or not such a family here
+        except OSError as error:  # no descriptors left, or address family not supported here
             self._failed(line, error.errno or errno.EIO)
             return
         sock.setblocking(False)
@@ -267,7 +270,7 @@ class Peers:
                 self._failed(line, code)
                 return
             line.connected = True
-            line.deadline_s = float("inf")  # for one that could not be reached: until it has said hello
+            line.deadline_s = float("inf")  # a peer that was unreachable: until its hello arrives
             line.misses = line.resets = 0
             self._selector.modify(sock, selectors.EVENT_READ, line)
         try:
@@ -278,7 +281,7 @@ class Peers:
             hello = b""
         if not hello:
             self._drop(line)
-            line.deadline_s = 0.0  # closed, or silent for too long: ask at the door at once
+            line.deadline_s = 0.0  # closed, or silent for too long: reconnect at once
         elif hello.decode(errors="replace").strip() != line.id[1]:
             self._dead(line, "another agent answers on its port")
         else:
@@ -287,7 +290,7 @@ class Peers:
 
     def _failed(self, line: _Line, code: int) -> None:
         self._changed = True
-        if code not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # this host has no such family
+        if code not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # these: family not available on this host
             line.refused = line.refused is not False and code == errno.ECONNREFUSED
             line.silent = line.silent or code in SILENT
         if line.untried:
@@ -305,7 +308,7 @@ class Peers:
         if line.silent:
             line.misses += 1
         if line.silent and line.misses < len(DIALS_S):
-            return  # again, once the time of this call is over: an error at once is not to make it shorter
+            return  # retried when this attempt's time-out is over: an immediate error must not shorten it
         line.deadline_s = time.monotonic() + RETRY_S
         if line.silent and not line.unreachable:
             self._lost(line)
@@ -343,7 +346,7 @@ class Peers:
             sock, _ = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                # The call stays in the queue, and with it the listener readable: do not look for a while.
+                # The connection stays in the backlog and keeps the listener readable: do not poll it for a while.
                 log.warning("peers.cannot_accept", error=str(error))
                 self._selector.unregister(self._listener)
                 self._deaf_until_s = time.monotonic() + RETRY_S
@@ -373,9 +376,9 @@ class Peers:
 
 
 def _listen() -> socket.socket:
-    """On every address of both families: what is advertised may be a name with either."""
+    """Listens on every address of both families: the advertised name may have an address of either."""
     if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # a network namespace may be without IPv6
+        with contextlib.suppress(OSError):  # a network namespace may lack IPv6
             return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=1024)
 
@@ -388,7 +391,7 @@ def _keep_alive(sock: socket.socket, idle_s: int, probe_s: int, probes: int) -> 
 
 
 def _answered(sock: socket.socket) -> bool:
-    """Whether the call was taken: what came of it may not have been looked at yet."""
+    """Whether the connection was accepted: its events may not have been processed yet."""
     try:
         sock.getpeername()
     except OSError:

@@ -1,6 +1,6 @@
-"""Worker processes on this node: forked from the zygote, spoken to over sockets, waited for by pidfd.
+"""Worker processes on this node: forked from the zygote, messaged over sockets, waited for by pidfd.
 
-Everything here is called from the loop's thread. The pool reports what happens as `WorkerMessage` and `Exited`.
+Everything here is called from the loop's thread. The pool returns what happens as `PoolEvent`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from .zygote import CLOSE_S, Zygote, ZygoteDied, ZygoteUnfit
 
 PR_SET_CHILD_SUBREAPER = 36
 CLOSED_S = 10.0
-"""A worker that has spoken, has closed its channel and lives on for so long is ended: it cannot be told anything. An
-interpreter that runs its exit handlers is not cut off."""
+"""A worker that has sent messages, has closed its channel and lives on for this long is killed: messages cannot reach
+it. The delay is for interpreters that run their exit handlers."""
 LOOK_S = 2.0
-"""Between two looks at which processes descend from which worker."""
+"""Interval between scans of which processes descend from which worker."""
 
 log = structlog.get_logger()
 
@@ -55,8 +55,8 @@ class Pool:
         grace_s: float,
         exit_s: float = float("inf"),
     ) -> None:
-        """`grace_s`: from SIGTERM to SIGKILL, and what the process of a failed script gets to end; `exit_s`: what that
-        of any other gets."""
+        """`grace_s`: time from SIGTERM to SIGKILL, and for the process of a failed script to exit; `exit_s`: time for
+        the process of any other script to exit."""
         self.selector = selector
         self._grace_s, self._exit_s = grace_s, exit_s
         self._python = python
@@ -67,13 +67,13 @@ class Pool:
         self._oom = OomWatch()
         self._family = Descendants()
         self._others = {pid: descendants.started(pid) for pid in descendants.children(os.getpid())}
-        """Children that this process had before there was a pool, with the instant of their start."""
+        """Children that this process had before the pool was created, with their start times."""
         self._look_due_s = 0.0
         self.gate = Gate((), 0.0, lambda gpu: {})
-        """Holds a worker back until its GPU is free; as constructed it never does."""
+        """Holds a worker back until its GPU is free; this initial one never does."""
         self.processes: dict[int, Process] = {}
         self._dying: dict[int, Process] = {}
-        """Reported as exited already; the kernel has not told their end yet."""
+        """Reported as exited already; the kernel has not signalled their end yet."""
 
     # ── zygote ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -99,7 +99,7 @@ class Pool:
                 yield from self._zygote_unfit(unfit)
 
     def _zygote_unfit(self, unfit: ZygoteUnfit) -> Iterator[PoolEvent]:
-        """Who waits is started by the next one, or, where there will be none, here and now."""
+        """Waiting workers are started by the next zygote or, if there will be none, as new processes at once."""
         self._held.clear()
         yield unfit
         for ticket in tuple(self._waiting) if self._zygote.unfit else ():
@@ -112,7 +112,7 @@ class Pool:
         return self._zygote.unfit
 
     def _zygote_died(self, died: ZygoteDied) -> None:
-        """Workers live on; those whose fork was under way are asked for again, of the next one."""
+        """Workers live on; pending forks are ordered again from the next zygote, or given up if `died.barren`."""
         self._held.clear()
         if died.barren:
             why = f"the process that forks workers (zygote) dies before it has forked one: {died.how}"
@@ -122,7 +122,7 @@ class Pool:
             self._zygote.excused()
 
     def _give_up(self, worker_id: int, why: str, log_file: str = "") -> None:
-        """A worker that was ordered and never was."""
+        """Report a worker that was ordered and never started as exited."""
         _, descriptors = self._waiting.pop(worker_id)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -146,8 +146,8 @@ class Pool:
     def fork(
         self, worker_id: int, slot: int, env: Mapping[str, str], argv: Sequence[str], workdir: str, log_file: str
     ) -> None:
-        """Order a worker; it exists once the zygote is up. Where there is no room for one (descriptors, memory,
-        disk), `tick` reports it as exited."""
+        """Order a worker, which starts once the zygote is up. If descriptors, memory or disk space for it are lacking,
+        `tick` reports it as exited."""
         error_file = env.get("TORCHELASTIC_ERROR_FILE", "")
         order = messages.Fork(ticket=worker_id, env=dict(env), argv=tuple(argv), workdir=workdir)
         try:
@@ -234,7 +234,7 @@ class Pool:
             self.kill(process.worker_id)
 
     def tell(self, worker_id: int, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Say something to a worker; one that is gone already hears nothing, nor does one that reads nothing."""
+        """Send a message to a worker; it is dropped if the worker is gone, or does not read."""
         process = self.processes.get(worker_id)
         if process is None:
             return
@@ -243,12 +243,12 @@ class Pool:
             process.channel.sendmsg([messages.encode(message)], rights, socket.MSG_DONTWAIT)
         except (BrokenPipeError, ConnectionResetError):
             pass
-        except OSError as error:  # it is stopped and its socket full; or too many descriptors are in flight
+        except OSError as error:  # the worker is stopped and its socket full; or too many descriptors are in flight
             log.warning("worker.cannot_be_told", slot=process.slot, what=type(message).__name__, error=str(error))
 
     def kill(self, worker_id: int, graceful: bool = False, late: bool = False) -> None:
-        """SIGKILL to the worker and all it has started; `gently`: SIGTERM, and SIGKILL after the grace. `late`: it was
-        to end by itself, and has had its time."""
+        """Send SIGKILL to the worker's process group; `graceful`: SIGTERM, and SIGKILL after the grace period. `late`:
+        it was to exit by itself, and its time for that is over."""
         process = self.processes.get(worker_id)
         if process is None:
             return
@@ -256,7 +256,7 @@ class Pool:
         if late and self._exit_s < float("inf"):
             process.late, process.late_s = True, self._exit_s
         if process.pidfd < 0:
-            if not self._zygote.owes(worker_id):  # nothing waits for the zygote to come up first
+            if not self._zygote.owes(worker_id):  # it need not wait for the zygote
                 self._give_up(worker_id, "it was ended before it was started")
             return  # else killed when it appears
         if graceful:
@@ -264,12 +264,12 @@ class Pool:
         signal_group(process.pid, signal.SIGTERM if graceful else signal.SIGKILL)
 
     def give_grace(self, process: Process) -> None:
-        """Its script has failed: it need not wait for its process for longer than for one that is told to end."""
+        """Its script has failed: its process gets no more time to exit than one that receives SIGTERM."""
         process.late_s = min(self._grace_s, self._exit_s)
         process.exit_deadline_s = time.monotonic() + process.late_s
 
     def tick(self) -> list[PoolEvent]:
-        """To be called every beat. Returns workers that could not be started."""
+        """To be called every beat. Returns workers that have exited or could not be started, and unfit zygotes."""
         now_s = time.monotonic()
         self._oom.look(now_s)
         happened: list[PoolEvent] = []
@@ -291,11 +291,11 @@ class Pool:
                 process.exit_deadline_s, process.late = float("inf"), True
                 log.warning("worker.exits_late", slot=process.slot, worker_id=process.worker_id, after_s=process.late_s)
                 self.kill(process.worker_id)
-                process.killed = False  # by its own fault
+                process.killed = False  # not killed on request: its own fault
         return [*happened, *closed, *self._take_never_began()]
 
     def handle(self, key: tuple[str, int]) -> list[PoolEvent]:
-        """What a readable descriptor of ours means."""
+        """The events that follow from a readable descriptor of the pool."""
         kind, worker_id = key
         if kind == "zygote":
             return list(self._zygote_event())
@@ -329,8 +329,8 @@ class Pool:
             yield from self._closed(process, process.closed_s)
 
     def _closed(self, process: Process, now_s: float) -> Iterator[PoolEvent]:
-        """Its channel has come to an end. Mostly it dies, and is lost from now on, though the kernel may take a while
-        until it says so; else it cannot be told anything any more."""
+        """Its channel has reached end of file. Mostly the process is exiting, and counts as lost from now on, though
+        the kernel may take a while to signal its end; otherwise messages cannot reach it any more."""
         if process.pidfd < 0:
             return
         if (status := exit_status(process.pid)) is not None:
@@ -341,12 +341,12 @@ class Pool:
             self.kill(process.worker_id)
 
     def _exited(self, process: Process) -> Iterator[PoolEvent]:
-        # What it said before it died comes first.
+        # Messages that it sent before it exited come first.
         while process.channel in self.selector.get_map():
             before = list(self._heard(process))
             if not before:
                 break
-            # How the script has ended shows in how the process has.
+            # ScriptEnded is dropped: the exit status of the process shows how the script ended.
             yield from (
                 h for h in before if not (isinstance(h, WorkerMessage) and isinstance(h.message, messages.ScriptEnded))
             )
@@ -361,8 +361,8 @@ class Pool:
         self._reap(process)
 
     def _lost(self, process: Process, code: int, number: int) -> Exited:
-        """It does not run any more, and has not been waited for."""
-        # Children that it left behind keep its sockets open. Until it is waited for its number is nobody else's.
+        """The process no longer runs, and has not been reaped."""
+        # Children that it left behind keep its sockets open. Its pid is not reused before it is reaped.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         del self.processes[process.worker_id]
@@ -381,7 +381,7 @@ class Pool:
         )
 
     def _reap(self, process: Process) -> None:
-        """Wait for a process whose end the kernel has told, and close what is left of it."""
+        """Reap a process whose end the kernel has signalled, and close its descriptors."""
         with contextlib.suppress(ChildProcessError):
             result = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOHANG)
             if result is None:
@@ -397,10 +397,10 @@ class Pool:
         self.reap()
 
     def reap(self) -> None:
-        """Collect dead orphans of workers, which have become our children too, and end those that belong to no living
-        worker."""
+        """Reap dead orphans of workers, which have become children of the agent, and kill those that belong to no
+        living worker."""
         if self._zygote.owes_answers:
-            return  # a worker that died at birth is not known by its number yet
+            return  # the pid of a worker that died right after its fork is not known yet
         ours = self._orphans()
         for child in ours:
             if descendants.state(child) == "Z":
@@ -415,8 +415,8 @@ class Pool:
                 log.warning("orphan.ended", pid=process.pid)
 
     def _orphans(self) -> list[int]:
-        """Children that neither we nor the zygote have started. What we started ourselves (py-spy, the writer) is in
-        our session; a program that runs a pool inside itself may have had others before."""
+        """Children that neither this process nor the zygote has started. Processes started here (py-spy, the writer)
+        are in this session; a program that embeds a pool may have had other children before."""
         known = {p.pid for p in (*self.processes.values(), *self._dying.values())} | {self._zygote.pid}
         session = os.getsid(0)
         return [
@@ -428,8 +428,8 @@ class Pool:
         ]
 
     def close(self) -> None:
-        """End everything that is left, and wait until it is gone, CLOSE_S seconds at most: what hangs in the kernel
-        goes when that lets it. Safe to call twice."""
+        """Kill everything that is left, and wait until it is gone, CLOSE_S seconds at most: a process stuck in the
+        kernel exits later. Safe to call twice."""
         deadline_s = time.monotonic() + CLOSE_S
         for process in self.processes.values():
             if process.pidfd >= 0:

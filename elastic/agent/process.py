@@ -1,4 +1,4 @@
-"""A worker's process as the pool knows it, and what the pool tells of it."""
+"""A worker's process as the pool keeps it, and the events of the pool."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Exited:
     code: int | None
     signal: str | None
     step: int
-    """The last step that its beat page shows as committed."""
+    """The last committed step on its beat page."""
     error_file: str = ""
     log_file: str = ""
     why: str = ""
-    """Why there never was a process; empty when there was."""
+    """Why the process was never started; empty: it was."""
     late_s: float = 0.0
-    """Above 0: its script had ended with `code` so long before, and its process was killed as it did not end."""
+    """Above 0: its script had ended with `code` this long before, and its process was killed as it had not exited."""
     oom: bool = False
-    """Whether the kernel's out-of-memory killer was at work at that moment, and nobody of ours killed it."""
+    """Whether the kernel's out-of-memory killer was active at that moment, and the agent had not killed the process."""
 
     @property
     def cause(self) -> str:
@@ -70,15 +70,15 @@ class Process:
     killed: bool = False
     terminate_deadline_s: float = float("inf")
     spoke: bool = False
-    """It has said something on its channel."""
+    """It has sent a message on its channel."""
     closed_s: float = float("inf")
     """When its channel was closed at the other end."""
     script_code: int = 0
     """The exit code of its script, once that has ended; the process then has until `exit_deadline_s`."""
     exit_deadline_s: float = float("inf")
     late_s: float = 0.0
-    """How long it had."""
+    """How long the process has for that."""
     late: bool = False
-    """It was killed since it did not end in that time."""
+    """It was killed because it did not exit in that time."""
     child: subprocess.Popen[bytes] | None = None
-    """Set for one that was started as a new process."""
+    """Set for a worker that was started as a new process."""

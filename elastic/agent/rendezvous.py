@@ -1,4 +1,4 @@
-"""The RendezvousHandler that torchrun's agent calls. What it knows and does in etcd is `party`'s."""
+"""The RendezvousHandler that torchrun's agent calls. Its view of etcd and its writes are in `participant`."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _CONNECT_S = 2.0
-"""Deadline of one try to reach a store."""
+"""Time-out of one attempt to connect to a store."""
 
 _STORE_FAILURES = 30
-"""So many failed requests to a store in a row, 0.1 s apart, and it is given up."""
+"""After more failed requests to a store in a row than this, 0.1 s apart, it is given up."""
 
 
 class EtcdRendezvousHandler(RendezvousHandler):
-    """A generation is published by the leader as soon as one is due, whether or not all its nodes have come to
-    `next_rendezvous` yet; they meet on its store. So re-forming takes one write, and one more to say what broke.
+    """The leader publishes a generation as soon as one is due, whether or not all its nodes have called
+    `next_rendezvous` yet; they meet on its store. So re-forming takes one write, and one more to report what broke.
     """
 
     def __init__(self, settings: TorchrunSettings) -> None:
@@ -50,7 +50,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._deadline_s = 0.0
 
     def start(self) -> None:
-        """Connect. Raises RendezvousConnectionError when etcd refuses us; that it does not answer may pass."""
+        """Connect. Raises RendezvousConnectionError when etcd denies access, but not when it does not answer yet."""
         try:
             self._etcd.get(self._party.keys.state)
         except EtcdDenied as error:
@@ -60,7 +60,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             log.warning("rendezvous.etcd_away error=%s", error)
         _keep_from_workers()
         self._party.start()
-        atexit.register(self.shutdown)  # torchrun, ended by a signal, does not call it
+        atexit.register(self.shutdown)  # torchrun does not call it when ended by a signal
 
     def get_backend(self) -> str:
         return BACKEND
@@ -74,7 +74,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Block until a generation newer than ours has all its nodes at hand, us among them."""
+        """Block until all nodes of a new generation that includes this node have arrived."""
         self._deadline_s = time.monotonic() + self._settings.join_s
         done = self._party.active
         self._party.join()
@@ -98,9 +98,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         )
 
     def num_nodes_waiting(self) -> int:
-        """Above 0 when the workers must be restarted: for newcomers, and for a node or a worker that is lost.
+        """Above 0 when the workers must be restarted: for new nodes, and for a lost node or worker.
 
-        Never raises: without contact to etcd, the run goes on as it is.
+        Never raises: without contact to etcd, the run continues as it is.
         """
         active = self._party.active
         if active is None or not (trouble := self._party.trouble(active)):
@@ -136,7 +136,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return told
 
     def _seat(self, done: GenerationRecord | None) -> GenerationRecord:
-        """Wait for a generation after `done` that has a place for us."""
+        """Wait for a generation other than `done` that includes this node."""
         party = self._party
 
         def found() -> GenerationRecord | None:
@@ -148,7 +148,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         with party.changed:
             while (generation := found()) is None:
                 self._refuse()
-                if self._spare():  # others run at full size without us, for as long as they will
+                if self._spare():  # others run at full size without this node: no deadline
                     self._deadline_s = time.monotonic() + self._settings.join_s
                 if (left_s := self._deadline_s - time.monotonic()) <= 0:
                     break
@@ -159,7 +159,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def _too_late(self, reason: str) -> Exception:
         contact = self._party.contact
-        self.shutdown()  # nobody shall count on us
+        self.shutdown()  # so that the others do not count on this node
         if contact:
             return RendezvousConnectionError(f"no contact with etcd: {contact}")
         return RendezvousTimeoutError(f"no rendezvous within {self._settings.join_s:g} s: {reason}")
@@ -176,7 +176,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return running is not None and full and not self._party.trouble(running)
 
     def _meet(self, generation: GenerationRecord) -> TCPStore | None:
-        """Wait on the generation's store until all its nodes are there. None: it will not come to that."""
+        """Wait on the generation's store until all its nodes have arrived. None: they will not."""
         party = self._party
 
         def worth_it() -> bool:
@@ -198,7 +198,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if here == len(generation.places):
             _attempt(lambda: store.set("elastic/all_here", "1"))
         pause_s, failed = 0.002, 0
-        # Not its wait(): that one writes a line about every time-out.
+        # Not its wait(), which logs a line for every time-out.
         while not (all_here := _attempt(lambda: store.check(["elastic/all_here"]))):
             failed = failed + 1 if all_here is None else 0
             if failed > _STORE_FAILURES or not worth_it():
@@ -217,7 +217,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
 
 def _attempt(act: Callable[[], T]) -> T | None:
-    """`act`, or None where the store did not answer in time."""
+    """The result of `act`, or None if the store failed or did not answer in time."""
     try:
         return act()
     except (OSError, RuntimeError):
@@ -225,7 +225,7 @@ def _attempt(act: Callable[[], T]) -> T | None:
 
 
 def _keep_from_workers() -> None:
-    """torchrun hands its environment on: take out what we set for our own gRPC, which has read it by now."""
+    """torchrun passes its environment on: remove what is set for the gRPC of this process, which has read it by now."""
     for name, ours in (("GRPC_ENABLE_FORK_SUPPORT", "0"), ("GRPC_VERBOSITY", "NONE")):
         if os.environ.get(name) == ours:
             del os.environ[name]

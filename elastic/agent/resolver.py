@@ -1,4 +1,4 @@
-"""Host names looked up beside the thread that asks: a name server that does not answer holds up its own name only."""
+"""Resolves host names outside the calling thread: a name server that does not answer delays its own names only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Address = tuple[str, int]
 """Host, by name or number, and port."""
 
 Found = list[Any]
-"""As getaddrinfo gives it; empty: there is no such name now."""
+"""As getaddrinfo returns it; empty: the name does not resolve now."""
 
 
 def numeric(address: Address) -> Found:
-    """Of a host that is no name: nobody need be asked. Empty for a name."""
+    """Addresses of a numeric host, without a look-up. Empty for a name."""
     try:
         return socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except (OSError, UnicodeError):
@@ -27,10 +27,10 @@ def numeric(address: Address) -> Found:
 
 
 class Resolver:
-    """Owned by one thread; `wake` is called in another one when there is an answer to take.
+    """Owned by one thread; `wake` is called in another one when an answer is ready.
 
-    A thread for each question, and none that lives on: glibc sets a thread's resolver up at its first question, which
-    may be the very moment at which a store is opened without one (`store`).
+    Each look-up has a thread of its own, which ends with it: glibc sets a thread's resolver up at its first look-up,
+    which may be the very moment at which a store is opened with DNS disabled (`store`).
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -41,14 +41,14 @@ class Resolver:
         self._answers: queue.SimpleQueue[tuple[Address, Found]] = queue.SimpleQueue()
 
     def ask(self, address: Address) -> None:
-        """Unless it is being asked already."""
+        """Start a look-up, unless one of this address is under way."""
         if address not in self._asked:
             self._asked.add(address)
             self._waiting.append(address)
             self._go_on()
 
     def answers(self) -> list[tuple[Address, Found]]:
-        """Those that have come since the last call. Never blocks."""
+        """Answers that have arrived since the last call. Never blocks."""
         taken = []
         while True:
             try:
@@ -67,13 +67,13 @@ class Resolver:
             self._running += 1
             try:
                 threading.Thread(target=self._look, args=[address], name="elastic-lookup", daemon=True).start()
-            except RuntimeError:  # the system has no thread to spare: as if the name were not known now
+            except RuntimeError:  # no thread can be started: as if the name did not resolve now
                 self._answer(address, [])
 
     def _look(self, address: Address) -> None:
         try:
             found: Found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError):  # not known, or no name at all
+        except (OSError, UnicodeError):  # unknown, or not a valid name
             found = []
         self._answer(address, found)
 

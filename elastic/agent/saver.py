@@ -1,6 +1,6 @@
 """Snapshots on the agent's side: owns the arenas that workers fill, has checkpoints written, has the leader commit.
 
-A worker's death leaves its arenas here, so what it had filled is still written.
+Arenas outlive their worker, so a snapshot that it has completed is still written.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .memory import available_nbytes, plenty
 
 COMMIT_WAIT_S = 60.0
 KEPT_WRITE_S, KEPT_COMMIT_S = 60.0, 3.0
-"""How long a recovery without live state waits for the checkpoint under way: for our own writes, and for other nodes'
-shares, which may never come."""
+"""How long a recovery without live state waits for the checkpoint under way: for this node's writes, and for other
+nodes' shards, which may never come."""
 MAX_KEPT = 250
-"""Descriptors in one message: the kernel takes 253. Half a snapshot is worth nothing, so beyond this there is none."""
+"""Descriptors in one message; the kernel takes 253. Part of a snapshot is useless: if more are needed none is sent."""
 ESCALATE_AFTER = 3
-"""So many failed checkpoints in a row are said louder."""
+"""From this many failed checkpoints in a row they are logged as errors."""
 
 log = structlog.get_logger()
 
@@ -41,12 +41,12 @@ class Row:
     error: str | None = None
     count: int = 0
     last: tuple[int, int] | None = None
-    """(generation, step) of the last one: its share and its commit may both say that it failed."""
+    """(generation, step) of the last one: its shard and its commit may both report the failure."""
 
 
 @dataclass(slots=True)
 class SaveStatus:
-    """What status shows of checkpoints."""
+    """Checkpoints and snapshots as the status shows them."""
 
     step: int | None = None
     wall_s: float | None = None
@@ -56,19 +56,19 @@ class SaveStatus:
     copying: Row = field(default_factory=Row)
     """Of copies to the remote end."""
     skipped: int = 0
-    """Due while the one before was still being written, over the life of a worker."""
+    """Checkpoints that were due while the previous one was still being written, over the life of a worker."""
     copied: str = ""
     """Newest copy at the remote end."""
     interval: str = ""
     kept_step: int | None = None
     """Newest snapshot of which this node has every part."""
     kept_mb: float = 0.0
-    """Memory that this agent has given to snapshots, whether or not it was touched yet."""
+    """Memory that this agent has allocated for snapshots, whether or not it has been touched yet."""
     kept_interval: str = ""
 
     @property
     def error(self) -> str | None:
-        """What is wrong just now; None: the newest one is safe, and so is its copy."""
+        """What is wrong at present; None: the newest checkpoint is safe, and so is its copy."""
         return self.failing.error or self.copying.error
 
 
@@ -77,12 +77,12 @@ class _Slot:
     worker_id: int
     arenas: tuple[Arena, ...] = ()
     in_memory: set[int] = field(default_factory=set)
-    """Buffers that were filled for memory alone."""
+    """Buffers filled with a snapshot that stays in memory."""
 
 
 @dataclass
 class Saver:
-    """`on_saved(step)` is called when a checkpoint has become durable."""
+    """`on_saved(step)` is called when a checkpoint has become durable, `on_failed(step, error)` when one failed."""
 
     rules: Checkpoint
     job: str
@@ -91,7 +91,7 @@ class Saver:
     on_failed: Callable[[int, str], None]
     versions: dict[str, str] = field(default_factory=dict)
     slots: int = 1
-    """Workers of this node: what one asks for, each does."""
+    """Workers of this node; each of them requests the same memory."""
 
     def __post_init__(self) -> None:
         self.writer = WriterProcess()
@@ -105,12 +105,12 @@ class Saver:
     def on(self) -> bool:
         return bool(self.rules.dir)
 
-    # ── what workers say ────────────────────────────────────────────────────────────────────────────────────
+    # ── messages from workers ───────────────────────────────────────────────────────────────────────────────
 
     def need_arena(self, slot: int, worker_id: int, nbytes: int, *, optional: bool = False) -> None:
-        """Two buffers for this worker; those of the one before in this slot are taken on when they are large enough.
+        """Send this worker two buffers; those of the slot's previous worker are reused if they are large enough.
 
-        `optional`: none where they would take memory that the training may need.
+        `optional`: none are sent if they would take memory that the training may need.
         """
         held = self._slots.get(slot)
         if held is None or not held.arenas or held.arenas[0].capacity < nbytes:
@@ -131,7 +131,7 @@ class Saver:
                 for arena in held.arenas:
                     arena.close()
             held = self._slots[slot] = _Slot(worker_id, fresh)
-            # What is still written from the old ones frees none of the new.
+            # Writes that still read the old buffers must not free the new ones.
             for ticket, (of, step, buffer) in tuple(self._writes.items()):
                 if of == slot:
                     self._writes[ticket] = (-1, step, buffer)
@@ -142,8 +142,8 @@ class Saver:
             self.tell(worker_id, messages.Arena(nbytes=arena.capacity, busy=buffer in writing), (arena.fd,))
 
     def filled(self, slot: int, message: messages.Filled, *, lead: bool, world_size: int) -> None:
-        """A snapshot is whole in its arena. If it is to be saved: write its share, and once per step commit, if that is
-        ours to do."""
+        """A snapshot is complete in its arena. If it is to be saved: write its shard, and with `lead` commit, once per
+        step."""
         self.last.interval, self.last.skipped = message.interval, message.skipped
         held = self._slots.get(slot)
         if held is None or not held.arenas:
@@ -167,7 +167,7 @@ class Saver:
             try:
                 self._commit(message, world_size)
             except (Busy, OSError) as error:
-                # The buffer is freed when it is written.
+                # The buffer is freed when its write has ended.
                 self._fail(message.generation, message.step, f"commit: {error}")
 
     def _commit(self, message: messages.Filled, world_size: int) -> None:
@@ -187,7 +187,7 @@ class Saver:
         )
         self._committing.add((message.generation, message.step))
 
-    # ── what the writer says ────────────────────────────────────────────────────────────────────────────────
+    # ── results from the writer ─────────────────────────────────────────────────────────────────────────────
 
     def readable(self) -> None:
         for result in self.writer.results():
@@ -205,7 +205,7 @@ class Saver:
         if result.error:
             self._fail(result.generation, step, result.error)
         elif (result.generation, step) not in self._committing | {self.last.failing.last}:
-            self.last.failing = Row()  # another node commits: what was ours to do is done
+            self.last.failing = Row()  # another node commits; this node's part is done
         self._free(slot, step, buffer, result.error, result.seconds)
 
     def _free(self, slot: int, step: int, buffer: int, error: str, seconds: float = 0.0) -> None:
@@ -244,7 +244,7 @@ class Saver:
         self._count(self.last.copying, "copy", generation, step, f"copy to {self.rules.remote}: {error}")
 
     def _fail(self, generation: int, step: int, error: str) -> None:
-        """A checkpoint that failed is said loudly and costs the job nothing. Step 0 or less: of none in particular."""
+        """Report a failed checkpoint, which costs the job nothing. Step 0 or less: no particular checkpoint."""
         self._count(self.last.failing, "checkpoint", generation, step, error)
 
     def _count(self, row: Row, what: str, generation: int, step: int, error: str) -> None:
@@ -258,13 +258,13 @@ class Saver:
         say("checkpoint.failed", step=step, what=what, error=error, in_a_row=row.count)
         self.on_failed(step, error)
 
-    # ── what is left when no worker lives ───────────────────────────────────────────────────────────────────
+    # ── recovery without live state ─────────────────────────────────────────────────────────────────────────
 
     def ask_kept(self, worker_id: int, generation: int, *, saved: bool = False) -> None:
-        """Answered at once, or when what is being written is on disk: it may be the newest there is.
+        """Answered at once, or when pending writes are on disk, since they may hold the newest state.
 
-        `saved`: the job goes back to what was saved. What is in memory alone is then forgotten: it is newer, and as
-        bad as what the job goes back from.
+        `saved`: the job goes back to saved state. Snapshots that are in memory only are then cleared: they are newer,
+        and as bad as the state that the job goes back from.
         """
         if saved:
             for held in self._slots.values():
@@ -275,7 +275,7 @@ class Saver:
         self.answer()
 
     def answer(self) -> None:
-        """Called when the writer has said something, and on every tick."""
+        """Called when the writer has returned results, and on every tick."""
         now_s = time.monotonic()
         for worker_id, (generation, since_s) in tuple(self._asking.items()):
             waited_s = now_s - since_s

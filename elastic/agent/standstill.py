@@ -1,4 +1,4 @@
-"""How far the ranks have got while a job makes no step: what other agents tell, and what status says of the cause."""
+"""How far the ranks have got while a job makes no step: reports of other agents, and the cause shown in the status."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..core.view import Member
 
 
 class Others:
-    """What the other nodes' agents tell of their ranks, with instants on this host's clock."""
+    """Standings that the other nodes' agents report of their ranks, with instants on this host's clock."""
 
     def __init__(self) -> None:
         self._members: Mapping[str, Member] = {}
         self._known: tuple[Known, ...] = ()
 
     def known(self, agent: Agent, now_s: float) -> tuple[Known, ...]:
-        """Standings of the ranks of other nodes. To be asked often: when something is first seen counts."""
+        """Standings of the ranks of other nodes. To be called often: the first sight of a standing sets its instant."""
         members = agent.view.members
         if members is self._members or not agent.view.whole:
             return self._known
@@ -46,12 +46,12 @@ def local(node: str, standings: Sequence[Standing], now_s: float) -> list[Known]
 def with_stillness(
     record: ProgressRecord, agent: Agent, known: Collection[Known], rules: Hang, now_s: float, wall_s: float
 ) -> ProgressRecord:
-    """`record`, and since when and why no step is made, if none is. `known`: ranks of this node and of others."""
+    """`record`, with since when and why no step is made, if none is. `known`: ranks of this node and of others."""
     generation = agent.generation
     if generation is None or not agent.policy.managed or agent.leaving is not None or agent.view.state.phase.over:
         return record
     mine = [w for w in agent.workers.values() if w.slot in generation.ranks(agent.policy.node)]
-    if not mine:  # what those say that train
+    if not mine:  # none of the ranks is here: repeat what their agents report
         said = agent.view.progress
         return replace(record, still=said.still) if said and said.generation == generation.number else record
     since_s = max(agent.stepped_at_s, agent.formed_at_s if agent.step_s <= 0 else agent.stepped_at_s)

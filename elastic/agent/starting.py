@@ -1,4 +1,4 @@
-"""An agent's first minutes: it has yet to read what its job is, and etcd may be slow, busy or away."""
+"""An agent's start-up: it has yet to read its job's spec, and etcd may be slow, busy or unreachable."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .status import StatusFile
 log = structlog.get_logger()
 
 ETCD_S = 300.0
-"""How long an agent tries to read its job from etcd before it ends, and its daemon starts another."""
+"""How long an agent tries to read its job from etcd before it exits and its daemon starts another."""
 AGAIN_S = 1.0
-"""From one try to the next."""
+"""Pause between attempts."""
 
 
 def read_spec(etcd: Etcd, keys: JobKeys, config: AgentConfig) -> KV | None:
-    """The record of the job, None if there is none. Raises EtcdError after `ETCD_S` seconds of trying.
+    """The job's spec record, None if there is none. Raises EtcdError after `ETCD_S` seconds of trying.
 
-    While etcd does not answer, the status file says so: the daemon then knows that this agent lives and what it waits
-    for, and holds neither against the node.
+    While etcd does not answer, the status file says so: the daemon then sees that this agent lives and what it waits
+    for, and does not count that against the node.
     """
     deadline_s = time.monotonic() + ETCD_S
     file, said = StatusFile(Path(config.agent_dir)), ""
@@ -40,7 +40,7 @@ def read_spec(etcd: Etcd, keys: JobKeys, config: AgentConfig) -> KV | None:
             if str(error) != said:
                 said = str(error)
                 log.warning("agent.waits_for_etcd", error=said)
-            # An agent with a status is told of new orders by SIGHUP. A handler, not SIG_IGN: children inherit that.
+            # The daemon sends SIGHUP for new orders to an agent with a status. A handler, as children inherit SIG_IGN.
             signal.signal(signal.SIGHUP, lambda *_: None)
             file.write(_status(config, f"etcd does not answer: {said}"))
         threading.Event().wait(AGAIN_S)

@@ -1,4 +1,4 @@
-"""What this agent knows, as files for the daemon of this node and as the job's progress in etcd."""
+"""The agent's status, as a file for the daemon of this node and as the job's progress record in etcd."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .saver import SaveStatus
 
 RATE_WINDOW_S = 10.0
 SLOW_S = 1.0
-"""A group that takes longer than this to form waits for somebody."""
+"""A process group that takes longer than this to form waits for a rank."""
 
 
 class Gauge:
@@ -30,9 +30,9 @@ class Gauge:
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int]] = deque()
         self.loss: float | None = None
-        """The last that was reported: outlives the worker."""
+        """The last one reported; kept when the worker is gone."""
         self.step_wall_s = 0.0
-        """When the step was last seen to change; 0: not yet."""
+        """Time of day at which the step was last seen to change; 0: not yet."""
 
     def mark(self, step: int, now_s: float) -> None:
         if not self._marks or self._marks[-1][1] != step:
@@ -127,7 +127,7 @@ def _waits_for(agent: Agent, now_s: float) -> str:
     if starting:
         return f"{', '.join(starting)} to start"
     slow = [w for w in agent.workers.values() if w.stage is Stage.FORMING and now_s - w.since_s > SLOW_S]
-    if slow and agent.generation is not None:  # which of the others is not there yet, only its own agent knows
+    if slow and agent.generation is not None:  # only the agent of a missing rank can tell which one it is
         return f"all ranks to start in generation {agent.generation.number} ({agent.generation.why})"
     return ""
 
@@ -148,8 +148,8 @@ def phase_of(agent: Agent) -> str:
 
 
 def left_behind(folder: Path, submitted_wall_s: float) -> tuple[tuple[int, int], float]:
-    """(generation and step of the newest commit, time of day of it) as the agent before this one wrote them down last,
-    half a second before its end or less. Zeros where there was none, or that of an earlier job of the same name."""
+    """((generation, step) of the newest commit, its time of day) as the previous agent here last wrote them, normally
+    half a second before its end or less. Zeros if there was none, or it ran an earlier job of the same name."""
     try:
         status = msgspec.json.decode((folder / "status.json").read_bytes(), type=AgentStatus)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -161,13 +161,13 @@ def left_behind(folder: Path, submitted_wall_s: float) -> tuple[tuple[int, int],
 
 
 class StatusFile:
-    """What the daemon of this node reads."""
+    """The status file that the daemon of this node reads."""
 
     def __init__(self, folder: Path) -> None:
         self._path, self._temporary = str(folder / "status.json"), str(folder / "status.tmp")
 
     def write(self, status: AgentStatus) -> None:
-        """Replace it; a full disk keeps the old one and costs the job nothing."""
+        """Replace the file; if the disk is full the old one stays, and the job continues."""
         with contextlib.suppress(OSError):
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(self._temporary, flags, 0o640), "wb") as file:

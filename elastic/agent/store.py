@@ -11,11 +11,11 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 OWN_HOST = "localhost"
 KEPT = 2
-"""The present generation's and the one before: its clients may still be letting go."""
+"""The current generation's and the one before: clients of the latter may still be aborting their group."""
 
 
 class Stores:
-    """Opens a fresh store for each generation; never reuses one of another generation."""
+    """Opens a new store for each generation; never reuses that of another generation."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -23,16 +23,16 @@ class Stores:
         self._bases: dict[int, Hashable] = {}
 
     def open(self, generation: int, basis: Hashable = None) -> tuple[str, int]:
-        """Returns (host, port) to publish. `basis`: what the publication follows.
+        """Returns (host, port) to publish. `basis`: what the publication is based on.
 
-        Asked again for a generation on the same basis, it is the same store: the first publication may have got
-        through unheard. On another basis etcd has lost its data in between, and the number is used a second time: who
-        came to the first store counts in it still, and would be waited for, or taken for one of the new ranks.
+        A second call for a generation on the same basis returns the same store: the first publication may have
+        succeeded without an answer. On another basis etcd has lost its data in between, and the number is used a second
+        time: nodes that came to the first store still count there, and would be waited for, or taken for new ranks.
         """
         known = self._open.get(generation)
         if known is not None and self._bases[generation] == basis:
             return self._host, known.port
-        # It listens on every address. Its own client takes the one that no dead link or changed address can cut.
+        # It listens on every address. Its own client uses the one that no dead link or changed address affects.
         with _without_dns():
             store = TCPStore(
                 OWN_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), multi_tenant=True
@@ -43,7 +43,7 @@ class Stores:
         return self._host, store.port
 
     def client(self, generation: int, host: str, port: int) -> Store:
-        """The store of `generation`, here or elsewhere, with its keys under a prefix of their own."""
+        """The store of `generation`, local or remote, with its keys under a prefix of their own."""
         store = self._open.get(generation) or TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
@@ -56,9 +56,9 @@ class Stores:
 
 @contextlib.contextmanager
 def _without_dns() -> Iterator[None]:
-    """torch's store asks DNS for the name of each peer that connects, one after another; an answer that is lost holds
-    up everybody for seconds. glibc reads RES_OPTIONS when a thread first asks: the store's own thread does so for its
-    own first client, in here, and never asks anybody again. Other threads keep their resolver.
+    """torch's store asks DNS for the name of each peer that connects, one after another; a lost answer delays all of
+    them for seconds. glibc reads RES_OPTIONS at a thread's first look-up: the store's thread does that for its own
+    client, in here, and sends no query from then on. Other threads keep their resolver.
     """
     before = os.environ.get("RES_OPTIONS")
     os.environ["RES_OPTIONS"] = "attempts:0"

@@ -1,6 +1,6 @@
-"""The agent as torch.distributed.elastic knows one: its WorkerSpec, its rendezvous, its events and metrics.
+"""The agent in the terms of torch.distributed.elastic: its WorkerSpec, its rendezvous, its events and metrics.
 
-`SimpleElasticAgent.run` stays torch's; `_invoke_run` is ours: an event-driven loop in place of the stock one, which
+`SimpleElasticAgent.run` is torch's; `_invoke_run` is overridden: an event-driven loop in place of the stock one, which
 polls, and stops and starts every worker on each change.
 """
 
@@ -52,7 +52,7 @@ _STATES = {
 
 
 class LoopRendezvous(RendezvousHandler):
-    """The generation that the loop knows, in torch's terms. The loop itself never waits for a rendezvous."""
+    """The loop's current generation, in torch's terms. The loop itself never waits for a rendezvous."""
 
     def __init__(self, loop: Loop, stores: Stores) -> None:
         self._loop = loop
@@ -65,7 +65,8 @@ class LoopRendezvous(RendezvousHandler):
         return self._loop.config.job
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The newest generation that this node is a member of. Raises RendezvousTimeoutError after NEXT_S seconds."""
+        """The newest generation, if this node is a member of it, else the first one that it is a member of. Raises
+        RendezvousTimeoutError after NEXT_S seconds without one, RendezvousClosedError when the job is over."""
         policy, deadline_s = self._loop.agent.policy, time.monotonic() + NEXT_S
         while not self.is_closed():
             self._loop.changed.clear()
@@ -87,7 +88,7 @@ class LoopRendezvous(RendezvousHandler):
         return self._loop.agent.view.state.phase.over
 
     def set_closed(self) -> None:
-        """Nothing: whether the job is over stands in its state, not with one node."""
+        """Does nothing: whether the job is over is part of its state, and no single node decides it."""
 
     def num_nodes_waiting(self) -> int:
         agent = self._loop.agent
@@ -123,7 +124,7 @@ class NodeAgent(SimpleElasticAgent):
         return self._monitor_workers(self._worker_group)
 
     def _adopted(self, agent: Agent, generation: GenerationRecord) -> None:
-        """Torch's books of who is who, for its events."""
+        """Update torch's record of the workers and their ranks, which its events use."""
         group, ranks = self._worker_group, generation.ranks(agent.policy.node)
         places = [place.node for place in generation.places]
         group.group_rank = places.index(agent.policy.node) if ranks else None  # type: ignore[assignment]
@@ -145,10 +146,10 @@ class NodeAgent(SimpleElasticAgent):
             put_metric("recovery.duration.ms", int(stepping_s * 1000), METRICS)
         put_metric("recovery.steps_lost", incident.steps_lost or 0, METRICS)
 
-    # ── torch's seam ────────────────────────────────────────────────────────────────────────────────────────
+    # ── torch's hooks ───────────────────────────────────────────────────────────────────────────────────────
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """The loop starts workers by itself; these are they: slot -> pid."""
+        """Returns slot -> pid of the workers, which the loop starts by itself."""
         processes = self.loop.pool.processes
         return {
             slot: processes[w.worker_id].pid for slot, w in self.loop.agent.workers.items() if w.worker_id in processes
@@ -186,7 +187,7 @@ class NodeAgent(SimpleElasticAgent):
 
 
 def run(agent: NodeAgent) -> int:
-    """To the end of the job on this node. Returns the agent's exit code."""
+    """Run until the job is over on this node. Returns the agent's exit code."""
     try:
         agent.run("default")
     except SignalException:

@@ -1,4 +1,4 @@
-"""``torchrun --rdzv-backend=elastic``: stock torchrun as a client of our rendezvous.
+"""``torchrun --rdzv-backend=elastic``: stock torchrun as a client of elasticd's rendezvous.
 
     torchrun --nnodes=2:4 --rdzv-backend=elastic --rdzv-id=myjob --rdzv-endpoint=host1:2379,host2:2379 \\
              --rdzv-conf=last_call_timeout=5 train.py
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def handler() -> RendezvousHandlerCreator:
-    """What the entry point ``torchrun.handlers`` names: returns the function that makes a handler."""
+    """The entry point in ``torchrun.handlers``: returns the function that creates a handler."""
     return create_handler
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Raises ValueError for wrong settings, RendezvousConnectionError when etcd refuses us for good."""
+    """Raises ValueError for invalid settings, RendezvousConnectionError when etcd denies access."""
     from .rendezvous import EtcdRendezvousHandler
     from .torchrun_settings import settings
 

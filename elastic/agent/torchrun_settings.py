@@ -1,4 +1,4 @@
-"""What ``torchrun --rdzv-backend=elastic`` is given, checked: its options as `Settings`."""
+"""The options of ``torchrun --rdzv-backend=elastic``, checked, as `TorchrunSettings`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BACKEND = "elastic"
 
 
 class Conf(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``--rdzv-conf name=value,…`` may say."""
+    """The settings of ``--rdzv-conf name=value,…``."""
 
     cluster: str = "torchrun"
     """First part of the keys in etcd; runs with the same id in different clusters do not meet."""
@@ -31,16 +31,16 @@ class Conf(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds to wait for enough nodes. torchrun always sets it (to 900, unless told)."""
 
     join_timeout: float = 0.0
-    """The same under torch's other name; above 0 it goes before `timeout`."""
+    """The same under torch's other name; above 0 it takes precedence over `timeout`."""
 
     last_call_timeout: float = 1.0
-    """Seconds to wait for more nodes once the minimum is there, and for more newcomers after the first."""
+    """Seconds to wait for more nodes once the minimum is reached, and for more new nodes after the first."""
 
     read_timeout: float = 60.0
-    """Time-out, in seconds, of the agents' store."""
+    """Time-out of the agents' store, in seconds."""
 
     lease_ttl: float = 5.0
-    """Seconds after which the others do without a node that died silently."""
+    """Seconds after which the others go on without a node that died silently."""
 
     user: str = ""
     """User name for etcd."""
@@ -72,7 +72,7 @@ class TorchrunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def job(self) -> str:
-        """`run_id` as a name that may stand in a key: itself, or a readable part and a hash."""
+        """`run_id` as a valid name in a key: unchanged, or a readable part and a hash."""
         if NAME.fullmatch(self.run_id):
             return self.run_id
         readable = re.sub(r"[^a-z0-9]+", "-", self.run_id.lower())[:40].strip("-")
@@ -80,7 +80,7 @@ class TorchrunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def settings(params: RendezvousParameters) -> TorchrunSettings:
-    """Check what torchrun was given. Raises ValueError naming the setting."""
+    """Check torchrun's options. Raises ValueError naming the setting."""
     conf = parse_conf(params.config)
     endpoints = tuple(part.strip() for part in params.endpoint.split(",") if part.strip())
     if not endpoints:
@@ -109,7 +109,7 @@ def settings(params: RendezvousParameters) -> TorchrunSettings:
 
 
 def parse_conf(raw: Mapping[str, Any]) -> Conf:
-    """Numbers arrive as strings. Raises ValueError for an unknown name or a value out of place."""
+    """Numbers arrive as strings. Raises ValueError for an unknown name or an invalid value."""
     known = {field.name for field in msgspec.structs.fields(Conf)}
     for name in raw:
         if name not in known:

@@ -1,4 +1,4 @@
-"""Which versions run here: written into checkpoints, and compared with those that the tests are run with."""
+"""Which versions run here: recorded in checkpoints, and compared with those that the tests are run with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TESTED = {"torch": ((2, 10), (2, 15)), "python": ((3, 11), (3, 11))}
 
 
 def versions() -> dict[str, str]:
-    """Of Python, torch and elasticd, without importing torch."""
+    """Versions of Python, torch and elasticd, without importing torch."""
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -22,7 +22,7 @@ def versions() -> dict[str, str]:
 
 
 def untested(found: dict[str, str]) -> list[str]:
-    """What is outside the versions that the tests are run with, in words; empty if nothing is."""
+    """A message for each version outside those that the tests are run with."""
     outside = []
     for name, (oldest, newest) in TESTED.items():
         numbers = tuple(map(int, re.findall(r"\d+", found.get(name, ""))[:2]))

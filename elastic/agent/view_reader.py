@@ -1,4 +1,4 @@
-"""From what etcd shows to what the machine decides on: the job as one picture, whatever strange records lie in it."""
+"""Turns views of etcd into the job view that the state machine decides on, tolerating records it cannot read."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class ViewReader:
         self._progress_key = keys.progress
         self._head = keys.head
         self.contact_wall_s = 0.0
-        """When etcd last answered."""
+        """Time of day at which etcd last answered."""
         self.unreadable = ""
-        """Why the newest view is not the picture in use; '' when it is."""
+        """Why the newest view could not be read and the previous one is in use; '' when it could."""
         self.known_step: int | None = None
-        """What had been committed when this agent came, as the leader of then had told; None: not read yet."""
+        """Step in the leader's progress record when this agent first saw the whole job; None: not read yet."""
 
     def pick(self, newest: View | None, agent: Agent, now_s: float) -> View | None:
-        """The view to read now, if any; `newest`: what came since the last call."""
+        """The view to read now, if any; `newest`: the one received since the last call."""
         return self._gathering.pick(newest, agent.generation is not None, now_s)
 
     @property
     def due_s(self) -> float:
-        """When to pick again even if nothing has come."""
+        """When to call `pick` again even if no view has arrived."""
         return self._gathering.due_s
 
     def read(self, view: View, agent: Agent) -> JobView:
-        """Raises ProtocolVersionMismatch while the agent is in no generation; later it keeps to its last picture, since
-        training goes on as it is, and what is new is not for us."""
+        """Raises ProtocolVersionMismatch while the agent is in no generation. Later it returns the previous job view
+        instead: training continues as it is, and records of a newer version do not concern this agent."""
         if view.connected:
             self.contact_wall_s = time.time()
         try:

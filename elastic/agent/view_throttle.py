@@ -1,18 +1,18 @@
-"""How often an agent looks at a job that gathers: every newcomer makes a new picture for everybody."""
+"""Limits how often an agent processes views of a job that is still gathering: each new node sends one to all agents."""
 
 from __future__ import annotations
 
 from ..etcd import View
 
 CROWD = 64
-"""Up to so many keys every picture is looked at."""
+"""With up to this many keys every view is processed."""
 
 PAUSE_S = 0.001
-"""Beyond: seconds per key until the next is. With 1,000 nodes one a second, instead of two for each newcomer."""
+"""Above that: seconds per key until the next view. With 1,000 nodes one per second, rather than two per new node."""
 
 
 class ViewThrottle:
-    """Holds pictures back, the newest only, until a generation stands or the pause is over."""
+    """Holds views back, keeping the newest only, until a generation is formed or the pause is over."""
 
     def __init__(self, generation_key: str) -> None:
         self._generation_key = generation_key
@@ -21,12 +21,12 @@ class ViewThrottle:
 
     @property
     def due_s(self) -> float:
-        """When what is held back may be looked at."""
+        """When the held-back view may be processed; inf: there is none."""
         return self._next_s if self._held_back is not None else float("inf")
 
     def pick(self, newest: View | None, formed: bool, now_s: float) -> View | None:
-        """The picture to look at now, if any. `newest`: what came since the last call; `formed`: whether the agent
-        has a generation, and so something to lose by waiting."""
+        """The view to process now, if any. `newest`: the one received since the last call; `formed`: whether the agent
+        is in a generation, which a delay could harm."""
         view = newest or self._held_back
         self._held_back = None
         if view is None:

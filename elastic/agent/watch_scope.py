@@ -1,4 +1,4 @@
-"""What of its job this agent watches in etcd: all of it, or in a large one the head (see `core.watch_scope`)."""
+"""What this agent watches in etcd: its whole job, or in a large job only the head (see `core.watch_scope`)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..core.keys import JobKeys
 from ..etcd import Etcd, EtcdError, View, Watch
 
 WHOLE_S, HEAD_S = 5.0, 15.0
-"""How often etcd is asked whether it is there and the same as before. In a large job that is a thousand who ask; and
-a lease that cannot be renewed tells them sooner that etcd is away."""
+"""How often a watch confirms that etcd answers and is the same as before. Less often for the head: in a large job a
+thousand agents ask, and a lease that cannot be renewed reveals an outage sooner."""
 
 log = structlog.get_logger()
 
 
 class WatchScope:
-    """One watch at a time; its pictures go to `post`, in a thread of their own. Used by the agent's loop alone."""
+    """One watch at a time; it passes its views to `post`, in its own thread. Used by the agent's loop only."""
 
     def __init__(self, etcd: Etcd, keys: JobKeys, crowd: int) -> None:
-        """crowd: with more members than this already there, begin with the head."""
+        """crowd: if the job already has more members than this, start with the head."""
         self._etcd = etcd
         self._keys = keys
         self._crowd = crowd
@@ -29,14 +29,14 @@ class WatchScope:
         self._post: Callable[[View], None] = lambda view: None
         self._narrow_since_s: float | None = None
         self.prefix = ""
-        """What is watched. A picture of anything else is from before."""
+        """The watched prefix. A view of any other prefix is outdated."""
 
     def start(self, post: Callable[[View], None], now_s: float) -> None:
         self._post = post
         try:
             many = self._etcd.newest(self._keys.members).count > self._crowd
         except EtcdError:
-            many = False  # it will be seen when etcd is back
+            many = False  # `choose` narrows the scope when etcd is back
         self._open(not many, now_s)
 
     @property
@@ -50,7 +50,7 @@ class WatchScope:
         if whole == self.whole:
             return
         log.info("sight", whole=whole)
-        if self._watch is not None:  # it may wait for an answer: not here
+        if self._watch is not None:  # close may wait for an answer: not in this thread
             threading.Thread(target=self._watch.close, name="sight-close", daemon=True).start()
         self._open(whole, now_s)
 

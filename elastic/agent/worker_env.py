@@ -1,4 +1,4 @@
-"""The environment and the files of a worker: torchrun's variables, our own, logs that no restart deletes."""
+"""The environment and the files of a worker: torchrun's variables, elasticd's, logs that no restart deletes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..core.spec import JobSpec
 
 PATH_ENV = "PYTHONPATH"
 DEFAULTS_ENV = "ELASTIC_PLAIN_DEFAULTS"
-"""Names of variables that hold for a plain script only: `elastic.run` takes them back."""
+"""Names of variables that are set for plain scripts only: `elastic.run` removes them."""
 NO_RANK = -1
 """RANK of a process that waits for a place: a standby, or a worker of a node that is about to join."""
 
@@ -28,34 +28,34 @@ class WorkerFiles:
 
 QUICK_DNS = "timeout:1 attempts:1"
 """glibc's RES_OPTIONS. torch's TCPStore asks DNS for the name of each peer that connects, on both ends: with the
-resolver's own 5 s, one lost answer costs the forming of a group 5 s."""
+resolver's default time-out, one lost answer delays the forming of a process group by 5 s."""
 
 
 def files(config: AgentConfig, slot: int, worker_id: int, incarnation: str) -> WorkerFiles:
-    """Names that no later worker takes: the slot, the agent's incarnation, the worker's number in it."""
+    """Names that no later worker reuses: from the slot, the agent's incarnation and the worker id."""
     who = f"slot{slot}" if slot >= 0 else "standby"
     stem = Path(config.logs_dir) / f"{who}.{incarnation[:8]}.{worker_id:04d}"
     return WorkerFiles(log_file=f"{stem}.log", error_file=f"{stem}.error.json")
 
 
 def base(config: AgentConfig, spec: JobSpec, inherited: Mapping[str, str]) -> dict[str, str]:
-    """For the zygote, and so for every worker: what must be set before torch is imported."""
+    """The zygote's environment, and so every worker's: variables that must be set before torch is imported."""
     stripped = ("GRPC_", "PROTOCOL_BUFFERS_", "ELASTICD_")
     env = {k: v for k, v in inherited.items() if not k.startswith(stripped) and k not in SYSTEMD_VARIABLES}
     env = _account() | env
-    env.setdefault("SPT_NOENV", "1")  # a title takes the room of the arguments alone: the environment stays readable
+    env.setdefault("SPT_NOENV", "1")  # a process title overwrites the arguments only: the environment stays readable
     env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: workers share the cores
     env.setdefault("RES_OPTIONS", QUICK_DNS)
-    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # each connection cut on purpose is a page of C++ back trace else
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each deliberately closed connection logs a page of C++ trace
     env["PYTHONUNBUFFERED"] = "1"
     env[MARK_ENV] = _mark(config.agent_dir)
-    # Else torch.cuda.is_available(), at the import of a module, would start the driver in the zygote; a job without
-    # GPUs of its own may run on a machine that has some.
+    # Else torch.cuda.is_available(), at the import of a module, would initialise CUDA in the zygote. Not only for jobs
+    # with GPUs: one without may run on a machine that has some.
     env.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if config.interface:
         env["GLOO_SOCKET_IFNAME"] = env["NCCL_SOCKET_IFNAME"] = config.interface
     if config.gpus:
-        # LOCAL_RANK counts this job's own GPUs, as NVML numbers them. dict: two slots may share one.
+        # LOCAL_RANK is an index into this job's GPUs, as NVML numbers them. dict: two slots may share one.
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, dict.fromkeys(config.gpus)))
     env["TORCHELASTIC_RUN_ID"] = config.job
@@ -64,7 +64,7 @@ def base(config: AgentConfig, spec: JobSpec, inherited: Mapping[str, str]) -> di
 
 
 def _account() -> dict[str, str]:
-    """What a login sets, and systemd does not for a system service."""
+    """Variables that a login sets, and systemd does not for a system service."""
     try:
         entry = pwd.getpwuid(os.geteuid())
     except KeyError:  # a user id without an entry, as in containers
@@ -89,11 +89,11 @@ def worker(
     error_file: str,
     generation: GenerationRecord | None,
 ) -> dict[str, str]:
-    """torchrun's environment, and what `elastic.run` reads.
+    """torchrun's environment, and the variables that `elastic.run` reads.
 
-    Rank and store are those of `generation`: the one that the process is started for, or the newest there is. A worker
-    that replaces another so begins with the other's rank; where it has none yet RANK is -1. `elastic.run` sets them
-    anew in each generation.
+    Rank and store are those of `generation`: the one that the process is started for, or the newest. So a worker that
+    replaces another starts with the other's rank; while it has none RANK is -1. `elastic.run` sets them again in each
+    generation.
     """
     env = dict(zygote)
     env.update(
@@ -122,7 +122,7 @@ def worker(
     if generation is not None:
         env.update(_ranks(config, generation, slot))
     if "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in env:
-        # Under a plain script stock torch aborts hung NCCL groups by itself only with this; nothing else would.
+        # For a plain script: stock torch aborts hung NCCL groups by itself only with this, and nothing else does.
         env |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", DEFAULTS_ENV: "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
     return env
 

@@ -1,4 +1,4 @@
-"""Why a worker ended: torch's error file if it wrote one, else how the process ended."""
+"""Why a worker ended: torch's error file if it wrote one, else its log and exit status."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MESSAGE_CHARS = 500
 TRACEBACK_CHARS = 8000
 TAIL_BYTES = 4000
 ERROR_FILE_BYTES = 1 << 20
-"""A longer error file is cut, and so no JSON: the log says why then."""
+"""A longer error file is truncated, and so invalid JSON: the log is used instead."""
 
 
 def read_error(ended: Exited, *, node: str, slot: int, rank: int, step: int | None) -> tuple[WorkerError | None, str]:
-    """(error, fingerprint). None when nothing but the exit status is known.
+    """(error, fingerprint). The error is None when nothing but the exit status is known.
 
-    The fingerprint is the exception's type and the place it came from: equal for the same bug, whatever the values.
+    The fingerprint is the exception's type and the line that raised it: equal for the same bug, whatever the values.
     """
     message, trace = _from_error_file(ended.error_file)
     if not message and ended.code not in (0, None):
@@ -50,7 +50,7 @@ def fingerprint(message: str, trace: str) -> str:
 
 
 def _from_error_file(path: str) -> tuple[str, str]:
-    """(message, traceback) as torch's `record` writes them; empty where the file holds anything else."""
+    """(message, traceback) as torch's `record` writes them; empty if the file holds anything else."""
     try:
         raw: Any = json.loads(_read(path, ERROR_FILE_BYTES, from_end=False))
     except (OSError, ValueError, RecursionError):
@@ -71,7 +71,7 @@ def _tail(path: str) -> str:
 
 def _read(path: str, most_bytes: int, *, from_end: bool) -> bytes:
     """The beginning or the end of a file that a worker wrote. Raises OSError, also for a link or a pipe in its place:
-    the one leads to a file that the worker may not read, the other waits for a writer."""
+    a link may lead to a file that the worker may not read, a pipe would wait for a writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)
@@ -83,5 +83,5 @@ def _read(path: str, most_bytes: int, *, from_end: bool) -> bytes:
 
 
 def _text(value: Any) -> str:
-    """A text that records can hold: JSON may quote half a character."""
+    """A string that records can hold: JSON may contain half of a surrogate pair."""
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else ""

@@ -1,4 +1,4 @@
-"""What a worker says, as an event of the machine."""
+"""Messages of workers as events of the state machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..core.events import (
 
 
 def to_event(slot: int, worker_id: int, message: messages.FromWorker) -> Event | None:
-    """None for what does not concern the machine."""
+    """None for messages that do not concern the state machine."""
     match message:
         case messages.Managed():
             return WorkerManaged(slot, worker_id)

@@ -1,6 +1,6 @@
-"""Writes to etcd on behalf of the loop, in a thread of its own, tried again until they are done or out of date.
+"""Writes to etcd on behalf of the loop, in a separate thread, retried until they are done or superseded.
 
-An order has a key; a newer order of the same key takes its place. The loop never waits for etcd.
+Each write has a key; a newer write with the same key replaces it. The loop never waits for etcd.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ RETRY_S = 0.2
 log = structlog.get_logger()
 
 Write = Callable[[], None]
-"""Raises EtcdError when it could not be done now. Whatever else it raises is a fault of ours, or of the disk that it
-looks at: the order has failed as well, and the agent lives on."""
+"""Raises EtcdError when it could not be done now. Any other exception is a bug, or an error of the disk that it reads:
+the write has failed as well, and the agent keeps running."""
 
 
 class WriteQueue:
-    """Runs orders one after another."""
+    """Runs writes one after another."""
 
     def __init__(self, name: str) -> None:
         self._orders: dict[str, tuple[Write, bool]] = {}
@@ -35,7 +35,7 @@ class WriteQueue:
         self._thread.start()
 
     def ask(self, key: str, order: Write, *, persist: bool) -> None:
-        """`persist`: try again until it is done; otherwise once (it reports its own failure)."""
+        """`persist`: retry until it is done; otherwise try once (the write reports its own failure)."""
         with self._changed:
             self._orders[key] = (order, persist)
             self._changed.notify()
@@ -45,7 +45,7 @@ class WriteQueue:
             self._orders.pop(key, None)
 
     def close(self, wait_s: float) -> None:
-        """Stop after the orders at hand, or after `wait_s` seconds."""
+        """Stop after the pending writes, or after `wait_s` seconds."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -68,7 +68,7 @@ class WriteQueue:
                     self._changed.wait_for(lambda known=known: self._stopping or set(self._orders) - known, RETRY_S)  # type: ignore[misc]
 
     def _try(self, key: str, order: Write, persist: bool) -> bool:
-        """Whether the order is off the list."""
+        """Whether the write is finished: done, or failed and not to be retried."""
         try:
             order()
         except (EtcdError, EtcdDenied, EtcdFull) as error:
@@ -77,7 +77,7 @@ class WriteQueue:
                 log.warning("etcd.order_failed", order=key, error=str(error), again=persist)
             if persist:
                 return False
-        except Exception:  # the workers of this node must not die of one bad order
+        except Exception:  # one failing write must not end the workers of this node
             if key not in self._failing:
                 self._failing.add(key)
                 log.error("etcd.order_raised", order=key, again=persist, exc_info=True)

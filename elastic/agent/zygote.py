@@ -1,6 +1,6 @@
-"""The agent's end of the zygote, the process that forks workers: its start and restart, orders and answers.
+"""The agent's side of the zygote, the process that forks workers: its start and restart, orders and answers.
 
-Everything here is called from the loop's thread; `Pool` says what is to be forked.
+Everything here is called from the loop's thread; `Pool` decides what to fork.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ..core import messages
 from ..core.messages import Fork, Forked, Preload, Refused, ZygoteReady
 
 RESTART_S, RESTART_MAX_S = 0.2, 10.0
-"""Pause before a zygote that died is started again: the first, and the longest."""
+"""Pause before a dead zygote is restarted: the first, and the longest."""
 BARREN_DEATHS = 3
-"""A zygote that died so often without forking anything in between has a fault of its own: whoever waits is told."""
+"""After this many deaths without a fork in between the zygote itself is at fault: waiting workers are given up."""
 ANSWER_S = 60.0
-"""A zygote that does not answer an order for so long is stuck, and replaced."""
+"""A zygote that leaves an order unanswered for this long is stuck, and is replaced."""
 PRELOAD_S = 120.0
-"""A zygote whose imports for the job take longer is ended, and the next one does without them."""
+"""A zygote whose imports for the job take longer is killed, and the next one is started without them."""
 CLOSE_S = 5.0
 
 log = structlog.get_logger()
@@ -37,20 +37,20 @@ log = structlog.get_logger()
 class ZygoteDied:
     how: str
     barren: bool
-    """It has died so often without forking that it never will."""
+    """It has died BARREN_DEATHS times or more without forking: waiting workers are given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class ZygoteUnfit:
-    """It must not be forked from, and has been ended."""
+    """The zygote must not be forked from, and has been killed."""
 
     why: str
     preload: Preload
-    """What it was to import for the job. When not empty the next zygote is started without that, else there is none."""
+    """Its imports for the job. If not empty, the next zygote is started without them, else there is none."""
 
 
 class Zygote:
-    """One at a time; the next is started by `tick` when one has died."""
+    """At most one process at a time; when it has died, `tick` starts the next."""
 
     def __init__(self, selector: selectors.BaseSelector, python: str, preload: Preload) -> None:
         self._selector = selector
@@ -61,13 +61,13 @@ class Zygote:
         self._control: socket.socket | None = None
         self._env: dict[str, str] = {}
         self._ordered: dict[int, float] = {}
-        """Tickets that it has and has not answered, and since when."""
+        """Ticket of each unanswered order -> when it was sent."""
         self._deaths = 0
-        """Since one has forked something."""
+        """Deaths since a zygote last forked a worker."""
         self._restart_s = float("inf")
         self.log_file = ""
         self.up = False
-        """It has said that it is ready for orders."""
+        """It has reported that it is ready for orders."""
         self.unfit = ""
         """Why there is no zygote on this node for good; empty: there is one, or will be."""
 
@@ -81,11 +81,11 @@ class Zygote:
         return bool(self._ordered)
 
     def owes(self, ticket: int) -> bool:
-        """Whether it has this order and has not answered."""
+        """Whether it has received this order and not answered."""
         return ticket in self._ordered
 
     def start(self, env: Mapping[str, str], log_file: str) -> ZygoteDied | None:
-        """Start it with `env`; its output goes to `log_file`. Returns its death when there is no room for it."""
+        """Start it with `env`; its output goes to `log_file`. Returns its death if the system cannot start it."""
         self._env, self.log_file = dict(env), log_file
         return self._start()
 
@@ -124,7 +124,7 @@ class Zygote:
         return process, ours
 
     def order(self, order: Fork, descriptors: Sequence[int]) -> bool:
-        """Whether it has the order now; else its socket is full, and it is to be asked again."""
+        """Send an order. Returns False if its socket is full: the order must be sent again later."""
         assert self._control is not None
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
         try:
@@ -137,25 +137,25 @@ class Zygote:
         return True
 
     def forget(self, ticket: int) -> None:
-        """No answer to this order is waited for any more."""
+        """Stop waiting for an answer to this order."""
         self._ordered.pop(ticket, None)
 
     def proved(self) -> None:
-        """It has forked a worker: its deaths until now say nothing of the next."""
+        """It has forked a worker: earlier deaths no longer count."""
         self._deaths = 0
 
     def excused(self) -> None:
-        """Nothing was asked of the one that died: that is no fault that anybody meets."""
+        """No worker was waiting when it died, so no worker is affected: count this death only."""
         self._deaths = 1
 
     def read(self) -> ZygoteReady | Forked | ZygoteDied | ZygoteUnfit | None:
-        """What its readable socket has to say."""
+        """The next message or event from its readable socket."""
         if self._control is None:
             return None
         try:
             raw = self._control.recv(messages.MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
         except (BlockingIOError, ConnectionResetError):
-            return None  # reset: it died with an order unread. What it had said comes next, then the end
+            return None  # reset: it died with an order unread. Its messages come next, then end of file
         if not raw:
             return self._gone()
         message = messages.from_zygote(raw)
@@ -171,7 +171,7 @@ class Zygote:
         return message
 
     def _retire(self, why: str) -> ZygoteUnfit | ZygoteDied:
-        """End it. One more is tried without the job's own modules; if these are not the cause, none."""
+        """Kill it. If it had imports for the job, start one without them; else none is started any more."""
         had = self._preload
         assert self._control is not None
         self._selector.unregister(self._control)
@@ -192,7 +192,7 @@ class Zygote:
         self._selector.unregister(self._control)
         self._control.close()
         self._control = None
-        self._process.kill()  # it may have closed its end only
+        self._process.kill()  # it may only have closed its end
         code: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(timeout=2)
@@ -208,7 +208,8 @@ class Zygote:
         return ZygoteDied(how, barren=self._deaths >= BARREN_DEATHS)
 
     def tick(self, now_s: float) -> ZygoteDied | ZygoteUnfit | None:
-        """To be called every beat. Starts the next one when that is due; returns its death when that fails."""
+        """To be called every beat. Starts the next one when that is due; returns its death if that fails, or why it was
+        retired."""
         if now_s >= self._restart_s:
             return self._start()
         if self._preload and not self.up and self._control is not None and now_s - self._started_s > PRELOAD_S:
@@ -220,7 +221,7 @@ class Zygote:
         return None
 
     def close(self) -> None:
-        """End it, and wait until it is gone, CLOSE_S seconds at most. Safe to call twice."""
+        """Kill it, and wait until it is gone, CLOSE_S seconds at most. Safe to call twice."""
         self._restart_s = float("inf")
         self._ordered.clear()
         self._end()

@@ -1,1 +1,1 @@
-"""State at rest: snapshots in shared memory, checkpoints on disk."""
+"""Snapshots in shared memory, checkpoints on disk."""

@@ -1,6 +1,6 @@
-"""``python -m elastic.checkpoint list|verify|export``: what elasticctl runs, and what works without it.
+"""``python -m elastic.checkpoint list|verify|export``: run by elasticctl, and usable without it.
 
-Exit codes: 0 good · 1 damaged, or nothing that is good · 2 wrong usage.
+Exit codes: 0 good · 1 damaged, none found, or failed · 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .names import is_aside, is_final, tmp_of
 
 
 def rows(directory: str, *, hashes: bool) -> list[dict[str, Any]]:
-    """One per checkpoint, newest first; then those set aside, and those being written."""
+    """One row per checkpoint, newest first; then quarantined and unfinished ones, by name."""
     good, others = [], []
     for name in REAL.names(directory):
         path = os.path.join(directory, name)
@@ -31,7 +31,7 @@ def rows(directory: str, *, hashes: bool) -> list[dict[str, Any]]:
                 row |= {"state": damage.reason, "detail": damage.detail}
             good.append(row)
         elif is_aside(name):
-            others.append(row | {"state": "set aside", "detail": name.partition(".damaged-")[2]})
+            others.append(row | {"state": "quarantined", "detail": name.partition(".damaged-")[2]})
         elif tmp_of(name):
             others.append(row | {"state": "being written, or left over"})
     good.sort(key=lambda row: (row.get("generation", -1), row.get("step", -1)), reverse=True)
@@ -55,7 +55,7 @@ def _is_checkpoint(path: str) -> bool:
 
 
 def show(args: argparse.Namespace) -> int:
-    """`list` and `verify`: sizes and manifests, or every byte."""
+    """`list` checks sizes and manifests, `verify` every byte. Returns the exit code."""
     hashes = args.command == "verify"
     if hashes and _is_checkpoint(args.path):
         try:

@@ -1,10 +1,10 @@
-"""The arena: a piece of shared memory that is a safetensors file, allocated once and kept warm.
+"""The arena: shared memory that contains a safetensors file, allocated once and kept resident.
 
-One memfd: a page for the header, the file's bytes, tensors that are kept in memory alone, then three JSON texts (the
-table of the file's tensors, that of the others, the other state).
-The header lies in the shared memory itself, so it outlives whoever filled it. It says `FILLING` from before the first
-byte changes until after the last one has, so a half-filled arena is never taken for a whole one; its sequence is even
-only while the arena is whole or empty, so a reader can tell that nobody wrote meanwhile.
+One memfd: a page for the header, the bytes of the file, tensors that are kept in memory only, then three JSON texts
+(the table of the file's tensors, that of the others, the remaining state). The header lies in the shared memory itself,
+so it outlives the process that filled it. Its state is `FILLING` from before the first byte changes until after the
+last one has, so a half-filled arena is never taken for a complete one; its sequence is even only while the arena is
+complete or empty, so a reader can detect a concurrent write.
 
 No torch at import: the writer process maps arenas too.
 """
@@ -46,7 +46,7 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise, Linux 5.14
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _FAULT_IN_BYTES = 16 * 1024 * 1024
-"""Pages made present by one call: some 10 ms, after which progress is reported."""
+"""Bytes populated by one call: some 10 ms, after which progress is reported."""
 
 
 class Fullness(enum.IntEnum):
@@ -66,10 +66,10 @@ class Header:
     data_at: int
     share: int
     shares: int
-    """What the file is of a checkpoint."""
+    """The file is shard `share` of `shares` of a checkpoint."""
     part: int
     parts: int
-    """What the arena is of a snapshot that one node holds whole."""
+    """The arena is part `part` of `parts` of a snapshot that one node holds completely."""
 
     @property
     def whole(self) -> bool:
@@ -77,7 +77,7 @@ class Header:
 
 
 class Arena:
-    """Owns `fd` and its mapping. Every process that has the descriptor may make one of these over it."""
+    """Owns `fd` and its mapping. Every process that has the descriptor may create its own Arena over it."""
 
     def __init__(self, fd: int, memory: mmap.mmap) -> None:
         self.fd = fd
@@ -93,16 +93,16 @@ class Arena:
 
     @classmethod
     def create(cls, nbytes: int, *, warm: bool = True) -> Arena:
-        """Room for a file of `nbytes` (see `layout.arena_nbytes`). Raises ArenaError.
+        """Allocate room for a file of `nbytes` (see `layout.arena_nbytes`). Raises ArenaError.
 
-        `warm` makes every page present, which takes 0.3 s per gigabyte and more on fresh memory. False: at once, for
-        an owner that must not be held up; then `from_fd` in the process that fills it does that.
+        `warm` populates every page, which takes 0.3 s per gigabyte and more on fresh memory. False returns at once, for
+        an owner that must not block; `from_fd` in the process that fills the arena then populates it.
         """
         capacity = pad(nbytes)
         fd = os.memfd_create("elastic-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, PAGE_BYTES + capacity)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # nobody can pull the pages from under another
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # no process can shrink it under another's mapping
             memory = mmap.mmap(fd, PAGE_BYTES + capacity)
             if warm:
                 _fault_in(memory, _POPULATE_WRITE)
@@ -117,7 +117,7 @@ class Arena:
 
     @classmethod
     def from_fd(cls, fd: int, *, warm: bool = True) -> Arena:
-        """Over a descriptor received from another process, which it takes over. Raises ArenaError."""
+        """Map a descriptor received from another process, and take ownership of it. Raises ArenaError."""
         size = os.fstat(fd).st_size
         if size < PAGE_BYTES:
             raise ArenaError(f"descriptor {fd} is no arena")
@@ -135,9 +135,9 @@ class Arena:
         return cls(fd, memory)
 
     def touch(self, progress: Progress = unreported) -> None:
-        """Make every page present, also beside a `fill`: other threads run meanwhile. Raises ArenaError.
+        """Populate every page, also during a `fill`: other threads run meanwhile. Raises ArenaError.
 
-        `progress` is called with the bytes of pages that have become present since the last call.
+        `progress` is called with the bytes populated since the last call.
         """
         try:
             _fault_in(self._memory, _POPULATE_WRITE, progress)
@@ -146,11 +146,11 @@ class Arena:
 
     @property
     def capacity(self) -> int:
-        """Longest file that fits, in bytes."""
+        """Size of the longest file that fits, in bytes."""
         return self._ints[_CAPACITY]
 
     def header(self) -> Header:
-        """What the arena holds now. While its writer is at work this says `FILLING`."""
+        """The arena's current header. Its state is `FILLING` while the arena is being written."""
         ints = self._ints
         sequence = ints[_SEQUENCE]
         header = Header(
@@ -169,7 +169,7 @@ class Arena:
             return Header(sequence, Fullness.FILLING, -1, -1, 0, 0, -1, 0, -1, 0)
         return header
 
-    # ── filling it ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── filling ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def layout(
         self,
@@ -182,10 +182,10 @@ class Arena:
         part: int | None = None,
         parts: int | None = None,
     ) -> None:
-        """Prepare for the tensors of `table`, and those `beside`; nothing to do when it is as before.
+        """Prepare for the tensors of `table` and of `beside`; does nothing if they are unchanged.
 
-        `share` of `shares` is what the file is of a checkpoint; the whole arena is `part` of `parts` of a snapshot,
-        the same if not given. Raises ArenaError if too small.
+        The file is shard `share` of `shares` of a checkpoint; the whole arena is `part` of `parts` of a snapshot, by
+        default the same. Raises ArenaError if the arena is too small.
         """
         part, parts = share if part is None else part, shares if parts is None else parts
         key = (table, tuple(sorted((metadata or {}).items())), share, shares, beside, part, parts)
@@ -209,12 +209,12 @@ class Arena:
     def fill(
         self, tensors: Sequence[torch.Tensor], *, volatile: Collection[int] = (), progress: Progress = unreported
     ) -> Fill:
-        """Copy `tensors`, in the order of the table given to `layout` and then of what is beside, into the arena.
+        """Copy `tensors` into the arena, in the order of the table given to `layout`, then of `beside`.
 
-        Call `finish()` of what is returned before the optimizer changes them, and before `seal`: CUDA tensors are
-        copied on a side stream, those of the CPU by a thread if they are large. `volatile` names, by index, those that
-        the next forward pass may change (buffers): they are copied on return, or on CUDA before what is queued next.
-        `progress` is called with the bytes copied since the last call, while the caller waits here or in `finish`.
+        Call `finish()` on the result before the optimizer changes the tensors, and before `seal`: CUDA tensors are
+        copied on a side stream, large CPU tensors by a thread. `volatile`: indices of tensors that the next forward
+        pass may change (buffers); they are copied on return, or on CUDA before any work queued afterwards. `progress`
+        is called with the bytes copied since the last call, while the caller waits here or in `finish`.
         """
         from .fill import fill
 
@@ -234,10 +234,11 @@ class Arena:
         return self._filling
 
     def pin(self, device: torch.device, progress: Progress = unreported) -> None:
-        """Register the memory with CUDA, so that copies from `device` run beside its kernels; again does nothing.
+        """Register the memory with CUDA, so that copies from `device` overlap with its kernels. Repeated calls do
+        nothing.
 
-        The first `fill` would do it otherwise, and it takes a while. Where CUDA refuses there is a warning, and copies
-        block whoever starts them.
+        It takes a while, and the first `fill` would do it otherwise. If CUDA refuses, a warning is issued and copies
+        block the calling thread.
         """
         if self._pinned is None:
             from .fill import register
@@ -250,9 +251,9 @@ class Arena:
                 )
 
     def seal(self, step: int, generation: int, extra: Mapping[str, Any] | None = None) -> None:
-        """The arena is whole: the state after `step`, committed in `generation`. `extra`: JSON kept beside it.
+        """Mark the arena complete: the state after `step`, committed in `generation`. `extra`: JSON stored with it.
 
-        Raises ArenaError when nothing was filled, the copy has not been seen to end, or its source changed meanwhile.
+        Raises ArenaError if nothing was filled, the copy has not finished, or its source changed meanwhile.
         """
         if self._ints[_STATE] != Fullness.FILLING or self._layout is None:
             raise ArenaError("seal without fill")
@@ -268,21 +269,21 @@ class Arena:
         ints[_SEQUENCE] += 1
 
     def clear(self) -> None:
-        """Forget the snapshot: it is not to be trusted."""
+        """Discard the snapshot, which must not be used."""
         self._dirty()
         self._ints[_STATE] = Fullness.EMPTY
         self._ints[_SEQUENCE] += 1
 
-    # ── reading it ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Views of all that is kept by name, without a copy; valid until the arena is filled
-        again. Raises IncompleteSnapshot."""
+        """Views of all stored tensors by name, without a copy; valid until the arena is filled again. Raises
+        IncompleteSnapshot."""
         return self._tensors(*self._placed())
 
     def load(self, tensors: Mapping[str, torch.Tensor], progress: Progress = unreported) -> None:
-        """Copy all that is kept into `tensors`, by name. Raises IncompleteSnapshot, and KeyError for a name
-        that is not there."""
+        """Copy all stored tensors into `tensors`, by name. Raises IncompleteSnapshot, and KeyError for a name that
+        `tensors` lacks."""
         from .memcpy import Memcpy, movable
 
         table, offsets = self._placed()
@@ -301,7 +302,7 @@ class Arena:
             progress(view.nbytes)
 
     def _placed(self) -> tuple[Table, list[int]]:
-        """All that is kept, and where each tensor begins. Raises IncompleteSnapshot."""
+        """All stored tensors, and the offset of each. Raises IncompleteSnapshot."""
         self._must_be_whole()
         table, beside = self.table(), self.beside().table
         ends = itertools.accumulate((tensor.nbytes for tensor in table), initial=self._ints[_DATA_AT])
@@ -310,11 +311,11 @@ class Arena:
         return (*table, *beside), [*offsets, *(behind + at for at in offsets_beside(beside)[0])]
 
     def table(self) -> Table:
-        """The tensors, in the order of the file."""
+        """The tensors of the file, in file order."""
         return msgspec.json.decode(self.table_json(), type=Table)
 
     def beside(self) -> Beside:
-        """The tensors that are in memory alone."""
+        """The tensors that are kept in memory only."""
         raw = os.pread(self.fd, self._ints[_BESIDE], self._tail_at + self._ints[_TABLE])
         return msgspec.json.decode(raw, type=Beside) if raw else ALONE
 
@@ -322,7 +323,7 @@ class Arena:
         return os.pread(self.fd, self._ints[_TABLE], self._tail_at)
 
     def extra_json(self) -> bytes:
-        """The other state, or an empty object."""
+        """The state other than tensors; an empty object if there is none."""
         return os.pread(self.fd, self._ints[_EXTRA], self._extra_at) or b"{}"
 
     def extra(self) -> dict[str, Any]:
@@ -334,7 +335,7 @@ class Arena:
         return memoryview(self._memory)[PAGE_BYTES : PAGE_BYTES + (pad(nbytes) if padded else nbytes)]
 
     def close(self) -> None:
-        """Safe to call twice. Tensors handed out keep their memory until they are gone."""
+        """Safe to call twice. Tensors handed out keep their memory until they are freed."""
         if self.fd < 0:
             return
         with contextlib.suppress(RuntimeError):  # a device that has failed copies no more
@@ -351,9 +352,9 @@ class Arena:
         try:
             self._memory.close()
         except BufferError:
-            pass  # views are still out: the last of them frees the mapping
+            pass  # views still exist: the last of them frees the mapping
 
-    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── internals ───────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def _tail_at(self) -> int:
@@ -370,7 +371,7 @@ class Arena:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
 
     def _settle(self) -> None:
-        """Nothing is copied in here any more: what is filled next must not be overtaken. Raises RuntimeError."""
+        """Stop a copy in progress, so that it cannot overwrite the next one. Raises RuntimeError."""
         if self._filling is not None:
             self._filling.drop()
             self._filling = None
@@ -387,7 +388,7 @@ class Arena:
         return header
 
     def _put(self, at: int, raw: bytes) -> None:
-        """Behind the mapping: the memfd grows as needed."""
+        """Write behind the mapping: the memfd grows as needed."""
         done = 0
         while done < len(raw):
             done += os.pwrite(self.fd, raw[done:], at + done)
@@ -407,18 +408,18 @@ class Arena:
 
 
 def _fault_in(memory: mmap.mmap, how: int, progress: Progress = unreported) -> None:
-    """Make every page present now: the first touch of a fresh page costs several times a copy into a warm one."""
+    """Populate every page now: the first touch of a fresh page costs several times a copy into a resident one."""
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
-        pass  # a kernel without them
-    held = ctypes.c_char.from_buffer(memory)  # the mapping stays while this does
+        pass  # a kernel without huge pages
+    held = ctypes.c_char.from_buffer(memory)  # keeps the mapping alive
     for start in range(0, len(memory), _FAULT_IN_BYTES):
         nbytes = min(_FAULT_IN_BYTES, len(memory) - start)
-        # Not mmap.madvise: it keeps the interpreter's lock.
+        # Not mmap.madvise, which holds the GIL.
         if _madvise(ctypes.addressof(held) + start, nbytes, how):
             if (code := ctypes.get_errno()) != errno.EINVAL:
                 raise OSError(code, os.strerror(code))
-            # An older kernel: touch each page. Reading suffices: pages of a memfd are shared.
+            # An older kernel: touch each page. Reading suffices, since pages of a memfd are shared.
             sum(memory[at] for at in range(start, start + nbytes, PAGE_BYTES))
         progress(nbytes)

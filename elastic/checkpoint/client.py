@@ -1,4 +1,4 @@
-"""The agent's (or a lone script's) end of the writer process."""
+"""Client of the writer process, used by the agent or a standalone script."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from .writer import MAX_PACKET_BYTES
 
 MAX_WAITING = 32
 MAX_COPIES = 4
-"""Copies to the remote end under way at a time: one that hangs must leave room for what is written here."""
+"""Remote copies in flight at a time: a hanging copy must leave room for local writes."""
 _KILL_S = 2.0
 
 
 class Busy(CheckpointError):
-    """Too many orders are under way."""
+    """Too many orders are in flight."""
 
 
 class WriterProcess:
-    """Starts the writer when first needed and again after it died; orders that died with it come back as failed.
+    """Starts the writer when first needed and again after it died; orders lost with it are returned as failed.
 
-    `submit` and `results` never block. `fileno()` is for a selector: readable when there are results. It stays the
-    same through restarts. Start and use it in the thread that lives as long as the process: the writer dies with the
-    thread that started it.
+    `submit` and `results` never block. `fileno()` is for a selector: readable when there are results, and the same
+    across restarts. Start and use it in a thread that lives as long as the process: the writer dies with the thread
+    that started it.
     """
 
     def __init__(self, *, nice: int = 5) -> None:
@@ -42,11 +42,11 @@ class WriterProcess:
         self._next = 1
         self._waiting: dict[int, orders.Write | orders.Commit | orders.CopyUp] = {}
         self._ready: list[orders.Result] = []
-        """Results taken off the socket of a writer that died; the wake pipe says that there are some."""
+        """Results read from the socket of a writer that died; the wake pipe signals them."""
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._poller.register(self._wake_r, select.EPOLLIN)
         self.starts = 0
-        """How often the process was started; more than once means that it died."""
+        """Number of times the process was started; more than one means that it died."""
 
     def fileno(self) -> int:
         return self._poller.fileno()
@@ -57,11 +57,11 @@ class WriterProcess:
 
     @property
     def waiting(self) -> int:
-        """Orders whose result is still to come."""
+        """Number of orders without a result yet."""
         return len(self._waiting)
 
     def start(self) -> None:
-        """Start the process now rather than with the first order. Raises OSError."""
+        """Start the process now rather than on the first order. Raises OSError."""
         if self._process is not None:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -84,7 +84,7 @@ class WriterProcess:
         self.starts += 1
 
     def submit(self, order: orders.AnyOrder, arena: Arena | None = None) -> int:
-        """Hand an order over and return its id. `arena` goes with Write. Raises Busy; OSError if no process starts."""
+        """Send an order and return its id. `arena` goes with Write. Raises Busy; OSError if no process starts."""
         if len(self._waiting) >= MAX_WAITING:
             raise Busy(f"{len(self._waiting)} orders are under way")
         copies = sum(isinstance(waiting, orders.CopyUp) for waiting in self._waiting.values())
@@ -101,7 +101,7 @@ class WriterProcess:
         try:
             self._send(raw, arena)
         except (BrokenPipeError, ConnectionResetError):
-            # It died since the last order: what it left is kept for `results`, and another one is started.
+            # The writer died since the last order: keep its results for `results`, and start another one.
             self._ready += self._drain()
             if self._ready:
                 os.write(self._wake_w, b"!")
@@ -119,7 +119,7 @@ class WriterProcess:
             raise Busy("the writer is behind") from None
 
     def results(self) -> list[orders.Result]:
-        """What has come since the last call."""
+        """The results received since the last call."""
         if self._ready:
             os.read(self._wake_r, 64)
         found, self._ready = self._ready, []
@@ -133,7 +133,7 @@ class WriterProcess:
             except BlockingIOError:
                 break
             except ConnectionResetError:
-                continue  # it died with an order unread; what it had answered comes first, then the end
+                continue  # it died with an order unread; the results it had sent come first, then the end
             if not raw:
                 return found + self._died()
             result = orders.decode_result(raw)
@@ -142,7 +142,7 @@ class WriterProcess:
         return found
 
     def wait(self, timeout_s: float) -> list[orders.Result]:
-        """Block until every order has its result, or the time is up; what came is returned."""
+        """Block until every order has its result or the time is up; returns the results received."""
         deadline_s = time.monotonic() + timeout_s
         found = self.results()
         while self._waiting and (left_s := deadline_s - time.monotonic()) > 0:
@@ -151,7 +151,7 @@ class WriterProcess:
         return found
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End the process: it finishes the order it is at, or is killed after `timeout_s`. Safe to call twice."""
+        """End the process: it finishes its current order, or is killed after `timeout_s`. Safe to call twice."""
         if self._channel is not None:
             self._poller.unregister(self._channel.fileno())
             self._channel.close()
@@ -169,7 +169,7 @@ class WriterProcess:
         self._waiting.clear()
 
     def _died(self) -> list[orders.Result]:
-        """The writer is gone: what it had not answered has failed. The next order starts another."""
+        """The writer died: its unanswered orders have failed. The next order starts another writer."""
         assert self._channel is not None
         assert self._process is not None
         self._poller.unregister(self._channel.fileno())
@@ -191,7 +191,8 @@ class WriterProcess:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> int | None:
-    """End it, and return its exit code. None: it hangs in the kernel, on a dead disk; it goes when that lets it."""
+    """Kill it, and return its exit code. None: it hangs in the kernel, on a dead disk, and ends when the kernel lets
+    it."""
     process.kill()
     try:
         return process.wait(_KILL_S)

@@ -1,4 +1,4 @@
-"""torch's dtypes and the codes that tables and files carry for them."""
+"""torch's dtypes and their codes in tensor tables and files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if any(ITEM_BYTES[code] != dtype.itemsize for code, dtype in DTYPES.items()):
 
 
 def code_of(dtype: torch.dtype) -> str:
-    """Raises TypeError for a dtype that a checkpoint cannot hold (quantized and sub-byte ones)."""
+    """The code of a dtype. Raises TypeError for one that a checkpoint cannot hold (quantized and sub-byte dtypes)."""
     try:
         return CODES[dtype]
     except KeyError:
@@ -45,7 +45,7 @@ def code_of(dtype: torch.dtype) -> str:
 
 
 def dtype_of(code: str) -> torch.dtype:
-    """Raises TypeError for a code of a newer version."""
+    """The dtype of a code. Raises TypeError for a code that this version does not support."""
     try:
         return DTYPES[code]
     except KeyError:

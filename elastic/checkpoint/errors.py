@@ -1,12 +1,12 @@
-"""What goes wrong with state at rest, and whose fault it is.
+"""Errors of snapshots and checkpoints.
 
 CheckpointError
 ├── ArenaError          the shared memory is too small, gone, or not an arena
-│   └── IncompleteSnapshot        it holds no complete snapshot (its writer died, or is at it)
-├── SaveFailed          this checkpoint did not become durable; training goes on
-│   └── SharesMissing   some share was never written
-├── Damaged             a checkpoint is not what its manifest says: set it aside, take the one before
-└── NoGoodCheckpoint    there are checkpoints and none can be used: a person must decide
+│   └── IncompleteSnapshot        it holds no complete snapshot (its writer died, or is filling it)
+├── SaveFailed          this checkpoint did not become durable; training continues
+│   └── SharesMissing   some shards were never written
+├── Damaged             a checkpoint does not match its manifest: quarantine it, use the one before
+└── NoGoodCheckpoint    there are checkpoints but none is usable: needs an operator's decision
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class SharesMissing(SaveFailed):
 
 
 class Damaged(CheckpointError):
-    """`reason` is one of a few short names, fit for a folder's name; `detail` says what was found and expected."""
+    """`reason` is one of a few short names, usable in a directory's name; `detail` states what was found and
+    expected."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")

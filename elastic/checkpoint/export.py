@@ -1,8 +1,8 @@
-"""A checkpoint for other tools: one `torch.save` file, or a `torch.distributed.checkpoint` directory.
+"""Export of a checkpoint: one `torch.save` file, or a `torch.distributed.checkpoint` directory.
 
-The file has what plain torch loads: ``{"step": n, "model": state_dict, "optimizer": state_dict, …}`` (see `plain`).
-The directory is flat: ``{"state": {name: tensor}, "extra": {…}, "step": n}``, and so is a file of a checkpoint that is
-not a `State`'s. Every byte is checked on the way. The result is other people's format; elastic never reads it back.
+The file has the form that plain torch loads: ``{"step": n, "model": state_dict, "optimizer": state_dict, …}`` (see
+`plain`). The directory is flat: ``{"state": {name: tensor}, "extra": {…}, "step": n}``, and so is the file of a
+checkpoint that is not a `State`'s. Every byte is verified. elastic never reads the result back.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def to_torch_save(path: str, target: str) -> None:
                 torch.save(whole, file)
                 file.flush()
                 os.fsync(file.fileno())
-        except RuntimeError as error:  # torch's zip writer says this of a full disk
+        except RuntimeError as error:  # raised by torch's zip writer on a full disk
             raise SaveFailed(f"{target}: {error}") from error
         REAL.rename(aside, target)
     finally:
-        with contextlib.suppress(FileNotFoundError):  # when all went well
+        with contextlib.suppress(FileNotFoundError):  # it was renamed
             os.unlink(aside)
 
 
@@ -70,4 +70,4 @@ def to_dcp(path: str, target: str) -> None:
     except dcp.CheckpointException as error:  # type: ignore[attr-defined]
         raise SaveFailed(f"{target}: {error}") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)  # half of it would look whole, and be in the way of the next
+        shutil.rmtree(aside, ignore_errors=True)  # a partial one would look complete, and block the next export

@@ -1,11 +1,11 @@
-"""The one seam to the file system: every call that can fail, or after which the process can die, is a method here.
+"""File system access of this package: every call that can fail, or after which the process can die, is a method here.
 
-Tests put a file system in its place that fails or dies at the n-th call, for every n.
+Tests substitute a file system that fails or dies at the n-th call, for every n.
 
-The folder may belong to another user than this process, which is often root. So every name is taken relative to a
-descriptor of its folder (openat(2)), files are made new and never opened through a symbolic link, and a link on the way
-to a folder is followed only if it could not lead this process to what its owner may not write (`open_folder`). Whoever
-owns the folder can still remove or replace what is in it.
+The directory may belong to another user than this process, which is often root. So every name is resolved relative to a
+descriptor of its directory (openat(2)), files are created new and never opened through a symbolic link, and a link on
+the way to a directory is followed only if it cannot lead this process to a place that the link's owner may not write to
+(`open_folder`). The directory's owner can still remove or replace its contents.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _NO_RESERVE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.
 
 
 FOLDER_MODE, FILE_MODE = 0o750, 0o640
-"""Weights are nobody's business but the owner's and the group's (that of the folder, where it is setgid)."""
+"""Weights are readable only by the owner and the group (the directory's group, if it is setgid)."""
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MOST_LINKS = 40
-"""On one path, as in Linux."""
+"""Symbolic links on one path, as in Linux."""
 
 
 def open_folder(path: str) -> int:
-    """A descriptor (O_PATH) of a folder. Raises OSError, PermissionError for a link that is not to be trusted.
+    """A descriptor (O_PATH) of a directory. Raises OSError; PermissionError for an untrusted link.
 
-    A symbolic link of root's or this user's own is followed. One of another user is followed to a folder of that very
-    user: to put it elsewhere would let its owner choose where this process writes.
+    A symbolic link owned by root or this user is followed. A link of another user is followed only to a directory of
+    that same user: otherwise its owner could choose where this process writes.
     """
     todo = deque(os.path.abspath(path).split("/"))
     links = 0
@@ -57,7 +57,7 @@ def open_folder(path: str) -> int:
 
 
 def _follow(folder: int, name: str, path: str, links: int) -> tuple[int, list[str]]:
-    """Where `name`, which is no folder, leads: a descriptor and what remains to be walked from there."""
+    """Resolve `name`, which is not a directory: a descriptor, and the names that remain to be walked from it."""
     link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
         found = os.fstat(link)
@@ -81,7 +81,7 @@ def _follow(folder: int, name: str, path: str, links: int) -> tuple[int, list[st
 
 @contextlib.contextmanager
 def _in_folder(path: str) -> Iterator[tuple[int, str]]:
-    """(descriptor of the folder that `path` is in, name in it)."""
+    """(descriptor of the directory that contains `path`, name in it)."""
     above, name = os.path.split(os.path.abspath(path))
     folder = open_folder(above)
     try:
@@ -91,10 +91,10 @@ def _in_folder(path: str) -> Iterator[tuple[int, str]]:
 
 
 def open_file(path: str) -> int:
-    """A descriptor of a regular file, for reading. Raises OSError, PermissionError for a link or a pipe."""
+    """A descriptor of a regular file, for reading. Raises OSError; PermissionError for a link or a pipe."""
     with _in_folder(path) as (folder, name):
         try:
-            # O_NONBLOCK: to open a named pipe must not wait for its writer.
+            # O_NONBLOCK: opening a named pipe must not wait for a writer.
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         except OSError as error:
             if error.errno != errno.ELOOP:
@@ -107,10 +107,10 @@ def open_file(path: str) -> int:
 
 
 class Files:
-    """The real one. Methods raise OSError."""
+    """The real file system. Methods raise OSError."""
 
     def mkdir(self, path: str) -> None:
-        """One folder; it may be there already. Durable once its parent is synced."""
+        """Create one directory; it may exist already. Durable once its parent is synced."""
         try:
             with _in_folder(path) as (folder, name):
                 os.mkdir(name, FOLDER_MODE, dir_fd=folder)
@@ -118,7 +118,7 @@ class Files:
             os.close(open_folder(path))
 
     def create(self, path: str, *, direct: bool = False) -> int:
-        """A descriptor of a new, empty file, in the place of what has its name. `direct` asks for O_DIRECT; a file
+        """A descriptor of a new, empty file, which replaces one of the same name. `direct` asks for O_DIRECT; a file
         system without it gets plain writes."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with _in_folder(path) as (folder, name):
@@ -132,12 +132,12 @@ class Files:
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
-                with contextlib.suppress(FileNotFoundError):  # some file systems make it before they refuse
+                with contextlib.suppress(FileNotFoundError):  # some file systems create it before they refuse
                     os.unlink(name, dir_fd=folder)
             return os.open(name, flags, FILE_MODE, dir_fd=folder)
 
     def reserve(self, fd: int, nbytes: int) -> None:
-        """Take the disk space now, so that a full disk shows before anything is written."""
+        """Allocate the disk space now, so that a full disk fails before anything is written."""
         if nbytes == 0:
             return
         try:
@@ -147,7 +147,7 @@ class Files:
                 raise
 
     def write_at(self, fd: int, data: memoryview, at: int) -> None:
-        """All of `data`, at offset `at`."""
+        """Write all of `data` at offset `at`."""
         while data:
             try:
                 done = os.pwrite(fd, data, at)
@@ -155,7 +155,8 @@ class Files:
                 flags = fcntl.fcntl(fd, fcntl.F_GETFL)
                 if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                     raise
-                # Refused only now (some network and overlay file systems), or a short write left it unaligned.
+                # O_DIRECT refused only now (some network and overlay file systems), or a short write left the offset
+                # unaligned.
                 fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
                 continue
             data, at = data[done:], at + done
@@ -196,7 +197,7 @@ class Files:
             return file.read()
 
     def names(self, path: str) -> list[str]:
-        """What a folder holds, sorted; empty for a folder that does not exist."""
+        """Names in a directory, sorted; empty for a directory that does not exist."""
         try:
             fd = _readable_folder(path)
         except FileNotFoundError:
@@ -207,7 +208,7 @@ class Files:
             os.close(fd)
 
     def identity(self, path: str) -> tuple[int, int] | None:
-        """Tells one file or folder from another that took its name; None when there is nothing of that name."""
+        """(device, inode), to tell a file or directory from a later one of the same name; None if it does not exist."""
         try:
             found = os.stat(path)
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Copying tensors into an arena beside the training: a thread on the CPU, pinned memory and a side stream on CUDA."""
+"""Copying tensors into an arena during training: a thread on the CPU, pinned memory and a side stream on CUDA."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from .memcpy import WORTH_A_THREAD_BYTES, Memcpy, Pair, copy_now, movable
 from .progress import Progress, unreported
 
 REGISTER_S, REPORT_EVERY_S = 60.0, 0.5
-"""How long to register memory with CUDA counts as progress, which itself says nothing before its end."""
+"""How long registering memory with CUDA counts as progress, since it reports none itself; and how often it is
+reported."""
 
 EVENT_EVERY_BYTES = 256 * 1024 * 1024
-"""A copy by a GPU is seen to progress in steps of this size: 10 ms at 25 GB/s."""
+"""Granularity at which the progress of a GPU copy is observed: 10 ms at 25 GB/s."""
 
 
 class Fill:
-    """A copy under way. `finish` returns when every byte has arrived; safe to call twice."""
+    """A copy in progress. `finish` returns when every byte has arrived; safe to call twice."""
 
     def __init__(
         self,
@@ -28,25 +29,26 @@ class Fill:
         memcpy: Memcpy | None = None,
         progress: Progress = unreported,
     ) -> None:
-        """`watched`: must not be changed until `finish` has returned. `events`: one behind every EVENT_EVERY_BYTES, the
-        last of a device behind all of its copies."""
+        """`watched`: tensors that must not change until `finish` has returned. `events`: one after every
+        EVENT_EVERY_BYTES, the last one of a device after all of its copies."""
         self._progress = progress
         self._events = list(events)
         self._memcpy = memcpy
         self._watched = [(tensor, tensor._version) for tensor in watched]
         self.torn = False
-        """Somebody changed them all the same; known when `done`. A change through `.data` is not seen on CUDA; on the
-        CPU it is where it comes before a chunk is copied and reaches to the first bytes of that chunk."""
+        """Whether a watched tensor was changed; valid once `done`. A change through `.data` is not detected on CUDA; on
+        the CPU it is detected if it precedes the copy of a chunk and affects the first bytes of that chunk."""
         self.beside_s = 0.0
-        """Seconds of a core that the copy took from what ran beside it; known when `done`."""
+        """CPU seconds that the copy took from concurrent work; valid once `done`."""
 
     @property
     def done(self) -> bool:
-        """Whether every byte has been seen to arrive: by `finish`, not by a look at the device."""
+        """Whether every byte is known to have arrived: set by `finish`, the device is not queried."""
         return not self._events and self._memcpy is None
 
     def finish(self) -> None:
-        """Raises RuntimeError when the device has failed: the copy is then never done, however often it is asked."""
+        """Wait for the copy. Raises RuntimeError if the device has failed: the copy is then never done, even on later
+        calls."""
         self._wait()
         if self._memcpy is not None:
             self._memcpy.finish(self._progress)
@@ -54,12 +56,12 @@ class Fill:
             self.beside_s = self._memcpy.beside_s
             self._memcpy = None
         self.torn = self.torn or any(tensor._version != version for tensor, version in self._watched)
-        self._watched.clear()  # from here on the optimizer may
+        self._watched.clear()  # from here on the optimizer may change them
 
     def drop(self) -> None:
-        """Nothing is copied any more, soon: a thread on the CPU stops where it is, what a GPU does is waited for.
+        """Stop copying: a thread on the CPU stops after its current chunk, GPU copies are waited for.
 
-        `done` says whether all has arrived. Raises RuntimeError when the device has failed.
+        `done` then tells whether everything has arrived. Raises RuntimeError if the device has failed.
         """
         if self._memcpy is None or self._memcpy.drop():
             self.finish()
@@ -74,7 +76,7 @@ class Fill:
 
 
 def fill(pairs: Sequence[Pair], volatile: Sequence[bool], progress: Progress = unreported) -> Fill:
-    """Start copying each pair. What is `volatile`, small or strided on the CPU is there on return; the rest after
+    """Start copying each pair. Volatile, small and strided tensors on the CPU are copied on return; the rest after
     `finish`."""
     by_device: dict[torch.device, list[tuple[Pair, bool]]] = {}
     now: list[Pair] = []
@@ -102,9 +104,9 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 def _copy_cuda(device: torch.device, pairs: Sequence[tuple[Pair, bool]]) -> list[torch.cuda.Event]:
     """Queue the copies on a side stream; the last of the events returned is behind all of them.
 
-    The side stream waits for what the current one has queued (the optimizer's step). Sources are recorded on it, so
-    that torch's allocator does not hand their memory out before the copy is done. Volatile ones go first, and the
-    current stream waits for those alone.
+    The side stream waits for the work queued on the current one (the optimizer's step). Sources are recorded on it, so
+    that torch's allocator does not reuse their memory before the copy is done. Volatile tensors are copied first, and
+    the current stream waits for those only.
     """
     current = torch.cuda.current_stream(device)
     if (side := _streams.get(device)) is None:
@@ -135,16 +137,16 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 def register(address: int, nbytes: int, device: torch.device, progress: Progress = unreported) -> str:
-    """Pin the mapping at `address` for CUDA, so that copies into it run beside the kernels.
+    """Pin the mapping at `address` for CUDA, so that copies into it overlap with kernels.
 
-    Returns '', or why it could not be done: copies then work all the same, and the host waits for each. In a thread of
-    its own, as CUDA keeps an error for the thread's next caller to trip over, and torch has no way to take it away.
+    Returns '', or the reason for a failure: copies then still work, but each blocks the host. Runs in a thread of its
+    own, since CUDA keeps an error for the thread's next caller and torch has no way to clear it.
     """
     said: list[str] = []
 
     def act() -> None:
         try:
-            with torch.cuda.device(device):  # a new thread's would be the first GPU
+            with torch.cuda.device(device):  # a new thread starts with the first GPU
                 code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
             said.append(f"CUDA error {code}" if code else "")
         except RuntimeError as error:
@@ -161,5 +163,6 @@ def register(address: int, nbytes: int, device: torch.device, progress: Progress
 
 
 def unregister(address: int) -> None:
-    """Whatever CUDA says to it: where the device has failed it refuses, and the mapping goes next in any case."""
+    """Unregister the mapping. Errors are ignored: after a device failure CUDA refuses, and the mapping is closed in any
+    case."""
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

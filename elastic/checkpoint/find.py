@@ -1,7 +1,8 @@
-"""Which checkpoint to go back to: the newest that is what its manifest says. The others are named and set aside.
+"""Selection of the checkpoint to resume from: the newest that matches its manifest. Others are reported and
+quarantined.
 
-Nothing is deleted here and nothing is unpickled. Several processes may look at once: setting aside is a rename, and
-whoever comes second finds it done.
+Nothing is deleted here and nothing is unpickled. Several processes may search at once: quarantining is a rename, and
+the later processes find it done.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ READ_THREADS = 2
 _LOOKS = 20
 
 KEEP_IN_PLACE = frozenset({"other-job", "newer-format", "unreadable"})
-"""Not damage: another job's or another version's checkpoint, or one that this process may not read at the moment."""
+"""Not damage: a checkpoint of another job or version, or one that this process cannot read at the moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Aside:
-    """A checkpoint that was not taken."""
+    """A checkpoint that was passed over."""
 
     path: str
-    """Where it lies now."""
+    """Its current path."""
     reason: str
     """manifest-missing, manifest-damaged, share-missing, share-size, share-hash, other-job, newer-format, unreadable"""
     detail: str
@@ -47,7 +48,7 @@ class Found:
     path: str
     manifest: m.Manifest
     aside: tuple[Aside, ...] = ()
-    """Newer ones that were not taken, newest first."""
+    """Newer ones that were passed over, newest first."""
 
     @property
     def step(self) -> int:
@@ -63,12 +64,12 @@ def newest_good(
     threads: int = READ_THREADS,
     files: Files = REAL,
 ) -> Found | None:
-    """The newest checkpoint of `job` that passes its checks; None where there has never been one.
+    """The newest checkpoint of `job` that passes its checks; None if there has never been one.
 
-    `hashes=False` checks manifests and sizes only, for a caller that goes on to `load`, which checks while it reads.
-    `skip`: those that such a caller has found wanting; they head the answer's `aside`.
-    Raises NoGoodCheckpoint when there are checkpoints, even ones set aside long ago, but none is good: starting from
-    zero must then be a person's decision.
+    `hashes=False` checks manifests and sizes only, for a caller that goes on to `load`, which verifies while it reads.
+    `skip`: checkpoints that such a caller found damaged; they come first in the result's `aside`. Raises
+    NoGoodCheckpoint if there are checkpoints, even long quarantined ones, but none is good: starting from zero must
+    then be an operator's decision.
     """
     aside = list(skip)
     for _ in range(_LOOKS):
@@ -81,7 +82,7 @@ def newest_good(
                 manifest = verify(path, job, hashes=hashes, threads=threads, files=files)
             except Damaged as damage:
                 if files.identity(path) != before or before is None:
-                    break  # someone else moved it: look again
+                    break  # another process moved it: look again
                 aside.append(set_aside(path, damage, before=before, files=files))
             else:
                 return Found(path, manifest, tuple(aside))
@@ -92,7 +93,7 @@ def newest_good(
 
 
 def _by_age(directory: str, files: Files) -> list[str]:
-    """All that call themselves checkpoints: those whose manifest does not say what they are, then newest first."""
+    """All directories named like a checkpoint: first those without a valid manifest, then the others, newest first."""
     paths = [os.path.join(directory, name) for name in files.names(directory) if is_final(name)]
     heads = {path: head_of(path, files) for path in paths}
     lost = sorted((p for p in paths if heads[p] is None), key=lambda p: -step_of(os.path.basename(p)))
@@ -103,7 +104,7 @@ def _by_age(directory: str, files: Files) -> list[str]:
 def _refuse_a_silent_start(directory: str, job: str, aside: list[Aside], files: Files) -> None:
     old = [name for name in files.names(directory) if is_aside(name)]
     why = [str(a) for a in aside]
-    why += [f"{name}: set aside before" for name in old if not any(a.path.endswith(name) for a in aside)]
+    why += [f"{name}: quarantined before" for name in old if not any(a.path.endswith(name) for a in aside)]
     if why:
         raise NoGoodCheckpoint(
             f"{directory} has no good checkpoint of job {job!r}. Repair one, or move these away to start from zero:\n  "
@@ -112,7 +113,7 @@ def _refuse_a_silent_start(directory: str, job: str, aside: list[Aside], files: 
 
 
 def peek(directory: str, job: str | None = None, *, files: Files = REAL) -> list[tuple[int, int, str]]:
-    """(step, generation, path) of each checkpoint, newest first, by manifests alone: nothing is checked or moved."""
+    """(step, generation, path) of each checkpoint, newest first, from manifests alone: nothing is verified or moved."""
     found = []
     for name in files.names(directory):
         path = os.path.join(directory, name)
@@ -124,7 +125,7 @@ def peek(directory: str, job: str | None = None, *, files: Files = REAL) -> list
 def verify(
     path: str, job: str | None = None, *, hashes: bool = True, threads: int = READ_THREADS, files: Files = REAL
 ) -> m.Manifest:
-    """Check one checkpoint against its manifest, and return that. Raises Damaged."""
+    """Verify one checkpoint against its manifest, and return the manifest. Raises Damaged."""
     try:
         manifest = m.decode(files.read(os.path.join(path, m.MANIFEST)), digest)
     except FileNotFoundError:
@@ -159,20 +160,20 @@ def verify(
 
 
 class Spare(threading.local):
-    """Memory of each reading thread for bytes that are only hashed; allocated once, because fresh memory is slow."""
+    """Buffer of each reading thread for bytes that are only hashed; allocated once, because fresh memory is slow."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def take(self, nbytes: int) -> memoryview:
-        """Valid until this thread's next call."""
+        """`nbytes` of the buffer; valid until this thread's next call."""
         if len(self._buffer) < nbytes:
             self._buffer = bytearray(nbytes)
         return memoryview(self._buffer)[:nbytes]
 
 
 def read_piece(path: str, share: m.Share, index: int, into: list[memoryview]) -> None:
-    """Read piece `index` of a share into `into`, one after the other, and check its hash. Raises Damaged."""
+    """Read piece `index` of a shard into the buffers `into`, in order, and check its hash. Raises Damaged."""
     file = os.path.join(path, share.file)
     at = index * share.piece_nbytes
     try:
@@ -211,9 +212,10 @@ def _read_views(fd: int, views: list[memoryview], at: int, share: m.Share) -> in
 
 
 def set_aside(path: str, damage: Damaged, *, before: tuple[int, int] | None = None, files: Files = REAL) -> Aside:
-    """Rename a damaged checkpoint out of the way, unless `KEEP_IN_PLACE`, or it is no longer the one looked at.
+    """Quarantine a damaged checkpoint by renaming it, unless its reason is in `KEEP_IN_PLACE` or it is not `before` any
+    more.
 
-    Where it cannot be renamed (a read-only disk) it stays, and is passed over again next time.
+    If it cannot be renamed (a read-only disk) it stays, and is passed over again next time.
     """
     aside = Aside(path, damage.reason, damage.detail)
     if damage.reason in KEEP_IN_PLACE or (before is not None and files.identity(path) != before):

@@ -1,8 +1,8 @@
-"""Where each tensor lies in a safetensors file. No torch here: the writer process uses it too.
+"""Layout of tensors in a safetensors file. No torch here: the writer process uses it too.
 
 The file is 8 bytes of header length, a JSON header padded with blanks, then the tensors without gaps. The padding puts
-the first tensor on a page boundary (for O_DIRECT and for mapping); tensors are ordered by the size of their elements,
-so that each one is aligned for its type.
+the first tensor on a page boundary (for O_DIRECT and for mapping); tensors are ordered by element size, so that each
+one is aligned for its type.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STORED_AS: dict[str, tuple[str, tuple[int, ...]]] = {
     "C128": ("F64", (2,)),
     "F8_E8M0": ("U8", ()),
 }
-"""Types that safetensors' readers lack: the code and the extra last dimension that the file shows instead."""
+"""Types that safetensors' readers lack: the code and the extra last dimension that are written instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +47,17 @@ class Layout:
 
 
 def pad(nbytes: int) -> int:
-    """Up to the next page boundary."""
+    """Round up to the next page boundary."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def file_order(table: Sequence[TensorInfo]) -> tuple[int, ...]:
-    """Indices into `table` in the order of the file: by element size, the largest first, else as they come."""
+    """Indices into `table` in file order: by element size, the largest first, otherwise stable."""
     return tuple(sorted(range(len(table)), key=lambda i: -ITEM_BYTES[table[i].dtype]))
 
 
 def plan(table: Table, metadata: Mapping[str, str] | None = None) -> Layout:
-    """Lay `table` out. Raises ValueError for a table that names a tensor twice, or by safetensors' reserved name."""
+    """Lay `table` out. Raises ValueError if a name occurs twice, or is the one that safetensors reserves."""
     names = {tensor.name for tensor in table}
     if len(names) != len(table) or "__metadata__" in names:
         raise ValueError("tensor names must differ from each other and from '__metadata__'")
@@ -76,7 +76,7 @@ def plan(table: Table, metadata: Mapping[str, str] | None = None) -> Layout:
 
 
 def offsets_beside(table: Table) -> tuple[list[int], int]:
-    """Where tensors that are in memory alone lie behind the file, and where they end: multiples of BESIDE_ALIGN."""
+    """Offsets of in-memory-only tensors behind the file, and the end of the last: multiples of BESIDE_ALIGN."""
     offsets, end = [], 0
     for tensor in table:
         offsets.append(end)
@@ -85,5 +85,5 @@ def offsets_beside(table: Table) -> tuple[list[int], int]:
 
 
 def arena_nbytes(table: Table, metadata: Mapping[str, str] | None = None, beside: Table = ()) -> int:
-    """What `Arena.create` needs for a file of `table` with `beside` behind it."""
+    """Size to pass to `Arena.create` for a file of `table` with `beside` behind it."""
     return pad(plan(table, metadata).nbytes) + offsets_beside(beside)[1]

@@ -1,8 +1,8 @@
-"""Copying tensors of the CPU: at once by several threads, or by one beside the training.
+"""Copying CPU tensors: at once by several threads, or by one thread during training.
 
-Not torch's parallel copy: its threads meet at a barrier after every tensor, which on a busy machine costs several times
-the copy. Here each thread takes the next chunk, and nobody waits for a thread that the scheduler has put aside for
-longer than its one chunk.
+torch's parallel copy is not used: its threads synchronise at a barrier after every tensor, which on a busy machine
+costs several times the copy. Here each thread takes the next chunk, so that a preempted thread delays the copy by at
+most its one chunk.
 """
 
 from __future__ import annotations
@@ -20,35 +20,36 @@ import torch
 from .progress import Progress, unreported
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""(where to, what)."""
+"""(destination, source)."""
 
 Move = tuple[int, int, int]
 """(to, from, bytes): one memmove."""
 
 WORTH_A_THREAD_BYTES = 16 * 1024 * 1024
-"""Below this a copy takes some 2 ms, and a thread for it costs the step more than it spares."""
+"""Below this a copy takes some 2 ms, and a thread for it costs the step more than it saves."""
 _CHUNK_BYTES = 4 * 1024 * 1024
 _HELPERS = 3
 _WORTH_HELP_BYTES = 32 * 1024 * 1024
 _PROBE_BYTES = 64
 _LAST_CHUNK_S, _REPORT_EVERY_S = 60.0, 0.5
-"""How long a wait for the chunks that threads have begun counts as progress, and how often it says so."""
+"""How long waiting for chunks in progress counts as progress, and how often it is reported."""
 _NICER = 10
-"""The thread beside the training takes what the training leaves: all that is left when it is waited for."""
+"""Nice increment of the background thread: it runs on the CPU time that training leaves."""
 
 
 def movable(tensor: torch.Tensor) -> bool:
-    """Whether its bytes lie in the CPU's memory as they will in a file."""
+    """Whether its bytes in CPU memory are laid out as in a file."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def device_type(tensor: torch.Tensor) -> str:
-    """`tensor.device.type`, which makes an object and a text each time: the dearest word about a small tensor."""
+    """`tensor.device.type`, without the object and string that it creates: they would dominate the cost of a small
+    tensor."""
     return "cpu" if tensor.is_cpu else tensor.device.type
 
 
 def copy_now(pairs: Sequence[Pair], progress: Progress = unreported) -> None:
-    """A memcpy of each dense tensor; torch for those with strides."""
+    """Copy each pair at once: dense tensors by memcpy, those with strides by torch."""
     dense: list[Pair] = []
     for to, source in pairs:
         if movable(source):
@@ -63,12 +64,12 @@ class Memcpy:
     """A copy of `movable` tensors. Nothing happens before `begin` or `finish`; main thread only."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
-        self._pairs = pairs  # while there are addresses of theirs about
+        self._pairs = pairs  # keeps them alive while their addresses are in use
         self._plan([(to.data_ptr(), what.data_ptr(), what.nbytes) for to, what in pairs])
 
     @classmethod
     def of(cls, moves: Iterable[Move]) -> Memcpy:
-        """Of memory that the caller keeps until the end."""
+        """A copy of raw memory, which the caller keeps alive until the end."""
         memcpy = cls(())
         memcpy._plan(moves)
         return memcpy
@@ -80,22 +81,23 @@ class Memcpy:
         self._moved: deque[int] = deque()
         self._threads: list[threading.Thread] = []
         self.beside_s = 0.0
-        """Seconds of a core that `begin`'s thread has used: time that the training may have lacked. After the end."""
+        """CPU seconds used by `begin`'s thread, which training may have lacked. Valid after the end."""
 
     def begin(self) -> None:
-        """Start a thread that copies beside whatever this one does."""
+        """Start a thread that copies concurrently with the caller."""
         self._help(self._beside)
 
     def finish(self, progress: Progress = unreported) -> None:
-        """Returns when every byte has arrived; this thread helps. Raises RuntimeError when that cannot be."""
-        # As many threads as torch itself would use: a job with a rank per core has that at one.
+        """Returns when every byte has arrived; the calling thread helps. Raises RuntimeError if a copying thread has
+        died."""
+        # As many threads as torch itself would use: one, in a job with a rank per core.
         helpers = min(torch.get_num_threads() - 1, _HELPERS) if self._left_nbytes() >= _WORTH_HELP_BYTES else 0
         while len(self._threads) < helpers and self._help(lambda: self._move(progress)):
             pass
         self._move(progress)
         deadline_s = time.monotonic() + _LAST_CHUNK_S
         for thread in self._threads:
-            # At its low priority, on a machine with much else to do, one chunk can take seconds: no hang of this one.
+            # At low priority on a busy machine, one chunk can take seconds: that is no hang of this thread.
             while thread.is_alive() and time.monotonic() < deadline_s:
                 thread.join(_REPORT_EVERY_S)
                 progress(0)
@@ -103,7 +105,7 @@ class Memcpy:
             raise RuntimeError("a thread that copied a snapshot has died")
 
     def drop(self) -> bool:
-        """Copy no more than the chunks already begun. Returns whether every byte has arrived all the same."""
+        """Stop after the chunks already begun. Returns whether every byte has arrived all the same."""
         self._left.clear()
         for thread in self._threads:
             thread.join()  # one chunk each
@@ -111,7 +113,8 @@ class Memcpy:
         return len(self._moved) == len(self._probes)
 
     def differs(self) -> bool:
-        """Whether a chunk does not begin as it did before the copy began. After the end."""
+        """Whether a chunk was copied with other first bytes than its source had before the copy began. Valid after the
+        end."""
         return any(ctypes.string_at(to, len(was)) != was for to, was in self._probes)
 
     def _left_nbytes(self) -> int:
@@ -134,7 +137,7 @@ class Memcpy:
         self.beside_s = time.thread_time()
 
     def _move(self, progress: Progress = unreported) -> None:
-        memmove = ctypes.memmove  # lets other threads run
+        memmove = ctypes.memmove  # releases the GIL
         while True:
             try:
                 chunk = self._left.popleft()
@@ -147,7 +150,7 @@ class Memcpy:
 
 
 def _chunks(moves: Iterable[Move]) -> list[list[Move]]:
-    """Moves of at most `_CHUNK_BYTES` together; small tensors share one."""
+    """Split into chunks of at most `_CHUNK_BYTES`; small tensors share one."""
     chunks: list[list[Move]] = []
     room = 0
     for at, start, left in moves:

@@ -1,9 +1,10 @@
-"""Names of folders below a checkpoint directory, and what each kind of name means.
+"""Names of the directories in a checkpoint directory.
 
 step-40                      a checkpoint
 step-40.g7                   another one of the same step, committed in generation 7 (after a roll-back)
 step-40.g7.tmp               being written, or left over from a crash
-step-40.damaged-share-hash   set aside because it failed a check; never deleted by us
+step-40.damaged-share-hash   quarantined because it failed a check; never deleted by elastic
+step-40.fetch-…              being fetched from remote storage, or left over from a crash
 step-40.gone                 being removed by retention
 """
 
@@ -30,7 +31,7 @@ def tmp_name(step: int, generation: int) -> str:
 
 
 def final_name(step: int, generation: int, *, taken: Iterable[str] | None) -> str:
-    """`step-N`, or with the generation where that is taken (`taken=None`: is taken)."""
+    """`step-N`, or with the generation if that name is taken (`taken=None`: it is)."""
     plain = f"step-{step}"
     return plain if taken is not None and plain not in taken else f"{plain}.g{generation}"
 
@@ -40,13 +41,13 @@ def is_final(name: str) -> bool:
 
 
 def step_of(name: str) -> int:
-    """The step that the name of a checkpoint, complete or not, claims; -1 for other names."""
+    """The step in the name of a checkpoint, complete or not; -1 for other names."""
     found = re.match(r"step-(\d+)", name)
     return int(found[1]) if found else -1
 
 
 def tmp_of(name: str) -> tuple[int, int] | None:
-    """(step, generation) of a folder being written."""
+    """(step, generation) of a directory being written."""
     found = _TMP.fullmatch(name)
     return (int(found[1]), int(found[2])) if found else None
 
@@ -64,7 +65,7 @@ def is_fetch(name: str) -> bool:
 
 
 def head_of(path: str, files: Files = REAL) -> m.Head | None:
-    """What the manifest in `path` says it is; None when there is none that can be believed."""
+    """The head of the manifest in `path`; None if there is no valid manifest."""
     try:
         return m.decode_head(files.read(os.path.join(path, m.MANIFEST)), xxhash.xxh3_64_hexdigest)
     except (OSError, m.BadManifest):

@@ -1,4 +1,4 @@
-"""What an agent tells its writer process, and what comes back: one JSON message a packet on a socket pair."""
+"""Messages between an agent and its writer process: one JSON message per packet on a socket pair."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=Tru
 
 
 class Write(Order, frozen=True, kw_only=True):
-    """Write the share in the arena whose descriptor rides along."""
+    """Write the shard in the arena whose descriptor is sent along."""
 
     step: int
     generation: int
-    """What the arena must hold; another content fails the order."""
+    """Step and generation that the arena must hold; the order fails otherwise."""
     threads: int = 4
 
 
 class Commit(Order, frozen=True, kw_only=True):
-    """Wait for the notes of all shares, write the manifest, rename; then apply retention."""
+    """Wait for the notes of all shards, write the manifest, rename; then apply retention."""
 
     job: str
     step: int
@@ -31,19 +31,19 @@ class Commit(Order, frozen=True, kw_only=True):
     world_size: int
     versions: dict[str, str] = {}
     wait_s: float = 60.0
-    """How long to wait for shares of others. Other orders are carried out meanwhile."""
+    """How long to wait for shards of other nodes. Other orders are carried out meanwhile."""
     keep: int = 3
-    """Newest good checkpoints that stay; 0: nothing is removed."""
+    """Newest good checkpoints to keep; 0: nothing is removed."""
     keep_every_steps: int = 0
 
 
 class CopyUp(Order, frozen=True, kw_only=True):
-    """Copy the checkpoint folder `path` to an fsspec URL. Done beside the other orders."""
+    """Copy the checkpoint directory `path` to an fsspec URL. Runs concurrently with other orders."""
 
     path: str
     url: str
     keep: int = 0
-    """Newest ones that stay at the remote end; 0: nothing is removed there."""
+    """Newest ones to keep at the remote end; 0: nothing is removed there."""
     keep_every_steps: int = 0
 
 
@@ -61,13 +61,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     generation: int
     error: str = ""
-    """Empty: it is durable."""
+    """Empty: the write is durable."""
     path: str = ""
-    """Commit: the checkpoint's folder; CopyUp: its URL; Write: the share's file."""
+    """Commit: the checkpoint's directory; CopyUp: its URL; Write: the shard's file."""
     nbytes: int = 0
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
-    """Commit: old checkpoints that could not be removed the last time, and why."""
+    """Commit: old checkpoints that could not be removed after the previous commit, and why."""
 
     @property
     def ok(self) -> bool:
@@ -91,7 +91,7 @@ def decode_result(raw: bytes) -> Result:
 
 
 def describe(error: BaseException) -> str:
-    """One line for a person: what failed, and on which file."""
+    """One line for an operator: what failed, and on which file."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return f"{error}" or type(error).__name__

@@ -1,6 +1,6 @@
-"""A state as plain torch has it: `state_dict()` of each module and optimizer, by part, from names and JSON.
+"""A state in plain torch's form: `state_dict()` of each module and optimizer, by part, from tensor names and JSON.
 
-Only what `torch.load(weights_only=True)` reads is built. Anything else stays in the form that it has in the manifest.
+Only types that `torch.load(weights_only=True)` reads are built. Anything else keeps its form from the manifest.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def plain(tensors: Tensors, extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(mine: Tensors, rest: Any) -> str:
-    """Of a part of a checkpoint that does not say it."""
+    """Kind of a part, for a checkpoint that does not record it."""
     if isinstance(rest, dict) and rest.keys() >= {"groups", "on", "state"}:
         return "optimizer"
     return "module" if mine else "object"
@@ -56,7 +56,7 @@ def _optimizer(mine: Tensors, rest: Mapping[str, Any], tensors: Tensors) -> dict
         first += group["params"]
     state: dict[Any, Any] = {}
     for name, tensor in mine.items():
-        if name.startswith("state."):  # others are of an optimizer within
+        if name.startswith("state."):  # others belong to an inner optimizer
             index, _, key = name.removeprefix("state.").partition(".")
             state.setdefault(int(index), {})[key] = tensor
     for index, held in rest["state"].items():
@@ -70,7 +70,7 @@ def _optimizer(mine: Tensors, rest: Mapping[str, Any], tensors: Tensors) -> dict
 
 
 def _named(value: Any) -> set[str]:
-    """Names of the tensors that stand within nested values."""
+    """Names of the tensors referenced in nested values."""
     match value:
         case {"$tensor": str(name)}:
             return {name}

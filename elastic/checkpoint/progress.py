@@ -1,4 +1,4 @@
-"""How a long copy says that it goes on. No torch here: the writer process uses it too."""
+"""Progress reports of a long copy. No torch here: the writer process uses it too."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ Progress = Callable[[int], None]
 
 
 def unreported(nbytes: int) -> None:
-    """For a copy whose progress concerns nobody."""
+    """For a copy whose progress is not reported."""

@@ -1,6 +1,6 @@
-"""Back from disk into the caller's own tensors, checked while it is read. Nothing is unpickled.
+"""Loading from disk into the caller's own tensors, verified while reading. Nothing is unpickled.
 
-Tables go by name, so a checkpoint of any world size loads into any other.
+Tensors are matched by name, so a checkpoint of any world size loads into any other.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .progress import Progress, unreported
 __all__ = ["Mismatch", "load", "load_newest", "resume"]
 
 Into = Callable[[TensorInfo], torch.Tensor | None]
-"""Where a tensor of the checkpoint goes; None: it is not wanted."""
+"""Destination of a tensor of the checkpoint; None: it is not wanted."""
 
 
 class Mismatch(CheckpointError):
-    """The checkpoint is sound but holds another kind of tensor than the caller's."""
+    """The checkpoint is good, but one of its tensors has another dtype or shape than the caller's."""
 
 
 def resume(directory: str, job: str, into: Into, *, threads: int = READ_THREADS, files: Files = REAL) -> Found | None:
-    """`load_newest` into tensors that are there already, whatever the checkpoint holds."""
+    """`load_newest` into existing tensors, whatever the checkpoint holds."""
     return load_newest(directory, job, lambda _: into, threads=threads, files=files)
 
 
@@ -47,13 +47,13 @@ def load_newest(
     files: Files = REAL,
     progress: Progress = unreported,
 ) -> Found | None:
-    """Load the newest good checkpoint; each byte is read once, and checked.
+    """Load the newest good checkpoint; each byte is read once, and verified.
 
-    Where `directory` has no good one, the newest good one at the URL `remote`, if given, is brought there first.
+    If `directory` has no good one, the newest good one at the URL `remote`, if given, is fetched first.
 
-    `prepare` is shown each candidate, to make room for its tensors, before it is loaded. None where there has never
-    been a checkpoint. A damaged one is set aside, one that cannot be read is passed over, and the one before is loaded
-    over whatever had been read of it. Raises NoGoodCheckpoint, Mismatch; with `remote` RemoteError.
+    `prepare` is called with each candidate before it is loaded, to allocate its tensors. Returns None if there has
+    never been a checkpoint. A damaged one is quarantined, an unreadable one is passed over, and the one before is
+    loaded over the parts read so far. Raises NoGoodCheckpoint, Mismatch; with `remote` RemoteError.
     """
     try:
         if (found := _load_local(directory, job, prepare, threads, files, progress)) or not remote:
@@ -64,7 +64,7 @@ def load_newest(
     from .remote import fetch_newest
 
     if fetch_newest(remote, job, directory) is None:
-        return newest_good(directory, job, files=files)  # raises again what `directory` has to say
+        return newest_good(directory, job, files=files)  # raises the error of `directory` again, if any
     return _load_local(directory, job, prepare, threads, files, progress)
 
 
@@ -84,7 +84,7 @@ def _load_local(
 
 
 def load(found: Found, into: Into, *, threads: int = READ_THREADS, progress: Progress = unreported) -> None:
-    """Read every share, checking each piece; `progress` is told of each.
+    """Read every shard and verify each piece; `progress` is called after each.
 
     Raises Mismatch, and Damaged: part of `into` is then overwritten.
     """
@@ -107,18 +107,18 @@ def load(found: Found, into: Into, *, threads: int = READ_THREADS, progress: Pro
                 future.result()
                 progress(target.share.piece_nbytes)
         finally:
-            pool.shutdown(cancel_futures=True)  # after the first that failed, the others need not be read
+            pool.shutdown(cancel_futures=True)  # after a failure, the other pieces need not be read
 
 
 @dataclass(slots=True)
 class _Place:
-    """Where one tensor goes: straight into its memory, through a buffer (another device, strides), or nowhere."""
+    """Destination of one tensor: its own memory, a buffer (another device, strides), or none."""
 
     nbytes: int
     target: torch.Tensor | None
     straight: bool
     left: int
-    """Bytes still to come; counted for those that go through a buffer."""
+    """Bytes still to be read; counted for tensors that go through a buffer."""
     buffer: torch.Tensor | None = None
 
 
@@ -136,7 +136,7 @@ def _place(info: TensorInfo, target: torch.Tensor | None) -> _Place:
 
 
 class _Target:
-    """The places of one share, by their offsets in its file."""
+    """The destinations of one shard, by their offsets in its file."""
 
     def __init__(self, share: m.Share, places: list[_Place]) -> None:
         self.share = share
@@ -149,7 +149,7 @@ class _Target:
         self._lock = threading.Lock()
 
     def views(self, index: int, spare: Spare) -> list[memoryview]:
-        """The memory into which piece `index` is to be read, in order."""
+        """The buffers into which piece `index` is read, in order."""
         at = index * self.share.piece_nbytes
         end = min(at + self.share.piece_nbytes, self.share.nbytes)
         rest = spare.take(end - at)
@@ -167,7 +167,7 @@ class _Target:
         return views
 
     def done(self, index: int) -> None:
-        """Piece `index` has arrived and is good: pass on the buffers that are complete."""
+        """Piece `index` is read and verified: copy the buffers that are complete."""
         at = index * self.share.piece_nbytes
         for place, begin, to in self._overlaps(at, min(at + self.share.piece_nbytes, self.share.nbytes)):
             if place.straight or place.target is None:
@@ -180,7 +180,7 @@ class _Target:
                 place.buffer = None
 
     def _overlaps(self, at: int, end: int) -> list[tuple[_Place, int, int]]:
-        """Places that [at, end) of the file touches, with the part of each."""
+        """Destinations that overlap with [at, end) of the file, with the range in each."""
         found = []
         for i in range(max(0, bisect.bisect_right(self._starts, at) - 1), len(self._starts)):
             start, place = self._starts[i], self._places[i]
@@ -202,6 +202,6 @@ class _Target:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A dense CPU tensor's memory, whatever its dtype. The caller keeps the tensor alive."""
+    """Memory of a dense CPU tensor, whatever its dtype. The caller keeps the tensor alive."""
     nbytes = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")

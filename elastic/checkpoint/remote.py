@@ -1,7 +1,7 @@
-"""A copy of finished checkpoints somewhere else, through fsspec: s3://, gs://, file://, …
+"""Remote copies of finished checkpoints, through fsspec: s3://, gs://, file://, …
 
-Copied up after the local one is safe, the manifest last: at the remote end too, a folder without a manifest is no
-checkpoint. Object stores have no rename, so the manifest is the commit there.
+A checkpoint is copied after the local one is durable, the manifest last: a remote directory without a manifest is no
+checkpoint either. Object stores have no rename, so the manifest is the commit there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .write import digest
 
 
 class RemoteError(CheckpointError):
-    """The remote end cannot be reached, or refuses."""
+    """The remote storage cannot be reached, or refuses."""
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def _said(what: str) -> Iterator[None]:
         raise RemoteError(
             f"{what}: {error} (pip install 'elasticd[remote]' and the file system's own package)"
         ) from error
-    except Exception as error:  # each of fsspec's file systems raises what its own library raises
+    except Exception as error:  # fsspec's file systems raise the exceptions of their own libraries
         raise RemoteError(f"{what}: {type(error).__name__}: {error}") from error
 
 
@@ -51,9 +51,9 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def copy_up(path: str, url: str, *, keep: int = 0, keep_every_steps: int = 0) -> str:
-    """Copy the checkpoint folder `path` below `url`, which it checks by size, and return where it lies.
+    """Copy the checkpoint directory `path` below `url`, check the sizes there, and return its URL.
 
-    `keep` > 0 then applies retention there. Raises RemoteError, Damaged.
+    `keep` > 0 then applies retention there. Raises RemoteError, Damaged, and SaveFailed for a wrong size.
     """
     manifest = verify(path, hashes=False)
     name = os.path.basename(path)
@@ -61,7 +61,7 @@ def copy_up(path: str, url: str, *, keep: int = 0, keep_every_steps: int = 0) ->
         filesystem, root = _open(url)
         target = posixpath.join(root, name)
         filesystem.makedirs(target, exist_ok=True)
-        if filesystem.exists(posixpath.join(target, m.MANIFEST)):  # of another run: no checkpoint until it is ours
+        if filesystem.exists(posixpath.join(target, m.MANIFEST)):  # of another run: invalid until it is replaced
             filesystem.rm_file(posixpath.join(target, m.MANIFEST))
         for share in manifest.shares:
             there = posixpath.join(target, share.file)
@@ -72,7 +72,7 @@ def copy_up(path: str, url: str, *, keep: int = 0, keep_every_steps: int = 0) ->
         filesystem.put_file(os.path.join(path, m.MANIFEST), posixpath.join(target, m.MANIFEST))
         if keep:
             for doomed in plan(list_remote(url, manifest.job), keep, keep_every_steps, lambda _: True):
-                # The manifest goes first: what is left of a removal that was cut short is no checkpoint.
+                # The manifest goes first, so that an interrupted removal leaves no checkpoint.
                 filesystem.rm_file(posixpath.join(root, doomed, m.MANIFEST))
                 filesystem.rm(posixpath.join(root, doomed), recursive=True)
     return posixpath.join(url, name)
@@ -100,10 +100,9 @@ def list_remote(url: str, job: str) -> list[Entry]:
 
 
 def fetch(url: str, name: str, directory: str) -> str:
-    """Bring checkpoint `name` from `url` into `directory`, check every byte of it, and return its folder.
+    """Fetch checkpoint `name` from `url` into `directory`, verify every byte, and return its directory.
 
-    One that is there already is taken as it is; several processes may do this at once. Raises RemoteError, Damaged,
-    OSError.
+    An existing local one is used as it is; several processes may do this at once. Raises RemoteError, Damaged, OSError.
     """
     target = os.path.join(directory, name)
     if os.path.exists(os.path.join(target, m.MANIFEST)):
@@ -115,7 +114,7 @@ def fetch(url: str, name: str, directory: str) -> str:
     finally:
         os.close(above)
     aside = os.path.join(directory, os.path.basename(made))
-    # By its descriptor: the owner of `directory` could put a link in its place while files come.
+    # By its descriptor: the owner of `directory` could replace it by a link during the download.
     folder = os.open(aside, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(folder).st_uid != os.geteuid():
@@ -136,7 +135,7 @@ def fetch(url: str, name: str, directory: str) -> str:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        REAL.sync_dir(directory)  # another process may have been faster: then its copy is the one
+        REAL.sync_dir(directory)  # if another process was faster, its copy is used
     finally:
         os.close(folder)
         shutil.rmtree(aside, ignore_errors=True)
@@ -144,7 +143,7 @@ def fetch(url: str, name: str, directory: str) -> str:
 
 
 def fetch_newest(url: str, job: str, directory: str) -> str | None:
-    """Bring the newest checkpoint that is good; None where there is none. Raises RemoteError, NoGoodCheckpoint."""
+    """Fetch the newest good checkpoint; None if there is none. Raises RemoteError, NoGoodCheckpoint."""
     damaged = []
     for _, _, name in list_remote(url, job):
         try:

@@ -1,6 +1,7 @@
-"""Which checkpoints stay: the newest few that are good, every n-th for ever, and never none.
+"""Retention: the newest good checkpoints stay, and for ever those at every n-th step; the last good one is never
+removed.
 
-Removing is a rename first, so a crash in the middle leaves a folder that is no checkpoint's name.
+A removal begins with a rename, so a crash in the middle leaves a directory that is not named like a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from .find import peek, verify
 from .names import is_fetch, is_gone, tmp_of
 
 Entry = tuple[int, int, str]
-"""(step, generation, path), as `peek` gives them, newest first."""
+"""(step, generation, path), as `peek` returns them, newest first."""
 
 
 def plan(found: Sequence[Entry], keep: int, keep_every_steps: int, good: Callable[[str], bool]) -> list[str]:
     """Paths to remove, oldest first.
 
-    `good` is asked from the newest on until `keep` have passed; those that fail do not count, and are not removed
-    here. Where none passes, nothing is removed.
+    `good` is called from the newest on until `keep` have passed; those that fail do not count, and are not removed
+    here. If none passes, nothing is removed.
     """
     kept: set[str] = set()
     failed: set[str] = set()
@@ -39,10 +40,11 @@ def plan(found: Sequence[Entry], keep: int, keep_every_steps: int, good: Callabl
 
 
 def leftovers(names: Iterable[str], newest: Entry | None) -> list[str]:
-    """Folders of saves that will never be committed, given the newest commit; and removals that a crash cut short."""
+    """Directories of saves that will never be committed, given the newest commit; and of interrupted fetches and
+    removals."""
     found = []
     for name in names:
-        # Fetching is done before training starts, so with a new commit it is over.
+        # Fetches end before training starts, so none is in progress once there is a new commit.
         if is_gone(name) or (newest is not None and is_fetch(name)):
             found.append(name)
         elif newest is not None and (save := tmp_of(name)):
@@ -61,10 +63,10 @@ def prune(
     trusted: str | None = None,
     files: Files = REAL,
 ) -> tuple[list[str], list[str]]:
-    """Apply retention and clean up. Returns what was removed and what could not be, in words; raises nothing.
+    """Apply retention and clean up. Returns the paths removed, and the failures as text; raises nothing.
 
-    `trusted`: a checkpoint just written and fsynced, which needs no second look. Others are checked by size, and the
-    newest of them by hash where nothing is trusted, so that a removal never costs the last good one.
+    `trusted`: a checkpoint just written and fsynced, which is not verified again. Others are checked by size, and until
+    one has passed by hash too, so that a removal never costs the last good one.
     """
     sure = {trusted} if trusted else set()
 
@@ -96,9 +98,9 @@ def prune(
 def discard(
     directory: str, step: int, generation: int, *, spare: Collection[tuple[int, int]] = (), files: Files = REAL
 ) -> None:
-    """A save has failed: give back the room that its shares took, and those of older ones. Raises nothing.
+    """Free the space taken by the shards of a failed save and of older ones. Raises nothing.
 
-    On a full disk nothing newer would ever be committed otherwise. `spare`: (step, generation) of saves under way.
+    Otherwise nothing newer could ever be committed on a full disk. `spare`: (step, generation) of saves in flight.
     """
     try:
         names = leftovers(files.names(directory), (step, generation, ""))
@@ -109,11 +111,11 @@ def discard(
             try:
                 remove(os.path.join(directory, name), files)
             except OSError:
-                pass  # the disk is in trouble; the next commit tries again
+                pass  # a disk error; the next commit tries again
 
 
 def remove(path: str, files: Files = REAL) -> None:
-    """Take a folder of plain files away. From the first moment on it has no checkpoint's name. Raises OSError."""
+    """Remove a directory of plain files. It is renamed first, and then no longer a checkpoint. Raises OSError."""
     if not is_gone(os.path.basename(path)):
         gone = path.removesuffix(".tmp") + ".gone"
         files.rename(path, gone)
@@ -123,7 +125,7 @@ def remove(path: str, files: Files = REAL) -> None:
         try:
             files.unlink(os.path.join(path, name))
         except FileNotFoundError:
-            pass  # someone else is cleaning up, too
+            pass  # another process is cleaning up as well
     try:
         files.rmdir(path)
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""Checkpoints for a script that runs without an agent: alone, or under stock torchrun.
+"""Checkpoints for a script that runs without an agent: standalone, or under stock torchrun.
 
-The same arenas, the same writer process and the same form on disk; the script's own process owns them.
+The same arenas, writer process and format on disk; the script's own process owns them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from .fill import Fill
 
 ESCALATE_AFTER = 3
-"""This many failed saves in a row are more than bad luck."""
+"""Consecutive failed saves from which on they are not treated as bad luck."""
 
 
 def versions() -> dict[str, str]:
-    """For the manifest."""
+    """Versions recorded in the manifest."""
     found = {"python": platform.python_version()}
     for name in ("elasticd", "torch"):
         try:
@@ -41,22 +41,23 @@ def versions() -> dict[str, str]:
 
 
 def next_generation(directory: str, job: str) -> int:
-    """A number above all in `directory`, so that this life's checkpoints are newer than the last one's."""
+    """A number above all generations in `directory`, so that this run's checkpoints are newer than those of earlier
+    runs."""
     return 1 + max((generation for _, generation, _ in peek(directory, job)), default=0)
 
 
 @dataclass(slots=True)
 class Counts:
-    """What has become of the saves so far."""
+    """Outcome of the saves so far."""
 
     started: int = 0
     durable: int = 0
     skipped: int = 0
-    """Asked for while another was in flight."""
+    """Requested while another was in flight."""
     failed: int = 0
     failed_in_row: int = 0
     remote_failed: int = 0
-    """Copies to the remote end; the local checkpoint is safe."""
+    """Failed remote copies; the local checkpoint is safe."""
     last_error: str = ""
     last_step: int | None = None
     last_seconds: float = 0.0
@@ -75,7 +76,7 @@ class _Copying:
 
 
 class Saver:
-    """One per rank. `rank` saves share `rank` of `world`; rank 0 commits. Failures are counted and said, not raised.
+    """One per rank. `rank` saves shard `rank` of `world_size`; rank 0 commits. Failures are counted, not raised.
 
     Ranks need no collective, but all must call `save` for the same steps with the same `generation`.
     """
@@ -105,13 +106,13 @@ class Saver:
         self._copying: _Copying | None = None
         self._beside = True
         self.beside_s = 0.0
-        """Seconds of a core that the last copy took from what ran beside it."""
+        """CPU seconds that the last copy took from concurrent work."""
         self._versions = versions()
         self.counts = Counts()
 
     @property
     def busy(self) -> bool:
-        """A save is in flight: another one now would be skipped."""
+        """A save is in flight: another one would be skipped."""
         return bool(self._in_flight)
 
     def save(
@@ -123,9 +124,9 @@ class Saver:
         *,
         volatile: Collection[int] = (),
     ) -> bool:
-        """Copy this rank's share and have it written in the background. False: skipped, or failed at once.
+        """Copy this rank's shard and have it written in the background. False: skipped, or failed at once.
 
-        `table` and `tensors` are those of this rank's share (see `core.shares`). The copy is complete on return.
+        `table` and `tensors` are those of this rank's shard (see `core.shares`). The copy is complete on return.
         """
         if not self.begin(step, table, tensors, extra, volatile=volatile):
             return False
@@ -140,10 +141,10 @@ class Saver:
         *,
         volatile: Collection[int] = (),
     ) -> bool:
-        """As `save`, but a large copy is only begun: call `settle` before `tensors` are changed.
+        """As `save`, but a large copy is only started: call `settle` before `tensors` are changed.
 
-        All but those whose index is in `volatile`, which may be changed at once (on a GPU by the current stream). Once
-        a copy was spoilt by a change that `settle` did not precede, those that follow are complete on return.
+        Tensors whose index is in `volatile` may be changed at once (on a GPU by the current stream). Once a copy was
+        torn by a change without `settle`, later copies are complete on return.
         """
         self.settle()
         self.poll()
@@ -162,11 +163,11 @@ class Saver:
 
     @property
     def copying(self) -> bool:
-        """A copy was begun and is not settled."""
+        """A copy was started and is not settled."""
         return self._copying is not None
 
     def settle(self) -> bool:
-        """Wait until the copy under way is complete, and have it written. False: that failed. Raises RuntimeError when
+        """Wait until the copy in progress is complete, and have it written. False: that failed. Raises RuntimeError if
         the device failed: that save is dropped."""
         copying, self._copying = self._copying, None
         if copying is None:
@@ -184,24 +185,24 @@ class Saver:
         return True
 
     def poll(self) -> list[orders.Result]:
-        """Take in what the writer has finished. Never blocks."""
+        """Process the writer's results. Never blocks."""
         return self._take(self._writer.results())
 
     def wait(self, timeout_s: float = 600.0) -> Counts:
-        """Until all saves are durable or have failed: call it at the end of the script."""
+        """Wait until all saves are durable or have failed: call it at the end of the script."""
         self._take(self._writer.wait(timeout_s))
-        self._take(self._writer.wait(timeout_s))  # copies to the remote end that the first round asked for
+        self._take(self._writer.wait(timeout_s))  # remote copies requested in the first round
         return self.counts
 
     def close(self) -> None:
-        """Safe to call twice. What is not durable by now is lost; `wait` first."""
+        """Safe to call twice. Saves that are not durable yet are lost; `wait` first."""
         self._writer.close()
         for arena in self._arenas:
             arena.close()
         self._arenas = []
 
     def _arena(self, table: Table) -> Arena:
-        """The buffer whose turn it is, large enough."""
+        """The buffer to fill next, large enough."""
         nbytes = arena_nbytes(table)
         if len(self._arenas) < 2 or self._arenas[0].capacity < nbytes:
             self._writer.submit(orders.Forget())
@@ -238,7 +239,7 @@ class Saver:
             if result.kind == "CopyUp":
                 self.counts.remote_failed += bool(result.error)
                 self.counts.last_error = result.error or self.counts.last_error
-            elif result.error and result.kind == last:  # rank 0's commit carries the error of its share
+            elif result.error and result.kind == last:  # rank 0's commit carries the error of its shard
                 self._fail(result.error)
             elif result.kind == last and result.ok:
                 self.counts.durable += 1

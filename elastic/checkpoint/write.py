@@ -1,13 +1,13 @@
-"""From an arena to a checkpoint on disk: shares first, each by whoever has it, then one rename that makes it count.
+"""From arenas to a checkpoint on disk: each process writes the shard that it holds, then one rename commits them.
 
-    step-40.g3.tmp/                         made by the first writer
+    step-40.g3.tmp/                         created by the first writer
         share-00000-of-00002.safetensors    space reserved, written past the page cache, hashed, fsynced
         share-00000-of-00002.json           its note: sizes, hashes, tensors. Written aside and renamed, last
         share-00001-of-00002.…
-        manifest.json                       when all notes are there. Written aside, fsynced, renamed; folder fsynced
+        manifest.json                       when all notes exist. Written aside, fsynced, renamed; directory fsynced
     step-40/                                the rename is the commit; then the parent is fsynced
 
-No collective is needed and no share waits for another, so a dead rank delays a checkpoint but cannot hang it.
+No collective is needed and no shard waits for another, so a dead rank delays a checkpoint but cannot hang it.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def write_share(
     piece_nbytes: int = m.PIECE_BYTES,
     extra: Mapping[str, Any] | None = None,
 ) -> m.Share:
-    """Put the share that `arena` holds into its place below `directory`, durably, and leave the note beside it.
+    """Write the shard that `arena` holds to its place below `directory`, durably, then its note.
 
-    `extra`, if given, takes the place of the arena's. Raises OSError (the disk), IncompleteSnapshot, and SaveFailed if
-    the arena was filled again meanwhile; then nothing but room is lost, which is given back.
+    `extra`, if given, replaces the arena's. Raises OSError (the disk), IncompleteSnapshot, and SaveFailed if the arena
+    was filled again meanwhile; the shard's disk space is then freed.
     """
     before = arena.header()
     data = arena.view(padded=True)
@@ -69,7 +69,7 @@ def write_share(
     )
     path = os.path.join(folder, share.file)
     _make_folder(directory, files)
-    files.mkdir(folder)  # that its name is safe does not matter until it is a checkpoint's
+    files.mkdir(folder)  # its name need not be durable before the commit
     try:
         hashes = _write_pieces(path, data, share, files, threads)
     except OSError:
@@ -80,7 +80,7 @@ def write_share(
         raise SaveFailed(f"step {before.step}: the arena was filled again while it was written")
     share = msgspec.structs.replace(share, xxh3=hashes)
     files.sync_dir(folder)
-    # Whoever sees the note may count on the share. The note itself is of no use after a crash: the save is then over.
+    # A visible note implies a durable shard. The note itself need not survive a crash, which ends the save.
     _write_whole(
         os.path.join(folder, m.share_note(share.share, share.shares)), m.encode(share, digest), files, safe=False
     )
@@ -88,7 +88,8 @@ def write_share(
 
 
 def _make_folder(path: str, files: Files) -> None:
-    """With the folders above it. Each new one is made durable: fsync of a folder does not reach to its own name."""
+    """Create a directory and its parents. Each new one is made durable: fsync of a directory does not cover its own
+    name."""
     if files.identity(path) is None:
         parent = os.path.dirname(os.path.abspath(path))
         _make_folder(parent, files)
@@ -97,7 +98,7 @@ def _make_folder(path: str, files: Files) -> None:
 
 
 def _write_pieces(path: str, data: memoryview, share: m.Share, files: Files, threads: int) -> tuple[str, ...]:
-    """Write the file and return the hash of each piece. `data` reaches to a page boundary, the file does not."""
+    """Write the file and return the hash of each piece. `data` extends to a page boundary, the file does not."""
     fd = files.create(path, direct=True)
     try:
         files.reserve(fd, pad(share.nbytes))
@@ -121,7 +122,7 @@ def _write_pieces(path: str, data: memoryview, share: m.Share, files: Files, thr
 
 
 def _write_whole(path: str, raw: bytes, files: Files, *, safe: bool = True) -> None:
-    """A small file that is there completely or not at all; if `safe` after a crash, too, once its folder is synced."""
+    """Write a small file atomically; with `safe` also across a crash, once its directory is synced."""
     aside = path + ".part"
     fd = files.create(aside)
     try:
@@ -134,7 +135,7 @@ def _write_whole(path: str, raw: bytes, files: Files, *, safe: bool = True) -> N
 
 
 def _give_back(path: str, files: Files) -> None:
-    """Free the disk space of a failed share; a disk that refuses this too is for the clean-up to deal with."""
+    """Free the disk space of a failed shard; if the disk refuses this too, the clean-up removes it later."""
     try:
         files.unlink(path)
     except OSError:
@@ -142,7 +143,7 @@ def _give_back(path: str, files: Files) -> None:
 
 
 def shares_missing(directory: str, step: int, generation: int, shares: int, *, files: Files = REAL) -> tuple[int, ...]:
-    """Shares whose note is not there yet. Does not wait."""
+    """Shards without a note so far. Does not wait."""
     names = set(files.names(os.path.join(directory, tmp_name(step, generation))))
     return tuple(share for share in range(shares) if m.share_note(share, shares) not in names)
 
@@ -161,10 +162,10 @@ def commit(
     clock: Callable[[], float] = time.monotonic,
     files: Files = REAL,
 ) -> str:
-    """Make the checkpoint of `step` count, and return its folder.
+    """Commit the checkpoint of `step`, and return its directory.
 
-    Waits up to `wait_s` for notes of shares (files of other hosts: there is no event to wait for). Raises
-    SharesMissing, SaveFailed for a note that cannot be believed, OSError. Doing it twice is harmless.
+    Waits up to `wait_s` for the notes of shards (files of other hosts: there is no event to wait for). Raises
+    SharesMissing, SaveFailed for an invalid note, OSError. Doing it twice is harmless.
     """
     deadline_s = clock() + wait_s
     while missing := shares_missing(directory, step, generation, shares, files=files):
@@ -178,7 +179,7 @@ def commit(
             directory, job, step, generation, shares, world_size, versions or {}, created_wall_s, files
         )
     except FileNotFoundError:
-        # Another leader was faster: the folder has its last name by now.
+        # Another leader was faster: the directory has its final name already.
         if done := _committed(directory, job, step, generation, files):
             return done
         raise
@@ -207,7 +208,7 @@ def _put_together(
     )
     raw = m.encode(manifest, digest)
     try:
-        m.decode(raw, digest)  # shares of two different cuts must not become a checkpoint
+        m.decode(raw, digest)  # shards of different partitionings must not form a checkpoint
     except m.BadManifest as error:
         raise SaveFailed(f"step {step}: {error.detail}") from error
     _write_whole(os.path.join(folder, m.MANIFEST), raw, files)
@@ -226,7 +227,7 @@ def _note(folder: str, share: int, shares: int, files: Files) -> m.Share:
 
 
 def _committed(directory: str, job: str, step: int, generation: int, files: Files) -> str | None:
-    """The folder of this very checkpoint, if someone has committed it already."""
+    """The directory of this checkpoint, if it is committed already."""
     for name in (final_name(step, generation, taken=()), final_name(step, generation, taken=None)):
         path = os.path.join(directory, name)
         head = head_of(path, files)

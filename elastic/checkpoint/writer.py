@@ -1,8 +1,8 @@
 """The writer process: ``python -m elastic.checkpoint.writer FD``, started by `WriterProcess`.
 
-It takes orders from a socket, writes what the arenas hold, commits, prunes and copies up, so that neither the
-training processes nor the agent's loop ever wait for a disk. It runs at low priority, imports no torch, and dies with
-the process that started it.
+It takes orders from a socket, writes the contents of arenas, commits, prunes and copies to remote storage, so that
+neither the training processes nor the agent's loop ever wait for a disk. It runs at low priority, imports no torch, and
+dies with the process that started it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FAILED_KEPT = 32
 
 @dataclass(slots=True)
 class _Pending:
-    """A commit that waits for shares of other hosts."""
+    """A commit that waits for shards of other hosts."""
 
     order: orders.Commit
     started_s: float
@@ -43,18 +43,18 @@ class Writer:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._arenas: dict[int, Arena] = {}
-        """By inode: mapping two gigabytes anew for each save would cost more than the write itself."""
+        """By inode: mapping two gigabytes again for each save would cost more than the write itself."""
         self._pending: list[_Pending] = []
         self._failed: dict[tuple[int, int], str] = {}
-        """Saves of which a share of ours failed: no use waiting for the others."""
+        """Saves of which this process failed to write a shard, and why: waiting for the others is pointless."""
         self._notes: tuple[str, ...] = ()
 
     def run(self) -> None:
-        """Until the other end is closed."""
+        """Process orders until the other end is closed."""
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
         while True:
-            # Files that other hosts make come without an event, so they are looked for while one is awaited.
+            # Files of other hosts appear without an event, so they are polled for while a commit waits.
             if poller.poll(_LOOK_EVERY_S * 1000 if self._pending else None) and not self._receive():
                 return
             self._pending = [pending for pending in self._pending if not self._try_commit(pending)]
@@ -106,7 +106,7 @@ class Writer:
         return arena
 
     def _try_commit(self, pending: _Pending) -> bool:
-        """True when the commit is done with, one way or the other."""
+        """True when the commit is finished, successfully or not."""
         order = pending.order
         result = orders.Result(id=order.id, kind="Commit", step=order.step, generation=order.generation)
         if why := self._failed.pop((order.step, order.generation), ""):
@@ -119,7 +119,7 @@ class Writer:
             if missing and waited_s < order.wait_s:
                 return False
         except OSError:
-            pass  # commit meets it again, and says so
+            pass  # commit gets the same error, and reports it
         try:
             path = commit(
                 order.directory,
@@ -139,7 +139,7 @@ class Writer:
         if not result.ok:
             self._discard(order)
         else:
-            # After the answer: nobody waits for old files to go. What could not be removed is said with the next one.
+            # After the reply, which need not wait for removals. Failed removals are reported with the next commit.
             _, failed = prune(order.directory, order.job, order.keep, order.keep_every_steps, trusted=result.path)
             self._notes = tuple(failed[:8])
         return True
@@ -180,9 +180,9 @@ def main() -> None:
     parser.add_argument("--nice", type=int, default=0)
     args = parser.parse_args()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != args.parent:  # it died before we asked to die with it
+    if os.getppid() != args.parent:  # it died before prctl
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; our parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole process group; the parent decides
     _step_back(args.nice)
     with socket.socket(fileno=args.fd) as channel:
         try:
@@ -192,7 +192,7 @@ def main() -> None:
 
 
 def _step_back(nice: int) -> None:
-    """Lower CPU and disk priority, so that a save slows the training as little as can be."""
+    """Lower CPU and disk priority, so that a save slows the training as little as possible."""
     import psutil
 
     if nice:
@@ -200,7 +200,7 @@ def _step_back(nice: int) -> None:
     try:
         psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
     except (OSError, psutil.Error):
-        pass  # not supported here: a wish, not a need
+        pass  # not supported here, and optional
 
 
 if __name__ == "__main__":

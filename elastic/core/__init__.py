@@ -1,1 +1,1 @@
-"""Decisions, pure: no I/O, no clock, no randomness, no torch. Imports nothing else of ours."""
+"""Pure decision logic: no I/O, no clock, no randomness, no torch, no import of other parts of this project."""

@@ -1,14 +1,14 @@
-"""How a daemon and an agent on the same host meet: files in the agent's own folder, nothing else.
+"""How a daemon and an agent on the same host communicate: only by files in the agent's own folder.
 
     <state_dir>/jobs/<job>/agent/config.json    AgentConfig, written by the daemon before it starts the agent
-    <state_dir>/jobs/<job>/agent/lock           flock held by the living agent (the kernel drops it at its death)
+    <state_dir>/jobs/<job>/agent/lock           flock held by the running agent (the kernel releases it at its exit)
     <state_dir>/jobs/<job>/agent/status.json    AgentStatus, replaced by the agent at least once a second
-    <state_dir>/jobs/<job>/agent/orders.json    AgentOrders, replaced by the daemon; the agent looks on SIGHUP
+    <state_dir>/jobs/<job>/agent/orders.json    AgentOrders, replaced by the daemon; read by the agent on SIGHUP
                                                 and once a second
     <state_dir>/jobs/<job>/agent/agent.log      the agent's own log, JSON lines
     <state_dir>/jobs/<job>/logs/                the workers' logs and error files, kept across restarts
 
-So neither needs the other to be alive, and a new daemon finds the agents of the one before.
+So neither needs the other to be running, and a restarted daemon finds the agents of its predecessor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .records import PROTOCOL, ProgressRecord, RankRow
 from .timeouts import Timeouts
 
 MARK_ENV = "ELASTIC_AGENT_DIR"
-"""In the environment of all that the agent's workers start: whose they are, should the agent die without a word."""
+"""Environment variable of all processes that the agent's workers start: it names their agent, should that crash."""
 
 
 SYSTEMD_VARIABLES = (
@@ -28,11 +28,11 @@ SYSTEMD_VARIABLES = (
     "RUNTIME_DIRECTORY", "STATE_DIRECTORY", "CACHE_DIRECTORY", "LOGS_DIRECTORY", "CONFIGURATION_DIRECTORY",
     "MEMORY_PRESSURE_WATCH", "MEMORY_PRESSURE_WRITE", "EXIT_CODE", "EXIT_STATUS", "SERVICE_RESULT",
 )  # fmt: skip
-"""What systemd tells one service alone (systemd.exec(5)), and so nothing for what that starts."""
+"""Variables that systemd sets for one service only (systemd.exec(5)): not for the processes that it starts."""
 
 
 def mark(device: int, inode: int, path: str) -> str:
-    """The value of MARK_ENV: an agent's folder as no other machine, container or daemon has it."""
+    """The value of MARK_ENV: identifies an agent's folder among those of all machines, containers and daemons."""
     return f"{device:x}:{inode:x}:{path}"
 
 
@@ -51,13 +51,13 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     job: str
     address: str
-    """Host name or IP address that other nodes reach this one by."""
+    """Host name or IP address at which other nodes reach this one."""
     slots: int
-    """Workers to run here: already decided from the spec and the node's slots."""
+    """Workers to run here, as determined from the spec and the node's slots."""
     gpus: tuple[int, ...] = ()
     """CUDA device index of each slot; empty on CPU nodes."""
     interface: str = ""
-    """Network interface for GLOO_/NCCL_SOCKET_IFNAME; empty: theirs to choose."""
+    """Network interface for GLOO_/NCCL_SOCKET_IFNAME; empty: the backend chooses."""
     etcd: EtcdAccess
     timeouts: Timeouts = Timeouts()
     agent_dir: str
@@ -69,7 +69,7 @@ class AgentOrders(msgspec.Struct, frozen=True, kw_only=True):
     draining: str | None = None
     """Move the workers off this node at a step boundary, for this reason."""
     drain_deadline_s: float = 0.0
-    """Seconds from the order until the node goes away whatever happens; 0: no deadline."""
+    """Seconds from the order until the node goes away in any case; 0: no deadline."""
     checkpoint: int = 0
     """Counts requests for a checkpoint; an increase is a request."""
 
@@ -89,12 +89,12 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankRow, ...] = ()
     """Workers on this node."""
     progress: ProgressRecord | None = None
-    """As this node knows it, fresher than what stands in etcd."""
+    """As known on this node, newer than the record in etcd."""
     standbys: int = 0
-    """Those past their set-up."""
+    """Those that have finished their set-up."""
     last_etcd_contact_wall_s: float = 0.0
     why_fresh: str = ""
-    """Why workers are started here as new processes, which takes seconds longer than a fork; empty: they are forked."""
+    """Why workers are started here as new processes, which takes seconds longer than a fork; empty: they are forks."""
     preloaded: tuple[str, ...] = ()
     """Modules that the zygote has imported for the job: its `preload`, and those that the script begins with."""
     protocol: int = PROTOCOL

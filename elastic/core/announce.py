@@ -1,4 +1,4 @@
-"""What an agent tells the others through etcd: that it is there, that a generation is broken, what etcd has lost."""
+"""What an agent publishes in etcd: its membership, failure reports, and records that etcd has lost."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from .transitions import Stage
 from .turn import Turn
 
 SUSPICION_S = 0.3
-"""From a collective that failed for no known reason until the generation is called broken for it: time for
-the one who knows the reason to say so first."""
+"""From a collective that failed without a known cause until the generation is reported broken for it: time for the
+agent that has the cause to report it first."""
 
 IDLE_S = 1.0
-"""A worker outside of the generation that it was in, with nothing to wait for, is not left there for longer."""
+"""How long a worker may stay outside the group of a generation that is not broken, with nothing to wait for."""
 
 
 def member_record(turn: Turn) -> MemberRecord:
-    """What the others are to know of us, as it stands."""
+    """Our member record as it should be now."""
     agent, policy = turn.agent, turn.policy
     before = agent.published.ready if agent.published else ()
     standing = tuple(s for s, w in sorted(agent.workers.items()) if _stands(turn, w))
-    # Who came to shrink to nothing comes back whole; but whoever takes part is not to be passed over meanwhile.
+    # A node that has shrunk to no slots returns with all of them at once; but one that has ranks in the generation
+    # offers the slots it has, so that it is not passed over meanwhile.
     takes_part = any(slot in turn.my_ranks() for slot in standing)
     if policy.shrink and policy.managed and (before or takes_part):
         ready = standing
@@ -46,12 +47,12 @@ def member_record(turn: Turn) -> MemberRecord:
 
 
 def _stands(turn: Turn, worker: Worker) -> bool:
-    """Whether its slot can take a rank, or has one that it will fill."""
+    """Whether the worker's slot can be given a rank, or has one that the worker will take."""
     if worker.stage is Stage.STARTING:
         current = turn.agent.generation
         return current is not None and worker.seat == current.number and not turn.is_broken()
     if worker.stage is Stage.READY and not turn.policy.managed and not worker.worker_id:
-        return turn.agent.view.revision > 0  # else etcd may be about to say that the job's workers are managed
+        return turn.agent.view.revision > 0  # the first view may show that the job's workers are managed
     return worker.stage not in (Stage.GONE, Stage.KILLED)
 
 
@@ -77,7 +78,7 @@ def broken_record(
     rollback: bool = False,
     stacks: dict[str, str] | None = None,
 ) -> BrokenRecord:
-    """`ranks`: whose doing it was; by default those of `slots`, which are lost."""
+    """`ranks`: those that caused it; by default those of `slots`, which are lost."""
     mine = turn.my_ranks()
     return BrokenRecord(
         generation=generation,
@@ -96,7 +97,7 @@ def broken_record(
 
 
 def add_evidence(turn: Turn, record: BrokenRecord) -> None:
-    """Report a failure of a generation that is broken already, or was left as planned, unless it is known."""
+    """Report a failure of a generation that is broken already, or was left as planned, unless it is known already."""
     known = turn.agent.broken_record
     if turn.is_over():
         return
@@ -111,7 +112,7 @@ def add_evidence(turn: Turn, record: BrokenRecord) -> None:
 
 
 def report_failure(turn: Turn, kind: str, detail: str, slots: tuple[int, ...], **more: object) -> None:
-    """Say that the newest generation is broken; where that is known, report what it adds."""
+    """Report the newest generation as broken; if it is already, report what this failure adds."""
     generation = turn.agent.generation
     if generation is None or turn.is_over():
         return
@@ -129,7 +130,7 @@ def report_failure(turn: Turn, kind: str, detail: str, slots: tuple[int, ...], *
 
 
 def adopt(turn: Turn) -> None:
-    """Take on a newer generation; write back what etcd has lost."""
+    """Adopt a newer generation; restore what etcd has lost."""
     seen, held, spec = turn.agent.view.generation, turn.agent.generation, turn.agent.view.spec
     older = held is not None and (seen is None or seen.number < held.number)
     if seen is not None and (held is None or seen.number > held.number):
@@ -137,9 +138,9 @@ def adopt(turn: Turn) -> None:
             turn.change(last_committed=held)
         turn.change(generation=seen, formed_at_s=turn.now_s, suspicious_since_s=None, publishing=0)
         _carry_over(turn, held, seen)
-    elif turn.agent.connected and (spec is None or older):  # it was wiped or set back
+    elif turn.agent.connected and (spec is None or older):  # etcd was wiped, or restored to an older revision
         if held is None and turn.now_s < turn.agent.absence_ignored_until_s:
-            return  # those who hold a generation come first: without the spec nobody forms another one
+            return  # agents that hold a generation restore first: without the spec no agent forms another one
         turn.ask(Restore(held, turn.agent.state, turn.agent.spec), "restore")
     record = turn.agent.broken_record
     if record and held and seen == held and record.generation == held.number and not turn.agent.view.broken:
@@ -147,7 +148,7 @@ def adopt(turn: Turn) -> None:
 
 
 def _has_stepped(turn: Turn, generation: GenerationRecord) -> bool:
-    """As far as is known here; an agent that had no rank in it has the progress record only."""
+    """As far as is known here; an agent that had no rank in `generation` has only the progress record."""
     progress = turn.agent.view.progress
     return turn.agent.settled >= generation.number or (
         progress is not None and progress.stepped_in >= generation.number and progress.step > 0
@@ -155,8 +156,8 @@ def _has_stepped(turn: Turn, generation: GenerationRecord) -> bool:
 
 
 def _carry_over(turn: Turn, held: GenerationRecord | None, seen: GenerationRecord) -> None:
-    """A planned change was published while this node reported a failure of the generation before it: there was no
-    boundary, and a node that was to leave may be the only one that holds the state."""
+    """Report a failure again for a planned change that was published while this node reported it for the generation
+    before: there was no step boundary, and a node that was to leave may be the only one that holds the state."""
     record = turn.agent.broken_record
     planned = held is not None and seen.at_step is not None and seen.number == held.number + 1
     if held is None or record is None or not planned or record.generation != held.number:
@@ -170,7 +171,7 @@ def _carry_over(turn: Turn, held: GenerationRecord | None, seen: GenerationRecor
 
 
 def check_suspicion(turn: Turn) -> None:
-    """A collective has failed, and still nobody says why."""
+    """Report a failed collective whose cause no agent has reported in time."""
     since = turn.agent.suspicious_since_s
     if since is None or turn.now_s - since < SUSPICION_S:
         return
@@ -181,13 +182,14 @@ def check_suspicion(turn: Turn) -> None:
 def group_failed(turn: Turn, detail: str) -> None:
     """The generation is broken, and no worker is known to be the cause."""
     agent = turn.agent
-    # One that broke before its first step may break like this for ever: it is booked, and tried again ever slower.
+    # A generation that broke before its first step may do so forever: it counts against the restart budget, and the
+    # next ones are tried ever more slowly.
     in_vain = agent.generation is not None and agent.settled < agent.generation.number
     report_failure(turn, COMM, detail, (), charged=in_vain, step=agent.step if in_vain else None)
 
 
 def check_idle(turn: Turn) -> None:
-    """A worker has let go of a generation that stands: what it left for was called off, or never came."""
+    """Report a generation whose worker has left the group though it is not broken: the reason was called off, say."""
     current = turn.agent.generation
     if current is None or turn.is_broken() or not turn.policy.managed:
         return
@@ -198,5 +200,5 @@ def check_idle(turn: Turn) -> None:
     members = turn.agent.view.members.values()
     stay = sum(1 for m in members if m.record.ready and m.record.draining is None)
     if any(m.record.draining is not None for m in members) and stay < turn.limits().min_nodes:
-        return  # it waits for the one who leaves, and the job for a node in its place
+        return  # it waits for the draining node to leave, and the job for a replacement
     report_failure(turn, "idle", "left its group, and nothing followed", (), charged=False)

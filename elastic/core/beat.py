@@ -1,8 +1,7 @@
 """The beat page: one page of shared memory per worker, written by the worker, read by its agent.
 
-Writing costs a few stores, so a worker may beat as often as it likes; the agent looks when it wants to know.
-Each field is 8 bytes wide and aligned, so a reader never sees half of one. Instants are CLOCK_MONOTONIC,
-which both ends share because they are on one host.
+Writing costs a few stores, so a worker may beat at any rate; the agent polls. Each field is 8 bytes wide and aligned,
+so a reader never sees a torn value. Instants are CLOCK_MONOTONIC, which both processes share on one host.
 """
 
 from __future__ import annotations
@@ -13,27 +12,27 @@ from dataclasses import dataclass
 PAGE_BYTES = 4096
 
 PULSE_S = 0.5
-"""How often a thread of the worker's says that Python runs there."""
+"""How often a thread of the worker signals that the process runs Python."""
 
 
 class Doing(enum.IntEnum):
-    """What the worker's main thread is at."""
+    """What the worker's main thread is doing."""
 
     STARTING = 0  # imports, setup
     WAITING = 1  # for Form, or for the other ranks
     FORMING = 2
-    SYNCING = 3  # state is on its way
+    SYNCING = 3  # state is being received or sent
     COMPUTING = 4  # the script's code runs; the other ranks will wait for this one
-    EXCHANGING = 5  # everything this rank owes the step's all-reduce is handed over; it waits for the others
-    APPLYING = 6  # inside the optimizer: state is dirty
-    SAVING = 7  # copies its share of a snapshot
-    QUIET = 8  # the script said that it will be long (`job.quiet`)
+    EXCHANGING = 5  # this rank has contributed all it has to the step's all-reduce; it waits for the others
+    APPLYING = 6  # inside the optimizer: state is inconsistent
+    SAVING = 7  # copies its part of a snapshot
+    QUIET = 8  # the script has declared a span without steps (`job.quiet`)
     DONE = 9
     FINISHING = 10  # `train` has returned here; the last save, then the barrier of all ranks
 
 
 WITH_OTHERS = frozenset({Doing.WAITING, Doing.FORMING, Doing.SYNCING, Doing.EXCHANGING, Doing.FINISHING, Doing.DONE})
-"""Nothing is owed to the other ranks: this one waits for them."""
+"""No other rank waits for this one: it waits for them."""
 
 (_DOING, _GENERATION, _STEP, _BEATS, _BEAT_AT_NS, _LOSS, _STEP_NS, _QUIET_UNTIL_NS, _RANK, _COMMITTED_IN,
  _COPIED_BYTES, _EXCHANGES, _GAP_NS, _LAST_GAP_NS, _PULSE_NS) = range(15)  # fmt: skip
@@ -57,17 +56,17 @@ class Beat:
     committed_in: int
     """Generation of the last commit here."""
     copied_nbytes: int = 0
-    """Bytes of snapshots copied, and of memory made present for them, while the main thread waited for it."""
+    """Bytes of snapshots copied, and of memory faulted in for them, while the main thread waited for it."""
     exchanges: int = 0
-    """How often this rank has begun to wait for others since its last commit: alike on all ranks of a step."""
+    """How often this rank has begun to wait for others since its last commit: equal on all ranks of a step."""
     gap_s: float = 0.0
     """Longest time between two signs of progress in this step and the one before; waits for other ranks not counted."""
     pulse_s: float = 0.0
-    """Monotonic instant at which the process last ran Python in any thread, to PULSE_S; 0: not known."""
+    """Monotonic instant at which the process last ran Python in any thread, to within PULSE_S; 0: not known."""
 
     @property
     def settled(self) -> bool:
-        """Whether it has committed a step in its present generation."""
+        """Whether the worker has committed a step in its current generation."""
         return 0 < self.generation == self.committed_in
 
 
@@ -97,13 +96,13 @@ class BeatPage:
         ints[_BEAT_AT_NS] = now_ns
 
     def copied(self, nbytes: int, now_s: float) -> None:
-        """So many bytes more: a sign of progress, whatever the main thread is at."""
+        """Count `nbytes` more bytes: a sign of progress, whatever the main thread is doing."""
         self._ints[_COPIED_BYTES] += nbytes
         self._ints[_BEATS] += 1
         self._ints[_BEAT_AT_NS] = int(now_s * 1e9)
 
     def pulse(self, now_s: float) -> None:
-        """Some thread of the worker runs Python; says nothing of the main thread's progress."""
+        """Some thread of the worker runs Python, which is no sign of progress of the main thread."""
         self._ints[_PULSE_NS] = int(now_s * 1e9)
 
     def place(self, generation: int, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""A log file that costs lines when its disk is full, and never the process that writes to it."""
+"""A log file that loses lines when its disk is full, and never fails the process that writes to it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 
 class LogFile:
-    """What a logger needs of a file. Each `write` is one whole line.
+    """The parts of a file that a logger uses. Each `write` is one complete line.
 
-    A line that cannot be written (full disk, quota, reader of the pipe gone) is dropped and counted; the next one that
-    can be is preceded by a line that says how many are missing. `put` writes bytes without a buffer and returns how
-    many it took, or raises OSError.
+    A line that cannot be written (full disk, quota, broken pipe) is dropped and counted; the next line that is written
+    is preceded by one that gives the number of dropped lines. `put` writes bytes unbuffered and returns how many it
+    wrote, or raises OSError.
     """
 
     def __init__(self, put: Callable[[bytes], int]) -> None:
@@ -19,7 +19,7 @@ class LogFile:
         self.dropped = 0
 
     def write(self, line: str) -> int:
-        """Returns the characters of `line`, written or not: a logger has no use for an error."""
+        """Return the number of characters in `line`, written or not: a logger cannot handle an error."""
         note = f'{{"event": "log.lines_dropped", "count": {self.dropped}}}\n' if self.dropped else ""
         raw = ("\n" * self._torn + note + line).encode(errors="replace")
         try:
@@ -32,4 +32,4 @@ class LogFile:
         return len(line)
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Nothing is buffered."""

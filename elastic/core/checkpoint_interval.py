@@ -1,11 +1,11 @@
-"""When to take the next checkpoint, and when to talk about it next.
+"""When to take the next checkpoint, and when the ranks agree on that next.
 
-All ranks must copy their share after the same step, so the step is agreed on: at step `agree_at` rank 0 decides and
-broadcasts the next `Plan`, about once a second, from its own median step time and clock. Between agreements every rank
-just compares numbers. A fixed number of steps needs no agreement at all.
+All ranks must copy their part after the same step, so the step is agreed on: at step `agree_at` rank 0 decides and
+broadcasts the next `IntervalPlan`, about once a second, from its own median step time and clock. Between agreements
+every rank only compares step numbers. A fixed number of steps needs no agreement.
 
-`auto` is Young's interval, τ = √(2·C·M): C the training time that one checkpoint costs, M the mean time between
-failures. Both are measured on this very job.
+`auto` is Young's interval, τ = √(2·C·M): C is the training time that one checkpoint costs, M the mean time between
+failures. Both are measured in the job itself.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import math
 import msgspec
 
 AGREE_EVERY_S = 1.0
-"""How long a wish ('checkpoint now') waits at most before all ranks know of it."""
+"""How long a request ('checkpoint now') waits at most until all ranks have it."""
 
 FARTHEST_AGREEMENT_STEPS = 10_000
 
 PRIOR_MTBF_S = 4 * 3600.0
-"""What is believed of a job that has not failed yet: it counts as one failure after this long."""
+"""Prior for the mean time between failures: a job that has not failed yet counts as failing once after this long."""
 
 LEAST_S = 1.0
 MOST_S = 1800.0
 FIRST_S = 30.0
-"""The first checkpoint under 'auto' comes no later than this: nothing is known about its cost before."""
+"""The first checkpoint under 'auto' is due after this: before it, the cost is not known."""
 
 
 SNAPSHOT_SHARE = 0.01
-"""Of the training time, at most, that snapshots in memory may cost."""
+"""Largest fraction of the training time that in-memory snapshots may cost."""
 
 SNAPSHOT_LEAST_S = 1.0
 SNAPSHOT_UNMEASURED_MOST_S = 30.0
-"""Until a copy into memory that was used before has been measured, no longer than this: the first one is dearer."""
+"""Longest interval until a copy into already used memory has been measured: the first copy costs more."""
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,16 +48,16 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What the job knows about itself."""
+    """Measurements of the job."""
 
     cost_s: float | None = None
-    """Training time lost per checkpoint: blocked, and slowed down until it was durable. None: none taken yet."""
+    """Training time lost per checkpoint, by blocking and by slowdown until it was durable. None: none taken yet."""
     durable_s: float = 0.0
     """How long a checkpoint takes until it is on disk."""
     failures: int = 0
-    """Failures over the job's life, membership changes not counted."""
+    """Failures over the job's lifetime, membership changes not counted."""
     running_s: float = 0.0
-    """How long the job has been stepping, over its whole life."""
+    """How long the job has been stepping, over its whole lifetime."""
 
 
 class IntervalPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class IntervalPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Take a snapshot and save it once this step is committed; 0: none before `agree_at`."""
 
     keep_at: int = 0
-    """Take a snapshot that stays in memory once this step is committed; 0: none before `agree_at`."""
+    """Take a snapshot that only stays in memory once this step is committed; 0: none before `agree_at`."""
     agree_at: int = 0
     """Agree again once this step is committed; 0: never."""
 
@@ -80,7 +80,7 @@ def interval_s(rule: Rule, measured: Measured) -> float:
         return FIRST_S
     mtbf_s = (measured.running_s + PRIOR_MTBF_S) / (measured.failures + 1)
     young_s = math.sqrt(2 * measured.cost_s * mtbf_s)
-    # Not so often that one is still being written when the next is due, nor seldom enough to be forgotten.
+    # Not so often that one is still being written when the next is due, and at least every MOST_S.
     return min(max(young_s, LEAST_S, 2 * measured.durable_s), MOST_S)
 
 
@@ -104,7 +104,7 @@ def describe_snapshots(cost_s: float | None, *, warm: bool = True) -> str:
 
 
 def first_plan(rule: Rule | None, step: int, *, snapshots: bool = False) -> IntervalPlan:
-    """The plan every rank starts a generation with at `step`, without talking. No `rule`: no checkpoints."""
+    """The plan with which every rank starts a generation at `step`, without agreement. No `rule`: no checkpoints."""
     keep_at = step + 1 if snapshots else 0
     if rule is not None and rule.every_steps:
         return IntervalPlan(save_at=next_multiple(step, rule.every_steps), keep_at=keep_at)
@@ -112,9 +112,9 @@ def first_plan(rule: Rule | None, step: int, *, snapshots: bool = False) -> Inte
 
 
 def snapshot_interval_s(cost_s: float | None, *, warm: bool = True) -> float:
-    """Seconds between snapshots that stay in memory: so many that they cost SNAPSHOT_SHARE of the training time.
+    """Seconds between in-memory snapshots, such that they cost at most SNAPSHOT_SHARE of the training time.
 
-    `cost_s`: training time that one costs; None: none taken yet. `warm`: measured on memory that was used before.
+    `cost_s`: training time that one costs; None: none taken yet. `warm`: measured on already used memory.
     """
     if cost_s is None:
         return SNAPSHOT_LEAST_S
@@ -123,7 +123,7 @@ def snapshot_interval_s(cost_s: float | None, *, warm: bool = True) -> float:
 
 
 def snapshot_at(interval_s: float, *, step: int, step_s: float, since_s: float, agree_at: int) -> int:
-    """The step after which the next snapshot is due, `since_s` after the last; 0: not before `agree_at`."""
+    """The step after which the next snapshot is due, `since_s` after the last one; 0: none up to `agree_at`."""
     due_steps = max(1, math.ceil((interval_s - since_s) / max(step_s, 1e-6)))
     return step + due_steps if step + due_steps <= agree_at else 0
 
@@ -134,7 +134,7 @@ def next_plan(
     """Rank 0's decision after committing `step`.
 
     `step_s`: median duration of its recent steps. `since_save_s`: time since the last save was started, or since
-    training began. `asked`: a person, or a coming shutdown, wants one as soon as can be.
+    training began. `asked`: a user, or an imminent shutdown, requests one as soon as possible.
     """
     if rule.every_steps:
         return IntervalPlan(save_at=step + 1 if asked else next_multiple(step, rule.every_steps))

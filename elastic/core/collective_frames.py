@@ -1,9 +1,9 @@
-"""Whether a silent worker waits for the other ranks, as its stack shows it. Pure.
+"""Whether a silent worker waits for other ranks, judged by its stack. Pure.
 
-The collectives that we know of say so on the beat page (`Doing.EXCHANGING`). One of the script's own does not: then
-the rank that keeps all waiting and those that wait for it look alike, silent while computing. Their stacks differ. Who
-is inside a collective is a witness and not the culprit: that one is found by the agent of its own host. If all ranks
-are witnesses (one has left out a collective), the group's own time-out ends it.
+The collectives that elastic tracks show on the beat page (`Doing.EXCHANGING`). One of the script's own does
+not: then the rank that holds up the others and the ranks that wait for it look alike, silent while computing. Their
+stacks differ. A rank inside a collective waits and is not the culprit; the culprit is found by the agent of its own
+host. If all ranks are inside a collective (one has skipped another one), the group's own timeout ends it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ _COLLECTIVES = (
     "torch/distributed/_functional_collectives.py",
     "torch/nn/parallel/distributed.py",
 )
-"""Who waits inside of these waits for other ranks. Not all of torch.distributed: to write a checkpoint is there too."""
+"""A thread that blocks in one of these files waits for other ranks. Not all of torch.distributed: checkpoint writing is
+part of it, too."""
 
 _HELPERS = "torch/distributed/utils.py"
 _EXCHANGES = ("_verify_param_shape_across_processes ", "_sync_module_states ", "_sync_params_and_buffers ")
-"""Of the helpers, those that talk to other ranks; another copies a batch to the device, and may hang there."""
+"""The functions of _HELPERS that communicate with other ranks; another copies a batch to the device, and may hang."""
 
 _THROUGH = ("torch/_ops.py", "torch/autograd/function.py", "torch/utils/_contextlib.py")
-"""They only call on: the frame outside of them tells what for."""
+"""Files whose functions only forward a call: the next outer frame shows which."""
 
 _NATIVE = ("c10d::", "gloo::")
 
@@ -33,10 +34,11 @@ _MAIN = "MainThread"
 
 
 def is_blocked_in_collective(dump: str) -> bool:
-    """`dump`: as py-spy writes it, innermost frame first, with or without native frames.
+    """Whether the main thread of a process is inside a collective.
 
-    Looked at are the main thread's frames, from the innermost to the first one of Python: below it, torch's own code
-    may wait on behalf of a line of the script (``work.wait()``).
+    `dump`: as py-spy writes it, innermost frame first, with or without native frames. The frames are examined from the
+    innermost to the first Python frame that does not only forward a call: below that, torch's native code may wait on
+    behalf of a line of the script (``work.wait()``).
     """
     for frame in _main_thread(dump):
         if any(name in frame for name in _NATIVE):
@@ -51,7 +53,7 @@ def is_blocked_in_collective(dump: str) -> bool:
 
 
 def _main_thread(dump: str) -> Iterator[str]:
-    """The frames of the main thread; of the first one where none has its name."""
+    """The frames of the main thread; of the first thread if none has its name."""
     threads: list[tuple[str, list[str]]] = []
     for line in dump.splitlines():
         if header := _HEADER.match(line):

@@ -1,4 +1,4 @@
-"""What an agent can do about its job; the shell carries it out. See `recovery`."""
+"""The effects that an agent's recovery asks for; the effect runner carries them out. See `recovery`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ForkWorker:
 
 @dataclass(frozen=True, slots=True)
 class ForkPlain:
-    """A worker that has not called `elastic.run`, and perhaps never will: forked straight into its rank."""
+    """Fork a worker that has not called `elastic.run`, and perhaps never will, directly with its rank."""
 
     slot: int
     worker_id: int
@@ -48,7 +48,7 @@ class PutMember:
 
 @dataclass(frozen=True, slots=True)
 class PutBroken:
-    """Where the generation has such a record already, what this one adds is merged into it: see `evidence`."""
+    """Write a failure report. If the generation has one already, this one is merged into it: see `evidence`."""
 
     record: BrokenRecord
     member: MemberRecord | None = None
@@ -64,9 +64,9 @@ class Publish:
     expect_revision: int
     at_step: int | None
     charge: BrokenRecord | None
-    """The failure to book on the job's budget in the same transaction."""
+    """The failure to count against the job's restart budget in the same transaction."""
     spare: int = 0
-    """How many living nodes the job has beyond its least: with none, no node is set aside for what is charged."""
+    """How many living nodes the job has beyond its minimum; with none, `charge` excludes no node."""
     managed: bool = False
     """Whether the job's workers are known to call `elastic.run`."""
 
@@ -85,26 +85,26 @@ class PutIncident:
     """Write the record of an incident, replacing the one that was written when it began."""
 
     key: int
-    """The number that it has in etcd: of the generation after the one that failed first."""
+    """Its number in etcd: that of the generation after the one that failed first."""
     record: IncidentRecord
-    """Its instants are for the shell to fill in: `wall_s` is 0 unless it began before this agent did."""
+    """The effect runner fills in its wall times: `wall_s` is 0 unless the incident began before this agent did."""
     began_s: float
-    """Monotonic instant from which its time line counts."""
+    """Monotonic instant from which its timeline counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddCauses:
-    """Add to the record of an incident that is over what has been reported of its failures since."""
+    """Add later failure reports to the record of an incident that is over."""
 
     key: int
-    """As that of PutIncident."""
+    """As in PutIncident."""
     record: IncidentRecord
-    """As it would have been closed with these reports; its instants mean nothing."""
+    """As it would have been closed with these reports; its times are meaningless."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChargeFailure:
-    """A failure outside any generation (a worker that cannot even start): book it on the job's budget."""
+    """Count a failure outside any generation (a worker that does not even start) against the job's restart budget."""
 
     record: BrokenRecord
 
@@ -116,12 +116,12 @@ class Restore:
     generation: GenerationRecord | None
     state: JobState
     spec: SpecRecord | None
-    """None: none was ever seen; the shell knows the one it was started with."""
+    """None: none was ever seen; the effect runner has the one that the agent was started with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejoin:
-    """Get a new lease and put our member record under it."""
+    """Obtain a new lease and put our member record under it."""
 
     record: MemberRecord
 
@@ -130,12 +130,12 @@ class Rejoin:
 class SaveNow:
     reason: str
     stop: bool = False
-    """The world stops at the step that is saved."""
+    """All ranks stop at the step that is saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """All workers are gone: delete our member key and end."""
+    """All workers have ended: delete our member key and exit."""
 
     reason: str
     code: int = 0

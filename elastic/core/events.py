@@ -1,4 +1,4 @@
-"""What can happen to an agent's job. See `recovery`."""
+"""The events that an agent's recovery reacts to. See `recovery`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Our member key stands, under a living lease."""
+    """Our member key is in etcd, under a valid lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Viewed:
 
 @dataclass(frozen=True, slots=True)
 class PublishFailed:
-    """The compare-and-swap was lost, or its outcome is unknown; the view will tell."""
+    """The compare-and-swap failed, or its outcome is unknown; the view will show it."""
 
     number: int
 
@@ -67,7 +67,7 @@ class WorkerSynced:
     source: str = "live"
     """See messages.Synced."""
     reached: int = 0
-    """The newest step that any rank of the generation knows to have been committed before it."""
+    """The newest step known to any rank of the generation to have been committed before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class WorkerGroupClosed:
     generation: int
     step: int
     error: str = ""
-    """Set when nobody had told it to: a collective failed there."""
+    """Set if the worker had no order to abort or stop: a collective failed there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class WorkerFailed:
     error: WorkerError | None = None
     fingerprint: str = ""
     step: int = 0
-    """The last it had committed, from its beat page."""
+    """The last step that it committed, from its beat page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +120,12 @@ class WorkerExited:
     error: WorkerError | None = None
     fingerprint: str = ""
     step: int = 0
-    """The last it had committed, from its beat page."""
+    """The last step that it committed, from its beat page."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerUnhealthy:
-    """Found hung; its stacks are already saved."""
+    """The worker was found to be hung; its stacks are dumped already."""
 
     slot: int
     worker_id: int
@@ -136,7 +136,7 @@ class WorkerUnhealthy:
 
 @dataclass(frozen=True, slots=True)
 class GroupStuck:
-    """It has waited for other ranks for longer than a group may; none of them was found hung."""
+    """The worker has waited for other ranks for longer than the group's timeout; none of them was found to be hung."""
 
     slot: int
     worker_id: int
@@ -145,7 +145,7 @@ class GroupStuck:
 
 @dataclass(frozen=True, slots=True)
 class StillBusy:
-    """It was told to let go, and has declared a span without steps: it cannot hear, and is not stuck."""
+    """The worker was told to abort, and cannot react yet but is healthy: see `hang_rules.busy`."""
 
     slot: int
     worker_id: int
@@ -164,7 +164,7 @@ class WorkerBadNumbers:
 
 @dataclass(frozen=True, slots=True)
 class PeerDead:
-    """Another agent is dead for certain: its port refuses connections."""
+    """Another agent is dead: its port refuses connections."""
 
     node: str
     incarnation: str
@@ -173,7 +173,7 @@ class PeerDead:
 
 @dataclass(frozen=True, slots=True)
 class PeerUnreachable:
-    """Another agent does not answer us any more; it may live, and others may reach it."""
+    """Another agent does not answer this one any more; it may be alive, and other agents may reach it."""
 
     node: str
     incarnation: str
@@ -182,7 +182,7 @@ class PeerUnreachable:
 
 @dataclass(frozen=True, slots=True)
 class PeerReachable:
-    """It answers us again, and has done so for a while."""
+    """The agent answers again, and has done so for a while."""
 
     node: str
     incarnation: str
@@ -190,7 +190,7 @@ class PeerReachable:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The newest step committed by a local worker, as its beat page shows it; comes in the place of a Tick."""
+    """The newest step committed by a local worker, as its beat page shows it; comes in place of a Tick."""
 
     generation: int
     step: int
@@ -199,7 +199,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class RanksStill:
-    """Local workers show no progress: the other agents are to know how far each has got."""
+    """Local workers show no progress: how far each has got, to be published to the other agents."""
 
     standings: tuple[Standing, ...]
 
@@ -242,7 +242,7 @@ WorkerEvent = (
     | StillBusy
     | WorkerBadNumbers
 )
-"""Of one worker: `slot`, and `life`, so that what a process has said is not taken for the word of its successor."""
+"""Events of one worker, with `slot` and `worker_id`, so that a process is not taken for its successor."""
 
 Event = (
     Start

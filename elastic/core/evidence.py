@@ -1,6 +1,6 @@
-"""Which of several reports of one failure says what the first cause was. Pure.
+"""Which of several reports of one failure names the first cause. Pure.
 
-A dead worker is seen by its own agent, and by every other rank as a failed collective. The reports race; whichever
+A dead worker is detected by its own agent, and by every other rank as a failed collective. The reports race; whichever
 arrives first, the death is the cause and the failed collective its consequence.
 """
 
@@ -12,7 +12,7 @@ from .records import BrokenRecord, Loss
 from .restart_budget import COMM, NO_STATE
 
 KEPT_LOSSES = 64
-"""So many further failures of one generation are listed."""
+"""How many further failures of one generation are listed."""
 
 CONSEQUENCES = frozenset({COMM, "idle", "undrain", "respawn", "no-state"})
 """Kinds of failures that follow from another one, or from none."""
@@ -26,14 +26,13 @@ def weight(kind: str) -> int:
 
 
 def kind_of(kind: str, fingerprint: str) -> str:
-    """The kind of a failure as an incident names it: a rank that found no state to go on from failed because of what
-    had happened before."""
+    """The kind of a failure as an incident names it: a rank that found no state to resume from failed because of an
+    earlier failure."""
     return "no-state" if fingerprint.startswith(NO_STATE) else kind
 
 
 def merged(first: BrokenRecord, more: BrokenRecord) -> BrokenRecord:
-    """`first` with what another report `more` of the same generation adds. To add a report twice is the same as to add
-    it once."""
+    """`first` with what another report `more` of the same generation adds. Idempotent."""
     heavier = _weight(more) > _weight(first)
     primary, other = (more, first) if heavier else (first, more)
     also = list(first.also)
@@ -51,12 +50,12 @@ def merged(first: BrokenRecord, more: BrokenRecord) -> BrokenRecord:
 
 
 def _weight(record: BrokenRecord) -> tuple[int, int]:
-    """A rank that found no state comes after every cause, and before a failed collective, which says less."""
+    """A rank that found no state ranks below every cause, and above a failed collective, which is less specific."""
     return weight(kind_of(record.kind, record.fingerprint)), weight(record.kind)
 
 
 def _adds(primary: BrokenRecord, also: list[Loss], loss: Loss) -> bool:
-    """Whether it tells of slots or, of a failure without lost slots, of ranks that are not known to have failed."""
+    """Whether `loss` names slots not known to be lost or, if it is a cause, ranks not known to have failed."""
     known: list[BrokenRecord | Loss] = [primary, *also]
     slots = {slot for k in known if k.node == loss.node for slot in k.slots}
     ranks = {rank for k in known for rank in k.ranks}

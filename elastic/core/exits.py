@@ -1,4 +1,4 @@
-"""A worker's end: who takes its place, after what pause, and whether it is charged."""
+"""Worker exits: what replaces the worker, after what pause, and whether the exit counts against the restart budget."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .turn import Turn
 def exited(turn: Turn, event: WorkerExited) -> None:
     if standby := turn.standby(event.worker_id):
         if standby.stage is Stage.GONE:
-            return  # heard before
+            return  # reported before
         pause = backoff_s(standby.crashes + 1, turn.policy.spec.restarts, turn.jitter)
         turn.move_standby(standby, Trigger.EXITED, turn.now_s + pause, crashes=standby.crashes + 1)
-        return  # charged to no budget
+        return  # does not count against the restart budget
     worker = turn.find(event.slot, event.worker_id)
     if worker is None or not has_process(worker, turn.policy.managed):
         return
@@ -41,13 +41,13 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     if not expected:
         _report_exit(turn, worker, event)
     elif turn.policy.shrink and worker.slot in turn.my_ranks() and not turn.is_broken():
-        report_failure(turn, "respawn", "did not let go in time", (worker.slot,), step=worker.step, charged=False)
+        report_failure(turn, "respawn", "did not abort in time", (worker.slot,), step=worker.step, charged=False)
     elif worker.generation:
         _report_fallen(turn, worker, event)
 
 
 def ends_too_early(agent: Agent, slot: int, worker_id: int) -> bool:
-    """Whether a script that ends now, with code 0, fails by it: the job is not done."""
+    """Whether a script that ends now has failed even with exit code 0, since the job is not done."""
     worker, phase = agent.workers.get(slot), agent.view.state.phase
     over = agent.leaving is not None or phase.over or phase is Phase.STOPPING
     there = (
@@ -59,13 +59,13 @@ def ends_too_early(agent: Agent, slot: int, worker_id: int) -> bool:
 
 
 def failed(turn: Turn, event: WorkerFailed) -> None:
-    """The script has ended with an error: the others hear of it now, and need not wait for the end of the process."""
+    """The script has ended with an error: report it now, so that other nodes need not wait for the process to end."""
     worker = turn.find(event.slot, event.worker_id)
     if worker is None or worker.stage in (Stage.GONE, Stage.KILLED, Stage.ABORTING) or turn.is_over():
         return
     worker = replace(worker, step=max(worker.step, event.step))
     turn.reaches(worker.synced, event.step)
-    # It ends by itself, and is killed when that takes too long: its exit is no news then.
+    # The process ends by itself, or is killed if that takes too long: its exit is expected from here on.
     turn.move(worker, Trigger.FAILED, crashes=worker.crashes + 1)
     if turn.policy.managed:
         promote(turn, worker.slot)
@@ -82,14 +82,14 @@ def _plain_exited(turn: Turn, worker: Worker, event: WorkerExited, expected: boo
 
 
 def _struck_down(turn: Turn, worker: Worker, event: WorkerExited) -> bool:
-    """Whether it died by a signal that its agent did not send, while or before it was told to end."""
+    """Whether the worker died by a signal that its agent did not send, before or while it was told to end."""
     in_time = turn.now_s - worker.since_s < turn.policy.spec.stop_grace_s
     told = worker.stage in IN_GROUP or (worker.told_to_end and in_time)
     return told and "SIG" in event.cause and "SIGTERM" not in event.cause
 
 
 def _report_at_the_end(turn: Turn, worker: Worker, event: WorkerExited) -> None:
-    """The job was stopped just after the failure: nothing follows from it, but it has happened."""
+    """The job was stopped just after the failure: nothing follows from it, but it goes on record."""
     generation = turn.agent.generation
     if generation is None or worker.generation != generation.number or worker.slot not in turn.my_ranks():
         return
@@ -103,8 +103,8 @@ def _report_at_the_end(turn: Turn, worker: Worker, event: WorkerExited) -> None:
 
 
 def _report_fallen(turn: Turn, worker: Worker, event: WorkerExited) -> None:
-    """It died while it let go of its group: killed with the one that broke the generation, or for not letting go. Not
-    charged, since one failure is charged for each generation."""
+    """The worker died while it aborted its group: killed together with the one that broke the generation, or because it
+    did not abort in time. It does not count against the restart budget: one failure per generation does."""
     incident = turn.agent.incident
     formed = next((w for w in incident.generations if w.number == worker.generation), None) if incident else None
     if incident is None or formed is None or formed.place(turn.policy.node, turn.policy.incarnation) is None:
@@ -112,7 +112,7 @@ def _report_fallen(turn: Turn, worker: Worker, event: WorkerExited) -> None:
     if any(worker.slot in r.lost(turn.policy.node) for r in incident.reports if r.generation == formed.number):
         return
     killed = worker.stage is Stage.KILLED
-    kind, detail = ("respawn", "did not let go in time") if killed else ("exit", _detail(event))
+    kind, detail = ("respawn", "did not abort in time") if killed else ("exit", _detail(event))
     record = broken_record(
         turn, formed.number, kind, detail, (worker.slot,), step=worker.step, charged=False,
         ranks=(formed.ranks(turn.policy.node)[worker.slot],),
@@ -137,7 +137,7 @@ def _report_exit(turn: Turn, worker: Worker, event: WorkerExited | WorkerFailed)
     _report_left_out(turn, worker, detail)
     workers = turn.agent.workers
     if any(w.crashes >= workers[worker.slot].crashes for s, w in workers.items() if s != worker.slot):
-        return  # what one worker of a node meets before the first step, all of them do: that is one failure
+        return  # all workers of a node meet the same failure before the first step: it counts once
     record = broken_record(
         turn,
         turn.agent.generation.number if turn.agent.generation else 0,
@@ -152,8 +152,8 @@ def _report_exit(turn: Turn, worker: Worker, event: WorkerExited | WorkerFailed)
 
 
 def _report_left_out(turn: Turn, worker: Worker, detail: str) -> None:
-    """It died in the generation before, which steps on to the boundary of a planned change that leaves its slot
-    without a rank: the agents that go on name it in the incident of that change. It is charged on its own."""
+    """The worker died in the previous generation, which runs on to the step boundary of a planned change that leaves
+    its slot without a rank: the agents that go on name it in the incident of that change. It is counted on its own."""
     last_committed, node = turn.agent.last_committed, turn.policy.node
     if last_committed is None or last_committed.number != worker.generation or worker.stage not in IN_GROUP:
         return

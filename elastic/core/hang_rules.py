@@ -1,12 +1,12 @@
 """Which worker is hung. Pure.
 
-Each agent judges only its own workers, on what its host can see: the beat page, the process state, the stack. A
-worker that waits for other ranks is innocent, and a worker for which no rank waits holds nothing up. So a worker is
-called hung only where another rank of its generation has got further (`Wait`) and has waited for longer than this
-worker's patience. The rank that has got furthest can never be called hung by this rule, so the ranks of a generation
-are never all condemned: whatever they all do together, a save, a compilation or an evaluation, none of them waits.
+Each agent judges only its own workers, by what its host shows: the beat page, the process state, the stack. A worker
+that waits for other ranks is exempt, and a worker for which no rank waits holds nothing up. So a worker is hung only if
+another rank of its generation has got further (`RankWait`) and has waited for longer than this worker's patience. The
+rank that has got furthest is never hung by this rule, so the ranks of a generation never all are: whatever they all do
+together, a save, a compilation or an evaluation, none of them waits.
 
-What the product does itself (forming, receiving state, saving, all before a generation's first commit) has no usual
+What elastic does itself (forming, receiving state, saving, all before a generation's first commit) has no usual
 duration. There the patience is `hang.ceiling_s`.
 """
 
@@ -19,8 +19,8 @@ from .beat import WITH_OTHERS, Beat, Doing
 from .spec import Hang
 
 STOPPED_STATE = "T"
-"""The process state that proves a worker cannot move: stopped by a signal. Not 't': a debugger, or a tool that reads
-its stack, holds it for a moment."""
+"""The process state that proves that a worker cannot run: stopped by a signal. Not 't': a debugger, or a tool that
+dumps its stack, traces it for a moment."""
 
 IN_EXCHANGE = frozenset({Doing.EXCHANGING, Doing.SYNCING, Doing.FINISHING})
 """In a collective that can complete on another rank and not on this one."""
@@ -29,7 +29,7 @@ AS_SLOW_AS_OTHERS = 2.0
 """A rank may take this many times as long as the rank that waits for it took."""
 
 COPIES_S = 10.0
-"""A copy of state without one more piece for this long does not go on."""
+"""A copy of state that completes no further piece for this long has stalled."""
 
 Position = tuple[int, int, int]
 """(generation, step, place within the step): how far a rank has got. Comparable between ranks of a job."""
@@ -42,7 +42,7 @@ FARTHEST: Position = (2**62, 0, 0)
 
 
 def position(beat: Beat, in_collective: bool = False) -> Position:
-    """`in_collective`: its stack shows it in a collective of the script's own, which the page does not tell."""
+    """`in_collective`: its stack shows it in a collective of the script's own, which the beat page does not show."""
     if beat.doing is Doing.FORMING:
         return beat.generation, _FORMING, 0
     if beat.doing is Doing.SYNCING:
@@ -60,7 +60,7 @@ class RankWait:
     since_s: float
     """Instant on this host's monotonic clock."""
     gap_s: float = 0.0
-    """The longest time without a sign of progress that it took itself on the way there."""
+    """Its own longest time without a sign of progress on the way there."""
 
     @property
     def at_end(self) -> bool:
@@ -74,13 +74,13 @@ class Unhealthy:
 
     evidence: str
     certain: bool = True
-    """Otherwise its stack may show that it waits for other ranks, and then it is innocent."""
+    """False: its stack may show that it waits for other ranks, and then it is exempt."""
 
 
 def patience_s(beat: Beat, rules: Hang) -> float:
-    """How long a worker may go without a sign of progress: some of its own step times, between floor and ceiling."""
+    """Seconds that a worker may go without a sign of progress: `factor` step times of its own, in [floor, ceiling]."""
     if beat.step_s <= 0 or not beat.settled or beat.doing is Doing.SAVING:
-        return rules.ceiling_s  # opening data, compilation, the copy of a snapshot: they have no usual duration
+        return rules.ceiling_s  # opening data, compilation, the copy of a snapshot have no usual duration
     return min(rules.ceiling_s, max(rules.floor_s, rules.factor * beat.step_s))
 
 
@@ -95,10 +95,10 @@ def judge(
     in_collective: bool = False,
     all_ahead: bool = False,
 ) -> Unhealthy | None:
-    """The evidence against a worker, or None.
+    """The evidence that a worker is hung, or None.
 
-    `process_state`: the letter of /proc/PID/stat. `waits`: of the other ranks, as far as this agent knows them.
-    `alone`: the job has no other rank. `all_ahead`: every other rank is known to have committed this one's step.
+    `process_state`: the letter in /proc/PID/stat. `waits`: the other ranks that wait, as far as this agent has learnt.
+    `alone`: the job has no other rank. `all_ahead`: every other rank is known to have committed this rank's step.
     """
     silent_s = now_s - beat.beat_at_s
     if alone:
@@ -107,7 +107,7 @@ def judge(
     if process_state == STOPPED_STATE:
         if silent_s < min(rules.floor_s, patience_s(beat, rules)):
             return None
-        # Without a generation it holds no state: it is never the last one.
+        # Without a generation the worker holds no state: replacing it cannot lose the last copy.
         held_up = not beat.generation or any(wait.position >= here for wait in waits)
         return _stopped(process_state, silent_s) if held_up else None
     if now_s < beat.quiet_until_s:
@@ -128,13 +128,13 @@ def judge(
         )
     behind = "every other rank" if all_ahead else "another rank"
     evidence = f"{evidence}; {behind} has got further and waits for {now_s - first.since_s:.1f} s"
-    # Not so in a collective of the script's own: a rank may have left that out, and then none is the culprit.
+    # Not in a collective of the script's own: another rank may have skipped it, and then no rank is hung.
     alone_behind = all_ahead and beat.doing in IN_EXCHANGE
     return Unhealthy(evidence, certain=alone_behind and held_s >= rules.ceiling_s)
 
 
 def _judge_alone(beat: Beat, process_state: str, rules: Hang, now_s: float) -> Unhealthy | None:
-    """No rank is held up by the only one of a job, and its state goes with it: the ceiling holds for all it does."""
+    """The only rank of a job holds up no other, and its state is lost with it: its patience is always the ceiling."""
     silent_s = now_s - beat.beat_at_s
     if silent_s < rules.ceiling_s:
         return None
@@ -158,8 +158,8 @@ def _evidence(beat: Beat, process_state: str, silent_s: float, patience: float) 
 
 
 def busy(beat: Beat, rules: Hang, now_s: float) -> bool:
-    """Whether a worker that was told to let go cannot hear it yet, and is healthy: it has declared a span without
-    steps, copies state (with a sign of progress every COPIES_S), or is in `train` before its first step."""
+    """Whether a worker that was told to abort cannot react yet but is healthy: it has declared a span without steps,
+    copies state (with a sign of progress every COPIES_S), or is in `train` before its first step."""
     silent_s = now_s - beat.beat_at_s
     if now_s < beat.quiet_until_s:
         return True
@@ -169,8 +169,8 @@ def busy(beat: Beat, rules: Hang, now_s: float) -> bool:
 
 
 def waits_too_long(beat: Beat, limit_s: float, now_s: float) -> str:
-    """The evidence that it has waited for other ranks beyond `limit_s`, the group's own time-out; '' if not. It is not
-    to blame, but the group is stuck: gloo ends that by itself, NCCL only where its watchdog is let."""
+    """The evidence that it has waited for other ranks beyond `limit_s`, the group's own timeout; '' if it has not. The
+    worker is not hung, but the group is stuck: gloo ends that by itself, NCCL only where its watchdog is enabled."""
     waited_s = now_s - beat.beat_at_s
     if beat.doing not in IN_EXCHANGE or waited_s < limit_s or now_s < beat.quiet_until_s:
         return ""

@@ -1,4 +1,4 @@
-"""One outage or planned change, as an agent comes to know it, and the record that is drawn up from that. Pure."""
+"""One outage or planned change, as far as an agent has learnt of it, and the record made from that. Pure."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from .evidence import kind_of, merged, weight
 from .records import BrokenRecord, Cause, GenerationRecord, IncidentRecord, Loss, Place
 
 KEPT_CAUSES = 400
-"""So many causes of an incident are listed in its record, the first ones: etcd takes 1.5 MiB for one record, and one
-that it refuses would be tried again for ever and never be closed. `detail` counts all."""
+"""How many causes of an incident its record lists, the first ones: etcd accepts 1.5 MiB per request, and a record that
+it refuses would be retried forever and never be closed. `detail` counts all."""
 
 ENDS = ("exit", "respawn")
-"""Kinds of reports that are made when the process has ended: how far it had come is known then."""
+"""Kinds of reports that are made when the process has ended: its last step is known then."""
 
 
 class Sync(msgspec.Struct, frozen=True):
-    """What one generation of the recovery went on from."""
+    """The state that one generation of the recovery resumed from."""
 
     generation: int
     resumed: int
-    """The step it went on from."""
+    """The step it resumed from."""
     reached: int
     """The newest step that was committed before, as far as is known."""
     source: str
@@ -32,29 +32,29 @@ class Incident(msgspec.Struct, frozen=True):
     """An incident that is not over."""
 
     key: int
-    """Number of the generation after the one that failed first: where the record stands in etcd."""
+    """Number of the generation after the one that failed first: the record's number in etcd."""
     generations: tuple[GenerationRecord, ...]
     """The generation that failed or is replaced as planned, and those that followed it during the recovery."""
     began_s: float
     planned: bool = False
     began_wall_s: float = 0.0
-    """Given where it began before this agent did."""
+    """Set if it began before this agent did."""
     why: str = ""
     reached: int = 0
     """The newest step known to have been committed when it began."""
     inherited: tuple[Cause, ...] = ()
-    """From the record of a leader before this one."""
+    """From the record of an earlier leader."""
     reports: tuple[BrokenRecord, ...] = ()
     """Of the generations that broke, oldest first."""
     gone: tuple[Cause, ...] = ()
-    """Nodes that were lost or out of reach."""
+    """Nodes that were lost or unreachable."""
     syncs: tuple[Sync, ...] = ()
     timeline_s: tuple[tuple[str, float], ...] = ()
     told: tuple[Cause, ...] | None = None
     """The causes in the record as this agent wrote it last; None: it has not."""
 
     def with_report(self, report: BrokenRecord) -> Incident:
-        """With all that is known of the generation: what etcd shows may lack what was reported a moment ago."""
+        """With `report` merged into what is known of its generation: etcd may not show yet what was just reported."""
         if report in self.reports or report.generation < self.generations[0].number:
             return self
         known = next((r for r in self.reports if r.generation == report.generation), None)
@@ -74,7 +74,7 @@ class Incident(msgspec.Struct, frozen=True):
 
 
 def causes(incident: Incident) -> tuple[Cause, ...]:
-    """All failures: by generation, in each the consequences after the causes."""
+    """All failures, by generation; in each the causes before the consequences."""
     found = list(incident.inherited)
     for report in incident.reports:
         found.append(_cause(report.generation, report.node, kind_of(report.kind, report.fingerprint), report.ranks,
@@ -89,7 +89,7 @@ def _cause(generation: int, node: str, kind: str, ranks: Iterable[int], detail: 
 
 
 def steps_lost(syncs: Iterable[Sync]) -> int:
-    """How many different steps were committed, and then had to be done again."""
+    """How many different steps were committed and then had to be repeated."""
     lost, top = 0, 0
     for resumed, reached in sorted((sync.resumed, sync.reached) for sync in syncs):
         lost += max(0, reached - max(resumed, top))
@@ -98,7 +98,7 @@ def steps_lost(syncs: Iterable[Sync]) -> int:
 
 
 def drawn(incident: Incident, *, counted: bool) -> IncidentRecord:
-    """The record of an incident that is not over. `counted`: the worker's steps are known (it uses `elastic`)."""
+    """The record of an incident that is not over. `counted`: the workers' steps are known (they use `elastic`)."""
     found = causes(incident)
     real = [c for c in found if weight(c.kind) > 0]
     named = real or ([] if incident.planned else list(found))
@@ -134,18 +134,19 @@ def closed(
 ) -> IncidentRecord:
     """The record of an incident that is over: the job steps again in `generation`, or was given up.
 
-    Without `witnessed` the steps that were lost are not known.
+    `witnessed`: this agent had a place in the generation that failed. Otherwise the number of lost steps is not known,
+    unless no cause is worse than a drain.
     """
     drawing = drawn(incident, counted=counted)
     worst = max(incident.syncs, key=lambda s: (s.reached - s.resumed, -s.generation), default=None)
-    # A planned change that the end of the job cuts short costs nothing.
+    # A planned change that the end of the job interrupts costs nothing.
     cut_short = incident.planned and not causes(incident)
     as_planned = all(weight(cause.kind) <= weight("drain") for cause in causes(incident))
     known = counted and ((recovered and (witnessed or as_planned)) or cut_short)
     least = steps_lost(incident.syncs) if known and (incident.syncs or not recovered) else None
     most = least
     if least is not None and not _certain(incident, generation):
-        # A rank cannot commit a step before all others have contributed to it: it is one step ahead of them at most.
+        # A rank commits a step only after all others have contributed to it: it is at most one step ahead of them.
         live = all(sync.source == "live" for sync in incident.syncs)
         most = least + 1 if live else None
     return msgspec.structs.replace(
@@ -162,11 +163,11 @@ def closed(
 
 
 class Closed(msgspec.Struct, frozen=True):
-    """An incident that is over, kept for what is reported of its failures afterwards."""
+    """An incident that is over, kept to add failures that are reported afterwards."""
 
     incident: Incident
     generation: GenerationRecord
-    """The one that the job stepped on in, or was given up in."""
+    """The one in which the job resumed, or was given up."""
     recovered: bool
     counted: bool
     witnessed: bool
@@ -178,7 +179,7 @@ class Closed(msgspec.Struct, frozen=True):
         )  # fmt: skip
 
     def with_report(self, report: BrokenRecord) -> Closed:
-        """Unchanged by a failure of the generation that the job has recovered in: that is another incident."""
+        """With `report` added, unless the job recovered in its generation or before: that is another incident."""
         if report.generation > self.generation.number - self.recovered:
             return self
         incident = self.incident.with_report(report)
@@ -193,8 +194,8 @@ class Closed(msgspec.Struct, frozen=True):
 
 
 def supplemented(known: IncidentRecord, fuller: IncidentRecord) -> IncidentRecord:
-    """The record `known` of an incident that is over, with what `fuller` says besides of its causes and losses; itself
-    unless that names all of its causes and more; consequences do not count. When it was, and how it ended, stays."""
+    """`known`, the record of an incident that is over, with the causes and losses of `fuller`; unchanged unless
+    `fuller` names all of its causes and more (consequences do not count). Its times and its outcome stay."""
     named, names = ({cause for cause in record.causes if weight(cause.kind) > 0} for record in (known, fuller))
     if not named < names:
         return known
@@ -216,7 +217,7 @@ def supplemented(known: IncidentRecord, fuller: IncidentRecord) -> IncidentRecor
 
 
 def _certain(incident: Incident, generation: GenerationRecord) -> bool:
-    """Whether it is known of every rank how far it had come. What a lost node's agent has not reported is not."""
+    """Whether the last step of every rank is known. It is not for a lost node whose agent has not reported it."""
     if incident.planned and not incident.reports and not incident.gone and not incident.inherited:
         return True
     there = {(p.node, p.incarnation) for p in generation.places}
@@ -225,7 +226,7 @@ def _certain(incident: Incident, generation: GenerationRecord) -> bool:
 
 
 def _reported(incident: Incident, place: Place) -> set[int]:
-    """Slots whose agent has reported their ends, and with them their last steps."""
+    """Slots of `place` whose workers' exits, and with them their last steps, were reported."""
     found: set[int] = set()
     for report in incident.reports:
         formed = next((w for w in incident.generations if w.number == report.generation), None)

@@ -1,4 +1,4 @@
-"""Where each record stands in etcd. The only place that spells a key.
+"""The etcd key of each record. The only module that spells keys.
 
 /elastic/<cluster>/nodes/<node>                    leased   NodeRecord
 /elastic/<cluster>/cordons/<node>                           CordonRecord
@@ -12,7 +12,7 @@
 /elastic/<cluster>/jobs/<job>/progress                      ProgressRecord (leader, every few seconds)
 /elastic/<cluster>/jobs/<job>/asked                         AskedRecord (daemons pass it on to their agents)
 
-Below `head/` lies what every agent of a job follows, however large the job: see `sight`.
+Below `head/` are the keys that every agent of a job watches, however large the job: see `watch_scope`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
-"""What a cluster, node or job may be called: lower-case letters, digits, ``.``, ``_``, ``-``; at most 63."""
+"""A valid cluster, node or job name: lower-case letters, digits, ``.``, ``_``, ``-``; at most 63 characters."""
 
 
 def check_name(field: str, value: str) -> str:
@@ -80,9 +80,9 @@ class JobKeys:
         return f"{self.incidents}{generation:010d}"
 
     def exit_incident(self, generation: int, node: str, worker_id: int) -> str:
-        """A process that did not end after its script had; beside the incident of its generation."""
+        """Of a process that did not exit after its script had ended; beside the incident of its generation."""
         return f"{self.incident(generation)}.exit.{node}.{worker_id}"
 
     def save_incident(self, generation: int, node: str, step: int) -> str:
-        """A checkpoint that failed; beside the incident of its generation."""
+        """Of a checkpoint that failed; beside the incident of its generation."""
         return f"{self.incident(generation)}.save.{node}.{step}"

@@ -1,4 +1,4 @@
-"""What happened: how each event changes what the agent knows."""
+"""How each event changes the agent's state."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def take(turn: Turn, event: Event) -> None:
                 turn.change(stepped_at_s=turn.now_s)
             turn.change(step=at_step, step_s=step_s, settled=max(turn.agent.settled, generation))
             turn.reaches(generation, at_step)
-            _forgive(turn)  # it comes in a tick's place
+            _forgive(turn)  # a Progress event comes in place of a Tick
         case RanksStill(standings):
             turn.change(standings=standings)
         case Drain(reason, deadline_s):
@@ -106,7 +106,7 @@ def take(turn: Turn, event: Event) -> None:
 
 
 def _forgive(turn: Turn) -> None:
-    """Who is called dead and still renews its lease after more than its time-to-live was called so wrongly."""
+    """An agent marked dead whose lease is still renewed after more than one TTL was falsely suspected."""
     agent = turn.agent
     if not agent.connected or not agent.dead:
         return
@@ -123,9 +123,9 @@ def _unreachable(turn: Turn, node: str, incarnation: str) -> None:
 
 
 def _revive(turn: Turn) -> None:
-    """Who has just gone on without us lives, and finds us dead: a fire wall that refuses looks like a death from both
-    its sides. Whether we have found it dead already or are about to, each would go on alone for ever, over the
-    other's steps; as a complaint all decide it alike."""
+    """The leader that has just gone on without this node is alive, even if this agent has marked it dead or is about
+    to: a firewall that refuses connections looks like a dead peer from both sides. Each side would re-form alone
+    forever, over the other's steps. Published as unreachable instead, the peer is judged alike by all agents."""
     agent, formed, held = turn.agent, turn.agent.view.generation, turn.agent.generation
     if formed is None or held is None or formed.number <= held.number or formed.at_step is not None:
         return
@@ -155,7 +155,7 @@ def _take_from_worker(turn: Turn, event: WorkerEvent) -> None:
             if standby.stage is Stage.STARTING:
                 turn.move_standby(standby, Trigger.SET_UP)
         case _:
-            if worker := turn.find(event.slot, event.worker_id):  # else said by a process that has been replaced
+            if worker := turn.find(event.slot, event.worker_id):  # else from a replaced process
                 _heard(turn, worker, event)
 
 
@@ -204,20 +204,21 @@ def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
 def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
     before = turn.agent
     if not connected and view.revision == 0:
-        view = before.view  # a watch begun anew that has not seen anything yet
+        view = before.view  # a restarted watch that has received nothing yet
     wiped = view.revision < before.view.revision or (before.view.spec is not None and view.spec is None)
     if connected and (wiped or not before.connected):
-        # Wiped or away, or we are new. The others come back with their next renewals, each at its own time.
+        # etcd was wiped or unavailable, or this agent is new. The other agents register again with their next lease
+        # renewals, each at its own time.
         turn.change(absence_ignored_until_s=turn.now_s + turn.policy.timeouts.lease_ttl_s)
-        if wiped:  # and with it what we may have published
+        if wiped:  # and with it the generation that this agent may have published
             turn.change(wiped_until_s=turn.agent.absence_ignored_until_s, publishing=0)
     turn.change(view=view, connected=connected)
     learn(turn)
-    if before.dead:
+    if before.dead:  # forget those that no member key and no place names any more
         places = {p for held in (before.generation, view.generation) if held is not None for p in held.places}
         known = {m.id for m in view.members.values()} | {(p.node, p.incarnation) for p in places}
         turn.change(dead=frozenset(d for d in before.dead if d in known))
-    if before.unreachable:
+    if before.unreachable:  # only of incarnations that are members
         there = {node: m.id for node, m in view.members.items()}
         turn.change(unreachable=frozenset(u for u in before.unreachable if there.get(u[0]) == u))
     if before.falsely_suspected:
@@ -229,6 +230,7 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
     _revive(turn)
     if view.disputes - before.view.disputes:
         turn.change(disputed_s=turn.now_s)
+    # A state or spec that etcd has lost is kept, for `Restore`.
     turn.change(state=view.state if view.state_revision else before.state, spec=view.spec or before.spec)
     if view.broken and view.generation and view.broken.generation == view.generation.number:
         if view.broken.generation > before.broken:
@@ -269,11 +271,11 @@ def _bad_numbers(turn: Turn, worker: Worker, event: WorkerBadNumbers) -> None:
     if mode == "ignore" or event.generation != worker.generation:
         return
     if mode == "stop" and turn.agent.view.state.phase is not Phase.RUNNING:
-        return  # whoever ended it, or has it wait, was first
+        return  # the job waits, is being stopped or has ended: that decision came first
     ranks = ", ".join(map(str, event.ranks)) or "?"
     detail = f"{event.kind} on rank {ranks} at step {event.step}: {event.detail}"
     if mode == "stop":
-        # First this, so that nobody forms another generation; then who did it, for the incident.
+        # The phase first, so that no leader forms another generation; then the failure report, for the incident.
         state, revision = turn.agent.view.state, turn.agent.view.state_revision
         turn.do(PutPhase(following(state.phase, PhaseTrigger.FAILED), detail, revision))
     error = WorkerError(node=turn.policy.node, slot=worker.slot, rank=-1, message=detail, step=event.step)

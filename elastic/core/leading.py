@@ -1,4 +1,4 @@
-"""The leader's part: whether there is to be a next generation, and how the job stands."""
+"""The leader's part: whether a next generation is formed, and the job's phase."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .restart_budget import backoff_s, in_vain, summary
 from .turn import Turn
 
 LEAD_S = 0.25
-"""How far ahead a planned boundary is set, so that every rank hears of it before it gets there."""
+"""How far ahead a planned step boundary is set, so that every rank is told of it before it gets there."""
 
 DISPUTE_S = 1.0
-"""From the newest complaint until it decides anything. A cut is seen from its two sides up to a second apart, and only
-from all complaints together can be told who is cut off."""
+"""From the newest dispute until it decides anything. The two sides of a partition report it up to a second apart, and
+only all reports together show which nodes are partitioned."""
 
 
 def lead(turn: Turn) -> None:
@@ -38,10 +38,10 @@ def lead(turn: Turn) -> None:
         return
     known = agent.generation
     if known is not None and view.generation is not known and view.generation != known:
-        return  # etcd does not have it back yet
+        return  # etcd has lost it, and it is not restored yet
     me = view.members.get(turn.policy.node)
     if me is None or me.record.incarnation != turn.policy.incarnation:
-        return  # the picture is older than our joining: it may show the agent that was here before us
+        return  # the view is older than our registration: it may show the previous agent of this node
     if leader(view, agent.dead, agent.generation, turn.policy.leader_candidates) != turn.policy.node:
         _follow(turn)
         return
@@ -59,7 +59,7 @@ def lead(turn: Turn) -> None:
 
 
 def _follow(turn: Turn) -> None:
-    """Others decide; what is there to say is whether we are left out, and why."""
+    """Another agent decides; this one only shows whether its node is left out, and why."""
     view, node = turn.agent.view, turn.policy.node
     out = view.disputes and node in cut_off(view, turn.agent.dead, turn.agent.generation)
     reason = f"{unreached(view, node)}: it waits with its state" if out else ""
@@ -76,7 +76,7 @@ def _verdict(turn: Turn) -> Change | Wait:
         turn.change(min_reached_s=turn.now_s)
     settled = not turn.policy.managed or (agent.generation is not None and agent.settled >= agent.generation.number)
     advance, blind = turn.steps_advance(), turn.now_s < _absence_ignored_until_s(turn)
-    # Tick after tick nothing has changed, and to find that out again would be a pass over all members.
+    # Most ticks change nothing: with the same inputs, skip what would be a pass over all members.
     same = view.members, view.state, view.broken, agent.generation, agent.dead
     equal = view.generation_revision, limits, settled, advance, blind
     if agent.fine and agent.fine[1] == equal and all(a is b for a, b in zip(agent.fine[0], same, strict=True)):
@@ -109,7 +109,7 @@ def _verdict(turn: Turn) -> Change | Wait:
 
 
 def _pauses(turn: Turn) -> str:
-    """Why there is no next generation yet though there could be: the last ones all broke before their first step."""
+    """Why the next generation has to wait: the last ones all broke before their first step. '' when it need not."""
     broken = turn.agent.view.broken
     if broken is None or not turn.is_broken() or broken.generation != turn.agent.broken:
         return ""
@@ -124,7 +124,7 @@ def _publish(turn: Turn, change: Change) -> None:
     agent, view = turn.agent, turn.agent.view
     number = agent.generation.number + 1 if agent.generation else 1
     if turn.now_s < agent.wiped_until_s and agent.generation:
-        number += 1  # somebody may hold one more, published just before etcd was wiped
+        number += 1  # an agent may hold one more, published just before etcd was wiped
     ahead = max(2, math.ceil(LEAD_S / agent.step_s)) if agent.step_s > 0 else 2
     at_step = agent.step + ahead if change.planned and turn.policy.managed else None
     told = view.broken and agent.generation and view.broken.generation == agent.generation.number
@@ -134,15 +134,15 @@ def _publish(turn: Turn, change: Change) -> None:
 
 
 def _spare(turn: Turn) -> int:
-    """Living nodes beyond the least."""
+    """Living nodes that are ready to take part, beyond the job's minimum."""
     alive = living(turn.agent.view, turn.agent.dead).values()
     fit = sum(1 for m in alive if m.record.ready and m.record.draining is None)
     return max(0, fit - turn.limits().min_nodes)
 
 
 def _absence_ignored_until_s(turn: Turn) -> float:
-    """Until when absence proves nothing. Longer when all who hold the job's state are absent and none is known
-    to be dead: they may train on without etcd, and to go on without them costs steps."""
+    """Until when absence proves nothing. Longer if all nodes that hold the job's state are absent and none is known to
+    be dead: they may train on without etcd, and to go on without them costs steps."""
     agent = turn.agent
     members = agent.view.members
     current = agent.generation
@@ -160,7 +160,7 @@ def _all_done(turn: Turn) -> bool:
     generation, members = turn.agent.generation, turn.agent.view.members
     if generation is None or turn.is_broken():
         return False
-    # A rank is done only when all have got to the end. So who is not there any more need not say it too.
+    # A rank is done only when all ranks have reached the end, so members that have left need not report it.
     there = [m for p in generation.places if (m := members.get(p.node)) and m.record.incarnation == p.incarnation]
     return bool(there) and all(m.record.done == generation.number for m in there)
 
@@ -175,11 +175,11 @@ def _wait(turn: Turn, verdict: Wait) -> None:
     halted = verdict.below_min and lost and turn.agent.generation is not None
     turn.change(reason="" if verdict.fine else reason, below_min=verdict.below_min, halted=halted)
     if verdict.below_min and any(m.record.draining for m in view.members.values()):
-        # The one who leaves may not hold rank 0, and only rank 0 hears this.
+        # The draining node may not host rank 0, and only rank 0 acts on this request.
         turn.ask(SaveNow("a node leaves, and the job falls below its minimum", stop=True), "save")
     if halted and view.state.phase is Phase.RUNNING:
         _put_phase(turn, PhaseTrigger.BELOW_MIN, verdict.reason)
-    elif not lost and view.state.phase is Phase.WAITING:  # nothing had to be formed: who was away is back
+    elif not lost and view.state.phase is Phase.WAITING:  # absent members are back, and no new generation was needed
         _put_phase(turn, PhaseTrigger.STEPS_ON)
 
 

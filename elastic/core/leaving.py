@@ -1,4 +1,4 @@
-"""How an agent leaves: drained, with its state safe, or because the job is over."""
+"""How an agent leaves: drained, with the job's state saved or held elsewhere, or because the job is over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .transitions import IN_GROUP, Stage, Trigger
 from .turn import Turn
 
 TOO_LATE = "did not end in time"
-"""Why a worker is killed that was told to end by itself."""
+"""Why a worker that was told to end by itself is killed."""
 
 
 def check_drain(turn: Turn) -> None:
@@ -32,15 +32,15 @@ def check_drain(turn: Turn) -> None:
     if len(stay) < turn.limits().min_nodes and not due:
         due = _may_fall_below_min(turn, bool(stay))
     if due:
-        settle_member(turn)  # the next generation is to be made without this node
+        settle_member(turn)  # so that the next generation is formed without this node
         at_step = max([agent.step, *(w.step for w in agent.workers.values())])
         report_failure(turn, "drain", agent.draining, tuple(turn.my_ranks()), step=at_step, charged=False)
         turn.change(leaving=f"drained: {agent.draining}")
 
 
 def _is_needed(turn: Turn) -> bool:
-    """The generation that goes on without this node has not stepped yet. Should it break before, by a failure at the
-    same moment, this node may be the only one that has committed the last step."""
+    """Whether the generation that goes on without this node has not stepped yet. If it breaks before it does, by a
+    failure at the same moment, this node may be the only one that has committed the last step."""
     agent, generation = turn.agent, turn.agent.generation
     if generation is None or not turn.policy.managed or not agent.reached[1]:
         return False
@@ -53,10 +53,10 @@ def _is_needed(turn: Turn) -> bool:
 
 
 def _may_fall_below_min(turn: Turn, others: bool) -> bool:
-    """Leaving would stop the job: only once its state is safe. The world stops at the step that is saved."""
+    """Whether this node may leave though that stops the job: once its state is saved. All ranks stop at that step."""
     agent = turn.agent
     if not turn.policy.spec.checkpoint.dir:
-        return others  # they keep the state, and wait
+        return others  # the other nodes keep the state, and wait
     stopped = all(w.stage is Stage.READY for w in agent.workers.values() if w.slot in turn.my_ranks())
     at_step = max((w.step for w in agent.workers.values()), default=0)
     if stopped and max(agent.drain_saved, agent.view.saved_step) >= at_step > 0:
@@ -72,7 +72,7 @@ def check_end(turn: Turn) -> None:
 
 
 def leave(turn: Turn) -> None:
-    """Every worker ends; then the agent does."""
+    """End every worker, then the agent."""
     succeeded = turn.agent.view.state.phase is Phase.SUCCEEDED
     busy = False
     for worker in tuple(turn.agent.workers.values()):

@@ -1,7 +1,7 @@
-"""What a checkpoint says about itself: the manifest, and the note that each share leaves beside its file.
+"""A checkpoint's metadata: the manifest, and the note that is written beside each shard's file.
 
-On disk a manifest is ``{"format": 1, "xxh3": "…", "body": {…}}``: the hash is that of the body's bytes as they stand
-in the file, so a manifest with one bit flipped is known for what it is. Nothing in it is ever unpickled.
+On disk a manifest is ``{"format": 1, "xxh3": "…", "body": {…}}``: the hash is that of the body's bytes as they are in
+the file, so a manifest with one flipped bit is detected. Nothing in it is ever unpickled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from .tensors import Table
 
 FORMAT = 1
-"""Version of the on-disk form. A reader that finds a newer one passes the checkpoint over and says so."""
+"""Version of the on-disk format. A reader that finds a newer one skips the checkpoint and reports that."""
 
 PIECE_BYTES = 16 * 1024 * 1024
 """Files are written, hashed and read in pieces of this size, each with a hash of its own."""
@@ -35,7 +35,7 @@ Digest = Callable[[bytes], str]
 
 
 class BadManifest(Exception):
-    """A manifest or a note that must not be believed. `reason` is short and fit for a file name."""
+    """An invalid manifest or note. `reason` is short and fit for a file name."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -44,7 +44,7 @@ class BadManifest(Exception):
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's part: a safetensors file. Also written beside it as a note, once the file is on disk."""
+    """A shard, one rank's part: a safetensors file. Also written beside it as a note, once the file is on disk."""
 
     file: str
     share: int
@@ -53,13 +53,13 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     nbytes: int
     data_at: int
-    """Where the first tensor begins in the file; they follow each other without gaps, in the order of `tensors`."""
+    """Byte offset of the first tensor in the file; the tensors follow without gaps, in the order of `tensors`."""
     piece_nbytes: int = PIECE_BYTES
     xxh3: tuple[str, ...] = ()
     """xxh3-64 of each piece of the file, 16 hexadecimal digits each; the last piece may be short."""
     tensors: Table = ()
     extra: dict[str, Any] = {}
-    """This rank's other state, as JSON. Share 0's is the job's."""
+    """This rank's other state, as JSON. That of shard 0 is the job's."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +71,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     shares: tuple[Share, ...]
     versions: dict[str, str] = {}
     created_wall_s: float = 0.0
-    """For people; nothing is decided by it."""
+    """For users; nothing is decided by it."""
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a manifest that says which checkpoint this is: what `peek` reads."""
+    """The part of a manifest that identifies the checkpoint: the part that `peek` reads."""
 
     job: str
     step: int
@@ -120,7 +120,7 @@ def encode(record: Manifest | Share, digest: Digest) -> bytes:
 
 
 def decode(raw: bytes, digest: Digest) -> Manifest:
-    """Read a manifest and check that it makes sense. Raises BadManifest."""
+    """Read a manifest and check its consistency. Raises BadManifest."""
     try:
         manifest = _manifest.decode(_body(raw, digest, "manifest"))
     except msgspec.ValidationError as error:
@@ -130,7 +130,7 @@ def decode(raw: bytes, digest: Digest) -> Manifest:
 
 
 def decode_note(raw: bytes, digest: Digest) -> Share:
-    """Read the note beside a share. Raises BadManifest."""
+    """Read the note beside a shard. Raises BadManifest."""
     try:
         share = _share.decode(_body(raw, digest, "note"))
     except msgspec.ValidationError as error:
@@ -140,7 +140,7 @@ def decode_note(raw: bytes, digest: Digest) -> Share:
 
 
 def decode_head(raw: bytes, digest: Digest) -> Head:
-    """Read only what names the checkpoint. Raises BadManifest."""
+    """Read only the part that identifies the checkpoint. Raises BadManifest."""
     try:
         return _head.decode(_body(raw, digest, "manifest"))
     except msgspec.ValidationError as error:

@@ -1,4 +1,4 @@
-"""Who leads, who is in the next generation, and in which order. Pure functions over one picture of the job."""
+"""Leader election, and the membership and rank order of the next generation. Pure functions of one view of the job."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .view import JobView, Member
 _seniority = operator.attrgetter("create_revision")
 
 Dead = frozenset[tuple[str, str]]
-"""(node, incarnation) of agents proven dead, whatever their leases say."""
+"""(node, incarnation) of agents that are proven dead, even if their leases are still valid."""
 
 
 LEADER_CANDIDATES = 8
-"""So many of a generation may come to lead it."""
+"""How many members of a generation, in rank order, are leader candidates."""
 
 
 def living(view: JobView, dead: Dead) -> dict[str, Member]:
@@ -25,7 +25,7 @@ def living(view: JobView, dead: Dead) -> dict[str, Member]:
 
 
 def cut_off(view: JobView, dead: Dead, current: GenerationRecord | None) -> frozenset[str]:
-    """Living members to go on without, since others cannot reach them or they cannot reach others."""
+    """Living members that the job goes on without: other members cannot reach them, or they cannot reach others."""
     if not view.disputes:
         return frozenset()
     alive = living(view, dead)
@@ -37,6 +37,7 @@ def cut_off(view: JobView, dead: Dead, current: GenerationRecord | None) -> froz
     def worth(node: str) -> tuple[bool, bool, bool, int]:
         leaves = alive[node].record.draining is not None or node in view.state.excluded_nodes
         empty = current is not None and all_workers_lost(current, node, view.broken)
+        # Sorts the nodes most worth keeping first: of two with equally many disputes, the later one is left out.
         return node not in seated, empty, leaves, alive[node].create_revision
 
     return reachability.left_out(there, tuple(sorted(nodes, key=worth)), seated)
@@ -56,9 +57,12 @@ def watch_list(
     complaints: Collection[str] = (),
     leader_candidates: int = LEADER_CANDIDATES,
 ) -> list[Member]:
-    """Whom the agent of node `me` keeps a line to. The leader to everybody and everybody to the leader, in or out of
-    the generation; in a small job all to all; in a large one to the neighbours in the ring of nodes (no pass over all
-    members: thousands of agents come by here at the same time). And to those of its `complaints`, until they answer.
+    """Members that the agent of node `me` keeps a connection to.
+
+    The leader connects to all members, and all members to the leader, with or without a place in the generation. In a
+    job of at most `reachability.MESH` members, every agent connects to every other. In a larger one, an agent connects
+    to its neighbours in the ring of nodes, and to the nodes in `complaints` until they answer. That takes no pass over
+    all members: thousands of agents evaluate this at the same time.
     """
     members = view.members
     chief = leader(view, dead, current, leader_candidates)
@@ -75,13 +79,16 @@ def watch_list(
 def leader(
     view: JobView, dead: Dead, current: GenerationRecord | None, leader_candidates: int = LEADER_CANDIDATES
 ) -> str | None:
-    """Of the first few living members of the current generation the one with the lowest node rank that is to stay;
-    without one, one that is about to leave; without one, the oldest member. Never one that is cut off: its store could
-    not be reached. Beyond the first few (`leader_candidates`) not all see the members (see `sight`).
+    """The leader's node; None without a living member.
 
-    So the leader's own workers tell it how the job is doing, and the next generation's store outlives the change.
-    Two agents may think themselves the leader for a moment; the compare-and-swap on the generation lets one of them
-    win.
+    In order of preference: the leader candidate with the lowest node rank that stays; one that is about to leave; the
+    oldest member. Candidates are the first `leader_candidates` living members of the current generation, since not all
+    agents beyond them watch the members (see `watch_scope`). A partitioned node never leads: its store would be
+    unreachable.
+
+    So the leader's own workers show it the job's progress, and the store of the next generation, which the leader
+    hosts, outlives the change. Two agents may take themselves for the leader for a moment; the compare-and-swap on the
+    generation record lets one of them win.
     """
     cut = cut_off(view, dead, current)
     leaves, seen = None, 0
@@ -112,12 +119,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """No new generation now."""
+    """No new generation is formed now."""
 
     reason: str
     below_min: bool = False
     fine: bool = False
-    """Nothing is waited for: all is as it should be."""
+    """Nothing is waited for: the current generation needs no change."""
 
 
 AS_IT_SHOULD_BE = Wait("as it should be", fine=True)
@@ -130,7 +137,7 @@ class Change:
     places: tuple[Place, ...]
     why: str
     planned: bool
-    """True: the present generation steps on to a boundary. False: it is broken or gone; let go at once."""
+    """True: the current generation runs on to a step boundary. False: it is broken or gone; its group is aborted."""
     restore: str = "newest"
 
 
@@ -147,20 +154,20 @@ def next_generation(
     in_place: bool = True,
     last_committed: GenerationRecord | None = None,
 ) -> Change | Wait:
-    """What should follow `current`.
+    """What follows `current`: a new generation, or none yet.
 
-    steps_advance: the leader's own workers commit steps, so every rank of `current` lives, whatever leases say.
+    steps_advance: the leader's own workers commit steps, so every rank of `current` is alive, whatever the leases say.
     settled: `current` has committed a step here, so that a planned change may follow.
-    min_reached_for_s: how long enough members have been there (first forming only).
-    in_place: workers survive a re-formation; without it they are started anew, and their steps are not known.
-    blind: etcd was away; who is absent may be about to come back.
-    former: the newest one before `current` that has committed a step, if it is known.
+    min_reached_for_s: for how long enough members have been ready (first generation only).
+    blind: etcd was unavailable; absent members may be about to come back.
+    in_place: workers survive a re-formation; otherwise they are started anew, and their steps are not known.
+    last_committed: the newest generation before `current` that has committed a step, if it is known.
     """
     alive = living(view, dead)
     cut = cut_off(view, dead, current)
     fit = [m for m in alive.values() if m.record.ready and m.record.draining is None]
     preferred = [m for m in fit if m.record.node not in view.state.excluded_nodes]
-    if len(preferred) >= limits.min_nodes:  # else better one that was set aside than none
+    if len(preferred) >= limits.min_nodes:  # otherwise an excluded node is better than none
         fit = preferred
     inside = [m for m in fit if m.record.node not in cut]
     if current is None:
@@ -170,10 +177,12 @@ def next_generation(
     seated = [p.node for p in current.places]
     if not steps_advance:
         missing += [node for node in seated if node in cut and node not in missing]
+    # Until `current` has stepped, its ranks may still need the store in order to form.
     if not (settled or blind) and _store_lost(view, current, alive, cut):
         missing.append(current.leader)
     broken = view.broken if view.broken and view.broken.generation == current.number else None
     absent = [p.node for p in current.places if p.node not in alive and p.node not in missing]
+    # An absent node whose workers are all lost cannot be the one that keeps stepping.
     missing += [node for node in absent if not blind and all_workers_lost(current, node, broken)]
     absent = [node for node in absent if node not in missing]
     if broken or missing:
@@ -190,7 +199,7 @@ def next_generation(
 
     if absent:
         return Wait(f"{', '.join(absent)} cannot be heard of, {'and lives: steps advance' if steps_advance else 'yet'}")
-    # While steps advance, the data gets through to those who have a place, whatever their agents say.
+    # While steps advance, the data path between seated nodes works, even if their agents cannot reach each other.
     fit = [m for m in fit if m.record.node not in cut or m.record.node in seated]
     chosen = _with_witness(current, _choose(current, fit, limits.max_nodes), alive, None)
     places = arrange(current, chosen, set())
@@ -200,7 +209,7 @@ def next_generation(
         return Wait("a planned change waits until this generation has stepped")
     if len(chosen) < limits.min_nodes:
         return Wait(f"leaving now would leave {len(chosen)} of at least {limits.min_nodes} nodes", below_min=True)
-    if in_place and not steps_advance:
+    if in_place and not steps_advance:  # the step boundary would not be reached
         return Wait("a planned change waits for steps to advance")
     return Change(places, _difference(current, places, alive), planned=True)
 
@@ -217,7 +226,7 @@ def _without_the_lost(
         return Wait(f"{why}; {len(chosen)} of at least {limits.min_nodes} nodes are there", below_min=True)
     nodes = {broken.node, *(loss.node for loss in broken.also)} if broken else set()
     lost = {(node, slot) for node in nodes for slot in (broken.lost(node) if broken else ())}
-    # A roll-back that was itself cut short is not over: what is live may still be what it went back from.
+    # A rollback that was itself interrupted is not complete: live state may still be the state that was discarded.
     rollback = (broken and broken.rollback) or (current.restore == "snapshot" and not settled)
     restore = "snapshot" if rollback else "newest"
     return Change(arrange(current, chosen, lost), why, planned=False, restore=restore)
@@ -237,7 +246,7 @@ def _missing(current: GenerationRecord, alive: Mapping[str, Member], dead: Dead,
     gone = []
     for place in current.places:
         member = alive.get(place.node)
-        # A restarted or proven dead agent has lost its workers: certain, even while the last steps still trickle in.
+        # A restarted or proven dead agent has lost its workers, even if their last steps are still being reported.
         proven = (place.node, place.incarnation) in dead
         restarted = member is not None and member.record.incarnation != place.incarnation
         if proven or restarted or (member is None and not steps_advance):
@@ -246,7 +255,8 @@ def _missing(current: GenerationRecord, alive: Mapping[str, Member], dead: Dead,
 
 
 def _store_lost(view: JobView, current: GenerationRecord, alive: Mapping[str, Member], cut: Collection[str]) -> bool:
-    """Its host takes no part, and is gone, out of reach or another since: nobody can form `current` any more."""
+    """Whether the host of `current`'s store has no place in it, and is gone, unreachable or registered anew since: then
+    no rank can form `current` any more. (A host with a place in it counts as a missing node when it is lost.)"""
     if any(place.node == current.leader for place in current.places):
         return False
     host = alive.get(current.leader)
@@ -254,13 +264,13 @@ def _store_lost(view: JobView, current: GenerationRecord, alive: Mapping[str, Me
 
 
 def _choose(current: GenerationRecord | None, fit: list[Member], max_nodes: int) -> list[Member]:
-    """At most `max_nodes`: those of the present generation first, then by age."""
+    """At most `max_nodes` members: those of the current generation in rank order, then the others, oldest first."""
     rank = {(p.node, p.incarnation): i for i, p in enumerate(current.places)} if current else {}
     return sorted(fit, key=lambda m: (m.id not in rank, rank.get(m.id, 0), m.create_revision))[:max_nodes]
 
 
 def all_workers_lost(current: GenerationRecord, node: str, broken: BrokenRecord | None) -> bool:
-    """All workers of `node` were lost: nothing of the job's state is to be had there."""
+    """Whether all workers of `node` were lost, so that it holds no live state of the job."""
     if broken is None or broken.generation != current.number or not (lost := broken.lost(node)):
         return False
     return all(set(p.slots) <= lost for p in current.places if p.node == node)
@@ -273,10 +283,10 @@ def _with_witness(
     broken: BrokenRecord | None,
     last_committed: GenerationRecord | None = None,
 ) -> list[Member]:
-    """`chosen`, and if none of them holds the job's state, one who does: it hands it over before it leaves.
+    """`chosen`; if no node of it holds the job's state, also a node that does: it sends the state before it leaves.
 
-    former: given when `current` has not stepped, and so perhaps not handed the state on yet. Then it is one who was in
-    the `former` generation, too, or else one who was in that and not in this."""
+    last_committed: given when `current` has not stepped, so that it may not have distributed the state yet. Then the
+    added node is one of `current` that was in `last_committed`, too, or else one that was only in `last_committed`."""
     holders = _holders(current, alive, broken)
     if last_committed is not None:
         seats = {(p.node, p.incarnation) for p in last_committed.places}
@@ -296,8 +306,8 @@ def _with_leavers(
     last_committed: GenerationRecord | None,
     excluded_nodes: tuple[str, ...],
 ) -> list[Member]:
-    """`chosen`, and those that are drained, or have been set aside since, and hold the job's state: any of them may be
-    the only one that committed the last step. They leave after the next generation has stepped."""
+    """`chosen`, and the nodes that hold the job's state but are draining or newly excluded: any of them may be the only
+    one that committed the last step. They leave after the next generation has stepped."""
     there = {m.record.node for m in chosen}
     holders = _holders(current, alive, broken)
     if last_committed is not None:
@@ -308,7 +318,7 @@ def _with_leavers(
 
 
 def _holders(formed: GenerationRecord, alive: Mapping[str, Member], broken: BrokenRecord | None) -> list[str]:
-    """Nodes of `formed` on which a worker of it lives on, as far as one can tell."""
+    """Nodes of `formed` on which at least one of its workers is alive, as far as is known."""
 
     def holds(place: Place) -> bool:
         member = alive.get(place.node)
@@ -323,9 +333,9 @@ def _holders(formed: GenerationRecord, alive: Mapping[str, Member], broken: Brok
 
 
 def arrange(current: GenerationRecord | None, chosen: list[Member], lost: set[tuple[str, int]]) -> tuple[Place, ...]:
-    """Places in rank order: survivors first, so that rank 0 holds live state whenever anyone does.
+    """Places in rank order: nodes with survivors first, so that rank 0 holds live state whenever any rank does.
 
-    Among survivors, and among newcomers, the order stays as it was.
+    Among nodes with survivors, and among the others, the order of `chosen` is kept.
     """
     before = {(p.node, p.incarnation): p for p in current.places} if current else {}
 

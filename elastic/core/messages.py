@@ -1,7 +1,7 @@
-"""What an agent and its workers say to each other over a socket pair (SOCK_SEQPACKET, one JSON message a packet).
+"""Messages between an agent and its workers, over a socket pair (SOCK_SEQPACKET, one JSON message per packet).
 
-Descriptors ride along by SCM_RIGHTS where a message says so. Every message about a group names its generation:
-one that names an older generation than the receiver knows is stale and is ignored.
+File descriptors are passed with SCM_RIGHTS where a message says so. Every message about a group names its generation:
+one of an older generation than the receiver's is stale and is ignored.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ class Form(Message, frozen=True, kw_only=True):
     group_rank: int
     group_world_size: int
     local_rank: int
-    """Position among this node's ranks; the slot (and so the device) is another thing."""
+    """Position among this node's ranks; not the slot, which determines the device."""
     local_world_size: int
     store_host: str
     store_port: int
     restore: str = "newest"
     timeout_s: float = 600.0
-    """Time-out of the process group's collectives."""
+    """Timeout of the process group's collectives."""
     saved_step: int = 0
-    """The newest step that a checkpoint of the job is known to have held; 0: none."""
+    """The newest step for which the job is known to have had a checkpoint; 0: none."""
     reached: tuple[int, int] = (0, 0)
-    """(generation, step) of the newest commit that the agent knows of, of a worker that has died, say."""
+    """(generation, step) of the newest commit known to the agent, perhaps of a worker that has died."""
 
 
 class AbortGroup(Message, frozen=True, kw_only=True):
-    """The generation is broken: abort its group now, whatever is in flight, and say GroupClosed."""
+    """The generation is broken: abort its group now, whatever is in flight, and answer GroupClosed."""
 
     generation: int
     why: str
 
 
 class StopAtStep(Message, frozen=True, kw_only=True):
-    """A planned change: leave generation `generation` once `at_step` steps are committed, and say GroupClosed."""
+    """A planned change: leave the group of `generation` once `at_step` steps are committed, and answer GroupClosed."""
 
     generation: int
     at_step: int
@@ -67,15 +67,15 @@ class SaveSoon(Message, frozen=True, kw_only=True):
 
     reason: str = "asked"
     stop: bool = False
-    """All ranks stop at the step that is saved, and say GroupClosed."""
+    """All ranks stop at the step that is saved, and answer GroupClosed."""
 
 
 class Arena(Message, frozen=True, kw_only=True):
-    """One of two shared-memory buffers (its descriptor rides along) in answer to NeedArena; 0 bytes: no memory."""
+    """One of two shared-memory buffers (its descriptor is passed) in answer to NeedArena; 0 bytes: no memory."""
 
     nbytes: int
     busy: bool = False
-    """The worker before this one filled it, and it is still being written to disk: a Saved will free it."""
+    """The previous worker filled it, and it is still being written to disk: a SaveResult will free it."""
 
 
 class SaveResult(Message, frozen=True, kw_only=True):
@@ -88,14 +88,14 @@ class SaveResult(Message, frozen=True, kw_only=True):
 
 
 class InMemorySnapshot(Message, frozen=True, kw_only=True):
-    """Answer to RequestSnapshot, once what was being written is on disk: descriptors of the arenas that together hold
-    the newest whole snapshot ride along; none when this node does not have all of it."""
+    """Answer to RequestSnapshot, once pending writes are on disk. Passes the descriptors of the arenas that together
+    hold the newest complete snapshot; none if this node does not have all of it."""
 
     generation: int
 
 
 class Finish(Message, frozen=True, kw_only=True):
-    """The job is over for everybody: end with exit code 0."""
+    """The job has succeeded on all nodes: end with exit code 0."""
 
 
 ToWorker = Form | AbortGroup | StopAtStep | Assign | SaveSoon | Arena | SaveResult | InMemorySnapshot | Finish
@@ -115,29 +115,29 @@ class Ready(Message, frozen=True, kw_only=True):
 
 
 class NeedArena(Message, frozen=True, kw_only=True):
-    """What this worker keeps of the state takes `nbytes`: make two buffers of that size."""
+    """This worker's part of a snapshot takes `nbytes`: create two buffers of that size."""
 
     nbytes: int
     optional: bool = False
-    """It can do with less: only where the node has plenty of memory."""
+    """The worker can do with less: create them only if the node has plenty of memory."""
 
 
 class RequestSnapshot(Message, frozen=True, kw_only=True):
-    """No rank has live state: what is left of the snapshots?"""
+    """No rank has live state: send what is left of the snapshots (InMemorySnapshot)."""
 
     generation: int
     saved: bool = False
-    """The job goes back to what was saved: snapshots that were meant for memory alone are forgotten."""
+    """The job goes back to a saved state: snapshots that were only for memory are dropped."""
 
 
 class Formed(Message, frozen=True, kw_only=True):
-    """The process group stands."""
+    """The process group has been initialised."""
 
     generation: int
 
 
 class Synced(Message, frozen=True, kw_only=True):
-    """The state is here; `train` is entered at `step`."""
+    """This rank has the state; it enters `train` at `step`."""
 
     generation: int
     step: int
@@ -146,7 +146,7 @@ class Synced(Message, frozen=True, kw_only=True):
     seconds: float = 0.0
     nbytes: int = 0
     reached: int = 0
-    """The newest step that any rank, or any rank's agent, knows to have been committed before this generation."""
+    """The newest step known to any rank, or to any rank's agent, to have been committed before this generation."""
 
 
 class Stepping(Message, frozen=True, kw_only=True):
@@ -157,16 +157,16 @@ class Stepping(Message, frozen=True, kw_only=True):
 
 
 class GroupClosed(Message, frozen=True, kw_only=True):
-    """The group is gone; process and state are kept. Waiting for Form."""
+    """The group is closed; process and state are kept. Waiting for Form."""
 
     generation: int
     step: int
     clean: bool
-    """False: the state was being changed when the group went; it must not be a source."""
+    """False: the state was being changed when the group was aborted, and must not be a source."""
 
 
 class CollectiveFailed(Message, frozen=True, kw_only=True):
-    """A collective failed here though nobody told this worker to let go. Also a GroupClosed."""
+    """A collective failed here without an order to abort. Implies GroupClosed."""
 
     generation: int
     step: int
@@ -175,7 +175,7 @@ class CollectiveFailed(Message, frozen=True, kw_only=True):
 
 
 class Filled(Message, frozen=True, kw_only=True):
-    """This rank's part of the snapshot of `step` is whole in buffer `buffer`."""
+    """This rank's part of the snapshot of `step` is complete in buffer `buffer`."""
 
     generation: int
     step: int
@@ -185,17 +185,17 @@ class Filled(Message, frozen=True, kw_only=True):
     shares: int
     stall_s: float
     interval: str = ""
-    """How often this job saves, in words."""
+    """The checkpoint interval, in words."""
     save: bool = True
-    """Write this rank's share to disk. False: the snapshot stays in memory."""
+    """Write this rank's shard to disk. False: the snapshot only stays in memory."""
     kept: str = ""
-    """How often snapshots are taken for memory alone, in words."""
+    """The interval of snapshots that stay in memory, in words."""
     skipped: int = 0
-    """Checkpoints that were due while the one before was still being written, so far in this worker's life."""
+    """Checkpoints that were due while the previous one was still being written, so far in this worker's lifetime."""
 
 
 class BadNumbers(Message, frozen=True, kw_only=True):
-    """NaN or infinite loss on this rank, or replicas that drifted apart."""
+    """Non-finite loss (NaN or infinite) on this rank, or replicas that drifted apart."""
 
     generation: int
     step: int
@@ -205,7 +205,7 @@ class BadNumbers(Message, frozen=True, kw_only=True):
 
 
 class Done(Message, frozen=True, kw_only=True):
-    """`train` has returned on all ranks at `step`; kept alive as a source until Finish."""
+    """`train` has returned on all ranks at `step`; the worker stays alive as a source of state until Finish."""
 
     generation: int
     step: int
@@ -238,12 +238,12 @@ FromWorker = (
 
 
 class Preload(msgspec.Struct, frozen=True, kw_only=True):
-    """What a zygote imports for its job beside torch."""
+    """What a zygote imports for its job besides torch."""
 
     modules: tuple[str, ...] = ()
     """Those that the job names."""
     argv: tuple[str, ...] = ()
-    """What the workers will run: the imports at the top of that script come too."""
+    """Command line of the workers: the imports at the top of its script are included."""
     workdir: str = ""
     skip: tuple[str, ...] = ()
     """Modules of the script not to be imported; '*': none of them."""
@@ -253,7 +253,7 @@ class Preload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fork(Message, frozen=True, kw_only=True):
-    """Make a worker. Descriptors: channel, beat page, log (stdout and stderr)."""
+    """Fork a worker. Descriptors: channel, beat page, log (stdout and stderr)."""
 
     ticket: int
     env: dict[str, str]
@@ -270,7 +270,7 @@ class Forked(Message, frozen=True, kw_only=True):
 class ZygoteReady(Message, frozen=True, kw_only=True):
     seconds: float
     preloaded: tuple[str, ...]
-    """What it has imported for the job."""
+    """Modules that it has imported for the job."""
     problems: tuple[str, ...] = ()
     """Modules that could not be preloaded, with the reason; workers will import (and fail on) them themselves."""
     unfit: str = ""
@@ -278,7 +278,7 @@ class ZygoteReady(Message, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """The zygote has become unfit to fork: no worker came of this order, and none will of later ones."""
+    """The zygote has become unfit to fork: this request has produced no worker, and later ones will not either."""
 
     ticket: int
     why: str

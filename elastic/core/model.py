@@ -1,4 +1,4 @@
-"""The values that an agent's recovery works on: its workers, and all that it knows. See `recovery`."""
+"""The state of an agent's recovery: its workers, and all that it has learnt of the job. See `recovery`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from .transitions import Stage
 from .view import JobView
 
 CROWD = 64
+"""Default of `Policy.crowd`."""
 
 
 class Worker(msgspec.Struct, frozen=True):
     slot: int
     worker_id: int
-    """Unique per process in this agent's life."""
+    """Unique per process in this agent's lifetime."""
     stage: Stage
     generation: int = 0
     """The newest generation it was told to form."""
@@ -29,22 +30,22 @@ class Worker(msgspec.Struct, frozen=True):
     deadline_s: float = float("inf")
     step: int = 0
     crashes: int = 0
-    """Deaths of this slot since it last committed a step."""
+    """Failures of this slot's workers since one of them last committed a step."""
     told_to_end: bool = False
-    """SIGTERM was sent, and no SIGKILL."""
+    """It was told to end by SIGTERM, not killed at once."""
     synced: int = 0
     """The newest generation in which its process has held the job's state."""
     seat: int = 0
-    """The generation whose rank its process was started with, when it has called `elastic.run` and not formed yet."""
+    """The generation whose rank its process was started with, if it has called `elastic.run` and not formed since."""
 
 
 def has_process(worker: Worker, managed: bool) -> bool:
-    """Whether a process of it may still live. A plain worker has one only between its start and its end."""
+    """Whether the worker may have a process. A plain worker has one only from its fork to its exit."""
     return worker.stage is not Stage.GONE and (managed or worker.stage not in (Stage.READY, Stage.DONE))
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """What of the job's spec and the node's settings decides about recovery."""
+    """The parts of the job's spec and of the node's settings that recovery depends on."""
 
     node: str
     incarnation: str
@@ -55,63 +56,63 @@ class Policy(msgspec.Struct, frozen=True):
     shrink: bool
     standbys: int
     managed: bool
-    """The script calls `elastic.run`, so its workers survive a re-formation; plain ones are replaced each time. Every
-    job begins as plain, and the first worker that makes the call changes it: see `manner`."""
+    """The script calls `elastic.run`, so its workers survive a re-formation; plain workers are replaced each time.
+    Every job starts as plain until its first worker makes the call: see `manner`."""
     spec: JobSpec
     timeouts: Timeouts
     crowd: int = CROWD
-    """In a generation of more nodes than this, not every agent sees all members: see `sight`."""
+    """In a generation of more nodes than this, a large job, not every agent watches all members: see `watch_scope`."""
     leader_candidates: int = LEADER_CANDIDATES
-    """So many see them in any case: those that may come to lead."""
+    """How many agents watch them in any case: the leader candidates."""
 
 
 class Agent(msgspec.Struct, frozen=True):
-    """A struct, since a turn changes a few of its many fields several times over."""
+    """All that an agent has learnt. A msgspec struct, since each turn replaces a few of its many fields repeatedly."""
 
     policy: Policy
     view: JobView = msgspec.field(default_factory=JobView)
     joined: bool = False
     connected: bool = False
     generation: GenerationRecord | None = None
-    """The newest this agent knows; outlives etcd."""
+    """The newest that this agent has seen; kept while etcd is unavailable or wiped."""
     formed_at_s: float = float("-inf")
-    """When this agent came to know it."""
+    """When this agent first saw it."""
     last_committed: GenerationRecord | None = None
-    """The newest before it in which a local worker has committed a step."""
+    """The newest generation before it that is known here to have committed a step."""
     ranks: tuple[GenerationRecord | None, Mapping[int, int]] = (None, MappingProxyType({}))
-    """slot -> rank of our workers in that generation: see `Turn.my_ranks`."""
+    """(generation, slot -> rank of our workers in it), cached: see `Turn.my_ranks`."""
     broken: int = 0
     """The newest generation known to be broken."""
     broken_record: BrokenRecord | None = None
-    """Who said so, and why; outlives etcd."""
+    """Its failure report; kept while etcd is unavailable or wiped."""
     broken_at_s: float = float("-inf")
-    """When this agent came to know it."""
+    """When this agent learnt of it."""
     state: JobState = msgspec.field(default_factory=JobState)
-    """The newest that etcd has shown; outlives etcd."""
+    """The newest that etcd has shown; kept while etcd is unavailable or wiped."""
     spec: SpecRecord | None = None
-    """The newest that etcd has shown; outlives etcd."""
+    """The newest that etcd has shown; kept while etcd is unavailable or wiped."""
     absence_ignored_until_s: float = float("-inf")
-    """etcd was wiped or away: until then, who is absent may only not have come back to it yet."""
+    """etcd was wiped or unavailable: until then, an absent member may only not have registered again yet."""
     wiped_until_s: float = float("-inf")
-    """etcd has lost its data: until then, somebody may still come with a newer generation than stands there."""
+    """etcd has lost its data: until then, an agent may still restore a newer generation than etcd shows."""
     orphaned_s: float | None = None
-    """Since when nobody of the generation can be heard of."""
+    """Since when all nodes that hold the job's state are absent from etcd, with none known to be dead; None: not so."""
     dead: Dead = frozenset()
     dead_since_s: Mapping[tuple[str, str], float] = msgspec.field(default_factory=dict)
     falsely_suspected: Dead = frozenset()
-    """Called dead here, and alive all the same: what refuses our calls to them proves nothing but that it does."""
+    """Marked dead here while alive. A refused connection to one of these agents only proves that it is unreachable."""
     unreachable: frozenset[tuple[str, str]] = frozenset()
-    """(node, incarnation) of members whose agents do not answer us."""
+    """(node, incarnation) of members whose agents do not answer this one."""
     disputed_s: float = float("-inf")
-    """When the newest complaint of anybody of anybody was heard of."""
+    """When a new dispute between any two members was last seen."""
     workers: Mapping[int, Worker] = msgspec.field(default_factory=dict)
     standbys: tuple[Worker, ...] = ()
     spawned: int = 0
     published: MemberRecord | None = None
     fine: tuple[tuple[object, ...], tuple[object, ...]] | None = None
-    """What was given when all was last found as it should be: see `leading`."""
+    """The inputs of the decision that last found no change to be needed: see `leading`."""
     publishing: int = 0
-    """Number of the generation whose compare-and-swap is under way; 0 = none."""
+    """Number of the generation whose compare-and-swap is in flight; 0 = none."""
     min_reached_s: float | None = None
     step: int = 0
     step_s: float = 0.0
@@ -119,30 +120,30 @@ class Agent(msgspec.Struct, frozen=True):
     settled: int = 0
     """The newest generation in which a local worker has committed a step."""
     standings: tuple[Standing, ...] = ()
-    """How far local workers have got that show no progress, as the others are told."""
+    """How far the local workers that show no progress have got, as published to the other agents."""
     suspicious_since_s: float | None = None
-    """A collective failed here and nobody said why yet."""
+    """Since when a collective that failed here has had no known cause; None: there is none."""
     suspicion: str = ""
     draining: str | None = None
     drain_deadline_s: float = float("inf")
     drain_saved: int = 0
-    """The newest step that a checkpoint has made durable since the drain was ordered."""
+    """Step of the newest checkpoint that became durable since the drain was ordered."""
     leaving: str | None = None
     reason: str = ""
-    """Why the agent waits, for people."""
+    """Why the agent waits, shown to users."""
     below_min: bool = False
     halted: bool = False
-    """As leader: nothing steps, and too few nodes are left to go on."""
+    """As leader: no step is made, and too few nodes are left to go on."""
     reached: tuple[int, int] = (0, 0)
-    """(generation, step) of the newest commit known here: of this node's workers, also of those that have died, and
-    of those of the agent before this one."""
+    """(generation, step) of the newest commit known here: by this node's workers, including those that have exited and
+    those of the previous agent."""
     left_wall_s: float = 0.0
-    """When the agent before this one was last known to live, by its own clock."""
+    """When the previous agent of this node was last known to be alive, by its own clock."""
     incident: Incident | None = None
-    """What is known of an incident that is not over."""
+    """The incident in progress, as far as it is known here."""
     reported: int = 0
-    """Key of the last incident that was over."""
+    """Key of the last incident that ended."""
     closed: Closed | None = None
     """That incident, if this agent has followed it."""
     asked: Mapping[str, float] = msgspec.field(default_factory=dict)
-    """What was asked for and is not confirmed yet, and when."""
+    """Request -> when it was last made: see `Turn.ask`."""

@@ -1,7 +1,7 @@
 """The phases of a job, and the table of all their transitions: (phase, trigger) -> phase.
 
-Agents and daemons write the phase under a compare-and-swap; what they write is looked up here. A pair that is not in
-the table raises. `docs/states.md` is drawn from the table.
+Agents and daemons write the phase under a compare-and-swap, and look it up here. A pair that is not in the table
+raises. `docs/states.md` is generated from the table.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PHASES: Mapping[tuple[Phase, PhaseTrigger], Phase] = MappingProxyType(
         **{(phase, PhaseTrigger.PUBLISHED): Phase.RUNNING for phase in _GOES_ON},
         (Phase.RUNNING, PhaseTrigger.BELOW_MIN): Phase.WAITING,
         (Phase.WAITING, PhaseTrigger.STEPS_ON): Phase.RUNNING,
-        # A job whose state etcd has lost counts as pending until an agent brings it back.
+        # A job whose state etcd has lost counts as pending until an agent restores it.
         **{(phase, PhaseTrigger.COMPLETED): Phase.SUCCEEDED for phase in _GOES_ON},
         **{(phase, PhaseTrigger.FAILED): Phase.FAILED for phase in _GOES_ON},
         **{(phase, PhaseTrigger.STOP): Phase.STOPPING for phase in _GOES_ON},

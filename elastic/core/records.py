@@ -1,6 +1,6 @@
-"""What stands in etcd: one frozen struct per key, JSON on the wire, each with the protocol it speaks.
+"""The records in etcd: one frozen struct per key, encoded as JSON, each with its protocol version.
 
-Times called ``*_wall_s`` are seconds since 1970 for people to read; nothing is decided by them.
+Times named ``*_wall_s`` are seconds since 1970 for users to read; nothing is decided by them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from .spec import JobSpec
 
 PROTOCOL = 2
-"""Version of every record and message. A reader that finds another one stays out and says so."""
+"""Version of every record and message. A reader that finds another version takes no part, and reports that."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +23,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProtocolVersionMismatch(Exception):
-    """A record was written by a version that this one does not understand."""
+    """A record was written by an elasticd version with another protocol."""
 
     def __init__(self, kind: str, theirs: int) -> None:
         super().__init__(
@@ -34,33 +34,27 @@ class ProtocolVersionMismatch(Exception):
 
 
 class WorkerRow(msgspec.Struct, frozen=True, array_like=True):
-    """A worker process on a node, as its daemon shows it to the others: what changes only when it is replaced."""
+    """A worker process on a node, as its daemon publishes it: only what changes no sooner than it is replaced."""
 
     job: str
     slot: int
     pid: int
-    incarnation: int
-    """How many workers this slot has had before, in its agent's life."""
+    incarnation: int  # how many workers this slot has had before, in its agent's lifetime
 
 
 class NodeRecord(Record, frozen=True, kw_only=True):
     node: str
     hostname: str
-    address: str
-    """Where other nodes reach this one."""
-    slots: int
-    """Workers this node can hold: its GPUs, or its CPU slots."""
+    address: str  # where other nodes reach this one
+    slots: int  # workers that this node can hold: its GPUs, or its CPU slots
     gpus: int
     version: str
     pid: int
     started_wall_s: float
-    draining: str | None = None
-    """Why the node is being emptied, or None."""
+    draining: str | None = None  # why the node is being drained
     healthy: bool = True
-    reason: str | None = None
-    """Why the node takes no work, when it is not healthy."""
-    workers: tuple[WorkerRow, ...] = ()
-    """For people who ask another node; a few seconds old."""
+    reason: str | None = None  # why the node takes no work, if it is not healthy
+    workers: tuple[WorkerRow, ...] = ()  # for queries at other nodes; a few seconds old
 
 
 class CordonRecord(Record, frozen=True, kw_only=True):
@@ -69,16 +63,16 @@ class CordonRecord(Record, frozen=True, kw_only=True):
 
 
 class DrainRecord(Record, frozen=True, kw_only=True):
-    """A person wants the node emptied. Its daemon passes this on to its agents; the node takes no new work."""
+    """A user's request to drain the node. Its daemon passes it on to its agents; the node takes no new work."""
 
     reason: str
     deadline_s: float = 0.0
-    """Seconds, from when the node's daemon sees this, until the node goes away whatever happens; 0: no deadline."""
+    """Seconds, from when the node's daemon sees this, until the node goes away in any case; 0: no deadline."""
     since_wall_s: float
 
 
 class AskedRecord(Record, frozen=True, kw_only=True):
-    """What a person asked of a running job."""
+    """Users' requests to a running job."""
 
     checkpoint: int = 0
     """Counts requests for a checkpoint; see AgentOrders."""
@@ -105,7 +99,7 @@ class Phase(enum.StrEnum):
 
 
 class WorkerError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a worker ended, as far as it could say: from torch's error file, else from its exit status."""
+    """Why a worker ended, as far as is known: from torch's error file, else from its exit status."""
 
     node: str
     slot: int
@@ -118,16 +112,16 @@ class WorkerError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """One failure charged to the job's budget."""
+    """One failure that counts against the job's restart budget."""
 
     wall_s: float
     generation: int
     node: str
     fingerprint: str
-    """What makes two failures the same: exception type and place, or the signal; see `restarts`."""
+    """Equal for two failures that are the same: exception type and place, or the signal; see `restart_budget`."""
     step: int | None = None
     slots: tuple[int, ...] = ()
-    """Of the workers that failed, on `node`."""
+    """Slots of the failed workers on `node`."""
 
 
 class JobState(Record, frozen=True, kw_only=True):
@@ -135,73 +129,65 @@ class JobState(Record, frozen=True, kw_only=True):
     reason: str = ""
     since_wall_s: float = 0.0
     restarts: int = 0
-    """Failures charged over the job's whole life."""
+    """Failures counted over the job's whole life."""
     failures: tuple[Failure, ...] = ()
     """Those still inside the sliding window, oldest first."""
     error: WorkerError | None = None
-    """The first failing rank of the newest failure."""
+    """Of the first failing rank of the newest failure."""
     excluded_nodes: tuple[str, ...] = ()
-    """Nodes set aside for this job because its workers die there more often than elsewhere."""
+    """Nodes excluded from this job: its workers die there more often than elsewhere, or no agent of it starts there."""
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """How far a rank has got that shows no progress, as its own agent sees it."""
+    """How far a rank that shows no progress has got, as its own agent sees it."""
 
     rank: int
-    position: tuple[int, int, int]
-    """See `health.Position`."""
+    position: tuple[int, int, int]  # see `hang_rules.Position`
     doing: str
-    silent_s: float
-    """Since its last sign of progress, when this was written."""
-    gap_s: float = 0.0
-    """The longest time without one that it took on the way there."""
-    waits: bool = False
-    """For other ranks."""
-    stopped: bool = False
-    """Its process is stopped by a signal."""
-    deaf: bool = False
-    """No thread of it runs Python."""
-    quiet: bool = False
-    """It has declared a span without steps."""
+    silent_s: float  # since its last sign of progress, when this was written
+    gap_s: float = 0.0  # its longest time without one on the way there
+    waits: bool = False  # for other ranks
+    stopped: bool = False  # its process is stopped by a signal
+    deaf: bool = False  # no thread of it runs Python
+    quiet: bool = False  # it has declared a span without steps
 
 
 class MemberRecord(Record, frozen=True, kw_only=True):
-    """An agent that takes part, or would. Leased: gone when the agent is."""
+    """An agent of the job, with a place in the generation or ready to take one. Leased: it expires with the agent."""
 
     node: str
     incarnation: str
-    """Unique per agent process, so that a fast restart is never taken for its predecessor."""
+    """Unique per agent process, so that a restarted agent is never taken for its predecessor."""
     host: str
     port: int
     """Where the agent listens; a refused connection here proves that it is dead."""
     slots: int
     ready: tuple[int, ...] = ()
-    """Slots that may be given a rank: a worker stands there, or (`on_loss = wait`) will shortly."""
+    """Slots that may be given a rank: they have a worker, or (`on_loss = wait`) will have one shortly."""
     draining: str | None = None
     done: int = 0
     """The newest generation all of whose local workers have finished `train`; 0 = none."""
     unreachable: tuple[str, ...] = ()
-    """Nodes, sorted, whose agents do not answer this one although their leases stand."""
+    """Nodes, sorted, whose agents do not answer this one although their leases are valid."""
     standings: tuple[Standing, ...] = ()
-    """Of the workers here that showed no progress when it was last looked at; written when a job stands still, and
-    told to be out of date by its positions."""
+    """Of local workers that showed no progress: written when a job stands still; the positions show if it is stale."""
     managed: bool = False
-    """Whether workers of the job are known there to call `elastic.run`."""
+    """Whether this agent has learnt that the job's workers call `elastic.run`."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One member node of a generation. `slots` in rank order: a survivor before a newcomer."""
+    """One member node of a generation. `slots` in rank order: survivors before newcomers."""
 
     node: str
     incarnation: str
     host: str
     slots: tuple[int, ...]
     port: int = 0
-    """Where its agent listens for others."""
+    """Where its agent listens for other agents."""
 
 
 class Splice(msgspec.Struct, frozen=True, array_like=True):
-    """Instead of the earlier places [start:stop]: these."""
+    """Replaces the earlier places [start:stop] by `places`."""
 
     start: int
     stop: int
@@ -209,16 +195,14 @@ class Splice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
-    """How a large generation's places follow from those of the one before: whoever has read that one can do without
-    reading them all again."""
+    """How a large generation's places differ from the previous ones: a reader that has those need not decode all."""
 
-    since: str
-    """Digest of the earlier places as they are written."""
+    since: str  # digest of the earlier places as encoded
     splices: tuple[Splice, ...]
 
 
 class GenerationHead(Record, frozen=True, kw_only=True):
-    """What stands in the record of a generation beside its places."""
+    """The record of a generation without its places."""
 
     number: int
     store_host: str
@@ -227,29 +211,28 @@ class GenerationHead(Record, frozen=True, kw_only=True):
     leader: str
     why: str
     at_step: int | None = None
-    """Planned change: the generation before runs until it has committed this step. None: let go now."""
+    """Planned change: the generation before runs until it has committed this step. None: its group is aborted now."""
     restore: str = "newest"
-    """'newest': live state, then snapshot, then checkpoint. 'snapshot': live state is not trusted (roll back)."""
+    """'newest': the newest of live state, snapshot and checkpoint. 'snapshot': live state is not trusted (rollback)."""
     changes: Changes | None = None
-    """Of a large one, when they are few."""
+    """Given for a large generation, if they are few."""
     managed: bool = False
-    """Whether its leader knew the job's workers to call `elastic.run`."""
+    """Whether its leader had learnt that the job's workers call `elastic.run`."""
 
 
 FEW = 4
-"""To look for more nodes than this one by one is more work than to put all in order."""
+"""This many nodes are searched for one by one; for more, an index of all nodes costs less."""
 
 _node, _slots = operator.attrgetter("node"), operator.attrgetter("slots")
 
 
 class GenerationRecord(GenerationHead, frozen=True, kw_only=True, dict=True):
-    """One formed world. Immutable; re-forming makes the next number."""
+    """One numbered membership of a job. Immutable; a re-formation creates the next number."""
 
     places: tuple[Place, ...]
     """Node rank = index here. Ranks count through `slots`, place by place."""
 
-    # There may be thousands of places, and some questions come in every turn: they are answered once per generation,
-    # and `places` carries the answers over to the next.
+    # There may be thousands of places: results are cached, and `generation_delta` carries them over to the next record.
 
     @cached_property
     def world_size(self) -> int:
@@ -262,11 +245,11 @@ class GenerationRecord(GenerationHead, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def asked(self) -> tuple[dict[str, int | None], dict[str, int]]:
-        """Of the nodes that were asked for: node ranks, and the rank of the first worker."""
+        """Caches of lookups: node -> node rank, None if not a member; and node -> rank of its first worker."""
         return {}, {}
 
     def at(self, node: str) -> int | None:
-        """Its node rank; None: it is not a member."""
+        """Node rank of `node`; None: it is not a member."""
         known = self.asked[0]
         if node not in known:
             if len(known) >= FEW or "order" in self.__dict__:
@@ -290,7 +273,7 @@ class GenerationRecord(GenerationHead, frozen=True, kw_only=True, dict=True):
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """A further failure of a generation that is broken already."""
+    """A further failure of a generation that is already broken."""
 
     node: str
     kind: str
@@ -302,16 +285,16 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BrokenRecord(Record, frozen=True, kw_only=True):
-    """The first failure of a generation, and in `also` those that were reported after it. A collective that failed for
-    a reason that its rank did not know gives way to the reason when that is reported: see `evidence`."""
+    """The first failure of a generation, and in `also` those reported after it. A failed collective without a known
+    cause is replaced by the cause when that is reported: see `evidence`."""
 
     generation: int
     node: str
     kind: str
-    """exit, hang, comm, form, drain, undrain, idle, respawn, or of bad numbers: nan, inf, drift, …"""
+    """exit, hang, comm, form, drain, undrain, idle, respawn, or of the numerics: nan, inf, drift, …"""
     detail: str
     slots: tuple[int, ...] = ()
-    """Slots of `node` whose workers are lost: their state is gone, they go behind survivors."""
+    """Slots of `node` whose workers are lost: their state is gone, and they are ranked behind survivors."""
     ranks: tuple[int, ...] = ()
     error: WorkerError | None = None
     fingerprint: str = ""
@@ -319,11 +302,11 @@ class BrokenRecord(Record, frozen=True, kw_only=True):
     charged: bool = True
     """Whether this counts against the restart budget."""
     rollback: bool = False
-    """The state itself is not to be trusted: restore the newest snapshot or checkpoint, not live state."""
+    """The state itself is not trusted: restore the newest snapshot or checkpoint, not live state."""
     also: tuple[Loss, ...] = ()
     """At most `evidence.KEPT_LOSSES` of them."""
     stacks: dict[str, str] = {}
-    """Hang: process -> its stack, saved before the kill."""
+    """Hang: process -> its stack, dumped before the kill."""
 
     def lost(self, node: str) -> frozenset[int]:
         """Slots of `node` whose workers are known to be lost."""
@@ -334,14 +317,11 @@ class BrokenRecord(Record, frozen=True, kw_only=True):
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """One failure of an incident."""
 
-    generation: int
-    """The generation that it broke."""
+    generation: int  # the generation that it broke
     node: str
     kind: str
-    ranks: tuple[int, ...] = ()
-    """Ranks of `generation` that were lost by it."""
-    detail: str = ""
-    """The evidence."""
+    ranks: tuple[int, ...] = ()  # ranks of `generation` that were lost by it
+    detail: str = ""  # the evidence
 
 
 class IncidentRecord(Record, frozen=True, kw_only=True):
@@ -350,7 +330,7 @@ class IncidentRecord(Record, frozen=True, kw_only=True):
     generation: int
     """The generation formed by the recovery; while it is open, the next one."""
     kind: str
-    """Of the first cause: see BrokenRecord; or lost, unreachable, planned, checkpoint."""
+    """Of the first cause: see BrokenRecord; or lost, unreachable, planned, checkpoint, no-state."""
     node: str
     """Nodes of the causes in the generation that failed first, comma-separated."""
     ranks: tuple[int, ...]
@@ -358,26 +338,26 @@ class IncidentRecord(Record, frozen=True, kw_only=True):
     detail: str
     """Evidence of the first cause."""
     wall_s: float
-    """When it began: the detection; where all agents had died, the last sign of life of any of them."""
+    """When it began: the detection; if all agents had died, the last sign of life of any of them."""
     timeline_s: dict[str, float] = {}
     """Phase -> seconds since `wall_s`, on the clock of the node that reports."""
     open: bool = False
     """The job has not recovered yet."""
     ended_wall_s: float | None = None
     causes: tuple[Cause, ...] = ()
-    """All failures, the first one first; those reported during the recovery, too."""
+    """All failures, the first one first, including those reported during the recovery."""
     step: int | None = None
     """The newest step known to have been committed before it."""
     steps_lost: int | None = None
-    """Committed steps that were done again, as far as known: at least so many. None: nothing is known."""
+    """Committed steps that had to be repeated: at least this many. None: nothing is known."""
     steps_lost_at_most: int | None = None
-    """Equal to `steps_lost` where the number is certain; None: no bound is known."""
+    """Equal to `steps_lost` if the number is certain; None: no bound is known."""
     world_size_before: int = 0
     world_size_after: int = 0
     restored_from: str = ""
-    """'live', 'snapshot', 'checkpoint' or 'nothing'."""
+    """As `messages.Synced.source`; 'nothing' if the job was given up, '' while it is open or if it is not known."""
     stacks: dict[str, str] = {}
-    """Hang: who -> stack, saved before the kill."""
+    """Hang: process -> its stack, dumped before the kill."""
     error: WorkerError | None = None
 
 
@@ -388,8 +368,7 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     phase: str
     step: int
-    incarnation: int
-    """How many workers this slot has had before, in this agent's life."""
+    incarnation: int  # how many workers this slot has had before, in this agent's lifetime
     rss_mb: float | None = None
 
 
@@ -397,18 +376,14 @@ class Stillness(msgspec.Struct, frozen=True, kw_only=True):
     """No rank has committed a step for longer than ten step times."""
 
     since_wall_s: float
-    because: str
-    """What is known of the cause, in words."""
-    rank: int | None = None
-    """The rank at which the cause probably lies; None: not known."""
-    node: str = ""
-    """Its node, or the node that has not said how its ranks do."""
-    declared: bool = False
-    """The script has declared this span (`job.quiet`)."""
+    because: str  # what is known of the cause, in words
+    rank: int | None = None  # where the cause probably lies; None: not known
+    node: str = ""  # its node, or the node that has not published how far its ranks have got
+    declared: bool = False  # the script has declared this span (`job.quiet`)
 
 
 class ProgressRecord(Record, frozen=True, kw_only=True):
-    """What `status` shows of a running job. Written by the leader every few seconds, never per step."""
+    """A running job as `status` shows it. Written by the leader every few seconds, never per step."""
 
     generation: int
     world_size: int
@@ -417,7 +392,7 @@ class ProgressRecord(Record, frozen=True, kw_only=True):
     loss: float | None
     wall_s: float
     step_wall_s: float = 0.0
-    """When `step` was seen to be committed, give or take half a second; 0: not known."""
+    """When `step` was seen to be committed, to within half a second; 0: not known."""
     stepped_in: int = 0
     """The newest generation in which a step is known to have been committed."""
     checkpoint_step: int | None = None
@@ -426,16 +401,16 @@ class ProgressRecord(Record, frozen=True, kw_only=True):
     checkpoint_interval: str = ""
     checkpoint_skipped: int = 0
     snapshot_step: int | None = None
-    """Newest snapshot that the leader's node holds whole in memory."""
+    """Newest snapshot that the leader's node holds completely in memory."""
     snapshot_mb: float = 0.0
-    """Memory given to snapshots on the leader's node."""
+    """Memory used by snapshots on the leader's node."""
     snapshot_interval: str = ""
     waiting_for: str = ""
     still: Stillness | None = None
     """Set while no step is made."""
     ranks: tuple[RankRow, ...] = ()
     managed: bool = False
-    """Whether the script has called `elastic.run`; else it is a plain script, started anew in each generation."""
+    """Whether the script has called `elastic.run`; otherwise it is plain, and started anew in each generation."""
 
 
 R = TypeVar("R", bound=Record)
@@ -452,18 +427,18 @@ class _Version(msgspec.Struct):
 
 
 def decode(kind: type[R], raw: bytes) -> R:
-    """Read one record. Raises ProtocolVersionMismatch, or msgspec.ValidationError for what is not such a record."""
+    """Read one record. Raises ProtocolVersionMismatch, or msgspec.ValidationError for a malformed record."""
     try:
         theirs = _VERSIONS.decode(raw).protocol
         if theirs != PROTOCOL:
             raise ProtocolVersionMismatch(kind.__name__, theirs)
         return cast(R, _DECODERS[kind].decode(raw))
     except (UnicodeDecodeError, RecursionError) as error:
-        # msgspec lets these through; nobody who reads records should have to know.
+        # msgspec lets these through; callers handle one exception.
         raise msgspec.ValidationError(f"{kind.__name__}: {error}") from error
 
 
-# Made once, here: msgspec looks into a type when it is first used, and does not bear two threads doing that at a time.
+# Created once, at import: msgspec inspects a type on its first use, which is not safe in two threads at a time.
 _VERSIONS = msgspec.json.Decoder(_Version)
 _KINDS: list[type[Record]] = [*Record.__subclasses__(), GenerationRecord]
 _DECODERS: dict[type[Record], msgspec.json.Decoder[Any]] = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}

@@ -1,12 +1,11 @@
-"""What an agent does about everything that can happen to its job: ``step(agent, event, now_s)``. Pure.
+"""An agent's reaction to every event of its job: ``step(agent, event, now_s)``. Pure.
 
-An event changes what the agent knows (`knowledge`, `exits`); then what is gets compared with what should be, and the
-difference asked for (`announce`, `leaving`, `workers`, `leading`, in this order). At last what the turn adds to an
-incident is noted (`reporting`). So no event needs to know what came
-before it, and a lost or repeated one does no harm.
+An event changes the agent's state (`knowledge`, `exits`). Then the actual state is compared with the desired one, and
+effects are requested for the difference (`announce`, `leaving`, `workers`, `standbys`, `leading`). Last, the incident
+is updated (`reporting`). So no event depends on the ones before it, and a lost or repeated event does no harm.
 
-Order of effects: as returned, but nothing waits for anything: each is handed to the shell, which reports back by
-events. A worker is told a thing once, when its stage changes.
+Effects are executed in the order in which they are returned, but none waits for another: the effect runner reports
+results as events. A worker is told something once, when its stage changes.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from .workers import settle_worker
 
 
 def step(agent: Agent, event: Event, now_s: float, jitter: float = 0.5) -> tuple[Agent, tuple[Effect, ...]]:
-    """The agent after `event`, and what is to be done. `jitter` in [0, 1) spreads pauses between agents."""
+    """The agent after `event`, and the effects to execute. `jitter` in [0, 1) spreads pauses between agents."""
     turn = Turn(agent, now_s, jitter)
     take(turn, event)
     _settle(turn)
     report(turn, agent, event)
-    turn.effects.sort(key=lambda effect: isinstance(effect, Leave))  # nothing is done after that
+    turn.effects.sort(key=lambda effect: isinstance(effect, Leave))  # no effect may follow it
     return turn.agent, tuple(turn.effects)
 
 

@@ -1,7 +1,7 @@
 """When an incident begins, what each turn adds to it, and when it is over.
 
-Every agent keeps the book, and only the leader writes it to etcd: when the incident begins, when more is known about
-its cause, and when it is over. So a leader that is lost meanwhile is replaced by an agent that knows the same.
+Every agent tracks the incident, and only the leader writes it to etcd: when it begins, when more is known about its
+cause, and when it is over. So a leader that is lost meanwhile is replaced by an agent with the same information.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .transitions import Stage
 from .turn import Turn
 
 SWEEP_S = 5.0
-"""A leader that knows nothing of an open incident waits for so long after its generation was formed for another
-agent to close it."""
+"""For how long, from the forming of its generation, a leader leaves an open incident that it has not tracked itself for
+another agent to close."""
 
 FREE = (Stage.READY, Stage.FORMING, Stage.RUNNING, Stage.GONE, Stage.STARTING, Stage.KILLED)
-"""Of a worker that does not hold the group of the failed generation any more."""
+"""Stages of a worker that no longer holds the group of the failed generation."""
 
 
 def report(turn: Turn, before: Agent, event: Event) -> None:
@@ -40,9 +40,9 @@ def report(turn: Turn, before: Agent, event: Event) -> None:
         return
     assert turn.agent.generation is not None
     if not leads and turn.agent.generation.number > incident.generations[0].number and not turn.my_ranks():
-        turn.change(incident=None)  # the job goes on without this node, which does not hear how
+        turn.change(incident=None)  # the job goes on without this node, which does not observe the outcome
         return
-    # Right after etcd was away, those who go on without this node may only not have come back to it yet.
+    # Right after an etcd outage, the agents that go on without this node may only not have registered again yet.
     sees_all = bool(turn.my_ranks()) or turn.now_s >= turn.agent.absence_ignored_until_s
     if leads and sees_all:
         record = drawn(incident, counted=_counted(turn, incident))
@@ -57,20 +57,20 @@ def _close(turn: Turn, incident: Incident, outcome: str, leads: bool) -> None:
     generation, counted = turn.agent.generation, _counted(turn, incident)
     assert generation is not None
     incident = incident.with_mark(outcome, turn.now_s)
-    # An agent that had no rank in the generation that failed may know of steps only that were given up before it.
+    # An agent without a rank in the generation that failed may know only of steps that were lost before it.
     witnessed = incident.generations[0].at(turn.policy.node) is not None
     over = Closed(incident, generation, recovered=outcome == "stepping", counted=counted, witnessed=witnessed)
     record = over.record()
     turn.change(incident=None, reported=incident.key, closed=over)
-    # The leader may have left already where a job is stopped just after a failure.
+    # If the job is stopped just after a failure, the leader may have left already: the reporting node writes, too.
     mine = outcome == "given_up" and any(report.node == turn.policy.node for report in incident.reports)
     if leads or mine:
         turn.do(PutIncident(incident.key, record, incident.began_s))
 
 
 def _supplement(turn: Turn) -> None:
-    """A failure can be reported after the job has recovered from it: an agent that cannot reach etcd at once is late
-    with what it alone knows, while what other ranks saw of it was enough to go on."""
+    """Add what is reported of an incident that is over. An agent that cannot reach etcd at once reports late what only
+    it has seen, while the reports of other nodes were enough to recover."""
     agent, over = turn.agent, turn.agent.closed
     if over is None:
         return
@@ -85,7 +85,7 @@ def _supplement(turn: Turn) -> None:
 
 
 def _sweep(turn: Turn) -> None:
-    """A record that a leader before this one has left open, and that nobody else closes: the job steps."""
+    """Close a record that an earlier leader has left open and that no other agent closes, once the job steps."""
     agent, seen = turn.agent, turn.agent.view.incident
     if seen is None or agent.reported == seen[0] or agent.generation is None:
         return  # what this agent has just closed may still look open
@@ -98,7 +98,7 @@ def _sweep(turn: Turn) -> None:
 
 
 def _counted(turn: Turn, incident: Incident) -> bool:
-    """Whether steps are known. An agent that has just begun may not have heard yet that the workers are managed."""
+    """Whether steps are known. An agent that has just started may not have learnt yet that the workers are managed."""
     return turn.policy.managed or incident.generations[0].managed
 
 
@@ -118,7 +118,7 @@ def _opened(turn: Turn, before: Agent) -> Incident | None:
     broke = agent.broken >= generation.number > before.broken
     replaced = held is not None and generation.number > held.number
     halted = agent.halted and not before.halted
-    # A job that is stopped while a failed collective is being looked into has had a failure all the same.
+    # A job that is stopped while a failed collective still has no known cause has had a failure all the same.
     cut_short = turn.is_over() and before.suspicious_since_s is not None and not before.view.state.phase.over
     if not (broke or replaced or halted or cut_short):
         return None
@@ -135,8 +135,8 @@ def _opened(turn: Turn, before: Agent) -> Incident | None:
 
 
 def _renewed(turn: Turn, incident: Incident) -> Incident:
-    """The incident that this agent follows, or the newer one that stands on record: then the job has recovered and
-    failed again while this agent could not hear of it."""
+    """The incident that this agent tracks, or the newer one that is in etcd: then the job has recovered and failed
+    again while this agent could not observe it."""
     seen = turn.agent.view.incident
     if seen is None or seen[0] <= incident.key:
         return incident
@@ -157,7 +157,7 @@ def _drains(turn: Turn) -> bool:
 
 
 def _continued(turn: Turn, incident: Incident) -> Incident:
-    """With what was there before this agent: the record that a leader before it has begun, and how far the job was."""
+    """With what precedes this agent: the record that an earlier leader has begun, and how far the job had got."""
     agent, seen, progress = turn.agent, turn.agent.view.incident, turn.agent.view.progress
     if seen is not None and agent.reported < seen[0] <= incident.key:
         key, record = seen
@@ -171,7 +171,7 @@ def _continued(turn: Turn, incident: Incident) -> Incident:
     here = incident.generations[0].place(turn.policy.node, turn.policy.incarnation)
     if here is not None or agent.settled:
         return incident
-    # This agent came after the outage had begun, or joins with it.
+    # This agent started after the outage had begun, or joins in this change.
     if progress is not None:
         known = max((progress.generation, progress.step), agent.reached)[1]
         incident = replace(incident, reached=max(incident.reached, known))
@@ -187,7 +187,7 @@ def _continued(turn: Turn, incident: Incident) -> Incident:
 def _observed(turn: Turn, before: Agent, event: Event, incident: Incident) -> Incident:
     agent, view = turn.agent, turn.agent.view
     if known := agent.incident:
-        incident = replace(incident, reports=known.reports)  # with what this turn has reported itself
+        incident = replace(incident, reports=known.reports)  # with the reports made in this turn
     for record in (*view.broken_before, view.broken, agent.broken_record):
         if record is not None:
             incident = incident.with_report(record)
@@ -198,7 +198,7 @@ def _observed(turn: Turn, before: Agent, event: Event, incident: Incident) -> In
 
 
 def _with_generation(turn: Turn, before: Agent, incident: Incident) -> Incident:
-    """What a new generation, or the want of one, says of the nodes of the one before."""
+    """With what a new generation, or the lack of one, shows of the nodes of the one before."""
     agent, held, generation = turn.agent, before.generation, turn.agent.generation
     assert generation is not None
     if generation is not held:
@@ -219,7 +219,7 @@ def _left_out(before: GenerationRecord, after: GenerationRecord) -> tuple[Place,
 
 def _with_gone(turn: Turn, incident: Incident, formed: GenerationRecord, places: tuple[Place, ...]) -> Incident:
     known = {(c.generation, c.node) for c in incident.gone}
-    known |= {(r.generation, r.node) for r in incident.reports if r.kind == "drain"}  # it went as it was told to
+    known |= {(r.generation, r.node) for r in incident.reports if r.kind == "drain"}  # it left as ordered
     cut = cut_off(turn.agent.view, turn.agent.dead, formed)
     found = []
     for p in places:
@@ -234,8 +234,8 @@ def _with_gone(turn: Turn, incident: Incident, formed: GenerationRecord, places:
 
 
 def _why_gone(turn: Turn, place: Place, cut: frozenset[str], decided: bool) -> tuple[str, str] | None:
-    """(kind, evidence); None: it is there, as far as is known, or leaves as it was told to. `decided`: the job goes on
-    without it."""
+    """(kind, evidence) of a lost or unreachable node; None: it is there as far as is known, or leaves as ordered.
+    `decided`: the job goes on without it."""
     agent, member = turn.agent, turn.agent.view.members.get(place.node)
     if (place.node, place.incarnation) in agent.dead:
         return "lost", f"node {place.node} is gone: its agent's port refuses connections"
@@ -269,10 +269,10 @@ def _with_sync(turn: Turn, incident: Incident, event: WorkerSynced) -> Incident:
 
 
 def _with_marks(turn: Turn, incident: Incident) -> Incident:
-    """Each phase at the instant when it was first complete for all workers of this node."""
+    """With each phase marked at the instant when it was first complete for all workers of this node."""
     agent, stages = turn.agent, [w.stage for w in turn.agent.workers.values()]
     if incident.planned and not incident.marked("boundary") and Stage.READY in stages and not causes(incident):
-        # Until the boundary the old world steps on: what the change costs is counted from there.
+        # Until the boundary the old generation steps on: the cost of the change is counted from there.
         incident = replace(incident, began_s=turn.now_s, timeline_s=(), reached=agent.reached[1])
         incident = incident.with_mark("boundary", turn.now_s)
     if not incident.marked("aborted") and all(s in FREE for s in stages):
@@ -304,7 +304,7 @@ def _outcome(turn: Turn, incident: Incident) -> str:
 
 
 def _plain_runs(turn: Turn) -> bool:
-    """A script without `elastic` says nothing of its steps: it has recovered when its workers run again."""
+    """A script without `elastic` reports no steps: it has recovered when its workers run again."""
     number = turn.agent.generation.number if turn.agent.generation else 0
     mine = [w for s, w in turn.agent.workers.items() if s in turn.my_ranks()]
     running = all(w.stage in (Stage.RUNNING, Stage.DONE) and w.generation == number for w in mine)

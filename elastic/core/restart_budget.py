@@ -1,7 +1,7 @@
-"""How often a job may fail, and when it is the job's own fault. Pure.
+"""The restart budget: how often a job may fail, and when the job itself is at fault. Pure.
 
-Wall time is compared only within the window of a budget, where the few seconds by which two hosts' clocks differ
-do not matter; nothing else is decided by it.
+Wall time is compared only within the window of a budget, where a clock difference of a few seconds between two hosts
+does not matter; nothing else is decided by it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from .records import BrokenRecord, Failure, JobState
 from .spec import Restarts
 
 BAD_NODE_FAILURES = 3
-"""A node with this many failures in the window, and more than all other nodes together, is set aside."""
+"""A node with this many failures in the window, and more than all other nodes together, is excluded."""
 
 
 KEPT_FAILURES = 200
-"""So many are kept for people to see, or as many as the budget needs."""
+"""How many failures are kept, for users to see; more if the budget is larger."""
 
 
 COMM = "comm"
-"""Kind of a generation in which a collective failed for a reason that nobody knew."""
+"""Failure kind: a collective failed, and no agent reported a cause."""
 
 NO_STATE = "NoStateError"
-"""Begins the fingerprint of who found nothing to go on from. What is missing may come: a file system that is mounted
-late, a store that fails for a moment, the node that has the checkpoint. So this alone is never a crash loop."""
+"""Prefix of the fingerprint of a rank that found no state to resume from. The state may still become available: a file
+system is mounted late, a store fails for a moment, the node that has the checkpoint returns. So this alone is never a
+crash loop."""
 
 
 NUMBERS_LEFT_OUT = 2
-"""Generations that follow each other have numbers so far apart at most: one is left out after etcd lost its data."""
+"""The numbers of consecutive generations differ by at most this: one number is skipped after etcd has lost its data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,8 @@ class Verdict:
 
 
 def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float, other_nodes: int | None) -> Verdict:
-    """Book one failure. `other_nodes`: how many living nodes the job could go on with besides the failing one,
-    beyond its minimum (0: the node cannot be spared and is not set aside; None: not known, and none more is)."""
+    """Count one failure against the budget. `other_nodes`: how many living nodes the job could go on with besides the
+    failing one, beyond its minimum (0: no node can be spared, none is excluded; None: unknown, no further one is)."""
     if not broken.charged:
         return Verdict(state)
     error = broken.error or state.error
@@ -53,7 +54,7 @@ def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float
     failure = Failure(
         wall_s=wall_s,
         generation=broken.generation,
-        node="" if broken.kind == COMM else broken.node,  # who says it need not be who caused it
+        node="" if broken.kind == COMM else broken.node,  # the node that reports it need not have caused it
         fingerprint=broken.fingerprint or broken.kind,
         step=broken.step,
         slots=broken.slots,
@@ -77,7 +78,7 @@ def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float
         if crawling > alike:
             where, alike = "after each step", crawling
         return _stop(charged, wall_s, f"crash loop: the same failure {where}, {alike} times: {broken.detail}")
-    # A network that fails a job which has stepped before is not the job's fault: it waits, and tries again.
+    # A failed collective of a job that has stepped before is not the job's fault but the network's: the job retries.
     counted = sum(1 for f in recent if f.fingerprint != COMM or not f.step)
     if counted > rules.budget:
         return _stop(
@@ -90,26 +91,26 @@ def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float
 
 
 def summary(message: str) -> str:
-    """The line of an exception's message that names it: the first that says anything."""
+    """The first line of an exception's message that is not blank."""
     return next((line.strip() for line in message.splitlines() if line.strip()), message)
 
 
 def _stop(state: JobState, wall_s: float, reason: str) -> Verdict:
     if not allows(state.phase, PhaseTrigger.FAILED):
-        return Verdict(state)  # it was told to stop meanwhile, or has ended: that stands
+        return Verdict(state)  # it was told to stop meanwhile, or has ended: that is not overridden
     return Verdict(after(state, PhaseTrigger.FAILED, reason, wall_s), reason)
 
 
 def _follows_from_another(state: JobState, broken: BrokenRecord) -> bool:
-    """Whether no state was found because of the failure of the generation before, which is booked. When none is found
-    in the next generation either, that is a failure of its own."""
+    """Whether no state was found because of the failure of the previous generation, which is counted already. If none
+    is found in the next generation either, that is a failure of its own."""
     return broken.fingerprint.startswith(NO_STATE) and any(
         f.generation == broken.generation - 1 and not f.fingerprint.startswith(NO_STATE) for f in state.failures
     )
 
 
 def _after_each_step(failures: tuple[Failure, ...]) -> int:
-    """How often the last failure came in generations that follow each other and made no more than one step each."""
+    """How many times in a row the last failure occurred, in consecutive generations of at most one step each."""
     times = 1
     for older, newer in zip(failures[-2::-1], failures[:0:-1], strict=True):
         follows = 1 <= newer.generation - older.generation <= NUMBERS_LEFT_OUT
@@ -121,9 +122,9 @@ def _after_each_step(failures: tuple[Failure, ...]) -> int:
 
 
 def _with_neighbour(last: Failure, new: Failure) -> Failure | None:
-    """`last` with the slots of `new`, if that is the same failure of other workers of the node; None: it is not.
+    """`last` with the slots of `new` added, if `new` is the same failure in other workers of the node; None otherwise.
 
-    A setup that fails fails in each worker of a node. They do so one after the other, each in a generation of its own.
+    A failing setup fails in each worker of a node, in one worker after the other, each in a generation of its own.
     """
     alike = (last.node, last.fingerprint) == (new.node, new.fingerprint) and not last.step and not new.step
     if not alike or not new.slots or not last.slots or set(new.slots) & set(last.slots):
@@ -132,9 +133,9 @@ def _with_neighbour(last: Failure, new: Failure) -> Failure | None:
 
 
 def _set_aside(state: JobState, failures: tuple[Failure, ...], other_nodes: int | None) -> tuple[str, ...]:
-    """Nodes that fail more than others, where one can be spared, and those that a node's daemon has set aside because
-    no agent starts there: these are the ones that the failures booked so far do not explain. The daemon ends either
-    exclusion after a while."""
+    """Excluded nodes: those that fail more than others, where one can be spared, and those that a node's daemon has
+    excluded because no agent starts there, which are the ones that the failures counted so far do not explain. The
+    daemon ends either exclusion after a while."""
     by_daemon = set(state.excluded_nodes) - set(_avoid(state.failures))
     by_failures = set(_avoid(failures) if other_nodes != 0 else ())
     if other_nodes is None:
@@ -148,13 +149,13 @@ def _avoid(failures: tuple[Failure, ...]) -> tuple[str, ...]:
 
 
 def in_vain(state: JobState, broken: BrokenRecord | None) -> int:
-    """How many generations in a row, `broken` the newest, ended before their first step by a failed collective."""
+    """How many generations in a row, up to `broken`, ended before their first step with a failed collective."""
     if broken is None or broken.kind != COMM or not broken.charged:
         return 0
     count, number = 1, broken.generation
     for failure in reversed(state.failures):
         if failure.generation >= number:
-            continue  # `broken` itself, charged already
+            continue  # `broken` itself, counted already
         if failure.fingerprint != COMM or failure.generation < number - NUMBERS_LEFT_OUT:
             break
         count, number = count + 1, failure.generation
@@ -162,9 +163,9 @@ def in_vain(state: JobState, broken: BrokenRecord | None) -> int:
 
 
 def backoff_s(failures_without_progress: int, rules: Restarts, jitter: float) -> float:
-    """Pause before a slot is tried again. None after the first failure; then doubling. `jitter` in [0, 1]."""
+    """Seconds before a slot is tried again: 0 after the first failure, then doubling. `jitter` in [0, 1]."""
     if failures_without_progress <= 1:
         return 0.0
-    doublings = min(failures_without_progress - 2, 64)  # a standby may fail for days: no power of two holds that
+    doublings = min(failures_without_progress - 2, 64)  # a standby may fail for days: 2.0**n overflows
     pause = min(rules.backoff_max_s, rules.backoff_s * 2.0**doublings)
     return pause * (0.5 + jitter / 2)

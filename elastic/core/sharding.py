@@ -1,10 +1,11 @@
 """The step is the position in the data: which samples a step takes, and which of them a rank takes.
 
-Everything is a pure function of (seed, dataset size, global batch, step, rank, world). So nothing about the data
-needs to be saved or sent, and every sample of an epoch is taken exactly once whatever the worlds were meanwhile.
+All of it is a pure function of (seed, dataset size, global batch, step, rank, world size). So nothing about the data
+has to be saved or sent, and every sample of an epoch is taken exactly once, however the world size changes meanwhile.
 
 The order of an epoch is a keyed permutation that is computed index by index (a Feistel network over the next power
-of two, walked until it falls inside), not a shuffled list: no memory, no start-up time, 10^8 samples or 10.
+of two, iterated until the result is in range), not a shuffled list: it takes no memory and no start-up time,
+whether for 10 samples or for 10^8.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 Ints = TypeVar("Ints", bound=Any)
-"""int, or an array of numpy's uint64, which this module does not import."""
+"""int, or a numpy array of uint64 (this module does not import numpy)."""
 
 _ROUNDS = 8
 _WORD = 0xFFFFFFFF
@@ -42,7 +43,7 @@ class BatchPlan:
 
     samples: int
     batch_size: int
-    """Samples per step over all ranks. The last step of an epoch takes what is left; nothing is padded."""
+    """Samples per step over all ranks. The last step of an epoch takes the remaining ones; nothing is padded."""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -71,7 +72,7 @@ class BatchPlan:
 
 
 def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
-    """`rank`'s contiguous part of [start, stop). Parts differ by at most one sample; the low ranks have the larger."""
+    """`rank`'s contiguous part of [start, stop). Sizes differ by at most one sample; the low ranks have the larger."""
     if not 0 <= rank < world_size:
         raise ValueError(f"rank = {rank}: not in a world of {world_size}")
     each, over = divmod(stop - start, world_size)
@@ -80,9 +81,9 @@ def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def micro_sizes(size: int, most: int | None) -> tuple[int, ...]:
-    """Cut `size` samples into as few micro-batches of at most `most` as will do, sizes differing by at most one.
+    """Split `size` samples into the fewest micro-batches of at most `most`; their sizes differ by at most one.
 
-    The larger come first. An empty part is one micro-batch of 0: its rank takes part in the exchange all the same.
+    The larger ones come first. No samples give one micro-batch of 0: the rank still takes part in the exchange.
     """
     if most is not None and most < 1:
         raise ValueError(f"micro_batch = {most}: a micro-batch needs at least one sample")
@@ -112,7 +113,7 @@ class SampleOrder:
         if not self._shuffle:
             return position
         sample = self.permute(position)
-        while sample >= self.samples:  # less than half of the domain lies outside: under two turns on average
+        while sample >= self.samples:  # at most half of the domain is out of range: two passes on average at most
             sample = self.permute(sample)
         return sample
 
@@ -120,7 +121,7 @@ class SampleOrder:
         return tuple(self[position] for position in range(start, stop))
 
     def permute(self, x: Ints) -> Ints:
-        """One turn, over the whole power of two: an alternating unbalanced Feistel network.
+        """One pass over the whole power of two: an alternating unbalanced Feistel network.
 
         Takes an int, or an array of unsigned 64-bit integers (no product below is wider than that).
         """

@@ -1,6 +1,6 @@
-"""Who saves which tensors: replicated state is cut into one share per rank, in whole tensors.
+"""Which rank saves which tensors: replicated state is split into one shard per rank, in whole tensors.
 
-Every rank computes the same cut from the same table, so nobody has to be told.
+Every rank computes the same split from the same table, without communication.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Iterable
 from .tensors import Table
 
 Snapshot = tuple[int, int, int, int]
-"""(generation, step, part, parts) of one arena that is whole."""
+"""(generation, step, part, parts) of one complete arena."""
 
 
 def assign_shares(table: Table, count: int) -> tuple[tuple[int, ...], ...]:
-    """Indices into `table` per share, ascending; balanced by bytes, deterministic, possibly empty.
+    """Indices into `table` per shard, ascending; balanced by bytes, deterministic, possibly empty.
 
-    Largest first, each to the share that is lightest so far (the lowest number among equals).
+    Largest first, each to the shard that is smallest so far (the lowest number among equals).
     """
     if count < 1:
         raise ValueError(f"count = {count}: state is cut into at least one share")
@@ -32,9 +32,10 @@ def assign_shares(table: Table, count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def beside_shares(share: int, shares: int, part: int, parts: int) -> tuple[int, ...]:
-    """Shares of other nodes that the rank which saves `share` of `shares` keeps in memory beside it.
+    """Shards of other nodes that the rank which saves shard `share` of `shares` also keeps in memory.
 
-    It is rank `part` of the `parts` of its node, which are numbered in a row, and which together keep every share.
+    It is rank `part` of the `parts` ranks of its node, whose shards are numbered consecutively. Together the ranks of
+    a node keep every shard.
     """
     first = share - part
     others = [k for k in range(shares) if not first <= k < first + parts]
@@ -42,7 +43,7 @@ def beside_shares(share: int, shares: int, part: int, parts: int) -> tuple[int, 
 
 
 def newest_whole(snapshots: Iterable[Snapshot]) -> tuple[int, int, int] | None:
-    """(generation, step, parts) of the newest snapshot all of whose parts are there; None if there is none."""
+    """(generation, step, parts) of the newest complete snapshot; None if there is none."""
     seen: defaultdict[tuple[int, int, int], set[int]] = defaultdict(set)
     for generation, step, part, parts in snapshots:
         seen[generation, step, parts].add(part)

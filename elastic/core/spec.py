@@ -1,4 +1,4 @@
-"""What a job is: the fields of ``job.toml``, checked. Unknown or wrong fields are refused by name."""
+"""A job's description: the fields of ``job.toml``, validated. Unknown or wrong fields are rejected by name."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Checkpoint(Table, frozen=True, kw_only=True):
     """Seconds between checkpoints; 0: not by time. With neither, the interval is 'auto' (Young/Daly)."""
 
     keep: Annotated[int, msgspec.Meta(ge=1)] = 3
-    """How many of the newest good checkpoints stay."""
+    """How many of the newest good checkpoints are kept."""
 
     keep_every_steps: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """A checkpoint whose step is a multiple of this stays for ever; 0: none."""
+    """A checkpoint whose step is a multiple of this is kept forever; 0: none."""
 
     shared: bool = True
     """Whether `dir` is one folder for all nodes. False: each node keeps a complete copy of its own."""
@@ -54,8 +54,8 @@ class Checkpoint(Table, frozen=True, kw_only=True):
 
 class Restarts(Table, frozen=True, kw_only=True):
     budget: Annotated[int, msgspec.Meta(ge=0, le=5000)] = 20
-    """Failures allowed within `window_s`; one more stops the job. Membership changes are never charged. At most 5000:
-    all that count are kept in one record."""
+    """Failures allowed within `window_s`; one more stops the job. Membership changes never count. At most 5000: all
+    failures that count are kept in one record."""
 
     window_s: Annotated[float, msgspec.Meta(gt=0)] = 3600.0
     """Length of the sliding window of `budget`."""
@@ -72,19 +72,19 @@ class Restarts(Table, frozen=True, kw_only=True):
 
 class Hang(Table, frozen=True, kw_only=True):
     floor_s: Annotated[float, msgspec.Meta(gt=0)] = 2.0
-    """No worker is called hung sooner than this after its last sign of progress. A stopped one is, after it."""
+    """No worker counts as hung sooner than this after its last sign of progress; a stopped process does after it."""
 
     ceiling_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
-    """A worker without progress that another rank waits for is hung after this long, whatever its step time was. It is
+    """A worker without progress that another rank waits for is hung after this long, whatever its step time. It is also
     the patience before the first commit of a generation and in a save, and that of a job's only rank."""
 
     factor: Annotated[float, msgspec.Meta(ge=1)] = 10.0
-    """Between floor and ceiling: this many of the job's own recent step times."""
+    """Between floor and ceiling, the patience is this many of the job's own recent step times."""
 
 
 class JobSpec(Table, frozen=True, kw_only=True):
     name: str
-    """What the job is called: a-z 0-9 . _ -"""
+    """Name of the job: a-z 0-9 . _ -"""
 
     script: str = ""
     """Path of the training script. Either this or `module`."""
@@ -114,41 +114,41 @@ class JobSpec(Table, frozen=True, kw_only=True):
     """Process group backend; 'auto': nccl where there are GPUs, else gloo."""
 
     preload: tuple[str, ...] = ()
-    """Modules imported ahead in the zygote, so that a new worker has them at once. Where they start CUDA or threads,
-    they are left out again."""
+    """Modules imported in advance by the zygote, so that a new worker has them at once. Modules that start CUDA or
+    threads are left out again."""
 
     preload_skip: tuple[str, ...] = ()
-    """Modules that the zygote does not import ahead though the script begins with their import; '*': none of them."""
+    """Modules that the zygote does not import in advance though the script begins with their import; '*': all."""
 
     standby: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
-    """Workers per node kept ready through imports and `setup`, without a rank, to take a dead one's place."""
+    """Workers per node kept ready, with imports and `setup` done but without a rank, to replace a dead worker."""
 
     on_loss: Literal["wait", "shrink"] = "wait"
-    """After a loss: 'wait' for the replacement, or 'shrink': step on without it and take it in when it is ready."""
+    """After the loss of a worker: 'wait' for its replacement, or 'shrink': go on without it until that is ready."""
 
     join_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 1.0
-    """First forming only: with min nodes there, how long to wait for more up to max."""
+    """First generation only: once the minimum of nodes is ready, how long to wait for more, up to the maximum."""
 
     stop_grace_s: Annotated[float, msgspec.Meta(ge=0)] = 10.0
     """From SIGTERM to SIGKILL when the job is stopped."""
 
     exit_timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 300.0
-    """From the end of training until a worker's process must have ended: what the script still does, its threads, its
-    atexit handlers. One that takes longer is killed, which is an incident; the job's result stays. A worker whose
-    script has failed gets `stop_grace_s`, since the others wait for the one that replaces it."""
+    """From the end of training until a worker's process must have exited: the rest of the script, its threads, its
+    atexit handlers. A process that takes longer is killed, which is an incident; the job's result stays. A worker whose
+    script has failed gets `stop_grace_s`, since the other ranks wait for its replacement."""
 
     log_limit_mb: Annotated[float, msgspec.Meta(gt=0)] = 64.0
-    """What one worker's log may take on disk; above that its middle goes: the beginning and the newest lines stay."""
+    """Size limit of one worker's log on disk; beyond it the middle is dropped, and the beginning and the end stay."""
 
     on_bad_numbers: Literal["stop", "rollback", "ignore"] = "stop"
-    """When the loss is NaN or infinite, or replicas drifted apart."""
+    """Reaction to a loss that is NaN or infinite, or to replicas that have drifted apart."""
 
     fingerprint_every_steps: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Steps between comparisons of the replicas' weights; 0: never."""
 
     snapshots: Literal["auto", "off"] = "auto"
     """'auto': each node keeps the newest state in its agent's memory, in two buffers, as often as costs 1 % of the
-    training time, with or without checkpoints. 'off': only what is on its way to a checkpoint."""
+    training time, with or without checkpoints. 'off': only what is being written to a checkpoint."""
 
     checkpoint: Checkpoint = Checkpoint()
     restarts: Restarts = Restarts()
@@ -175,7 +175,7 @@ def node_range(text: str) -> tuple[int, int]:
 
 
 def parse_job(raw: Mapping[str, Any]) -> JobSpec:
-    """Check a job's description (as read from TOML or JSON). Raises InvalidSpec."""
+    """Validate a job's description (as read from TOML or JSON). Raises InvalidSpec."""
     refuse_unknown(JobSpec, raw)
     if isinstance(env := raw.get("env"), Mapping) and (wrong := environment_complaint(env)):
         raise InvalidSpec(wrong)
@@ -225,7 +225,7 @@ def refuse_unknown(table: type[msgspec.Struct], raw: Mapping[str, Any], path: st
 
 
 def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
-    """msgspec says 'Expected `int`, got `str` - at `$.checkpoint.keep`'; say it with the value."""
+    """Turn msgspec's 'Expected `int`, got `str` - at `$.checkpoint.keep`' into a message with the value."""
     what, _, where = str(error).partition(" - at `$.")
     if not where:
         return str(error)

@@ -1,5 +1,5 @@
-"""What a job's texts and numbers may be, whatever the field: what no process, path, timer or record can hold is refused
-when the job is submitted, and not met minutes later by an agent. Pure."""
+"""Limits of a job's strings and numbers, whatever the field. A value that no process, path, timer or record can hold is
+rejected when the job is submitted, instead of failing minutes later in an agent. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import msgspec
 
 MAX_NUMBER = 10**9
-"""Of any count or length of time (some 30 years): timers and record fields take no number without bound."""
+"""Of any count or duration (some 30 years): timers and record fields are bounded."""
 MAX_TEXT_CHARS = 100_000
-"""Linux takes 128 KiB for one argument or environment variable."""
+"""Linux accepts 128 KiB for one argument or environment variable."""
 MAX_ITEMS = 10_000
 """Arguments, variables, modules to preload."""
 MAX_PATH_BYTES, MAX_PART_BYTES = 4095, 255
 """Of a path, and of one name in it, on Linux."""
 MAX_SPEC_BYTES = 512 * 1024
-"""Of a job as it stands in etcd, whose requests may have 1.5 MiB."""
+"""Of a job's record in etcd, whose requests may have 1.5 MiB."""
 MAX_WORKERS_PER_NODE = 1024
 MAX_NODES = 65_536
 PATHS = frozenset({"script", "workdir", "python", "checkpoint.dir"})
@@ -27,7 +27,7 @@ NODES = re.compile(r"[0-9]{1,9}(:[0-9]{1,9})?")
 
 
 def complaint(spec: msgspec.Struct) -> str:
-    """What is wrong with the first field that is, as "env.LR = 0.1: …"; '' when nothing is."""
+    """The problem of the first invalid field, as "env.LR = 0.1: …"; '' if all are valid."""
     if found := next(_complaints(spec), ""):
         return found
     size = len(msgspec.json.encode(spec))
@@ -35,7 +35,7 @@ def complaint(spec: msgspec.Struct) -> str:
 
 
 def environment_complaint(env: Mapping[Any, Any]) -> str:
-    """What is wrong with the first variable that is; '' when nothing is."""
+    """The problem of the first invalid variable; '' if all are valid."""
     for name, value in env.items():
         if not isinstance(name, str) or not name or "=" in name or "\0" in name:
             return f"env: {name!r} is no name of a variable: it needs a character, and may have neither '=' nor NUL"

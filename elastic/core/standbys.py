@@ -1,4 +1,4 @@
-"""Standbys: processes past their set-up that have no rank yet, for whoever dies next."""
+"""Standbys: processes that have finished their set-up and have no rank yet, to replace the next worker that dies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def promote(turn: Turn, slot: int) -> bool:
     standby = next((w for w in turn.agent.standbys if w.stage is Stage.READY), None)
     if standby is None or turn.is_over():
         return False
-    # Its place among the standbys is empty, and one is due there.
+    # Its place among the standbys is empty, and a new standby is due there now.
     empty = Worker(slot=-1, worker_id=0, stage=Stage.GONE, deadline_s=turn.now_s, crashes=standby.crashes)
     turn.change(standbys=tuple(empty if w is standby else w for w in turn.agent.standbys))
     replaced = turn.agent.workers[slot]
@@ -30,7 +30,7 @@ def settle_standbys(turn: Turn) -> None:
     if not turn.policy.managed or not turn.policy.standbys:
         return
     if not turn.agent.standbys:
-        # Only once the real workers stand: they come first.
+        # Only once the workers have started: they come first.
         if any(w.stage in (Stage.STARTING, Stage.GONE) for w in turn.agent.workers.values()):
             return
         fresh = tuple(
@@ -47,7 +47,7 @@ def settle_standbys(turn: Turn) -> None:
 
 
 def _overtake(turn: Turn) -> None:
-    """A standby that gets ready before the replacement of the dead comes first. The replacement is given up and not
+    """A standby that is ready before a dead worker's replacement takes its place. The replacement is killed and not
     kept as a standby: its set-up may already hold the device of that slot."""
     for worker in tuple(turn.agent.workers.values()):
         if (

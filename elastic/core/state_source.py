@@ -1,4 +1,4 @@
-"""Where the state comes from when a group has formed: one decision, made alike on every rank from the same offers."""
+"""The source of the state when a group has formed: one decision, identical on every rank from the same offers."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ Version = tuple[int, int]
 Kind = Literal["live", "snapshot", "checkpoint", "setup"]
 
 _RANKING: tuple[Kind, ...] = ("checkpoint", "snapshot", "live")
-"""Among equally new states: live needs no reading at all, a snapshot no disk."""
+"""Preference among equally new states: live state needs no read, a snapshot no disk."""
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank has."""
+    """The states that one rank has or can load."""
 
     rank: int
     version: Version
     """Of its live state."""
     clean: bool
-    """The live state is whole: not half a step, not half received."""
+    """The live state is consistent: no step or transfer was interrupted halfway."""
     established: bool
-    """The live state is the job's (committed, or received), not merely built by `setup`."""
+    """The live state is the job's (committed or received), not only built by `setup`."""
     snapshot: Version | None = None
     """Newest snapshot this rank could load by itself."""
     checkpoint: Version | None = None
     """Newest checkpoint this rank could load by itself."""
     known_step: int = 0
-    """The newest step that a checkpoint of the job is known to have held, whether or not it is found; 0: none."""
+    """The newest step for which the job is known to have had a checkpoint, found or not; 0: none."""
     reached: Version = (0, 0)
-    """Of the newest commit that this rank or its agent knows of, whether or not that state is still there."""
+    """Of the newest commit known to this rank or its agent, whether or not that state still exists."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     source: int
-    """The rank that has the state, or loads it; it goes to `needs` from there."""
+    """The rank that has the state, or loads it, and sends it to `needs`."""
     version: Version
     needs: tuple[int, ...]
     """Ranks that receive, ascending; never the source."""
@@ -53,21 +53,21 @@ def reached(offers: Sequence[Offer]) -> int:
 
 
 class NoStateError(Exception):
-    """No rank has, or can load, a state to go on from. The message says what each lacks."""
+    """No rank has, or can load, a state to resume from. The message lists what each rank lacks."""
 
 
 class StateLostError(NoStateError):
-    """All that was left is half-changed, and nothing was ever saved: training can only begin again from its set-up."""
+    """The only state left is inconsistent, and nothing was ever saved: training can only restart from its set-up."""
 
 
 def choose(offers: Sequence[Offer], restore: str = "newest") -> Choice:
-    """`restore`: 'newest', or 'snapshot' to go back to what was saved whatever is live.
+    """Choose the state to resume from. `restore`: 'newest', or 'snapshot' to ignore all live state.
 
-    The newest version wins; live before snapshot before checkpoint among equals; then the lowest rank. If nobody
-    ever had the job's state, the lowest rank whose freshly built one is whole gives it to all: replicas must be alike.
+    The newest version wins; live before snapshot before checkpoint among equals; then the lowest rank. If no rank ever
+    had the job's state, the lowest rank whose newly built state is consistent sends it to all: replicas must be equal.
 
-    Raises StateLostError, NoStateError, ValueError. A job that once had a checkpoint never begins from its set-up
-    again: a folder that is empty now, or not mounted, is for a person to look at.
+    Raises StateLostError, NoStateError, ValueError. A job that once had a checkpoint never restarts from its set-up by
+    itself: a checkpoint folder that is empty or not mounted needs a user's attention.
     """
     if restore not in ("newest", "snapshot"):
         raise ValueError(f"restore = {restore!r}: 'newest' or 'snapshot'")

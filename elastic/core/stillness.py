@@ -1,4 +1,4 @@
-"""Why a job makes no step: what each agent tells the others of its ranks, and what follows from all of it. Pure."""
+"""Why a job makes no step: what each agent publishes of its ranks, and what follows from all of that. Pure."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from .records import Standing
 from .spec import Hang
 
 FIRST_STEP_S = 30.0
-"""Before the first step of a job nobody knows how long a step takes: no progress for this long is worth a word."""
+"""Before the first step of a job its step time is unknown: no progress for this long is reported."""
 
 DEAF_S = 2.0
-"""Without a sign from the worker's own thread for this long, it probably runs no Python."""
+"""Without a pulse from the worker's pulse thread for this long, the process probably runs no Python."""
 
 
 def still_s(step_s: float, rules: Hang) -> float:
-    """Without a step for this long, a job stands still."""
+    """Without a step for this many seconds, a job stands still."""
     return max(rules.floor_s, rules.factor * step_s) if step_s > 0 else max(rules.floor_s, FIRST_STEP_S)
 
 
 def standing(beat: Beat, process_state: str, in_collective_s: float | None, now_s: float) -> Standing:
-    """How far a worker has got. `in_collective_s`: since when its stack shows it in a collective of the script's."""
+    """How far a worker has got. `in_collective_s`: since when its stack shows it in a collective of the script."""
     in_collective = in_collective_s is not None
     since_s = beat.beat_at_s if in_collective_s is None else in_collective_s
     stopped = process_state == STOPPED_STATE
@@ -41,7 +41,7 @@ def standing(beat: Beat, process_state: str, in_collective_s: float | None, now_
 
 
 def same(one: Standing, other: Standing) -> bool:
-    """Whether they say the same but for how long it has lasted."""
+    """Whether both are equal, durations aside."""
     return (one.rank, one.position, one.doing, one.waits, one.stopped, one.deaf, one.quiet) == (
         other.rank, other.position, other.doing, other.waits, other.stopped, other.deaf, other.quiet,
     )  # fmt: skip
@@ -50,12 +50,12 @@ def same(one: Standing, other: Standing) -> bool:
 def worth_telling(
     standings: tuple[Standing, ...], told: tuple[Standing, ...], *, crowd: bool
 ) -> tuple[Standing, ...] | None:
-    """What the other agents are to be told instead of `told`; None: nothing new. In a `crowd` the first few nodes tell
-    that their ranks wait, the others (this is one of them) only what may be the cause."""
+    """What to publish instead of `told`; None: nothing new. In a large job the first few nodes publish ranks that wait;
+    the others (`crowd`: this is one of them) publish only what may be the cause."""
     if crowd:
         standings = tuple(s for s in standings if not s.waits or s.deaf)
     if not standings:
-        return None  # what was told is out of date by its positions: not worth a write
+        return None  # what was published shows by its positions that it is stale: not worth a write
     if len(standings) == len(told) and all(map(same, standings, told)):
         return None
     return standings
@@ -63,12 +63,12 @@ def worth_telling(
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A rank that shows no progress, as an agent knows it."""
+    """A rank that shows no progress, as far as this agent has learnt."""
 
     node: str
     standing: Standing
     since_s: float
-    """Instant of its last sign of progress, on the clock of the agent that asks."""
+    """Instant of its last sign of progress, on this agent's clock."""
 
     def wait(self) -> RankWait | None:
         if not self.standing.waits:
@@ -77,14 +77,14 @@ class Known:
 
 
 def all_ahead(here: Position, others: Collection[Known], world_size: int) -> bool:
-    """Whether every other rank of a world is known to have committed the step that a rank at `here` is in. (Further
-    within the step is no proof: a rank may have returned from `train`, or have left an exchange out.)"""
+    """Whether every other rank of the generation is known to have committed the step that a rank at `here` is in. (A
+    later position within the step is no proof: a rank may have returned from `train`, or have skipped an exchange.)"""
     return len({k.standing.rank for k in others if k.standing.position[:2] > here[:2]}) >= world_size - 1
 
 
 @dataclass(frozen=True, slots=True)
 class StandstillCause:
-    """Where it probably lies that a job makes no step."""
+    """The probable reason why a job makes no step, and the rank at which it lies."""
 
     because: str
     rank: int | None = None
@@ -93,10 +93,10 @@ class StandstillCause:
 
 
 def explain(known: Collection[Known], nodes: Mapping[int, str], generation: int) -> StandstillCause:
-    """`nodes`: rank -> node of the generation."""
+    """`nodes`: rank -> node, for all ranks of `generation`."""
     current = [k for k in known if k.standing.position[0] == generation and nodes.get(k.standing.rank) == k.node]
     newest = max((k.standing.position[1] for k in current), default=-1)
-    # No rank can be more than one step behind another: those were written in an earlier standstill.
+    # Ranks are at most one step apart: older positions were written in an earlier standstill.
     ranks = {k.standing.rank: k for k in current if k.standing.position[1] >= newest - 1}
     unheard = [rank for rank in nodes if rank not in ranks]
     furthest = max((k.standing.position for k in ranks.values()), default=(0, 0, 0))

@@ -1,4 +1,4 @@
-"""The table of tensors: what snapshot, checkpoint and broadcast all agree on."""
+"""The table of a state's tensors, common to snapshots, checkpoints and broadcasts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Table = tuple[TensorInfo, ...]
 
 
 class Beside(msgspec.Struct, frozen=True):
-    """Tensors of other nodes' shares that a rank keeps in memory beside its own, and never writes to disk."""
+    """Tensors of other nodes' shards that a rank keeps in memory beside its own, and never writes to disk."""
 
     table: Table = ()
     positions: tuple[int, ...] = ()
-    """Of each of them in the whole table of the state."""
+    """Index of each of them in the complete table of the state."""
 
 
 ALONE = Beside()

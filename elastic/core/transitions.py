@@ -1,8 +1,8 @@
 """The stages of a worker, and the table of all its transitions: (stage, trigger) -> stage.
 
-Every change of a worker's stage is looked up here; a pair that is not in the table is a mistake of the caller and
-raises. `docs/states.md` is drawn from the table. A managed worker keeps its process over generations: its stages are
-those of that process. A plain worker has a process only while it is `running`: in `ready` and `done` there is none.
+Every change of a worker's stage is looked up here; a pair that is not in the table is an error of the caller and
+raises. `docs/states.md` is generated from the table. A managed worker keeps its process across generations: its stages
+are those of that process. A plain worker has no process in `ready` and `done`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from types import MappingProxyType
 
 
 class Stage(enum.StrEnum):
-    """Where a worker stands, as its agent knows it."""
+    """The stage of a worker, as far as its agent has learnt."""
 
     STARTING = "starting"  # forked; imports and setup
     READY = "ready"  # holds process (and perhaps state), no group
     FORMING = "forming"  # told to form `generation`
-    RUNNING = "running"  # state is there, `train` runs
+    RUNNING = "running"  # has the state, `train` runs
     STOPPING_AT_STEP = "stopping_at_step"  # told to leave at a step
     ABORTING = "aborting"  # told to abort its process group, or to end
     KILLED = "killed"  # a signal to end was sent, exit not yet seen
     DONE = "done"  # `train` has returned on all ranks
-    GONE = "gone"  # no process; one is due at `deadline_s`
+    GONE = "gone"  # no process; a new one is due at `deadline_s`
 
 
 IN_GROUP = frozenset({Stage.FORMING, Stage.RUNNING, Stage.STOPPING_AT_STEP, Stage.DONE})
@@ -76,7 +76,7 @@ TABLE: Mapping[tuple[Stage, Trigger], Stage] = MappingProxyType(
         **_rows(Trigger.KILL, Stage.KILLED, Stage.STARTING, Stage.READY, Stage.ABORTING, *IN_GROUP),
         **_rows(Trigger.GENERATION_OVER, Stage.READY, Stage.DONE),
         **_rows(Trigger.PROMOTE, Stage.READY, Stage.GONE, Stage.STARTING, Stage.KILLED),
-        # A plain worker turns out to be managed: a running one is in its setup; elsewhere there is no process yet.
+        # A plain worker turns out to be managed: in `running` it is in its setup; in the others it has no process.
         **_rows(Trigger.MANAGED, Stage.STARTING, Stage.RUNNING),
         **_rows(Trigger.MANAGED, Stage.GONE, Stage.READY, Stage.DONE),
         **_rows(Trigger.SET_UP, Stage.READY, Stage.STARTING),

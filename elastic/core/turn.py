@@ -1,4 +1,4 @@
-"""One turn of an agent's recovery: what the rooms of `recovery` work on, and the questions that they share."""
+"""One turn of an agent's recovery: the state that the parts of `recovery` work on, and the queries that they share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .records import Phase
 from .transitions import Stage, Trigger, after
 
 STALL_S = 1.0
-"""With no step for this long (or three step times), an expired lease is believed."""
+"""Without a step for this long (or three step times), an expired lease counts as a loss: see `steps_advance`."""
 
 ASK_AGAIN_S = 1.0
 """A request whose result the view does not show is made again after this long."""
 
 
 class Turn:
-    """One turn: the agent as it becomes, and the effects so far."""
+    """One turn: the agent's new state, and the effects so far."""
 
     def __init__(self, agent: Agent, now_s: float, jitter: float) -> None:
         self.agent = agent
@@ -43,12 +43,12 @@ class Turn:
         self.change(workers={**self.agent.workers, worker.slot: worker})
 
     def find(self, slot: int, worker_id: int) -> Worker | None:
-        """The worker meant, or None when it has been replaced since."""
+        """The worker with this id in `slot`; None if it has been replaced since."""
         worker = self.agent.workers.get(slot)
         return worker if worker and worker.worker_id == worker_id else None
 
     def move(self, worker: Worker, trigger: Trigger, deadline_s: float = math.inf, **fields: object) -> None:
-        """To the stage that the table of transitions says. Raises UnknownTransition."""
+        """Move `worker` to the stage that the table of transitions gives. Raises UnknownTransition."""
         moved = replace(worker, stage=after(worker.stage, trigger), since_s=self.now_s, deadline_s=deadline_s, **fields)
         self.put(moved)
 
@@ -57,12 +57,12 @@ class Turn:
         self.move(worker, Trigger.KILL, told_to_end=graceful)
 
     def reaches(self, generation: int, step: int) -> None:
-        """A worker of this node has committed `step`, or received a state in which it was."""
+        """Record that a worker of this node has committed `step`, or received a state of it."""
         if generation and (generation, step) > self.agent.reached:
             self.change(reached=(generation, step))
 
     def ask(self, effect: Effect, key: str) -> None:
-        """Ask for something that only the view can confirm; again after a while if it does not."""
+        """Request an effect that only the view can confirm; a call after ASK_AGAIN_S repeats the request."""
         asked = self.agent.asked.get(key)
         if asked is None or self.now_s - asked >= ASK_AGAIN_S:
             self.change(asked={**self.agent.asked, key: self.now_s})
@@ -72,7 +72,7 @@ class Turn:
         return next((w for w in self.agent.standbys if w.worker_id == worker_id), None)
 
     def move_standby(self, standby: Worker, trigger: Trigger, deadline_s: float = math.inf, **fields: object) -> None:
-        """As `move`, for one that has no slot yet."""
+        """As `move`, for a standby, which has no slot yet."""
         moved = replace(standby, stage=after(standby.stage, trigger), deadline_s=deadline_s, **fields)
         self.change(standbys=tuple(moved if w is standby else w for w in self.agent.standbys))
 
@@ -85,7 +85,7 @@ class Turn:
         return self.agent.leaving is not None or phase.over or phase is Phase.STOPPING
 
     def my_ranks(self) -> Mapping[int, int]:
-        """slot -> rank of our workers in the newest generation; empty when it goes on without us."""
+        """slot -> rank of our workers in the newest generation; empty if it goes on without this node."""
         generation = self.agent.generation
         if generation is None:
             return {}
@@ -95,7 +95,7 @@ class Turn:
         return self.agent.ranks[1]
 
     def limits(self) -> Limits:
-        """How many nodes the job may have, as its spec says now (`elasticctl scale`)."""
+        """How many nodes the job may have by its current spec (`elasticctl scale` changes it)."""
         spec = self.agent.view.spec
         if spec is None:
             return self.policy.limits
@@ -105,11 +105,11 @@ class Turn:
         if not self.policy.managed:
             return False
         if self.done_here():
-            return True  # all ranks have got to the end; who is silent has nothing left to do
+            return True  # all ranks have reached the end; a silent one has nothing left to do
         return self.now_s - self.agent.stepped_at_s < max(STALL_S, 3 * self.agent.step_s)
 
     def done_here(self) -> bool:
-        """All our workers have got to the end, and so have all others."""
+        """Whether all our workers have reached the end, and with them all other ranks."""
         number = self.agent.generation.number if self.agent.generation else 0
         mine = [w for s, w in self.agent.workers.items() if s in self.my_ranks()]
         return bool(mine) and all(w.stage is Stage.DONE and w.generation == number for w in mine)

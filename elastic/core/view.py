@@ -1,4 +1,4 @@
-"""Everything etcd says of one job, as one picture: what every decision is made on."""
+"""The records of one job in etcd as one consistent view: the input of every decision."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from .records import (
 R = TypeVar("R", bound=Record)
 
 RECOVERY_GENERATIONS = 8
-"""The record of an open incident, and those of the failures that belong to it, are looked for under the numbers of so
-many generations back."""
+"""For how many generations back the record of an open incident, and the failure reports that belong to it, are read."""
 
 
 class Stored(Protocol):
@@ -40,7 +39,7 @@ class Stored(Protocol):
     def mod_revision(self) -> int: ...
 
 
-# After an outage all is read anew, and is mostly what it was.
+# Cached: after an outage all member records are read again, and most are unchanged.
 
 
 @functools.lru_cache(maxsize=16384)
@@ -52,7 +51,7 @@ def _member(raw: bytes) -> MemberRecord:
 class Member:
     record: MemberRecord
     create_revision: int
-    """Create revision of its key: the smallest is the oldest."""
+    """Create revision of its key: the oldest member has the smallest."""
 
     @property
     def id(self) -> tuple[str, str]:
@@ -60,7 +59,8 @@ class Member:
 
 
 class Seats(Mapping[str, Member]):
-    """The nodes of a generation as members, for want of their records: all that is known is that they were there."""
+    """The nodes of a generation as members, made from their places where their records are not watched. Whether they
+    are still alive is not known."""
 
     def __init__(self, formed: GenerationRecord | None) -> None:
         self._formed = formed
@@ -89,7 +89,7 @@ class Seats(Mapping[str, Member]):
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """Everything etcd says of one job, at one revision; of a large one perhaps only its head (see `sight`)."""
+    """The records of one job at one etcd revision; of a large job perhaps only its head (see `watch_scope`)."""
 
     spec: SpecRecord | None = None
     state: JobState = field(default_factory=JobState)
@@ -98,21 +98,21 @@ class JobView:
     generation: GenerationRecord | None = None
     generation_revision: int = 0
     saved_step: int = 0
-    """The newest checkpoint that the leader has told of."""
+    """Step of the newest checkpoint that the leader has published."""
     progress: ProgressRecord | None = field(default=None, compare=False)
     """The progress record; None where it does not exist, or only the head of the job is watched."""
     broken: BrokenRecord | None = None
-    """The record of `generation`'s failure, if it has one."""
+    """The failure report of `generation`, if it is broken."""
     broken_before: tuple[BrokenRecord, ...] = field(default=(), compare=False)
-    """The same of the generations before it, newest first: more may become known of a failure while the recovery from
-    it lasts, and generations that break during it have followed."""
+    """Those of the generations before it, newest first: more may be reported of a failure during the recovery from it,
+    and further generations may break during that recovery."""
     incident: tuple[int, IncidentRecord] | None = field(default=None, compare=False)
     """(key, record) of the newest incident that is not over; None where only the head of the job is watched."""
     revision: int = 0
     whole: bool = True
-    """Whether it shows the members. Else `members` are those who have a place in `generation`, dead or alive."""
+    """Whether member records are included. Otherwise `members` are the nodes of `generation`, dead or alive."""
     disputes: frozenset[reachability.Dispute] = field(init=False, compare=False)
-    """Pairs of members of which one cannot reach the other."""
+    """Pairs of members of which at least one cannot reach the other."""
 
     def __post_init__(self) -> None:
         found: frozenset[reachability.Dispute] = frozenset()
@@ -127,10 +127,10 @@ class JobView:
 
 
 class Reader:
-    """Reads one picture of a job after another, and of each only what is not the same object as in the one before.
+    """Reads one etcd snapshot of a job after another, and decodes only the values that are new objects.
 
-    A picture comes whole, with a key for each node, and next to nothing in it has changed. What has not changed is
-    the same object in the view, too: its `members` are compared by identity.
+    A snapshot is complete, with a key for each node, and almost nothing in it has changed. What has not changed is the
+    same object in the view, too: its `members` are compared by identity.
     """
 
     def __init__(self, keys: JobKeys) -> None:
@@ -144,7 +144,7 @@ class Reader:
     def read(self, kvs: Mapping[str, Stored], revision: int, whole: bool = True) -> JobView:
         """`whole`: whether the members are among `kvs`.
 
-        Raises ProtocolVersionMismatch for a record of another version, msgspec.ValidationError for what is none.
+        Raises ProtocolVersionMismatch for a record of another version, msgspec.ValidationError for a malformed one.
         """
         keys = self._keys
         members = self._members if kvs is self._kvs or not whole else self._changed_members(kvs)
@@ -179,7 +179,7 @@ class Reader:
         return tuple(found)
 
     def _open_incident(self, kvs: Mapping[str, Stored], formed: GenerationRecord) -> tuple[int, IncidentRecord] | None:
-        """It stands under the number after that of the generation that failed first."""
+        """Its key has the number after that of the generation that failed first."""
         for number in range(formed.number + 1, max(1, formed.number - RECOVERY_GENERATIONS), -1):
             if kv := kvs.get(self._keys.incident(number)):
                 record = self._record(IncidentRecord, kv, name=f"incident {number % (RECOVERY_GENERATIONS + 2)}")
@@ -206,7 +206,7 @@ class Reader:
         return members
 
     def _record(self, kind: type[R], kv: Stored, read: Callable[[bytes], R] | None = None, name: str = "") -> R:
-        """`name`: tells records of one kind that are read from different keys apart."""
+        """`name`: distinguishes records of one kind that are read from different keys."""
         known = self._records.get(name or kind.__name__)
         if known is not None and known[0] is kv:
             return cast(R, known[1])

@@ -1,9 +1,10 @@
-"""Who sees what of a large job. Pure.
+"""Which agents of a large job watch its members in etcd. Pure.
 
-That N agents each hear of every other's coming and going is N² messages, of which all but the leader's are for nothing.
-So in a large job an agent whose workers step follows only the *head*: the job's spec and state, the generation and its
-end. The members are seen by those who may have to lead, the first few living of the generation (before any: the
-oldest), and by whoever has no part in a generation that steps, since then those few may be gone.
+If N agents were each notified of every other's joining and leaving, that would be N² messages, and all but the leader's
+would be useless. So in a large job an agent whose workers step watches only the *head*: the job's spec and state, the
+generation and its failure report. The members are watched by the leader candidates, the first few living nodes of the
+generation (before there is one: the oldest members), and by each agent without a part in a generation that steps, since
+then those candidates may be gone.
 """
 
 from __future__ import annotations
@@ -11,21 +12,22 @@ from __future__ import annotations
 from .model import Agent
 
 GRACE_S = 2.0
-"""Beyond the lease's time-to-live: for how long there may be no step before its leader_candidates may be gone."""
+"""Added to the lease TTL: without a step for longer than that, the leader candidates may be gone."""
 WAVE_S = 0.25
-"""Then as many agents more look for themselves every so often: not all at once."""
+"""After that, another `leader_candidates` agents start to watch the members at this interval: not all at once."""
 FORMING_LEASES = 3
-"""Before the first generation, how many times-to-live (up to twice as many, each agent its own) pass until one looks
-again whether it has become one of the oldest."""
+"""Before the first generation: after how many lease TTLs (up to twice as many, different for each agent) an agent
+checks again whether it has become one of the oldest members."""
 
 
 def watches_members(agent: Agent, now_s: float, narrow_for_s: float | None) -> bool:
-    """narrow_for_s: for how long it has followed the head alone; None: it does not, or not any more."""
+    """Whether the agent is to watch the members. narrow_for_s: for how long it has watched only the head; None: it
+    does not, or no longer."""
     policy, formed = agent.policy, agent.generation
     if narrow_for_s is None and not agent.view.whole:
-        return True  # the members are still to come
+        return True  # the members are still being read
     if agent.draining is not None:
-        return True  # whether enough others stay decides when it may go
+        return True  # when it may leave depends on how many others stay
     if formed is None:
         return _first(agent, narrow_for_s)
     if len(formed.places) <= policy.crowd or not policy.managed:

@@ -1,4 +1,4 @@
-"""What follows for the workers: who is forked, told to let go, told to form, killed."""
+"""What follows for the workers: which are forked, told to form, told to stop at a step or to abort, and killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def settle_worker(turn: Turn, worker: Worker) -> None:
             turn.do(ForkWorker(worker.slot, agent.spawned + 1))
         return
     if worker.stage is Stage.ABORTING and turn.now_s >= worker.deadline_s:
-        turn.kill(worker, "did not let go in time")
+        turn.kill(worker, "did not abort in time")
         return
     if generation is None:
         return
@@ -67,7 +67,7 @@ def _abort(turn: Turn, worker: Worker, why: str) -> None:
             turn.kill(worker, why)
         return
     turn.do(Send(worker.slot, worker.worker_id, messages.AbortGroup(generation=worker.generation, why=why)))
-    # The call in flight raises only when its step gets to it: a long step needs as long.
+    # An aborted collective raises only when the step gets to it: a long step takes as long.
     patience_s = max(turn.policy.timeouts.abort_s, 3 * turn.agent.step_s)
     turn.move(worker, Trigger.ABORT, turn.now_s + patience_s)
 
@@ -80,7 +80,7 @@ def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: Mappi
         turn.do(ForkPlain(worker.slot, worker_id, generation))
         return
     at = generation.at(turn.policy.node)
-    assert at is not None  # `ranks` are its
+    assert at is not None  # it has `ranks` in this generation
     turn.move(worker, Trigger.FORM, generation=generation.number)
     form = messages.Form(
         generation=generation.number,

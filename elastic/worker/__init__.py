@@ -1,1 +1,1 @@
-"""Inside the training process: what ``elastic.run`` is made of."""
+"""Code that runs inside the training process, behind ``elastic.run``."""

@@ -1,6 +1,6 @@
-"""Where an agent's worker puts its snapshots: the arenas that the agent owns.
+"""Snapshot backend of a worker that has an agent: copies into arenas that the agent owns.
 
-The agent writes them to disk, also when this process is dead by then. It hears of one when it is whole.
+The agent writes the arenas to disk, even after this process has died. It is told of a snapshot once that is complete.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .session import Session
 
 ARENA_WAIT_S = 30.0
 ASK_AGAIN_S = 60.0
-"""After the agent has said that the node has not memory enough for more than the shares to be written."""
+"""Pause after the agent has refused memory for more than the shards to be written, because the node has not enough."""
 NO_MEMORY = -1
 
 
@@ -39,11 +39,11 @@ class _Copying:
     buffer: int
     fill: Fill
     launched_s: float
-    """How long it took to begin."""
+    """Seconds that starting the copy took."""
 
 
 class AgentSnapshots:
-    """Main thread, but for `prepare`, which leaves its work to a thread that `put` waits for."""
+    """Main thread only, except that `prepare` leaves its work to a thread, which `put` joins."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -51,14 +51,14 @@ class AgentSnapshots:
         self._busy: set[int] = set()
         self._copying: _Copying | None = None
         self._cold: set[int] = set()
-        """Buffers whose pages may not be present yet."""
+        """Indices of buffers whose pages may not be present yet."""
         self._refused_s = -math.inf
         self._sized: tuple[Table, Beside, int] = ((), ALONE, arena_nbytes(()))
         self._beside = True
         self._beside_s = 0.0
         self._preparing: threading.Thread | None = None
         self._awaited = True
-        """The main thread waits for what is done in here: then it is progress of this worker."""
+        """The main thread waits for the work done here, which then counts as progress of this worker."""
         self._offers: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[messages.SaveResult] = queue.SimpleQueue()
         self._durable_s = 0.0
@@ -87,7 +87,7 @@ class AgentSnapshots:
 
     def free(self) -> bool:
         if not self._arenas:
-            return True  # nor is heard yet what frees a buffer: which are busy comes with them
+            return True  # which buffers are busy is only learned when the agent sends them
         self._take_results()
         return self._free_buffer() is not None
 
@@ -102,9 +102,10 @@ class AgentSnapshots:
     # ── one snapshot ────────────────────────────────────────────────────────────────────────────────────────
 
     def put(self, part: Part) -> bool:
-        """False: the agent has no memory for it, or still writes both that the worker before this one has filled.
+        """Copy `part` into a free buffer, or begin to.
 
-        Where there is no memory for what is kept beside the share, the share alone is put if it is to be written.
+        Returns False if the agent has no memory for it, or is still writing both buffers, which the previous worker
+        filled. Without memory for the other nodes' shards, only the own shard is put, if it is to be written to disk.
         """
         self.settle()
         self._session.beat(Doing.SAVING)
@@ -120,7 +121,7 @@ class AgentSnapshots:
         began_s = time.monotonic()
         arena = self._arenas[buffer]
         if buffer in self._cold and part.tensors and part.tensors[0].is_cuda:
-            arena.touch(self._session.copied)  # to register it with CUDA would do that without a sign of progress
+            arena.touch(self._session.copied)  # registering with CUDA would do that too, but without reporting progress
         arena.layout(
             part.table, share=part.share, shares=part.shares, beside=part.beside, part=part.part, parts=part.parts
         )
@@ -143,7 +144,7 @@ class AgentSnapshots:
         return self._beside_s
 
     def leave(self) -> None:
-        """As `settle` where the copy is complete or a GPU is at it; otherwise it is dropped: the others wait."""
+        """As `settle` if the copy is complete or done by a GPU; otherwise it is dropped, as the other ranks wait."""
         if (copying := self._copying) is None:
             return
         self._copying = None
@@ -153,9 +154,9 @@ class AgentSnapshots:
             self.settle()
 
     def settle(self) -> None:
-        """The agent hears of the snapshot now and not before: until its seal the arena counts as half filled.
+        """Complete the copy and report the snapshot to the agent. Until it is sealed, the arena counts as half filled.
 
-        Raises RuntimeError when the device failed.
+        Raises RuntimeError if the device failed.
         """
         copying, self._copying = self._copying, None
         if copying is None:
@@ -164,7 +165,7 @@ class AgentSnapshots:
         began_s = time.monotonic()
         copying.fill.finish()
         self._beside_s = copying.fill.beside_s
-        self._beside = self._beside and not copying.fill.torn  # a script that does so would do it each time
+        self._beside = self._beside and not copying.fill.torn  # such a script would change the tensors during each copy
         try:
             arena.seal(part.step, part.commit_generation, extra=part.extra)
         except ArenaError as error:
@@ -192,14 +193,14 @@ class AgentSnapshots:
             self._prepare_by_thread(self._warm, part.tensors)
 
     def _free_buffer(self) -> int | None:
-        """The older of the buffers that nobody writes from."""
+        """The free buffer with the oldest content; None: the agent is writing from all."""
         free = [i for i in range(len(self._arenas)) if i not in self._busy]
         return min(free, key=lambda i: _age(self._arenas[i]), default=None)
 
     # ── the buffers ─────────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self, part: Part) -> None:
-        """Get the buffers, make their pages present and register them with CUDA, all while training goes on: on fresh
+        """Get the buffers, make their pages present and register them with CUDA while training continues: on fresh
         memory that takes several times as long as a copy."""
         if self._preparing is not None or self._arenas:
             return
@@ -214,14 +215,14 @@ class AgentSnapshots:
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         self._awaited = False
         thread = threading.Thread(target=act, args=[device], name="elastic-arenas", daemon=True)
-        with contextlib.suppress(RuntimeError):  # the system has no thread to spare: the next copy does it
+        with contextlib.suppress(RuntimeError):  # no thread can be started: the next copy does the work
             thread.start()
             self._preparing = thread
 
     def _prepared(self) -> None:
         self._awaited = True
         if self._preparing is not None:
-            self._preparing.join()  # it has a deadline of its own
+            self._preparing.join()  # the thread has its own deadline
             self._preparing = None
 
     def _touched(self, nbytes: int) -> None:
@@ -231,7 +232,7 @@ class AgentSnapshots:
     def _warm(self, device: torch.device | None) -> None:
         """Make the pages of the buffers present, and register them with CUDA."""
         for buffer, arena in enumerate(self._arenas):
-            with contextlib.suppress(ArenaError):  # it says so again when it is filled
+            with contextlib.suppress(ArenaError):  # raised again when the arena is filled
                 if buffer in self._cold:
                     arena.touch(self._touched)
                 if device is not None:
@@ -253,7 +254,7 @@ class AgentSnapshots:
         return False
 
     def _make_room(self, nbytes: int, optional: bool) -> bool:
-        """Two buffers of at least `nbytes` from the agent; without them there is no snapshot."""
+        """Get two buffers of at least `nbytes` bytes from the agent. Returns False if it does not provide them."""
         for arena in self._arenas:
             arena.close()
         self._arenas, self._busy, self._cold = [], set(), set()
@@ -268,7 +269,7 @@ class AgentSnapshots:
                     return False
                 arena = Arena.from_fd(descriptor, warm=False)
                 if arena.capacity < nbytes:
-                    arena.close()  # the answer to an earlier request, which was not waited for any longer
+                    arena.close()  # the late answer to an earlier request that timed out
                     continue
                 if written_from:
                     busy.add(len(arenas))
@@ -279,12 +280,12 @@ class AgentSnapshots:
                 for arena in arenas:
                     arena.close()
                 return False
-        # In this order: `free` may be asked meanwhile.
+        # `_arenas` last: `free` may be called meanwhile.
         self._busy, self._cold = busy, set() if nbytes < WORTH_A_THREAD_BYTES else set(range(len(arenas)))
         self._arenas = arenas
         return True
 
-    # ── what the agent says ─────────────────────────────────────────────────────────────────────────────────
+    # ── messages from the agent ─────────────────────────────────────────────────────────────────────────────
 
     def _take_results(self) -> None:
         while True:

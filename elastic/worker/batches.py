@@ -1,4 +1,4 @@
-"""Batches by step number: the data of a step, whatever happened before it and however large the world is now."""
+"""Batches by step number: the data of a step, whatever happened before it and for any world size."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .ddp import GradientWeight
 from .inherited_sockets import leave_parents_sockets
 
 _BLOCK = 4096
-"""Positions whose samples are computed at once, with arrays: 0.3 ms a block instead of 5 µs a sample."""
+"""Positions whose sample indices are computed at once, with arrays: 0.3 ms per block instead of 5 µs per sample."""
 
 _WORD = 0xFFFFFFFFFFFFFFFF
 
 
 class MapDataset(Protocol):
-    """`dataset[i]` and `len(dataset)`. A `__getitems__(indices)` is used where there is one, as torch does."""
+    """`dataset[i]` and `len(dataset)`. As in torch, `__getitems__(indices)` is used if there is one."""
 
     def __len__(self) -> int: ...
 
@@ -43,27 +43,28 @@ class Batch:
     """This rank's part of one step's global batch, on the job's device."""
 
     data: Any
-    """What the collate function made of the samples."""
+    """The collated samples of this rank."""
 
     indices: tuple[int, ...]
-    """Which samples of the dataset these are. Empty on a rank that has none this time: `data` then holds one sample
-    to run through the model, because the exchange of gradients needs every rank; its weight is 0."""
+    """Dataset indices of this rank's samples. Empty if the rank has none in this step: `data` then holds one sample
+    to run through the model, as every rank must take part in the all-reduce of gradients; its weight is 0."""
 
     step: int
     epoch: int
     global_size: int
-    """Samples of this step over all ranks."""
+    """Number of samples of this step over all ranks."""
 
     micro_batch: int | None = None
     share: GradientWeight | None = field(default=None, repr=False)
 
     @property
     def x(self) -> Any:
-        """First of the two that the dataset gives: `dataset[i] == (x, y)`."""
+        """The inputs, for a dataset of pairs: `dataset[i] == (x, y)`. Raises TypeError for other datasets."""
         return self._pair[0]
 
     @property
     def y(self) -> Any:
+        """The targets, likewise."""
         return self._pair[1]
 
     @property
@@ -76,18 +77,18 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """Samples on this rank."""
+        """Number of samples on this rank."""
         return len(self.indices)
 
     @property
     def weight(self) -> float:
-        """Part of the global batch that is here: what this rank's mean loss counts for."""
+        """`size / global_size`: the weight of this rank's mean loss in the mean over the global batch."""
         return self.size / self.global_size
 
     def parts(self) -> Iterator[Batch]:
         """The same samples in micro-batches of at most `micro_batch`, for `loss.backward()` on each in turn.
 
-        Gradients add up to the exact mean over the global batch; they are exchanged during the last backward only.
+        Gradients accumulate to the exact mean over the global batch; they are exchanged during the last backward only.
         """
         sizes = micro_sizes(self.size, self.micro_batch)
         start = 0
@@ -133,22 +134,23 @@ def batches(
     share: GradientWeight | None = None,
     on_turn: Callable[[], None] = lambda: None,
 ) -> Iterator[Batch]:
-    """This rank's part of each step from `state.step` on; `state.step` must grow by one a turn (`job.commit`).
+    """Yield this rank's part of each step from `state.step` on; `state.step` must grow by one per turn (`job.commit`).
 
-    `batch_size` is that of all ranks together and does not change with the world. `epochs` and `steps` are totals
-    from the start of training, the smaller counts; neither: one epoch. `micro_batch`: see `Batch.parts`.
-    `num_workers` processes load ahead; they end with the iterator, and with this process however it ends.
+    `batch_size` is the number of samples over all ranks and does not change with the world size. `epochs` and `steps`
+    are totals from the start of training, and the smaller one counts; neither: one epoch. `micro_batch`: see
+    `Batch.parts`. `num_workers` processes load ahead; they end with the iterator, and with this process however it
+    ends.
 
-    Random draws: those in `dataset[i]` depend on (seed, epoch, position of the sample in the epoch) alone, so they are
-    the same whatever the world; those in the training loop (dropout) on (seed, step, rank). For Python's `random`,
-    numpy's global generator and torch's, on CPU and CUDA.
+    Random numbers drawn in `dataset[i]` depend only on (seed, epoch, position of the sample in the epoch), so they are
+    the same for any world size; those drawn in the training loop (dropout) depend on (seed, step, rank). This holds for
+    Python's `random`, numpy's global generator and torch's, on CPU and CUDA.
 
     `on_turn` is called when a turn has ended, before the next batch is loaded.
 
-    Raises ValueError for an empty dataset or wrong sizes, RuntimeError when a turn ends without a commit.
+    Raises ValueError for an empty dataset or invalid sizes, RuntimeError if a turn ends without a commit.
     """
     plan = BatchPlan(len(dataset), batch_size)
-    micro_sizes(1, micro_batch)  # refuse a wrong one at the first call, not in the loop
+    micro_sizes(1, micro_batch)  # raises for an invalid one at the first call, not in the loop
     load = _Parts(dataset, plan, rank, world_size, seed, shuffle, collate or default_collate)
     end = plan.total_steps(epochs=epochs, steps=steps)
     with contextlib.closing(_loaded(load, range(state.step, end), num_workers, pin_memory)) as loaded:
@@ -182,7 +184,7 @@ def seed_everything(seed: int, *path: int) -> None:
 
 
 def _seed(word: int) -> None:
-    """From 64 bits."""
+    """Seed the three generators from 64 bits."""
     random.seed(word)
     np.random.seed(word >> 32)
     torch.default_generator.manual_seed(word)
@@ -191,14 +193,14 @@ def _seed(word: int) -> None:
 
 
 def _generators() -> tuple[object, ...]:
-    """The states of the three."""
+    """The states of the three generators."""
     numpy: Any = np.random.get_state(legacy=True)
     return random.getstate(), numpy[0], bytes(numpy[1]), numpy[2:], bytes(torch.default_generator.get_state().numpy())
 
 
 class Untouched:
-    """Whether anything was drawn from the three since `rewind`; the two together are a tenth of looking at their
-    states. Afterwards they stand somewhere."""
+    """Whether anything was drawn from the three generators since `rewind`. Both calls together cost a tenth of
+    comparing the full states. The check itself draws, so it leaves the generators at an arbitrary position."""
 
     def __init__(self) -> None:
         random.seed(0)
@@ -219,7 +221,7 @@ class Untouched:
 
 
 def _scatter(word: int) -> int:
-    """64 bits into 64 bits, each depending on all (the finalizer of splitmix64)."""
+    """Map 64 bits to 64 bits, each depending on all (the finalizer of splitmix64)."""
     word = (word + 0x9E3779B97F4A7C15) & _WORD
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
@@ -296,9 +298,10 @@ class _Parts:
         return samples
 
     def _watched(self, start: int, indices: Sequence[int]) -> list[Any]:
-        """To seed three generators costs more than many a sample, and most datasets draw nothing. So the first sample
-        of a process is looked at closely, and then the generators at the end of each batch. Once something was drawn
-        that batch is read again, seeded, and all later ones are seeded."""
+        """Read without seeding, if the dataset draws nothing. Seeding three generators costs more than many samples,
+        and most datasets draw nothing. So the generators are compared after the first sample of a process, and from
+        then on at the end of each batch. Once anything was drawn, that batch is read again, seeded, and so are all
+        later ones."""
         samples = []
         if self._untouched is None:
             self._untouched = Untouched()
@@ -313,7 +316,7 @@ class _Parts:
         if not self._untouched():
             self._random = True
             return self._seeded(start, indices)
-        if self._collate is not default_collate:  # which may draw: as after its last sample
+        if self._collate is not default_collate:  # which may draw: seed as after the last sample
             _seed(_scatter(self._draws ^ start + len(indices) - 1))
         return samples
 
@@ -342,7 +345,7 @@ def _loaded(
         num_workers=num_workers,
         pin_memory=pin_memory,
         worker_init_fn=functools.partial(leave_parents_sockets, parent=os.getpid()),
-        generator=torch.Generator(),  # else it draws from the global one
+        generator=torch.Generator(),  # otherwise it draws from the global one
     )
     iterator: Any = iter(loader)
     try:

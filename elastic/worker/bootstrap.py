@@ -1,4 +1,4 @@
-"""From a fresh fork of the zygote to the user's script running as ``__main__``."""
+"""Turns a fresh fork of the zygote into a worker that runs the user's script as ``__main__``."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ ADOPTION_S = 5.0
 EXIT_ENV, GRACE_ENV = "ELASTIC_EXIT_TIMEOUT_S", "ELASTIC_STOP_GRACE_S"
 MOST_S = 1e6
 STACKS_AT = 0.9
-"""The stacks of a process that does not end are written to its log at this share of its time."""
+"""The stacks of a process that does not exit are written to its log after this fraction of its time limit."""
 _RUNNERS = (__file__, main_module.__file__, runpy.__file__, "<frozen runpy>")
 
 
 def become(order: messages.Fork, descriptors: list[int], agent_pid: int) -> NoReturn:
     """Turn this process into the worker that `order` describes. `descriptors`: channel, beat page, log.
 
-    Ends by SystemExit, which is to go up to the interpreter: threads, atexit handlers and open files then end as in any
-    Python program, and the agent ends what takes longer than it may.
+    Ends by SystemExit, which must reach the interpreter: threads, atexit handlers and open files then end as in any
+    Python program, and the agent kills a process that exceeds its time limit.
     """
     _take_place(order, descriptors, agent_pid)
     code = _run(order.argv)
@@ -45,24 +45,26 @@ def become(order: messages.Fork, descriptors: list[int], agent_pid: int) -> NoRe
 
 
 def _say_ended(channel: int, code: int) -> None:
-    """Tell the agent, which from now on counts the time, and have the stacks written down shortly before it is up."""
+    """Report the exit to the agent, which starts its time limit, and schedule a stack dump shortly before that
+    expires."""
     _flush()
     limits_s = [float(os.environ.get(name, "inf")) for name in (EXIT_ENV, GRACE_ENV)]
     limit_s = min(limits_s) if code else limits_s[0]
     if 0 < limit_s < MOST_S:
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback_later(limit_s * STACKS_AT, file=2)
-    with contextlib.suppress(OSError):  # closed by the script; or there is no agent any more, which ends this process
+    with contextlib.suppress(OSError):  # closed by the script; or the agent is gone, which ends this process
         if stat.S_ISSOCK(os.fstat(channel).st_mode):
             os.write(channel, messages.encode(messages.ScriptEnded(code=code)))
 
 
 def _flush() -> None:
-    """Write out what was printed. Where that fails, as on a full disk, drop it: the exit code stays the script's."""
+    """Flush stdout and stderr. If that fails, as on a full disk, drop the output: the exit code remains the
+    script's."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError, AttributeError):  # or the script has closed it, or put another thing in its place
+        except (OSError, ValueError, AttributeError):  # or the script has closed or replaced the stream
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, stream.fileno())
@@ -71,7 +73,7 @@ def _flush() -> None:
 
 
 def _take_place(order: messages.Fork, descriptors: list[int], agent_pid: int) -> None:
-    os.setsid()  # its own group: killing that takes its children (data loaders) along
+    os.setsid()  # its own process group: killing that also kills its children (data loaders)
     channel, page, log = descriptors
     os.set_inheritable(channel, False)
     os.set_inheritable(page, False)
@@ -83,7 +85,7 @@ def _take_place(order: messages.Fork, descriptors: list[int], agent_pid: int) ->
     os.close(log)
     deadline_s = time.monotonic() + ADOPTION_S
     while os.getppid() != agent_pid and time.monotonic() < deadline_s:
-        os.sched_yield()  # the one between us and the agent ends within microseconds
+        os.sched_yield()  # the intermediate process exits within microseconds
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != agent_pid:
         os._exit(1)  # the agent is gone
@@ -97,9 +99,9 @@ def _take_place(order: messages.Fork, descriptors: list[int], agent_pid: int) ->
     os.chdir(order.workdir)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - lives as long as the process
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    # As the interpreter's own: what is no text is told all the same.
+    # As the interpreter's own: unencodable characters are written escaped.
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    atexit.register(_flush)  # the first of the worker's own, so the last to run
+    atexit.register(_flush)  # the first handler of the worker, so the last to run
     gc.enable()
 
 
@@ -116,14 +118,14 @@ def _run(argv: tuple[str, ...]) -> int:
     except BaseException as error:  # noqa: BLE001 - as the interpreter itself does at the top: report and exit 1
         try:
             traceback.print_exception(type(error), error, _of_the_script(error.__traceback__))
-        finally:  # a log on a full disk takes no line
+        finally:  # printing fails if the log is on a full disk
             handler.record_exception(error)
         return 1
     return 0
 
 
 def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
-    """`trace` without the frames that have run the script, unless there are no others."""
+    """`trace` without the frames that started the script, unless there are no others."""
     inner = trace
     while inner is not None and inner.tb_frame.f_code.co_filename in _RUNNERS:
         inner = inner.tb_next

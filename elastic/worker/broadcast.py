@@ -1,8 +1,8 @@
-"""Send tensors along a chain of ranks: in slices, straight between the tensors' own storage, each slice checked.
+"""Send tensors along a chain of ranks: in slices, directly between the tensors' storage, with a checksum per slice.
 
-A chain moves every byte once over every link, and ranks are numbered node by node, so that each network link carries
-the state once. Ranks outside the chain take no part. Big tensors go in slices of their own memory; small ones, and
-what does not lie densely, go through reused staging buffers.
+A chain moves every byte once over every link, and ranks are numbered node by node, so each network link carries the
+state once. Ranks outside the chain take no part. Large tensors are sent in slices of their own memory; small and
+non-contiguous ones go through reused staging buffers.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import xxhash
 from ..checkpoint.memcpy import device_type, movable
 
 SLICE_BYTES = 8 << 20
-"""Longest slice: it is hashed while it is in the cache still. Two are in flight; at most four staging buffers exist."""
+"""Maximum size of a slice: it is hashed while still in the cache. Two are in flight; at most four staging buffers
+exist."""
 
 SMALL_BYTES = 1 << 20
-"""Tensors below this are packed together."""
+"""Tensors below this size are packed together."""
 
 ALIGN = 16
-"""Tensors start at multiples of this in a packed slice, so that any dtype can be viewed there."""
+"""Tensors start at multiples of this many bytes in a packed slice, so that any dtype can be viewed there."""
 
 IN_FLIGHT = 2
 
 
 class CorruptError(RuntimeError):
-    """Bytes arrived that are not those that were sent."""
+    """The received bytes differ from those that were sent."""
 
 
 class Segment(NamedTuple):
@@ -49,7 +50,7 @@ class Slice(NamedTuple):
 
 
 def plan(tensors: Sequence[torch.Tensor]) -> list[Slice]:
-    """How to cut the tensors; the same on both sides, for it depends on sizes and kinds of device only."""
+    """How to slice the tensors; the same on both sides, as it depends only on sizes and device types."""
     slices: list[Slice] = []
     for kind in sorted(set(kinds := [device_type(tensor) for tensor in tensors])):
         small: list[int] = []
@@ -91,10 +92,10 @@ def relay(
     following: int | None,
     check: Callable[[], None] = lambda: None,
 ) -> int:
-    """Fill `tensors` from rank `previous` (None: this rank is the source), and pass them on to `following`.
+    """Fill `tensors` from rank `previous` (None: this rank is the source), and forward them to rank `following`.
 
     Returns the number of bytes moved here. `check` is called after each slice and raises to stop. Raises CorruptError,
-    or what torch raises when the group goes away.
+    or what torch raises when the group is aborted.
     """
     slices = plan(tensors)
     if previous is None:
@@ -117,13 +118,13 @@ def relay(
 
 
 def compare(mine: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Raises CorruptError where digests differ."""
+    """Raises CorruptError if digests differ."""
     if wrong := (mine != theirs).nonzero().flatten().tolist():
         raise CorruptError(f"{len(wrong)} of {len(mine)} slices of the state arrived damaged, the first is {wrong[0]}")
 
 
 def exchange(tensor: torch.Tensor, *, source: int | None = None, target: int | None = None) -> None:
-    """One small blocking transfer of a CPU tensor, over whatever the group has."""
+    """One small blocking transfer of a CPU tensor, over whichever backend the group has."""
     device = control_device()
     moved = tensor if tensor.device == device else tensor.to(device)
     if source is not None:
@@ -134,7 +135,7 @@ def exchange(tensor: torch.Tensor, *, source: int | None = None, target: int | N
 
 
 def control_device() -> torch.device:
-    """Where small tensors must lie to be sent: the CPU, unless the group has only NCCL."""
+    """Device on which small tensors must be to be sent: the CPU, unless the group has only NCCL."""
     if dist.get_backend() == "nccl" and "cpu:" not in str(dist.get_backend_config()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -212,7 +213,7 @@ def _receive(
 
 
 def digest(data: torch.Tensor) -> int:
-    """64 bits that change when the bytes do: xxh3 on the CPU, a sum of words on a device (nothing leaves it)."""
+    """A 64-bit digest of the bytes: xxh3 on the CPU, a sum of words on a device (without a copy to the host)."""
     if data.device.type == "cpu":
         unsigned = xxhash.xxh3_64_intdigest(memoryview(data.numpy()))  # type: ignore[arg-type]
         return unsigned - (1 << 64) if unsigned >> 63 else unsigned
@@ -220,7 +221,7 @@ def digest(data: torch.Tensor) -> int:
 
 
 def word_sum(data: torch.Tensor) -> int:
-    """Sum of the bytes' 64-bit words, and of the bytes that are left over; wraps around."""
+    """Sum of the bytes as 64-bit words, plus the remaining bytes; wraps around."""
     words = data.numel() // 8 * 8 if data.storage_offset() % 8 == 0 else 0
     total = data[words:].sum(dtype=torch.int64)
     if words:
@@ -229,7 +230,7 @@ def word_sum(data: torch.Tensor) -> int:
 
 
 class _Staging:
-    """Buffers for what cannot be sent from, or received into, where it lies."""
+    """Buffers for data that cannot be sent or received in place."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
@@ -253,7 +254,7 @@ class _Staging:
 
 
 def _direct(part: Slice, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The slice's own memory as bytes, if it is one dense piece."""
+    """The slice's own memory as bytes, if it is a single contiguous piece, else None."""
     if len(part.segments) > 1:
         return None
     segment = part.segments[0]
@@ -264,7 +265,7 @@ def _direct(part: Slice, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor, flat, sharing its memory."""
+    """The bytes of a dense tensor as a flat uint8 tensor that shares its memory."""
     flat = tensor.view(-1)
     return (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)
 
@@ -291,8 +292,8 @@ def _unpack(part: Slice, tensors: Sequence[torch.Tensor], data: torch.Tensor) ->
 def _sorted(
     part: Slice, tensors: Sequence[torch.Tensor]
 ) -> tuple[Sequence[Segment], Sequence[tuple[Segment, torch.Tensor]]]:
-    """What torch has to copy, and whole tensors of the CPU's memory that lie densely: for those a memmove each is a
-    tenth of torch's price, which counts where there are thousands."""
+    """Returns (segments that torch copies, complete dense tensors in CPU memory). For the latter a memmove each
+    costs a tenth of torch's copy, which matters with thousands of them."""
     strided: list[Segment] = []
     whole: list[tuple[Segment, torch.Tensor]] = []
     for segment in part.segments:
@@ -318,7 +319,7 @@ def _pieces(
 
 
 def row_major(tensor: torch.Tensor, start: int, count: int) -> Iterator[torch.Tensor]:
-    """Views that make up the elements [start, start + count) in row-major order, whatever the strides."""
+    """Views that together cover the elements [start, start + count) in row-major order, for any strides."""
     if count == 0:
         return
     if start == 0 and count == tensor.numel():

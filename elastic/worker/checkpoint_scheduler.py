@@ -1,13 +1,14 @@
-"""Snapshots on the worker's side: when one is due, every rank copies its part into an arena of its agent's.
+"""Snapshots on the worker's side: when one is due, each rank copies its part into an arena owned by its agent.
 
-Some are written to disk, as checkpoints; the others, more often, stay in the agents' memory. Together the ranks of a
-node keep all of the state there, so any node that lives has it.
+Some snapshots are written to disk, as checkpoints; the others, which are more frequent, stay in the agents' memory. The
+ranks of a node together keep the complete state there, so any surviving node has it.
 
-Ranks must agree on the step without a word per step. So about once a second, and at each snapshot, they exchange a few
-numbers: rank 0's plan (the next steps to save, to keep and to talk at), and whether anybody lacks a buffer.
+Ranks must take a snapshot at the same step without communicating at every step. About once a second, and at each
+snapshot, they exchange a few numbers: rank 0's plan (the next steps at which to save, to keep in memory and to
+exchange) and whether any rank lacks a free buffer.
 
-A large copy runs beside the next forward and backward. It is completed, and only then taken for whole, before anything
-changes what is copied: by `settle`, which the optimizer's guard calls before each step.
+A large copy overlaps the next forward and backward. The optimizer's guard calls `settle` before each step, which
+completes the copy before the copied tensors change; only then does it count as a snapshot.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from .session import GenerationEnded
 from .state import State
 
 FINISH_S = 60.0
-"""How long the last checkpoint of a job waits for the one before it."""
+"""How long the last checkpoint of a job waits for the previous one to be written."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPosition:
-    """Where this worker stands in the present generation."""
+    """This worker's position in the current generation."""
 
     generation: int
     rank: int
@@ -55,78 +56,83 @@ class Part:
     shares: int
     table: Table
     tensors: Sequence[torch.Tensor]
-    """Of `table`, then of `beside`."""
+    """The tensors of `table`, then those of `beside`."""
     extra: dict[str, Any]
     interval: str
-    """How often checkpoints are taken, in words."""
+    """The checkpoint interval, as text."""
     beside: Beside = ALONE
-    """Other nodes' shares, which this rank keeps in memory beside its own."""
+    """Shards of other nodes, which this rank keeps in memory in addition to its own."""
     part: int | None = None
     parts: int | None = None
-    """What own share and others are of the node's whole snapshot; None: as `share` of `shares`."""
+    """Which piece of the node's complete snapshot this rank's tensors are (own shard and those beside it): `part` of
+    `parts`. None: as `share` of `shares`."""
     save: bool = True
-    """Have the share written to disk; False: it is for memory alone."""
+    """Write the shard to disk; False: keep it in memory only."""
     kept: str = ""
-    """How often snapshots are taken for memory alone, in words."""
+    """The interval of in-memory snapshots, as text."""
     skipped: int = 0
-    """How many checkpoints were due and not taken, so far."""
+    """Number of checkpoints so far that were due and not taken."""
     volatile: Collection[int] = ()
-    """Indices of the tensors that may change before the next optimizer step: copied before anything queued later."""
+    """Indices of tensors that may change before the next optimizer step: copied before any work that is queued
+    later."""
 
     def own(self) -> Part:
-        """Without what is kept beside the share."""
+        """The same part without the other nodes' shards."""
         count = len(self.table)
         volatile = frozenset(place for place in self.volatile if place < count)
         return replace(self, tensors=self.tensors[:count], beside=ALONE, part=None, parts=None, volatile=volatile)
 
 
 class SnapshotBackend(Protocol):
-    """Where snapshots go."""
+    """Destination of snapshots."""
 
     @property
     def durable_s(self) -> float:
-        """How long the last one took until it was on disk; 0: not known."""
+        """Seconds until the last snapshot was on disk; 0: not known."""
 
     def wanted(self) -> bool:
-        """Whether somebody asked for a checkpoint since the last call."""
+        """Whether a checkpoint was requested since the last call."""
 
     def stops(self) -> bool:
-        """Whether training is to stop at the checkpoint that was asked for."""
+        """Whether training is to stop at the requested checkpoint."""
 
     def free(self) -> bool:
-        """Whether there is room for one more."""
+        """Whether a buffer is free."""
 
     def wait(self, limit_s: float) -> None:
-        """Until there is room, or `limit_s` seconds have passed."""
+        """Return when a buffer is free, or after `limit_s` seconds."""
 
     def put(self, part: Part) -> bool:
-        """Copy `part`, or begin to. False: skipped."""
+        """Copy `part`, or begin to. Returns False if the snapshot was skipped."""
 
     @property
     def copying(self) -> bool:
-        """Whether what was last put is still to be settled."""
+        """Whether a copy is under way that is still to be settled."""
 
     def settle(self) -> None:
-        """Wait for the copy under way; it is a snapshot from now on. Raises RuntimeError: it failed, and is dropped."""
+        """Wait for the copy under way; from then on it is a snapshot. Raises RuntimeError if it failed; it is then
+        dropped."""
 
     @property
     def beside_s(self) -> float:
-        """Seconds of a core that the copy last settled took from the steps it ran beside."""
+        """Core seconds that the last settled copy took from the steps it overlapped."""
 
     def leave(self) -> None:
-        """As `settle`, but a copy that others would have to wait for is dropped."""
+        """As `settle`, but a copy that other ranks would have to wait for is dropped."""
 
     def prepare(self, part: Part) -> None:
-        """Something like `part` will be put: do now, beside the steps, what need not wait until then."""
+        """Announce that a part like `part` will be put, so that work independent of its content overlaps the steps
+        until then."""
 
 
 class CheckpointScheduler:
-    """One per process; `enter` for each generation, `after` for each commit."""
+    """One per process. Call `enter` for each generation and `after` for each commit."""
 
     def __init__(
         self, sink: SnapshotBackend, rule: checkpoint_interval.Rule | None, *, shared: bool, snapshots: bool = False
     ) -> None:
-        """`rule`: of checkpoints; None: there are none. `snapshots`: keep the newest state in memory as well."""
+        """`rule`: when checkpoints are due; None: none are taken. `snapshots`: keep the newest state in memory as
+        well."""
         self._sink = sink
         self._rule = rule
         self._shared = shared
@@ -138,7 +144,7 @@ class CheckpointScheduler:
         self._began_s = self._saved_s = self._kept_s = time.monotonic()
         self._cost_s: float | None = None
         self._copies = 0
-        """Whose cost was measured."""
+        """Number of copies whose cost was measured."""
         self._stall_s = 0.0
         self._unsettled = False
         self._prepared = False
@@ -151,23 +157,27 @@ class CheckpointScheduler:
         self._generations = 0
         self._saved_step = -1
         self._asked = False
-        """Somebody has asked for a checkpoint, and none was begun since."""
+        """A checkpoint was requested, and none was begun since."""
         self.skipped = 0
 
     def enter(self, place: RankPosition, step: int) -> None:
-        """A new generation, entered at `step`."""
+        """Begin a generation at `step`."""
         self._cut_for = ((), 0, 0)  # a standby's state may have moved to a GPU since
         self._place = place
         self._generations += 1
-        self._saved_step = -1  # alike on all ranks, newcomers among them
+        self._saved_step = -1  # the same on all ranks, new workers among them
         self._marked = (step, time.monotonic())
         first = checkpoint_interval.first_plan(self._rule, step, snapshots=self._snapshots)
-        # Two steps in, the step time is known well enough to plan by it.
+        # After two steps the step time is known well enough to plan with it.
         self._plan = checkpoint_interval.IntervalPlan(save_at=first.save_at, keep_at=first.keep_at, agree_at=step + 2)
 
     def after(self, state: State, *, keep: bool = True) -> None:
-        """After each commit, on every rank at the same step. Without `keep` no rank saves: this one's state is bad."""
-        self.settle()  # there was no optimizer step since
+        """Called after each commit, on every rank at the same step.
+
+        With `keep` False on any rank, because its state is bad, no rank takes a snapshot at this step. Raises
+        GenerationEnded after a checkpoint at which training is to stop.
+        """
+        self.settle()  # no optimizer step has run since
         step = state.step
         if step not in (self._plan.save_at, self._plan.keep_at, self._plan.agree_at):
             return
@@ -190,19 +200,19 @@ class CheckpointScheduler:
             self._prepare(state)
             return
         if busy:
-            self.skipped += save  # the one before is still being written
-            self._kept_s = kept_s  # for memory it stays due: looked at again at the next agreement
+            self.skipped += save  # the previous one is still being written
+            self._kept_s = kept_s  # the in-memory snapshot stays due: checked again at the next exchange
             return
         if save:
             self._asked = False
-            self._saved_step = step  # agreed by all, whether or not it works out on each
+            self._saved_step = step  # agreed by all ranks, whether or not the copy succeeds on each
         kept = self._put(state, save=save)
         if kept and save and stop:
             self.settle()
             raise GenerationEnded(f"stopped at step {step}, which is saved")
 
     def finish(self, state: State) -> None:
-        """`train` has returned on this rank: save what it came to, unless that was just saved."""
+        """`train` has returned on this rank: save the final state, unless that step was just saved."""
         self.settle()
         if self._rule is None or state.step == self._saved_step:
             return
@@ -217,37 +227,37 @@ class CheckpointScheduler:
             self.settle()
 
     def settle(self) -> None:
-        """The state is about to be changed: what is being copied of it is completed first.
+        """The state is about to change: complete the copy under way first.
 
-        Raises RuntimeError when the device failed meanwhile; the snapshot before is then the newest.
+        Raises RuntimeError if the device failed meanwhile; the previous snapshot then remains the newest.
         """
         if not self._unsettled:
             return
         self._unsettled = False
         began_s = time.monotonic()
         self._sink.settle()
-        # Steps that lack a core are slower by as much at most: cheap to the eye, and still the price of a snapshot.
+        # Overlapped steps are slower by at most `beside_s`: not visible as a stall, but part of the cost of a snapshot.
         self._stalled(self._stall_s + time.monotonic() - began_s + self._sink.beside_s)
 
     def leave(self) -> None:
-        """The generation is over, and the next may bring another state. After the group was let go of.
+        """The generation is over, and the next one may bring another state. Called after the process group was aborted.
 
-        A copy under way waits for nobody by then. It is of a committed step: one by a GPU is completed like any other;
-        one by the CPU is dropped unless it is complete, as the others wait for this rank. If the device has failed it
-        is dropped, and whatever touches the device next says so.
+        A copy under way no longer depends on other ranks. It is of a committed step. A copy by the GPU is completed
+        like any other; one by the CPU is dropped unless it is complete, as the other ranks wait for this one. If the
+        device has failed the copy is dropped, and the next operation on the device raises.
         """
         self._unsettled = False
         with contextlib.suppress(RuntimeError):
             self._sink.leave()
 
     def describe(self) -> str:
-        """The interval between checkpoints in words, for status."""
+        """The checkpoint interval as text, for status."""
         return (
             checkpoint_interval.describe(self._rule, self._measured(time.monotonic())) if self._rule is not None else ""
         )
 
     def _prepare(self, state: State) -> None:
-        """Once per process, two steps in: by then an optimizer has all its state."""
+        """Once per process, after two steps: by then an optimizer has all its state."""
         if not self._prepared:
             self._prepared = True
             self._sink.prepare(self._part(state, save=True))
@@ -268,7 +278,8 @@ class CheckpointScheduler:
         return True
 
     def _stalled(self, stall_s: float) -> None:
-        """The first one paid for fresh memory too: it counts only until there is another."""
+        """Update the average cost. The first copy also pays for fresh memory: its cost counts only until there is a
+        second."""
         known_s = self._cost_s if self._copies > 1 else None
         self._cost_s = stall_s if known_s is None else 0.7 * known_s + 0.3 * stall_s
         self._copies += 1
@@ -313,7 +324,7 @@ class CheckpointScheduler:
     def _exchange(
         self, plan: checkpoint_interval.IntervalPlan, busy: bool, stop: bool = False
     ) -> tuple[checkpoint_interval.IntervalPlan, bool, bool]:
-        """Rank 0's plan, whether any rank is busy, whether rank 0 says to stop."""
+        """Returns (rank 0's plan, whether any rank is busy, whether rank 0 asks to stop)."""
         if self._place.world_size == 1:
             return plan, busy, stop
         mine = [plan.save_at, plan.keep_at, plan.agree_at, int(busy), int(stop)]
@@ -335,7 +346,7 @@ class CheckpointScheduler:
         if (table, share, shares) != self._cut_for:
             self._cut_for = table, share, shares
             cuts = assign_shares(table, shares)
-            # As the file will have them: what is kept beside a share says of each of its tensors where it belongs.
+            # In the order of the file: the description of tensors kept beside a shard gives the position of each.
             self._cut = tuple(cuts[share][i] for i in file_order([table[i] for i in cuts[share]]))
             others: tuple[int, ...] = ()
             if self._snapshots and self._shared:

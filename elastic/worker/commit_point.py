@@ -1,9 +1,9 @@
-"""The state as it was at its last commit: what it takes to go back there, or to know that this is not possible.
+"""The state as of its last commit: returns to it, or detects that this is not possible.
 
-Between two commits a loop may change anything: a forward moves BatchNorm's statistics, a loop counts, a scheduler
-steps. When the generation ends in between, the step is taken again, so all of that must be as the commit left it.
-What is small is copied at each commit and put back. Parameters are large and change in an optimizer's step, which the
-state notices; they are only watched, so that a change that no optimizer of the state has made is noticed as well.
+Between two commits a training loop may change anything: a forward updates BatchNorm's statistics, the loop increments
+counters, a scheduler steps. If the generation ends in between, the step is repeated, so all of that must be as at the
+commit. Small items are copied at each commit and restored. Parameters are large and change in an optimizer step, which
+the state observes; they are only watched, in order to detect changes that no optimizer of the state has made.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from .parts import OptimizerPart, Part, Slot
 from .watch import Watch, versions
 
 COPIED_BYTES = 16 * 1024 * 1024
-"""Buffers, and tensors that other parts hold, up to this size are copied at each commit; larger ones are watched."""
+"""Buffers, and tensors held by other parts, are copied at each commit up to this size; larger ones are watched."""
 
 PROMOTED_BYTES = 64 * 1024 * 1024
-"""A parameter that changes before the optimizer's step (`max_norm`, clipping) is copied up to this size."""
+"""A parameter that changes before the optimizer step (`max_norm`, clipping) is copied up to this size."""
 
 TOTAL_BYTES = 256 * 1024 * 1024
-"""Of buffers and such parameters together, and again of what other parts hold, such as an average of the weights:
-what is beyond that is only watched."""
+"""Total for buffers and such parameters, and again for tensors held by other parts, such as an average of the
+weights. Tensors beyond it are only watched."""
 
 OFTEN = 256
-"""Up to so many watched tensors, each step looks for changes before the optimizer's; with more, one in `SELDOM`."""
+"""Up to this number of watched tensors, changes before the optimizer step are looked for at each step; above it, at
+one in `SELDOM`."""
 
 SELDOM = 64
 
 
 class CommitPoint:
-    """One per state. `take` at each commit; `changed` and `put_back` when the generation has ended."""
+    """One per state. Call `take` at each commit; `changed` and `put_back` when the generation has ended."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
         self._parts = parts
@@ -49,19 +50,19 @@ class CommitPoint:
         self._large: list[tuple[str, torch.Tensor]] = []
         self._rests: dict[str, Copy | None] = {}
         self._room_bytes = TOTAL_BYTES
-        """What may still be copied of the rests; while they are made."""
+        """Bytes that may still be copied of the parts' rests; used while they are made."""
 
     @property
     def taken(self) -> bool:
         return self._taken
 
     def drop(self) -> None:
-        """Another state is taken in: there is nothing to go back to. Modules may have changed, too."""
+        """Another state is adopted: there is no commit to return to. Modules may have changed, too."""
         self._taken, self._stale = False, True
         self._rests = {}
 
     def take(self) -> None:
-        """The state is as it should be now. Raises CannotEncodeError."""
+        """Record the current state as committed. Raises CannotEncodeError."""
         if self._stale:
             self._look()
         self._rests = self._rests_now()
@@ -81,14 +82,14 @@ class CommitPoint:
         self._taken = True
 
     def before_step(self) -> None:
-        """The first optimizer of a step is about to change the state: what has changed by now, did so in a forward
-        or in the loop. From the next commit on that is copied."""
+        """The first optimizer of a step is about to change the state: changes so far were made by a forward or by
+        the loop. What they changed is copied from the next commit on."""
         self._steps += 1
         if self._taken and (len(self._watched) <= OFTEN or self._steps < OFTEN // SELDOM or self._steps % SELDOM == 0):
             self._promote(self._watch.stepped(self._tensors()))
 
     def changed(self) -> str | None:
-        """Name of the first thing that has changed and cannot be put back. Waits for the device."""
+        """Name of the first changed tensor that cannot be restored, None if there is none. Waits for the device."""
         if not self._taken:
             return None
         places = self._watch.changed(self._tensors())
@@ -96,7 +97,7 @@ class CommitPoint:
         return self._named(places[0]) if places else None
 
     def put_back(self) -> None:
-        """All that is copied becomes what it was."""
+        """Restore everything that is copied."""
         if not self._taken:
             return
         self._saved.put_back()
@@ -110,7 +111,8 @@ class CommitPoint:
             part.settle()
 
     def differs(self) -> str | None:
-        """Name of the first thing that is not what it was, be it that it could be put back. Quick."""
+        """Name of the first item that differs from the commit, even if it could be restored; None if none does.
+        Fast."""
         if not self._taken:
             return None
         look = len(self._watched) <= OFTEN or self._steps % SELDOM == 1
@@ -128,7 +130,7 @@ class CommitPoint:
         return None
 
     def _look(self) -> None:
-        """Which tensors there are."""
+        """List the tensors, and choose which to copy and which to watch."""
         self._stale = False
         params = [
             p
@@ -187,7 +189,7 @@ class CommitPoint:
 
 
 class SavedTensors:
-    """Copies of tensors that stand in dictionaries: a module's buffers, which may be other tensors next time."""
+    """Copies of tensors held in dictionaries: a module's buffers, where the entry may be another tensor next time."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
@@ -196,7 +198,7 @@ class SavedTensors:
         self._marks: list[tuple[int, int]] = []
         self._copies: list[torch.Tensor | None] = []
         self._always: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        """(copies, tensors) that are copied each time, each pair of one type on one device."""
+        """(copies, tensors) that are copied each time; each pair of lists has one dtype on one device."""
         self._counted: list[int] = []
 
     @torch.no_grad()
@@ -237,8 +239,8 @@ class SavedTensors:
         self._always = list(groups.values())
 
     def changed(self) -> str | None:
-        """Name of the first that is another tensor now, or has other contents: where a version counter has moved it is
-        compared with its copy, and the device waited for."""
+        """Name of the first entry that is another tensor or has other contents. A tensor whose version counter has
+        moved is compared with its copy, which waits for the device."""
         now = [slot.holder.get(slot.key) for slot in self._slots]
         for slot, tensor, before in zip(self._slots, now, self._tensors, strict=False):
             if tensor is not before:

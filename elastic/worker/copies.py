@@ -1,7 +1,7 @@
-"""Copies of small things in memory: nested plain values with tensors in them, taken at each commit.
+"""In-memory copies of small items: nested plain values with tensors in them, taken at each commit.
 
-A copy is one string of bytes and the tensors beside it. It never leaves the process, so that pickling is harmless
-here; it is some ten times faster than the JSON of `tree`.
+A copy is one byte string and the tensors beside it. It never leaves the process, so pickling is harmless here; it is
+about ten times faster than the JSON of `json_codec`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 from .json_codec import Codecs, decode, encode
 
 SMALL_BYTES = 64 * 1024
-"""A tensor of integers or truth values up to this size is copied at each commit; a larger one, such as a mask, only if
-its version counter has moved. Floating-point ones always are: torch's batch_norm does not count its changes."""
+"""Integer and boolean tensors up to this size are copied at each commit; larger ones, such as masks, only if their
+version counter has moved. Floating-point tensors are always copied: torch's batch_norm does not count its changes."""
 
 
 class Copy:
-    """What `value` was when the copy was made. The tensors in it remain the objects that they are."""
+    """A copy of `value`. The tensors in it remain the same objects."""
 
     def __init__(
         self, value: Any, path: str, codecs: Codecs, before: Copy | None, watched: Callable[[torch.Tensor], bool]
     ) -> None:
-        """`before`: the copy taken last, whose tensors are reused where they still hold.
+        """`before`: the previous copy, whose tensors are reused where still valid.
 
-        `watched`: tensors that are not copied; the caller notices when they change. Raises CannotEncodeError where
-        `value` has something that `tree` cannot encode either.
+        `watched`: whether a tensor is not copied; the caller detects its changes. Raises CannotEncodeError if `value`
+        contains anything that neither pickle nor `json_codec` can encode.
         """
         writer = io.BytesIO()
         pickler = _Pickler(writer)
@@ -38,7 +38,7 @@ class Copy:
             pickler.dump(value)
             self.raw: bytes | None = writer.getvalue()
         except (TypeError, AttributeError, pickle.PicklingError):
-            self.raw = None  # a lambda, a lock: what `convert` is for
+            self.raw = None  # a lambda, a lock: needs `convert`
         self.tree: Any = None
         self._codecs = codecs
         self._named: dict[str, torch.Tensor] = {}
@@ -64,7 +64,7 @@ class Copy:
             self.tree = encode(value, path, self._named, codecs)
 
     def same(self, other: Copy, *, wait: bool = True) -> bool:
-        """Whether both are of the same values. Tensors on a GPU that are other objects now are compared if `wait`."""
+        """Whether both are of equal values. Tensors on a GPU that are other objects now are compared only if `wait`."""
         if len(self.tensors) != len(other.tensors) or not all(
             map(self._same_tensor, range(len(self.tensors)), repeat(other), repeat(wait))
         ):
@@ -73,20 +73,20 @@ class Copy:
             return True
         if self.tree is None and other.tree is None:
             return _alike(self._shape(), other._shape())
-        return bool(self.tree == other.tree)  # not by `==` of the value's own types: numpy's gives no truth value
+        return bool(self.tree == other.tree)  # not by `==` of the value's own types: numpy's returns an array
 
     def _same_tensor(self, place: int, other: Copy, wait: bool) -> bool:
         mine, theirs = self.tensors[place], other.tensors[place]
         a, b = self.saved[place], other.saved[place]
         if mine is theirs and (self.marks[place] == other.marks[place] or a is None or b is None):
             return self.marks[place] == other.marks[place]
-        # What was changed in place may have been changed back, as by an evaluation: that is worth a wait.
+        # A change in place may have been undone, as by an evaluation: worth a wait to find out.
         if a is None or b is None or (a.device.type != "cpu" and not wait and mine is not theirs):
             return a is b or not wait
         return equal(a, b)
 
     def _shape(self) -> Any:
-        """The value with numbers for its tensors."""
+        """The value with placeholders for its tensors."""
         assert self.raw is not None
         return _Unpickler(io.BytesIO(self.raw), [f"tensor {i}" for i in range(len(self.tensors))]).load()
 
@@ -96,7 +96,7 @@ class Copy:
         return self._built()
 
     def put_tensors_back(self) -> None:
-        """Those that cannot be written stay what they are."""
+        """Restore the contents of the tensors; those that cannot be written in place are left as they are."""
         with torch.no_grad():
             for tensor, saved in zip(self.tensors, self.saved, strict=True):
                 if saved is not None and writable(tensor):
@@ -109,17 +109,18 @@ class Copy:
 
 
 def mark(tensor: torch.Tensor) -> tuple[int, int]:
-    """Changes when the tensor is changed in place, or gets other storage."""
+    """A value that changes when the tensor is changed in place or gets other storage."""
     return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
 def counted(tensor: torch.Tensor) -> bool:
-    """Whether its version counter says if it has changed."""
+    """Whether its version counter alone decides if it has changed."""
     return tensor.nbytes > SMALL_BYTES and not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def writable(tensor: torch.Tensor) -> bool:
-    """Whether its contents can be set in place: not if it is expanded, or was made under `torch.inference_mode`."""
+    """Whether its contents can be written in place: not if it is expanded, or was created under
+    `torch.inference_mode`."""
     strides = tensor.stride()
     if 0 in strides and any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, strides, strict=True)):
         return False
@@ -127,12 +128,12 @@ def writable(tensor: torch.Tensor) -> bool:
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether they have the same bits. Waits for the device."""
+    """Whether both are bit-identical. Waits for the device."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """NaN is equal to itself."""
+    """The elements as bytes, by which NaN is equal to itself."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -153,7 +154,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, 5)
         self.tensors: list[torch.Tensor] = []
         self.unusual = False
-        """Something besides tensors is of no built-in type."""
+        """The value contains an object that is neither a tensor nor of a built-in type."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):

@@ -1,9 +1,10 @@
-"""DistributedDataParallel, with the gradient an exact mean over the global batch and the same bits after re-forming.
+"""DistributedDataParallel, with gradients that are an exact mean over the global batch and bit-identical after
+re-forming.
 
 Stock DDP averages the ranks' gradients with equal weights. That is the mean over the global batch only if every rank
-has as many samples; here parts may differ by one and may be empty. So a communication hook multiplies each bucket by
-this rank's share (samples here / samples in the global batch) and sums. The user's loop stays plain PyTorch: a loss
-that is a mean over the samples of the rank's batch.
+has the same number of samples; here the parts may differ by one and may be empty. So a communication hook multiplies
+each bucket by this rank's weight (samples here / samples in the global batch) and sums. The user's loop stays plain
+PyTorch: a loss that is a mean over the samples of the rank's batch.
 """
 
 from __future__ import annotations
@@ -19,41 +20,42 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class GradientWeight:
-    """What this rank contributes to the step under way: written by `batches`, read by the gradient hook."""
+    """This rank's weight in the current step: set by `batches`, read by the gradient hook."""
 
     def __init__(self) -> None:
         self._weight: float | None = None
         self._models: list[nn.Module] = []
         self.failed = False
-        """An exchange of gradients has failed in this group, whatever the script makes of the error."""
+        """An exchange of gradients has failed in this group, even if the script handles the error."""
 
     def __call__(self) -> float:
-        """Samples of the backward under way / samples of the global batch. 1/world while no batch has been taken."""
+        """Samples of the current backward / samples of the global batch; 1 / world size before the first batch is
+        taken."""
         return self._weight if self._weight is not None else 1.0 / dist.get_world_size()
 
     def attach(self, model: nn.Module) -> None:
-        """`model` is trained on the batches: wrapped for a group, or (a script that runs alone) as it is."""
+        """Register `model`, which is trained on the batches: wrapped for a group, or unwrapped (standalone)."""
         if all(model is not known for known in self._models):
             self._models.append(model)
 
     def detach_all(self) -> None:
-        """Forget the models and the weight: their group is gone."""
+        """Drop the models and the weight: their group is closed."""
         self._models.clear()
         self._weight = None
         self.failed = False
 
     def share_buffers(self) -> None:
-        """Rank 0's buffers to all, before a step is applied. All ranks call it, at the same place."""
+        """Broadcast rank 0's buffers before a step is applied. All ranks call it at the same point."""
         for model in self._models:
             if isinstance(model, _Told):
                 model.share_buffers()
 
     def fail(self) -> None:
-        """Gradients may be those of some ranks only: they are not to be applied in this group any more."""
+        """Gradients may be sums over some ranks only: they must not be applied in this group any more."""
         self.failed = True
 
     def begin(self, weight: float, *, exchange: bool = True) -> None:
-        """The next forward and backward have this weight; without `exchange` they only accumulate, as in `no_sync`."""
+        """Set the weight of the next forward and backward; without `exchange` they only accumulate, as in `no_sync`."""
         self._weight = weight
         for model in self._models:
             if isinstance(model, DistributedDataParallel):
@@ -64,7 +66,7 @@ class GradientWeight:
         _scale(self._models, factor)
 
     def finish(self) -> None:
-        """After the last micro-batch: apply its weight where no gradient hook has."""
+        """After the last micro-batch: apply its weight to models without a gradient hook."""
         _scale([m for m in self._models if not isinstance(m, DistributedDataParallel)], self())
 
 
@@ -90,21 +92,26 @@ def wrap(
     sync_buffers: bool = True,
     **options: Any,
 ) -> DistributedDataParallel:
-    """Wrap `model`, whose parameters are already equal on all ranks: nothing is sent here but the bucket layout.
+    """Wrap `model`, whose parameters are already equal on all ranks: only the bucket layout is communicated here.
 
-    `weight` is asked once per bucket. `on_contributed` is called when the last bucket of a backward has been handed
-    to the group: from then on this rank only waits for the others; `on_received` when the sums are here, at the end of
-    that backward: from then on the others may wait for this rank; `on_failed` where there are no sums. `on_buffers`:
-    the first two for the exchange of buffers, called before and after it.
-    `sync_buffers`: as in stock DDP all ranks keep rank 0's buffers (BatchNorm's running statistics); they are broadcast
-    before the optimizer's step and not at the start of the next forward. Without, each rank has its own, and what a
-    lost rank had is replaced by the source's; switch it off for models whose buffers never change.
-    `options` go to DistributedDataParallel. Gradients are views of its buckets unless they say otherwise: it saves the
-    copy back, which makes up for the multiplication by the weight, and as much memory as the gradients take.
+    `weight` is called once per bucket.
+
+    `on_contributed` is called when the last bucket of a backward has been passed to the group: from then on this rank
+    only waits for the others. `on_received` is called when the sums are complete, at the end of that backward: from
+    then on the others may wait for this rank. `on_failed` is called if the sums fail. `on_buffers` are called before
+    and after the exchange of buffers.
+
+    `sync_buffers`: as in stock DDP all ranks keep rank 0's buffers (BatchNorm's running statistics), but they are
+    broadcast before the optimizer step and not at the start of the next forward. Without it each rank has its own, and
+    those of a lost rank are replaced by the source's; switch it off for models whose buffers never change.
+
+    `options` are passed to DistributedDataParallel. By default gradients are views of its buckets: that saves the copy
+    back, which offsets the multiplication by the weight, and as much memory as the gradients take.
     """
     options.setdefault("gradient_as_bucket_view", True)
     if not sync_buffers:
-        # torch 2.13 renamed it and warns at the old name; either means no broadcast here, as init_sync is off.
+        # torch 2.13 renamed the option and warns about the old name; either means no broadcast here, as init_sync is
+        # off.
         known = inspect.signature(DistributedDataParallel).parameters
         options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
     # With find_unused_parameters alone DDP never rebuilds its buckets: its first layout is its only one.
@@ -128,7 +135,8 @@ def wrap(
             raise
         if bucket.is_last():
             on_contributed()
-            # DDP's own wait for the sums is queued right after this hook; what is queued from within comes after it.
+            # DDP's own wait for the sums is queued right after this hook; a callback queued by a callback runs after
+            # it.
             _at_end_of_backward(lambda: _at_end_of_backward(on_received))
         assert work is not None  # only for ranks outside the group
         reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(received)
@@ -141,7 +149,7 @@ def wrap(
             on_failed()
             raise
 
-    # A lambda, because DDP refuses annotations that are not the very types it expects.
+    # A lambda, because DDP rejects annotations other than the exact types it expects.
     wrapped.register_comm_hook(None, lambda _, bucket: reduce(bucket))
     if isinstance(weight, GradientWeight):
         weight.attach(wrapped)
@@ -158,11 +166,11 @@ def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
 
 
 class _Told(DistributedDataParallel):
-    """DDP that says when it waits for rank 0's buffers, and brings them to all before a step is applied.
+    """DDP that reports when it waits for rank 0's buffers, and broadcasts them before a step is applied.
 
-    Stock DDP sends rank 0's buffers at the start of the next forward. Until then BatchNorm's running statistics are
-    rank 0's alone, and would be gone with it. Sent before the optimizer's step they are alike on all ranks when the
-    step is committed, and the next forward begins with the very same values without another exchange.
+    Stock DDP broadcasts rank 0's buffers at the start of the next forward. Until then BatchNorm's running statistics
+    exist on rank 0 only, and would be lost with it. Broadcast before the optimizer step, they are equal on all ranks
+    when the step is committed, and the next forward starts from the same values without another exchange.
     """
 
     on_buffers: tuple[Callable[[], None], Callable[[], None]]
@@ -170,7 +178,7 @@ class _Told(DistributedDataParallel):
     """No training forward has changed this rank's buffers since they were exchanged."""
 
     def share_buffers(self) -> None:
-        """All ranks call it, at the same place of a step."""
+        """Broadcast rank 0's buffers unless they are already equal. All ranks call it at the same point of a step."""
         if not self._alike and super()._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
             self._sync_buffers()
             self._alike = True
@@ -193,11 +201,11 @@ class _Told(DistributedDataParallel):
 class _FixedLayout(_Told):
     """DDP whose buckets have their final layout from the first backward on.
 
-    Stock DDP puts everything into one bucket first and cuts it up after the first backward, in the order in which
-    gradients became ready. The order in which gloo and NCCL add up the ranks' values depends on where an element
-    lies in its bucket, so with three ranks or more the first step after re-forming would round differently from the
-    same step of an undisturbed run. Here the one rebuild is done at once, in reverse order of the parameters, which
-    is nearly the order in which gradients become ready.
+    Stock DDP starts with a single bucket and splits it after the first backward, in the order in which gradients became
+    ready. The order in which gloo and NCCL add up the ranks' values depends on the position of an element in its
+    bucket, so with three ranks or more the first step after re-forming would round differently from the same step of an
+    undisturbed run. Here the one rebuild happens at once, in reverse order of the parameters, which is nearly the order
+    in which gradients become ready.
     """
 
     def __init__(self, model: nn.Module, **options: Any) -> None:

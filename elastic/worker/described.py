@@ -1,4 +1,4 @@
-"""What the table of tensors says of each tensor of a state, made once and checked at each look."""
+"""A tensor's description in the table of a state, created once and checked at each use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..core.tensors import TensorInfo
 
 
 class Described:
-    """A tensor's entry in the table, made once: with thousands of tensors that is most of what a snapshot costs."""
+    """A tensor's entry in the table, created once: with thousands of tensors that is most of the cost of a snapshot."""
 
     __slots__ = ("_address", "_dtype", "_place", "_stride", "_tensor", "info")
 
@@ -22,13 +22,14 @@ class Described:
         self._place: object = None
 
     def place(self, tensor: torch.Tensor) -> object:
-        """The same for tensors that are the same memory, seen alike. `tensor`: the one that this is of."""
+        """A key that is equal for tensors with the same memory and the same view of it. `tensor`: the described
+        tensor."""
         if self._place is None:
             self._place = _place(tensor)
         return self._place
 
     def still(self, tensor: torch.Tensor) -> bool:
-        """Whether it is that very tensor, where and as it was."""
+        """Whether `tensor` is the described tensor, with the same storage, shape, strides and dtype."""
         return (
             self._tensor() is tensor
             and self._address == tensor.data_ptr()

@@ -1,4 +1,4 @@
-"""What ends a generation in a worker, and how to tell it from the mistakes of the script."""
+"""Errors that end a generation in a worker, and how to distinguish them from errors of the script."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 
 class GroupAborted(Exception):
-    """The group was aborted: this generation is over, the process and its state are not."""
+    """The group was aborted: this generation is over; the process and its state remain."""
 
 
 class FormError(Exception):
-    """The group could not be formed in time. The message says what was missing."""
+    """The group could not be formed in time. The message names what was missing."""
 
 
 _SAYS_IT_FAILED = re.compile(
@@ -34,13 +34,13 @@ _COLLECTIVE_PLACES = (
     os.path.join(_TORCH, "_ops.py"),
     os.path.join(os.path.dirname(__file__), ""),
 )
-"""Not all of torch: its data loader raises the script's own errors again."""
+"""Not all of torch: its data loader re-raises the script's own errors."""
 
 _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def is_communication_error(error: BaseException | None) -> bool:
-    """Whether `error` (or what it was raised from) came out of a collective, and not out of the user's own code."""
+    """Whether `error` (or its cause or context) was raised by a collective, and not by the user's own code."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -53,14 +53,14 @@ def is_communication_error(error: BaseException | None) -> bool:
 
 
 def _from_a_collective(error: BaseException) -> bool:
-    """By what it says and by where it was raised: the script may talk to servers of its own, which break as well."""
+    """By its message and by where it was raised: the script may use connections of its own, which break as well."""
     said, where = str(error), _innermost(error.__traceback__)
     if where is None or not _SAYS_IT_FAILED.search(said):
         return False
     code = where.tb_frame.f_code
     if code.co_filename.startswith(_COLLECTIVE_PLACES):
         return True
-    # ``work.wait()`` leaves no frame of torch's. It is no `raise` of the line either.
+    # ``work.wait()`` leaves no frame of torch. The line is not a `raise` either.
     return code.co_code[where.tb_lasti] != _RAISE and _NAMES_ITSELF.search(said) is not None
 
 

@@ -1,7 +1,7 @@
 """Whether forks of this process can train: no CUDA started, no thread running, and a trial fork can run a backward.
 
-CUDA does not survive a fork. Neither do autograd's device threads, which the first backward starts wherever the build
-of torch sees a GPU, also for tensors on the CPU: in every child the first backward would then raise.
+CUDA does not survive a fork. Neither do autograd's device threads, which the first backward starts in any build of
+torch that sees a GPU, even for tensors on the CPU: the first backward in every child would then raise.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import signal
 from collections.abc import Sequence
 
 TRIAL_S = 30.0
-"""Longest wait for the trial fork. On a machine with GPUs it starts the driver, which may take seconds."""
+"""Limit of the wait for the trial fork. On a machine with GPUs it starts the driver, which may take seconds."""
 SAID_BYTES = 500
 
 
 def cpu_build() -> bool:
     """Whether this build of torch has no accelerator, so that a backward and an optimizer step start nothing.
 
-    Only names that the build has set are looked at: to ask torch.cuda or torch.accelerator would start the driver.
+    Only names set at build time are read: a query of torch.cuda or torch.accelerator would start the driver.
     """
     import torch
 
@@ -34,14 +34,14 @@ def threads() -> int:
 
 
 def cuda_started() -> bool:
-    """Whether CUDA runs in this process, started through torch or past it: it opens the driver's memory device."""
+    """Whether CUDA runs in this process, started through torch or not: it opens the driver's memory device."""
     import torch
 
     return torch.cuda.is_initialized() or "/dev/nvidia-uvm" in _open_files()  # type: ignore[no-untyped-call]
 
 
 def unfit() -> str:
-    """Why no worker may be forked from this process; empty: it is fit. Takes a trial fork."""
+    """Why no worker may be forked from this process; empty: it is fit. Runs a trial fork."""
     if cuda_started():
         return "CUDA was started in it: a fork cannot use its GPU"
     if said := _trial():
@@ -51,13 +51,13 @@ def unfit() -> str:
 
 
 def unfit_by_threads() -> str:
-    """Why not, as far as it can be told without a trial."""
+    """As `unfit`, as far as it can be determined without a trial."""
     count = threads()
     return f"{count} threads run in it: a fork has only one of them, and locks that nobody opens" if count > 1 else ""
 
 
 def _trial() -> str:
-    """Fork, and run a backward in the child. Returns what went wrong there; empty when nothing did."""
+    """Fork, and run a backward in the child. Returns the error; empty if there was none."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,8 +1,8 @@
-"""A worker that no zygote has forked: a new process, started where the zygote is unfit to fork.
+"""A worker started as a new process, for the case that the zygote is unfit to fork.
 
     python -m elastic.worker.fresh AGENT_PID ORDER_FD CHANNEL_FD PAGE_FD LOG_FD
 
-The order is a file with the message that a zygote would get.
+The order is a file with the message that a zygote would receive.
 """
 
 from __future__ import annotations

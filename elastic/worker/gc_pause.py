@@ -1,4 +1,4 @@
-"""Python's collector of cycles, kept away where many objects that hold none are made at once."""
+"""Suspends Python's cyclic garbage collector where many acyclic objects are created at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """No collection until the end of the block, if there are any at all: with 40,000 tensors they take two thirds of
+    """No collection until the end of the block, if it is enabled at all: with 40,000 tensors it takes two thirds of
     the time to list them."""
     enabled = gc.isenabled()
     gc.disable()

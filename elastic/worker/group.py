@@ -1,9 +1,9 @@
-"""Process groups that can be let go of and formed again in the same process.
+"""Process groups that can be aborted and formed again in the same process.
 
-A group lives once: constructed, ``form()``, perhaps ``abort()`` from another thread, ``close()``. Everything but
-``abort`` belongs to the main thread. ``abort`` frees the main thread from whatever it is blocked in: the wait for the
-other ranks, the forming itself, or a collective. What then comes out of torch is no matter for the user's code;
-``is_communication_error`` tells it from the user's own mistakes.
+A Group is used once: constructed, ``form()``, perhaps ``abort()`` from another thread, ``close()``. All methods except
+``abort`` are for the main thread. ``abort`` frees the main thread from any blocking call: the wait for the other ranks,
+the forming itself, or a collective. The exception that torch then raises is not the user's concern;
+``is_communication_error`` distinguishes it from errors of the user's code.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from .errors import FormError, GroupAborted, is_communication_error
 Backend = Literal["gloo", "nccl"]
 
 SWEEP_S = 0.02
-"""How often, after an abort, sockets that were opened since are cut too, until the main thread is back."""
+"""Interval at which, after an abort, sockets that were opened since are shut too, until the group is closed."""
 
 GENTLE_LOOKS = 10
-"""So many times gloo's sockets are only shut for reading."""
+"""Number of times that gloo's sockets are only shut for reading."""
 
 CONNECT_TRY_S = 2.0
-"""Longest single try to reach the store."""
+"""Limit for a single attempt to connect to the store."""
 
 DIAL_LOOK_S = 0.02
-"""How often the wait for the store's connection looks whether it is still wanted, and its pause between tries."""
+"""Interval at which the wait for the store's connection checks whether it is interrupted; also the pause between
+attempts."""
 
 RESOLVE_AGAIN_S = 0.5
-"""Pause between look-ups of the store's host that failed."""
+"""Pause between failed look-ups of the store's host."""
 
 
 class Group:
-    """One generation's process group, torch's default group while it lives."""
+    """The process group of one generation; torch's default group while it is open."""
 
     def __init__(
         self,
@@ -60,8 +61,8 @@ class Group:
         timeout_s: float = 600.0,
         form_timeout_s: float = 60.0,
     ) -> None:
-        """`timeout_s`: of collectives, and of the wait for all ranks; `form_timeout_s`: to reach the store, and
-        then again once all have arrived."""
+        """`timeout_s`: for collectives, and for the wait for all ranks. `form_timeout_s`: for reaching the store,
+        and again for forming once all ranks have arrived."""
         self.backend = backend
         self.rank = rank
         self.world_size = world_size
@@ -96,8 +97,8 @@ class Group:
     def form(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Wait for all ranks on the store, then form the group.
 
-        Raises GroupAborted when aborted or `interrupted` meanwhile, FormError when a rank or the store is missing or
-        forming takes too long, RuntimeError when torch has a default group already.
+        Raises GroupAborted if aborted or `interrupted` meanwhile, FormError if a rank or the store is missing or
+        forming takes too long, RuntimeError if torch already has a default group.
         """
         if dist.is_initialized():
             raise RuntimeError("torch.distributed has a default group already: close it first")
@@ -115,8 +116,8 @@ class Group:
         except (GroupAborted, FormError):
             raise
         except Exception as error:
-            # torch says it in many ways that a group was cut while it formed, some as errors of other kinds (KeyError):
-            # only here is known that it was. What comes for another reason is raised as it is.
+            # torch reports a group that was cut while forming in many ways, some as other kinds of errors (KeyError):
+            # only here is it certain that it was cut. Errors with another cause are raised unchanged.
             if self._aborted.is_set():
                 raise GroupAborted(self.why) from error
             if is_communication_error(error):
@@ -124,7 +125,7 @@ class Group:
             raise
 
     def abort(self, why: str) -> None:
-        """Free the main thread from this group at once. From any thread, at any moment; again does nothing."""
+        """Free the main thread from this group at once. From any thread, at any time; further calls do nothing."""
         with self._lock:
             if self._aborted.is_set() or self._closed.is_set():
                 return
@@ -136,11 +137,11 @@ class Group:
             self._sweeper.start()
 
     def close(self) -> None:
-        """Take the group down so that the next one can form. Main thread; again does nothing.
+        """Take the group down so that the next one can form. Main thread only; further calls do nothing.
 
-        Whoever still holds the group (a DDP module, a traceback) keeps its threads alive, but not its connections.
+        References that remain to the group (a DDP module, a traceback) keep its threads alive, but not its connections.
         """
-        with self._lock:  # a cut in progress must end first: it would hit the next group's sockets
+        with self._lock:  # a cut in progress must finish first, or it could hit the next group's sockets
             if self._closed.is_set():
                 return
             self._closed.set()
@@ -155,9 +156,10 @@ class Group:
         self._store = None
 
     def _strike_off(self) -> None:
-        """Off torch's books. Raises RuntimeError where NCCL does not let go: this process can form no other group."""
+        """Remove the group from torch's registries. Raises RuntimeError if NCCL's abort failed: this process can
+        then form no other group."""
         if self.backend == "nccl" and self._aborted.is_set():
-            nccl.strike_off()  # to destroy it would wait for its kernels and join its watchdog
+            nccl.strike_off()  # destroying it would wait for its kernels and join its watchdog
             if self._aborts.failed:
                 said = cuda_failure(self.device) or "; ".join(self._aborts.failed)
                 raise RuntimeError(f"this process cannot abort its NCCL group: {said}")
@@ -167,13 +169,13 @@ class Group:
         except RuntimeError:
             if not self._aborted.is_set():
                 raise
-            c10d._abort_process_group()  # strikes it off all the same
+            c10d._abort_process_group()  # removes it from the registries nevertheless
 
     # ── forming ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _arrive(self, interrupted: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + self._timeout_s
-        # The store stands before its generation is published: who cannot get there does not keep the others waiting.
+        # The store is up before its generation is published: a rank that cannot reach it does not delay the others.
         client = self._connect(min(self._timeout_s, self._form_timeout_s), interrupted)
         store = PrefixStore(f"g{self.generation}", client)
         if store.add("arrived", 1) == self.world_size:
@@ -188,8 +190,8 @@ class Group:
         self._store = store
 
     def _connect(self, within_s: float, interrupted: Callable[[], bool]) -> TCPStore:
-        """A client of the store. Neither a look-up of its host's name nor torch's constructor can be interrupted, so
-        threads of their own ask and dial: two, since the one that dials must not have asked before (`without_dns`)."""
+        """A client of the store. Neither name resolution nor torch's constructor can be interrupted, so separate
+        threads resolve and connect: two, as the connecting one must not have used DNS before (`without_dns`)."""
         host, port = self._endpoint
         deadline_s = time.monotonic() + within_s
         found: list[Any] = []
@@ -222,7 +224,7 @@ class Group:
         self._stop_if(interrupted)
 
     def _resolve(self, deadline_s: float, found: list[Any]) -> None:
-        """A name server that does not answer now costs this generation at most, not the process and its state."""
+        """An unresponsive name server costs this generation at most, not the process and its state."""
         while not self._aborted.is_set() and time.monotonic() < deadline_s:
             try:
                 found += socket.getaddrinfo(*self._endpoint, type=socket.SOCK_STREAM)
@@ -239,7 +241,7 @@ class Group:
                 with sockets.without_dns():
                     store = TCPStore(next(turn), self._endpoint[1], None, False, timeout=try_s, wait_for_workers=False)
             except (dist.DistNetworkError, dist.DistStoreError):
-                self._aborted.wait(DIAL_LOOK_S)  # not there yet, or gone again: an answer comes by the deadline
+                self._aborted.wait(DIAL_LOOK_S)  # not up yet, or gone again: retry until the deadline
             else:
                 store.set_timeout(timedelta(seconds=self._form_timeout_s))
                 box.append(store)
@@ -252,11 +254,11 @@ class Group:
             nccl.prepare()
             name = f"cpu:gloo,cuda:{nccl.backend_name()}"
             torch.cuda.empty_cache()  # NCCL allocates its buffers outside of torch's cache
-            torch.cuda.set_device(self.device)  # what a script does without naming a device belongs there
-            options["device_id"] = self.device  # forms the communicator here and not in the first collective
+            torch.cuda.set_device(self.device)  # for operations of the script that name no device
+            options["device_id"] = self.device  # creates the communicator here and not in the first collective
             self._before_init = set(sockets.tcp_sockets())
-        # torch names a default group by a count that a forming which failed half-way leaves behind. The ranks meet
-        # under that name, so those who were there would not meet who has come since.
+        # torch names a default group by a counter, which a forming that failed half-way leaves incremented. Ranks meet
+        # under that name, so ranks with such a failure would not meet new ones.
         c10d._world.group_count = 0
         hook = sys.excepthook
         try:
@@ -270,7 +272,7 @@ class Group:
             )
         finally:
             self._before_init = None
-            sys.excepthook = hook  # torch wraps it once more each time, and each adds its '[rank0]: ' to every line
+            sys.excepthook = hook  # torch wraps it once more each time, and each wrapper adds '[rank0]: ' to every line
         if self.backend == "nccl":
             nccl.check_abortable()
             nccl.watch_time_out(self._over, self._timeout_s, self.generation, self.rank)
@@ -280,21 +282,24 @@ class Group:
         if interrupted():
             raise GroupAborted("interrupted while the group was forming")
 
-    # ── letting go ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── aborting ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _cut(self) -> None:
-        """The sockets first: that takes no time. NCCL's kernels wait on the device, and only its own abort frees them.
+        """Shut the sockets first, which takes no time. NCCL's kernels wait on the device, and only NCCL's own abort
+        ends them.
 
-        A communicator that is still being made cannot be aborted: torch does not know it yet. What it waits for is
-        sockets, so those that were opened since forming began are cut, the listening ones too. Never gloo's listening
-        one, which would end the process: so at the second look, by when gloo has put it where it can be recognised.
+        A communicator that is still being created cannot be aborted: torch has no record of it yet. It waits on
+        sockets, so those that were opened since forming began are shut, listening ones included. Gloo's listening
+        socket must never be shut, as that would end the process: so this happens from the second pass on, when gloo has
+        registered its socket where it can be recognised.
         """
-        # Gloo's for reading only, at first. Its own thread then sees the end of the stream, tells those who wait on
-        # this pair, and closes. But it does not tell who waits for a send that it could not write (it holds that back,
-        # without an error, when the connection is broken), nor for a message of which it has the head only: they wait
-        # until the group's time-out, and no later cut reaches them, as the socket is closed by then. So no writing is
-        # made to fail here: 4 of 26 aborts between small collectives left a rank waiting with both directions shut,
-        # 1 of 68 with this. There the dead peer has broken the connection; `abort_s` ends that rank.
+        # Gloo's sockets are shut for reading only, at first. Gloo's own thread then sees the end of the stream, fails
+        # the operations that wait on this pair, and closes it. But it notifies neither a send that it could not write
+        # (which it holds back, without an error, when the connection is broken) nor a receive for a message whose
+        # header only has arrived: they wait until the group's time-out, and no later cut reaches them, as the socket is
+        # closed by then. So no write is made to fail here: with both directions shut, 4 of 26 aborts between small
+        # collectives left a rank waiting; with this, 1 of 68. In that case the dead peer has broken the connection;
+        # `abort_s` ends that rank.
         how = socket.SHUT_RD if self._looks < GENTLE_LOOKS else socket.SHUT_RDWR
         self._looks += 1
         for sock in sockets.gloo_sockets():
@@ -315,10 +320,10 @@ class Group:
 
 
 def cuda_failure(device: torch.device) -> str:
-    """What CUDA says once it has failed for good in this process, '' while it works. Does not wait for the device.
+    """The error of CUDA once it has failed for good in this process, '' while it works. Does not wait for the device.
 
-    An illegal access or a lost device sticks: each later call fails, in each generation. NCCL hides it behind an error
-    of its own, which looks as if a peer had gone.
+    An illegal access or a lost device is permanent: each later call fails, in every generation. NCCL hides it behind an
+    error of its own, which looks as if a peer were lost.
     """
     if device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return ""

@@ -1,4 +1,4 @@
-"""What a child process of a worker does first: die with the worker, and let go of the sockets it inherited.
+"""What a child process of a worker does first: arrange to die with the worker, and drop the sockets it inherited.
 
 A forked child holds the worker's sockets. If the worker dies, its peers see no end of stream until the last holder is
 gone; and torch's own loader processes notice their parent's death only after seconds.
@@ -16,12 +16,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def leave_parents_sockets(_loader: int = 0, *, parent: int) -> None:
-    """Fit for `worker_init_fn` of a DataLoader. Replaces each inherited internet socket by /dev/null.
+    """Usable as `worker_init_fn` of a DataLoader. Replaces each inherited internet socket by /dev/null.
 
-    Replaced, not closed: C++ objects copied by the fork still hold the numbers and must not hit another file.
+    Replaced, not closed: C++ objects copied by the fork still hold the descriptors and must not hit another file.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent went before the line above
+    if os.getppid() != parent:  # the parent ended before the line above
         os._exit(1)
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/proc/self/fd"):

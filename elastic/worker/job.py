@@ -1,4 +1,4 @@
-"""What `setup` and `train` get: the job as one worker sees it."""
+"""The argument of `setup` and `train`: the job as seen by one worker."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ from .state import State
 
 
 class Link(Protocol):
-    """Whoever watches over this worker: an agent, or nobody."""
+    """Receiver of this worker's progress: an agent, or none."""
 
     def entered(self) -> None:
         """The script's own code runs."""
 
     def contributed(self) -> None:
-        """Everything owed to the collective at hand is handed over; only the others can be waited for."""
+        """This rank has contributed to the current collective: it can now only wait for the other ranks."""
 
     def applying(self) -> None: ...
 
     def quiet(self, limit_s: float) -> None:
-        """No sign of progress is to be expected for this long; 0 ends it."""
+        """No sign of progress is expected for `limit_s` seconds; 0 ends the span."""
 
     def committed(self, step: int, step_s: float, loss: float | None) -> None: ...
 
     def bad_numbers(self, step: int, kind: str, detail: str, ranks: tuple[int, ...]) -> None: ...
 
     def check(self, step: int) -> None:
-        """Raises GenerationEnded at the end of this generation."""
+        """Raises GenerationEnded if this generation is over, or is to stop at `step`."""
 
 
 class CheckpointScheduler(Protocol):
     """Takes snapshots and checkpoints."""
 
     def after(self, state: State, *, keep: bool) -> None:
-        """Called after each commit, on every rank at the same step; copies this rank's share when one is due.
+        """Called after each commit, on every rank at the same step; copies this rank's shard when a snapshot is due.
 
-        Without `keep` this rank's state is bad, and no rank saves.
+        With `keep` False, because this rank's state is bad, no rank takes one.
         """
 
     def settle(self) -> None:
-        """Complete the copy of the state that is under way: that is about to be changed, or nothing is for long."""
+        """Complete the copy under way: the state is about to change, or no step follows for long."""
 
 
 class Job:
-    """One training run, as seen by this worker in the present generation."""
+    """One training run, as seen by this worker in the current generation."""
 
     name: str
     device: torch.device
-    """Where this worker computes."""
+    """The device of this worker's tensors."""
     local_rank: int
-    """This worker's slot on its node: its GPU's index."""
+    """This worker's slot on its node: the index of its GPU."""
     rank: int = 0
     world_size: int = 1
     generation: int = 0
@@ -103,7 +103,8 @@ class Job:
         keeper: CheckpointScheduler | None,
         group_s: float = math.inf,
     ) -> None:
-        """A new generation, whose collectives may take `group_s`: `train` is about to be called. Not for scripts."""
+        """Begin a generation: `train` is about to be called. Collectives time out after `group_s` seconds. Not for
+        scripts."""
         self.rank, self.world_size, self.generation = rank, world_size, generation
         self._keeper = keeper
         self._group_s = group_s if world_size > 1 else math.inf
@@ -117,14 +118,14 @@ class Job:
     def ddp(self, model: nn.Module, **options: Any) -> DistributedDataParallel | nn.Module:
         """`model` with its gradients averaged over the global batch.
 
-        Call it in `train`, on each entry: the wrapper belongs to one generation. Without a process group
-        (a script that runs alone) the model itself comes back. `options` go to DistributedDataParallel.
+        Call it in `train`, on each entry: the wrapper belongs to one generation. Without a process group (standalone)
+        `model` itself is returned. `options`: `sync_buffers` (see `ddp.wrap`) and those of DistributedDataParallel.
         """
         if not torch.distributed.is_initialized():
             self._share.attach(model)  # for `Batch.parts`
             return model
         link = self._link
-        link.contributed()  # it begins with a comparison of the parameters' shapes
+        link.contributed()  # it begins with a collective that compares the parameters' shapes
         wrapped = ddp.wrap(
             model,
             weight=self._share,
@@ -138,9 +139,9 @@ class Job:
         return wrapped
 
     def batches(self, dataset: Any, state: State, *, batch_size: int, **options: Any) -> Iterator[data.Batch]:
-        """This rank's part of each global batch of `batch_size` samples, from step `state.step` on.
+        """Iterate over this rank's part of each global batch of `batch_size` samples, from step `state.step` on.
 
-        See `batches.batches` for the options (epochs or steps, seed, micro_batch, num_workers, …).
+        See `batches.batches` for the options (epochs or steps, seed, micro_batch, num_workers, …) and the errors.
         """
         return data.batches(
             dataset,
@@ -157,9 +158,10 @@ class Job:
     def streams(
         self, make: streams.Make, state: State, *, count: int, batch_size: int, steps: int, **options: Any
     ) -> Iterator[data.Batch]:
-        """As `batches`, for data that can only be read in order: `count` streams, `make(stream, count)` each.
+        """As `batches`, for data that can only be read in order: `count` streams, each made by `make(stream, count)`.
 
-        The state needs a part for them: ``elastic.State(…, streams=None)``. See `streams.streams` for what is promised.
+        The state needs a part for them: ``elastic.State(…, streams=None)``. See `streams.streams` for guarantees and
+        errors.
         """
         return streams.streams(
             make,
@@ -176,17 +178,21 @@ class Job:
         )
 
     def commit(self, state: State, loss: torch.Tensor | float | None = None) -> None:
-        """This step is final on this rank. Call it once per optimizer step, last.
+        """Commit this step on this rank. Call it once per optimizer step, as the last statement.
 
-        `loss` is shown by ``elasticctl status`` and watched for NaN. May not return: at the end of a generation
-        `train` is left from here and entered again in the next. What a loop changes in the state after it is then left
-        out; loops over `batches` and `streams` are told so, a loop of the script's own is not.
+        `loss` is shown by ``elasticctl status`` and checked for NaN and infinity. May not return: at the end of a
+        generation it raises out of `train`, which is called again in the next one. Changes that the loop makes to the
+        state after `commit` are then lost; loops over `batches` and `streams` raise RuntimeError for such changes,
+        other loops do not.
+
+        Raises CannotEncodeError or TypeError if the state holds anything that could not be sent to a replacement, and,
+        standalone, FloatingPointError for a loss that is NaN or infinite.
         """
         if state.clean():  # no optimizer has stepped
             if self._queued():
-                self._before_optimizer()  # what else has applied gradients was not guarded
+                self._before_optimizer()  # gradients applied in any other way were not guarded
             else:
-                self._share.share_buffers()  # a step that GradScaler skips is committed with its forward's buffers
+                self._share.share_buffers()  # a step skipped by GradScaler is committed with the buffers of its forward
         value = self._loss.read(loss)
         state.committed(self.generation)
         now_s = time.monotonic()
@@ -205,10 +211,11 @@ class Job:
 
     @contextlib.contextmanager
     def quiet(self, what: str, limit_s: float = QUIET_S) -> Iterator[None]:
-        """A span without steps, such as an evaluation: not taken for a hang for at most `limit_s` seconds.
+        """Context for a span without steps, such as an evaluation: not taken for a hang for at most `limit_s` seconds.
 
-        The other ranks may be waiting in a collective meanwhile, so it must be below `timeouts.group_s`. Raises
-        ValueError where it is not. One within another has its own limit, and after it the outer one goes on.
+        The other ranks may be waiting in a collective meanwhile, so `limit_s` must be below `timeouts.group_s`;
+        ValueError is raised otherwise, or if it is not positive. A nested span has its own limit; after it the outer
+        one continues.
         """
         if limit_s <= 0:
             raise ValueError(f"quiet({what!r}, limit_s={limit_s}): a positive number of seconds")
@@ -221,35 +228,36 @@ class Job:
         self._link.quiet(limit_s)
         try:
             if self._keeper is not None:
-                # A snapshot that was begun by the commit before would be none until the next optimizer step.
+                # Otherwise a copy begun by the last commit would not be completed until the next optimizer step.
                 self._keeper.settle()
             yield
         finally:
             self._quiet_until_s = outer_s
             self._link.quiet(max(0.0, outer_s - time.monotonic()))
 
-    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── internal ────────────────────────────────────────────────────────────────────────────────────────────
 
     def guard(self) -> Callable[[], None]:
-        """What the optimizer's pre-step hook calls: the state is about to be changed."""
+        """The function that the optimizers' pre-step hook calls: the state is about to change."""
         return self._before_optimizer
 
     def _turned(self, state: State) -> None:
-        """The loop asks for its next batch. A script that catches every error of its step is to leave all the same."""
+        """The loop asks for its next batch. Also ends the generation in a script that catches every error of its
+        step."""
         self._link.check(state.step)
         state.turned()
 
     def _queued(self) -> bool:
-        """Whether kernels that an abort could cut short may be queued on the device."""
+        """Whether kernels that an abort could interrupt may be queued on the device."""
         return self.device.type == "cuda" and self.world_size > 1
 
     def _before_optimizer(self) -> None:
-        """No gradient is applied whose all-reduce was not seen to complete here.
+        """Apply no gradient whose all-reduce was not seen to complete on this rank.
 
-        An abort ends the kernels in flight with anything in their buffers, and what is queued behind them runs all the
-        same. So the host waits for what is queued, the sums and any collective of the script's own, and only then asks
-        whether the group was let go of: the flag is set before the abort begins, so sums that an abort cut short are
-        never taken for whole.
+        An abort ends the kernels in flight with arbitrary contents in their buffers, and work queued behind them still
+        runs. So the host waits for the queued work, the all-reduces and any collective of the script, and only then
+        checks whether the group was aborted: the flag is set before the abort begins, so sums that an abort interrupted
+        are never taken for complete.
         """
         if self._share.failed:
             raise GroupAborted("the exchange of gradients has failed, and what is here is no mean over all ranks")
@@ -275,7 +283,7 @@ class Job:
 
 
 class _LossReader:
-    """The loss as a float without making a GPU wait: there, the value of an earlier step."""
+    """The loss as a float, without waiting for a GPU: there, the value of an earlier step."""
 
     def __init__(self) -> None:
         self._copy: torch.Tensor | None = None
@@ -299,14 +307,15 @@ class _LossReader:
 
 
 Setup = Callable[[Job], State]
-"""Called once per process."""
+"""Builds the state. Called once per process, and again only if the state is lost on all ranks and none was ever
+saved."""
 
 Train = Callable[[Job, State], None]
 """Called once per generation."""
 
 
 def checked(made: object) -> State:
-    """What `setup` has returned. Raises TypeError."""
+    """The value that `setup` returned. Raises TypeError if it is not a State."""
     if not isinstance(made, State):
         raise TypeError(f"setup returned {type(made).__name__}: return elastic.State(model=…, optimizer=…)")
     return made

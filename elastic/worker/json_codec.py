@@ -1,7 +1,7 @@
-"""State that is no tensor, as JSON and back, exactly; tensors inside it become names in the table.
+"""Encodes state other than tensors as JSON, and decodes it, exactly; tensors inside it become names in the table.
 
-Nothing is pickled, so nothing that is loaded can run code. What JSON lacks is spelled as an object with one key that
-begins with ``$``: ``{"$tuple": [1, 2]}``.
+Nothing is pickled, so loading cannot run code. Types that JSON lacks are written as an object with one key that begins
+with ``$``: ``{"$tuple": [1, 2]}``.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 
 Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 Codecs = Mapping[type, Codec]
-"""type -> (to something encodable, back again)."""
+"""type -> (function to an encodable value, function back)."""
 
 _FACTORIES: dict[str, Any] = {"": None} | {
     kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple)
 }
-"""Of a defaultdict. Others are refused: a function cannot be kept."""
+"""Supported factories of a defaultdict. Others are refused: a function cannot be saved."""
 
 _BIG = 1 << 53
-"""Integers from here on are spelled out: not every JSON reader keeps them."""
+"""Integers from this magnitude on are written as text: not every JSON reader keeps them exactly."""
 
 
 class CannotEncodeError(TypeError):
-    """A value has no exact form in JSON. The message names where it is and what to do."""
+    """A value has no exact form in JSON. The message names its path and the remedies."""
 
     def __init__(self, path: str, value: Any) -> None:
         kind = type(value).__name__
@@ -82,7 +82,8 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], codecs: Code
 
 
 def decode(value: Any, tensors: Callable[[str, str], torch.Tensor], codecs: Codecs) -> Any:
-    """The value that `encode` made `value` of. `tensors(name, device type)` gives the tensor of a name."""
+    """The inverse of `encode`. `tensors(name, device type)` returns the tensor of that name. Raises ValueError for a
+    type without `convert`."""
 
     def sub(item: Any) -> Any:
         return decode(item, tensors, codecs)
@@ -125,7 +126,7 @@ def decode(value: Any, tensors: Callable[[str, str], torch.Tensor], codecs: Code
 
 
 def tensors_named(value: Any) -> set[str]:
-    """Names of the tensors that stand in what `encode` returned."""
+    """Names of the tensors in a value returned by `encode`."""
     match value:
         case {"$tensor": str(name)}:
             return {name}

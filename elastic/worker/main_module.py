@@ -1,4 +1,4 @@
-"""Runs a script or a module as the interpreter itself would, in a process that has run other things before."""
+"""Runs a script or a module as the interpreter would, in a process that has run other code before."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 
 def run_as_main(argv: Sequence[str]) -> None:
-    """As ``python ARGV``; raises what the script raises. Its module stays `__main__`, for its threads and handlers, and
-    for what is pickled by its name."""
+    """As ``python ARGV``; raises what the script raises. Its module remains `__main__`, for its threads and handlers
+    and for objects pickled by that name."""
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module
-    if "multiprocessing.process" in sys.modules:  # spawned children look for a relative script there
+    if "multiprocessing.process" in sys.modules:  # spawned children resolve a relative script path against it
         sys.modules["multiprocessing.process"].ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
     if argv[0] == "-m":
         sys.argv = list(argv[1:])

@@ -1,8 +1,8 @@
-"""Whether modules train or evaluate, and which parameters want gradients: no part of any state dict.
+"""Modules' training modes and parameters' requires_grad: in no state dict.
 
-A loop switches them in the middle of a step: an evaluation, a GAN's frozen half. When the generation ends there, a
-survivor would enter `train` again with dropout off or a network frozen, and a replacement would not. The same holds for
-`torch.set_grad_enabled(False)` before an evaluation, and for the default type of new tensors.
+A loop switches them within a step: for an evaluation, or a GAN's frozen half. If the generation ends there, a survivor
+would enter `train` again with dropout off or a network frozen, and a replacement would not. The same holds for
+`torch.set_grad_enabled(False)` before an evaluation, and for the default dtype of new tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class Modes:
-    """The flags of these modules, and of torch, as they are now."""
+    """The current flags of these modules and of torch."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         found = list(modules)
@@ -22,7 +22,7 @@ class Modes:
         self._grad, self._dtype = torch.is_grad_enabled(), torch.get_default_dtype()
 
     def put_back(self) -> None:
-        """Set them again. Modules and parameters that have come since keep theirs."""
+        """Restore them. Modules and parameters added since keep theirs."""
         torch.set_grad_enabled(self._grad)
         torch.set_default_dtype(self._dtype)
         for module, training in self._training:

@@ -1,7 +1,7 @@
-"""What NCCL needs beside `init_process_group`: settings, versions known to be bad, aborts, and the last time-out.
+"""NCCL beyond `init_process_group`: settings, known-bad versions, aborts, and the final time-out.
 
-What is said here of ProcessGroupNCCL is what its source does (torch 2.10 to 2.13); from torch 2.15 on it is the backend
-"nccl-legacy" (`backend_name`).
+Statements here about ProcessGroupNCCL are taken from its source (torch 2.10 to 2.13); from torch 2.15 on it is the
+backend "nccl-legacy" (`backend_name`).
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
 OLDEST_TORCH = (2, 10)
-"""What is used here of torch's own books, and what is said here of its threads, was not looked at in older ones."""
+"""Older versions were not examined for the torch internals used here and the behaviour of its threads assumed here."""
 
 OLDEST_NCCL = (2, 26, 2)
-"""Older ones can dead-lock in the abort of a communicator."""
+"""Older ones can deadlock in the abort of a communicator."""
 
 ABORT_S = 60.0
-"""Longest wait for NCCL's aborts. The agent replaces the worker long before (`timeouts.abort_s`)."""
+"""Limit of the wait for NCCL's aborts. The agent replaces the worker long before (`timeouts.abort_s`)."""
 
 ABORT_LOOK_S = 0.002
-"""How often the wait for aborts looks whether they have returned."""
+"""Interval at which the wait for aborts checks whether they have returned."""
 
 LEGACY = "nccl-legacy"
 """torch's name of ProcessGroupNCCL where "nccl" is another class."""
 
 ABORTABLE = ("abort", "get_error")
-"""What a backend must offer to be used: to be aborted from another thread, and to say that a collective timed out."""
+"""Methods that a backend must have: to be aborted from another thread, and to report that a collective timed out."""
 
 LOOK_S = 1.0
-"""How often is looked whether a collective has run into the group's time-out."""
+"""Interval of the check whether a collective has exceeded the group's time-out."""
 
 GIVE_WAY_S = 5.0
-"""So much longer than the rank before it does a rank wait until it ends by that time-out."""
+"""Extra wait of each rank, compared with the rank before it, until that time-out ends it."""
 
 HARMFUL = (
     ("TORCH_NCCL_DESYNC_DEBUG", "1", "makes torch end the process when a peer is lost; elastic would have kept it"),
@@ -57,46 +57,46 @@ HARMFUL = (
     ("NCCL_NVLS_ENABLE", "1", "lets NCCL use NVLink SHARP, under which the abort of a communicator may hang"),
     ("NCCL_NVLS_ENABLE", "2", "lets NCCL use NVLink SHARP, under which the abort of a communicator may hang"),
 )
-"""Settings (name, value, what it does) that are warned of."""
+"""Settings (name, value, effect) that cause a warning."""
 
 QUIET_TORCH = {
-    # When NCCL notices by itself that a peer is gone, torch's watchdog sleeps for four times this, a minute by default,
-    # with the lock in hand that each new collective takes: whoever posts one is then stuck, and no abort frees him.
+    # When NCCL itself detects that a peer is gone, torch's watchdog sleeps for four times this, a minute by default,
+    # holding the lock that each new collective takes: a thread that posts one is then blocked, and no abort frees it.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    # Its monitor would then write a dump and sleep for eight minutes, and the destructor of the group waits for it.
+    # Otherwise torch's monitor writes a dump and sleeps for eight minutes, and the group's destructor waits for it.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # An illegal access is the main thread's to report, with its name; the watchdog would end the process by SIGABRT.
+    # An illegal access is reported by the main thread, by name; the watchdog would end the process by SIGABRT.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # Another thread of torch's that ends the process (by SIGABRT) when the watchdog is stuck: hangs are the agent's.
+    # Another torch thread, which ends the process (by SIGABRT) when the watchdog is stuck: the agent handles hangs.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     # The flight recorder takes a stack trace per collective, and prints one per collective that an abort ends.
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
     "TORCH_FR_BUFFER_SIZE": "0",
-    # State is sent along a chain, one message after the other: that they are not sent at once is no news.
+    # State is sent along a chain, one message after the other: the warning that sends are serialised is expected.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
-"""Set unless the user has set them. torch reads them when a group is made."""
+"""Set unless the user has set them. torch reads them when a group is created."""
 
 QUIET_NCCL = {
-    # The RAS service opens listening sockets while the first communicator of a process is made. To free a thread that
-    # is stuck there, the sockets opened since are shut; the RAS thread would then spin on its own for ever.
+    # The RAS service opens listening sockets while the first communicator of a process is created. To free a thread
+    # that is stuck there, sockets opened since are shut, after which the RAS thread would spin forever.
     "NCCL_RAS_ENABLE": "0",
     # Connect all peers while forming, which has a deadline, and not in the first collective, where a lost peer would
     # block the host inside NCCL.
     "NCCL_RUNTIME_CONNECT": "0",
-    # An abort is not safe with NVLink SHARP's multicast: NVIDIA's resiliency extension asks for the same.
+    # An abort is not safe with NVLink SHARP's multicast: NVIDIA's resiliency extension requires the same setting.
     "NCCL_NVLS_ENABLE": "0",
 }
-"""Set unless the user has set them. NCCL reads them when the first communicator of a process is made."""
+"""Set unless the user has set them. NCCL reads them when the first communicator of a process is created."""
 
 
 def prepare() -> None:
-    """Settings that aborting from our own thread needs, and warnings of what is known to be bad."""
+    """Apply the settings that aborting from another thread requires, and warn of known problems."""
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
         if os.environ.get(name, "0") != "0":
             warnings.warn(f"{name}={os.environ[name]} is set to 0: elastic aborts groups itself", stacklevel=2)
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    os.environ.pop("NCCL_ASYNC_ERROR_HANDLING", None)  # the older name of the same: torch warns where it is set at all
+    os.environ.pop("NCCL_ASYNC_ERROR_HANDLING", None)  # older name of that variable: torch warns if it is set at all
     for name, value in (QUIET_TORCH | QUIET_NCCL).items():
         os.environ.setdefault(name, value)
     for problem in problems():
@@ -104,12 +104,12 @@ def prepare() -> None:
 
 
 def problems(nccl_version: tuple[Any, ...] | None = None, torch_version: str = torch.__version__) -> list[str]:
-    """What is known to be wrong with this torch, this NCCL and this environment, in words; empty if nothing is."""
+    """Known problems of this torch, this NCCL and this environment, as text; empty if there are none."""
     found = []
     numbers = tuple(map(int, re.findall(r"\d+", torch_version)[:2]))
     if numbers < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        found.append(f"torch {torch_version} is older than {oldest}: its NCCL groups may not be let go of as expected")
+        found.append(f"torch {torch_version} is older than {oldest}: its NCCL groups may not abort as expected")
     version = nccl_version or torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     if tuple(version)[:3] < OLDEST_NCCL:
         ours, least = (".".join(map(str, v)) for v in (version, OLDEST_NCCL))
@@ -123,10 +123,10 @@ def problems(nccl_version: tuple[Any, ...] | None = None, torch_version: str = t
 
 
 def backend_name() -> str:
-    """The backend for tensors on a GPU, as `init_process_group` takes it.
+    """The backend for GPU tensors, as `init_process_group` takes it.
 
-    From torch 2.15 on "nccl" is ProcessGroupNCCL2. Its watchdog ends the process when a peer is lost, and none of the
-    settings above reach it, so the class that they do reach is asked for, unless TORCH_DIST_USE_NCCL2=1 says otherwise.
+    From torch 2.15 on "nccl" is ProcessGroupNCCL2. Its watchdog ends the process when a peer is lost and ignores the
+    settings above, so the class that obeys them is requested, unless TORCH_DIST_USE_NCCL2=1 is set.
     """
     if LEGACY in dist.Backend.backend_list and os.environ.get("TORCH_DIST_USE_NCCL2") != "1":
         return LEGACY
@@ -134,7 +134,7 @@ def backend_name() -> str:
 
 
 def check_abortable() -> None:
-    """Raises RuntimeError if a group has a backend that could not be aborted: a lost peer would block this process."""
+    """Raises RuntimeError if a group has a backend that cannot be aborted: a lost peer would block this process."""
     for backend in communicators():
         missing = [name for name in ABORTABLE if not callable(getattr(backend, name, None))]
         if missing:
@@ -149,20 +149,20 @@ def check_abortable() -> None:
 
 
 class Aborts:
-    """Aborts of NCCL communicators, each in a thread of its own; `start` and `wait` may be called from any thread.
+    """Aborts NCCL communicators, each in its own thread; `start` and `wait` may be called from any thread.
 
-    All at the same time: one after the other could dead-lock, since an abort waits until the device is rid of its own
-    kernels, which may wait behind those of the next. A group call around them (``ncclGroupStart``) is bound to its
-    thread, and torch's abort does the work in a thread of its own.
+    All at the same time: one after the other could deadlock, since an abort waits until the kernels of its communicator
+    have left the device, and these may be queued behind those of the next. A group call around them
+    (``ncclGroupStart``) is bound to its thread, and torch's abort does the work in a thread of its own.
 
-    Only the communicators: the books that torch keeps of its groups belong to the main thread (``Group.close``).
+    Only the communicators are aborted: torch's registries of groups belong to the main thread (``Group.close``).
     """
 
     def __init__(self) -> None:
-        self._begun: list[Any] = []  # held on to: a wrapper that is collected gives its identity to another
+        self._begun: list[Any] = []  # kept alive: the id of a collected wrapper may be reused
         self._threads: list[threading.Thread] = []
         self.failed: list[str] = []
-        """What went wrong, in words."""
+        """Failures, as text."""
 
     def start(self) -> None:
         """Begin to abort the communicators that exist and are not being aborted yet. Does not wait."""
@@ -175,10 +175,10 @@ class Aborts:
             thread.start()
 
     def wait(self, device: torch.device, wait_s: float = ABORT_S) -> None:
-        """Until every abort has returned, or `device` has no kernel left to run; at most `wait_s` seconds.
+        """Wait until every abort has returned, or `device` has no kernel left to run; at most `wait_s` seconds.
 
-        Kernels leave as soon as they see the abort's flag. What the abort does after that, above all joining NCCL's
-        proxy threads, which look at the flag every 0.5 s, need not be waited for: it touches nothing of the next group.
+        Kernels exit as soon as they see the abort flag. The rest of the abort, above all joining NCCL's proxy threads,
+        which check the flag every 0.5 s, need not be waited for: it touches nothing of the next group.
         """
         deadline_s = time.monotonic() + wait_s
         idle = threading.Event()
@@ -202,15 +202,15 @@ def _drain(device: torch.device, idle: threading.Event) -> None:
     try:
         torch.cuda.synchronize(device)
     except RuntimeError:
-        pass  # a failure of CUDA that sticks: `cuda_failure` names it when the generation is over
+        pass  # a permanent failure of CUDA: `cuda_failure` reports it when the generation is over
     idle.set()
 
 
 def strike_off() -> None:
-    """Take every group off torch's books, so that a new default group can be made. Main thread.
+    """Remove every group from torch's registries, so that a new default group can be created. Main thread only.
 
-    As torch's `_abort_process_group` does it, but without its second abort of each backend, which would wait for the
-    first. The groups themselves end when nothing refers to them any more.
+    Like torch's `_abort_process_group`, but without its second abort of each backend, which would wait for the first.
+    The groups themselves are destroyed when nothing references them any more.
     """
     world = c10d._world
     c10d._update_default_pg(None)
@@ -229,16 +229,16 @@ BOOKS = (
 
 
 def communicators() -> list[Any]:
-    """The backends for GPUs of all groups, the newest group first; whatever their class, but not gloo's."""
+    """The GPU backends of all groups, the newest group first, of any class except gloo's."""
     if not dist.is_nccl_available():
         return []
-    names = dict(c10d._world.pg_names)  # the main thread may make another one meanwhile
+    names = dict(c10d._world.pg_names)  # the main thread may create another one meanwhile
     found: list[Any] = []
     for group in sorted(names, key=lambda g: names[g], reverse=True):
         try:
             backend = group._get_backend(torch.device("cuda"))
         except RuntimeError:
-            continue  # a group of the CPU only
+            continue  # a CPU-only group
         while hasattr(backend, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
             backend = backend.wrapped_pg
         if not isinstance(backend, _distributed_c10d.ProcessGroupGloo) and all(b is not backend for b in found):
@@ -246,18 +246,18 @@ def communicators() -> list[Any]:
     return found
 
 
-# ── the last time-out ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── the final time-out ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def watch_time_out(
     over: threading.Event, timeout_s: float, generation: int, rank: int, end: Callable[[int], object] = os._exit
 ) -> threading.Thread:
-    """End this process when a collective has taken longer than the group's time-out; until `over`.
+    """End this process when a collective has exceeded the group's time-out, unless `over` is set before.
 
-    On gloo the collective raises. NCCL's kernel waits on, and the one thread that knows, torch's watchdog, is kept from
-    ending processes. To abort would hand what the kernel had in its buffers to the optimizer, as no agent has called
-    the generation off. So the first rank ends; its agent calls the generation off, the others are let go of and keep
-    their state. It is the last net below all others.
+    On gloo the collective raises. On NCCL the kernel keeps waiting, and torch's watchdog, the only thread that detects
+    it, is kept from ending processes. An abort would pass what the kernel had in its buffers on to the optimizer, as no
+    agent has ended the generation. So the lowest rank ends its process; its agent ends the generation, and the other
+    ranks abort and keep their state. This is the last safety net below all others.
     """
 
     def look() -> None:
@@ -266,7 +266,7 @@ def watch_time_out(
                 if over.wait(GIVE_WAY_S * rank):
                     return
                 what = f"a collective of generation {generation} took longer than timeouts.group_s ({timeout_s:g} s)"
-                print(f"{what}: this process ends, so that the others are let go of", file=sys.stderr, flush=True)
+                print(f"{what}: this process ends, so that the other ranks are released", file=sys.stderr, flush=True)
                 end(1)
                 return
 

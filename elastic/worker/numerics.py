@@ -1,4 +1,4 @@
-"""Cheap checks of the numbers: a loss that is none, and replicas that drifted apart."""
+"""Cheap checks of numerics: a non-finite loss, and replicas that have diverged."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ WINDOW_BYTES = 4 * 1024 * 1024
 
 
 def is_bad(loss: float | torch.Tensor) -> bool:
-    """Whether `loss` is NaN or infinite. A tensor on a GPU is waited for."""
+    """Whether `loss` is NaN or infinite. Waits for a tensor on a GPU."""
     return not math.isfinite(float(loss.detach()) if isinstance(loss, torch.Tensor) else loss)
 
 
 class Fingerprint:
-    """A hash of a window of the state that moves on from check to check until it has been everywhere.
+    """A hash of a window of the state; the window moves on from check to check until it has covered all bytes.
 
-    One flipped bit inside the window changes it. `tensors` in the same order on every rank; the window's place is a
-    function of the number of the check alone, so that ranks agree on it without a word. Cost: `window_bytes` copied to
-    the host and hashed (about 1 ms for 4 MiB), once per check.
+    One flipped bit inside the window changes the hash. `tensors` must be in the same order on every rank; the window's
+    position depends only on the number of the check, so ranks agree on it without communication. Cost per check:
+    `window_bytes` copied to the host and hashed (about 1 ms for 4 MiB).
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], window_bytes: int = WINDOW_BYTES) -> None:
@@ -33,7 +33,7 @@ class Fingerprint:
 
     @property
     def checks_per_round(self) -> int:
-        """After so many checks in a row every byte has been looked at."""
+        """Number of consecutive checks that cover every byte."""
         return max(1, -(-self.total_bytes // self._window_bytes))
 
     def of(self, check: int) -> int:
@@ -62,7 +62,7 @@ def _bytes_of(tensor: torch.Tensor, first: int, last: int) -> memoryview:
 
 
 def outliers(digests: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that differ from the majority; all of them when there is none; none when all agree."""
+    """The ranks that differ from the majority; all ranks if there is no majority; none if all agree."""
     counts = Counter(digests).most_common()
     if len(counts) == 1:
         return ()
@@ -75,7 +75,7 @@ def outliers(digests: Sequence[int]) -> tuple[int, ...]:
 def disagreeing(
     digest: int, *, world_size: int, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> tuple[int, ...]:
-    """Exchange `digest` (8 bytes a rank; every rank must call) and return `outliers`, the same on every rank."""
+    """Exchange `digest` (8 bytes per rank; all ranks must call) and return `outliers`, the same on every rank."""
     mine = torch.tensor([digest], dtype=torch.int64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(everyone, mine, group=group)

@@ -1,4 +1,4 @@
-"""What optimizers do to the state: a hook before and after each step of each, whether or not the state has it."""
+"""Observes what optimizers do to the state: hooks before and after each step of each optimizer, in the state or not."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ _owners: weakref.WeakSet[Optimizers] = weakref.WeakSet()
 
 
 class Optimizers:
-    """Marks the state as changing when an optimizer begins to apply gradients, and refuses one that it does not know.
+    """Marks the state as changing when an optimizer begins to apply gradients, and rejects optimizers that are not part
+    of it.
 
     An optimizer that is given a closure runs the forward and the backward within its step. A rank may wait there for
-    the others, and nothing has changed yet: so the state is marked when the closure has returned.
+    the others while nothing has changed yet, so the state is marked when the closure has returned.
     """
 
     def __init__(
         self, changing: Callable[[], None], parts: Mapping[str, Any], params: Callable[[], Iterable[tuple[str, Any]]]
     ) -> None:
-        """`changing` is called before parameters change. `parts`: what belongs to the state, by name. `params`: the
-        state's parameters as they are now, by name."""
+        """`changing` is called before parameters change. `parts`: the parts of the state by name. `params`: the
+        current parameters of the state by name."""
         self._changing = changing
         self._parts = parts
         self._params = params
@@ -33,10 +34,11 @@ class Optimizers:
         self._waits: torch.optim.Optimizer | None = None
         self._strangers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self.refuses = False
-        """In training. Before, an optimizer that the state does not know only marks it as changing."""
+        """Set in training: an optimizer that is not part of the state is rejected. Before, it only marks the state
+        as changing."""
 
     def listen(self) -> None:
-        """From here on every optimizer of the process is met."""
+        """From here on every optimizer of the process is checked."""
         _owners.add(self)
         _hook_once()
 
@@ -44,7 +46,7 @@ class Optimizers:
         """`optimizer` is part of the state."""
         if optimizer not in self._known:
             self._known.add(optimizer)
-            # torch calls hooks in the order of their registration: what the script has hooked in by now comes first.
+            # torch calls hooks in the order of registration: those that the script has registered by now run first.
             optimizer.register_step_pre_hook(self._before)
             optimizer.register_step_post_hook(self._after)
 
@@ -66,12 +68,13 @@ class Optimizers:
         return (args[0], closure, *args[2:]), dict(kwargs)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._waits is optimizer:  # it never called the closure
+        if self._waits is optimizer:  # the closure was never called
             self._waits = None
             self._changing()
 
     def meets(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer of this process is about to step. Raises RuntimeError for one that the state must have."""
+        """An optimizer of this process is about to step. Raises RuntimeError if it steps parameters of the state, is
+        not part of the state and `refuses` is set."""
         if optimizer in self._known:
             return
         count = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -82,14 +85,15 @@ class Optimizers:
         if param is None:
             self._strangers[optimizer] = count
         elif self._within(optimizer):
-            self.own(optimizer)  # torch calls the hooks of this optimizer next, these among them
+            self.own(optimizer)  # torch calls the hooks of this optimizer next, including these
         elif self.refuses:
             raise RuntimeError(refusal(optimizer, name, param))
         else:
             self._changing()
 
     def _within(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a part of the state wraps it, and keeps its state: a scheduler holds its optimizer and does not."""
+        """Whether a part of the state wraps it and keeps its state; a scheduler holds its optimizer but does not
+        keep its state."""
         return any(
             (held is optimizer or any(inner is optimizer for inner in _attributes(held))) and _keeps(part.value)
             for part in self._parts.values()
@@ -98,7 +102,7 @@ class Optimizers:
 
 
 def _keeps(value: Any) -> bool:
-    """Whether `value` is an optimizer, or its `state_dict()` has one's in it."""
+    """Whether `value` is an optimizer, or its `state_dict()` contains an optimizer's."""
     return isinstance(value, torch.optim.Optimizer) or (hasattr(value, "state_dict") and _found(value.state_dict()))
 
 
@@ -117,7 +121,7 @@ def _attributes(value: Any) -> list[Any]:
 
 
 def refusal(optimizer: torch.optim.Optimizer, name: str, param: object) -> str:
-    """Why `optimizer` may not step `param` of that name, and the way out."""
+    """Error text: why `optimizer` may not step `param`, called `name`, and what to do instead."""
     if type(param).__name__ == "DTensor":
         return sharded_module(name, "DTensor")
     kind = type(optimizer).__name__
@@ -139,7 +143,7 @@ def sharded_module(name: str, found: str) -> str:
 
 
 def is_sharded(optimizer: object) -> bool:
-    """Each rank has a part of its state only."""
+    """Whether each rank holds only a part of its state."""
     return any(kind.__name__ == SHARDED for kind in type(optimizer).__mro__)
 
 

@@ -1,8 +1,6 @@
-"""The kinds of things a `State` is made of, and how each gives out and takes in its tensors.
-
-Taking in has two halves: `adopt` makes storage for exactly the tensors that will come (what exists and fits is kept,
-so that parameters stay the objects that DDP and the optimizer hold), and `filled` is called when their bytes are in.
-"""
+"""The kinds of parts of a `State`, and how each hands out and receives tensors. Receiving has two steps: `adopt`
+provides storage for exactly the tensors to come (storage that exists and fits is kept, so parameters remain the
+objects that DDP and the optimizer hold), and `filled` is called when their bytes are in."""
 
 from __future__ import annotations
 
@@ -19,17 +17,13 @@ from .copies import Copy, writable
 from .json_codec import Codecs, decode, encode, tensors_named
 
 Named = list[tuple[str, torch.Tensor]]
-Infos = Mapping[str, TensorInfo]
-"""By full name, the part's own name included."""
-
-
-Watched = Callable[[torch.Tensor], bool]
-"""Whether a tensor is too large to be copied at each commit, or stepped by an optimizer of the state."""
+Infos = Mapping[str, TensorInfo]  # by full name, including the part's own name
+Watched = Callable[[torch.Tensor], bool]  # tensors too large to copy at each commit, or stepped by an optimizer
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place where a module keeps a tensor. The tensor in it may be another one tomorrow."""
+    """An entry in which a module holds a tensor. Its tensor may be replaced by another."""
 
     holder: MutableMapping[str, torch.Tensor | None]
     key: str
@@ -38,13 +32,12 @@ class Slot:
 
 
 class Part(Protocol):
-    kind: str
-    """What plain torch would load it into; see `checkpoint.plain`."""
+    kind: str  # what plain torch would load it into; see `checkpoint.plain`
     name: str
     value: Any
 
     def held(self) -> tuple[Named, Any]:
-        """Its tensors, and all else that it has as JSON; from one look, for with thousands of tensors that counts."""
+        """(tensors, everything else as JSON), from one walk: with thousands of tensors a second one costs."""
 
     def tensors(self) -> Named: ...
     def extra(self) -> Any: ...
@@ -53,24 +46,21 @@ class Part(Protocol):
     def to(self, device: torch.device) -> None: ...
 
     def slots(self) -> list[Slot]:
-        """Where its tensors stand, as far as they stand anywhere of their own."""
+        """The entries that hold its tensors; none for tensors that have no fixed entry."""
 
     def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
-        """A copy of what is in no slot; None: there is nothing."""
+        """A copy of everything that is in no slot; None: there is nothing."""
 
     def put_back(self, held: Any) -> None:
-        """Take in what `Copy.restored` of a `rest` gives."""
+        """Load what `Copy.restored` returns for a `rest`."""
 
     def settle(self) -> None:
-        """Forget what a step that was cut short has left behind."""
+        """Drop what an interrupted step has left behind."""
 
 
 class ModulePart:
-    """Parameters and persistent buffers, where they lie.
-
-    What else `state_dict()` gives, such as extra state and what a hook or a metric makes for the occasion, is taken in
-    by `load_state_dict`: writing into those tensors would change nothing.
-    """
+    """Parameters and persistent buffers, in place. Anything else in `state_dict()`, such as extra state and what a
+    hook or a metric makes, is loaded by `load_state_dict`: writing into those tensors would change nothing."""
 
     kind = "module"
 
@@ -159,7 +149,7 @@ class ModulePart:
         return Copy(made, self.name, self._codecs, before, watched)
 
     def put_back(self, held: Any) -> None:
-        # Whole, because a module may look at several of its keys together; what lies where it is loads into itself.
+        # Complete, as a module may need several keys together; tensors in place are copied onto themselves.
         whole = {**self.value.state_dict(), **held}
         missed = set(self.value.load_state_dict(whole, strict=False).unexpected_keys) & set(held)
         if missed:
@@ -169,7 +159,7 @@ class ModulePart:
         pass
 
     def split(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """(tensors that are the module's own, by full name; whatever else its state_dict has, by key)."""
+        """(the module's own tensors by full name, everything else in its state_dict by key)."""
         held = self.value.state_dict(keep_vars=True)
         mine = [*self.value.parameters(), *self.value.buffers()]
         ids = set(map(id, mine))
@@ -190,12 +180,11 @@ class ModulePart:
         return {key: encode(item, f"{self.name}.{key}", tensors, self._codecs) for key, item in made.items()}
 
 
-_EXTRA = "_extra_state"
-"""torch's key for what `get_extra_state` returns."""
+_EXTRA = "_extra_state"  # torch's key for what `get_extra_state` returns
 
 
 class ObjectPart:
-    """Anything with state_dict and load_state_dict; what it returns is JSON but for tensors."""
+    """Anything with state_dict and load_state_dict, whose state_dict is JSON except for tensors."""
 
     kind = "object"
 
@@ -235,7 +224,7 @@ class ObjectPart:
             self._coming = self._coming_extra = None
 
     def to(self, device: torch.device) -> None:
-        pass  # its own affair; most hold no tensors
+        pass  # left to the object; most hold no tensors
 
     def slots(self) -> list[Slot]:
         return []
@@ -261,7 +250,7 @@ class ObjectPart:
 
 
 class ValuePart(ObjectPart):
-    """A plain value, kept as an attribute of the state."""
+    """A plain value, an attribute of the state."""
 
     kind = "value"
 
@@ -273,7 +262,7 @@ class ValuePart(ObjectPart):
 
 
 class ScalerPart(ObjectPart):
-    """torch's GradScaler. Its `state_dict()` waits for the device, which is too much for every commit."""
+    """torch's GradScaler. Its `state_dict()` waits for the device, which costs too much at every commit."""
 
     def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
         held = {key: value for key, value in vars(self.value).items() if key in _SCALERS}
@@ -283,8 +272,7 @@ class ScalerPart(ObjectPart):
         vars(self.value).update(held)
 
     def settle(self) -> None:
-        # "unscaled already" of a step that will be taken again
-        for held in getattr(self.value, "_per_optimizer_states", {}).values():
+        for held in getattr(self.value, "_per_optimizer_states", {}).values():  # unscaled marks of the aborted step
             held.update(torch.amp.grad_scaler._refresh_per_optimizer_state())
 
 
@@ -292,10 +280,8 @@ _SCALERS = ("_scale", "_growth_tracker", "_init_scale", "_growth_factor", "_back
 
 
 class OptimizerPart:
-    """Per-parameter tensors as `optimizer.state.<index>.<key>`; everything else as JSON.
-
-    A newcomer's optimizer has no state before its first step: it is made here, with its parameter's memory layout.
-    """
+    """Per-parameter tensors as `optimizer.state.<index>.<key>`; everything else as JSON. An optimizer that has not
+    stepped yet has no state: `adopt` creates it, with the memory layout of its parameter."""
 
     kind = "optimizer"
 
@@ -416,7 +402,7 @@ class OptimizerPart:
         return found
 
     def _common(self) -> dict[str, Any]:
-        """What the optimizer keeps for all parameters together."""
+        """State that the optimizer keeps for all parameters together, by name. Raises TypeError for other keys."""
         known = set(map(id, self._params()))
         others: dict[Any, Any] = {key: item for key, item in self.value.state.items() if id(key) not in known}
         for key in others:
@@ -430,7 +416,7 @@ class OptimizerPart:
 def _fitting(
     mine: torch.Tensor | None, info: TensorInfo, device: str, like: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`mine` if the bytes of `info` can go straight into it, else new storage on a device of that type."""
+    """`mine` if the bytes of `info` can be written into it, else new storage on a device of type `device`."""
     dtype = dtype_of(info.dtype)
     if mine is not None:
         fits = mine.dtype == dtype and mine.shape == info.shape and device_type(mine) == device
@@ -443,7 +429,7 @@ def _fitting(
 
 
 def _texts(held: Mapping[Any, Any], path: str) -> list[str]:
-    """The names in an optimizer's entry for a parameter, sorted. Raises TypeError for one that is no text."""
+    """The names in an optimizer's entry for a parameter, sorted. Raises TypeError for a key that is not text."""
     for key in sorted(held, key=str):
         if type(key) is not str:
             raise TypeError(f"state.{path} has an entry {key!r}: only names can be kept, this is no text")
@@ -451,13 +437,13 @@ def _texts(held: Mapping[Any, Any], path: str) -> list[str]:
 
 
 def _dictionary(held: Any) -> MutableMapping[str, torch.Tensor | None]:
-    """A module's own, or a copy of what a TorchScript module gives in its place: its tensors are always the same."""
+    """The module's own dictionary; for TorchScript a copy of its mapping, whose tensors are always the same."""
     return held if isinstance(held, dict) else dict(held.items())
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Address of what the tensor is a view of; 0: it has none."""
+    """Address of the tensor's storage; 0: it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse, and what only looks like a tensor
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and subclasses without storage
         return 0

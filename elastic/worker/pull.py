@@ -1,8 +1,8 @@
-"""Ranks on the source's host read the state straight out of its memory: one copy, and no socket.
+"""Ranks on the source's host read the state directly from its memory: one copy, and no socket.
 
-`process_vm_readv` needs what ptrace needs: the same user, and a security module that allows it. Whether it works is
-not guessed but tried: the source names a random number and where it lies, and who can read it there is on the same
-host, in the same PID namespace, and talks to the very process that made the offer. Everybody else uses the sockets.
+`process_vm_readv` requires what ptrace requires: the same user, and a security module that allows it. Whether it works
+is not guessed but tried: the source publishes a random number and its address, and a rank that can read it there is on
+the same host, in the same PID namespace, and reads from the very process that made the offer. All others use sockets.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ..checkpoint.memcpy import movable
 from .broadcast import byte_view, row_major
 
 PIECE_BYTES = 4 << 20
-"""Read at a time, then hashed: small enough to be in the cache still."""
+"""Bytes read at a time, then hashed: small enough to still be in the cache."""
 
 MOST_VECTORS = 512
-"""Tensors read by one call; the kernel's limit is 1024."""
+"""Maximum number of tensors read by one call; the kernel's limit is 1024."""
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -39,17 +39,17 @@ class _Vector(ctypes.Structure):
 
 
 class Window(msgspec.Struct, frozen=True):
-    """What the source says of its memory."""
+    """The source's description of its memory."""
 
     pid: int
     secret: str
     secret_address: int
     addresses: tuple[int, ...]
-    """Of each tensor; 0 where it cannot be read so: not dense, empty, or on a device."""
+    """Address of each tensor; 0 if it cannot be read this way: not dense, empty, or on a device."""
 
 
 class Opened:
-    """The source's side. Keep it while others read."""
+    """The source's side. Must be kept alive while other ranks read."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._secret = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
@@ -63,7 +63,7 @@ class Opened:
 
 @contextlib.contextmanager
 def open_to_readers(tensors: Sequence[torch.Tensor]) -> Iterator[Window]:
-    """Where Yama restricts ptrace to children, lift that for as long as this lasts."""
+    """Where Yama restricts ptrace to children, lift that within the context."""
     opened = Opened(tensors)
     _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
     try:
@@ -77,7 +77,7 @@ def readable(tensor: torch.Tensor) -> bool:
 
 
 def can_read(window: Window) -> bool:
-    """Whether this process can read the source's memory, tried on its secret."""
+    """Whether this process can read the source's memory, tested on its secret."""
     found = ctypes.create_string_buffer(16)
     vectors = [(ctypes.addressof(found), window.secret_address, 16)]
     return _read(window.pid, vectors) == 16 and found.raw.hex() == window.secret
@@ -86,9 +86,9 @@ def can_read(window: Window) -> bool:
 def pull(
     tensors: Sequence[torch.Tensor], addresses: Sequence[int], pid: int, check: Callable[[], None] = lambda: None
 ) -> list[int]:
-    """Fill `tensors` from `addresses` of process `pid`; the digests are those of `digests` at the source.
+    """Fill `tensors` from `addresses` of process `pid`. Returns the same digests as `digests` at the source.
 
-    Raises DistNetworkError when the source is gone.
+    Raises DistNetworkError if the source is gone.
     """
     found: list[int] = []
     staging: torch.Tensor | None = None
@@ -153,7 +153,7 @@ def digests(tensors: Sequence[torch.Tensor], check: Callable[[], None] = lambda:
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Small tensors together, as many as one call reads; large ones alone."""
+    """Groups of indices: small tensors together, as many as one call reads; large ones separately."""
     group: list[int] = []
     total = 0
     for index, nbytes in enumerate(sizes):
@@ -178,14 +178,15 @@ def _spread(tensor: torch.Tensor, start: int, count: int, piece: torch.Tensor) -
 
 
 def _fetch(pid: int, vectors: Sequence[tuple[int, int, int]]) -> None:
-    """(here, there, bytes) each, all of them."""
+    """Read all of `vectors`, each (local address, remote address, bytes). Raises DistNetworkError."""
     total = sum(nbytes for _, _, nbytes in vectors)
     if (came := _read(pid, vectors)) != total:
         raise dist.DistNetworkError(f"process {pid}, the source of the state, is gone: read {came} of {total} bytes")
 
 
 def _fetch_row(pid: int, here: int, there: Sequence[int], sizes: Sequence[int]) -> None:
-    """Many pieces into one, in a row: no object for each of them."""
+    """Read many pieces into one buffer, one after the other, without a Python object for each. Raises
+    DistNetworkError."""
     vectors = np.empty((len(sizes), 2), dtype=np.uint64)
     vectors[:, 0], vectors[:, 1] = there, sizes
     total = sum(sizes)

@@ -1,4 +1,4 @@
-"""A checkpoint as this worker's state: what goes into it beside the tensors, and the way back."""
+"""Converts between checkpoints or snapshots and this worker's state: what is saved beside the tensors, and loading."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from .session import Session
 from .state import State
 
 ASK_S = 90.0
-"""Longer than the agent takes to answer, whatever it waits for."""
+"""Longer than the agent takes to answer in any case."""
 
 
 def extra_of(extra: dict[str, Any], positions: Sequence[int]) -> dict[str, Any]:
-    """What a share keeps beside its tensors: the state's `extra`, and where its tensors stand in the whole table.
+    """The data of a shard beside its tensors: the state's `extra`, and the positions of its tensors in the complete
+    table.
 
-    `positions` in the order of the share's file (`layout.file_order`).
+    `positions` in the order of the shard's file (`layout.file_order`).
     """
     return {"state": extra, "positions": list(positions)}
 
 
 def whole_table(shares: Iterable[tuple[Mapping[str, Any], Table]]) -> Table:
-    """The table as the state had it, put together from the shares' (extra, table)."""
+    """The table of the complete state, assembled from the shards' (extra, table)."""
     placed: list[tuple[int, TensorInfo]] = []
     for extra, table in shares:
         placed += zip(extra["positions"], table, strict=True)
@@ -41,7 +42,7 @@ def whole_table(shares: Iterable[tuple[Mapping[str, Any], Table]]) -> Table:
 
 
 class HeldSnapshots:
-    """The newest whole snapshot in the memory of this node's agent."""
+    """The newest complete snapshot in the memory of this node's agent."""
 
     def __init__(self, arenas: Sequence[Arena]) -> None:
         self._arenas = arenas
@@ -54,7 +55,7 @@ class HeldSnapshots:
 
     @gc_pause.paused()
     def load(self, state: State, progress: Progress = unreported) -> str:
-        """Copy it into `state`. Raises IncompleteSnapshot when an arena is being filled anew."""
+        """Copy it into `state`; returns a description. Raises IncompleteSnapshot if an arena is being overwritten."""
         extras = [arena.extra() for arena in self._arenas]
         besides = [arena.beside() for arena in self._arenas]
         own = ((extra, arena.table()) for extra, arena in zip(extras, self._arenas, strict=True))
@@ -73,22 +74,23 @@ class HeldSnapshots:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """The job's checkpoints on a file system, with a remote copy behind it."""
+    """The job's checkpoints on a file system, with an optional remote copy."""
 
     directory: str
     job: str
     remote: str = ""
 
     def newest(self) -> Version | None:
-        """What `load` would most likely bring; a look at names and manifests only."""
+        """The version that `load` would most likely load; reads names and manifests only."""
         found = find.peek(self.directory, self.job) or (list_remote(self.remote, self.job) if self.remote else [])
         return next(((generation, step) for step, generation, _ in found), None)
 
     def load(self, state: State, progress: Progress = unreported) -> str:
-        """The newest good checkpoint into `state`; returns words for it. A damaged one is set aside on the way.
+        """Load the newest intact checkpoint into `state`; returns a description. Damaged ones are quarantined on the
+        way.
 
-        Raises NoGoodCheckpoint when there are checkpoints but none is good: starting from zero is for a person to
-        decide.
+        Raises NoGoodCheckpoint if there are checkpoints but none is intact (restarting from step 0 is for an operator
+        to decide), FileNotFoundError if there is none.
         """
 
         def prepare(found: find.Found) -> read.Into:
@@ -103,16 +105,16 @@ class Disk:
             raise FileNotFoundError(f"no checkpoint of job {self.job!r} in {self.directory}")
         state.filled()
         said = f"checkpoint step {found.step} at {found.path}"
-        return said + "".join(f"; set aside {one}" for one in found.aside)
+        return said + "".join(f"; quarantined {one}" for one in found.aside)
 
 
 class Store:
-    """All that is saved, as one worker can get at it: the agent's memory and, if there are checkpoints, the disk."""
+    """All saved states within reach of one worker: the agent's memory and, if there are checkpoints, the disk."""
 
     def __init__(
         self, session: Session, disk: Disk | None, state: State, generation: int, restore: str = "newest"
     ) -> None:
-        """`restore` as in `core.source.choose`: 'snapshot' leaves out what was meant for memory alone."""
+        """`restore` as in `core.state_source.choose`; 'snapshot' leaves out snapshots taken for memory only."""
         self._session = session
         self._disk = disk
         self._state = state
@@ -123,7 +125,7 @@ class Store:
         self._closed = False
 
     def saved(self) -> tuple[Version | None, Version | None]:
-        """(snapshot, checkpoint). The agent answers once what it was writing is on disk. Raises GenerationEnded."""
+        """Returns (snapshot, checkpoint). The agent answers once pending writes are on disk. Raises GenerationEnded."""
         self._session.on(messages.InMemorySnapshot, self._on_kept)
         self._session.send(messages.RequestSnapshot(generation=self._generation, saved=self._saved_only))
         self._session.wait(lambda: not self._answers.empty(), self._generation, ASK_S)
@@ -132,7 +134,8 @@ class Store:
         return self._kept.version(), self._disk.newest() if self._disk else None
 
     def _on_kept(self, message: messages.Message, descriptors: list[int]) -> None:
-        """In the monitor's thread. What nobody waits for any more, or what a generation before asked for, is closed."""
+        """In the monitor thread. Closes the descriptors of an answer that came too late or for an earlier
+        generation."""
         assert isinstance(message, messages.InMemorySnapshot)
         if message.generation == self._generation:
             self._answers.put(descriptors)

@@ -1,4 +1,4 @@
-"""``elastic.run``: enter `train`, and enter it again after each re-formation, with the state kept."""
+"""``elastic.run``: call `train`, and call it again after each re-formation, with the state preserved."""
 
 from __future__ import annotations
 
@@ -32,15 +32,18 @@ COMPLAINT_CHARS = 2000
 
 
 def run(setup: Setup, train: Train, *, checkpoint_dir: str | None = None, checkpoint_every_steps: int = 0) -> State:
-    """Train to the end, through whatever fails. Returns the final state.
+    """Train to completion, across failures. Returns the final state.
 
-    Under elasticd the worker survives failures elsewhere; under torchrun, and alone, the same script runs with the
-    group that torchrun made, or none, and checkpoints to and resumes from `checkpoint_dir`
-    (or $ELASTIC_CHECKPOINT_DIR; under elasticd the job's own settings count). Every `checkpoint_every_steps` steps;
-    0: as often as is worth its cost.
+    `setup(job)` builds the `State`. It is called once per process, and again only if all ranks have lost the state and
+    none was ever saved. `train(job, state)` is called once per generation, with `state.step` steps already committed,
+    and returns when training is complete.
 
-    `setup(job)` is called once per process and builds the `State`. `train(job, state)` is called once per
-    generation, with `state.step` steps already committed, and returns when training is complete.
+    Under elasticd this process survives failures elsewhere, and the job's settings determine the checkpoints. Under
+    torchrun, or standalone, the same script uses torchrun's process group, or none; it resumes from `checkpoint_dir`
+    (default: $ELASTIC_CHECKPOINT_DIR) and saves there every `checkpoint_every_steps` steps; 0: as often as is worth the
+    cost.
+
+    Raises TypeError if `setup` does not return a `State`, and what `setup` and `train` raise.
     """
     session = Session.from_environment(os.environ)
     if session is None:
@@ -53,7 +56,7 @@ def run(setup: Setup, train: Train, *, checkpoint_dir: str | None = None, checkp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """What the agent says through the environment, once per process."""
+    """Settings that the agent passes through the environment, read once per process."""
 
     job: str
     slot: int
@@ -72,7 +75,7 @@ class WorkerSettings:
         env = os.environ
         backend = env.get("ELASTIC_BACKEND", "auto")
         if backend == "auto":
-            # Not torch.cuda: asking it would start CUDA in a process that is only parked.
+            # Not torch.cuda: a query would initialise CUDA in a process that is only a standby.
             backend = "nccl" if env.get("ELASTIC_GPU") else "gloo"
         return WorkerSettings(
             job=env["TORCHELASTIC_RUN_ID"],
@@ -93,10 +96,10 @@ class WorkerSettings:
 
 
 class AgentLink:
-    """Tells the agent how this worker is doing: mostly by the beat page, which costs next to nothing."""
+    """Reports this worker's progress to the agent: mostly through the beat page, which costs next to nothing."""
 
     def __init__(self, session: Session, *, backward_waits: bool) -> None:
-        """`backward_waits`: a backward returns only when its exchange is complete on this rank (gloo, not NCCL)."""
+        """`backward_waits`: a backward returns only when its all-reduce is complete on this rank (gloo, not NCCL)."""
         self._session = session
         self._backward_waits = backward_waits
         self.generation = 0
@@ -114,8 +117,8 @@ class AgentLink:
         self._session.beat(Doing.EXCHANGING)
 
     def applying(self) -> None:
-        # Where the gradients may come from an all-reduce that was cut short, they are not to be applied. Where they
-        # cannot, the step is finished: a rank that has committed it already may be the one that died.
+        # Gradients that may come from an interrupted all-reduce must not be applied. Otherwise the step is finished:
+        # the rank that died may be one that has already committed it.
         if self._session.over(self.generation) and not self._backward_waits:
             raise GenerationEnded(self._session.why())
         self._session.beat(Doing.APPLYING)
@@ -141,7 +144,7 @@ class AgentLink:
 
 
 class Managed:
-    """A worker with an agent."""
+    """Runs a worker that has an agent: one generation after the other."""
 
     def __init__(self, session: Session, setup: Setup, train: Train, settings: WorkerSettings) -> None:
         self._session = session
@@ -182,7 +185,7 @@ class Managed:
         )
         session.on(messages.Assign, lambda message, _: self._assigned(job, message))
         if job.device.type == "cuda":
-            torch.cuda.set_device(job.device)  # starts CUDA, while the survivors let go of their group
+            torch.cuda.set_device(job.device)  # initialises CUDA, while the survivors abort their group
         state = self._build(job)
         session.beat(Doing.WAITING)
         session.send(messages.Ready(state_bytes=state.nbytes()))
@@ -194,7 +197,7 @@ class Managed:
         return self._state
 
     def _device(self, slot: int) -> torch.device:
-        """A standby (slot below 0) stays off the GPU until it is given a place."""
+        """A standby (slot below 0) does not use the GPU until it becomes active."""
         if self._settings.backend != "nccl" or slot < 0:
             return torch.device("cpu")
         return torch.device("cuda", slot)
@@ -228,8 +231,8 @@ class Managed:
         except (GenerationEnded, GroupAborted, FormError) as error:
             failure = error
         except Exception as error:
-            # Of any class. A KeyError may be the script's own mistake, and goes on up; or what a group that was let go
-            # of looks like from inside torch, and is none.
+            # Of any class: a KeyError may be a bug of the script, which is raised, or how torch reports an aborted
+            # group, which is not.
             if not (session.over(form.generation) or is_communication_error(error)):
                 raise
             failure = error
@@ -241,7 +244,7 @@ class Managed:
             group.close()
         state = self._state
         if failure is not None:
-            session.beat(Doing.SYNCING)  # a snapshot is completed, the state put back: no reason to be ended
+            session.beat(Doing.SYNCING)  # completing a snapshot and restoring the state is progress, not a hang
             if self._keeper is not None:
                 self._keeper.leave()
             if said := cuda_failure(job.device):
@@ -293,29 +296,29 @@ class Managed:
         self._train(job, state)
         session.beat(Doing.FINISHING)
         if self._keeper is not None:
-            # Where the others still step, its exchange would meet theirs of gradients.
+            # While other ranks still train, its exchange would be matched with their gradient collectives.
             dist.barrier()
-            self._keeper.finish(state)  # may wait for the writer, and for the others
-        # Nobody is done before everybody is: until then a rank may die and need the others' state.
+            self._keeper.finish(state)  # may wait for the writer and for the other ranks
+        # No rank is done before all are: until then one may die and need the others' state.
         session.beat(Doing.FINISHING)
         dist.barrier()
         session.beat(Doing.DONE)
         session.send(messages.Done(generation=form.generation, step=state.step))
         session.wait_after_done(form.generation)
         if not session.finished:
-            # Somebody died after all: this state may be what its replacement needs.
+            # A rank died after all: its replacement may need this state.
             raise GenerationEnded(session.why())
 
     def _synchronised(self, job: Job, form: messages.Form) -> Synced:
-        """The newest state there is. Where none is left, and none was ever saved, what a new `setup` builds: a survivor
-        that was in the middle of a step when another rank died has made no mistake, and is not to end for it."""
+        """Get the newest state there is. If none is left and none was ever saved, that is what a new `setup` builds:
+        a survivor that was within a step when another rank died is not at fault and must not fail for it."""
         try:
             return self._synchronise(form)
         except StateLostError as error:
             print(f"elastic: {error}; training begins again from setup()", file=sys.stderr, flush=True)
         if self._state.established or not self._state.clean():
             del self._state
-            gc.collect()  # a GPU may not have room for two
+            gc.collect()  # a GPU may not have memory for two
             self._build(job)
             self._state.to(job.device)
         return self._synchronise(form)
@@ -343,14 +346,14 @@ class Managed:
                 store.close()
 
     def _build(self, job: Job) -> State:
-        """Runs `setup`."""
+        """Run `setup`."""
         state = checked(self._setup(job))
         state.watch_optimizers(job.guard())
         self._state = state
         return state
 
     def _moved(self, generation: int) -> None:
-        """One more piece of the state has been received, or handed over."""
+        """One more piece of the state has been received or sent. Raises GenerationEnded."""
         self._session.copied(0)
         self._session.check(generation, -1)
 
@@ -366,7 +369,7 @@ class Managed:
 
 
 def _announce(form: messages.Form, job: Job) -> None:
-    """torchrun's environment, for code that reads it."""
+    """Set torchrun's environment variables, for code that reads them."""
     os.environ.update(
         RANK=str(form.rank),
         WORLD_SIZE=str(form.world_size),
@@ -383,12 +386,12 @@ def _announce(form: messages.Form, job: Job) -> None:
 
 
 def _forget(failure: BaseException) -> None:
-    """Drop what the traceback holds: the script's frames keep the DDP module, and that keeps the group."""
+    """Drop what the traceback references: the script's frames hold the DDP module, which holds the group."""
     seen: set[int] = set()
     error: BaseException | None = failure
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        with contextlib.suppress(RuntimeError):  # a frame that still runs: ours
+        with contextlib.suppress(RuntimeError):  # a frame that is still running: one of this module
             traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

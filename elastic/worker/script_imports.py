@@ -1,8 +1,8 @@
-"""Which modules a script imports at its very top: the zygote imports those ahead, so that a new worker has them.
+"""Which modules a script imports at its very top: the zygote imports them ahead, so that a new worker has them.
 
-Only imports that stand before any other statement count. A script that sets an environment variable first, or chooses a
-back end, does it for the imports that follow: to import those earlier would change what they do. Only modules of Python
-itself and of installed packages count, up to the first import of the job's own files: those may do anything, and may
+Only imports before any other statement count. A script that first sets an environment variable, or chooses a back end,
+does so for the imports that follow: importing those earlier would change their behaviour. Only modules of Python itself
+and of installed packages count, up to the first import of the job's own files: those may have any effect, and may
 change between two starts.
 """
 
@@ -16,7 +16,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 
 OURS = "elastic"
-"""The zygote has it anyway."""
+"""The zygote imports it anyway."""
 
 
 def preloadable(argv: Sequence[str], workdir: str, skip: Sequence[str]) -> list[str]:
@@ -27,7 +27,7 @@ def preloadable(argv: Sequence[str], workdir: str, skip: Sequence[str]) -> list[
     try:
         with open(path, "rb") as file:
             tree = ast.parse(file.read())
-    except (OSError, SyntaxError, ValueError):  # the worker says what is wrong with it
+    except (OSError, SyntaxError, ValueError):  # the worker reports the error
         return []
     names = []
     for name in dict.fromkeys(_leading_imports(tree.body)):
@@ -35,7 +35,7 @@ def preloadable(argv: Sequence[str], workdir: str, skip: Sequence[str]) -> list[
         if top == OURS or {name, top} & set(skip):
             continue
         if not _is_installed(top):
-            break  # a file of the job's own may do anything, as any other statement
+            break  # a file of the job may have any effect, like any other statement
         names.append(name)
     return names
 
@@ -57,7 +57,7 @@ def _leading_imports(body: Sequence[ast.stmt]) -> Iterator[str]:
 
 
 def _module_file(name: str, workdir: str) -> str:
-    """The source of ``-m NAME``, found without an import of its packages; '' when it is not a plain file."""
+    """The source of ``-m NAME``, found without importing its packages; '' if it is not a plain file."""
     top, *rest = name.split(".")
     spec = importlib.machinery.PathFinder.find_spec(top, [workdir, *sys.path])
     if spec is None:
@@ -70,7 +70,7 @@ def _module_file(name: str, workdir: str) -> str:
 
 
 def _is_installed(top: str) -> bool:
-    """Whether it is Python's own or an installed package's."""
+    """Whether the module is part of Python or of an installed package."""
     if top in sys.builtin_module_names:
         return True
     spec = importlib.machinery.PathFinder.find_spec(top)

@@ -1,7 +1,8 @@
-"""The worker's line to its agent: a monitor thread that can free the main thread, and the beat page.
+"""The worker's connection to its agent: a monitor thread that can free the main thread, and the beat page.
 
-The monitor owns the reading side of the channel. It acts at once on what cannot wait for the main thread (AbortGroup:
-abort the group) and leaves the rest in a box that the main thread looks into.
+The monitor owns the reading side of the channel. It acts at once on a message that cannot wait for the main thread
+(AbortGroup: abort the group), records Form, StopAtStep, Finish and SaveSoon for the main thread, and calls the
+registered handlers for the others.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ CHANNEL_ENV = "ELASTIC_CHANNEL_FD"
 PAGE_ENV = "ELASTIC_BEAT_FD"
 
 AGENT_GONE_EXIT = 78
-"""Exit code of a worker whose agent has died: nobody is left to say what the job does next."""
+"""Exit code of a worker whose agent has died: no process is left to direct the job."""
 
 MAX_DESCRIPTORS = 253
 """The kernel's limit for one message."""
 
 WORKER_ENV = "ELASTIC_WORKER_PID"
-"""The worker's process id. A child that inherits the environment is no worker: its `elastic.run` runs alone."""
+"""The worker's process id. A child process that inherits the environment is no worker: its `elastic.run` is
+standalone."""
 
 DEFAULTS_ENV = "ELASTIC_PLAIN_DEFAULTS"
-"""Names, separated by commas, of variables that were set for the case that the script is a plain one."""
+"""Comma-separated names of variables that were set in case the script does not use elastic."""
 
 
 class Abortable(Protocol):
@@ -42,11 +44,11 @@ class Abortable(Protocol):
 
 
 class GenerationEnded(Exception):
-    """This generation is over for this worker; the process and its state are not. Never for the user to catch."""
+    """This generation is over for this worker; the process and its state remain. User code must not catch it."""
 
 
 class Session:
-    """One worker's conversation with its agent."""
+    """One worker's session with its agent."""
 
     def __init__(self, channel: socket.socket, page: memoryview) -> None:
         self.page = BeatPage(page)
@@ -54,7 +56,7 @@ class Session:
         self._changed = threading.Condition()
         self._forms: deque[Form] = deque()
         self._finished = False
-        self._ended = 0  # newest generation that is over, and why
+        self._ended = 0  # newest generation that is over; the reason is `_why`
         self._why = ""
         self._yield_generation, self._yield_step = 0, 0
         self._group: Abortable | None = None
@@ -63,11 +65,11 @@ class Session:
         self.save_wanted = False
         self.stop_wanted = False
         self.step = 0
-        """Steps committed: kept here for the monitor."""
+        """Number of committed steps, for the monitor thread."""
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> Session | None:
-        """None when no agent started this process."""
+        """None if this process was not started by an agent."""
         if CHANNEL_ENV not in environment or environment.get(WORKER_ENV) != str(os.getpid()):
             return None
         channel = socket.socket(fileno=int(environment[CHANNEL_ENV]))
@@ -75,7 +77,7 @@ class Session:
         return Session(channel, memoryview(page))
 
     def start(self) -> None:
-        """Begin to listen."""
+        """Start the monitor thread."""
         threading.Thread(target=self._monitor, name="elastic-monitor", daemon=True).start()
 
     def on(self, kind: type[Message], handler: Callable[[Message, list[int]], None]) -> None:
@@ -94,36 +96,37 @@ class Session:
         self.page.write(doing, time.monotonic())
 
     def copied(self, nbytes: int) -> None:
-        """The main thread has copied so many bytes more: it is not hung, however long the whole copy takes."""
+        """The main thread has copied `nbytes` more bytes: it is not hung, however long the whole copy takes."""
         self.page.copied(nbytes, time.monotonic())
 
     def next_form(self) -> Form | None:
-        """Wait for a generation to form; None when the job is over."""
+        """Wait for the next generation to form; None when the job is over."""
         with self._changed:
             while not self._finished:
                 while self._forms:
                     form = self._forms.popleft()
                     if form.generation > self._ended:
                         return form
-                # No deadline: only the agent can say what is next, and its end ends this process.
+                # No deadline: only the agent determines what is next, and this process ends with it.
                 self._changed.wait()
         return None
 
     def wait_after_done(self, generation: int) -> None:
-        """Wait until the job is over or `generation` is."""
+        """Wait until the job or `generation` is over."""
         with self._changed:
             while not self._finished and self._ended < generation and not self._forms:
                 self._changed.wait()
 
     def wait(self, there: Callable[[], bool], generation: int, limit_s: float) -> None:
-        """Until `there`, which a handler brings about, for `limit_s` at most. Raises GenerationEnded."""
+        """Wait until `there()`, which a handler makes true, or for `limit_s` seconds. Raises GenerationEnded."""
         with self._changed:
             self._changed.wait_for(lambda: there() or self._ended >= generation, limit_s)
             if self._ended >= generation:
                 raise GenerationEnded(self._why)
 
     def holds(self, group: Abortable | None, generation: int) -> None:
-        """The group to abort when the agent says so. One that was let go of meanwhile is aborted here and now."""
+        """Register the group to abort on the agent's request. If its generation is already over, it is aborted at
+        once."""
         with self._changed:
             self._group, self._group_generation = group, generation
             late = group is not None and self._ended >= generation
@@ -136,11 +139,11 @@ class Session:
 
     @property
     def finished(self) -> bool:
-        """The job is over for everybody."""
+        """The job is over on all ranks."""
         return self._finished
 
     def check(self, generation: int, step: int) -> None:
-        """Raises GenerationEnded when `generation` is over, or planned to end at `step`."""
+        """Raises GenerationEnded if `generation` is over, or is to stop at `step`."""
         self.step = step
         if self._ended >= generation:
             raise GenerationEnded(self._why)
@@ -156,7 +159,8 @@ class Session:
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
         while True:
-            # A thread that does not get the interpreter's lock cannot say so: no pulse tells that nothing here runs.
+            # A thread that cannot get the GIL cannot report it: the absence of a pulse shows that no Python code runs
+            # here.
             self.page.pulse(time.monotonic())
             if not poller.poll(PULSE_S * 1000):
                 continue
@@ -181,8 +185,8 @@ class Session:
             case StopAtStep(generation=generation, at_step=at_step, why=why):
                 with self._changed:
                     self._yield_generation, self._yield_step, self._why = generation, at_step, why
-                # Too late for a boundary that is already behind: the others may have stopped at it. Nothing is
-                # lost by letting go in the middle of a step that nobody will commit.
+                # This rank has passed the step at which the others may have stopped. No work is lost by aborting within
+                # a step that no rank will commit.
                 if self.step > at_step:
                     self._abort(generation, why)
             case Form():
@@ -201,7 +205,7 @@ class Session:
                 if handler := self._handlers.get(type(message)):
                     handler(message, descriptors)
                     with self._changed:
-                        self._changed.notify_all()  # somebody may `wait` for it
+                        self._changed.notify_all()  # a thread may `wait` for it
 
     def _abort(self, generation: int, why: str) -> None:
         with self._changed:

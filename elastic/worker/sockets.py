@@ -1,9 +1,9 @@
-"""Which of this process's sockets belong to a process group, found in /proc, and how to cut them.
+"""Finds in /proc which of this process's sockets belong to a process group, and shuts them.
 
-Gloo offers no way to interrupt a collective, but a socket that is shut raises in whoever waits for it. The sockets
-are told from the user's own by what only gloo does: it registers them, by pointer and not by number, in an epoll
-instance together with the TCP socket it listens on and the pipe that wakes its loop. So connections opened late, and
-those of groups made with ``new_group``, are found as well.
+Gloo has no way to interrupt a collective, but a socket that is shut raises an error in any thread that waits for it.
+Gloo's sockets are distinguished from the user's own by a property that only gloo has: it registers them, by pointer and
+not by number, in an epoll instance together with the TCP socket it listens on and the pipe that wakes its loop. So
+connections opened late, and those of groups made with ``new_group``, are found as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ENTRY = re.compile(r"^tfd:\s*(\d+)\s+events:\s*[0-9a-f]+\s+data:\s*([0-9a-f]+)"
 class Sock(NamedTuple):
     fd: int
     inode: int
-    """Tells a socket from another one that was given the same descriptor since."""
+    """Distinguishes a socket from a later one with the same descriptor."""
 
 
 def gloo_sockets() -> list[Sock]:
@@ -36,7 +36,7 @@ def gloo_sockets() -> list[Sock]:
 
 
 def gloo_listeners() -> list[Sock]:
-    """The sockets that gloo groups listen on: to cut one ends the process."""
+    """The sockets that gloo groups listen on: shutting one ends the process."""
     links = _links()
     found: list[Sock] = []
     for fd, link in links.items():
@@ -64,9 +64,10 @@ def sockets_to(addresses: Collection[tuple[str, int]]) -> list[Sock]:
 
 
 def cut(sock: Sock, how: int = socket.SHUT_RDWR) -> bool:
-    """Shut `sock` down, in both directions: who waits for it, here or at the other end, gets an error at once.
+    """Shut `sock` down, by default in both directions: threads that wait for it, here or at the other end, get an error
+    at once.
 
-    False if it is not connected, or gone.
+    Returns False if it is not connected, or gone.
     """
     for handle in _open(sock):
         try:
@@ -83,7 +84,7 @@ def _links() -> dict[int, str]:
         try:
             links[int(name)] = os.readlink(f"{_FDS}/{name}")
         except OSError:
-            pass  # closed since it was listed; the descriptor of the listing itself always is
+            pass  # closed since it was listed, as the descriptor of the listing itself always is
     return links
 
 
@@ -94,7 +95,7 @@ def _gloo_members(epoll_fd: int, links: dict[int, str]) -> list[Sock]:
 
 
 def _epoll_sockets(epoll_fd: int, links: dict[int, str]) -> list[Sock]:
-    """The sockets in an epoll instance of gloo's kind; none of any other."""
+    """The sockets in an epoll instance of gloo's kind; none for any other."""
     try:
         with open(f"/proc/self/fdinfo/{epoll_fd}") as info:
             entries = [(int(fd), int(data, 16)) for fd, data in _ENTRY.findall(info.read())]
@@ -126,7 +127,8 @@ def _peer(sock: Sock) -> tuple[str, int] | None:
 
 
 def _open(sock: Sock) -> Iterator[socket.socket]:
-    """A TCP socket object on a duplicate of the descriptor, closed afterwards; nothing if it is not that socket."""
+    """A TCP socket object on a duplicate of the descriptor, closed afterwards; yields nothing if it is another
+    socket."""
     try:
         copy = os.dup(sock.fd)
     except OSError:
@@ -149,10 +151,10 @@ def _open(sock: Sock) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def without_dns() -> Iterator[None]:
-    """For a thread that has not asked DNS before: it gets no answers, at once, for as long as it lives.
+    """For a thread that has not used DNS before: its queries fail, at once, for as long as it lives.
 
-    torch's TCPStore asks for the name of its peer's address, for messages only; each lost answer would cost a second.
-    glibc reads RES_OPTIONS when a thread first asks, so the other threads keep their resolver.
+    torch's TCPStore looks up the name of its peer's address, for messages only; each lost answer would cost a second.
+    glibc reads RES_OPTIONS at the first query of a thread, so other threads keep their resolver.
     """
     before = os.environ.get("RES_OPTIONS")
     os.environ["RES_OPTIONS"] = "attempts:0"

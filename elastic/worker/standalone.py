@@ -18,7 +18,7 @@ from .sync import synchronise
 
 
 class NoLink:
-    """Nobody watches."""
+    """Link of a process without an agent."""
 
     def entered(self) -> None: ...
 
@@ -37,14 +37,14 @@ class NoLink:
 
 
 class LocalSnapshots:
-    """Into arenas of this process, written by a process of its own."""
+    """Snapshot backend with arenas of this process, which a process of its own writes to disk."""
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
         self._told = 0
 
     def tell(self) -> None:
-        """Failures since the last call, to whoever reads what the script writes: there is no status here."""
+        """Print failures since the last call to stderr: there is no status here."""
         counts = self._saver.counts
         if counts.failed > self._told:
             self._told = counts.failed
@@ -85,13 +85,13 @@ class LocalSnapshots:
         self._saver.settle()
 
     def leave(self) -> None:
-        self.settle()  # nobody waits: there is one generation
+        self.settle()  # no other rank waits: there is one generation
 
     def prepare(self, part: Part) -> None: ...
 
 
 def run_standalone(setup: Setup, train: Train, checkpoint_dir: str, rule: Rule) -> State:
-    """Form torchrun's group if there is one, restore, train, save."""
+    """Form torchrun's group if there is one, restore, train, save. Returns the final state."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
@@ -118,7 +118,7 @@ def run_standalone(setup: Setup, train: Train, checkpoint_dir: str, rule: Rule) 
 
 
 def _name() -> str:
-    """Whose checkpoints these are: stable over restarts, unlike the random run id of `torchrun --standalone`."""
+    """The job name of the checkpoints: stable over restarts, unlike the random run id of `torchrun --standalone`."""
     return os.environ.get("ELASTIC_JOB") or os.path.splitext(os.path.basename(sys.argv[0] or "job"))[0].lower()
 
 
@@ -147,7 +147,7 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Rule) 
 
 
 def _restore(job: Job, state: State, disk: Disk | None) -> int:
-    """The newest state for all ranks. Returns this life's generation: above that of every checkpoint."""
+    """Bring all ranks to the newest state. Returns the generation of this run: above that of every checkpoint."""
     source = synchronise(
         state,
         rank=job.rank,

@@ -1,4 +1,4 @@
-"""What a training job carries from step to step: everything that must survive, and nothing else."""
+"""The state of a training job that is carried from step to step: everything that must survive, and nothing else."""
 
 from __future__ import annotations
 
@@ -22,20 +22,25 @@ from .parts import ModulePart, ObjectPart, OptimizerPart, Part, ScalerPart, Valu
 from .wrapped import optimizer_part
 
 FORMAT = 1
-"""Of `State.extra`."""
+"""Format of `State.extra`."""
 
 PROVEN_COMMITS = 2
-"""At the first commits of a process all is encoded once, as for a replacement: what cannot be is refused there."""
+"""At the first commits of a process everything is encoded once, as for a replacement, so that what cannot be encoded
+is refused there."""
 
 
 class State:
-    """The parts of a job's state, by name.
+    """The state of a job, made of named parts.
 
         elastic.State(model=model, optimizer=optimizer, scheduler=scheduler, best_loss=math.inf)
 
-    A part is a module, an optimizer, anything with ``state_dict`` and ``load_state_dict``, or a plain value (numbers,
-    text, lists, dicts, tensors). Plain values are attributes: ``state.best_loss = 1.5``. What JSON cannot hold is
-    refused when the state is built, unless `convert` says how: ``{SomeType: (to_json, from_json)}``.
+    A part is a module, an optimizer, any object with ``state_dict`` and ``load_state_dict``, or a plain value (numbers,
+    text, lists, dicts, tensors). Plain values are attributes: ``state.best_loss = 1.5``. `convert` maps further types
+    to and from JSON: ``{SomeType: (to_json, from_json)}``.
+
+    Raises CannotEncodeError for a value that JSON cannot hold and `convert` does not cover; TypeError for sharded
+    modules and optimizers (FSDP, DTensor), lazy modules without shapes and tensors that are not dense; ValueError for a
+    part name that is taken.
 
     Main thread only.
     """
@@ -53,7 +58,7 @@ class State:
         self._proven = 0
         self._described: dict[str, Described] = {}
         self._tied: dict[str, str] = {}
-        """Further place of a tensor that modules share -> the name that it has in the table; as `tensors` found it."""
+        """Further name of a tensor that modules share -> its name in the table; as `tensors` found it."""
         self._point = CommitPoint(self._parts)
         self._optimizers = Optimizers(self.changing, self._parts, self._parameters)
         self._modes: Modes | None = None
@@ -61,7 +66,7 @@ class State:
             if name.startswith("_") or hasattr(type(self), name):
                 raise ValueError(f"state.{name}: this name is taken; choose another")
             self._parts[name] = self._part(name, value)
-        self.table()  # refuses now, and not at the first checkpoint, what cannot be kept
+        self.table()  # raises now, not at the first checkpoint, for what cannot be encoded
         self.extra()
         self._optimizers.listen()
 
@@ -107,37 +112,38 @@ class State:
             return ObjectPart(name, value, self._codecs)
         return ValuePart(name, value, self._codecs)
 
-    # ── where it stands ─────────────────────────────────────────────────────────────────────────────────────
+    # ── version and commits ─────────────────────────────────────────────────────────────────────────────────
 
     @property
     def step(self) -> int:
-        """Optimizer steps committed."""
+        """Number of committed optimizer steps."""
         return self._step
 
     @property
     def commit_generation(self) -> int:
-        """Generation in which the last step was committed, or the set-up handed out; 0: never, or alone."""
+        """Generation in which the last step was committed, or in which the initial state was sent to all ranks; 0:
+        none yet. Standalone it is 0 until the first commit."""
         return self._commit_generation
 
     @property
     def version(self) -> Version:
-        """(commit_generation, step): two clean states with the same version are bit-identical."""
+        """(commit_generation, step). Two consistent states with the same version are bit-identical."""
         return self._commit_generation, self._step
 
     @property
     def established(self) -> bool:
-        """The state is the job's (a step was committed, or it was received), not merely built by `setup`."""
+        """Whether this is the job's state (a step was committed, or it was received), not merely what `setup` built."""
         return self._established
 
     def clean(self) -> bool:
-        """Whether this is a whole state: not between an optimizer's step and the commit, not half received."""
+        """Whether the state is consistent: not between an optimizer step and the commit, and not partly received."""
         return self._whole and not self._changing
 
     def committed(self, generation: int) -> None:
-        """One more step is final.
+        """Commit one more step, in `generation`.
 
-        Raises CannotEncodeError and TypeError for what could not be handed to a replacement later: the step is not
-        committed then.
+        Raises CannotEncodeError or TypeError for anything that could not be sent to a replacement later, and
+        RuntimeError for a partly received state; the step is then not committed.
         """
         if not self._whole:
             raise RuntimeError("commit of a state that was only half received")
@@ -145,20 +151,20 @@ class State:
             self._prove()
         self._point.take()
         self._step += 1
-        # Never backwards: a job that went on from another job's checkpoint counts its generations anew.
+        # Never backwards: a job that continued from another job's checkpoint counts its generations from the start.
         self._commit_generation = max(self._commit_generation, generation)
         self._changing = False
         self._established = True
 
     def begin(self) -> None:
-        """A generation is about to train: the state as it is now is what the first step begins with."""
+        """A generation is about to train: record the current state as the one the first step begins with."""
         self._point.drop()
         self._point.take()
 
     def turned(self) -> None:
-        """The loop asks for its next batch. Raises RuntimeError for what was changed after the commit.
+        """The loop asks for its next batch. Raises RuntimeError if the state was changed after the commit.
 
-        A generation may end in the commit, and what follows it in the loop is then left out.
+        A generation may end in the commit; changes made after it in the loop would then be lost.
         """
         if not self._changing and (name := self._point.differs()) is not None:
             raise RuntimeError(
@@ -167,10 +173,11 @@ class State:
             )
 
     def rewind(self) -> str | None:
-        """The generation has ended, perhaps in the middle of a step: go back to the last commit, where possible.
+        """The generation has ended, perhaps within a step: return to the last commit if possible.
 
-        Buffers, plain values, schedules and options become what they were. Returns the name of a parameter that was
-        changed with no optimizer of the state saying so; the state is then not clean.
+        Buffers, plain values, schedules and options are restored. Returns the name of a parameter that was changed
+        other than by an optimizer of the state, which makes the state inconsistent. None: the state was restored, or
+        was inconsistent before.
         """
         if not self.clean():
             return None
@@ -181,10 +188,10 @@ class State:
         return None
 
     def changing(self) -> None:
-        """The state is being changed from here until the next commit. Optimizers say so by themselves.
+        """Declare that the state changes from here until the next commit. Optimizers of the state do so by themselves.
 
-        For code that changes parameters in another way, such as a CUDA graph that has the optimizer's step in it. All
-        ranks call it at the same place. May not return, like `Job.commit`.
+        For code that changes parameters in another way, such as a CUDA graph that includes the optimizer step. All
+        ranks call it at the same point. Like `Job.commit`, it may not return.
         """
         if self._guard is not None:
             self._guard()
@@ -193,10 +200,10 @@ class State:
         self._changing = True
 
     def watch_optimizers(self, guard: Callable[[], None] | None) -> None:
-        """`guard` is called before each optimizer step, and raises where the gradients are not to be applied.
+        """Call `guard` before each optimizer step; it raises if the gradients must not be applied.
 
-        After an abort CUDA goes on running what was queued: gradients whose all-reduce was not seen to complete on
-        this rank may be anything. What `guard` raises leaves the state clean.
+        After an abort CUDA continues with queued work: gradients whose all-reduce was not seen to complete on this rank
+        have arbitrary contents. An exception from `guard` leaves the state consistent.
         """
         self._guard = guard
         self._optimizers.refuses = guard is not None
@@ -211,7 +218,7 @@ class State:
                 yield from ((part.name, leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def _prove(self) -> None:
-        """What it has now can be encoded. An optimizer has its state after its first step, or its second."""
+        """Check that the present contents can be encoded. An optimizer has its state after its first or second step."""
         self._proven += 1
         for part in self._parts.values():
             if isinstance(part, ModulePart):
@@ -219,14 +226,14 @@ class State:
         self.extra()
         self.table()
 
-    # ── what it holds ───────────────────────────────────────────────────────────────────────────────────────
+    # ── contents ────────────────────────────────────────────────────────────────────────────────────────────
 
     @gc_pause.paused()
     def tensors(self, extra: dict[str, Any] | None = None) -> list[tuple[TensorInfo, torch.Tensor]]:
-        """All tensors, detached, sharing the state's own storage; the order is the same on every rank.
+        """All tensors, detached, sharing storage with the state; the order is the same on every rank.
 
-        Weights that modules share (tied) come once, under their first name. What `extra` returns is put into `extra`,
-        from the same walk. Raises CannotEncodeError.
+        Weights that modules share (tied) appear once, under their first name. If `extra` is given, it is filled with
+        what `extra()` returns, from the same walk. Raises CannotEncodeError.
         """
         parts: dict[str, Any] | None = None if extra is None else {}
         found, self._tied, self._described = self._walk(self._parts.values(), parts)
@@ -237,7 +244,7 @@ class State:
     def _walk(
         self, parts: Iterable[Part], extras: dict[str, Any] | None
     ) -> tuple[list[tuple[TensorInfo, torch.Tensor]], dict[str, str], dict[str, Described]]:
-        """The tensors of `parts`, those that are tied, and what is known of each; `extras` is filled by part."""
+        """(the tensors of `parts`, tied names, descriptions by name); `extras` is filled by part."""
         first: dict[object, str] = {}
         tied: dict[str, str] = {}
         found: list[tuple[TensorInfo, torch.Tensor]] = []
@@ -260,7 +267,8 @@ class State:
         return found, tied, described
 
     def volatile(self) -> set[str]:
-        """Names of the tensors that may change with no optimizer of the state saying so: a forward changes buffers."""
+        """Names of the tensors that may change other than in an optimizer step, such as buffers, which a forward
+        changes."""
         optimizers = [part for part in self._parts.values() if isinstance(part, OptimizerPart)]
         stepped = {id(p) for part in optimizers for group in part.groups() for p in group["params"]}
         found = {name for part in self._parts.values() for name, t in part.tensors() if id(t) not in stepped}
@@ -275,7 +283,7 @@ class State:
         return sum(info.nbytes for info in self.table())
 
     def extra(self) -> dict[str, Any]:
-        """Everything that is no tensor, as JSON: hyper-parameters, schedules, plain values, the version.
+        """Everything other than tensors, as JSON: hyper-parameters, schedules, plain values, the version.
 
         Raises CannotEncodeError.
         """
@@ -291,14 +299,15 @@ class State:
             "tied": self._tied,
         }
 
-    # ── taking in another one ───────────────────────────────────────────────────────────────────────────────
+    # ── receiving a state ───────────────────────────────────────────────────────────────────────────────────
 
     @gc_pause.paused()
     def adopt(self, table: Table, extra: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Make ready to receive; returns what `tensors()` then has, exactly `table`. Fill it, then call `filled()`.
+        """Prepare to receive a state with this `table` and `extra`.
 
-        Not clean from here until then. Storage that fits stays where it is. Raises ValueError naming the first thing
-        that does not match; the state is then not usable unless the mismatch was found before anything was touched.
+        Returns the tensors to fill, in the order of `table`; call `filled()` once they are. The state is inconsistent
+        until then. Storage that fits is reused. Raises ValueError naming the first mismatch; the state is then unusable
+        unless the mismatch was found before anything was changed.
         """
         if extra.get("format") != FORMAT:
             raise ValueError(f"the state that came has format {extra.get('format')}, this elastic reads {FORMAT}")
@@ -321,7 +330,8 @@ class State:
         return [tensor for _, tensor in found]
 
     def filled(self) -> None:
-        """The bytes of all tensors are in: the state is whole, and at the step of what was adopted."""
+        """All tensors have been filled: the state is complete, and at the step of the adopted one. Raises
+        RuntimeError without `adopt()`."""
         if self._coming is None:
             raise RuntimeError("filled() without adopt()")
         for part in self._parts.values():
@@ -333,20 +343,21 @@ class State:
         self._established = True
 
     def establish(self, generation: int) -> None:
-        """What `setup` built here becomes the job's state: it is about to be handed to all."""
+        """Make what `setup` built here the job's state: it is about to be sent to all ranks."""
         self._commit_generation = max(self._commit_generation, generation)
         self._established = True
 
     def to(self, device: torch.device | str) -> None:
-        """Move modules and optimizer state to `device`: a standby that gets its place. Parameters keep identity."""
+        """Move modules and optimizer state to `device`, for a standby that becomes active. Parameters keep their
+        identity; raises RuntimeError if they cannot."""
         for part in self._parts.values():
             part.to(torch.device(device))
 
     def forget_gradients(self) -> None:
-        """`train` is about to be entered: drop what a step that was cut short has left behind.
+        """`train` is about to be entered: drop what an interrupted step has left behind.
 
-        Gradients, because the next backward would add to them; and from the second time on the modules' `training` and
-        the parameters' `requires_grad` become what they were the first time, as they are in a replacement.
+        Gradients are dropped, as the next backward would add to them. From the second call on, the modules' `training`
+        and the parameters' `requires_grad` are reset to their values at the first call, as they are in a replacement.
         """
         for part in self._parts.values():
             if isinstance(part.value, torch.nn.Module | torch.optim.Optimizer):
@@ -356,7 +367,8 @@ class State:
         self._modes.put_back()
 
     def _compare_modules(self, by_part: Mapping[str, Mapping[str, TensorInfo]], extras: Mapping[str, Any]) -> None:
-        """What modules have of their own is what came, before anything is touched. Raises ValueError."""
+        """Check that the modules' own tensors match the received ones, before anything is changed. Raises
+        ValueError."""
         modules = [part for part in self._parts.values() if isinstance(part, ModulePart)]
         ours: dict[str, Any] = {}
         held, _, described = self._walk(modules, ours)

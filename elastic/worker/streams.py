@@ -1,13 +1,13 @@
 """Data that can only be read in order: streams, with torchdata's StatefulDataLoader.
 
-The data comes as a fixed number of streams, whatever the world is. Each step takes the same number of samples from
-each of them, and each rank reads a contiguous part of the streams. Every `keep_every` steps all ranks exchange where
-their streams stand (the loaders' own state, a few hundred bytes) and keep it in the job's state, and so in every
-checkpoint. After a re-formation or a resume, each rank puts its streams, which may be others than before, back to
-where they stood and reads over what has been taken since.
+The data consists of a fixed number of streams, independent of the world size. Each step takes the same number of
+samples from every stream, and each rank reads a contiguous range of the streams. Every `keep_every` steps all ranks
+exchange the positions of their streams (the loaders' own state, a few hundred bytes) and keep them in the job's state,
+and so in every checkpoint. After a re-formation or a resume, each rank restores its streams, which may be others than
+before, to their kept positions and skips the samples taken since.
 
-Promised: every sample of every stream is taken exactly once and in order, also when the world changes, if a stream
-gives the same samples each time it is read. Not promised: draws of random numbers inside a stream; a stream that
+Guaranteed: every sample of every stream is taken exactly once and in order, also when the world size changes, if a
+stream yields the same samples each time it is read. Not guaranteed: random numbers drawn inside a stream; a stream that
 draws must keep its generator in its own ``state_dict``.
 """
 
@@ -28,8 +28,8 @@ from .batches import Batch, move, seed_everything
 from .ddp import GradientWeight
 
 Make = Callable[[int, int], Iterable[Any]]
-"""(stream, count) -> its samples, in order. With ``state_dict``/``load_state_dict`` it is put back at once;
-without, it is read again from its beginning."""
+"""(stream, count) -> the samples of that stream, in order. An iterable with ``state_dict``/``load_state_dict`` is
+restored directly; without them it is read again from its beginning."""
 
 
 class HasStreams(Protocol):
@@ -59,12 +59,15 @@ def streams(
     share: GradientWeight | None = None,
     on_turn: Callable[[], None] = lambda: None,
 ) -> Iterator[Batch]:
-    """This rank's part of each step from `state.step` to `steps`; a stream that ends begins again.
+    """Yield this rank's part of each step from `state.step` to `steps`; a stream that ends is started again.
 
-    `batch_size` samples a step over all ranks, the same number from each of the `count` streams, so `count` must
-    divide it; and there must be a stream for each rank. `Batch.indices` number the samples: step × batch_size +
-    place in the global batch. `num_workers` loader processes per stream. Raises ValueError for numbers that do not
-    go together, TypeError for a stream whose state is not JSON, RuntimeError for a turn without a commit.
+    `batch_size` is the number of samples per step over all ranks, the same number from each of the `count` streams: it
+    must be a multiple of `count`, and `count` at least `world_size`. `Batch.indices` number the samples: step ×
+    batch_size + position in the global batch. `num_workers`: loader processes per stream.
+
+    Raises ValueError for numbers that violate this and for a stream with fewer samples than a step takes from it,
+    TypeError for a stream whose state is not JSON, RuntimeError for a turn without a commit, ImportError without
+    torchdata.
     """
     if batch_size % count:
         raise ValueError(f"batch_size = {batch_size}: must be a multiple of count = {count} streams")
@@ -103,7 +106,7 @@ def streams(
 
 
 class _Stream:
-    """One stream in batches of `each`, that begins again at its end."""
+    """One stream in batches of `each` samples; restarts at its end."""
 
     def __init__(
         self, samples: Iterable[Any], each: int, num_workers: int, collate: Callable[[list[Any]], Any]
@@ -114,7 +117,7 @@ class _Stream:
             raise ImportError("streams need torchdata: pip install 'elasticd[data]'") from None
         dataset = _Stateful(samples) if hasattr(samples, "state_dict") else _Counted(samples)
         with warnings.catch_warnings():
-            # torchdata 0.11 calls something of torch's that 2.13 asks not to call; nothing a user could do about it.
+            # torchdata 0.11 calls a torch function that 2.13 deprecates; the user cannot do anything about it.
             warnings.filterwarnings("ignore", message="'set_vital'")
             self._loader: Any = StatefulDataLoader(
                 dataset, batch_size=each, num_workers=num_workers, collate_fn=collate, drop_last=True
@@ -148,7 +151,7 @@ class _Stream:
 
 
 class _Stateful(IterableDataset[Any]):
-    """An iterable with a state of its own, as torch wants it."""
+    """An iterable with its own state, as an IterableDataset."""
 
     def __init__(self, samples: Any) -> None:
         self._samples = samples
@@ -165,7 +168,7 @@ class _Stateful(IterableDataset[Any]):
 
 
 class _Counted(IterableDataset[Any]):
-    """An iterable without: how much was taken is its state, and it is read again up to there.
+    """An iterable without its own state: its state is the number of samples taken, and it is read again up to there.
 
     (torchdata does so too, but 0.11 counts the samples read again a second time.)
     """
@@ -189,7 +192,7 @@ class _Counted(IterableDataset[Any]):
 
 
 def _put_back(mine: dict[int, _Stream], state: HasStreams) -> None:
-    """Every stream where it stands at `state.step`: from its newest kept state, or from its beginning."""
+    """Bring every stream to its position at `state.step`: from its newest kept state, or from its beginning."""
     kept = state.streams or {"step": 0, "states": {}}
     for number, stream in mine.items():
         if (theirs := kept["states"].get(str(number))) is not None:
@@ -209,7 +212,7 @@ def _exchanged(mine: dict[int, _Stream], world_size: int) -> dict[str, Any]:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Batches of several streams as one: tensors one after the other, other leaves as lists."""
+    """Batches of several streams as one: tensors concatenated, other leaves as lists."""
     if len(parts) == 1:
         return parts[0]
     leaves, spec = zip(*(pytree.tree_flatten(part) for part in parts), strict=True)

@@ -1,4 +1,4 @@
-"""After a group has formed: find out who has the state, and bring it to everybody who does not."""
+"""After a group has formed: find out which ranks have the state, and send it to all that do not."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from . import broadcast, gc_pause, pull
 from .state import State
 
 SavedVersions = Callable[[], tuple[Version | None, Version | None]]
-"""(newest snapshot, newest checkpoint) that this rank could load; may take a while."""
+"""Returns (newest snapshot, newest checkpoint) that this rank could load; may take a while."""
 
 Load = Callable[[Literal["snapshot", "checkpoint"]], str]
-"""Load this rank's newest snapshot or checkpoint into the state (adopt, fill, filled); returns words for it, such as
-'checkpoint step 40 at /ckpt/step-40'. Raises if nothing can be loaded."""
+"""Load this rank's newest snapshot or checkpoint into the state (adopt, fill, filled). Returns a description, such
+as 'checkpoint step 40 at /ckpt/step-40'. Raises if nothing can be loaded."""
 
 _NONE: Version = (-1, -1)
 
@@ -34,21 +34,21 @@ class Synced:
     """'live', 'snapshot …', 'checkpoint step 40 at PATH', 'setup'."""
     seconds: float
     nbytes: int
-    """Received by this rank; 0 where the state was here already."""
+    """Bytes received by this rank; 0 if it had the state."""
     reason: str
-    """Why this source, in words."""
+    """Reason for this source, as text."""
     reached: int
-    """The newest step that any rank knows to have been committed before."""
+    """The newest step that any rank has a record of as committed."""
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What goes before the tensors."""
+    """Header sent before the tensors."""
 
     table: Table
     extra: dict[str, Any]
     source: str
     devices: tuple[str, ...]
-    """Kind of device of each tensor: NCCL and gloo must not wait for each other."""
+    """Device type of each tensor: NCCL and gloo must not wait for each other."""
     window: pull.Window
     """Where ranks on the source's host can read the tensors."""
 
@@ -68,12 +68,14 @@ def synchronise(
 ) -> Synced:
     """Make every rank's `state` the newest there is, over torch's default group. All ranks call it.
 
-    `saved` says what `load` could load here; it is asked only when nobody's live state will do, and must be given on
-    all ranks or none. `known_step`: of the newest checkpoint that the job is known to have had. `known_commit`: of the
-    newest commit that this rank's agent knows of. `check` raises once the group was let go of.
-    If this raises half-way, `state.clean()` is False and the rank needs the state from another one. Raises
-    NoStateError (StateLostError: on all ranks alike), ValueError (this rank's model is another one),
-    broadcast.CorruptError, what `load` raises.
+    `saved` returns the versions that `load` could load on this rank; it is called only if no rank's live state
+    qualifies, and must be given on all ranks or none. `known_step`: step of the newest checkpoint that the job is known
+    to have had. `known_commit`: version of the newest commit that this rank's agent has a record of. `check` raises
+    once the group was aborted.
+
+    If this raises half-way, `state.clean()` is False and the rank needs the state from another one. Raises NoStateError
+    (StateLostError: on all ranks), ValueError (this rank's model differs), broadcast.CorruptError, and what `load`
+    raises.
     """
     begun_s = time.monotonic()
     mine = Offer(
@@ -85,7 +87,7 @@ def synchronise(
         reached=known_commit,
     )
     offers = _gather(mine, world_size)
-    # Live state of an older generation may be that of a node which was cut off while the others went on and saved.
+    # Live state of an older generation may belong to a node that was partitioned while the others trained on and saved.
     alive = restore == "newest" and any(
         offer.clean and offer.established and offer.version[0] >= generation - 1 for offer in offers
     )
@@ -139,7 +141,7 @@ def _offer(rank: int, numbers: Sequence[int]) -> Offer:
 def _bring(
     state: State, choice: Choice, rank: int, generation: int, load: Load | None, check: Callable[[], None]
 ) -> tuple[str, int]:
-    """The source in words, and the bytes that this rank received."""
+    """Returns (description of the source, bytes received by this rank)."""
     said: str = choice.kind
     if rank == choice.source:
         if choice.kind == "setup":
@@ -178,7 +180,7 @@ def _give(state: State, said: str, choice: Choice, check: Callable[[], None]) ->
             for rank in reading:
                 broadcast.exchange(digests, target=rank)
             for rank in reading:
-                _number(source=rank)  # until it has read everything, nothing here may change
+                _number(source=rank)  # until that rank has read everything, nothing here may change
     check()
 
 
@@ -220,7 +222,7 @@ def _adopt(state: State, head: Head) -> list[torch.Tensor]:
 
 
 def _split(tensors: Sequence[torch.Tensor], window: pull.Window) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Those that can be read out of the source's memory, and the others."""
+    """Returns (tensors that can be read from the source's memory, the others)."""
     dense: list[torch.Tensor] = []
     rest: list[torch.Tensor] = []
     for tensor, address in zip(tensors, window.addresses, strict=True):

@@ -1,4 +1,4 @@
-"""What `ps` and `top` show of the processes of a job."""
+"""What `ps` and `top` show for the processes of a job."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ JOB_ENV = "TORCHELASTIC_RUN_ID"
 
 
 def title(text: str) -> None:
-    """Show `text`, as far as the process's own arguments have left room for it; without setproctitle nothing changes.
+    """Show `text`, as far as the process's own arguments leave room for it; without setproctitle nothing changes.
 
     The environment that /proc shows stays as it is: SPT_NOENV is set for all processes of a job.
     """
     try:
         import setproctitle
-    except ImportError:  # an interpreter of the job's own, with torch and little else
+    except ImportError:  # the job's own interpreter, with torch and little else
         return
     setproctitle.setproctitle(text)
 

@@ -1,8 +1,8 @@
-"""Notice that tensors were changed, without a copy of them.
+"""Detects that tensors were changed, without copying them.
 
-A change in place moves a tensor's version counter, unless it goes around autograd: through ``.data``, through numpy,
-by a kernel that was given an address. So a sample of the elements is kept as well. On a GPU that is one concatenation,
-queued like any other kernel; nothing is waited for.
+A change in place moves a tensor's version counter, unless it bypasses autograd: through ``.data``, through numpy, or in
+a kernel that was given an address. So a sample of the elements is kept as well. On a GPU that is one concatenation,
+queued like any other kernel, without waiting.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import torch
 
 WINDOW = 1024
-"""So many tensors are sampled at a time; of more, another window each time."""
+"""Number of tensors sampled at a time; with more tensors, the next window each time."""
 
 ELEMENTS = 4096
-"""In a sample, over all tensors of the window; at least one of each."""
+"""Number of elements of a sample, over all tensors of the window; at least one of each tensor."""
 
 SPAN_ELEMENTS = 16
-"""In the memory of this process: so many at the beginning, in the middle and at the end of a tensor."""
+"""For tensors in CPU memory: number of elements sampled at the beginning, in the middle and at the end of each."""
 
 _VERSION = operator.attrgetter("_version")
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -28,7 +28,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Version counters; 0 for those that have none (made under `torch.inference_mode`)."""
+    """Version counters; 0 for tensors that have none (created under `torch.inference_mode`)."""
     try:
         return list(map(_VERSION, tensors))
     except RuntimeError:
@@ -36,7 +36,7 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class Watch:
-    """`take`, and later `changed`: by version counters of all, and the sample that was taken."""
+    """`take`, and later `changed`: by the version counters of all tensors, and the sample."""
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
@@ -48,7 +48,7 @@ class Watch:
         self._sample: Sample = b"", []
 
     def take(self, tensors: list[torch.Tensor]) -> None:
-        """Remember what the tensors are now."""
+        """Record the current versions and take a sample."""
         if len(tensors) != len(self._tensors) or not all(map(operator.is_, tensors, self._tensors)):
             self._tensors = tensors
             self._plain = [i for i, tensor in enumerate(tensors) if type(tensor) in _PLAIN and _has_elements(tensor)]
@@ -66,7 +66,7 @@ class Watch:
             self._sample = window.sample()
 
     def stepped(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Places of those whose version counter has moved, or that are other objects now. Quick."""
+        """Indices of the tensors whose version counter has moved, or that are other objects now. Fast."""
         if len(tensors) != len(self._tensors):
             return list(range(len(self._tensors)))
         now = versions(tensors)
@@ -76,9 +76,9 @@ class Watch:
         return [i for i, (a, b, new, old) in enumerate(pairs) if a != b or new is not old]
 
     def differs(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """As `changed`, but what was changed and changed back counts as what it was, as far as the sample shows: as
-        weights that were swapped for their average during an evaluation. Waits for the device only where a version
-        counter has moved."""
+        """As `changed`, but a tensor that was changed and changed back counts as unchanged, as far as the sample
+        shows; for example weights that were swapped for their average during an evaluation. Waits for the device
+        only if a version counter has moved."""
         found = self.stepped(tensors)
         if not found or len(tensors) != len(self._tensors):
             return found
@@ -89,17 +89,17 @@ class Watch:
         return differing
 
     def changed(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Places of those that have changed. Waits for the device."""
+        """Indices of the tensors that have changed. Waits for the device."""
         found = set(self.stepped(tensors))
         window = self._window
         if window is None or len(tensors) != len(self._tensors):
             return sorted(found)
-        # What only lies elsewhere now, as an LSTM's weights after `flatten_parameters`, is what it was.
+        # A tensor that only has other storage now, as an LSTM's weights after `flatten_parameters`, is unchanged.
         moved = {i for i in window.moved() if tensors[i] is self._tensors[i]}
         return sorted((found - moved) | self._differing())
 
     def _differing(self) -> set[int]:
-        """Places of those whose elements are not those of the sample."""
+        """Indices of the tensors whose elements differ from the sample."""
         if self._window is None:
             return set()
         places = self._window.places
@@ -107,18 +107,18 @@ class Watch:
 
 
 Sample = tuple[bytes, list[torch.Tensor]]
-"""Of what lies in this process's memory, and of what lies on devices."""
+"""(bytes of tensors in CPU memory, elements of tensors on devices)."""
 
 
 class _Window:
-    """A few elements of each of some tensors, where they lie, so that all can be gathered at once."""
+    """A few elements of each of some tensors, in place, so that all can be gathered at once."""
 
     def __init__(self, places: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         self.places = places
         self._tensors = tensors
         self._addresses = list(map(torch.Tensor.data_ptr, tensors))
         self._kept = [tensor.detach() for tensor in tensors]
-        """So that the memory looked at below remains theirs."""
+        """Keeps the memory that is sampled below allocated."""
         each = max(1, ELEMENTS // len(tensors))
         self._spans: list[memoryview] = []
         self._of_spans: list[int] = []
@@ -136,7 +136,7 @@ class _Window:
         self._groups = list(groups.values())
 
     def moved(self) -> list[int]:
-        """Places of the tensors that have other storage now."""
+        """Indices of the tensors that have other storage now."""
         now = list(map(torch.Tensor.data_ptr, self._tensors))
         if now == self._addresses:
             return []
@@ -146,7 +146,7 @@ class _Window:
         return b"".join(self._spans), [torch.cat(views) for _, views in self._groups]
 
     def differing(self, before: Sample) -> set[int]:
-        """Places of the tensors whose elements are not those of `before`."""
+        """Indices of the tensors whose elements differ from `before`."""
         found: set[int] = set()
         spans, gathered = self.sample()
         if spans != before[0]:
@@ -170,7 +170,7 @@ def _has_elements(tensor: torch.Tensor) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last of the tensor, in the order of its storage."""
+    """Number of elements from the first to the last of the tensor, in the order of its storage."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -187,7 +187,7 @@ def _spans(tensor: torch.Tensor, most: int) -> list[memoryview]:
 
 
 def _elements(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """Some elements from its middle, as integers: NaN is equal to itself then. One kernel gathers such views."""
+    """Some elements from its middle, as integers, so that NaN is equal to itself. One kernel gathers such views."""
     flat, extent = tensor.detach(), _extent(tensor)
     count = min(most, extent)
     view = flat.as_strided((count,), (1,), flat.storage_offset() + (extent - count) // 2)

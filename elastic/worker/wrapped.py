@@ -1,4 +1,4 @@
-"""Optimizers within optimizers: Lookahead, SAM and their kind step another optimizer, whose state is not their own."""
+"""Optimizers within optimizers: Lookahead, SAM and similar ones step another optimizer, which has its own state."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .parts import Infos, Named, OptimizerPart
 
 
 class WrappedOptimizerPart(OptimizerPart):
-    """An optimizer and those that it holds: their state is `optimizer.<attribute>.state.<index>.<key>`.
+    """An optimizer and the optimizers that it holds, whose state is `optimizer.<attribute>.state.<index>.<key>`.
 
-    Taken from the optimizers themselves, as that of any other: what `state_dict()` of a wrapper has differs from
+    It is taken from the optimizers themselves, as for any other: what a wrapper's `state_dict()` contains differs from
     library to library, and some leave the inner optimizer's state out.
     """
 
@@ -58,9 +58,9 @@ def optimizer_part(name: str, value: torch.optim.Optimizer, codecs: Codecs) -> O
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    """Optimizers that are attributes of `optimizer`, or stand in a list or dict that is, with the place of each.
+    """Optimizers that are attributes of `optimizer`, or items of a list, tuple or dict that is one, each with its path.
 
-    Not those whose `state` the wrapper gives out as its own.
+    Not those whose `state` the wrapper exposes as its own.
     """
     found: list[torch.optim.Optimizer] = [optimizer]
     for name, value in vars(optimizer).items():

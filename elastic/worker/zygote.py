@@ -4,8 +4,8 @@
 
 PRELOAD is JSON: a `core.messages.Preload`.
 
-Workers are forked twice, so that they become children of the agent (a child subreaper): it can wait for them, and
-they outlive this process.
+Workers are forked twice, so that they become children of the agent (a child subreaper): it can wait for them, and they
+outlive this process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     control_fd, agent_pid, wanted = int(argv[0]), int(argv[1]), messages.to_preload(argv[2].encode())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != agent_pid:
-        return 0  # it died before we could ask to die with it
+        return 0  # the agent died before PDEATHSIG was set
     title(f"elastic zygote of {os.environ.get(JOB_ENV, '?')}")
     control = socket.socket(fileno=control_fd)
     began_s = time.monotonic()
@@ -90,7 +90,8 @@ def _send(control: socket.socket, message: messages.Message) -> None:
 
 
 def _import(modules: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Import `modules`. Returns a line for each that could not be, and for each that started what no fork survives."""
+    """Import `modules`. Returns a line for each failed import, and one for each that started threads or CUDA, which
+    no fork survives."""
     problems, starters = [], []
     threads, cuda = fork_safety.threads(), False
     for name in modules:
@@ -108,10 +109,10 @@ def _import(modules: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _warm() -> None:
-    """Run the paths that are slow the first time, as far as a fork survives it.
+    """Run code paths that are slow the first time, as far as a fork survives it.
 
-    A backward and an optimizer's step only where torch has no accelerator: elsewhere the one starts autograd's threads
-    for the devices, and the other asks for the current stream, which starts CUDA.
+    A backward and an optimizer step only if torch has no accelerator: otherwise the former starts autograd's threads
+    for the devices, and the latter queries the current stream, which initialises CUDA.
     """
     import torch
 
@@ -128,12 +129,12 @@ def _warm() -> None:
 
 
 def _load_cuda_libraries(environment: Mapping[str, str]) -> None:
-    """The driver's library, which a worker's first CUDA call would load. Loading starts nothing: `cuInit` does that.
+    """Load the driver's library, which a worker's first CUDA call would load. That starts nothing: `cuInit` does.
 
     CUDA's other libraries come with `import torch`, which is linked against them.
     """
     if environment.get("CUDA_VISIBLE_DEVICES"):
-        with contextlib.suppress(OSError):  # a worker that needs it says what is missing
+        with contextlib.suppress(OSError):  # a worker that needs it reports what is missing
             ctypes.CDLL("libcuda.so.1")
 
 

@@ -58,7 +58,7 @@ def test_damage_is_set_aside_and_the_one_before_is_taken(tmp_path: Path) -> None
         assert min(line["step"] for line in job.commits()) == 41
         log = (job.folder / "n0" / "agent.log").read_text()
         assert "checkpoint step 40" in log
-        assert "set aside" in log
+        assert "quarantined" in log
     assert any("damaged" in path.name for path in tmp_path.iterdir()), "nothing is deleted"
 
 

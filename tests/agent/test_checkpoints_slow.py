@@ -37,6 +37,7 @@ def stopped_writer(job: Job) -> Iterator[None]:
         os.kill(writer.pid, signal.SIGCONT)
 
 
+@pytest.mark.long
 def test_training_goes_on_and_the_last_snapshot_outlives_every_worker(tmp_path: pathlib.Path) -> None:
     spec = {"checkpoint": {"dir": str(tmp_path), "every_steps": EVERY, "keep": 100}}
     with Job(nodes="1:1", args={"steps": 1500, "step-ms": 5}, spec=spec) as job:

@@ -66,6 +66,7 @@ def newest_step(folder: Path) -> int:
     return next((step for step, _, _ in find.peek(str(folder), "job")), -1)
 
 
+@pytest.mark.long
 def test_each_sample_once_and_in_order_over_two_worlds(tmp_path: Path) -> None:
     pytest.importorskip("torchdata")
     script, record, folder = tmp_path / "train.py", tmp_path / "record", tmp_path / "checkpoints"

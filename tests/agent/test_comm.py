@@ -17,6 +17,7 @@ def ended(job: Job) -> JobState:
     return state
 
 
+@pytest.mark.long
 def test_a_group_that_can_never_form_ends_the_job_and_says_why() -> None:
     spec = {"env": {"GLOO_SOCKET_IFNAME": "nowhere0"}, "restarts": {"budget": 3, "backoff_s": 0.4}}
     with Job(nodes="1:1", args={"steps": 100}, spec=spec) as job:

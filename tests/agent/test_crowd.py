@@ -19,6 +19,7 @@ NODES = 76
 LEADER_CANDIDATES = 8
 
 
+@pytest.mark.long
 def test_a_crowd_outlives_all_who_would_lead_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from _scale_agents import Fleet

@@ -67,6 +67,7 @@ def test_workers_a_node_and_a_stop() -> None:
         assert not any(incident.open for incident in job.all_incidents())
 
 
+@pytest.mark.long
 def test_all_agents_are_killed() -> None:
     with Job(nodes="2:2", workers=1, args={"steps": 100_000, "step-ms": 20}) as job:
         eventually(lambda: (p := job.progress()) and p.step >= 50, 40.0, "progress on record")

@@ -79,12 +79,14 @@ def test_a_script_that_imports_elastic_and_does_not_call_it_is_plain(tmp_path: P
     assert (incidents, state.restarts) == ([], 0)
 
 
+@pytest.mark.long
 def test_a_module_of_pythons_own_is_plain_and_runs_once(tmp_path: Path) -> None:
     spec = {"script": "", "module": "timeit", "args": ["-n", "1", "-r", "1", "print('here')"]}
     _, printed = run(tmp_path, {}, **spec)
     assert [text.count("here") for text in printed] == [1, 1]
 
 
+@pytest.mark.long
 def test_a_script_that_calls_elastic_through_another_module_is_managed(tmp_path: Path) -> None:
     files = {"start.py": "from trainer import main\nmain()\n", "trainer.py": TRAINER}
     job, printed = run(tmp_path, files)

@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 SCRIPT = Path(__file__).parents[1] / "support" / "train_fake_nccl.py"
 
 
-def make(abort_s: float = 1.0, **spec: Any) -> Job:
+def make(abort_s: float = 20.0, **spec: Any) -> Job:
+    """`abort_s`: long enough for a busy machine, except where the test waits for it."""
     spec |= {"backend": "nccl"}
     timeouts = Timeouts(abort_s=abort_s, beat_s=0.05)
     return Job(nodes="1:1", workers=3, script=SCRIPT, args={"steps": 5000, "step-ms": 8}, spec=spec, timeouts=timeouts)
@@ -30,8 +31,8 @@ def processes(job: Job) -> dict[int, int]:
 
 
 def test_an_abort_that_does_not_return_costs_its_process_and_no_step() -> None:
-    """Rung 2: the agent waits for `abort_s`, replaces that worker, and all form with those who did let go."""
-    with make() as job:
+    """Rung 2: the agent waits for `abort_s`, replaces that worker, and all form with those that did abort."""
+    with make(abort_s=3.0) as job:
         job.wait_step(20)
         before = eventually(lambda: len(found := processes(job)) == 3 and found, 10.0, "three ranks")
         (job.record / "hang").write_text("1")
@@ -40,7 +41,7 @@ def test_an_abort_that_does_not_return_costs_its_process_and_no_step() -> None:
         eventually(lambda: job.incidents(), 30.0, "recovery")
         (incident,) = job.incidents()
         assert (incident.steps_lost, incident.restored_from, incident.world_size_after) == (0, "live", 3)
-        assert incident.timeline_s["aborted"] >= 1.0, "it was not waited for"
+        assert incident.timeline_s["aborted"] >= 3.0, "it was not waited for"
         assert not alive(before[1])
         job.wait_step(job.steps() + 10)
         again = {line["pid"] for line in job.commits() if line["generation"] == 2}
@@ -65,6 +66,7 @@ def test_an_error_that_sticks_costs_its_process_and_no_step() -> None:
         assert set(before.values()) - again == {before[1]}
 
 
+@pytest.mark.long
 def test_a_stopped_rank_is_found_and_only_it_is_replaced() -> None:
     """No socket breaks and no process ends: the others wait for it in the optimizer's guard."""
     with make(hang={"floor_s": 1.0}) as job:
@@ -81,7 +83,7 @@ def test_a_stopped_rank_is_found_and_only_it_is_replaced() -> None:
 
 def test_a_replacement_starts_cuda_while_the_survivors_let_go() -> None:
     """Its context takes the longest of all; who waits for the aborts first has both one after the other."""
-    with make(abort_s=4.0) as job:
+    with make() as job:
         job.wait_step(20)
         before = eventually(lambda: len(found := processes(job)) == 3 and found, 10.0, "three ranks")
         (job.record / "linger").write_text(" ".join(map(str, before.values())))
@@ -96,6 +98,7 @@ def test_a_replacement_starts_cuda_while_the_survivors_let_go() -> None:
         assert (job.incidents()[0].world_size_after, job.incidents()[0].steps_lost) == (3, 0)
 
 
+@pytest.mark.long
 def test_where_no_abort_returns_the_newest_snapshot_is_gone_on_from(tmp_path: Path) -> None:
     """The survivors' processes go, and their state with them: what their agent holds of it is the next rung."""
     with make(checkpoint={"dir": str(tmp_path), "every_steps": 10}) as job:

@@ -55,6 +55,7 @@ def test_a_drained_node_leaves_at_a_boundary() -> None:
         assert job.state().restarts == 0
 
 
+@pytest.mark.long
 def test_draining_the_last_node_stops_at_a_saved_step(tmp_path: Path) -> None:
     spec = {"checkpoint": {"dir": str(tmp_path), "every_s": 3600.0}}
     with Job(nodes="1:1", args={"steps": 5000, "step-ms": 8}, spec=spec) as job:
@@ -70,6 +71,7 @@ def test_draining_the_last_node_stops_at_a_saved_step(tmp_path: Path) -> None:
         assert len(again) == 2 * stopped_at, "no step was taken twice"
 
 
+@pytest.mark.long
 def test_draining_the_last_node_without_a_checkpoint_waits(tmp_path: Path) -> None:
     with Job(nodes="1:1", workers=1, args={"steps": 5000, "step-ms": 8}) as job:
         job.wait_step(30)
@@ -100,6 +102,7 @@ def test_a_standby_takes_the_place_of_the_dead() -> None:
             assert incident.timeline_s["stepping"] < 3.0  # a worker from scratch takes over 4 s
 
 
+@pytest.mark.long
 def test_shrink_goes_on_at_once_and_takes_the_newcomer_in() -> None:
     args = {"steps": 5000, "step-ms": 8, "setup-s": 4}
     with Job(nodes="1:1", workers=3, args=args, spec={"on_loss": "shrink"}) as job:
@@ -124,6 +127,7 @@ def test_bad_numbers_stop_the_job_by_default() -> None:
         assert (incident.kind, incident.ranks, incident.world_size_after) == ("bad loss", (1,), 0)
 
 
+@pytest.mark.long
 def test_bad_numbers_roll_back_to_the_last_good_state(tmp_path: Path) -> None:
     spec = {"on_bad_numbers": "rollback", "checkpoint": {"dir": str(tmp_path), "every_steps": 10}}
     with Job(nodes="1:1", args={"steps": 80, "step-ms": 10, "fail": "1:45:nan"}, spec=spec) as job:

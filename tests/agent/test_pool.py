@@ -383,6 +383,7 @@ def state(pid: int) -> str:
         return ""
 
 
+@pytest.mark.long
 def test_a_worker_that_reads_nothing_stops_nobody(bench: Bench) -> None:
     bench.worker(1, ASLEEP)
     channel = bench.pool.processes[1].channel

@@ -92,6 +92,7 @@ def test_all_workers_killed_resume_from_the_checkpoint(tmp_path: Path) -> None:
         assert job.weights() == undisturbed()
 
 
+@pytest.mark.long
 def test_all_workers_of_one_node_resume_from_its_memory(tmp_path: Path) -> None:
     """Rung 4: the agent still holds every share of the newest snapshot."""
     spec = {"checkpoint": {"dir": str(tmp_path), "every_steps": 20}}
@@ -135,7 +136,9 @@ def test_a_bug_stops_the_job_with_its_traceback() -> None:
         assert 'raise ValueError(f"planted' in state.error.traceback
 
 
-@pytest.mark.parametrize("kind", ["exit0", "exit3", "abort", "memory", "exception"])
+@pytest.mark.parametrize(
+    "kind", ["exit0", "exception", *(pytest.param(k, marks=pytest.mark.long) for k in ("exit3", "abort", "memory"))]
+)
 def test_an_exit_of_any_kind_costs_no_step(kind: str) -> None:
     with Job(nodes="1:1", args={"steps": 60, "batch": BATCH, "step-ms": 1, "fail": f"1:20:{kind}"}) as job:
         job.wait_phase(Phase.SUCCEEDED)

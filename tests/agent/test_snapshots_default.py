@@ -52,6 +52,7 @@ def test_killed_between_two_optimizer_steps_of_one_commit(tmp_path: Path) -> Non
         assert 0 < shown.snapshot_mb < 1, "of a state of some kilobytes"
 
 
+@pytest.mark.long
 def test_each_node_keeps_all_of_it(tmp_path: Path) -> None:
     """A node dies with half of the ranks, and the state of the other half is of no use."""
     with _job(tmp_path, nodes="1:2", more=["node"]) as job:

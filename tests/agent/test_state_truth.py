@@ -38,7 +38,7 @@ def undisturbed(loop: str, folder: Path) -> set[str]:
     return finals(folder / "undisturbed")
 
 
-@pytest.mark.parametrize("loop", ["closure", "restored"])
+@pytest.mark.parametrize("loop", ["closure", pytest.param("restored", marks=pytest.mark.long)])
 def test_a_kill_in_the_middle_of_a_step_changes_no_bit(loop: str, tmp_path: Path) -> None:
     """Rank 0 dies, whose buffers are those that all ranks have, while the other waits in the backward."""
     with job_of(loop, tmp_path, KILL_STEP=12, KILL_RANK=0) as job:
@@ -49,7 +49,7 @@ def test_a_kill_in_the_middle_of_a_step_changes_no_bit(loop: str, tmp_path: Path
     assert finals(tmp_path) == undisturbed(loop, tmp_path)
 
 
-@pytest.mark.parametrize("loop", ["adversarial", "manual"])
+@pytest.mark.parametrize("loop", ["adversarial", pytest.param("manual", marks=pytest.mark.long)])
 def test_a_survivor_in_the_middle_of_a_change_is_no_source(loop: str, tmp_path: Path) -> None:
     """Its parameters are those of no step. At the first step nothing is saved yet either: all begin again, and the
     script is not to blame."""
@@ -68,7 +68,7 @@ def test_a_survivor_in_the_middle_of_a_change_is_no_source(loop: str, tmp_path: 
     [
         ("stranger", "SGD steps state.model.0.weight and is not part of the state"),
         ("zero", "ZeroRedundancyOptimizer keeps a part of its state on each rank"),
-        ("sharded", "is sharded (DTensor)"),
+        pytest.param("sharded", "is sharded (DTensor)", marks=pytest.mark.long),
         ("late", "was changed between job.commit() and the next batch"),
     ],
 )

@@ -36,6 +36,7 @@ main()
 """
 
 
+@pytest.mark.long
 def test_it_is_no_reason_to_try_for_ever(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "strange.py"
     script.write_text(SCRIPT)

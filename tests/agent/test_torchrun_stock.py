@@ -121,6 +121,7 @@ def test_two_nodes_a_failing_worker_and_a_clean_end(lab: Lab) -> None:
     ), "nothing is left in etcd"
 
 
+@pytest.mark.long
 def test_a_late_joiner_and_then_the_loss_of_the_first_node_with_its_store(lab: Lab) -> None:
     first = lab.agent("1:2", 1, want_world=1)
     alone = lab.stepped(1, 1)
@@ -148,6 +149,7 @@ def test_a_node_ended_by_sigterm_is_done_without_at_once(lab: Lab) -> None:
     assert agents[0].wait(30) == 0, lab.logs()
 
 
+@pytest.mark.long
 def test_a_spare_waits_and_takes_the_place_of_a_lost_node(lab: Lab) -> None:
     agents = [lab.agent("2:2", 1, want_world=2) for _ in range(3)]
     first = lab.stepped(2, 2)
@@ -174,6 +176,7 @@ def test_too_few_nodes_end_in_time_and_say_what_was_missing(lab: Lab) -> None:
     assert not lab.events("first step")
 
 
+@pytest.mark.long
 def test_a_node_out_of_restarts_does_not_close_the_run_for_the_others(lab: Lab) -> None:
     failing = lab.agent("1:2", 1, want_world=1, restarts=1)
     lab.stepped(1, 1)

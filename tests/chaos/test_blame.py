@@ -27,6 +27,7 @@ def test_more_failures_than_the_budget_allows_stop_the_job() -> None:
         cluster.workers_gone()
 
 
+@pytest.mark.long
 def test_a_node_where_workers_die_is_set_aside_and_comes_back_when_told() -> None:
     with Cluster(nodes=3, slots=1) as cluster:
         job = cluster.submit(nodes="1:3", steps=100_000, pace_s=0.03, restarts={"backoff_s": 0.1})
@@ -82,7 +83,7 @@ t.setup, t.Faults.strike = setup, strike
 """
 
 
-@pytest.mark.parametrize("policy", ["stop", "rollback"])
+@pytest.mark.parametrize("policy", ["stop", pytest.param("rollback", marks=pytest.mark.long)])
 def test_a_replica_that_drifted_apart_is_named(policy: str) -> None:
     with Cluster(nodes=3, slots=1) as cluster:
         checkpoint = {"dir": str(cluster.folder / "checkpoints"), "every_steps": 10}

@@ -57,6 +57,7 @@ def test_etcd_and_daemons_come_and_go() -> None:
             assert contact.count(False) >= 2, contact
 
 
+@pytest.mark.long
 def test_a_failure_while_etcd_is_away_waits_and_is_repaired() -> None:
     steps = 150
     with Cluster(nodes=2, slots=1) as cluster:

@@ -43,6 +43,7 @@ def the_agent_it_knows(node: Node) -> int:
     return int(agent["pid"] or 0) if agent else 0
 
 
+@pytest.mark.long
 def test_damaged_files_and_other_code() -> None:
     with Cluster(nodes=2, slots=1) as cluster:
         job = cluster.submit(steps=100_000, pace_s=0.03)
@@ -95,6 +96,7 @@ def cluster(tmp_path: pathlib.Path) -> Iterator[Cluster]:
         yield made
 
 
+@pytest.mark.long
 def test_a_full_disk(cluster: Cluster) -> None:
     node = cluster.nodes[1]
     job = cluster.submit(steps=100_000, pace_s=0.03)

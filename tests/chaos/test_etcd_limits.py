@@ -31,6 +31,7 @@ def states(node: Node) -> set[str]:
     return {row["state"] for row in node.api("GET", "/v1/nodes")["nodes"]}
 
 
+@pytest.mark.long
 def test_three_members_lose_their_leader_and_then_their_quorum() -> None:
     steps, pace_s = 300, 0.04
     with Cluster(nodes=2, slots=1, members=3) as cluster:
@@ -71,6 +72,7 @@ def said(cluster: Cluster, *words: str) -> bool:
     return any(all(word in problem for word in words) for problem in problems)
 
 
+@pytest.mark.long
 def test_out_of_space() -> None:
     """It answers reads and renewals and refuses writes: the daemon says which, and what to do."""
     with Cluster(nodes=2, slots=1, etcd_args=["--quota-backend-bytes=4000000"]) as cluster:
@@ -96,6 +98,7 @@ def test_out_of_space() -> None:
         job.check(killed, since=compacted + 1)
 
 
+@pytest.mark.long
 def test_the_token_of_a_login_runs_out_again_and_again() -> None:
     """etcd forgets a token that is not used for a second: each time somebody has to log in anew."""
     with Cluster(
@@ -116,6 +119,7 @@ def test_the_token_of_a_login_runs_out_again_and_again() -> None:
         assert history.generations() == [1, 2]
 
 
+@pytest.mark.long
 def test_history_thrown_away_past_the_watches() -> None:
     """Nobody looks while etcd is started again, goes on and is compacted: what is missing is read anew."""
     with Cluster(nodes=2, slots=1, timeouts={"lease_ttl_s": 20.0, "lease_renew_s": 2.0}) as cluster:

@@ -18,6 +18,7 @@ NORM = {"NORM": "1"}
 """A model whose forward changes buffers: a step that is taken again must not change them twice."""
 
 
+@pytest.mark.long
 def test_undisturbed() -> None:
     with Cluster(nodes=2, slots=1) as cluster:
         job = cluster.submit(steps=STEPS)
@@ -71,6 +72,7 @@ ENDS: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.long
 def test_every_other_end() -> None:
     steps = 100
     with Cluster(nodes=2, slots=1) as cluster:
@@ -102,6 +104,7 @@ def test_again_while_a_recovery_is_under_way() -> None:
         assert final_sha256(history) == undisturbed(4, STEPS)
 
 
+@pytest.mark.long
 def test_the_first_to_commit_dies_while_the_others_still_apply() -> None:
     """They have seen the same all-reduce complete: they finish the step, so that it is not lost with the dead."""
     with Cluster(nodes=2, slots=2) as cluster:
@@ -153,6 +156,7 @@ t.Faults.strike = strike
 """
 
 
+@pytest.mark.long
 def test_killed_by_the_kernel_for_want_of_memory() -> None:
     """Its own doing, in a group with a limit: replaced as any other, and the incident says what it was."""
     with limited(64) as group, Cluster(nodes=2, slots=1) as cluster:
@@ -167,6 +171,7 @@ def test_killed_by_the_kernel_for_want_of_memory() -> None:
         assert final_sha256(history) == undisturbed(2, 120)
 
 
+@pytest.mark.long
 def test_the_zygote_dies_and_then_a_worker() -> None:
     """Nobody notices that the process is gone which forks the workers; the next worker comes from the next one."""
     with Cluster(nodes=2, slots=1) as cluster:

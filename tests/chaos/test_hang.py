@@ -44,6 +44,7 @@ def test_stopped_spinning_and_asleep() -> None:
         cluster.workers_gone()
 
 
+@pytest.mark.long
 def test_who_waits_before_the_forward_is_no_culprit() -> None:
     """Rank 0 loops before an all_reduce of the script's own, then before the exchange of BatchNorm's buffers."""
     with Cluster(nodes=2, slots=2) as cluster:
@@ -61,6 +62,7 @@ def test_who_waits_before_the_forward_is_no_culprit() -> None:
         cluster.workers_gone()
 
 
+@pytest.mark.long
 def test_a_rank_that_is_stuck_after_its_gradients_are_handed_over() -> None:
     """Its page says that it waits for the others, and they have all gone on: each node has one rank, so its agent must
     hear that from the other one. First a call keeps the GIL; then the main thread loops in a callback of the backward.
@@ -83,6 +85,7 @@ def test_a_rank_that_is_stuck_after_its_gradients_are_handed_over() -> None:
         cluster.workers_gone()
 
 
+@pytest.mark.long
 def test_what_train_does_before_its_first_step_costs_no_survivor_its_process() -> None:
     """The survivors open their data for 5 s on each entry. One rank is killed, and its successor again while the
     survivors are at that: they cannot hear yet that this generation is over, too."""

@@ -14,6 +14,7 @@ from support.wait import eventually
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 
 
+@pytest.mark.long
 def test_a_drain_that_would_cost_all_waits_until_its_deadline() -> None:
     """Nobody else has the state and there is no checkpoint: people are told why it stays, until their time is up."""
     with Cluster(nodes=1, slots=1) as cluster:

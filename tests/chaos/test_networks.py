@@ -154,6 +154,7 @@ def test_nodes_find_their_addresses_log_in_and_train(site: Site) -> None:
     assert [(site.folder / f"done.{rank}").read_text() for rank in range(3)] == ["10"] * 3
 
 
+@pytest.mark.long
 def test_a_member_that_is_down_is_named(site: Site) -> None:
     eventually(lambda: site.status("host0").get("etcd", {}).get("members"), 30)
     site.members[2].kill()
@@ -203,6 +204,7 @@ def test_wrong_credentials_are_said_at_the_start(site: Site, wrong: str) -> None
         daemon.wait(20)
 
 
+@pytest.mark.long
 def test_another_client_reads_what_they_wrote(site: Site) -> None:
     """From the outside of all hosts, with the same credentials."""
     etcd = Etcd(site.access, call_s=1.0)

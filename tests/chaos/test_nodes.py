@@ -20,6 +20,7 @@ def until_world(job: Job, size: int, deadline_s: float = 40.0) -> None:
     eventually(lambda: world_size(job) == size, deadline_s, f"a world of {size}")
 
 
+@pytest.mark.long
 def test_power_off_shrinks_and_power_on_grows() -> None:
     """Silent loss: the lease must run out. Then the job goes on smaller, and takes the node back at a boundary."""
     with Cluster(nodes=3, slots=1, network=True) as cluster:
@@ -58,6 +59,7 @@ def test_process_tree_killed_is_seen_at_once() -> None:
         job.check(Deed("lost", nodes=("node1",), struck_s=struck_s))
 
 
+@pytest.mark.long
 def test_below_min_it_waits_with_its_state_kept() -> None:
     with Cluster(nodes=2, slots=1, network=True) as cluster:
         job = cluster.submit(nodes="2:2", steps=300)
@@ -81,7 +83,9 @@ def test_below_min_it_waits_with_its_state_kept() -> None:
         assert survivor in job.workers().values()
 
 
-@pytest.mark.parametrize("one_way", [False, True], ids=["both_ways", "one_way"])
+@pytest.mark.parametrize(
+    "one_way", [pytest.param(False, id="both_ways"), pytest.param(True, id="one_way", marks=pytest.mark.long)]
+)
 def test_cut_off_from_etcd_alone(one_way: bool) -> None:
     """Its lease runs out though it works on with the others: steps prove its life, and nobody is condemned."""
     with Cluster(nodes=2, slots=1, network=True) as cluster:

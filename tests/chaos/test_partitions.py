@@ -47,7 +47,12 @@ def complaints(cluster: Cluster) -> list[tuple[str, list[str]]]:
 
 @netns
 @pytest.mark.parametrize(
-    ("rank", "one_way"), [(2, False), (0, False), (2, True)], ids=["follower", "leader", "one_way"]
+    ("rank", "one_way"),
+    [
+        pytest.param(2, False, id="follower"),
+        pytest.param(0, False, id="leader", marks=pytest.mark.long),
+        pytest.param(2, True, id="one_way", marks=pytest.mark.long),
+    ],
 )
 def test_cut_off_from_its_peers_alone(rank: int, one_way: bool) -> None:
     """Both sides reach etcd. The others go on without the one that is cut off, and take it back when it answers."""
@@ -81,6 +86,7 @@ def test_cut_off_from_its_peers_alone(rank: int, one_way: bool) -> None:
 
 
 @netns
+@pytest.mark.long
 def test_two_that_cannot_reach_each_other_wait_below_min() -> None:
     """Nothing is torn: when the link is back, the step that hung goes through."""
     with Cluster(nodes=2, slots=1, network=True) as cluster:
@@ -117,6 +123,7 @@ def test_cut_off_while_the_group_forms() -> None:
 
 
 @netns
+@pytest.mark.long
 def test_a_flapping_link() -> None:
     """Away for two seconds of every four: the job gets to its end, without a new group for each flap."""
     with Cluster(nodes=3, slots=1, network=True) as cluster:
@@ -135,6 +142,7 @@ def test_a_flapping_link() -> None:
 
 
 @netns
+@pytest.mark.long
 def test_a_slow_and_lossy_link_is_no_cut() -> None:
     """A tenth of a second there and back, one frame in twenty lost: slow, but nothing is torn and nobody complains."""
     with Cluster(nodes=3, slots=1, network=True, quality=True, timeouts={"lease_ttl_s": 5.0}) as cluster:
@@ -181,6 +189,7 @@ def faketime_leaves_nothing() -> Iterator[None]:
 
 @pytest.mark.skipif(faketime() is None, reason="libfaketime is not installed")
 @pytest.mark.usefixtures("faketime_leaves_nothing")
+@pytest.mark.long
 def test_one_clock_is_wrong() -> None:
     """Nothing is decided by the time of day: a group forms, workers are replaced, steps go on."""
     with Cluster(nodes=2, slots=1) as cluster:

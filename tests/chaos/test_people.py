@@ -27,7 +27,7 @@ def until(job: Job, *, world_size: int) -> None:
 
 def test_drain_scale_join() -> None:
     with Cluster(nodes=3, slots=1) as cluster:
-        job = cluster.submit(nodes="1:2", steps=900, pace_s=0.03, join_wait_s=2.0)
+        job = cluster.submit(nodes="1:2", steps=100_000, pace_s=0.03, join_wait_s=2.0)
         job.wait_step(20)
         until(job, world_size=2)
 
@@ -46,7 +46,7 @@ def test_drain_scale_join() -> None:
         cluster.api("POST", "/v1/nodes/node1/uncordon", {})
         until(job, world_size=3)
 
-        job.wait_over()
+        job.stop()
         history = job.check(*[Deed("planned")] * len(job.incidents()))
         assert history.gaps_s()  # their size is what benchmarks/faults.py measures, on a quiet machine
         assert all(i["steps_lost"] == 0 for i in job.incidents())
@@ -66,9 +66,10 @@ def test_stop_ends_it_everywhere() -> None:
         cluster.workers_gone()
 
 
+@pytest.mark.long
 def test_a_cordoned_node_keeps_what_it_has_and_gets_nothing_new() -> None:
     with Cluster(nodes=2, slots=2) as cluster:
-        job = cluster.submit(nodes="2", workers_per_node=1, steps=600, pace_s=0.03)
+        job = cluster.submit(nodes="2", workers_per_node=1, steps=100_000, pace_s=0.03)
         job.wait_step(10)
         workers = job.workers()
         cluster.api("POST", "/v1/nodes/node1/cordon", {"reason": "a noisy fan"})
@@ -84,10 +85,11 @@ def test_a_cordoned_node_keeps_what_it_has_and_gets_nothing_new() -> None:
         cluster.api("POST", "/v1/nodes/node1/uncordon", {})
         wide.wait_over()
         wide.check()
-        job.wait_over()
+        job.stop()
         assert job.check().generations() == [1]
 
 
+@pytest.mark.long
 def test_sigterm_where_nobody_could_go_on_saves_first() -> None:
     """Below min: a checkpoint is taken at the very step where the world stops, and the job goes on from there."""
     steps = 200

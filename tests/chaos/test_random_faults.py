@@ -10,6 +10,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_one_round_of_random_faults() -> None:
     result = one_round(seed=42, steps=800, every_s=2.0, network=not machine.no_netns(), recover_s=60.0)
     assert not result.trouble, result.trouble

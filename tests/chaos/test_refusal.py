@@ -17,6 +17,7 @@ BEYOND_THE_LEASE = math.ceil(2 * Timeouts().lease_ttl_s / PACE_S)
 """Steps until well after the one that goes on has come to doubt that the other is dead."""
 
 
+@pytest.mark.long
 def test_two_that_refuse_each_other_do_not_go_on_in_turns() -> None:
     """The first that goes on alone shows that it lives; the other waits with its state until it is answered again."""
     with Cluster(nodes=2, slots=1, network=True) as cluster:

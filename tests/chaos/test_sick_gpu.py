@@ -71,6 +71,7 @@ def test_a_node_that_fails_its_self_test_gets_no_work(card: pathlib.Path) -> Non
         assert bad.pids() == [bad.daemon.pid]
 
 
+@pytest.mark.long
 def test_a_replacement_waits_for_the_memory_of_the_dead_and_no_longer_than_it_may(card: pathlib.Path) -> None:
     with Cluster(nodes=1, slots=2, timeouts={"respawn_s": 4.0}) as cluster:
         job = cluster.submit(nodes="1", steps=100_000, backend="gloo")

@@ -11,6 +11,7 @@ from support.wait import eventually
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 
 
+@pytest.mark.long
 def test_a_slow_setup_with_a_standby_costs_what_a_quick_one_does() -> None:
     with Cluster(nodes=2, slots=1) as cluster:
         job = cluster.submit(steps=520, setup_s=8.0, standby=1, pace_s=0.03)
@@ -24,6 +25,7 @@ def test_a_slow_setup_with_a_standby_costs_what_a_quick_one_does() -> None:
         assert back_s < 4.0, f"{back_s:.1f} s: as long as setup"
 
 
+@pytest.mark.long
 def test_without_a_standby_the_survivors_go_on_alone_if_the_job_says_so() -> None:
     with Cluster(nodes=2, slots=1) as cluster:
         job = cluster.submit(nodes="1:2", steps=500, setup_s=6.0, on_loss="shrink", pace_s=0.03)
@@ -35,6 +37,7 @@ def test_without_a_standby_the_survivors_go_on_alone_if_the_job_says_so() -> Non
         assert generations[:3] == [2, 1, 2]
 
 
+@pytest.mark.long
 def test_without_either_everyone_waits_and_status_says_for_whom() -> None:
     with Cluster(nodes=2, slots=1) as cluster:
         job = cluster.submit(steps=150, setup_s=5.0)
@@ -87,6 +90,7 @@ def test_a_standby_that_dies_is_replaced_and_charged_to_nobody() -> None:
         cluster.workers_gone()
 
 
+@pytest.mark.long
 def test_a_standby_overtakes_a_replacement_that_began_after_it() -> None:
     """Two deaths in a row, the second while the next standby is still in its `setup`: that one comes first."""
     with Cluster(nodes=2, slots=1) as cluster:

@@ -25,7 +25,7 @@ def test_list_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (20, "good"),
         (10, "good"),
         (None, "being written, or left over"),
-        (None, "set aside"),
+        (None, "quarantined"),
     ]
     flip(share_paths(path)[0], -1)
     assert main(["list", str(tmp_path)]) == 0  # sizes alone do not show it

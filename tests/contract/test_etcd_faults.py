@@ -109,6 +109,7 @@ def test_the_server_killed_again_and_again_under_a_watch(server: EtcdServer, etc
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_members_killed_in_turn_lose_no_write_and_no_lease() -> None:
     with EtcdCluster(3) as cluster:
         writer, watcher = Etcd(cluster.access), Etcd(cluster.access)

@@ -311,7 +311,7 @@ def test_who_does_not_let_go_in_time_is_killed() -> None:
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
     assert machine.wait(TIMES.abort_s - 0.01) == []
     assert machine.wait(0.01) == [
-        Kill(slot, worker_id, "did not let go in time") for slot, worker_id in ((0, 1), (1, 2))
+        Kill(slot, worker_id, "did not abort in time") for slot, worker_id in ((0, 1), (1, 2))
     ]
 
 
@@ -328,7 +328,7 @@ def test_who_has_declared_a_silence_is_given_more_time() -> None:
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
     machine.now_s += TIMES.abort_s - 0.01
     machine.take(StillBusy(0, 1))
-    assert only(machine.wait(0.01)) == Kill(1, 2, "did not let go in time")
+    assert only(machine.wait(0.01)) == Kill(1, 2, "did not abort in time")
     assert kinds(machine.wait(TIMES.abort_s)) == [Kill]
 
 

@@ -143,7 +143,7 @@ def test_a_node_set_aside_is_replaced_and_told_to_leave() -> None:
     standing = replace(job("j1", excluded_nodes=["a"]), members={"a": member("a")})
     made = plan(cluster([node("a"), node("b")], [standing]), {}, "a")
     assert where(made) == {"j1": ["a", "b"]}
-    assert "set aside" in made.leaving("a")["j1"]
+    assert "excluded" in made.leaving("a")["j1"]
 
 
 def test_a_node_set_aside_stays_while_there_is_no_other() -> None:

@@ -35,6 +35,7 @@ def test_list_and_verify(folder: Path) -> None:
     assert "step-10: good" in done.output
 
 
+@pytest.mark.long
 def test_export(folder: Path, tmp_path: Path) -> None:
     assert ctl("export", str(folder / "step-20"), str(tmp_path / "out.pt")).exit_code == 0
     found = torch.load(tmp_path / "out.pt", weights_only=True)

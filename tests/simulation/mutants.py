@@ -44,7 +44,7 @@ MUTANTS = (
     Mutant("the state is kept as it was before the wipe", "core.knowledge",
            "turn.change(wiped_until_s=turn.agent.absence_ignored_until_s, publishing=0)", "pass"),
     Mutant("a worker that does not let go is left alone", "core.workers",
-           "turn.kill(worker, \"did not let go in time\")\n        return", "return"),
+           "turn.kill(worker, \"did not abort in time\")\n        return", "return"),
     Mutant("a broken generation is formed all the same, and not let go of", "core.workers",
            "    if not older and not turn.is_broken():\n        return\n",
            "    if not older:\n        return\n"),

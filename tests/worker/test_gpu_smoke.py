@@ -26,6 +26,7 @@ def run(*argv: str, timeout_s: float = 110.0) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_gpu_tests_run() -> None:
     """All but the one whose ranks cannot be forked; those that would be about nothing are skipped by name."""
     out = run("-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-k", "not stopped_rank and not test_agents")
@@ -47,6 +48,7 @@ def test_the_gpu_tests_of_agents_run() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_benchmark_runs() -> None:
     out = run("benchmarks/nccl.py", "--quick", "--part", "guard", "snapshot", "broadcast")
     found = json.loads(out.splitlines()[-1])

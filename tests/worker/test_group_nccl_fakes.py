@@ -305,7 +305,7 @@ def test_a_collective_beyond_the_groups_time_out_ends_the_process(
     said = capfd.readouterr().err
     assert said == (
         "a collective of generation 7 took longer than timeouts.group_s (5400 s): "
-        "this process ends, so that the others are let go of\n"
+        "this process ends, so that the other ranks are released\n"
     )
 
 
