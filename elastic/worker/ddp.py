@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .in_flight import GRADIENTS
+
 
 class GradientWeight:
     """This rank's weight in the current step: set by `batches`, read by the gradient hook."""
@@ -139,6 +141,8 @@ def wrap(
             # it.
             _at_end_of_backward(lambda: _at_end_of_backward(on_received))
         assert work is not None  # only for ranks outside the group
+        if gradient.device.type == "cpu":
+            return GRADIENTS.follow(work.get_future(), received, on_failed)
         reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(received)
         return reduced
 

@@ -8,13 +8,14 @@ the forming itself, or a collective. The exception that torch then raises is not
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from . import nccl, sockets
 from .errors import FormError, GroupAborted, is_communication_error
+from .in_flight import GRADIENTS
 
 Backend = Literal["gloo", "nccl"]
 
@@ -33,6 +35,13 @@ SWEEP_S = 0.02
 
 GENTLE_LOOKS = 10
 """Number of times that gloo's sockets are only shut for reading."""
+
+ABANDON_LOOKS = 15
+"""After so many, gradients that are still in flight are given up: see `in_flight`."""
+
+MOST_ABANDONED = 3
+"""Groups per process of which gloo's threads may be left behind, each with the gradients that it was to sum. With
+more, the worker does not finish its abort, and the agent replaces its process."""
 
 CONNECT_TRY_S = 2.0
 """Limit for a single attempt to connect to the store."""
@@ -83,6 +92,8 @@ class Group:
         self._before_init: set[sockets.Sock] | None = None
         self._seen: set[sockets.Sock] = set()
         self._looks = 0
+        self._abandoned = False
+        """Whether a collective did not end though its sockets are shut."""
         self.why = ""
 
     @property
@@ -141,6 +152,8 @@ class Group:
 
         References that remain to the group (a DDP module, a traceback) keep its threads alive, but not its connections.
         """
+        if self._aborted.is_set() and not self._closed.is_set():
+            GRADIENTS.wait(None)  # `_sweep` gives up those that do not end
         with self._lock:  # a cut in progress must finish first, or it could hit the next group's sockets
             if self._closed.is_set():
                 return
@@ -164,6 +177,8 @@ class Group:
                 said = cuda_failure(self.device) or "; ".join(self._aborts.failed)
                 raise RuntimeError(f"this process cannot abort its NCCL group: {said}")
             return
+        if self._abandoned:
+            _keep_for_ever(c10d._world.pg_map)
         try:
             dist.destroy_process_group()
         except RuntimeError:
@@ -298,8 +313,8 @@ class Group:
         # (which it holds back, without an error, when the connection is broken) nor a receive for a message whose
         # header only has arrived: they wait until the group's time-out, and no later cut reaches them, as the socket is
         # closed by then. So no write is made to fail here: with both directions shut, 4 of 26 aborts between small
-        # collectives left a rank waiting; with this, 1 of 68. In that case the dead peer has broken the connection;
-        # `abort_s` ends that rank.
+        # collectives left a rank waiting; with this, 1 of 68: there the dead peer has broken the connection. Gradients
+        # that wait so are given up (`in_flight`); a rank that waits in another collective is ended after `abort_s`.
         how = socket.SHUT_RD if self._looks < GENTLE_LOOKS else socket.SHUT_RDWR
         self._looks += 1
         for sock in sockets.gloo_sockets():
@@ -317,6 +332,18 @@ class Group:
     def _sweep(self) -> None:
         while not self._closed.wait(SWEEP_S):
             self._cut()
+            if self._looks >= ABANDON_LOOKS and len(_ABANDONED) < MOST_ABANDONED:
+                self._abandoned = GRADIENTS.fail(self.why) or self._abandoned
+
+
+_ABANDONED: list[object] = []
+
+
+def _keep_for_ever(groups: Iterable[object]) -> None:
+    """Their destructors would join a thread of gloo's that still waits; so they must not run, not even at exit."""
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        _ABANDONED.append(group)
 
 
 def cuda_failure(device: torch.device) -> str:

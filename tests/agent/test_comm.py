@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from support.agents import Job
 from support.wait import eventually
 
 from elastic.core.records import JobState, Phase
+from elastic.core.timeouts import Timeouts
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 
@@ -40,3 +43,17 @@ def test_an_error_that_sounds_like_the_networks_is_the_scripts_own() -> None:
         assert "feature store: Connection refused" in state.reason
         assert state.error is not None
         assert state.error.step == 12
+
+
+@pytest.mark.long
+def test_sums_that_gloo_keeps_cost_no_process() -> None:
+    """Gloo's threads wait for the group's timeout then, and no survivor waits with them: see `worker.in_flight`."""
+    script = Path(__file__).parents[1] / "support" / "train_stuck_gloo.py"
+    args = {"steps": 100_000, "batch": 64, "step-ms": 2}
+    with Job(script=script, args=args, spec={"restarts": {"budget": 100}}, timeouts=Timeouts(abort_s=30.0)) as job:
+        for kills in range(1, 9):
+            job.wait_step(job.steps() + 20)
+            job.kill_rank(kills % 4)
+            eventually(lambda kills=kills: len(job.incidents()) >= kills, 25.0, f"recovery {kills}")
+        assert [i.steps_lost for i in job.incidents()] == [0] * 8
+        assert {cause.kind for i in job.incidents() for cause in i.causes} == {"exit"}, "no survivor was replaced"
