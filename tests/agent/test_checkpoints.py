@@ -44,7 +44,7 @@ def test_on_order_then_into_another_world_from_the_remote_copy(tmp_path: Path) -
         assert job.generation().number > 1, "generations count on from the checkpoint's"
 
 
-def test_damage_is_set_aside_and_the_one_before_is_taken(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_set_aside_and_the_previous_one_is_resumed(tmp_path: Path) -> None:
     spec = {"checkpoint": {"dir": str(tmp_path), "every_steps": 20}}
     with Job(nodes="1:1", args={"steps": 60, "step-ms": 1}, spec=spec) as job:
         job.wait_phase(Phase.SUCCEEDED)

@@ -20,7 +20,7 @@ LEADER_CANDIDATES = 8
 
 
 @pytest.mark.long
-def test_a_crowd_outlives_all_who_would_lead_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_job_survives_the_loss_of_all_leader_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from _scale_agents import Fleet
 

@@ -99,7 +99,7 @@ class Office:
 BROKEN = BrokenRecord(generation=0, node="n", kind="exit", detail="ValueError", fingerprint="ValueError at x.py:1")
 
 
-def test_a_failure_is_booked_once_however_often_it_is_tried() -> None:
+def test_failure_charge_is_written_once_when_the_write_is_retried() -> None:
     office = Office()
     for _ in range(2):
         office.registry.charge_failure(BROKEN)
@@ -112,7 +112,7 @@ def test_a_failure_is_booked_once_however_often_it_is_tried() -> None:
     assert [f.wall_s for f in office.state().failures] == [1000.0, 1001.0]
 
 
-def test_an_error_that_quotes_what_is_no_text_is_written_all_the_same() -> None:
+def test_error_record_with_invalid_utf8_text_is_written() -> None:
     office = Office()
     error = WorkerError(node="n", slot=0, rank=0, message="FileNotFoundError: 'caf\udce9.png'", traceback="\udce9")
     record = msgspec.structs.replace(BROKEN, generation=1, detail="caf\udce9", error=error)
@@ -220,7 +220,7 @@ def test_a_publication_that_was_not_heard_of_is_tried_again_with_its_store() -> 
     office.stores.close()
 
 
-def test_a_number_that_is_used_again_after_a_wipe_gets_a_store_that_nobody_has_come_to() -> None:
+def test_generation_number_reused_after_etcd_wipe_gets_a_fresh_store() -> None:
     office = Office()
     office.client.put(KEYS.member("n"), b"ours")
     office.client.lose_answers = True
@@ -242,7 +242,7 @@ def test_a_number_that_is_used_again_after_a_wipe_gets_a_store_that_nobody_has_c
 
 
 @pytest.mark.parametrize(("nodes", "large"), [(CROWD, False), (CROWD + 2, True)])
-def test_a_large_generation_says_what_changed(nodes: int, large: bool) -> None:
+def test_large_generation_record_contains_its_changes(nodes: int, large: bool) -> None:
     """So that who has read the one before reads next to nothing."""
     office = Office()
     office.client.put(KEYS.member("n"), b"ours")
@@ -326,7 +326,7 @@ def test_causes_that_are_reported_late_are_added_to_a_record_that_is_over() -> N
     assert record().kind == "exit", "what names fewer causes changes nothing"
 
 
-def test_late_exits_are_one_record_each_and_lose_no_step() -> None:
+def test_late_exits_write_one_incident_each_with_no_steps_lost() -> None:
     office = Office()
     agent = Agent(office.policy)
     for worker_id, slot in ((4, 0), (5, 1)):  # before their first generation: neither has a rank

@@ -88,7 +88,7 @@ def test_the_stand_in_has_the_real_ones_names_numbers_and_calls(monkeypatch: pyt
     assert {"device", "eventType", "eventData"} <= fields
 
 
-def test_two_handles_of_one_device_are_the_same() -> None:
+def test_nvml_handles_of_the_same_device_compare_equal() -> None:
     """The real handles are pointers, a new one with each event."""
     struct = type("Device", (ctypes.Structure,), {})
     pointer = ctypes.POINTER(struct)
@@ -100,7 +100,7 @@ def test_two_handles_of_one_device_are_the_same() -> None:
 # ── the gate ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_replacement_waits_until_the_dead_one_has_left_its_card(nvml: FakeNvml) -> None:
+def test_gpu_gate_stays_closed_until_the_dead_process_has_left_the_gpu(nvml: FakeNvml) -> None:
     nvml.processes = {3: {700: 5 << 30}}
     gate = gpu_gate.gate((2, 3), 10.0)
     gate.died(700, now_s=100.0)
@@ -124,7 +124,7 @@ def test_a_zombie_is_waited_for_to_the_deadline_and_reported_once(nvml: FakeNvml
     ]
 
 
-def test_who_lives_on_the_card_is_not_waited_for(nvml: FakeNvml) -> None:
+def test_gpu_gate_ignores_living_processes_on_the_gpu(nvml: FakeNvml) -> None:
     nvml.processes = {0: {1: 1 << 30}}
     gate = gpu_gate.gate((0,), 10.0)
     gate.died(700, now_s=100.0)
@@ -287,7 +287,7 @@ def test_a_card_off_the_bus_makes_the_node_sick(nvml: FakeNvml, health: Health) 
     assert eventually(lambda: health.reason, 5.0) == "GPU 0: fallen off the bus"
 
 
-def test_a_card_that_says_it_must_be_reset_makes_the_node_sick(nvml: FakeNvml, health: Health) -> None:
+def test_gpu_health_reports_a_gpu_that_requires_reset(nvml: FakeNvml, health: Health) -> None:
     """As after an uncontained memory error: whatever is asked, that is the answer."""
     nvml.throttle = NVMLError_ResetRequired
     assert eventually(lambda: health.reason, 5.0) == "GPU 0: NVML: GPU requires restart"
@@ -310,7 +310,7 @@ def test_a_card_without_counters_or_events_is_well(
     assert not thread.is_alive()
 
 
-def test_throttling_is_told_when_it_begins_and_ends(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_health_logs_begin_and_end_of_throttling(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     health = Health((0,), structlog.get_logger(), self_test=False)
     with capture_logs() as logs:
         for reasons in (0, 0x40, 0x40, 0x4, 0x80):
@@ -432,7 +432,7 @@ def test_the_daemon_takes_the_self_tests_word(script: str, says: str, monkeypatc
 # ── the zygote ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_cuda_that_was_started_is_noticed_however_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_safety_detects_started_cuda_by_open_files_or_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fork_safety.cuda_started()
     with monkeypatch.context() as patch:
         patch.setattr(fork_safety, "_open_files", lambda: ("/dev/null", "/dev/nvidia-uvm"))
@@ -442,7 +442,7 @@ def test_cuda_that_was_started_is_noticed_however_it_was(monkeypatch: pytest.Mon
     assert "CUDA was started in it" in fork_safety.unfit()
 
 
-def test_the_drivers_library_is_loaded_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zygote_preloads_libcuda_only_with_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def load(name: str) -> None:

@@ -110,7 +110,7 @@ def test_the_wait_for_the_zygote_is_not_the_workers_silence(scene: Scene) -> Non
     assert eventually(scene.accused, 10.0).evidence.startswith("no progress for 5")
 
 
-def test_who_went_on_while_its_stack_was_taken_is_left_alone_and_can_be_accused_again(scene: Scene) -> None:
+def test_hang_detector_drops_accusation_if_worker_progresses_during_stack_dump(scene: Scene) -> None:
     scene.look(104.9)
     scene.page.write(Doing.COMPUTING, 100.0)
     taken = threading.Event()
@@ -149,7 +149,9 @@ def test_a_pause_of_our_own_condemns_nobody(scene: Scene) -> None:
     assert not scene.watchman._accused
 
 
-def test_who_waits_for_others_is_left_alone_and_looked_at_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hang_detector_spares_worker_waiting_in_a_collective_and_checks_again_later(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     main = 'Thread 1 (idle): "MainThread"\n'
     waits = f"{main}    all_reduce (torch/distributed/distributed_c10d.py:3252)\n    train (train.py:20)\n"
     told, looks = [waits], []
@@ -164,7 +166,7 @@ def test_who_waits_for_others_is_left_alone_and_looked_at_again(scene: Scene, mo
     assert eventually(scene.accused, 10.0)
 
 
-def test_who_is_stopped_while_it_waits_for_others_is_accused_all_the_same(
+def test_hang_detector_accuses_worker_stopped_while_waiting_in_a_collective(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = 'Thread 1 (idle): "MainThread"\n    barrier (torch/distributed/distributed_c10d.py:4980)\n'
@@ -178,7 +180,7 @@ def test_who_is_stopped_while_it_waits_for_others_is_accused_all_the_same(
     assert sick.evidence.startswith("process is stopped")
 
 
-def test_a_plain_script_is_accused_when_it_has_been_stopped_for_long_and_not_at_once(scene: Scene) -> None:
+def test_hang_detector_accuses_plain_script_only_after_a_long_stop(scene: Scene) -> None:
     """It never beats, so its silence is as old as it is: one that is held for a moment, as by cpulimit, lives on."""
     scene.managed = False
     scene.look(1000.0)
@@ -196,9 +198,7 @@ def test_a_plain_script_is_accused_when_it_has_been_stopped_for_long_and_not_at_
     assert "has been stopped (state T) for 1.0 s" in eventually(scene.accused, 10.0).evidence
 
 
-def test_one_that_is_resumed_while_its_stack_is_taken_is_left_alone(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hang_detector_spares_worker_resumed_during_stack_dump(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = threading.Event()
     monkeypatch.setattr(hang_detector, "stack", lambda pid, native: str(taken.wait(10.0)))
     scene.managed = False
@@ -231,7 +231,9 @@ def test_the_agent_lives_on_where_no_thread_can_be_started(scene: Scene, monkeyp
     assert eventually(scene.accused, 10.0).evidence.startswith("no progress")
 
 
-def test_who_hangs_is_accused_though_no_process_can_be_started(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hang_detector_accuses_hung_worker_when_no_stack_can_be_read(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: dict[str, str] = {}
     scene.watchman.save_stacks = told.update
 
@@ -244,7 +246,7 @@ def test_who_hangs_is_accused_though_no_process_can_be_started(scene: Scene, mon
     assert told == {"slot 0 (hung)": "no stack could be read"}
 
 
-def test_how_far_it_has_got_is_told_at_half_the_patience_and_sooner_where_another_rank_is_stopped(scene: Scene) -> None:
+def test_hang_detector_reports_position_at_half_patience_or_when_another_rank_is_stopped(scene: Scene) -> None:
     scene.page.committed(1, 0.8, None, 100.0)  # ten of these steps are 8 s
     scene.page.write(Doing.EXCHANGING, 100.0)
     scene.others = ()
@@ -257,7 +259,7 @@ def test_how_far_it_has_got_is_told_at_half_the_patience_and_sooner_where_anothe
     assert [(said.rank, said.waits) for said in scene.told[-1].standings] == [(0, True)]
 
 
-def test_one_that_waits_and_is_not_the_last_is_told_again_only_when_it_has_got_further(scene: Scene) -> None:
+def test_hang_detector_repeats_position_of_a_waiting_rank_only_after_progress(scene: Scene) -> None:
     scene.others = ()
     scene.page.write(Doing.EXCHANGING, 100.0)
     scene.look(104.0)

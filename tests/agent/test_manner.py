@@ -71,7 +71,7 @@ def run(folder: Path, files: dict[str, str], **spec: Any) -> tuple[Job, list[str
         return job, printed
 
 
-def test_a_script_that_imports_elastic_and_does_not_call_it_is_plain(tmp_path: Path) -> None:
+def test_script_that_imports_elastic_without_calling_run_is_plain(tmp_path: Path) -> None:
     job, printed = run(tmp_path, {"start.py": OPTIONAL})
     assert printed == ["rank 0 sum 2\n", "rank 1 sum 2\n"]
     progress, incidents, state = job.seen  # type: ignore[attr-defined]

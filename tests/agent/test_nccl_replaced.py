@@ -67,7 +67,7 @@ def test_an_error_that_sticks_costs_its_process_and_no_step() -> None:
 
 
 @pytest.mark.long
-def test_a_stopped_rank_is_found_and_only_it_is_replaced() -> None:
+def test_stopped_rank_with_nccl_stand_ins_is_detected_and_only_it_is_replaced() -> None:
     """No socket breaks and no process ends: the others wait for it in the optimizer's guard."""
     with make(hang={"floor_s": 1.0}) as job:
         job.wait_step(20)
@@ -81,7 +81,7 @@ def test_a_stopped_rank_is_found_and_only_it_is_replaced() -> None:
         assert set(before.values()) - again == {before[1]}
 
 
-def test_a_replacement_starts_cuda_while_the_survivors_let_go() -> None:
+def test_replacement_worker_starts_cuda_while_survivors_abort_the_group() -> None:
     """Its context takes the longest of all; who waits for the aborts first has both one after the other."""
     with make() as job:
         job.wait_step(20)
@@ -114,7 +114,7 @@ def test_where_no_abort_returns_the_newest_snapshot_is_gone_on_from(tmp_path: Pa
         job.wait_step(job.steps() + 10)
 
 
-def test_a_collective_beyond_the_groups_time_out_ends_one_process_and_not_the_job() -> None:
+def test_collective_timeout_ends_one_process_and_not_the_job() -> None:
     """What gloo raises for, NCCL waits on: the last net below all others."""
     with make() as job:
         job.wait_step(25)

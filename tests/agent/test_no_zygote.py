@@ -12,7 +12,7 @@ from elastic.core.records import Phase
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 
 
-def test_a_python_without_torch_ends_the_job_with_what_it_said(tmp_path: Path) -> None:
+def test_job_with_python_without_torch_fails_with_the_zygote_output(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n")
     python.chmod(0o755)

@@ -80,7 +80,7 @@ def test_an_etcd_that_is_back_at_the_same_revision_is_not_written_over(node: Nod
     assert node.generation() == of_another()
 
 
-def test_a_number_that_is_used_again_gets_a_store_that_nobody_has_come_to(node: Node) -> None:
+def test_participant_uses_a_fresh_store_for_a_generation_number_reused_after_wipe(node: Node) -> None:
     node.client.pump()
     node.party._turn()
     node.client.pump()
@@ -99,7 +99,7 @@ def test_a_number_that_is_used_again_gets_a_store_that_nobody_has_come_to(node: 
     assert again.store_port != unheard.store_port
 
 
-def test_what_broke_is_said_to_an_etcd_that_was_wiped_meanwhile(node: Node) -> None:
+def test_participant_reports_broken_generation_again_after_etcd_wipe(node: Node) -> None:
     node.settle()
     first = node.generation()
     assert first is not None

@@ -33,7 +33,7 @@ def agent(*nodes: str) -> Agent:
     return Agent(POLICY, view=view(*(member(node, 1) for node in nodes), formed=formed), generation=formed)
 
 
-def test_who_sees_all_lays_its_lines_at_once_and_only_after_a_change() -> None:
+def test_peer_monitor_with_full_view_updates_watches_at_once_and_only_on_change() -> None:
     seen, before = Seen(), Agent(POLICY)
     lookout, there = PeerMonitor(seen), agent(*NODES)  # type: ignore[arg-type]
     lookout.turned(before, there, True, 10.0)
@@ -47,7 +47,7 @@ def test_who_sees_all_lays_its_lines_at_once_and_only_after_a_change() -> None:
     assert "n151" not in seen.watched[-1]
 
 
-def test_a_crowd_lays_its_lines_one_after_the_other() -> None:
+def test_peer_monitors_of_a_large_job_stagger_their_connections() -> None:
     limit_s = len(NODES) / LINES_PER_S
     there = agent(*NODES)
     begun = [(PeerMonitor(seen), seen) for seen in (Seen() for _ in range(60))]  # type: ignore[arg-type]

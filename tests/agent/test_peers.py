@@ -81,7 +81,7 @@ def resolves_to(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[str, int]) ->
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: list(found))
 
 
-def test_one_address_of_several_that_refuses_is_no_death(
+def test_peer_with_one_refusing_address_of_several_is_not_reported_dead(
     watcher: Peers, deaths: queue.SimpleQueue[tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peer = other("one")
@@ -204,7 +204,7 @@ def deaf() -> Iterator[Deaf]:
     server.close()
 
 
-def test_one_that_never_answers_cannot_be_reached(looker: Peers, heard: Heard, deaf: Deaf) -> None:
+def test_peer_that_never_answers_is_reported_unreachable_once(looker: Peers, heard: Heard, deaf: Deaf) -> None:
     looker.watch({("n1", "one"): deaf.address})
     node, incarnation, evidence = heard.get(timeout=5.0)
     assert (node, incarnation) == ("n1", "one")
@@ -212,7 +212,7 @@ def test_one_that_never_answers_cannot_be_reached(looker: Peers, heard: Heard, d
     holds(heard.empty, 0.5)  # said once
 
 
-def test_it_can_be_reached_again_once_a_line_holds(looker: Peers, heard: Heard, deaf: Deaf) -> None:
+def test_peer_is_reported_reachable_once_a_connection_holds(looker: Peers, heard: Heard, deaf: Deaf) -> None:
     looker.watch({("n1", "one"): deaf.address})
     assert heard.get(timeout=5.0)[2]
     deaf.hear(b"one")
@@ -252,7 +252,7 @@ def test_a_frozen_process_can_be_reached(looker: Peers, heard: Heard) -> None:
         holds(heard.empty, 0.7)
 
 
-def test_after_each_fall_it_must_hold_for_longer() -> None:
+def test_peer_connection_hold_time_doubles_after_each_loss_up_to_a_limit() -> None:
     line = peers_module._Line(("n1", "one"), ("h", 1))
     holds_s = []
     for fall in range(1, 7):
@@ -284,7 +284,9 @@ def test_an_error_at_once_does_not_shorten_the_calls(
     holds(lambda: len(called) == 1 and heard.empty(), 0.4)
 
 
-def test_one_call_without_an_answer_is_not_enough(looker: Peers, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_is_reported_unreachable_only_after_several_failed_connects(
+    looker: Peers, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A packet may be lost."""
     monkeypatch.setattr(peers_module, "RETRY_S", 30.0)
     called = fails_at_once(monkeypatch, errno.ENETUNREACH)
@@ -303,7 +305,7 @@ def test_trouble_of_our_own_is_no_silence(
     assert heard.empty()
 
 
-def test_one_that_cannot_be_reached_is_not_looked_at_any_more(looker: Peers, heard: Heard, deaf: Deaf) -> None:
+def test_unreachable_peer_is_cleared_when_no_longer_watched(looker: Peers, heard: Heard, deaf: Deaf) -> None:
     """Nobody would ever take the complaint back."""
     looker.watch({("n1", "one"): deaf.address})
     assert heard.get(timeout=5.0)[2]
@@ -311,7 +313,7 @@ def test_one_that_cannot_be_reached_is_not_looked_at_any_more(looker: Peers, hea
     assert heard.get(timeout=5.0) == ("n1", "one", "")
 
 
-def test_one_that_cannot_be_reached_may_turn_out_dead(looker: Peers, heard: Heard, deaf: Deaf) -> None:
+def test_unreachable_peer_is_reported_dead_when_it_refuses(looker: Peers, heard: Heard, deaf: Deaf) -> None:
     looker.watch({("n1", "one"): deaf.address})
     assert heard.get(timeout=5.0)[2]
     deaf.close()
@@ -321,7 +323,7 @@ def test_one_that_cannot_be_reached_may_turn_out_dead(looker: Peers, heard: Hear
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["watched", "left and taken up again"])
-def test_who_is_called_dead_and_watched_all_the_same_is_called_again(looker: Peers, heard: Heard, left: bool) -> None:
+def test_peer_reported_dead_is_connected_to_again_while_watched(looker: Peers, heard: Heard, left: bool) -> None:
     """A fire wall refuses too. When it does no more, whoever knew better hears of it."""
     with socket.socket() as peer:
         peer.bind(("127.0.0.1", 0))
@@ -340,7 +342,7 @@ def test_who_is_called_dead_and_watched_all_the_same_is_called_again(looker: Pee
             holds(heard.empty, 0.3)
 
 
-def test_who_looks_late_has_still_got_an_answer(heard: Heard) -> None:
+def test_peer_connect_answered_in_time_counts_when_handled_late(heard: Heard) -> None:
     """A busy host: the call was answered in time, only not looked at. And calls that were not answered before it do not
     count any more."""
     with socket.create_server(("127.0.0.1", 0)) as there:
@@ -380,7 +382,7 @@ def test_a_call_that_is_reset_is_made_again_soon(heard: Heard) -> None:
     peers.close()
 
 
-def test_one_that_resets_every_call_is_not_called_without_end() -> None:
+def test_peer_that_resets_every_connection_is_retried_after_a_pause() -> None:
     peers = Peers("late", lambda *_: None)
     line = peers_module._Line(("n1", "one"), ("127.0.0.1", 1))
     for _ in range(peers_module.RESETS):

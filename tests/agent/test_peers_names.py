@@ -88,7 +88,9 @@ def test_a_death_is_seen_while_the_name_of_another_is_looked_up(watcher: Peers, 
     assert "refused" in evidence
 
 
-def test_the_death_of_one_with_a_name_waits_for_no_name_server(watcher: Peers, deaths: Deaths, names: Names) -> None:
+def test_peer_death_by_host_name_is_reported_without_waiting_for_dns(
+    watcher: Peers, deaths: Deaths, names: Names
+) -> None:
     peer = listening("one")
     watcher.watch({("n1", "one"): ("one.example", peer.port)})
     stands(watcher, "n1")

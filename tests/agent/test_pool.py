@@ -85,7 +85,7 @@ def test_how_workers_end(bench: Bench) -> None:
     assert (bench.folder / "3.log").read_text() == "hello\n"
 
 
-def test_one_that_is_ended_before_it_was_started_waits_for_no_zygote(bench: Bench) -> None:
+def test_worker_killed_before_fork_exits_without_waiting_for_the_zygote(bench: Bench) -> None:
     bench.pool.fork(1, 0, dict(os.environ), ["x.py"], str(bench.folder), str(bench.folder / "1.log"))
     bench.pool.kill(1, graceful=True)
     (end,) = bench.pool.tick()
@@ -183,7 +183,7 @@ class TestBroken:
     @pytest.mark.parametrize(
         ("bench", "said"), [("dies", "exit code 7"), ("absent", "No such file")], indirect=["bench"]
     )
-    def test_whoever_waits_is_told_why(self, bench: Bench, said: str) -> None:
+    def test_worker_waiting_for_a_broken_zygote_exits_with_the_cause(self, bench: Bench, said: str) -> None:
         bench.pool.fork(1, 0, dict(os.environ), ["x.py"], str(bench.folder), str(bench.folder / "1.log"))
         bench.until(lambda: bench.exit_of(1), 10.0)
         end = bench.exit_of(1)
@@ -235,7 +235,7 @@ if "elastic.worker.zygote" in " ".join(sys.orig_argv):
         assert bench.pool._zygote.pid == 0
 
 
-def test_one_that_has_become_unfit_since_is_not_forked_from(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zygote_that_became_unfit_is_not_forked_from(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.until(lambda: bench.seen)
     first = bench.pool._zygote.pid
     control = bench.pool._zygote._control
@@ -255,7 +255,7 @@ def test_one_that_has_become_unfit_since_is_not_forked_from(bench: Bench, monkey
     assert "absent.py" in (bench.folder / "1.log").read_text()
 
 
-def test_where_no_worker_can_be_made_one_has_exited(bench: Bench) -> None:
+def test_worker_that_cannot_be_forked_is_reported_as_exited(bench: Bench) -> None:
     for worker_id, log_file in ((1, bench.folder / "absent" / "1.log"), (2, bench.folder)):
         bench.pool.fork(worker_id, 0, dict(os.environ), ["x.py"], str(bench.folder), str(log_file))
     bench.until(lambda: bench.exit_of(1) and bench.exit_of(2), 5.0)
@@ -310,7 +310,7 @@ def test_a_child_from_before_the_pool_is_left_alone(tmp_path: Path) -> None:
         before[0].wait()
 
 
-def test_what_a_worker_leaves_in_sessions_of_its_own_goes_with_it_and_nothing_of_the_living(
+def test_worker_exit_kills_its_detached_children_and_none_of_living_workers(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = set(descendants.children(os.getpid()))  # of the test session: its guard, say
@@ -360,7 +360,7 @@ def test_a_service_in_a_session_with_the_number_of_a_dead_worker_is_that_of_the_
             process.wait()
 
 
-def test_what_died_at_birth_is_not_taken_for_an_orphan(bench: Bench) -> None:
+def test_pool_does_not_take_a_worker_that_died_at_fork_for_an_orphan(bench: Bench) -> None:
     text = "import subprocess\nprint(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)\n"
     bench.pool._zygote._ordered[9] = time.monotonic()
     bench.worker(1, text)
@@ -432,7 +432,7 @@ def test_an_end_seen_with_the_last_messages_tells_the_failure_once(bench: Bench)
     assert [h.code for h in happened if isinstance(h, Exited)] == [3]
 
 
-def test_how_a_process_ends_is_known_before_it_is_waited_for() -> None:
+def test_exit_status_is_readable_before_the_process_is_reaped() -> None:
     for argv, expected in (("exit 7", (7, 0)), ("kill -KILL $$", (0, signal.SIGKILL))):
         process = subprocess.Popen(["sh", "-c", argv])
         status = eventually(lambda process=process: exit_status(process.pid), 10.0)  # type: ignore[misc]

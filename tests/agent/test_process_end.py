@@ -66,7 +66,7 @@ def test_threads_and_handlers_run_to_their_end(tmp_path: Path) -> None:
         assert made.incidents() == []
 
 
-def test_what_takes_too_long_is_ended_and_told(tmp_path: Path) -> None:
+def test_worker_process_exceeding_exit_timeout_is_killed_and_recorded(tmp_path: Path) -> None:
     with job(tmp_path, last=HANGS, exit_timeout_s=3.0) as made:
         made.wait_phase(Phase.SUCCEEDED)
         assert made.agents["n0"].wait(timeout=30) == 0
@@ -80,7 +80,7 @@ def test_what_takes_too_long_is_ended_and_told(tmp_path: Path) -> None:
         assert made.state().phase is Phase.SUCCEEDED
 
 
-def test_a_failed_script_whose_process_does_not_end_holds_nobody_up_for_longer_than_the_grace(tmp_path: Path) -> None:
+def test_failed_worker_that_hangs_at_exit_delays_recovery_at_most_the_grace_time(tmp_path: Path) -> None:
     fault = f"if job.rank == 1 and state.step == 10 and job.generation == 1: {HANGS}; raise KeyError('mine')"
     with job(tmp_path, fault=fault, stop_grace_s=2.0) as made:
         made.wait_phase(Phase.SUCCEEDED)

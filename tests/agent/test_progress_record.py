@@ -52,11 +52,11 @@ def test_an_agent_that_joined_late_does_not_set_the_record_back(stage: Stage) ->
     assert written.checkpoint_interval == "every 20 steps"
 
 
-def test_a_state_restored_from_a_checkpoint_is_reported_as_it_is() -> None:
+def test_progress_record_reports_step_restored_from_checkpoint() -> None:
     assert recorded(Stage.RUNNING, in_generation=3, step=40).step == 40
 
 
-def test_the_steps_of_a_survivor_count_though_it_forms_anew() -> None:
+def test_progress_record_keeps_survivor_step_while_forming() -> None:
     written = recorded(Stage.FORMING, in_generation=3, step=52, loss=0.125)
     assert (written.step, written.loss) == (52, 0.125)
 

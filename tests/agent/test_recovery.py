@@ -147,7 +147,7 @@ def test_an_exit_of_any_kind_costs_no_step(kind: str) -> None:
         check_samples(job, 60)
 
 
-def test_a_stopped_worker_is_found_and_only_it_is_replaced() -> None:
+def test_stopped_worker_is_detected_and_only_it_is_replaced() -> None:
     """G3: SIGSTOP; its stack and that of one who waits for it are kept."""
     import signal
 

@@ -100,7 +100,7 @@ def test_a_replacement_is_told_which_buffers_are_still_written(bench: Bench) -> 
     assert offered(bench, 4096) == [False, False]
 
 
-def test_what_is_written_from_given_up_buffers_frees_none_of_the_new(bench: Bench) -> None:
+def test_saver_write_from_abandoned_buffers_frees_no_new_buffer(bench: Bench) -> None:
     bench.filled()
     assert offered(bench, 1 << 20) == [False, False]
     assert bench.saver._writes, "a recovery still waits for it"

@@ -70,7 +70,7 @@ def bench() -> Iterator[Bench]:
             arena.close()
 
 
-def test_a_failed_checkpoint_is_one_failure_though_its_share_and_its_commit_both_failed(bench: Bench) -> None:
+def test_checkpoint_with_failed_share_and_failed_commit_counts_as_one_failure(bench: Bench) -> None:
     bench.save(7, "no space")
     assert bench.failed == ["7: no space"]
     assert bench.saver.last.error == "step 7: no space"
@@ -78,7 +78,7 @@ def test_a_failed_checkpoint_is_one_failure_though_its_share_and_its_commit_both
     assert bench.saver.last.error is None
 
 
-def test_several_in_a_row_are_escalated_and_a_good_one_ends_the_row(bench: Bench) -> None:
+def test_checkpoint_failures_in_a_row_are_escalated_until_one_succeeds(bench: Bench) -> None:
     for step in range(1, ESCALATE_AFTER):
         bench.save(step, "no space")
     assert not any("in a row" in said for said in bench.failed)

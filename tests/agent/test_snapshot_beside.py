@@ -30,7 +30,7 @@ def weights_in(folder: Path) -> str:
     return hashlib.sha256(b"".join(held[name].numpy().tobytes() for name in names)).hexdigest()[:12]
 
 
-def test_each_checkpoint_is_one_committed_step_to_the_bit(tmp_path: Path) -> None:
+def test_each_checkpoint_is_bit_identical_to_one_committed_step(tmp_path: Path) -> None:
     spec = {"checkpoint": {"dir": str(tmp_path), "every_steps": 3, "keep": 20}}
     args = {"steps": 24, "step-ms": 0, "width": 100_000, "batch": 4, "samples": 16, "hashes": 1}
     with Job(nodes="1:1", args=args, spec=spec) as job:

@@ -43,7 +43,7 @@ def struck(job: Job) -> IncidentRecord:
     return incident
 
 
-def test_killed_between_two_optimizer_steps_of_one_commit(tmp_path: Path) -> None:
+def test_rank_killed_between_two_optimizer_steps_of_one_commit_resumes_from_snapshot(tmp_path: Path) -> None:
     with _job(tmp_path, nodes="2:2") as job:
         struck(job)
         shown = job.progress()

@@ -59,7 +59,7 @@ def test_ten_step_times_without_a_step_are_said_with_the_rank_and_the_reason() -
     )
 
 
-def test_what_the_job_is_known_to_wait_for_stays_said() -> None:
+def test_standstill_record_keeps_known_waiting_reason() -> None:
     record = with_stillness(
         replace(RECORD, waiting_for="slot 0 of b to start"), agent(), KNOWN, RULES, AT_S + 9.0, WALL_S + 9.0
     )
@@ -102,7 +102,7 @@ def test_a_job_that_is_over_here_does_not_stand_still(over: dict[str, Any]) -> N
     assert said(agent(**over), 100.0) == RECORD
 
 
-def test_an_agent_without_a_rank_says_what_those_say_that_train() -> None:
+def test_agent_without_a_rank_repeats_the_standstill_on_record() -> None:
     made = agent(generation=generation(1, [place("b"), place("c")]))
     assert said(made, 100.0) == RECORD
     still = Stillness(since_wall_s=7.0, because="x")
@@ -110,7 +110,7 @@ def test_an_agent_without_a_rank_says_what_those_say_that_train() -> None:
     assert said(made, 100.0).still == still
 
 
-def test_what_another_agent_tells_counts_from_when_it_was_first_seen() -> None:
+def test_standing_from_another_agent_is_timed_from_first_sight() -> None:
     others = Others()
     first, second = standing(1, "exchanging", 2), standing(2, "computing", 0)
 

@@ -49,7 +49,7 @@ def config(folder: Path) -> AgentConfig:
     )  # fmt: skip
 
 
-def test_it_tries_on_and_says_what_it_waits_for(tmp_path: Path) -> None:
+def test_agent_start_retries_slow_etcd_and_reports_the_reason(tmp_path: Path) -> None:
     assert starting.read_spec(cast(Etcd, Slow(30)), KEYS, config(tmp_path)) == SPEC
     status = msgspec.json.decode((tmp_path / "status.json").read_bytes(), type=AgentStatus)
     assert status.reason == "etcd does not answer: 10.0.0.1:2379: still logging in"
@@ -62,7 +62,7 @@ def test_an_etcd_that_answers_at_once_leaves_no_trace(tmp_path: Path) -> None:
     assert not (tmp_path / "status.json").exists()
 
 
-def test_it_gives_up_after_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_start_gives_up_on_etcd_after_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert starting.ETCD_S >= 120
     ticks = iter(range(0, 10**6, 50))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(ticks)))

@@ -72,7 +72,7 @@ def test_a_survivor_in_the_middle_of_a_change_is_no_source(loop: str, tmp_path: 
         ("late", "was changed between job.commit() and the next batch"),
     ],
 )
-def test_what_cannot_be_kept_exact_is_refused_at_the_first_step(loop: str, said: str, tmp_path: Path) -> None:
+def test_training_loop_that_cannot_be_kept_exact_is_refused_at_first_step(loop: str, said: str, tmp_path: Path) -> None:
     with job_of(loop, tmp_path) as job:
         state = eventually(lambda: (s := job.state()).phase.over and s, 60.0, "the end")
         assert state.phase is Phase.FAILED

@@ -37,7 +37,7 @@ main()
 
 
 @pytest.mark.long
-def test_it_is_no_reason_to_try_for_ever(tmp_path: pathlib.Path) -> None:
+def test_script_error_with_invalid_utf8_text_is_stopped_as_crash_loop(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "strange.py"
     script.write_text(SCRIPT)
     rules = {"restarts": {"same_failure": 2, "backoff_s": 0.1}}

@@ -78,7 +78,7 @@ def test_any_run_id_becomes_a_name(run_id: str) -> None:
     assert job != settings(params(run_id=run_id + "!")).job
 
 
-def test_the_entry_point_is_what_torch_expects() -> None:
+def test_torchrun_entry_point_loads_the_handler() -> None:
     [entry] = [e for e in entry_points(group="torchrun.handlers") if e.name == "elastic"]
     assert entry.load()() is create_handler
 

@@ -99,7 +99,7 @@ def ranks(infos: list[RendezvousInfo]) -> set[int]:
     return {info.rank for info in infos}
 
 
-def test_nodes_meet_on_one_fresh_store(run: Run) -> None:
+def test_rendezvous_nodes_share_one_fresh_store(run: Run) -> None:
     a, b = run.node(2, 2), run.node(2, 2)
     first = run.formed(a, b)
     assert ranks(first) == {0, 1}
@@ -120,7 +120,7 @@ def test_nodes_meet_on_one_fresh_store(run: Run) -> None:
     assert not second[0].store.check(["k"]), "nothing of the generation before"
 
 
-def test_below_min_nobody_starts_and_the_deadline_says_what_was_missing(run: Run) -> None:
+def test_rendezvous_below_min_nodes_times_out_and_names_what_is_missing(run: Run) -> None:
     node = run.node(2, 3, timeout="1")
     began_s = time.monotonic()
     with pytest.raises(RendezvousTimeoutError, match="1 of at least 2 nodes"):
@@ -151,7 +151,7 @@ def test_a_late_joiner_is_taken_in(run: Run) -> None:
     assert a.num_nodes_waiting() == 0
 
 
-def test_last_call_gathers_nodes_into_one_generation(run: Run) -> None:
+def test_rendezvous_last_call_gathers_nodes_into_one_generation(run: Run) -> None:
     first = run.join(run.node(1, 4, last_call_timeout="1"))
     time.sleep(0.2)
     rest = run.join(*(run.node(1, 4, last_call_timeout="1") for _ in range(2)))
@@ -202,7 +202,7 @@ def test_below_min_the_survivors_wait_for_a_replacement(run: Run) -> None:
     assert ranks([waiting[0].result(10), new[0].result(10)]) == {0, 1}
 
 
-def test_a_failed_worker_calls_everybody_with_two_writes(run: Run) -> None:
+def test_rendezvous_after_worker_failure_takes_two_etcd_writes(run: Run) -> None:
     nodes = [run.node(4, 4) for _ in range(4)]
     run.formed(*nodes)
     before = run.etcd.revision(run.keys.root)
@@ -215,14 +215,14 @@ def test_a_failed_worker_calls_everybody_with_two_writes(run: Run) -> None:
     assert run.etcd.revision(run.keys.root) - before == 2, "what broke, and the new generation"
 
 
-def test_all_failing_at_once_make_one_new_generation(run: Run) -> None:
+def test_rendezvous_of_all_nodes_failing_at_once_forms_one_generation(run: Run) -> None:
     nodes = [run.node(3, 3) for _ in range(3)]
     run.formed(*nodes)
     run.formed(*nodes)
     assert run.generation().number == 2
 
 
-def test_a_publication_whose_answer_is_lost(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendezvous_completes_when_the_answer_to_publish_is_lost(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = run.node(2, 2), run.node(2, 2)
     lost = []
     for node in (a, b):
@@ -249,7 +249,7 @@ def test_a_publication_whose_answer_is_lost(run: Run, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_a_node_lost_while_they_meet_does_not_hold_the_others(run: Run) -> None:
+def test_node_lost_during_rendezvous_does_not_block_the_others(run: Run) -> None:
     a, b = run.node(1, 2), run.node(1, 2)
     run.formed(a, b)
     kill(b)  # its lease still runs, so the next generation names it
@@ -268,7 +268,7 @@ def test_closed_is_closed_for_all_and_later(run: Run) -> None:
         run.node(1, 1).next_rendezvous()
 
 
-def test_the_last_one_out_leaves_nothing_in_etcd(run: Run) -> None:
+def test_rendezvous_shutdown_of_last_node_leaves_no_key_in_etcd(run: Run) -> None:
     a, b = run.node(2, 2), run.node(2, 2)
     run.formed(a, b)
     run.formed(a, b)
@@ -279,7 +279,7 @@ def test_the_last_one_out_leaves_nothing_in_etcd(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_an_id_is_used_again_after_everybody_was_killed(run: Run) -> None:
+def test_rendezvous_id_is_reusable_after_all_nodes_were_killed(run: Run) -> None:
     nodes = [run.node(2, 2) for _ in range(2)]
     run.formed(*nodes)
     for node in nodes:

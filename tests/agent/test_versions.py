@@ -12,7 +12,7 @@ from elastic.agent.versions import TESTED, untested, versions
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
 
-def test_what_runs_here_is_tested() -> None:
+def test_installed_versions_are_tested_versions() -> None:
     assert untested(versions()) == []
 
 

@@ -21,7 +21,7 @@ def test_few_members_are_looked_at_each_time() -> None:
     assert gathering.pick(None, formed=False, now_s=1.0) is None
 
 
-def test_a_crowd_is_looked_at_now_and_then_and_the_newest_is_not_lost() -> None:
+def test_view_throttle_limits_views_of_a_forming_large_job_and_keeps_the_newest() -> None:
     gathering, count = ViewThrottle(GENERATION), 1000
     views = [_view(count, revision) for revision in range(4)]
     assert gathering.pick(views[0], formed=False, now_s=10.0) is views[0]

@@ -42,5 +42,5 @@ def waits_for(stage: Stage, since_s: float) -> str:
         (Stage.STARTING, 0.0, "slot 0 of a to start"),
     ],
 )
-def test_who_waits_says_for_what(stage: Stage, since_s: float, said: str) -> None:
+def test_waits_for_text_names_what_the_stage_waits_for(stage: Stage, since_s: float, said: str) -> None:
     assert waits_for(stage, since_s) == said

@@ -30,21 +30,21 @@ class Watcher:
 
 
 @pytest.mark.parametrize(("members", "sees"), [(3, {"head/spec", "progress"}), (4, {"head/spec"})])
-def test_where_a_crowd_is_already_it_begins_with_the_head(members: int, sees: set[str]) -> None:
+def test_watch_scope_of_a_large_job_starts_with_head_only(members: int, sees: set[str]) -> None:
     watcher = Watcher(members)
     watcher.sight.start(watcher.seen.append, 0.0)
     assert {key for key in watcher.look() if not key.startswith("members/")} == sees
     assert any(key.startswith("members/") for key in watcher.look()) is watcher.sight.whole
 
 
-def test_without_contact_it_begins_with_all() -> None:
+def test_watch_scope_without_etcd_contact_starts_with_all_keys() -> None:
     watcher = Watcher(4)
     watcher.client.cut()
     watcher.sight.start(watcher.seen.append, 0.0)
     assert watcher.sight.whole
 
 
-def test_it_changes_over_and_knows_since_when() -> None:
+def test_watch_scope_switches_and_tracks_time_since_narrowing() -> None:
     watcher = Watcher(1)
     watcher.sight.start(watcher.seen.append, 0.0)
     assert watcher.sight.narrow_for_s(5.0) is None

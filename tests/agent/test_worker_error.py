@@ -23,7 +23,7 @@ def test_the_error_file_of_the_process_itself_is_read(tmp_path: Path) -> None:
     assert fingerprint == "ValueError at train.py:9"
 
 
-def test_without_one_the_log_says_why(tmp_path: Path) -> None:
+def test_worker_error_falls_back_to_the_log_tail(tmp_path: Path) -> None:
     log = tmp_path / "slot0.log"
     log.write_text("x" * 9000 + "\nlast words\n")
     error, fingerprint = read_error(

@@ -28,7 +28,7 @@ def test_more_failures_than_the_budget_allows_stop_the_job() -> None:
 
 
 @pytest.mark.long
-def test_a_node_where_workers_die_is_set_aside_and_comes_back_when_told() -> None:
+def test_node_where_workers_die_is_excluded_and_returns_after_uncordon() -> None:
     with Cluster(nodes=3, slots=1) as cluster:
         job = cluster.submit(nodes="1:3", steps=100_000, pace_s=0.03, restarts={"backoff_s": 0.1})
         job.wait_step(10)

@@ -45,7 +45,7 @@ def test_stopped_spinning_and_asleep() -> None:
 
 
 @pytest.mark.long
-def test_who_waits_before_the_forward_is_no_culprit() -> None:
+def test_rank_waiting_before_the_forward_is_not_called_hung() -> None:
     """Rank 0 loops before an all_reduce of the script's own, then before the exchange of BatchNorm's buffers."""
     with Cluster(nodes=2, slots=2) as cluster:
         rules = {"floor_s": 1.0, "ceiling_s": 20.0}
@@ -86,7 +86,7 @@ def test_a_rank_that_is_stuck_after_its_gradients_are_handed_over() -> None:
 
 
 @pytest.mark.long
-def test_what_train_does_before_its_first_step_costs_no_survivor_its_process() -> None:
+def test_survivor_busy_before_its_first_step_keeps_its_process_in_a_second_failure() -> None:
     """The survivors open their data for 5 s on each entry. One rank is killed, and its successor again while the
     survivors are at that: they cannot hear yet that this generation is over, too."""
     with Cluster(nodes=2, slots=1) as cluster:
@@ -110,7 +110,7 @@ def test_what_train_does_before_its_first_step_costs_no_survivor_its_process() -
         cluster.workers_gone()
 
 
-def test_a_job_of_which_one_rank_has_left_train_is_not_called_healthy() -> None:
+def test_job_with_a_rank_that_returned_from_train_is_not_healthy() -> None:
     with Cluster(nodes=2, slots=1) as cluster:
         limits, folder = {"floor_s": 1.0, "ceiling_s": 4.0}, cluster.folder / "checkpoints"
         job = cluster.submit(steps=STEPS, hang=limits, checkpoint={"dir": str(folder)})

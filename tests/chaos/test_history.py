@@ -158,6 +158,6 @@ def test_steps_that_were_done_again_in_silence_are_seen(tmp_path: pathlib.Path) 
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_one_deed_is_one_incident(count: int, tmp_path: pathlib.Path) -> None:
+def test_history_check_requires_one_incident_per_fault(count: int, tmp_path: pathlib.Path) -> None:
     with pytest.raises(AssertionError, match=f"{count} incidents, not 1"):
         check_deeds(history(tmp_path, good()), [told()] * count, [KILLED])

@@ -205,7 +205,7 @@ def test_wrong_credentials_are_said_at_the_start(site: Site, wrong: str) -> None
 
 
 @pytest.mark.long
-def test_another_client_reads_what_they_wrote(site: Site) -> None:
+def test_external_etcd_client_reads_the_records_of_all_nodes(site: Site) -> None:
     """From the outside of all hosts, with the same credentials."""
     etcd = Etcd(site.access, call_s=1.0)
     try:

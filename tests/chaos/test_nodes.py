@@ -60,7 +60,7 @@ def test_process_tree_killed_is_seen_at_once() -> None:
 
 
 @pytest.mark.long
-def test_below_min_it_waits_with_its_state_kept() -> None:
+def test_job_below_min_nodes_waits_and_keeps_its_state() -> None:
     with Cluster(nodes=2, slots=1, network=True) as cluster:
         job = cluster.submit(nodes="2:2", steps=300)
         job.wait_step(20)
@@ -104,7 +104,7 @@ def test_cut_off_from_etcd_alone(one_way: bool) -> None:
         assert job.workers() == workers
 
 
-def test_a_frozen_node_is_left_behind_and_does_no_harm_when_it_thaws() -> None:
+def test_frozen_node_is_left_out_and_does_no_harm_after_thaw() -> None:
     with Cluster(nodes=3, slots=1, network=True) as cluster:
         job = cluster.submit(nodes="2:3", steps=900, pace_s=0.03, hang={"floor_s": 1.0, "ceiling_s": 15.0})
         job.wait_step(20)

@@ -83,7 +83,7 @@ elastic.run(setup, train)
 
 
 @pytest.mark.long
-def test_a_set_up_that_fails_in_all_workers_of_a_node_is_one_failure() -> None:
+def test_setup_failing_in_all_workers_of_a_node_counts_as_one_failure() -> None:
     with Cluster(nodes=1, slots=3) as cluster:
         script = pathlib.Path(cluster.folder) / "setup.py"
         script.write_text(SETUP)

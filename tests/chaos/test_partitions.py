@@ -190,7 +190,7 @@ def faketime_leaves_nothing() -> Iterator[None]:
 @pytest.mark.skipif(faketime() is None, reason="libfaketime is not installed")
 @pytest.mark.usefixtures("faketime_leaves_nothing")
 @pytest.mark.long
-def test_one_clock_is_wrong() -> None:
+def test_job_recovers_with_a_wrong_clock_on_one_node() -> None:
     """Nothing is decided by the time of day: a group forms, workers are replaced, steps go on."""
     with Cluster(nodes=2, slots=1) as cluster:
         node = cluster.nodes[1]

@@ -53,7 +53,7 @@ def test_drain_scale_join() -> None:
         cluster.workers_gone()
 
 
-def test_stop_ends_it_everywhere() -> None:
+def test_job_stop_ends_workers_on_all_nodes() -> None:
     with Cluster(nodes=2, slots=1) as cluster:
         job = cluster.submit(steps=100_000)
         job.wait_step(10)
@@ -67,7 +67,7 @@ def test_stop_ends_it_everywhere() -> None:
 
 
 @pytest.mark.long
-def test_a_cordoned_node_keeps_what_it_has_and_gets_nothing_new() -> None:
+def test_cordoned_node_keeps_its_workers_and_gets_no_new_job() -> None:
     with Cluster(nodes=2, slots=2) as cluster:
         job = cluster.submit(nodes="2", workers_per_node=1, steps=100_000, pace_s=0.03)
         job.wait_step(10)
@@ -90,7 +90,7 @@ def test_a_cordoned_node_keeps_what_it_has_and_gets_nothing_new() -> None:
 
 
 @pytest.mark.long
-def test_sigterm_where_nobody_could_go_on_saves_first() -> None:
+def test_sigterm_that_takes_the_job_below_min_nodes_saves_a_checkpoint_first() -> None:
     """Below min: a checkpoint is taken at the very step where the world stops, and the job goes on from there."""
     steps = 200
     with Cluster(nodes=2, slots=1) as cluster:

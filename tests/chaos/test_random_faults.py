@@ -19,7 +19,7 @@ def test_one_round_of_random_faults() -> None:
     assert len(before) + (last.recovered_s is not None) >= 2, result.strikes
 
 
-def test_the_table_counts_what_was_struck_and_what_recovered() -> None:
+def test_chaos_table_counts_faults_and_recoveries() -> None:
     strikes = [
         Strike("worker SIGKILL", "node1", 0.0, 5, lost=1, recovered_s=0.5),
         Strike("worker SIGKILL", "node2", 9.0, 70),

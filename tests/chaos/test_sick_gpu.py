@@ -27,7 +27,7 @@ def order(card: pathlib.Path, name: str, content: str) -> None:
     (card / "half").rename(card / name)
 
 
-def test_a_node_whose_gpu_falls_ill_is_left_with_the_reason(card: pathlib.Path) -> None:
+def test_node_with_a_failing_gpu_is_left_without_lost_steps_and_with_the_reason(card: pathlib.Path) -> None:
     """Its worker still has its state: the job leaves at a boundary, and not a step is lost."""
     with Cluster(nodes=2, slots=1) as cluster:
         sick = cluster.nodes[1]
@@ -72,7 +72,7 @@ def test_a_node_that_fails_its_self_test_gets_no_work(card: pathlib.Path) -> Non
 
 
 @pytest.mark.long
-def test_a_replacement_waits_for_the_memory_of_the_dead_and_no_longer_than_it_may(card: pathlib.Path) -> None:
+def test_replacement_worker_waits_for_gpu_memory_release_at_most_respawn_s(card: pathlib.Path) -> None:
     with Cluster(nodes=1, slots=2, timeouts={"respawn_s": 4.0}) as cluster:
         job = cluster.submit(nodes="1", steps=100_000, backend="gloo")
         job.wait_step(10)

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 
 
 @pytest.mark.long
-def test_a_slow_setup_with_a_standby_costs_what_a_quick_one_does() -> None:
+def test_slow_setup_with_a_standby_recovers_as_fast_as_a_quick_one() -> None:
     with Cluster(nodes=2, slots=1) as cluster:
         job = cluster.submit(steps=520, setup_s=8.0, standby=1, pace_s=0.03)
         job.wait_step(5, 90.0)

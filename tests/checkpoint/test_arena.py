@@ -55,7 +55,7 @@ def test_whatever_goes_in_comes_back(tensors: dict[str, torch.Tensor]) -> None:
         there.close()
 
 
-def test_safetensors_reads_it_as_it_stands() -> None:
+def test_arena_contents_are_readable_by_safetensors() -> None:
     tensors = ALL_TYPES | ODD_ONES
     with filled(tensors, 5) as arena:
         found = safetensors.torch.load(bytes(arena.view()))
@@ -85,7 +85,7 @@ def test_quantized_tensors_are_refused_by_name() -> None:
         code_of(torch.qint8)
 
 
-def test_it_is_whole_only_between_seal_and_the_next_fill() -> None:
+def test_arena_is_whole_only_from_seal_to_the_next_layout() -> None:
     tensors = {"a": torch.ones(5)}
     arena = Arena.create(arena_nbytes(table_of(tensors)))
     assert arena.header().state is Fullness.EMPTY
@@ -111,7 +111,7 @@ def test_it_is_whole_only_between_seal_and_the_next_fill() -> None:
     arena.close()
 
 
-def test_a_process_that_dies_while_filling_leaves_it_half_filled_and_the_other_one_whole() -> None:
+def test_arena_stays_incomplete_when_its_filling_process_dies_and_the_other_stays_whole() -> None:
     with filled(state_at(1), 1) as old, filled(state_at(1), 1) as new:
         code = (
             "import os, signal, sys, torch\n"
@@ -133,7 +133,7 @@ def test_a_process_that_dies_while_filling_leaves_it_half_filled_and_the_other_o
         assert torch.equal(old.tensors()["weight"], state_at(1)["weight"])
 
 
-def test_the_next_owner_of_a_half_filled_one_can_fill_it() -> None:
+def test_arena_left_half_filled_can_be_filled_by_the_next_owner() -> None:
     with filled(state_at(1), 1) as arena:
         arena.fill(list(state_at(2).values()))
         heir = Arena.from_fd(os.dup(arena.fd))
@@ -145,7 +145,7 @@ def test_the_next_owner_of_a_half_filled_one_can_fill_it() -> None:
         assert torch.equal(arena.tensors()["weight"], state_at(3)["weight"])
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arena_refuses_a_state_larger_than_its_size() -> None:
     arena = Arena.create(10)
     with pytest.raises(ArenaError, match=r"the state takes 13\d\d\d bytes, the arena has 4096"):
         arena.layout(table_of({"a": torch.ones(2300)}))
@@ -165,7 +165,7 @@ def test_another_kind_of_descriptor_is_refused() -> None:
     os.close(fd)
 
 
-def test_one_made_cold_is_warmed_by_who_fills_it() -> None:
+def test_arena_created_cold_is_warmed_by_the_process_that_opens_it() -> None:
     cold = Arena.create(64 * PAGE_BYTES, warm=False)
     assert os.fstat(cold.fd).st_blocks * 512 < 4 * PAGE_BYTES
     Arena.from_fd(os.dup(cold.fd)).close()
@@ -173,7 +173,7 @@ def test_one_made_cold_is_warmed_by_who_fills_it() -> None:
     cold.close()
 
 
-def test_nobody_can_shrink_it_under_another() -> None:
+def test_arena_cannot_be_truncated() -> None:
     with filled(state_at(1), 1) as arena, pytest.raises(PermissionError):
         os.ftruncate(arena.fd, 0)
 
@@ -275,7 +275,7 @@ def test_cuda_copies_run_beside_the_next_step(monkeypatch: pytest.MonkeyPatch) -
     assert log[10:] == ["host waits for event 8"]
 
 
-def test_it_is_sealed_only_when_the_copy_was_seen_to_end(gpu: Device) -> None:  # noqa: F811
+def test_arena_seal_requires_a_finished_copy(gpu: Device) -> None:  # noqa: F811
     tensors = {"a": torch.ones(5)}
     arena = Arena.create(arena_nbytes(table_of(tensors)))
     arena.layout(table_of(tensors))
@@ -296,7 +296,7 @@ def test_it_is_sealed_only_when_the_copy_was_seen_to_end(gpu: Device) -> None:  
     assert gpu.pinned == {}
 
 
-def test_one_copy_is_over_before_the_next_begins(gpu: Device) -> None:  # noqa: F811
+def test_arena_fill_finishes_the_previous_copy_before_the_next(gpu: Device) -> None:  # noqa: F811
     """Else the late bytes of one that was given up would land in the next."""
     tensors = {"a": torch.ones(5)}
     arena = Arena.create(arena_nbytes(table_of(tensors)))
@@ -311,7 +311,7 @@ def test_one_copy_is_over_before_the_next_begins(gpu: Device) -> None:  # noqa: 
     assert last.done  # the memory is not taken away under it
 
 
-def test_a_change_while_it_is_copied_spoils_it(gpu: Device) -> None:  # noqa: F811
+def test_arena_fill_is_invalid_if_a_nonvolatile_tensor_changes_during_the_copy(gpu: Device) -> None:  # noqa: F811
     weight, buffer = torch.ones(5), torch.ones(5)
     table = table_of({"weight": weight, "buffer": buffer})
     arena = Arena.create(arena_nbytes(table))

@@ -35,7 +35,7 @@ def test_fixed_steps_need_no_talk() -> None:
     assert describe(rule, NOTHING) == "20 steps"
 
 
-def test_fixed_seconds_become_a_step_when_they_are_near() -> None:
+def test_checkpoint_interval_in_seconds_becomes_a_save_step_when_due_soon() -> None:
     rule = Rule(every_s=60)
     assert first_plan(rule, 7) == IntervalPlan(agree_at=8)
     # Steps of 0.1 s: the ranks talk every 10 steps.
@@ -44,7 +44,7 @@ def test_fixed_seconds_become_a_step_when_they_are_near() -> None:
     assert next_plan(rule, NOTHING, step=400, step_s=0.1, since_save_s=99) == IntervalPlan(save_at=401, agree_at=410)
 
 
-def test_slow_steps_are_agreed_on_one_by_one() -> None:
+def test_checkpoint_interval_with_slow_steps_is_agreed_every_step() -> None:
     assert next_plan(Rule(every_s=60), NOTHING, step=5, step_s=20, since_save_s=50) == IntervalPlan(
         save_at=6, agree_at=6
     )
@@ -59,7 +59,7 @@ def test_asked_is_at_the_next_step() -> None:
     )
 
 
-def test_auto_is_youngs_interval_of_what_was_measured() -> None:
+def test_checkpoint_interval_auto_is_youngs_formula_of_measured_cost() -> None:
     measured = Measured(cost_s=0.2, durable_s=0.7, failures=3, running_s=8 * 3600 - PRIOR_MTBF_S)
     assert interval_s(Rule(), measured) == pytest.approx(math.sqrt(2 * 0.2 * 7200))
     assert describe(Rule(), measured) == "auto: 54 s (cost 0.20 s, a failure every 2.0 h)"

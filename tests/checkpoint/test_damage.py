@@ -45,7 +45,7 @@ DAMAGE: dict[str, tuple[str, Callable[[str], object]]] = {
 
 @pytest.mark.parametrize("by", ["newest_good", "resume"])
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_it_is_named_and_set_aside_and_the_one_before_is_taken(kind: str, by: str, tmp_path: Path) -> None:
+def test_checkpoint_damage_is_named_and_the_previous_checkpoint_is_used(kind: str, by: str, tmp_path: Path) -> None:
     directory = str(tmp_path)
     save(directory, 10)
     reason, damage = DAMAGE[kind]
@@ -126,7 +126,9 @@ def test_newest_means_the_later_generation(tmp_path: Path) -> None:
     assert torch.equal(tensors["weight"], state_at(450)["weight"])
 
 
-def test_a_read_only_disk_still_gives_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_checkpoint_on_a_read_only_disk_yields_the_previous_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(str(tmp_path), 10)
     flip(share_paths(save(str(tmp_path), 20))[0], -1)
 
@@ -142,7 +144,7 @@ def test_a_read_only_disk_still_gives_the_one_before(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("by", ["newest_good", "resume"])
-def test_an_unreadable_one_is_left_in_place(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_with_read_errors_is_left_in_place(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(str(tmp_path), 10)
     save(str(tmp_path), 20)
     real = os.preadv
@@ -164,7 +166,7 @@ def test_an_unreadable_one_is_left_in_place(by: str, tmp_path: Path, monkeypatch
     assert [(a.reason, a.path) for a in found.aside] == [("unreadable", str(tmp_path / "step-20"))]
 
 
-def test_many_processes_set_aside_at_once(tmp_path: Path) -> None:
+def test_damaged_checkpoints_can_be_set_aside_by_many_processes_at_once(tmp_path: Path) -> None:
     directory = str(tmp_path)
     save(directory, 10)
     for step in (20, 30, 40):
@@ -194,7 +196,7 @@ def test_many_processes_set_aside_at_once(tmp_path: Path) -> None:
     assert sorted(os.listdir(directory)) == ["step-10", *(f"step-{step}.damaged-share-hash" for step in (20, 30, 40))]
 
 
-def test_it_loads_into_other_strides_and_skips_what_is_not_wanted(tmp_path: Path) -> None:
+def test_checkpoint_loads_into_other_strides_and_skips_unwanted_tensors(tmp_path: Path) -> None:
     path = save(str(tmp_path), 10, shares=3)
     weight = torch.zeros(40, 60).t()
     everything = torch.zeros(60, 80)

@@ -25,11 +25,11 @@ def run(path: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_it_is_about_ten_lines() -> None:
+def test_documented_checkpoint_reader_is_at_most_ten_lines() -> None:
     assert len([line for line in the_ten_lines().splitlines() if line.strip()]) <= 10
 
 
-def test_it_reads_every_tensor_and_notices_damage(tmp_path: Path) -> None:
+def test_documented_checkpoint_reader_reads_all_tensors_and_detects_damage(tmp_path: Path) -> None:
     path = save(str(tmp_path), 10, shares=3)
     good = run(path)
     assert good.returncode == 0, good.stderr

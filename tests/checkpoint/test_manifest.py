@@ -28,7 +28,7 @@ def manifest(**changes: object) -> m.Manifest:
     return msgspec.structs.replace(whole, **changes)
 
 
-def test_it_comes_back_as_it_was_and_is_plain_json() -> None:
+def test_manifest_round_trips_and_is_plain_json() -> None:
     raw = m.encode(manifest(), digest)
     assert m.decode(raw, digest) == manifest()
     assert m.decode_head(raw, digest) == m.Head(job="job", step=7, generation=2, world_size=2)
@@ -49,7 +49,7 @@ def test_no_single_flipped_bit_is_believed() -> None:
             assert at < raw.index(b"xxh3")
 
 
-def test_no_truncated_one_is_believed() -> None:
+def test_manifest_truncated_at_any_length_is_rejected() -> None:
     raw = m.encode(manifest(), digest).rstrip()
     for length in range(len(raw)):
         with pytest.raises(m.BadManifest):
@@ -79,7 +79,7 @@ def test_a_newer_format_says_so() -> None:
         manifest(shares=(msgspec.structs.replace(share(), tensors=(TensorInfo("w", "X9", (48,), 48),)),)),
     ],
 )
-def test_one_that_contradicts_itself_is_refused(wrong: m.Manifest) -> None:
+def test_manifest_with_contradicting_fields_is_rejected(wrong: m.Manifest) -> None:
     with pytest.raises(m.BadManifest):
         m.decode(m.encode(wrong, digest), digest)
 
@@ -88,7 +88,7 @@ sizes = st.lists(st.integers(0, 1000), max_size=60)
 
 
 @given(sizes, st.integers(1, 20))
-def test_each_tensor_is_in_one_share_and_shares_are_balanced(nbytes: list[int], count: int) -> None:
+def test_shares_contain_each_tensor_once_and_are_balanced(nbytes: list[int], count: int) -> None:
     table = tuple(TensorInfo(str(i), "U8", (n,), n) for i, n in enumerate(nbytes))
     shares = assign_shares(table, count)
     assert len(shares) == count

@@ -104,7 +104,7 @@ def test_the_remote_copy_is_the_last_resort(tmp_path: Path, url: str) -> None:
     assert sorted(os.listdir(here)) == ["step-20", "step-5.damaged-share-hash"]
 
 
-def test_the_newest_good_one_there(tmp_path: Path) -> None:
+def test_remote_fetch_takes_the_newest_good_checkpoint(tmp_path: Path) -> None:
     url, there = f"file://{tmp_path}/remote", tmp_path / "remote"
     for step in (10, 20):
         copy_up(save(str(tmp_path), step), url)
@@ -133,7 +133,7 @@ def test_an_unknown_scheme_says_so(tmp_path: Path) -> None:
         copy_up(save(str(tmp_path), 10), "nosuch://bucket")
 
 
-def test_export_to_one_torch_file(tmp_path: Path) -> None:
+def test_checkpoint_exports_to_one_torch_file(tmp_path: Path) -> None:
     target = str(tmp_path / "out.pt")
     to_torch_save(save(str(tmp_path), 10), target)
     found = torch.load(target, weights_only=True)

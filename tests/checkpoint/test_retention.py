@@ -46,7 +46,7 @@ def test_old_ones_go_and_every_tenth_stays(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-10", "step-20", "step-23", "step-26"]
 
 
-def test_the_last_good_one_stays_when_all_newer_ones_are_damaged(tmp_path: Path) -> None:
+def test_retention_keeps_the_last_good_checkpoint_when_newer_ones_are_damaged(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         path = save(str(tmp_path), step)
         if step > 10:
@@ -57,7 +57,7 @@ def test_the_last_good_one_stays_when_all_newer_ones_are_damaged(tmp_path: Path)
     assert found.step == 10
 
 
-def test_leftovers_of_crashes_go_and_those_under_way_stay(tmp_path: Path) -> None:
+def test_retention_removes_crash_leftovers_and_keeps_writes_in_progress(tmp_path: Path) -> None:
     save(str(tmp_path), 20, generation=2)
     for name in (
         "step-10.g1.tmp",
@@ -95,7 +95,7 @@ def test_another_jobs_checkpoints_are_not_ours_to_remove(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("call", ["rename", "unlink", "rmdir"])
-def test_what_cannot_be_removed_is_said(call: str, tmp_path: Path) -> None:
+def test_retention_reports_checkpoints_that_cannot_be_removed(call: str, tmp_path: Path) -> None:
     class Refusing(Files):
         pass
 

@@ -30,7 +30,7 @@ def save(saver: Saver, step: int) -> bool:
     return saver.save(step, table_of(state), list(state.values()), {"lr": 0.1})
 
 
-def test_it_saves_in_the_background_keeps_two_and_resumes(saver: Saver, tmp_path: Path) -> None:
+def test_saver_saves_in_background_keeps_two_checkpoints_and_resumes(saver: Saver, tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         assert save(saver, step)
         saver.wait(20)
@@ -48,7 +48,7 @@ def test_it_saves_in_the_background_keeps_two_and_resumes(saver: Saver, tmp_path
     assert next_generation(str(tmp_path), "another") == 1
 
 
-def test_a_save_while_one_is_in_flight_is_skipped_and_counted(saver: Saver, tmp_path: Path) -> None:
+def test_saver_skips_and_counts_a_save_while_one_is_in_flight(saver: Saver, tmp_path: Path) -> None:
     assert save(saver, 10)
     pid = saver._writer.pid
     assert pid is not None
@@ -106,7 +106,7 @@ def test_two_ranks_without_a_collective(tmp_path: Path) -> None:
     assert [share.extra for share in found.manifest.shares] == [{"rank": 0}, {"rank": 1}]
 
 
-def test_a_copy_goes_up_after_the_local_one_is_safe(tmp_path: Path) -> None:
+def test_saver_uploads_a_remote_copy_after_the_local_commit(tmp_path: Path) -> None:
     saver = Saver(str(tmp_path / "local"), "job", generation=1, remote=f"file://{tmp_path}/remote")
     try:
         save(saver, 10)

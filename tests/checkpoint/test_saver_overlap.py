@@ -46,7 +46,7 @@ def log_of(saver: Saver) -> list[str]:
     return saver._writer.log  # type: ignore[attr-defined,no-any-return]
 
 
-def test_it_is_written_once_it_is_settled(saver: Saver, gpu: Device) -> None:  # noqa: F811
+def test_saver_writes_a_gpu_copy_once_it_is_settled(saver: Saver, gpu: Device) -> None:  # noqa: F811
     held = state_at(7)
     assert saver.begin(7, table_of(held), [gpu.tensor(t) for t in held.values()])
     assert saver.copying
@@ -65,7 +65,7 @@ def test_save_waits_for_the_copy(saver: Saver, gpu: Device) -> None:  # noqa: F8
     assert log_of(saver) == ["Write 3 weight 3.0", "Commit 3"]
 
 
-def test_one_that_was_spoilt_fails_and_says_why(saver: Saver, gpu: Device) -> None:  # noqa: F811
+def test_saver_fails_a_copy_whose_tensors_changed_and_reports_why(saver: Saver, gpu: Device) -> None:  # noqa: F811
     there = {name: gpu.tensor(tensor) for name, tensor in state_at(7).items()}
     saver.begin(7, table_of(state_at(7)), list(there.values()))
     there["weight"].add_(torch.ones(1))

@@ -60,7 +60,7 @@ def test_a_share_is_written_and_committed(writer: WriterProcess, tmp_path: Path)
     assert found.step == 20
 
 
-def test_it_imports_no_torch_and_steps_back(writer: WriterProcess, tmp_path: Path) -> None:
+def test_writer_process_imports_no_torch_and_lowers_its_priority(writer: WriterProcess, tmp_path: Path) -> None:
     with filled(state_at(20), 20) as arena:
         writer.submit(write(tmp_path), arena)
         assert writer.wait(20)[0].ok
@@ -134,7 +134,7 @@ def test_old_ones_that_cannot_be_removed_are_said_with_the_next_commit(writer: W
     assert "step-10" in note
 
 
-def test_its_death_fails_what_it_had_not_answered_and_the_next_order_starts_another(
+def test_writer_process_death_fails_pending_orders_and_the_next_order_restarts_it(
     writer: WriterProcess, tmp_path: Path
 ) -> None:
     with filled(state_at(20), 20) as arena:
@@ -179,7 +179,9 @@ def test_orders_are_bounded(writer: WriterProcess, tmp_path: Path) -> None:
     writer.close(timeout_s=0.1)
 
 
-def test_copies_that_hang_leave_room_for_what_is_written_here(writer: WriterProcess, tmp_path: Path) -> None:
+def test_writer_process_limits_remote_copies_so_that_local_writes_have_room(
+    writer: WriterProcess, tmp_path: Path
+) -> None:
     writer.start()
     assert writer.pid is not None
     os.kill(writer.pid, signal.SIGSTOP)
@@ -192,7 +194,7 @@ def test_copies_that_hang_leave_room_for_what_is_written_here(writer: WriterProc
     writer.close(timeout_s=0.1)
 
 
-def test_forget_lets_go_of_the_memory(writer: WriterProcess, tmp_path: Path) -> None:
+def test_writer_process_forget_unmaps_the_arena(writer: WriterProcess, tmp_path: Path) -> None:
     def mapped() -> bool:
         return any("elastic-arena" in entry.path for entry in psutil.Process(writer.pid).memory_maps())
 
@@ -208,7 +210,7 @@ def test_forget_lets_go_of_the_memory(writer: WriterProcess, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("how", ["signal", "return"])
-def test_it_dies_with_its_parent(how: str, tmp_path: Path) -> None:
+def test_writer_process_dies_with_its_parent(how: str, tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\n"
         "from elastic.checkpoint.client import WriterProcess\n"
@@ -229,7 +231,9 @@ def test_it_dies_with_its_parent(how: str, tmp_path: Path) -> None:
     eventually(gone, deadline_s=20)
 
 
-def test_killed_at_any_moment_it_leaves_the_newest_whole(writer: WriterProcess, tmp_path: Path) -> None:
+def test_writer_process_killed_at_any_moment_leaves_the_newest_checkpoint_whole(
+    writer: WriterProcess, tmp_path: Path
+) -> None:
     """The real process and the real disk: what was answered as committed is there, and nothing is damaged."""
     committed = 0
     with filled(state_at(0), 0) as arena:

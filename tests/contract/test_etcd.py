@@ -131,7 +131,7 @@ def test_revisions_create_and_mod(world: World) -> None:
     assert kv.create_revision == again
 
 
-def test_a_prefix_is_read_at_one_revision_and_deleted_at_one(world: World) -> None:
+def test_etcd_prefix_is_read_and_deleted_at_one_revision(world: World) -> None:
     etcd = world.client()
     for key in ("/t/b", "/t/a", "/tt", "/t", "/t/a/deep"):
         etcd.put(key, key.encode())
@@ -157,7 +157,7 @@ def test_the_newest_key_of_a_prefix_and_how_many_there_are(world: World) -> None
     assert newest.cluster == nothing.cluster
 
 
-def test_a_picture_says_of_what(world: World) -> None:
+def test_etcd_view_names_its_prefix(world: World) -> None:
     etcd = world.client()
     assert etcd.get_prefix("/a/").prefix == "/a/"
     seen: list[View] = []
@@ -193,7 +193,7 @@ def test_a_transaction_compares_and_does_all_or_the_other(world: World) -> None:
         etcd.txn([], [Put("/t/g", b"5"), Put("/t/g", b"6")])
 
 
-def test_a_lease_takes_its_keys_with_it_at_one_revision(world: World) -> None:
+def test_etcd_lease_revoke_deletes_its_keys_at_one_revision(world: World) -> None:
     etcd = world.client()
     lease = etcd.grant(5)
     etcd.put("/t/a", b"1", lease)
@@ -216,7 +216,7 @@ def test_a_lease_takes_its_keys_with_it_at_one_revision(world: World) -> None:
     assert etcd.get("/t/c") is None
 
 
-def test_an_unrenewed_lease_expires_and_a_kept_one_does_not(world: World) -> None:
+def test_etcd_lease_expires_unless_kept_alive(world: World) -> None:
     etcd, lost = world.client(), []
     kept = etcd.keep(2, 0.5, lost.append)
     etcd.put("/t/kept", b"1", kept.id)
@@ -270,7 +270,7 @@ class Seen:
         return {key: kv.value for key, kv in self.views[-1].kvs.items()} if self.views else {}
 
 
-def test_a_watch_shows_the_picture_and_then_every_change(world: World) -> None:
+def test_etcd_watch_delivers_the_snapshot_and_then_every_change(world: World) -> None:
     etcd, seen = world.client(), Seen()
     etcd.put("/t/a", b"0")
     watch = etcd.watch("/t/", seen)

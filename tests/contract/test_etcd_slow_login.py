@@ -42,7 +42,7 @@ def logins(server: EtcdServer) -> int:
     return int(found[1]) if found else 0
 
 
-def test_a_login_outlives_the_calls_that_wait_for_it_and_its_token_is_kept(server: EtcdServer) -> None:
+def test_etcd_login_outlasts_the_calls_waiting_for_it_and_its_token_is_kept(server: EtcdServer) -> None:
     etcd = Etcd(access(server), call_s=CALL_S)
 
     def answers() -> bool:

@@ -93,7 +93,7 @@ def test_files_that_are_replaced_are_read_again(server: EtcdServer, certificates
 
 
 @pytest.mark.parametrize("ca", [True, False])
-def test_without_it_we_are_not(server: EtcdServer, certificates: Path, ca: bool) -> None:
+def test_etcd_refuses_a_client_without_certificate(server: EtcdServer, certificates: Path, ca: bool) -> None:
     access = EtcdAccess(endpoints=(server.endpoint,), ca_file=f"{certificates}/ca.pem" if ca else "")
     etcd = Etcd(access, call_s=0.5)
     with pytest.raises(EtcdUnavailable, match=r"refuses the client certificate \(cert_file\)" if ca else "."):

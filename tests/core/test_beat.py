@@ -34,7 +34,7 @@ def test_a_generation_is_settled_by_its_first_commit(page: BeatPage) -> None:
     assert not page.read().settled
 
 
-def test_the_longest_gap_is_of_this_step_and_the_one_before(page: BeatPage) -> None:
+def test_beat_page_gap_is_the_longest_of_the_current_and_previous_step(page: BeatPage) -> None:
     page.place(1, 0)
     page.committed(1, 0.5, None, 20.0)
     page.committed(2, 0.5, None, 20.5)

@@ -32,7 +32,7 @@ def test_a_consequence_never_names_the_cause(kind: str) -> None:
     assert weight(kind) < weight("drain") < weight("exit") == weight("hang")
 
 
-def test_a_worker_that_did_not_let_go_is_lost_all_the_same() -> None:
+def test_merged_report_counts_a_worker_that_did_not_abort_as_lost() -> None:
     record = merged(report("a", 0, kind="respawn"), report("b", 1))
     assert (record.node, record.lost("a"), record.lost("b")) == ("b", {0}, {1})
 
@@ -47,7 +47,7 @@ def test_a_death_takes_the_place_of_a_rank_that_found_no_state() -> None:
         assert record.node == "a", "it says why, and the failed collective does not"
 
 
-def test_a_rollback_stays_one_whoever_reports_first() -> None:
+def test_merged_report_keeps_rollback_in_any_report_order() -> None:
     assert merged(report("a", 0), report("b", kind="nan", rollback=True)).rollback
     assert merged(report("b", kind="nan", rollback=True), report("a", 0)).rollback
 

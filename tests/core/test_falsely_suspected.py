@@ -92,7 +92,7 @@ def test_the_dead_that_goes_on_alone_lives_and_is_not_gone_over(outrun: Machine)
     assert not published(outrun.wait(60.0))
 
 
-def test_nor_when_it_went_on_alone_before_we_found_it_dead() -> None:
+def test_falsely_suspected_leader_that_formed_alone_is_not_excluded_by_the_left_out_node() -> None:
     machine = Machine()
     assert not published(machine.take(Viewed(picture(alone("a", 2)), True)))
     effects = machine.take(PeerDead("a", "a.1", REFUSED))
@@ -101,7 +101,7 @@ def test_nor_when_it_went_on_alone_before_we_found_it_dead() -> None:
     assert not published(machine.wait(60.0))
 
 
-def test_who_was_left_out_for_a_loss_of_its_own_or_by_plan_believes_a_death() -> None:
+def test_node_left_out_by_its_own_loss_or_by_plan_accepts_a_reported_death() -> None:
     for formed, failed in ((alone("a", 2), broken(1, "b", 0)), (generation(2, [place("a")], at_step=9), None)):
         machine = Machine()
         if failed:
@@ -110,12 +110,12 @@ def test_who_was_left_out_for_a_loss_of_its_own_or_by_plan_believes_a_death() ->
         assert published(machine.take(PeerDead("a", "a.1", REFUSED))) == ["b"]
 
 
-def test_who_answers_again_is_believed_when_it_refuses_again(outrun: Machine) -> None:
+def test_peer_that_was_reachable_again_is_accepted_as_dead_on_a_new_refusal(outrun: Machine) -> None:
     assert complaints(outrun.take(PeerReachable("a", "a.1"))) == [()]
     assert published(outrun.take(PeerDead("a", "a.1", REFUSED))) == ["b"]
 
 
-def test_the_successor_of_one_that_lived_may_die_as_anybody(outrun: Machine) -> None:
+def test_successor_of_a_falsely_suspected_agent_can_be_declared_dead(outrun: Machine) -> None:
     successor = view(
         member("a", 9, worker_id=2), member("b", 1), spec=SPEC, formed=generation(3, [place("a", worker_id=2)])
     )
@@ -123,14 +123,14 @@ def test_the_successor_of_one_that_lived_may_die_as_anybody(outrun: Machine) -> 
     assert published(outrun.take(PeerDead("a", "a.2", REFUSED))) == ["b"]
 
 
-def test_a_leader_that_died_right_after_it_took_us_in_is_dead() -> None:
+def test_leader_that_died_right_after_admitting_the_node_is_declared_dead() -> None:
     machine = Machine()
     machine.take(PeerDead("a", "a.1", REFUSED))
     effects = machine.take(Viewed(picture(generation(2, [place("a"), place("b")])), True))
     assert published([*effects, *machine.wait(2.0)]) == ["b"]
 
 
-def test_one_whose_lease_outlives_its_death_is_no_more_believed_dead_but_complained_of() -> None:
+def test_peer_whose_lease_outlives_its_reported_death_is_reported_unreachable_instead() -> None:
     machine = Machine()
     machine.take(PeerDead("a", "a.1", REFUSED), Viewed(picture(alone("b", 2)), True))
     machine.wait(Timeouts().lease_ttl_s + 2.0)

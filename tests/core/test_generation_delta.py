@@ -59,7 +59,7 @@ def told(before: Places, after: Places) -> Changes:
     return found
 
 
-def test_spliced_places_are_those_that_were_meant() -> None:
+def test_generation_delta_splices_reproduce_the_new_places() -> None:
     for seed in range(500):
         rng = random.Random(seed)
         before = some(rng.randrange(1, 60), rng)
@@ -68,7 +68,7 @@ def test_spliced_places_are_those_that_were_meant() -> None:
         assert found is None or spliced(before, found.splices) == after, f"seed {seed}"
 
 
-def test_what_is_read_from_the_changes_is_what_is_read_from_all() -> None:
+def test_generation_reader_gives_the_same_places_from_changes_as_from_the_full_record() -> None:
     """Also what had been found out about the one before, and is not found out again."""
     for seed in range(500):
         rng = random.Random(seed)
@@ -85,7 +85,7 @@ def test_what_is_read_from_the_changes_is_what_is_read_from_all() -> None:
             places = after
 
 
-def test_only_what_changed_is_read() -> None:
+def test_generation_reader_decodes_only_changed_places() -> None:
     """Else the reader would be correct, and as slow as without."""
     rng = random.Random(1)
     before = some(200, rng)
@@ -99,7 +99,7 @@ def test_only_what_changed_is_read() -> None:
     assert second.changes.splices == (Splice(50, 51),)
 
 
-def test_who_has_read_other_places_reads_all() -> None:
+def test_generation_reader_reads_the_full_record_if_its_base_differs() -> None:
     """A generation was missed; or etcd was set back, and the number has been given twice."""
     rng = random.Random(2)
     first, second = some(100, rng), some(100, rng)
@@ -136,7 +136,7 @@ def test_much_change_is_not_told() -> None:
         b'{"protocol": 2, "number": 1, "places": ' + b"[" * 3000 + b"]" * 3000 + b"}",
     ],
 )
-def test_what_is_no_record_is_refused_and_the_last_one_kept(raw: bytes) -> None:
+def test_generation_reader_rejects_invalid_records_and_keeps_the_last_one(raw: bytes) -> None:
     reader, good = GenerationReader(), encode(generation(1, [place("a"), place("b")]))
     kept = reader.read(good)
     with pytest.raises((msgspec.ValidationError, msgspec.DecodeError)):

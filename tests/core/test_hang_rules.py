@@ -99,7 +99,7 @@ def test_patience_counts_from_when_the_other_rank_began_to_wait() -> None:
     assert judge(beat(Doing.COMPUTING), "S", late, RULES, AT_S + 105.0) is not None
 
 
-def test_a_rank_may_take_twice_as_long_as_the_one_that_waits_for_it() -> None:
+def test_hang_rule_allows_twice_the_gap_of_the_waiting_rank() -> None:
     """All evaluate without saying so; the first took 55 s for it."""
     late = (RankWait((3, 40, 2), AT_S + 55.0, gap_s=55.0),)
     assert judge(beat(Doing.COMPUTING), "S", late, RULES, AT_S + 55.0 + 109.9) is None
@@ -143,7 +143,7 @@ def test_a_rank_that_runs_no_python_while_others_have_gone_on_is_hung_whatever_i
     assert judge(deaf, "S", level, RULES, AT_S + 5.0) is None
 
 
-def test_a_rank_that_is_the_only_one_behind_is_certain_at_the_ceiling() -> None:
+def test_hang_rule_is_certain_at_the_ceiling_for_the_only_rank_behind() -> None:
     """Whatever its stack shows: no rank is left that it could wait for."""
     behind = beat(Doing.EXCHANGING, exchanges=1)
     ahead = (RankWait((3, 41, 2), AT_S),)
@@ -197,7 +197,7 @@ def test_a_set_up_has_the_ceiling_once_others_are_past_theirs() -> None:
     assert judge(fresh, "R", (RankWait(FARTHEST, 0.0, gap_s=200.0),), RULES, AT_S + 399.9) is None
 
 
-def test_the_evidence_says_what_was_seen_and_what_was_allowed() -> None:
+def test_hang_evidence_states_observed_silence_and_patience() -> None:
     found = judge(beat(Doing.COMPUTING), "D", AHEAD, RULES, AT_S + 7.0)
     assert found == Unhealthy(
         "no progress for 7.0 s while computing at step 40 in uninterruptible I/O (state D); "
@@ -277,7 +277,7 @@ def test_whatever_the_pages_say_never_all_ranks_are_condemned(ranks: list[Beat],
     assert not all(condemned)
 
 
-def test_what_cannot_hear_yet_that_it_is_to_let_go_is_busy() -> None:
+def test_worker_that_cannot_yet_receive_an_abort_counts_as_busy() -> None:
     entered = beat(Doing.COMPUTING, step_s=0.05, committed_in=2)
     assert busy(entered, RULES, AT_S + 299.0)
     assert not busy(entered, RULES, AT_S + 300.0)
@@ -289,7 +289,7 @@ def test_what_cannot_hear_yet_that_it_is_to_let_go_is_busy() -> None:
     assert not busy(beat(Doing.EXCHANGING, committed_in=2), RULES, AT_S + 0.1)
 
 
-def test_a_wait_for_others_is_too_long_when_it_outlasts_the_groups_time_out() -> None:
+def test_rank_wait_is_too_long_when_it_exceeds_the_group_timeout() -> None:
     assert waits_too_long(beat(Doing.EXCHANGING), 60.0, AT_S + 59.9) == ""
     assert "for 60 s (exchanging at step 40)" in waits_too_long(beat(Doing.EXCHANGING), 60.0, AT_S + 60.0)
     assert waits_too_long(beat(Doing.SYNCING), 60.0, AT_S + 60.0)

@@ -22,7 +22,7 @@ def booked(*records: BrokenRecord, other_nodes: int = 3) -> JobState:
     return state
 
 
-def test_only_those_in_a_row_count() -> None:
+def test_futile_generations_count_only_in_a_row() -> None:
     assert in_vain(JobState(), None) == 0
     assert in_vain(JobState(), broken(1, kind="exit")) == 0
     assert in_vain(booked(broken(1)), broken(2, charged=False)) == 0  # it had made steps
@@ -34,12 +34,12 @@ def test_only_those_in_a_row_count() -> None:
     assert in_vain(booked(broken(1), broken(3)), broken(5)) == 3  # etcd lost its data in between
 
 
-def test_who_complains_is_not_set_aside_for_it() -> None:
+def test_node_reporting_a_failed_collective_is_not_excluded_for_it() -> None:
     assert booked(*(broken(i) for i in range(1, 5))).excluded_nodes == ()
     assert booked(*(broken(i, kind="hang") for i in range(1, 5))).excluded_nodes == ("n1",)
 
 
-def test_the_budget_ends_it_with_the_text() -> None:
+def test_futile_generations_exhaust_the_budget_with_the_error_text() -> None:
     verdict = charge(booked(*(broken(i) for i in range(1, 5))), broken(5), RULES, 100.0, 3)
     assert verdict.state.phase is Phase.FAILED
     assert "restarts.budget" in verdict.stopped
@@ -54,6 +54,6 @@ def test_a_job_that_has_stepped_outlives_its_network() -> None:
     assert others.phase is Phase.RUNNING, "what the network did is not counted with the rest"
 
 
-def test_what_is_not_charged_changes_nothing() -> None:
+def test_uncharged_futile_generation_leaves_the_state_unchanged() -> None:
     same = charge(JobState(), msgspec.structs.replace(broken(1), charged=False), RULES, 100.0, 3)
     assert same.state == JobState()

@@ -39,7 +39,7 @@ def test_a_death_that_is_reported_late_is_the_cause() -> None:
     assert (fuller.steps_lost, fuller.steps_lost_at_most) == (0, 0)
 
 
-def test_steps_that_are_reported_late_are_lost_if_they_were_done_again() -> None:
+def test_late_report_adds_repeated_steps_to_the_lost_steps() -> None:
     further = BrokenRecord(generation=1, node="b", kind="exit", detail="x", slots=(0,), ranks=(1,), step=23)
     before = over(LIVE)
     fuller = supplemented(before.record(), before.with_report(further).record())
@@ -74,7 +74,7 @@ def test_a_record_that_names_fewer_causes_or_losses_changes_nothing_that_is_know
 
 
 @pytest.mark.parametrize("leader", ["a", "b"])
-def test_the_agent_that_leads_writes_what_is_reported_late(leader: str) -> None:
+def test_late_report_is_written_by_the_leader(leader: str) -> None:
     spec = JobSpec(name="job", script="train.py", nodes="1:2")
     policy = Policy(
         node="a",

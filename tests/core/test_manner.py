@@ -63,7 +63,7 @@ def forms(effects: list[Effect]) -> list[tuple[int, int]]:
     return [(e.slot, e.message.rank) for e in effects if isinstance(e, Send) and isinstance(e.message, messages.Form)]
 
 
-def test_it_is_ready_as_soon_as_it_knows_that_the_job_is_not_managed_elsewhere() -> None:
+def test_agent_is_ready_once_it_knows_that_the_job_is_plain_on_other_nodes() -> None:
     machine = Machine()
     (joins,) = machine.take(Start(), Joined())
     assert isinstance(joins, Rejoin)
@@ -73,7 +73,7 @@ def test_it_is_ready_as_soon_as_it_knows_that_the_job_is_not_managed_elsewhere()
     assert not put.record.managed
 
 
-def test_the_call_keeps_the_process_and_it_forms_the_generation_that_it_was_started_for() -> None:
+def test_worker_calling_run_keeps_its_process_and_forms_its_generation() -> None:
     machine = started()
     effects = machine.take(WorkerManaged(0, 1))
     assert machine.agent.policy.managed
@@ -85,13 +85,13 @@ def test_the_call_keeps_the_process_and_it_forms_the_generation_that_it_was_star
     assert forms(machine.take(WorkerManaged(1, 2), WorkerReady(1, 2))) == [(1, 3)]
 
 
-def test_where_the_world_may_shrink_those_that_set_up_are_not_passed_over() -> None:
+def test_workers_in_setup_stay_ready_when_the_job_may_shrink() -> None:
     machine = started(on_loss="shrink")
     (put,) = [e for e in machine.take(WorkerManaged(0, 1)) if isinstance(e, PutMember)]
     assert put.record.ready == (0, 1)
 
 
-def test_the_generation_breaks_while_it_sets_up() -> None:
+def test_worker_in_setup_keeps_its_process_when_the_generation_breaks() -> None:
     machine = started()
     machine.take(WorkerManaged(0, 1))
     effects = machine.take(WorkerExited(1, 2, "killed by SIGKILL"))
@@ -104,7 +104,7 @@ def test_the_generation_breaks_while_it_sets_up() -> None:
     assert machine.agent.workers[1].worker_id == 3, "and the other one is replaced"
 
 
-def test_one_that_ended_well_before_the_other_called_is_started_again() -> None:
+def test_worker_that_exited_cleanly_is_forked_again_when_the_job_becomes_managed() -> None:
     machine = started()
     machine.take(WorkerExited(1, 2, "exit code 0", 0))
     assert machine.stages()[1] is Stage.DONE
@@ -112,7 +112,7 @@ def test_one_that_ended_well_before_the_other_called_is_started_again() -> None:
     assert [e.slot for e in effects if isinstance(e, ForkWorker)] == [1]
 
 
-def test_a_newcomer_learns_it_from_the_others_and_sets_up_before_it_is_ready() -> None:
+def test_new_agent_of_a_managed_job_sets_up_its_workers_before_it_is_ready() -> None:
     managed = Member(msgspec.structs.replace(B.record, managed=True), B.create_revision)
     machine = Machine()
     machine.take(Start(), Joined())

@@ -69,7 +69,7 @@ def waits(verdict: Change | Wait) -> Wait:
 # ── the leader ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_while_one_of_the_first_few_is_there_it_leads_though_it_is_about_to_leave() -> None:
+def test_leader_is_a_draining_leader_candidate_while_one_is_present() -> None:
     """Beyond these not all see the members of a large job."""
     leaving = view(member("a", 1, draining="off"), member("b", 2, draining="off"), member("c", 3))
     assert leader(leaving, NOBODY, ABC, leader_candidates=2) == "a"
@@ -77,7 +77,7 @@ def test_while_one_of_the_first_few_is_there_it_leads_though_it_is_about_to_leav
     assert leader(leaving, frozenset({("a", "a.1")}), ABC, leader_candidates=2) == "c"
 
 
-def test_nobody_leads_nobody() -> None:
+def test_leader_of_an_empty_view_is_none() -> None:
     assert leader(view(), NOBODY, None) is None
     assert leader(view(), NOBODY, ABC) is None
 
@@ -101,7 +101,7 @@ def test_then_the_lowest_node_rank_leads_however_young() -> None:
     ],
     ids=["proven dead", "lease gone", "a new agent, without the state", "about to leave", "set aside"],
 )
-def test_the_next_one_leads_when_the_first_is(picture: JobView, dead: Dead) -> None:
+def test_leader_is_the_next_node_when_the_first_is_dead(picture: JobView, dead: Dead) -> None:
     assert leader(picture, dead, ABC) == "b"
 
 
@@ -113,7 +113,7 @@ def test_when_the_whole_generation_is_gone_the_oldest_of_the_others_leads() -> N
     assert leader(view(member("y", 8), member("x", 7)), NOBODY, ABC) == "x"
 
 
-def test_death_is_that_of_one_agent_not_of_its_node() -> None:
+def test_dead_agent_does_not_make_its_successor_on_the_node_dead() -> None:
     assert set(living(view(member("a", worker_id=2)), frozenset({("a", "a.1")}))) == {"a"}
 
 
@@ -126,13 +126,13 @@ def test_fewer_than_min_nodes_do_not_begin() -> None:
     assert verdict.reason == "1 of at least 2 nodes are ready"
 
 
-def test_with_min_nodes_it_waits_a_moment_for_more_and_then_begins() -> None:
+def test_first_generation_waits_briefly_at_min_nodes_and_then_forms() -> None:
     limits = Limits(2, 3, 5.0)
     assert not waits(decide(view(*ALL[:2]), None, limits=limits, reached_s=4.999)).below_min
     assert nodes(decide(view(*ALL[:2]), None, limits=limits, reached_s=5.0)) == ["a", "b"]
 
 
-def test_with_max_nodes_it_begins_at_once() -> None:
+def test_first_generation_forms_at_once_with_max_nodes() -> None:
     assert nodes(decide(view(*ALL), None)) == ["a", "b", "c"]
 
 
@@ -143,14 +143,14 @@ def test_of_too_many_the_oldest_begin() -> None:
 @pytest.mark.parametrize(
     "unfit", [member("b", 2, ready=()), member("b", 2, draining="off")], ids=["no worker stands", "about to leave"]
 )
-def test_who_is_not_fit_is_not_counted(unfit: Member) -> None:
+def test_unfit_node_does_not_count_toward_min_nodes(unfit: Member) -> None:
     assert waits(decide(view(ALL[0], unfit), None, limits=Limits(2, 3, 0.0))).below_min
 
 
 # ── a failure ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_broken_generation_is_followed_at_once_by_all_who_are_there() -> None:
+def test_broken_generation_is_followed_at_once_by_one_of_all_present_nodes() -> None:
     verdict = decide(view(*ALL, formed=ABC, failed=broken(4, "a", 0)), ABC, settled=False)
     assert nodes(verdict) == ["b", "c", "a"], "the one whose worker died goes behind the survivors"
     assert isinstance(verdict, Change)
@@ -162,12 +162,12 @@ def test_the_failure_of_an_older_generation_is_history() -> None:
     assert waits(decide(view(*ALL, formed=ABC, failed=broken(3, "a", 0)), ABC)).fine
 
 
-def test_a_newcomer_takes_the_place_of_who_is_gone() -> None:
+def test_new_node_takes_the_place_of_a_lost_node() -> None:
     picture = view(ALL[0], ALL[2], member("x", 9), formed=ABC)
     assert nodes(decide(picture, ABC)) == ["a", "c", "x"]
 
 
-def test_below_min_nodes_it_waits_and_says_for_whom() -> None:
+def test_membership_below_min_nodes_waits_and_names_the_missing_node() -> None:
     verdict = waits(decide(view(*ALL[:2], formed=ABC), ABC, limits=Limits(3, 3, 0.0)))
     assert verdict.below_min
     assert verdict.reason == "node c is gone; 2 of at least 3 nodes are there"
@@ -190,13 +190,13 @@ def test_proof_of_death_counts_even_while_steps_advance(picture: JobView, dead: 
     assert not verdict.planned
 
 
-def test_while_blind_absence_proves_nothing_and_what_is_broken_waits_for_the_absent() -> None:
+def test_blind_leader_waits_for_absent_nodes_after_a_failure() -> None:
     failed = broken(4, "a", 0)
     assert "may not have come back yet" in waits(decide(view(*ALL[:2], failed=failed), ABC, blind=True)).reason
     assert nodes(decide(view(*ALL[:2], failed=failed), ABC)) == ["b", "a"]
 
 
-def test_with_nobody_absent_being_blind_holds_nothing_up() -> None:
+def test_blind_leader_forms_at_once_if_no_node_is_absent() -> None:
     assert nodes(decide(view(*ALL, failed=broken(4, "a", 0)), ABC, blind=True)) == ["b", "c", "a"]
 
 
@@ -214,7 +214,7 @@ def test_a_rollback_that_was_cut_short_is_not_over(settled: bool, restore: str) 
     assert verdict.restore == restore
 
 
-def test_a_store_that_nobody_in_the_world_hosts_must_stand_until_it_has_stepped() -> None:
+def test_store_host_outside_the_generation_is_needed_until_the_first_step() -> None:
     """The one who hands over and leaves hosts the store of the generation that it is not in."""
     current = generation(4, [place("b"), place("c")], leader="a")
     assert not isinstance(decide(view(*ALL, formed=current), current, settled=False), Change)
@@ -227,7 +227,7 @@ def test_a_store_that_nobody_in_the_world_hosts_must_stand_until_it_has_stepped(
 # ── a planned change ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_as_it_should_be() -> None:
+def test_membership_with_all_nodes_present_needs_no_change() -> None:
     assert waits(decide(view(*ALL), ABC)).fine
 
 
@@ -250,7 +250,7 @@ def test_a_newcomer_above_max_nodes_is_a_spare() -> None:
     assert waits(decide(view(*ALL, member("x", 0)), ABC, steps_advance=True)).fine
 
 
-def test_who_drains_is_replaced_by_the_spare_and_the_reason_is_given() -> None:
+def test_draining_node_is_replaced_by_the_spare_with_the_reason_given() -> None:
     picture = view(ALL[0], member("b", 2, draining="maintenance"), ALL[2], member("x", 9))
     verdict = decide(picture, ABC, steps_advance=True)
     assert nodes(verdict) == ["a", "c", "x"]
@@ -258,20 +258,20 @@ def test_who_drains_is_replaced_by_the_spare_and_the_reason_is_given() -> None:
     assert verdict.why == "b leaves (maintenance), x joins"
 
 
-def test_nobody_leaves_below_min_nodes() -> None:
+def test_draining_node_stays_if_leaving_would_go_below_min_nodes() -> None:
     picture = view(*ALL[:2], member("c", 3, draining="maintenance"))
     verdict = waits(decide(picture, ABC, limits=Limits(3, 3, 0.0), steps_advance=True))
     assert verdict.below_min
     assert verdict.reason == "leaving now would leave 2 of at least 3 nodes"
 
 
-def test_the_only_holder_of_the_state_stays_to_hand_it_over() -> None:
+def test_draining_node_that_alone_holds_the_state_stays_to_hand_it_over() -> None:
     one = generation(4, [place("a")])
     picture = view(member("a", 1, draining="off"), member("x", 9))
     assert nodes(decide(picture, one, steps_advance=True, limits=Limits(1, 1, 0.0))) == ["a", "x"]
 
 
-def test_when_all_are_lost_before_their_first_step_who_was_left_out_hands_its_state_over() -> None:
+def test_excluded_node_hands_over_its_state_if_all_others_are_lost_before_a_step() -> None:
     current = generation(5, [place("b")])
     picture = view(*ALL[:2], formed=current, failed=broken(5, "b", 0), excluded_nodes=("a",))
     assert nodes(decide(picture, current, settled=False, last_committed=generation(4, [place("b"), place("a")]))) == [
@@ -285,7 +285,7 @@ def test_when_all_are_lost_before_their_first_step_who_was_left_out_hands_its_st
     assert nodes(decide(partly, both, settled=False, last_committed=ABC)) == ["b"]
 
 
-def test_rather_one_that_was_set_aside_than_none() -> None:
+def test_excluded_node_is_used_if_no_other_node_is_left() -> None:
     picture = view(*ALL[:1], failed=broken(5, "a", 0), excluded_nodes=("a",))
     alone = generation(5, [place("a")])
     assert nodes(decide(picture, alone)) == ["a"]
@@ -293,7 +293,7 @@ def test_rather_one_that_was_set_aside_than_none() -> None:
     assert nodes(decide(both, generation(5, [place("a"), place("b")]))) == ["b"]
 
 
-def test_a_node_that_has_been_set_aside_hands_its_state_over_before_it_leaves() -> None:
+def test_excluded_node_hands_over_its_state_before_it_leaves() -> None:
     """It may be the only one that committed the last step, and goes at the next planned change."""
     current = generation(5, [place("a", 0, 1), place("b")])
     both = member("a", 1, ready=(0, 1)), member("b", 2)
@@ -302,7 +302,7 @@ def test_a_node_that_has_been_set_aside_hands_its_state_over_before_it_leaves() 
     assert nodes(decide(view(*both, excluded_nodes=("a",)), current, steps_advance=True)) == ["b"]
 
 
-def test_who_came_since_the_last_step_may_not_hold_the_state_yet() -> None:
+def test_node_that_joined_since_the_last_step_is_not_counted_as_state_holder() -> None:
     current, last_committed = generation(5, [place("a"), place("b")]), generation(4, [place("a")])
     picture = view(*ALL[:2], formed=current, failed=broken(5, "b", 0), excluded_nodes=("a",))
     two = view(member("a", 1), member("b", 2, ready=(0, 1)), failed=broken(5, "b", 0), excluded_nodes=("a",))
@@ -312,7 +312,7 @@ def test_who_came_since_the_last_step_may_not_hold_the_state_yet() -> None:
     assert nodes(decide(picture, current, settled=False, last_committed=last_committed)) == ["a", "b"]
 
 
-def test_a_holder_whose_workers_died_has_nothing_to_hand_over() -> None:
+def test_draining_node_whose_workers_died_is_not_kept_for_handover() -> None:
     one = generation(4, [place("a")])
     picture = view(member("a", 1, draining="off"), member("x", 9), failed=broken(4, "a", 0))
     assert nodes(decide(picture, one)) == ["x"]
@@ -333,7 +333,7 @@ def test_a_node_is_bereft_when_all_its_workers_are_lost(slots: tuple[int, ...], 
     assert not all_workers_lost(current, "a", broken(3, "a", *slots))
 
 
-def test_on_one_node_the_survivor_goes_before_the_replaced() -> None:
+def test_surviving_slot_is_ordered_before_the_replaced_slot_of_a_node() -> None:
     both = member("a", ready=(0, 1))
     current = generation(4, [place("a", 0, 1)])
     assert arrange(current, [both], {("a", 0)}) == (place("a", 1, 0),)
@@ -379,7 +379,7 @@ generations = st.lists(
     dead=st.frozensets(st.sampled_from("abcd").map(lambda node: (node, f"{node}.1")), max_size=2),
     failed=st.none() | st.builds(broken, st.just(4), st.sampled_from("abcd"), st.integers(0, 1)),
 )
-def test_every_next_generation_is_one_that_can_form(
+def test_next_generation_can_always_form(
     picture: JobView, current: GenerationRecord | None, least: int, more: int, steps_advance: bool, settled: bool,
     blind: bool, dead: Dead, failed: BrokenRecord | None,
 ) -> None:  # fmt: skip

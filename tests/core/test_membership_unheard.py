@@ -24,23 +24,23 @@ def decide(present: list[str], *, steps_advance: bool) -> Change | Wait:
     )
 
 
-def test_while_steps_advance_nobody_is_left_out() -> None:
+def test_node_with_expired_lease_keeps_its_place_while_steps_advance() -> None:
     verdict = decide(["a"], steps_advance=True)
     assert isinstance(verdict, Wait)
     assert "b cannot be heard of" in verdict.reason
 
 
-def test_nor_is_anybody_taken_in_meanwhile() -> None:
+def test_new_node_is_not_admitted_while_a_place_holder_is_unheard_and_steps_advance() -> None:
     assert isinstance(decide(["a", "c"], steps_advance=True), Wait)
 
 
-def test_once_steps_stop_it_is_gone() -> None:
+def test_node_with_expired_lease_is_removed_once_steps_stop() -> None:
     verdict = decide(["a"], steps_advance=False)
     assert isinstance(verdict, Change)
     assert [place.node for place in verdict.places] == ["a"]
 
 
-def test_with_everybody_there_a_newcomer_is_taken_in() -> None:
+def test_new_node_is_admitted_as_planned_if_all_place_holders_are_present() -> None:
     verdict = decide(["a", "b", "c"], steps_advance=True)
     assert isinstance(verdict, Change)
     assert verdict.planned

@@ -80,18 +80,20 @@ def nodes_of(verdict: Change | Wait) -> str:
         ("ab", "ab", ["ax"], ""),  # of one who is not there
     ],
 )
-def test_who_is_left_out(nodes: str, seated: str, complaints: list[str], out: str) -> None:
+def test_reachability_cut_leaves_out_the_expected_nodes(
+    nodes: str, seated: str, complaints: list[str], out: str
+) -> None:
     assert cut(picture(nodes, seated, *complaints)) == out
 
 
-def test_one_who_leaves_goes_first() -> None:
+def test_reachability_cut_prefers_a_draining_node() -> None:
     view = JobView(
         members={"a": member("a", 1, draining="maintenance"), "b": member("b", 2, ("a",))}, generation=generation("ab")
     )
     assert cut(view) == "a"
 
 
-def test_one_who_has_lost_the_state_goes_first() -> None:
+def test_reachability_cut_prefers_a_node_that_lost_the_state() -> None:
     lost = BrokenRecord(generation=1, node="a", kind="exit", detail="", slots=(0,))
     assert cut(picture("ab", "ab", "ab", broken=lost)) == "a"
 
@@ -120,7 +122,7 @@ def _said(rng: random.Random, nodes: list[str], pairs: list[tuple[str, str]]) ->
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_what_holds_for_every_graph(seed: int) -> None:
+def test_reachability_cut_invariants_hold_on_random_graphs(seed: int) -> None:
     rng = random.Random(seed)
     found, order, seated = random_case(rng)
     out = reachability.left_out(found, order, seated)
@@ -136,7 +138,7 @@ def test_what_holds_for_every_graph(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_who_complains_and_in_which_order_makes_no_difference(seed: int) -> None:
+def test_reachability_cut_is_independent_of_reporter_and_order(seed: int) -> None:
     rng = random.Random(seed)
     nodes = [f"n{i}" for i in range(6)]
     pairs = rng.sample(list(itertools.combinations(nodes, 2)), 5)
@@ -152,7 +154,7 @@ def test_who_complains_and_in_which_order_makes_no_difference(seed: int) -> None
 
 
 @pytest.mark.parametrize("node", "abcdef")
-def test_the_one_of_a_star_goes_alone(node: str) -> None:
+def test_reachability_cut_of_a_star_leaves_out_only_its_center(node: str) -> None:
     others = "abcdef".replace(node, "")
     assert cut(picture("abcdef", "abcd", *(node + o for o in others))) == node
     assert cut(picture("abcdef", "abcd", *(o + node for o in others))) == node
@@ -161,13 +163,13 @@ def test_the_one_of_a_star_goes_alone(node: str) -> None:
 # ── what follows ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_one_who_is_cut_off_does_not_lead() -> None:
+def test_unreachable_node_is_not_leader() -> None:
     view = picture("abc", "abc", "ab", "ac")
     assert leader(view, NOBODY, view.generation) == "b"
     assert leader(picture("ab", "", "ab"), NOBODY, None) == "a"
 
 
-def test_while_steps_advance_nobody_loses_its_place() -> None:
+def test_unreachable_node_keeps_its_place_while_steps_advance() -> None:
     verdict = decide(picture("abc", "abc", "ac", "bc"), steps_advance=True)
     assert verdict == Wait("c cannot be reached by a, b")
 
@@ -186,7 +188,7 @@ def test_a_broken_generation_is_repaired_without_it() -> None:
     assert nodes_of(verdict) == "ab"
 
 
-def test_one_out_of_reach_is_no_witness() -> None:
+def test_unreachable_state_holder_does_not_keep_the_others_from_forming() -> None:
     """b alone holds the state, and cannot hand it over: what is at rest must do."""
     lost = BrokenRecord(generation=1, node="a", kind="exit", detail="killed", slots=(0,))
     assert nodes_of(decide(picture("abs", "ab", "ab", "sb", broken=lost), steps_advance=False)) == "as"
@@ -196,7 +198,7 @@ def test_a_spare_takes_its_place() -> None:
     assert nodes_of(decide(picture("abcd", "abc", "ac", "bc", "dc"), steps_advance=False)) == "abd"
 
 
-def test_below_min_it_waits_and_says_for_whom() -> None:
+def test_reachability_cut_below_min_nodes_waits_and_names_the_node() -> None:
     limits = Limits(2, 2, 0.0)
     verdict = decide(picture("ab", "ab", "ba"), steps_advance=False, limits=limits)
     assert verdict == Wait("b cannot be reached by a; 1 of at least 2 nodes are there", below_min=True)
@@ -207,7 +209,7 @@ def test_a_newcomer_that_cannot_be_reached_is_not_taken_in() -> None:
     assert nodes_of(decide(picture("abcd", "ab", "ac"), steps_advance=True)) == "abd"
 
 
-def test_it_is_taken_back_once_nobody_complains() -> None:
+def test_node_is_readmitted_once_no_peer_reports_it_unreachable() -> None:
     verdict = decide(picture("abc", "ab"), steps_advance=True)
     assert nodes_of(verdict) == "abc"
     assert isinstance(verdict, Change)
@@ -256,6 +258,6 @@ def test_in_a_large_job_lines_are_few_and_mutual() -> None:
     assert all({f"n{(i - 1) % 999:04}", f"n{(i + 1) % 999:04}"} <= lines[f"n{i:04}"] for i in range(999))
 
 
-def test_one_who_is_complained_of_is_looked_at_until_it_answers() -> None:
+def test_node_reported_unreachable_stays_watched() -> None:
     assert {"n0099", "n0042"} <= watched(big(100), "n0005", ("n0099", "n0042"))
     assert watched(big(100), "n0005", ("n0099", "n0042")) > watched(big(100), "n0005")

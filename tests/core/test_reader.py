@@ -100,7 +100,7 @@ def _change(etcd: Fake, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_is_read_in_steps_is_what_is_there(seed: int) -> None:
+def test_view_reader_gives_the_same_view_incrementally_as_afresh(seed: int) -> None:
     rng, etcd, reader = random.Random(seed), Fake(), Reader(KEYS)
     for _ in range(60):
         for _ in range(rng.randrange(3)):
@@ -108,7 +108,7 @@ def test_what_is_read_in_steps_is_what_is_there(seed: int) -> None:
         assert etcd.read(reader) == etcd.read(Reader(KEYS))
 
 
-def test_what_has_not_changed_is_the_same_object_and_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_view_reader_reuses_unchanged_records_without_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     etcd, reader = Fake(), Reader(KEYS)
     for node in ("a", "b"):
         etcd.put(KEYS.member(node), _member(node, 0))
@@ -129,7 +129,7 @@ def test_what_has_not_changed_is_the_same_object_and_not_decoded_again(monkeypat
     assert read == [encode(_member("b"))]
 
 
-def test_a_record_that_cannot_be_read_does_not_hide_what_changed_with_it() -> None:
+def test_view_reader_keeps_changes_that_came_with_an_unreadable_record() -> None:
     etcd, reader = Fake(), Reader(KEYS)
     etcd.put(KEYS.member("a"), _member("a", 0))
     etcd.read(reader)

@@ -139,11 +139,11 @@ def only(effects: list[Effect]) -> Effect:
 # ── coming ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_it_starts_with_a_lease_and_a_worker_for_each_slot() -> None:
+def test_agent_start_requests_a_lease_and_forks_a_worker_per_slot() -> None:
     assert kinds(Machine().take(Start())) == [Rejoin, ForkWorker, ForkWorker]
 
 
-def test_it_is_ready_when_all_its_workers_are() -> None:
+def test_agent_is_ready_when_all_its_workers_are_ready() -> None:
     machine = Machine()
     machine.take(Start(), Joined())
     assert machine.take(WorkerReady(0, 1)) == []
@@ -220,7 +220,7 @@ def test_a_second_death_in_a_row_pauses_and_a_step_forgives() -> None:
     assert calm.agent.workers[0].crashes == 0
 
 
-def test_who_cannot_even_start_is_charged_outside_any_generation() -> None:
+def test_worker_that_fails_to_start_is_charged_to_generation_zero() -> None:
     machine = Machine()
     machine.take(Start(), Joined())
     error = WorkerError(node="a", slot=0, rank=-1, message="ImportError: numpyy")
@@ -229,7 +229,7 @@ def test_who_cannot_even_start_is_charged_outside_any_generation() -> None:
     assert (effect.record.generation, effect.record.detail) == (0, "ImportError: numpyy")
 
 
-def test_what_all_workers_of_a_node_meet_in_their_setup_is_one_failure_a_round() -> None:
+def test_agent_charges_a_setup_failure_of_all_its_workers_once_per_round() -> None:
     machine = Machine()
     machine.take(Start(), Joined())
     charged = []
@@ -243,7 +243,7 @@ def test_what_all_workers_of_a_node_meet_in_their_setup_is_one_failure_a_round()
     assert ChargeFailure in kinds(machine.take(WorkerExited(0, machine.worker_id(0), "exit code 1", 1)))
 
 
-def test_while_a_job_cannot_begin_it_is_said_why() -> None:
+def test_agent_reason_names_the_newest_failure_while_the_job_cannot_start() -> None:
     machine = Machine()
     machine.take(Start(), Joined())
     error = WorkerError(node="b", slot=0, rank=-1, message="\nValueError: two\nlines")
@@ -260,7 +260,7 @@ def test_the_former_generation_is_the_newest_before_that_has_stepped_here() -> N
     assert machine.agent.last_committed == SECOND
 
 
-def test_what_a_replaced_process_says_is_not_heard() -> None:
+def test_agent_ignores_events_of_replaced_workers() -> None:
     machine = running()
     machine.take(WorkerExited(0, 1, "signal SIGKILL"), WorkerReady(0, 3))
     before = machine.agent
@@ -306,7 +306,7 @@ def test_a_standby_that_dies_is_charged_to_nobody() -> None:
 # ── letting go ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_who_does_not_let_go_in_time_is_killed() -> None:
+def test_worker_that_does_not_abort_the_group_in_time_is_killed() -> None:
     machine = running()
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
     assert machine.wait(TIMES.abort_s - 0.01) == []
@@ -323,7 +323,7 @@ def test_long_steps_are_given_as_long() -> None:
     assert kinds(machine.wait(0.1)) == [Kill, Kill]
 
 
-def test_who_has_declared_a_silence_is_given_more_time() -> None:
+def test_worker_that_declared_a_quiet_span_gets_more_time_to_abort() -> None:
     machine = running()
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
     machine.now_s += TIMES.abort_s - 0.01
@@ -343,7 +343,7 @@ def test_its_end_was_ordered_and_is_charged_to_nobody() -> None:
     assert (reported.record.kind, reported.record.slots, reported.record.charged) == ("respawn", (0,), False)
 
 
-def test_the_next_generation_is_formed_when_the_worker_has_let_go_and_not_before() -> None:
+def test_worker_forms_the_next_generation_only_after_its_group_is_closed() -> None:
     machine = running()
     second = generation(2, [place("b", 0, 1), place("a", 0, 1)])
     orders = told(machine.see(view(A, B, spec=SPEC, formed=second)))
@@ -363,7 +363,7 @@ def test_a_planned_change_lets_them_step_on_to_the_boundary() -> None:
     assert told(machine.wait(0.02)) == [messages.AbortGroup(generation=1, why="because")] * 2
 
 
-def test_a_generation_that_was_published_over_a_failure_as_planned_is_broken_by_it_too() -> None:
+def test_planned_generation_published_over_a_failure_is_reported_broken_too() -> None:
     """There is no boundary to step on to, and this node may be the only one that holds the state."""
     machine = running()
     machine.take(WorkerExited(0, 1, "signal SIGKILL"))
@@ -382,7 +382,7 @@ def test_the_record_of_an_older_generation_says_nothing_of_the_newest_one() -> N
 # ── suspicion ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_failed_collective_waits_for_who_knows_the_reason() -> None:
+def test_failed_collective_is_reported_only_after_waiting_for_the_cause() -> None:
     machine = running()
     assert machine.take(WorkerGroupClosed(0, 1, 1, 8, "connection reset")) == []
     assert machine.wait(SUSPICION_S - 0.01) == []
@@ -391,7 +391,7 @@ def test_a_failed_collective_waits_for_who_knows_the_reason() -> None:
     assert (said.record.kind, said.record.detail, said.record.slots) == ("comm", "connection reset", ())
 
 
-def test_and_says_nothing_when_another_has_said_it() -> None:
+def test_failed_collective_is_not_reported_when_the_cause_is_on_record() -> None:
     machine = running()
     machine.take(WorkerGroupClosed(0, 1, 1, 8, "connection reset"))
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
@@ -412,7 +412,7 @@ def test_letting_go_for_a_failure_that_is_known_raises_no_suspicion() -> None:
     assert machine.agent.suspicious_since_s is None
 
 
-def test_who_left_for_nothing_is_not_left_alone() -> None:
+def test_worker_that_closed_its_group_without_failure_gets_an_uncharged_report() -> None:
     machine = running()
     machine.take(WorkerGroupClosed(0, 1, 1, 8))
     assert machine.wait(IDLE_S - 0.01) == []
@@ -435,7 +435,7 @@ def test_that_a_generation_is_broken_is_said_again_until_the_view_shows_it() -> 
     assert machine.see(dataclasses.replace(picture, broken=broken(1, "a", 0))) == []
 
 
-def test_what_etcd_has_lost_is_written_back_and_the_workers_train_on() -> None:
+def test_records_lost_by_etcd_are_restored_while_workers_train() -> None:
     machine = running()
     effect = only(machine.see(view(revision=1)))
     assert isinstance(effect, Restore)
@@ -463,7 +463,7 @@ def lead_from(machine: Machine, picture: JobView) -> list[Publish]:
 BROKEN = view(A, B, spec=SPEC, formed=FIRST, failed=broken(1, "b", 0))
 
 
-def test_the_leader_publishes_once_on_what_it_saw() -> None:
+def test_leader_publishes_once_per_view() -> None:
     machine = running(formed=FIRST)
     publish = lead_from(machine, BROKEN)[0]
     assert (publish.number, publish.expect_revision, publish.at_step) == (2, BROKEN.generation_revision, None)
@@ -471,7 +471,7 @@ def test_the_leader_publishes_once_on_what_it_saw() -> None:
     assert lead_from(machine, BROKEN) == []
 
 
-def test_what_can_be_spared_is_neither_dead_nor_about_to_leave() -> None:
+def test_spare_count_excludes_dead_and_draining_nodes() -> None:
     """On it hangs whether a node may be set aside."""
     for others, spare in ((B, 1), (member("b", 2, ready=(0, 1), draining="maintenance"), 0)):
         machine = running(formed=FIRST)
@@ -481,19 +481,19 @@ def test_what_can_be_spared_is_neither_dead_nor_about_to_leave() -> None:
     assert [e.spare for e in effects if isinstance(e, Publish)] == [0]
 
 
-def test_a_lost_race_is_run_again_if_it_is_this_one_that_was_lost() -> None:
+def test_failed_publish_is_retried_only_for_the_current_attempt() -> None:
     machine = running(formed=FIRST)
     assert lead_from(machine, BROKEN)
     assert kinds(machine.take(PublishFailed(7))) == []
     assert Publish in kinds(machine.take(PublishFailed(2)))
 
 
-def test_who_does_not_lead_does_not_publish() -> None:
+def test_agent_that_is_not_leader_does_not_publish() -> None:
     machine = running(formed=SECOND)
     assert lead_from(machine, view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0))) == []
 
 
-def test_who_cannot_be_heard_does_not_lead() -> None:
+def test_agent_without_lease_or_connection_does_not_publish() -> None:
     leaseless = running(formed=FIRST)
     leaseless.take(LeaseLost("gone"))
     assert lead_from(leaseless, BROKEN) == []
@@ -502,7 +502,7 @@ def test_who_cannot_be_heard_does_not_lead() -> None:
     assert Publish not in kinds(cut.take(Viewed(BROKEN, False)))
 
 
-def test_who_is_not_yet_in_the_picture_does_not_lead() -> None:
+def test_restarted_agent_not_yet_in_the_view_does_not_publish() -> None:
     """Started anew, and a picture from before: it shows the agent that was here, and led."""
     machine = Machine()
     machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
@@ -533,7 +533,7 @@ def test_an_expired_lease_is_believed_once_steps_stop() -> None:
 
 
 @pytest.mark.parametrize(("step_s", "boundary"), [(0.1, 11), (1.0, 10), (0.01, 33)])
-def test_a_boundary_is_far_enough_ahead_for_everybody_to_hear_of_it(step_s: float, boundary: int) -> None:
+def test_planned_change_boundary_is_at_least_a_quarter_second_and_two_steps_ahead(step_s: float, boundary: int) -> None:
     """A quarter of a second, two steps at least; the newest step is 8."""
     machine = running(spec := JobSpec(name="job", script="train.py", nodes="1:3"), FIRST)
     machine.take(Progress(1, 8, step_s))
@@ -552,7 +552,7 @@ def test_after_a_wipe_a_number_is_left_out() -> None:
 # ── whom it believes dead ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_who_renews_its_lease_for_longer_than_it_lasts_is_not_dead() -> None:
+def test_peer_that_renews_its_lease_beyond_the_ttl_is_no_longer_dead() -> None:
     machine = running()
     machine.take(PeerDead("b", "b.1", "refused"))
     machine.wait(TIMES.lease_ttl_s + 1.0)
@@ -572,7 +572,7 @@ def test_a_hung_worker_is_named_and_killed() -> None:
     assert Kill(1, 2, "stopped") in effects
 
 
-def test_a_group_that_is_stuck_is_broken_once_and_nobody_is_killed() -> None:
+def test_stuck_group_is_reported_once_and_aborted_without_a_kill() -> None:
     machine = running()
     effects = machine.take(GroupStuck(0, 1, "has waited for 5400 s"), GroupStuck(1, 2, "has waited for 5400 s"))
     (said,) = (e for e in effects if isinstance(e, PutBroken))
@@ -588,7 +588,7 @@ def numbers(mode: str) -> list[Effect]:
     return machine.take(WorkerBadNumbers(0, 1, 1, 9, "nan", "loss is nan", (2,)))
 
 
-def test_bad_numbers_stop_the_job_or_take_it_back_or_neither() -> None:
+def test_bad_numbers_policy_stops_rolls_back_or_ignores() -> None:
     assert numbers("ignore") == []
     end, said = numbers("stop")[:2]
     assert end == PutPhase(Phase.FAILED, "nan on rank 2 at step 9: loss is nan", 2)
@@ -618,7 +618,7 @@ def test_when_all_is_done_workers_finish_by_themselves_and_then_the_agent_leaves
     assert machine.wait(1.0) == []
 
 
-def test_who_does_not_finish_in_time_is_killed() -> None:
+def test_worker_that_does_not_exit_in_time_after_success_is_killed() -> None:
     machine = running()
     machine.take(WorkerDone(0, 1, 1, 20), WorkerDone(1, 2, 1, 20))
     machine.see(ended(Phase.SUCCEEDED))
@@ -635,7 +635,7 @@ def test_a_stopped_job_ends_its_workers_gently_and_charges_nobody() -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.STOPPING, Phase.FAILED])
-def test_a_worker_that_lets_go_when_the_job_ends_has_its_grace_and_is_not_called_late(phase: Phase) -> None:
+def test_worker_aborting_the_group_when_the_job_ends_gets_its_grace_time(phase: Phase) -> None:
     machine = running()
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
     effects = machine.see(ended(phase, "no more")) + machine.wait(0.1)
@@ -645,7 +645,7 @@ def test_a_worker_that_lets_go_when_the_job_ends_has_its_grace_and_is_not_called
     ]
 
 
-def test_the_leader_says_succeeded_when_all_who_are_there_have_said_that_they_are_done() -> None:
+def test_leader_writes_succeeded_when_all_present_nodes_are_done() -> None:
     machine = running(formed=FIRST)
     machine.take(WorkerDone(0, 1, 1, 20), WorkerDone(1, 2, 1, 20))
     mine = member("a", 1, ready=(0, 1), done=1)
@@ -657,7 +657,7 @@ def test_the_leader_says_succeeded_when_all_who_are_there_have_said_that_they_ar
 # ── drains ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_who_has_no_rank_leaves_at_once() -> None:
+def test_drained_node_without_a_rank_leaves_at_once() -> None:
     machine = Machine()
     machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
     assert kinds(machine.take(Drain("maintenance", 1e9))) == [Kill, Kill]
@@ -672,7 +672,7 @@ def test_a_drain_is_announced_and_waits_for_the_leader() -> None:
     assert effect.record.draining == "maintenance"
 
 
-def test_at_its_deadline_it_leaves_whatever_happens() -> None:
+def test_drained_node_leaves_at_its_deadline() -> None:
     machine = running()
     machine.take(Drain("maintenance", machine.now_s + 60.0))
     assert machine.wait(59.9) == []
@@ -764,7 +764,7 @@ happenings: st.SearchStrategy[Event] = st.one_of(
 
 
 @given(st.lists(st.tuples(happenings, st.sampled_from([0.0, 0.0, 0.1, 1.0, 11.0])), max_size=40), st.integers(0, 1))
-def test_in_any_order_of_events_it_keeps_its_word(events: list[tuple[Event, float]], standby: int) -> None:
+def test_agent_invariants_hold_in_any_order_of_events(events: list[tuple[Event, float]], standby: int) -> None:
     machine = Machine(JobSpec(name="job", script="train.py", nodes="1:2", standby=standby))
     worker_ids: set[int] = set()
     newest, left = 0, 0

@@ -45,7 +45,7 @@ def test_just_the_budget_is_allowed() -> None:
     assert (state.phase, state.restarts) == (Phase.RUNNING, 3)
 
 
-def test_one_more_stops_the_job_and_says_what_the_budget_is() -> None:
+def test_restart_budget_exceeded_by_one_fails_the_job_and_states_the_budget() -> None:
     state, stopped = book(*((float(i), broken(step=i)) for i in range(4)))
     assert "4 failures within 100 s, 3 are allowed (restarts.budget); the last: planted" in stopped
     assert (state.phase, state.reason) == (Phase.FAILED, stopped)
@@ -56,7 +56,7 @@ def test_a_budget_of_nothing_allows_nothing() -> None:
     assert stopped
 
 
-def test_a_failure_leaves_the_window_when_it_is_as_old_as_that() -> None:
+def test_failure_leaves_the_budget_window_at_its_age_limit() -> None:
     four = [(0.0, broken(step=1)), (1.0, broken(step=2)), (2.0, broken(step=3))]
     assert book(*four, (99.9, broken(step=4)))[1]
     state, stopped = book(*four, (100.0, broken(step=4)))
@@ -77,7 +77,7 @@ def test_a_large_budget_is_a_budget_too() -> None:
     assert book(*many, rules=rules)[1]
 
 
-def test_what_is_not_charged_leaves_no_trace() -> None:
+def test_uncharged_failure_leaves_the_job_state_unchanged() -> None:
     before, _ = book((0.0, broken()))
     verdict = charge(before, broken(charged=False), RULES, 1.0, 1)
     assert verdict.state is before
@@ -110,12 +110,12 @@ def test_the_same_signal_at_the_same_step_is_none() -> None:
     assert not book(*((float(i), broken()) for i in range(9)), rules=Restarts())[1]
 
 
-def test_a_loop_before_the_first_step_is_one_too() -> None:
+def test_crash_loop_is_detected_before_the_first_step() -> None:
     loop = [(float(i), broken("E at setup", bug=True, step=None)) for i in range(3)]
     assert "crash loop" in book(*loop, rules=Restarts())[1]
 
 
-def test_a_setup_that_fails_in_each_worker_of_a_node_is_one_failure_per_try() -> None:
+def test_setup_failing_in_each_worker_of_a_node_is_charged_once_per_try() -> None:
     """One after the other, each in a generation of its own; and a job that never gets further is stopped."""
     tries = [
         msgspec.structs.replace(broken("LookupError", step=None, bug=True, generation=number + 1), slots=(number % 3,))
@@ -138,26 +138,26 @@ def test_the_last_error_stays_to_be_shown() -> None:
     assert state.error.message == "ValueError: planted"
 
 
-def test_a_node_that_fails_more_than_all_others_together_is_set_aside() -> None:
+def test_node_with_more_failures_than_all_others_together_is_excluded() -> None:
     rules = Restarts()
     few = [(float(i), broken(step=i)) for i in range(BAD_NODE_FAILURES)]
     assert book(*few[:-1], rules=rules)[0].excluded_nodes == ()
     assert book(*few, rules=rules)[0].excluded_nodes == ("a",)
 
 
-def test_a_tie_sets_nobody_aside() -> None:
+def test_nodes_with_equal_failures_are_not_excluded() -> None:
     each = [(float(i), broken(node=node, step=i)) for i in range(BAD_NODE_FAILURES) for node in "ab"]
     assert book(*each, rules=Restarts())[0].excluded_nodes == ()
 
 
-def test_a_node_that_cannot_be_spared_is_not_set_aside_and_comes_back() -> None:
+def test_excluded_node_returns_when_no_node_can_be_spared() -> None:
     bad, _ = book(*((float(i), broken(step=i)) for i in range(BAD_NODE_FAILURES)), rules=Restarts())
     assert bad.excluded_nodes == ("a",)
     assert charge(bad, broken(step=50), Restarts(), 9.0, 0).state.excluded_nodes == ()
 
 
 @pytest.mark.parametrize("spare", [0, 1, None])
-def test_a_node_that_its_daemon_has_set_aside_stays_so_whatever_fails_elsewhere(spare: int | None) -> None:
+def test_node_excluded_by_its_daemon_stays_excluded_on_failures_elsewhere(spare: int | None) -> None:
     aside = JobState(phase=Phase.RUNNING, excluded_nodes=("d",))
     for count in range(1, BAD_NODE_FAILURES + 3):
         aside = charge(aside, broken(step=count), Restarts(), float(count), spare).state
@@ -165,7 +165,7 @@ def test_a_node_that_its_daemon_has_set_aside_stays_so_whatever_fails_elsewhere(
         assert ("a" in aside.excluded_nodes) == (spare == 1 and count >= BAD_NODE_FAILURES)
 
 
-def test_a_node_set_aside_for_its_failures_comes_back_as_they_leave_the_window() -> None:
+def test_excluded_node_returns_when_its_failures_leave_the_window() -> None:
     bad, _ = book(*((float(i), broken(step=i)) for i in range(BAD_NODE_FAILURES)), rules=Restarts(window_s=100.0))
     aside = msgspec.structs.replace(bad, excluded_nodes=("a", "d"))
     after = charge(aside, broken(node="b"), Restarts(window_s=100.0), 500.0, 1).state
@@ -236,7 +236,7 @@ def test_no_state_to_go_on_from_is_charged_where_nothing_was_charged_before() ->
     assert book((0.0, broken(generation=3)), (1.0, lacking))[0].restarts == 2, "generation 4 had state"
 
 
-def test_what_is_missing_may_come_and_is_no_crash_loop() -> None:
+def test_missing_state_is_charged_to_the_budget_and_not_as_crash_loop() -> None:
     rules = Restarts(budget=10, same_failure=3)
     lacking = [(float(i), broken("NoStateError at source.py:75", step=0, bug=True)) for i in range(11)]
     assert book(*lacking[:10], rules=rules)[1] == ""

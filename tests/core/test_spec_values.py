@@ -49,7 +49,7 @@ def test_refused_with_field_and_cure(fields: dict[str, Any], words: str) -> None
     assert len(str(refused.value)) <= MAX_MESSAGE_CHARS + 3
 
 
-def test_what_people_write_is_taken() -> None:
+def test_job_spec_accepts_ordinary_values() -> None:
     env = {"OMP_NUM_THREADS": "4", "a.b-c": "x=y", "EMPTY": "", "WORDS": 'he said "no"\n', "É": "ü"}
     spec = parse_job(JOB | {"env": env, "args": ["--lr", "0.1", ""], "workers_per_node": 1024, "nodes": "2:16"})
     assert spec.env == env

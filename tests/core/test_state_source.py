@@ -20,7 +20,7 @@ def test_survivors_keep_theirs_and_the_newcomer_receives_from_the_lowest() -> No
     assert (choice.kind, choice.source, choice.version, choice.needs) == ("live", 0, (3, 40), (2,))
 
 
-def test_a_rank_that_is_one_step_ahead_is_the_source() -> None:
+def test_state_source_is_the_rank_one_step_ahead() -> None:
     choice = choose([offer(0, (3, 40)), offer(1, (3, 41)), offer(2, (3, 40))])
     assert (choice.source, choice.version, choice.needs) == (1, (3, 41), (0, 2))
 
@@ -51,7 +51,7 @@ def test_nothing_anywhere_takes_the_first_whole_set_up_to_all_others() -> None:
     assert (choice.kind, choice.source, choice.needs) == ("setup", 1, (0, 2))
 
 
-def test_who_has_had_a_checkpoint_does_not_begin_anew() -> None:
+def test_state_source_refuses_a_fresh_start_if_a_checkpoint_is_known() -> None:
     offers = [offer(0), offer(1, known_step=40), offer(2, known_step=20)]
     with pytest.raises(NoStateError, match=r"a checkpoint of step 40.*submit the job again"):
         choose(offers)
@@ -69,7 +69,7 @@ def test_among_equals_live_beats_snapshot_beats_checkpoint() -> None:
     assert [choose(everything[:n]).kind for n in (1, 2, 3)] == ["checkpoint", "snapshot", "live"]
 
 
-def test_roll_back_ignores_what_is_live_and_all_others_receive() -> None:
+def test_state_source_in_a_rollback_ignores_live_state_and_all_others_receive() -> None:
     offers = [offer(0, (3, 44), checkpoint=(3, 20)), offer(1, (3, 44), snapshot=(3, 40))]
     choice = choose(offers, "snapshot")
     assert (choice.kind, choice.source, choice.version, choice.needs) == ("snapshot", 1, (3, 40), (0,))

@@ -54,7 +54,7 @@ def test_a_rank_that_runs_no_python_or_is_stopped_comes_first() -> None:
     assert explain([computing, stopped, *others(0, 1)], NODES, 3).rank == 1
 
 
-def test_a_rank_whose_train_has_returned_is_named() -> None:
+def test_standstill_cause_names_the_rank_whose_train_has_returned() -> None:
     cause = explain([*others(1), known(1, "finishing", (3, 40, 2**31))], NODES, 3)
     assert cause.rank == 1
     assert cause.because == "its train has returned at step 40, others go on"
@@ -71,7 +71,7 @@ def test_a_rank_of_which_nothing_is_known_is_named() -> None:
     assert "not among those that are known to wait (nor are 1 others)" in cause.because
 
 
-def test_what_was_told_in_an_earlier_standstill_counts_for_nothing() -> None:
+def test_standstill_cause_ignores_standings_of_an_earlier_standstill() -> None:
     earlier = known(2, "computing", (3, 7, 0), waits=False)
     assert explain([*others(2), earlier], NODES, 3).because.startswith("the others wait")
     older = known(2, "computing", (2, 40, 0), waits=False)
@@ -100,7 +100,7 @@ def test_the_same_is_told_once() -> None:
     assert worth_telling(further, said, crowd=False) == further
 
 
-def test_in_a_crowd_only_what_may_be_the_cause_is_told() -> None:
+def test_standings_of_a_large_job_are_sent_only_if_they_may_be_the_cause() -> None:
     waits, works = known(0).standing, known(1, "computing", waits=False).standing
     assert worth_telling((waits,), (), crowd=True) is None
     assert worth_telling((waits, works), (), crowd=True) == (works,)

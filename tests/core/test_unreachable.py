@@ -86,7 +86,7 @@ def published(effects: list[Effect]) -> list[str]:
 # ── what it says ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_it_says_whom_it_cannot_reach_and_when_it_can_again() -> None:
+def test_agent_reports_unreachable_peers_and_their_return() -> None:
     machine = Machine()
     assert machine.said(PeerUnreachable("c", "c.1", "no answer")) == [("c",)]
     assert machine.said(PeerUnreachable("c", "c.1", "no answer")) == []
@@ -96,11 +96,11 @@ def test_it_says_whom_it_cannot_reach_and_when_it_can_again() -> None:
 
 
 @pytest.mark.parametrize(("node", "incarnation"), [("c", "c.0"), ("x", "x.1")])
-def test_it_complains_of_nobody_who_is_not_there(node: str, incarnation: str) -> None:
+def test_agent_does_not_report_absent_peers_unreachable(node: str, incarnation: str) -> None:
     assert Machine().said(PeerUnreachable(node, incarnation, "no answer")) == []
 
 
-def test_who_is_gone_is_not_complained_of_any_more() -> None:
+def test_unreachable_report_is_withdrawn_when_the_peer_is_gone() -> None:
     machine = Machine()
     machine.take(PeerUnreachable("c", "c.1", "no answer"))
     left = view(member("a", 0), member("b", 1), spec=SPEC, formed=FORMED)
@@ -150,7 +150,7 @@ def test_while_steps_advance_nothing_is_torn() -> None:
     assert published(machine.wait(STALL_S * 1.1)) == ["ab"]
 
 
-def test_a_repair_leaves_it_out() -> None:
+def test_unreachable_node_is_left_out_of_the_generation_after_a_failure() -> None:
     machine = Machine()
     machine.wait(0.1, Viewed(picture("ca", "cb"), True))
     failed = broken(1, "b", kind="hang")
@@ -158,13 +158,13 @@ def test_a_repair_leaves_it_out() -> None:
     assert published(machine.wait(0.1, Viewed(picture("ca", "cb", failed=failed), True))) == ["ab"]
 
 
-def test_the_next_one_leads_when_the_leader_is_cut_off() -> None:
+def test_leader_is_the_next_node_when_the_leader_is_unreachable() -> None:
     machine = Machine("b")
     machine.wait(5.0, Viewed(picture("ab", "ac"), True))
     assert published(machine.wait(1.1 * DISPUTE_S)) == ["bc"]
 
 
-def test_who_is_cut_off_decides_nothing_and_says_why_it_waits() -> None:
+def test_unreachable_leader_publishes_nothing_and_states_why_it_waits() -> None:
     machine = Machine("a")
     machine.wait(5.0, Viewed(picture("ba", "ac"), True))
     assert published(machine.wait(10.0)) == []

@@ -79,7 +79,7 @@ def test_while_all_step_the_first_few_see_the_members(node: str, sees: bool) -> 
     assert machine.sees(1.0) is sees
 
 
-def test_until_it_has_stepped_it_keeps_seeing_them() -> None:
+def test_agent_watches_all_members_until_the_first_step() -> None:
     machine = Machine()
     machine.take(Viewed(WHOLE, True))
     assert machine.sees()
@@ -89,14 +89,14 @@ def test_until_it_has_stepped_it_keeps_seeing_them() -> None:
     assert machine.sees()
 
 
-def test_who_sees_the_head_alone_goes_on_so_over_a_change() -> None:
+def test_agent_watching_the_head_only_continues_so_over_a_planned_change() -> None:
     machine = running()
     machine.take(Viewed(head(FORMED), True), Viewed(head(generation(2, [place(n) for n in NAMES[1:]]), 21), True))
     machine.now_s += LIMIT_S
     assert not machine.sees(60.0)
 
 
-def test_when_nothing_steps_they_look_one_wave_after_another() -> None:
+def test_agents_watch_all_members_in_waves_when_steps_stop() -> None:
     machine = running("g")
     machine.take(Viewed(head(FORMED), True))
     machine.now_s += LIMIT_S + 3 * WAVE_S
@@ -107,7 +107,7 @@ def test_when_nothing_steps_they_look_one_wave_after_another() -> None:
     assert not machine.sees(60.0)
 
 
-def test_the_dead_before_it_make_it_a_deputy() -> None:
+def test_agent_watches_all_members_when_the_leader_candidates_before_it_are_dead() -> None:
     machine = running("d")
     machine.take(Viewed(head(FORMED), True), PeerDead("a", "a.1", "refused"))
     assert not machine.sees(1.0)
@@ -115,7 +115,7 @@ def test_the_dead_before_it_make_it_a_deputy() -> None:
     assert machine.sees(1.0)
 
 
-def test_who_has_no_place_who_is_drained_and_whose_script_is_plain_see_all() -> None:
+def test_spare_drained_and_plain_script_agents_watch_all_members() -> None:
     spare = Machine("z")
     spare.take(Viewed(head(FORMED), True))
     assert spare.sees(1.0)
@@ -151,7 +151,7 @@ def test_before_the_first_generation_the_oldest_see_all_and_others_look_again() 
     assert late.sees(2 * FORMING_LEASES * TTL_S)
 
 
-def test_it_looks_until_it_has_seen() -> None:
+def test_agent_watches_all_members_until_a_full_view_arrives() -> None:
     machine = running()
     machine.take(Viewed(head(FORMED), True))
     assert machine.sees(None), "it watches all again, and no picture of it has come"
@@ -160,7 +160,7 @@ def test_it_looks_until_it_has_seen() -> None:
 # ── the picture without members ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_those_who_have_a_place_stand_for_the_members() -> None:
+def test_head_view_derives_members_from_the_places() -> None:
     picture = head(FORMED)
     assert not picture.whole
     assert list(picture.members) == list(NAMES)
@@ -173,7 +173,7 @@ def test_those_who_have_a_place_stand_for_the_members() -> None:
     assert head(None).members == {}
 
 
-def test_who_does_not_see_the_members_does_not_lead() -> None:
+def test_agent_without_a_full_view_does_not_publish() -> None:
     machine = running("a")
     failed = broken(1, "c", 0)
     machine.take(Viewed(dataclasses.replace(head(FORMED), broken=failed), True), Tick())
@@ -182,7 +182,7 @@ def test_who_does_not_see_the_members_does_not_lead() -> None:
     assert len(machine.published) == 1
 
 
-def test_a_watch_begun_anew_without_contact_does_not_empty_the_picture() -> None:
+def test_restarted_watch_without_contact_keeps_the_last_view() -> None:
     machine = running()
     machine.take(Viewed(JobView(), False))
     assert not machine.agent.connected

@@ -153,7 +153,7 @@ def test_only_a_job_that_is_over_is_forgotten(desk: WriteQueue) -> None:
     assert refused.value.status == 404
 
 
-def test_somebody_elses_change_is_not_lost(desk: WriteQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_state_update_keeps_concurrent_changes(desk: WriteQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     desk.actions.submit(RAW, by="x")
     get, rivals = desk.client.get, 2
 
@@ -174,7 +174,7 @@ def test_somebody_elses_change_is_not_lost(desk: WriteQueue, monkeypatch: pytest
     assert refused.value.status == 409
 
 
-def test_without_etcd_it_says_so_and_whether_it_may_have_been_done(desk: WriteQueue) -> None:
+def test_request_without_etcd_is_refused_and_states_if_its_outcome_is_unknown(desk: WriteQueue) -> None:
     desk.client.cut()
     with pytest.raises(Refused, match="etcd cannot be reached now, and this needs it") as refused:
         desk.actions.submit(RAW, by="x")
@@ -199,7 +199,7 @@ def test_a_drain_and_its_end(desk: WriteQueue) -> None:
         desk.actions.drain("a", "x", 0.0)
 
 
-def test_uncordon_is_the_way_back_for_a_node_set_aside(desk: WriteQueue) -> None:
+def test_uncordon_readmits_an_excluded_node(desk: WriteQueue) -> None:
     desk.actions.submit(RAW, by="x")
     desk.client.put(KEYS.node("a"), encode(NODE))
     failures = tuple(Failure(wall_s=1.0, generation=1, node=n, fingerprint="x") for n in "aab")
@@ -220,7 +220,7 @@ def test_uncordon_is_the_way_back_for_a_node_set_aside(desk: WriteQueue) -> None
 # ── the writer ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_node_is_registered_under_a_lease_and_says_when_it_is_lost(desk: WriteQueue) -> None:
+def test_node_registration_is_leased_and_lease_loss_is_reported(desk: WriteQueue) -> None:
     desk.writer.register(NODE, 5.0, 1.5)
     desk.writer.register(NODE, 5.0, 1.5)  # the same is under way
     registered, done = desk.written()

@@ -41,7 +41,9 @@ def config(folder: pathlib.Path) -> AgentConfig:
 @pytest.mark.parametrize(
     ("code", "blamed"), [(errno.EMFILE, False), (errno.ENOSPC, False), (errno.EAGAIN, False), (errno.ENOENT, True)]
 )
-def test_only_what_the_job_can_help_sets_the_node_aside(tmp_path: pathlib.Path, code: int, blamed: bool) -> None:
+def test_node_is_excluded_only_for_start_failures_the_job_can_influence(
+    tmp_path: pathlib.Path, code: int, blamed: bool
+) -> None:
     log = structlog.get_logger()
     agents = Agents(tmp_path, Refuses(code), Threads(log), lambda gone: None, log)
     for _ in range(8):

@@ -129,7 +129,7 @@ def put(template: Any, text: str, field: str = "") -> Any:
 
 @pytest.mark.parametrize("text", NASTY)
 @pytest.mark.parametrize("view", ANSWERS)
-def test_one_strange_text_in_every_field(view: str, text: str) -> None:
+def test_views_stay_sound_with_strange_text_in_every_field(view: str, text: str) -> None:
     shown = screen(view, put(ANSWERS[view], text), 80)
     assert_sound(shown, 80)
     if text in (GLOO, "[red]x[/red]", ":smile:"):
@@ -139,7 +139,7 @@ def test_one_strange_text_in_every_field(view: str, text: str) -> None:
 @given(TEXT)
 @example("\r")
 @settings(max_examples=200, deadline=None)
-def test_what_a_worker_prints_keeps_its_colours_and_nothing_else(text: str) -> None:
+def test_worker_output_keeps_colours_and_no_other_control_characters(text: str) -> None:
     said = ctl_text.output(text)
     plain = re.sub(r"\x1b\[[0-9;:]*m", "", said)
     assert not re.search(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]", plain)

@@ -102,18 +102,18 @@ def test_auto_takes_the_whole_node() -> None:
     assert made.of("a") == {"j1": 3}
 
 
-def test_a_job_that_does_not_fit_lets_the_next_one_in() -> None:
+def test_assignment_places_the_next_job_if_an_older_one_does_not_fit() -> None:
     made = plan(cluster([node("a")], [job("j1", workers=4), job("j2")]), {}, "a")
     assert where(made) == {"j1": [], "j2": ["a"]}
 
 
-def test_what_runs_stays_though_an_older_job_waits() -> None:
+def test_assignment_keeps_a_running_job_while_an_older_one_waits() -> None:
     younger = replace(job("j2"), members={"a": member("a")})
     made = plan(cluster([node("a")], [job("j1"), younger]), {}, "a")
     assert where(made) == {"j1": [], "j2": ["a"]}
 
 
-def test_our_own_agent_counts_before_it_is_a_member() -> None:
+def test_assignment_counts_the_local_agent_before_it_is_a_member() -> None:
     made = plan(cluster([node("a"), node("b")], [job("j1")]), {"j1": 2}, "b")
     assert where(made) == {"j1": ["b"]}
 
@@ -133,25 +133,25 @@ def test_a_node_out_of_order_takes_no_new_job_but_keeps_its_old_one(sick: Node) 
     assert where(plan(cluster([sick], [standing]), {}, "a")) == {"j1": ["a"]}
 
 
-def test_the_replacement_of_a_draining_node_comes_before_it_goes() -> None:
+def test_assignment_adds_the_replacement_before_a_draining_node_leaves() -> None:
     draining = replace(node("a"), drain=DrainRecord(reason="r", since_wall_s=0))
     standing = replace(job("j1"), members={"a": member("a")})
     assert where(plan(cluster([draining, node("b")], [standing]), {}, "b")) == {"j1": ["a", "b"]}
 
 
-def test_a_node_set_aside_is_replaced_and_told_to_leave() -> None:
+def test_assignment_replaces_an_excluded_node_and_tells_it_to_leave() -> None:
     standing = replace(job("j1", excluded_nodes=["a"]), members={"a": member("a")})
     made = plan(cluster([node("a"), node("b")], [standing]), {}, "a")
     assert where(made) == {"j1": ["a", "b"]}
     assert "excluded" in made.leaving("a")["j1"]
 
 
-def test_a_node_set_aside_stays_while_there_is_no_other() -> None:
+def test_assignment_keeps_an_excluded_node_while_there_is_no_other() -> None:
     standing = replace(job("j1", excluded_nodes=["a"]), members={"a": member("a")})
     assert plan(cluster([node("a")], [standing]), {}, "a").leaving("a") == {}
 
 
-def test_a_job_scaled_down_gives_up_those_outside_its_generation_and_then_the_youngest() -> None:
+def test_assignment_scale_down_drops_nodes_outside_the_generation_then_the_youngest() -> None:
     places = tuple(Place(node=n, incarnation="i", host=n, slots=(0,)) for n in ("b", "c"))
     generation = GenerationRecord(number=1, places=places, store_host="", store_port=1, leader="b", why="")
     members = {n: member(n) for n in ("a", "b", "c")}

@@ -70,7 +70,7 @@ def test_tables_lists_and_numbers_from_text() -> None:
         ("cluster = ", "is not TOML"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_value(tmp_path: pathlib.Path, text: str, words: str) -> None:
+def test_config_error_names_the_setting_and_its_value(tmp_path: pathlib.Path, text: str, words: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(InvalidConfig, match=re.escape(words)) as error:
         config.load(path, {}, {})

@@ -153,7 +153,7 @@ def test_a_stopping_job_is_stopped_when_its_last_agent_is_gone() -> None:
     assert (stopped.phase, stopped.since_wall_s) == (Phase.STOPPED, 5.0)
 
 
-def test_a_job_that_cannot_start_anywhere_fails_else_only_the_node_is_set_aside() -> None:
+def test_job_fails_only_if_no_node_can_start_it_else_the_node_is_excluded() -> None:
     alone = state(job(Phase.PENDING), failed="no torch")
     assert alone is not None
     assert alone.phase is Phase.FAILED
@@ -254,7 +254,7 @@ def test_a_tail_follows_files_that_grow_appear_and_are_cut(tmp_path: pathlib.Pat
     assert list(tail.rest()) == []
 
 
-def test_a_tail_of_one_slot_and_of_nothing(tmp_path: pathlib.Path) -> None:
+def test_log_tail_of_one_slot_and_of_an_absent_folder(tmp_path: pathlib.Path) -> None:
     (tmp_path / "slot0.ab.0001.log").write_text("zero\n")
     (tmp_path / "slot10.ab.0002.log").write_text("ten\n")
     (tmp_path / "standby.ab.0003.log").write_text("s\n")
@@ -268,7 +268,7 @@ def test_a_long_log_is_read_from_its_end(tmp_path: pathlib.Path) -> None:
     assert [line.text for line in Tail(Folder(tmp_path)).last(2)] == ["line 99998", "line 99999"]
 
 
-def test_the_last_lines_are_found_however_far_back_they_begin(tmp_path: pathlib.Path) -> None:
+def test_log_tail_finds_the_last_lines_of_a_long_log(tmp_path: pathlib.Path) -> None:
     (tmp_path / "slot0.ab.0001.log").write_text("".join(f"line {i}\n" for i in range(100_000)) + "half")
     tail = Tail(Folder(tmp_path))
     assert [line.text for line in tail.last(90_000)] == [f"line {i}" for i in range(10_000, 100_000)]
@@ -277,7 +277,7 @@ def test_the_last_lines_are_found_however_far_back_they_begin(tmp_path: pathlib.
     assert len(tail.last(200_000)) == 100_000
 
 
-def test_a_tail_that_would_take_too_much_reading_says_that_it_is_cut(
+def test_log_tail_beyond_its_read_limit_is_marked_as_cut(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "PAST_BYTES", 1000)
@@ -362,7 +362,7 @@ def test_a_job_file_takes_its_own_name(tmp_path: pathlib.Path) -> None:
         ctl_jobs.from_file(path)
 
 
-def test_a_node_that_was_set_aside_is_tried_again_after_a_while() -> None:
+def test_node_excluded_by_its_daemon_is_retried_after_a_while() -> None:
     failures = tuple(Failure(wall_s=1.0, generation=1, node=n, fingerprint="f") for n in ("a", "b"))
     aside = JobState(
         phase=Phase.RUNNING, excluded_nodes=("a", "b"), failures=failures, reason="no agent comes up on a: so"
@@ -380,7 +380,7 @@ def test_a_node_that_was_set_aside_is_tried_again_after_a_while() -> None:
     assert reconcile.job_state(of, cluster, "c", False, "", 5.0, reconcile.SET_ASIDE_S) is None
 
 
-def test_a_node_that_was_set_aside_for_its_failures_is_tried_again_too() -> None:
+def test_node_excluded_for_worker_failures_is_retried_after_a_while() -> None:
     """And one more failure there is not enough to set it aside once more."""
     state, rules = JobState(phase=Phase.RUNNING, excluded_nodes=("b",)), Restarts()
 

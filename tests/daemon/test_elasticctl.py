@@ -98,7 +98,7 @@ def test_run_follows_and_ends_with_the_jobs_result(node: Node, script: pathlib.P
     node.ctl("stop", "train-2")
 
 
-def test_what_is_refused_is_refused_in_words(node: Node, script: pathlib.Path) -> None:
+def test_elasticctl_prints_why_a_job_is_refused(node: Node, script: pathlib.Path) -> None:
     here = script.parent
     wrong = node.ctl("run", "--set", "nods=2", "--", "train.py", cwd=here)
     assert (wrong.returncode, wrong.stderr) == (2, "elasticctl: nods = 2: no such field; did you mean 'nodes'?\n")
@@ -170,7 +170,7 @@ def test_config_show(node: Node) -> None:
     assert "how long etcd keeps a node's" in text.lower()
 
 
-def test_without_a_daemon_it_says_what_to_do(node: Node, tmp_path: pathlib.Path) -> None:
+def test_elasticctl_without_a_daemon_prints_what_to_do(node: Node, tmp_path: pathlib.Path) -> None:
     done = node.ctl("--socket", str(tmp_path / "none.sock"), "status")
     assert done.returncode == 5
     assert "no elasticd on this machine" in done.stderr

@@ -84,7 +84,7 @@ def test_a_dead_agent_is_started_again(node: Node) -> None:
     assert procs.alive(after)
 
 
-def test_a_job_whose_agent_never_comes_up_fails_with_the_agents_words(node: Node) -> None:
+def test_job_whose_agent_never_starts_fails_with_the_agent_output(node: Node) -> None:
     node.submit("stillborn", {"silent": True, "exit_after_s": 0, "exit_code": 3}, workers_per_node=1)
     detail = eventually(lambda: (d := node.job("stillborn"))["phase"] == "failed" and d, 15)
     assert "ended with exit code 3" in detail["reason"]
@@ -147,7 +147,7 @@ def test_an_embedded_etcd_that_dies_is_started_again(nodes: Nodes) -> None:
     assert any(e["event"] == "etcd.died" and e["exit_code"] == -9 for e in node.events())
 
 
-def test_with_etcd_down_it_serves_what_it_saw_last(nodes: Nodes) -> None:
+def test_daemon_serves_the_last_snapshot_while_etcd_is_down(nodes: Nodes) -> None:
     with EtcdServer() as server:
         node = nodes.add("cut", etcd__endpoints=server.endpoint)
         node.submit("train")

@@ -14,7 +14,7 @@ from support.wait import eventually
 pytestmark = pytest.mark.etcd
 
 
-def test_it_is_found_by_its_lock_and_started_anew_where_it_shall_listen_elsewhere() -> None:
+def test_embedded_etcd_is_adopted_by_its_lock_and_restarted_on_a_new_listen_address() -> None:
     with Nodes() as nodes:
         node = nodes.add("found")
         etcd = node.etcd_pid()
@@ -32,7 +32,7 @@ def test_it_is_found_by_its_lock_and_started_anew_where_it_shall_listen_elsewher
         assert row["reason"] == "kept", "its data are the same"
 
 
-def test_one_of_an_earlier_elasticd_that_anyone_may_write_to_is_not_used() -> None:
+def test_embedded_etcd_of_an_earlier_version_without_access_control_is_not_adopted() -> None:
     with Nodes() as nodes:
         node = nodes.add("early", start=False)
         (node.state / "etcd").mkdir(mode=0o700)

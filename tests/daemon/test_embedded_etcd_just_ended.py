@@ -23,7 +23,9 @@ class Starts:
         return launch.Started(7, None)
 
 
-def test_one_that_ends_while_it_is_looked_at_is_started_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_etcd_that_exits_during_adoption_is_started_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launch, "holder", lambda lock: 2**22 + 1)  # no process has this number
     settings = Settings(state_dir=str(tmp_path), etcd=EtcdSettings(embedded_binary="/bin/true"))
     log: Any = Quiet()

@@ -14,7 +14,7 @@ from elastic.core.spec import JobSpec
 from elasticd import launch
 
 
-def test_what_is_no_text_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_environment_omits_variables_that_are_not_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable of the shell that elasticd was started from, in another encoding, must not keep jobs from running."""
     monkeypatch.setitem(os.environ, "ELT_LATIN", os.fsdecode(b"caf\xe9"))
     monkeypatch.setitem(os.environ, "ELT_TEXT", "café")
@@ -31,7 +31,7 @@ CONFIG = AgentConfig(
 )  # fmt: skip
 
 
-def test_workers_get_what_a_login_sets_and_nothing_that_systemd_tells_its_service() -> None:
+def test_worker_environment_has_login_variables_and_no_systemd_service_variables() -> None:
     """systemd starts an agent as a unit of its own, with variables of its own, and sets no HOME for a service."""
     told = dict.fromkeys(("INVOCATION_ID", "JOURNAL_STREAM", "MEMORY_PRESSURE_WATCH", "STATE_DIRECTORY"), "x")
     env = worker_env.base(CONFIG, JobSpec(name="train", script="x.py"), {"PATH": "/bin", **told})

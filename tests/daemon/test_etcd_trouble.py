@@ -101,7 +101,7 @@ def compactions(loop: Any) -> list[int]:
     return cast(list[int], loop._writer.compacted)
 
 
-def test_what_is_compacted_is_as_old_as_is_said() -> None:
+def test_etcd_compaction_keeps_revisions_of_the_configured_age() -> None:
     assert compactions(bare_loop(30.0)) == [100, 103, 106]
     assert compactions(bare_loop(0.0)) == []
     assert compactions(bare_loop(30.0, ())) == [], "the embedded etcd does it by itself"

@@ -137,7 +137,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_refused_in_words(door: Door, name: str) -> None:
+def test_malformed_request_is_answered_with_a_status_and_a_message(door: Door, name: str) -> None:
     raw, status = WRONG[name]
     got, content = door.say(raw)
     assert got == status, content
@@ -197,7 +197,7 @@ def test_a_request_that_does_not_arrive_is_told_so(door: Door, monkeypatch: pyte
     assert (status, content["error"]["message"]) == (408, "the request was not complete after 0.05 s")
 
 
-def test_one_users_slow_connections_do_not_keep_others_out(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_connections_of_one_user_do_not_block_other_users(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     users = iter([1000] * 78 + [0] * 5 + [1001])
     monkeypatch.setattr(door.server, "_owner", lambda _: next(users))
     with contextlib.ExitStack() as slow:
@@ -209,7 +209,9 @@ def test_one_users_slow_connections_do_not_keep_others_out(door: Door, monkeypat
             assert door.say(b"GET /v1/status HTTP/1.1\r\nHost: x\r\n\r\n")[0] == 200
 
 
-def test_who_gets_no_place_is_told_why(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_beyond_the_connection_limit_is_answered_with_the_reason(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(door.server, "_places", Places(4, 0))
     status, content = door.say(post("/v1/jobs", b"{}"))
     assert (status, content["error"]["message"]) == (
@@ -289,7 +291,7 @@ def test_metrics_have_places_too(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.join(5)
 
 
-def test_refused_is_what_the_parser_says() -> None:
+def test_http_parser_error_is_a_refused_request() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(b"rubbish\r\n\r\n")

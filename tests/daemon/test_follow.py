@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_is_told_when_it_changes_and_not_too_often() -> None:
+def test_follow_reports_progress_on_change_at_a_limited_rate() -> None:
     told = Progress("train")
     at = lambda step: snapshot(job(progress=progress(step)))  # noqa: E731
     row = told.look(at(40), 10.0)
@@ -37,7 +37,7 @@ def test_progress_in_words() -> None:
     assert ctl_follow.progress_text(pending) == "pending  waits for: a node"
 
 
-def test_the_last_line_says_where_it_ended() -> None:
+def test_follow_result_line_states_the_last_step() -> None:
     done = job(state=JobState(phase=Phase.SUCCEEDED))
     data = views.job_detail(snapshot(done), done, Now(100.0, 1000.0))
     assert ctl_follow.result_text(data) == "── train has succeeded at step 40, loss 0.25"
@@ -45,7 +45,7 @@ def test_the_last_line_says_where_it_ended() -> None:
     assert ctl_follow.result_text(stopped) == "── train has been stopped: enough"
 
 
-def test_the_line_at_the_foot_stays_on_one_line_and_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_line_fits_one_terminal_line_and_can_be_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "20")
     out = Terminal()

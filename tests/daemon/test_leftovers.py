@@ -36,7 +36,7 @@ def started() -> Iterator[list[subprocess.Popen[bytes]]]:
         process.wait()
 
 
-def test_only_what_has_the_mark(
+def test_leftover_cleanup_ends_only_marked_processes(
     folders: tuple[pathlib.Path, pathlib.Path], started: list[subprocess.Popen[bytes]]
 ) -> None:
     mine, others = folders

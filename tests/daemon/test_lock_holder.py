@@ -46,7 +46,9 @@ def test_a_number_in_the_file_is_not_believed(tmp_path: Path) -> None:
     assert launch.holder(tmp_path / "absent") is None
 
 
-def test_one_that_cannot_be_seen_ends_nothing_and_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_holder_in_another_pid_namespace_is_reported_and_nothing_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launch, "HOLDER_S", 0.0)
     monkeypatch.setattr(launch, "_lockers", lambda inode: [])  # as from another pid namespace
     with Procs() as procs:
@@ -60,7 +62,7 @@ def test_one_that_cannot_be_seen_ends_nothing_and_is_said(tmp_path: Path, monkey
         assert alive(holder.pid)
 
 
-def test_what_the_workers_of_a_dead_agent_have_left_is_ended_too(tmp_path: Path) -> None:
+def test_elasticd_stop_ends_leftover_processes_of_a_dead_agent(tmp_path: Path) -> None:
     folder = tmp_path / "jobs" / "train" / "agent"
     folder.mkdir(parents=True)
     (folder / "lock").touch()

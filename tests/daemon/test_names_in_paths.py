@@ -23,14 +23,14 @@ NAMED = [(verb, pattern.pattern) for verb, pattern, _ in routes.ROUTES if "(?P<"
 
 @pytest.mark.parametrize(("verb", "pattern"), NAMED)
 @pytest.mark.parametrize("name", WRONG)
-def test_no_request_is_answered_for_what_is_no_name(verb: str, pattern: str, name: str) -> None:
+def test_request_with_an_invalid_job_or_node_name_is_refused(verb: str, pattern: str, name: str) -> None:
     path = re.sub(r"\(\?P<(job|node)>[^)]*\)", name, pattern)
     with pytest.raises(Refused, match=r"(job|node) = .*: use 1 to 63 of") as refused:
         routes.find(verb, path)
     assert refused.value.status == 400
 
 
-def test_a_name_arrives_as_it_is() -> None:
+def test_request_path_name_is_url_decoded() -> None:
     assert routes.find("GET", "/v1/jobs/a%2Db_c.d/logs") == (routes.get_logs, {"job": "a-b_c.d"})
 
 

@@ -94,7 +94,7 @@ def test_a_change_that_etcd_did_not_take_is_written_again(daemon: Daemon) -> Non
     assert daemon.record.reason == "its disk is full"
 
 
-def test_a_change_that_comes_while_the_one_before_is_written_is_not_lost(daemon: Daemon) -> None:
+def test_node_record_change_during_a_pending_write_is_written_too(daemon: Daemon) -> None:
     daemon.sick = "its disk is full"
     daemon.turn()
     daemon.sick = ""
@@ -105,7 +105,7 @@ def test_a_change_that_comes_while_the_one_before_is_written_is_not_lost(daemon:
     assert daemon.record.healthy
 
 
-def test_the_version_is_asked_for_until_somebody_says_it(
+def test_etcd_version_lookup_is_retried_until_a_member_answers(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is what keeps a daemon from an etcd that loses data."""

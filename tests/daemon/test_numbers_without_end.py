@@ -19,7 +19,7 @@ from elasticd.errors import InvalidConfig, Refused
         ({"stop_grace_s": math.inf}, "stop_grace_s = inf: a finite number is needed"),
     ],
 )
-def test_no_job_is_made_that_nobody_could_read(field: dict[str, Any], words: str) -> None:
+def test_job_with_infinite_or_nan_numbers_is_refused(field: dict[str, Any], words: str) -> None:
     actions = Actions(None, None, None)  # type: ignore[arg-type]  # it does not get to them
     with pytest.raises(Refused, match=words) as refused:
         actions.submit({"name": "j", "script": "/t.py", **field}, by="x")
@@ -27,7 +27,7 @@ def test_no_job_is_made_that_nobody_could_read(field: dict[str, Any], words: str
 
 
 @pytest.mark.parametrize("deadline_s", [math.inf, math.nan, -1])
-def test_no_drain_has_a_deadline_that_nobody_could_read(deadline_s: float) -> None:
+def test_drain_with_infinite_or_nan_deadline_is_refused(deadline_s: float) -> None:
     class Request:
         def body(self) -> dict[str, Any]:
             return {"deadline_s": deadline_s}

@@ -72,7 +72,7 @@ def test_another_user_cannot_write_to_the_embedded_etcd(node: Node) -> None:
         assert done.stdout.startswith("refused:"), f"by uid {NOBODY} through {way}: {done}"
 
 
-def test_other_nodes_reach_the_embedded_etcd_with_its_certificates_and_nobody_else(nodes: Nodes) -> None:
+def test_embedded_etcd_accepts_other_nodes_only_with_its_certificates(nodes: Nodes) -> None:
     listen = f"127.0.0.1:{free_ports(1)[0]}"
     first = nodes.add("first", etcd__embedded_listen=listen, etcd__insecure="false")
     tls = first.state / "etcd" / "tls"

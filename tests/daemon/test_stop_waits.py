@@ -24,7 +24,7 @@ class Client:
         return {"job": "j", "phase": "stopped" if len(self.waited) == 3 else "stopping"}
 
 
-def test_it_asks_again_until_the_time_is_up() -> None:
+def test_stop_wait_polls_until_its_time_is_up() -> None:
     client = Client()
     done = CliRunner().invoke(ctl.stop, ["j", "--wait", "150"], obj=client)
     assert done.output == "j is stopped\n"
@@ -32,7 +32,7 @@ def test_it_asks_again_until_the_time_is_up() -> None:
     assert max(client.waited) <= 60.0
 
 
-def test_without_it_nobody_waits() -> None:
+def test_stop_without_wait_returns_at_once() -> None:
     client = Client()
     done = CliRunner().invoke(ctl.stop, ["j"], obj=client)
     assert done.output == "j is stopping\n"

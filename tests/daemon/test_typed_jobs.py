@@ -21,7 +21,7 @@ from elasticd.ctl_jobs import InvalidJob
     "pair",
     ["OMP_NUM_THREADS=4", "LR=0.1", "DEBUG=true", "DAY=2026-11-22", 'Q="quoted"', "E=", "X=a=b", "L=[1]", "N= x "],
 )
-def test_a_variable_is_text_whatever_it_looks_like(pair: str) -> None:
+def test_environment_variable_from_the_command_line_stays_text(pair: str) -> None:
     name, _, value = pair.partition("=")
     for apply in (
         lambda raw: ctl_jobs.environment(raw, [pair]),
@@ -64,7 +64,7 @@ def test_a_date_is_text_on_the_command_line_and_refused_by_name_in_a_file(tmp_pa
         ({"script": "x" * 300}, "script = 'xxx"),
     ],
 )
-def test_what_is_not_there_is_said_by_field(tmp_path: pathlib.Path, fields: dict[str, str], words: str) -> None:
+def test_job_with_missing_files_is_refused_by_field(tmp_path: pathlib.Path, fields: dict[str, str], words: str) -> None:
     with pytest.raises(InvalidJob, match=words):
         ctl_jobs.resolve(dict(fields), tmp_path)
 
@@ -118,7 +118,7 @@ def test_a_module_that_is_not_there_is_named(packages: pathlib.Path, module: str
     assert words in ctl_modules.missing(module, sys.executable, str(packages), {})
 
 
-def test_where_it_cannot_be_known_nothing_is_said(packages: pathlib.Path) -> None:
+def test_missing_module_check_is_silent_if_it_cannot_tell(packages: pathlib.Path) -> None:
     assert ctl_modules.missing("nope", "/no/such/python", str(packages), {}) == ""
     assert ctl_modules.missing("nope", "/bin/false", str(packages), {}) == ""
     assert ctl_modules.missing("a\0b", sys.executable, str(packages), {}) == ""

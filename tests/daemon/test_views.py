@@ -57,14 +57,14 @@ def test_a_running_job_in_short() -> None:
     assert (seen["last_incident"]["took_s"], seen["last_incident"]["age_s"]) == (0.144, 10.0)
 
 
-def test_what_the_agent_here_knows_is_fresher_than_etcd() -> None:
+def test_status_prefers_progress_of_the_local_agent_to_etcd() -> None:
     agents = local(progress=msgspec.to_builtins(progress(44, wall_s=999.5)))
     assert status(job(), agents=agents)["jobs"][0]["step"] == 44
     old = local(progress=msgspec.to_builtins(progress(99, generation=1)))
     assert status(job(), agents=old)["jobs"][0]["step"] == 40, "a higher step of an older generation is older"
 
 
-def test_every_rank_has_a_row_from_whoever_knows_it_best() -> None:
+def test_status_rank_rows_come_from_the_best_source() -> None:
     agents = local(ranks=[msgspec.to_builtins(r) for r in (row(0, "a", 0, 41), row(-1, "a", 2, 0))])
     ranks = views.job_detail(snapshot(job(), agents=agents), job(), NOW)["ranks"]
     assert [(r["rank"], r["node"], r["slot"], r["step"]) for r in ranks] == [
@@ -75,7 +75,7 @@ def test_every_rank_has_a_row_from_whoever_knows_it_best() -> None:
     ]
 
 
-def test_what_the_leader_wrote_of_its_ranks_stays_when_our_agent_is_ahead_of_it() -> None:
+def test_status_keeps_rank_rows_of_the_leader_if_the_local_agent_is_ahead() -> None:
     agents = local(
         progress=msgspec.to_builtins(progress(99, wall_s=999.9)), ranks=[msgspec.to_builtins(row(0, "a", 0, 99))]
     )
@@ -104,7 +104,7 @@ def test_health_of_a_job(changed: dict[str, object], health: str) -> None:
     assert status(job(**changed))["jobs"][0]["health"] == health
 
 
-def test_what_wants_attention_is_said() -> None:
+def test_status_lists_problems() -> None:
     assert status()["problems"] == []
     gone = status(contact=Contact(False, 40.0, "connection refused"))
     assert gone["problems"] == ["etcd cannot be reached: this is the last that was seen of it"]
@@ -176,7 +176,7 @@ def test_the_screen(screen: io.StringIO) -> None:
     assert "! train reason: node b is gone" in text
 
 
-def test_the_screen_of_one_job(screen: io.StringIO) -> None:
+def test_job_screen_shows_error_reason_and_script(screen: io.StringIO) -> None:
     error = WorkerError(node="a", slot=1, rank=1, message="boom", traceback="Traceback:\n  boom", exit_code=1, step=39)
     failed = job(state=JobState(phase=Phase.FAILED, reason="crash loop", error=error, excluded_nodes=("a",)))
     detail = views.job_detail(snapshot(failed), failed, NOW) | {"etcd": status()["etcd"]}
@@ -196,7 +196,7 @@ def test_ages(age_s: float | None, said: str) -> None:
     assert ctl_views.ago(age_s) == said
 
 
-def test_the_alarms_of_etcd_are_problems_that_say_what_to_do() -> None:
+def test_status_lists_etcd_alarms_with_their_remedy() -> None:
     assert status()["problems"] == []
     seen = status(contact=Contact(True, 99.5, "", "3.5.21", ("NOSPACE", "CORRUPT", "LATER")))
     assert seen["etcd"]["alarms"] == ["NOSPACE", "CORRUPT", "LATER"]
@@ -208,7 +208,7 @@ def test_the_alarms_of_etcd_are_problems_that_say_what_to_do() -> None:
     assert seen["health"] == "degraded"
 
 
-def test_the_last_words_of_somebody_who_left_are_no_reason_to_wait() -> None:
+def test_status_ignores_the_waiting_reason_of_a_node_that_left() -> None:
     left = job(progress=progress(waiting_for="left: drained: a new disk"), members={})
     plan = Assignment(waiting={"train": "0 of at least 1 nodes; a is draining: a new disk"})
     assert status(left, plan=plan)["jobs"][0]["waiting_for"] == "0 of at least 1 nodes; a is draining: a new disk"

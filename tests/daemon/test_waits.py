@@ -15,7 +15,7 @@ def pending(why: str) -> Snapshot:
     return snapshot(job(state=JobState(phase=Phase.PENDING), progress=None), plan=Assignment(waiting={"train": why}))
 
 
-def test_a_reason_is_told_once_after_it_has_stood_for_a_while() -> None:
+def test_waiting_reason_is_printed_once_after_it_has_lasted() -> None:
     waits = Waits("train")
     assert waits.look(pending("no slots"), 10.0) == ""
     assert waits.look(pending("no slots"), 10.0 + WAITS_S / 2) == ""
@@ -32,7 +32,7 @@ def test_a_job_that_runs_or_is_not_known_waits_for_nothing() -> None:
     assert [Waits("other").look(pending("no slots"), float(at_s)) for at_s in range(10)] == [""] * 10
 
 
-def test_an_outage_that_is_over_after_a_checkpoint_has_failed_in_it_is_told() -> None:
+def test_incident_that_ends_after_a_checkpoint_failure_is_printed() -> None:
     (exit_,) = job().incidents
     failed = replace(exit_, kind="checkpoint", detail="no space left", wall_s=991.0)
     before = _told(snapshot(job(incidents=(replace(exit_, open=True), failed))), "train")
@@ -43,7 +43,7 @@ def test_an_outage_that_is_over_after_a_checkpoint_has_failed_in_it_is_told() ->
     assert [note.partition(";")[0] for note in news(told, later)] == ["checkpoint on a: again"]
 
 
-def test_what_happens_before_the_first_generation_gives_no_job_up() -> None:
+def test_incident_before_the_first_generation_is_not_printed_as_given_up() -> None:
     (exit_,) = job().incidents
     late = replace(exit_, kind="late exit", world_size_before=0, world_size_after=0, timeline_s={})
     given_up = replace(exit_, world_size_after=0)

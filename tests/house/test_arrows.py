@@ -83,7 +83,7 @@ def test_the_core_loads_nothing_heavy() -> None:
     assert not heavy
 
 
-def test_etcd3_is_imported_in_one_wing_only() -> None:
+def test_etcd3_is_imported_only_in_the_etcd_package() -> None:
     users = {n for n in modules() for i in imports(n) if i.module.partition(".")[0] in ("etcd3", "grpc")}
     assert {wing(n) for n in users} <= {"etcd"}, users
 

@@ -29,12 +29,12 @@ AMBIGUOUS = folders(ROOT) & folders(TESTS)
 """Folders of tests that hide behind one of the source, or hide it."""
 
 
-def test_what_is_imported_is_seen() -> None:
+def test_import_scan_finds_all_imports() -> None:
     assert "daemon" in AMBIGUOUS
     text = "import a.b\nfrom c import d\nfrom . import e\ndef f():\n    from g.h import i"
     assert imported(text) == {"a", "c", "g"}
 
 
-def test_no_test_imports_what_is_another_thing_elsewhere() -> None:
+def test_tests_import_no_ambiguous_top_level_module() -> None:
     wrong = [str(path) for path in sorted(TESTS.rglob("*.py")) if imported(path.read_text()) & AMBIGUOUS]
     assert not wrong, "what tests share stands in tests/support"

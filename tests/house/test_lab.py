@@ -66,7 +66,7 @@ def test_a_partition_cuts_two_hosts_only(hosts: Hosts) -> None:
     assert reaches(hosts[0], hosts[1])
 
 
-def test_a_one_way_partition_lets_the_other_way_through(hosts: Hosts) -> None:
+def test_lab_one_way_partition_passes_the_other_direction(hosts: Hosts) -> None:
     hosts.partition(0, 1, one_way=True)
     receive = textwrap.dedent("""
         import socket, sys
@@ -144,7 +144,7 @@ def test_power_off_says_nothing_to_the_peers(hosts: Hosts) -> None:
     assert answers == {"power_off": "silence", "kill_processes": "told"}
 
 
-def test_power_off_reaches_what_detached_itself(hosts: Hosts) -> None:
+def test_lab_power_off_kills_detached_processes(hosts: Hosts) -> None:
     detach = (
         "import subprocess; print(subprocess.Popen(['setsid', 'sleep', '60'], stdout=-3, stderr=-3).pid, flush=True)"
     )

@@ -11,12 +11,12 @@ from support.procs import Procs, alive, end_all, tagged
 from support.wait import eventually, holds
 
 
-def test_eventually_returns_what_it_waited_for() -> None:
+def test_eventually_returns_the_awaited_value() -> None:
     answers = iter([None, [], "here"])
     assert eventually(lambda: next(answers), 5.0) == "here"
 
 
-def test_eventually_raises_with_what_it_saw_last() -> None:
+def test_eventually_raises_with_the_last_value() -> None:
     with pytest.raises(AssertionError, match=r"not within 0.05 s: the moon; seen last: 0"):
         eventually(lambda: 0, 0.05, "the moon")
 
@@ -37,7 +37,7 @@ def test_eventually_lets_other_errors_through() -> None:
         eventually(lambda: 1 / 0, 5.0)
 
 
-def test_holds_raises_when_it_does_not() -> None:
+def test_holds_raises_if_the_condition_fails() -> None:
     answers = iter([True, True, False])
     with pytest.raises(AssertionError, match="did not hold"):
         holds(lambda: next(answers), 5.0)

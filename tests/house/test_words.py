@@ -38,7 +38,7 @@ def test_the_check_of_settings_sees_a_bare_field() -> None:
     assert undocumented(ast.parse(source)) == ["S.b"]
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     assert not [where(path) for path in modules().values() if not ast.get_docstring(tree(path))]
 
 

@@ -149,7 +149,7 @@ def test_all_agents_are_killed(every: int) -> None:
         assert (incident.steps_lost or 0) > 0
 
 
-def test_it_stands_on_record_while_the_outage_lasts() -> None:
+def test_incident_is_open_while_the_outage_lasts() -> None:
     cluster = played(TWO, lambda c: c.power_off(1), until_s=20.0)
     (incident,) = incidents(cluster)
     assert (incident.open, incident.kind, incident.node, incident.ranks) == (True, "lost", "n1", (2, 3))
@@ -161,7 +161,7 @@ def test_it_stands_on_record_while_the_outage_lasts() -> None:
     assert incident.wall_s < 12.0, "it began when the node was lost, not when it came back"
 
 
-def test_a_leader_that_is_lost_is_replaced_by_one_that_goes_on_with_the_record() -> None:
+def test_incident_is_continued_by_the_next_leader() -> None:
     """n0 leads, and is killed while the job waits for n2."""
     setting = Setting(calm=True, nodes=3, slots=1, most=3, least=3)
     cluster = played(setting, lambda c: c.power_off(2), until_s=15.0)

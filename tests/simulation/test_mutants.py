@@ -76,7 +76,7 @@ def test_mutant_is_caught(mutant: Mutant, quiet: None) -> None:
 
 
 @pytest.mark.parametrize("test", sorted({mutant.test for mutant in MUTANTS if mutant.test}))
-def test_what_catches_a_mistake_passes_without_it(test: str, quiet: None) -> None:
+def test_mutant_detecting_tests_pass_without_the_mutation(test: str, quiet: None) -> None:
     assert not fails(test)
 
 

@@ -87,7 +87,7 @@ def test_started_is_ready_to_work(host: SystemdHost) -> None:
     assert mode == "660 root elasticd"
 
 
-def test_without_etcd_it_is_not_ready_and_says_why(host: SystemdHost) -> None:
+def test_service_without_etcd_stays_activating_and_states_why(host: SystemdHost) -> None:
     write(host, "/etc/elasticd/elasticd.toml", CONFIG + '[etcd]\nendpoints = ["127.0.0.1:23999"]\ninsecure = true\n')
     host.systemctl("start", "--no-block", "elasticd")
     eventually(lambda: "etcd cannot be reached" in host.show("elasticd", "StatusText")["StatusText"], 15.0)
@@ -147,7 +147,7 @@ class Training:
         return max(history.gaps_s())
 
 
-def test_no_worker_notices_what_happens_to_the_daemon(host: SystemdHost) -> None:
+def test_workers_are_unaffected_by_daemon_restart_kill_hang_and_stop(host: SystemdHost) -> None:
     """G5: restart, SIGKILL, a hang ended by the watchdog, stop and start: the job goes on, the same processes."""
     host.systemctl("start", "elasticd")
     job = Training(host)

@@ -65,7 +65,7 @@ def test_with_both_still_written_a_snapshot_is_skipped(agent: Agent) -> None:
     assert steps(agent) == [3, 2]
 
 
-def test_a_buffer_that_was_freed_before_it_was_known_is_free(agent: Agent) -> None:
+def test_snapshot_buffer_freed_before_its_worker_knew_it_is_free(agent: Agent) -> None:
     before = AgentSnapshots(agent)  # type: ignore[arg-type]
     assert save(before, 1)
     after = AgentSnapshots(agent)  # type: ignore[arg-type]

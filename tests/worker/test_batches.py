@@ -79,7 +79,7 @@ def test_each_sample_once_when_the_world_changes_at_any_steps(
     assert committed == Counter(range(size))
 
 
-def test_a_rank_without_samples_gets_one_of_no_weight() -> None:
+def test_rank_without_samples_gets_a_batch_of_weight_zero() -> None:
     (batch,) = run(Numbers(2), batch_size=2, rank=2, world_size=3)
     assert batch.indices == ()
     assert batch.size == 0
@@ -158,7 +158,7 @@ def test_batches_of_other_shapes_are_in_data() -> None:
         _ = batch.x
 
 
-def test_many_at_once_gives_what_one_by_one_does() -> None:
+def test_sample_order_in_bulk_equals_one_by_one() -> None:
     for size in (1, 2, 3, 100, 1025):
         order = SampleOrder(size, 9, 4)
         assert take_many(order, 0, size) == order.take(0, size)

@@ -58,7 +58,7 @@ def read(dataset: Drawing, *, seeded: bool, collate: Callable[[list[Any]], Any] 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_draws_are_those_of_a_dataset_that_is_always_seeded(kind: str) -> None:
+def test_dataset_random_draws_equal_those_of_an_always_seeded_dataset(kind: str) -> None:
     ours, theirs = Drawing(KINDS[kind]), Drawing(KINDS[kind])
     for here, there in zip(read(ours, seeded=False), read(theirs, seeded=True), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))

@@ -26,7 +26,7 @@ def test_row_major_order_of_any_strides(shape: list[int], random: object, data: 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(SHAPES, st.sampled_from([torch.float32, torch.bool, torch.complex64, torch.bfloat16]))))
-def test_every_byte_is_in_exactly_one_slice(kinds: list[tuple[list[int], torch.dtype]]) -> None:
+def test_broadcast_plan_has_every_byte_in_exactly_one_slice(kinds: list[tuple[list[int], torch.dtype]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(broadcast, "SLICE_BYTES", 256)
         patch.setattr(broadcast, "SMALL_BYTES", 64)

@@ -66,7 +66,7 @@ def test_every_so_many_steps_and_at_the_end() -> None:
     assert [part.step for part in sink.parts] == [10, 20, 25], "once is enough"
 
 
-def test_a_full_sink_is_skipped_and_counted() -> None:
+def test_checkpoint_scheduler_skips_and_counts_a_full_sink() -> None:
     sink, state = SnapshotBackend(), build()
     keeper = CheckpointScheduler(sink, Rule(every_steps=5), shared=True)
     keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
@@ -75,7 +75,7 @@ def test_a_full_sink_is_skipped_and_counted() -> None:
     assert (sink.parts, keeper.skipped) == ([], 2)
 
 
-def test_what_is_asked_for_comes_within_a_talk() -> None:
+def test_requested_checkpoint_is_taken_at_the_next_agreement() -> None:
     sink, state = SnapshotBackend(), build()
     keeper = CheckpointScheduler(sink, Rule(every_steps=100_000), shared=True)
     keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
@@ -84,7 +84,7 @@ def test_what_is_asked_for_comes_within_a_talk() -> None:
     assert [part.step for part in sink.parts] == [3]
 
 
-def test_what_is_asked_for_while_both_buffers_are_being_written_comes_later() -> None:
+def test_requested_checkpoint_is_taken_later_if_both_buffers_are_busy() -> None:
     sink, state = SnapshotBackend(), build()
     keeper = CheckpointScheduler(sink, Rule(every_steps=100_000), shared=True)
     keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)

@@ -43,7 +43,7 @@ class SnapshotBackend:
         return len(self.parts) != 2  # the second one finds no room
 
 
-def test_it_says_what_was_measured_and_what_was_skipped() -> None:
+def test_checkpoint_scheduler_reports_measured_interval_and_skipped_saves() -> None:
     sink, state = SnapshotBackend(), State(model=torch.nn.Linear(4, 4))
     keeper = CheckpointScheduler(sink, Rule(), shared=True)
     keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)

@@ -71,7 +71,7 @@ def test_the_first_commit_of_each_generation_is_kept(agents: list[Agent]) -> Non
     assert [(filled.generation, filled.step) for filled in agents[0].filled] == [(1, 1), (2, 4)]
 
 
-def test_what_is_kept_does_not_disturb_the_checkpoints(agents: list[Agent]) -> None:
+def test_memory_snapshots_do_not_disturb_checkpoints(agents: list[Agent]) -> None:
     state = build()
     (keeper,) = keepers(agents, Rule(every_steps=10), (1,))
     for _ in range(20):
@@ -99,7 +99,7 @@ def test_each_node_has_all_of_it(agents: list[Agent], nodes: tuple[int, ...]) ->
     assert sorted(written) == sorted(info.name for info in state.table())
 
 
-def test_without_memory_for_all_of_it_the_share_that_is_written_stays(agents: list[Agent]) -> None:
+def test_snapshot_with_scarce_memory_keeps_the_share_to_be_written(agents: list[Agent]) -> None:
     state, agent = build(), agents[0]
     asked: list[messages.NeedArena] = []
     send = agent.send
@@ -121,7 +121,7 @@ def test_without_memory_for_all_of_it_the_share_that_is_written_stays(agents: li
     assert keeper.skipped == 0
 
 
-def test_they_cost_one_percent_of_the_time() -> None:
+def test_memory_snapshots_take_one_percent_of_the_time() -> None:
     assert checkpoint_interval.snapshot_interval_s(None) == 1.0
     assert checkpoint_interval.snapshot_interval_s(0.001) == 1.0
     assert checkpoint_interval.snapshot_interval_s(0.15) == pytest.approx(15.0)
@@ -132,7 +132,7 @@ def test_they_cost_one_percent_of_the_time() -> None:
     assert checkpoint_interval.snapshot_at(1.0, step=100, step_s=5.0, since_s=9.0, agree_at=101) == 101
 
 
-def test_one_that_was_due_while_all_buffers_were_written_is_taken_as_soon_as_one_is_free(
+def test_snapshot_due_while_all_buffers_are_busy_is_taken_once_one_is_free(
     agents: list[Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
@@ -158,7 +158,7 @@ def test_one_that_was_due_while_all_buffers_were_written_is_taken_as_soon_as_one
 
 
 @pytest.mark.parametrize("nodes", [(1,), (2, 2), (3, 1), (1, 4, 2)])
-def test_the_ranks_of_a_node_share_out_what_is_not_theirs(nodes: tuple[int, ...]) -> None:
+def test_ranks_of_a_node_divide_the_shares_of_other_nodes(nodes: tuple[int, ...]) -> None:
     world_size, first = sum(nodes), 0
     for count in nodes:
         held = [k for part in range(count) for k in beside_shares(first + part, world_size, part, count)]
@@ -178,7 +178,7 @@ class Told:
         )
 
 
-def test_going_back_forgets_what_was_for_memory_alone() -> None:
+def test_rollback_drops_memory_only_snapshots() -> None:
     told = Told()
     told.saver.need_arena(0, 1, 4096)
     for buffer, (step, save) in enumerate(((10, True), (12, False))):

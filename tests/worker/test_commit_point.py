@@ -46,7 +46,7 @@ def bits(state: State) -> list[bytes]:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_what_a_forward_has_moved_is_put_back(steps: int) -> None:
+def test_rewind_restores_buffers_changed_by_a_forward(steps: int) -> None:
     """Running statistics and the vectors of spectral_norm: the step is taken again, from what the commit left."""
     state = build()
     for _ in range(steps):
@@ -168,7 +168,7 @@ def test_a_scaler_forgets_the_step_that_was_cut_short() -> None:
     assert state.scaler.get_scale() == 8.0
 
 
-def test_a_parameter_that_a_forward_changes_is_put_back_once_it_is_known() -> None:
+def test_rewind_restores_parameters_known_to_change_in_a_forward() -> None:
     """`max_norm` renormalises rows in the forward."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(4, 3, max_norm=0.1), nn.Linear(3, 1))
@@ -189,7 +189,7 @@ def test_a_parameter_that_a_forward_changes_is_put_back_once_it_is_known() -> No
     assert bits(state) == before
 
 
-def test_what_is_too_large_to_be_copied_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_point_tracks_tensors_too_large_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each for itself, and all together."""
     for name, limit in (("COPIED_BYTES", 100), ("TOTAL_BYTES", 100)):
         with monkeypatch.context() as patch:
@@ -249,7 +249,7 @@ def test_buffers_and_values_that_cannot_be_written_in_place(change: bool) -> Non
     assert net.mask.tolist() == net.found.tolist() == [1.0] * 5  # type: ignore[operator]
 
 
-def test_values_whose_type_has_no_plain_equality() -> None:
+def test_commit_point_detects_changes_in_values_without_plain_equality() -> None:
     state = build(nn.Linear(4, 2), seen=[np.arange(4)], convert={np.ndarray: (lambda a: a.tolist(), np.array)})
     step(state)
     state.turned()
@@ -324,7 +324,7 @@ def test_an_average_beside_the_model_is_watched_too() -> None:
     assert not state.clean()
 
 
-def test_nan_is_equal_to_itself_and_what_only_lies_elsewhere_is_what_it_was() -> None:
+def test_commit_point_treats_nan_and_moved_storage_as_unchanged() -> None:
     net = nn.Linear(4, 2)
     state = build(net)
     step(state)
@@ -400,7 +400,7 @@ def test_a_change_after_the_commit_is_refused_by_name_with_the_cure() -> None:
     assert turn(lambda: state.norm(torch.randn(4, 3))).startswith("state.norm.")
 
 
-def test_weights_that_were_swapped_for_an_evaluation_are_what_they_were() -> None:
+def test_commit_point_accepts_weights_swapped_for_an_evaluation_and_back() -> None:
     """Between the commit and the next batch, and back again: neither refused nor taken for changed later."""
     net = nn.Linear(4, 2)
     state = build(net)
@@ -416,7 +416,7 @@ def test_weights_that_were_swapped_for_an_evaluation_are_what_they_were() -> Non
     assert state.clean()
 
 
-def test_buffers_and_values_that_were_swapped_for_an_evaluation_are_what_they_were() -> None:
+def test_commit_point_accepts_buffers_and_values_swapped_for_an_evaluation_and_back() -> None:
     """A whole state dict is loaded and the one before loaded again: BatchNorm's statistics with it."""
     state = build(norm(), scales=[torch.zeros(3)])
     step(state)
@@ -430,7 +430,7 @@ def test_buffers_and_values_that_were_swapped_for_an_evaluation_are_what_they_we
         state.turned()
 
 
-def test_what_gives_out_other_tensors_each_time_is_not_taken_for_changed() -> None:
+def test_commit_point_treats_fresh_tensors_with_equal_values_as_unchanged() -> None:
     class Fresh:
         value = 1.0
 
@@ -462,7 +462,7 @@ def training() -> Iterator[State]:
     state.watch_optimizers(None)
 
 
-def test_an_optimizer_that_is_no_part_of_the_state_is_refused_before_it_changes_anything(training: State) -> None:
+def test_optimizer_outside_the_state_is_refused_before_its_step(training: State) -> None:
     stranger = torch.optim.SGD(training.model.parameters(), lr=0.1)
     forward(training)
     before = bits(training)
@@ -483,7 +483,7 @@ def test_optimizers_of_other_parameters_go_on(training: State) -> None:
         optimizer.step()
 
 
-def test_outside_training_it_only_marks_the_state() -> None:
+def test_optimizer_outside_the_state_marks_it_changed_when_not_training() -> None:
     state = build(nn.Linear(4, 2))
     torch.optim.SGD(state.model.parameters(), lr=0.1).step()
     assert not state.clean()

@@ -72,7 +72,7 @@ def test_nan_of_a_rank_without_samples_does_not_spread(played: dict[str, list[An
     assert played["nan"] == [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
 
 
-def test_drift_of_one_ulp_is_found_within_a_round_and_the_rank_named(played: dict[str, list[Any]]) -> None:
+def test_ddp_drift_of_one_ulp_is_detected_within_a_round_with_its_rank(played: dict[str, list[Any]]) -> None:
     for rank in played["drift"]:
         assert rank["before"] == []
         assert rank["found"] == [[]] * (len(rank["found"]) - 1) + [[1]]

@@ -89,7 +89,7 @@ class NoGroup:
 
 
 @pytest.mark.parametrize("failed", ["", "CUDA error: unspecified launch failure"])
-def test_what_looks_like_a_lost_peer_ends_the_process_if_cuda_has_failed(
+def test_worker_exits_on_a_peer_error_if_cuda_has_failed(
     failed: str, stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream.failed = failed

@@ -142,7 +142,7 @@ def test_a_name_server_that_fails_costs_the_generation_and_not_the_process(monke
     assert len(names) > 1
 
 
-def test_a_look_up_that_hangs_can_be_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_forming_can_be_aborted_during_a_hung_name_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
     asking = threading.Event()
 

@@ -50,5 +50,5 @@ def half_formed_then_whole(rank: int, world_size: int, port: int) -> Any:
     return ones.tolist()
 
 
-def test_who_was_there_when_forming_failed_meets_who_comes_new() -> None:
+def test_ranks_of_a_failed_forming_form_a_group_with_new_ranks() -> None:
     assert run_ranks(half_formed_then_whole, world_size=3) == [[3.0] * 4] * 3

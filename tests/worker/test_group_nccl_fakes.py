@@ -126,7 +126,7 @@ def test_each_communicator_is_aborted_once_and_new_ones_too(world: dict[Any, str
     assert aborts.failed == []
 
 
-def test_one_communicator_in_two_groups_is_aborted_once(world: dict[Any, str]) -> None:
+def test_abort_of_a_communicator_shared_by_two_groups_runs_once(world: dict[Any, str]) -> None:
     log: list[str] = []
     twice = FakeGroup(lambda: log.append("a"))
     other = FakeGroup(lambda: None)
@@ -190,7 +190,7 @@ def test_a_backend_that_cannot_be_aborted_is_refused_when_its_group_is_formed(wo
     nccl.check_abortable()
 
 
-def test_one_that_refuses_keeps_none_of_the_others_alive(world: dict[Any, str]) -> None:
+def test_abort_failure_of_one_communicator_does_not_keep_the_others(world: dict[Any, str]) -> None:
     log: list[str] = []
 
     def refuse() -> None:
@@ -237,7 +237,7 @@ def test_a_group_is_not_closed_before_its_kernels_are_gone(
     assert not closing.is_alive()
 
 
-def test_what_went_wrong_in_an_abort_is_part_of_the_reason(world: dict[Any, str]) -> None:
+def test_abort_failure_is_part_of_the_reason(world: dict[Any, str]) -> None:
     def refuse() -> None:
         raise RuntimeError("unhandled cuda error")
 
@@ -309,7 +309,7 @@ def test_a_collective_beyond_the_groups_time_out_ends_the_process(
     )
 
 
-def test_what_comes_after_an_abort_or_from_a_lost_peer_is_the_agents_to_judge(noted: FakeNccl) -> None:
+def test_timeout_watch_ignores_peer_errors_and_timeouts_after_an_abort(noted: FakeNccl) -> None:
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     over = threading.Event()
     noted.error = ErrorType.COMM_ERROR
@@ -323,7 +323,9 @@ def test_what_comes_after_an_abort_or_from_a_lost_peer_is_the_agents_to_judge(no
     assert ended.empty()
 
 
-def test_who_is_let_go_of_in_that_very_moment_lives(noted: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_watch_spares_a_process_aborted_at_the_same_moment(
+    noted: FakeNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     over = threading.Event()
     monkeypatch.setattr(noted, "get_error", lambda: over.set() or ErrorType.TIMEOUT)
@@ -332,7 +334,7 @@ def test_who_is_let_go_of_in_that_very_moment_lives(noted: FakeNccl, monkeypatch
     assert ended.empty()
 
 
-def test_the_first_rank_ends_and_the_others_are_let_go_of(noted: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_watch_ends_only_the_first_rank(noted: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     """All have run into it at the same moment; one process is enough for the agents to call the generation off."""
     monkeypatch.setattr(nccl, "GIVE_WAY_S", 20.0)
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -409,7 +411,7 @@ def test_torchs_own_threads_are_quiet_before_the_group_is_made(
     assert [found[name] for name in ("NCCL_RAS_ENABLE", "NCCL_NVLS_ENABLE", "NCCL_RUNTIME_CONNECT")] == ["0"] * 3
 
 
-def test_groups_are_of_the_class_whose_watchdog_can_be_kept_from_ending_the_process(
+def test_nccl_group_class_allows_disabling_its_watchdog_exit(
     formable: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist.Backend, "backend_list", ["undefined", "gloo", "nccl"])

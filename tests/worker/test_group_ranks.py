@@ -205,7 +205,7 @@ def too_few(rank: int, world_size: int, port: int) -> Any:
     return [*said, str(late.value)]
 
 
-def test_forming_says_what_is_missing() -> None:
+def test_group_forming_error_names_what_is_missing() -> None:
     few, no_store, late = run_ranks(too_few, world_size=1)[0]
     assert few == "only 1 of 3 ranks came within 0.3 s"
     assert no_store == "no store at 127.0.0.1:9 within 0.3 s"

@@ -181,7 +181,7 @@ class Training:
 STEPS = 150
 
 
-def test_weights_are_bit_by_bit_those_of_an_undisturbed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guard_keeps_weights_bit_identical_to_an_undisturbed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Aborts race with sums, some hundred times: what an abort cut short is taken again, and never applied."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: CardsStream())
     undisturbed = Training()

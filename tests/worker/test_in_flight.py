@@ -67,7 +67,7 @@ def test_a_backward_is_freed(alone: None, monkeypatch: pytest.MonkeyPatch) -> No
     assert is_communication_error(caught.value)
 
 
-def test_sums_that_arrive_are_those_of_gloo(alone: None) -> None:
+def test_in_flight_sums_equal_those_of_gloo(alone: None) -> None:
     model, failed = nn.Linear(4, 4), list[str]()
     backward(model, failed)
     assert model.weight.grad is not None
@@ -75,7 +75,7 @@ def test_sums_that_arrive_are_those_of_gloo(alone: None) -> None:
     assert (failed, GRADIENTS.fail("nothing is in flight")) == ([], False)
 
 
-def test_what_arrives_after_the_abort_changes_nothing() -> None:
+def test_in_flight_result_after_the_abort_is_ignored() -> None:
     flight, theirs, failed = InFlight(), torch.futures.Future[Any](), list[str]()
     ours = flight.follow(theirs, lambda done: done.value(), lambda: failed.append("failed"))
     assert flight.fail("aborted")

@@ -21,7 +21,7 @@ def test_an_evaluation_that_was_cut_short_is_over() -> None:
     assert all(module.training for module in state.model.modules())
 
 
-def test_what_setup_has_set_stays() -> None:
+def test_module_modes_set_by_setup_are_restored() -> None:
     state = _state()
     state.model[1].eval()
     state.forget_gradients()
@@ -49,7 +49,7 @@ def test_modules_that_came_later_keep_their_modes() -> None:
     assert [module.training for module in state.model] == [True, True, True, False]
 
 
-def test_what_an_evaluation_has_set_for_all_of_torch_is_over() -> None:
+def test_global_torch_modes_are_reset_for_survivors() -> None:
     """Otherwise the survivors' first backward fails, for no mistake of theirs."""
     state = _state()
     state.forget_gradients()

@@ -18,7 +18,7 @@ def test_bad_losses(loss: float | torch.Tensor, bad: bool) -> None:
     assert is_bad(loss) is bad
 
 
-def test_who_differs_from_the_majority() -> None:
+def test_outliers_are_the_ranks_that_differ_from_the_majority() -> None:
     assert outliers([5, 5, 5]) == ()
     assert outliers([5, 7, 5]) == (1,)
     assert outliers([5, 7, 5, 9, 5]) == (1, 3)

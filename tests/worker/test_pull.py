@@ -37,7 +37,7 @@ def test_into_tensors_that_are_not_dense() -> None:
     assert found == pull.digests(source)
 
 
-def test_what_cannot_be_read_has_no_address() -> None:
+def test_pull_gives_unreadable_tensors_no_address() -> None:
     odd = [
         torch.randn(3, 4).t(),
         torch.empty(0),
@@ -62,7 +62,7 @@ def test_a_source_that_goes_away_is_a_communication_error() -> None:
         pull.pull(tensors(0), [8] * 702, 1 << 22)
 
 
-def test_it_stops_when_told() -> None:
+def test_pull_stops_when_its_check_raises() -> None:
     calls = []
 
     def check() -> None:

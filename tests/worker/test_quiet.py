@@ -49,7 +49,7 @@ def test_a_snapshot_that_was_begun_is_completed_first() -> None:
     assert len(keeper.settled_in) == 1
 
 
-def test_one_within_another_does_not_end_it() -> None:
+def test_nested_quiet_span_does_not_end_the_outer_one() -> None:
     job, link = make(2, 600.0)
     with job.quiet("evaluation", limit_s=500.0):
         with job.quiet("one of its parts", limit_s=20.0):
@@ -75,7 +75,7 @@ def test_longer_than_the_group_waits_is_refused() -> None:
         pass
 
 
-def test_alone_nobody_waits() -> None:
+def test_quiet_limit_is_not_capped_at_world_size_one() -> None:
     job, link = make(1, 600.0)
     with job.quiet("evaluation", limit_s=5000.0):
         pass

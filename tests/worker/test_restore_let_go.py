@@ -72,7 +72,7 @@ def closed(descriptor: int) -> bool:
     return False
 
 
-def test_let_go_ends_the_wait_and_a_late_answer_is_closed(asking: Asking) -> None:
+def test_abort_ends_the_wait_for_a_snapshot_and_closes_a_late_answer(asking: Asking) -> None:
     asking.session._take(messages.AbortGroup(generation=GENERATION, why="n1 is gone"), [])
     told = asking.end()
     assert isinstance(told, GenerationEnded)

@@ -46,7 +46,7 @@ def test_nothing_behind_another_statement(tmp_path: pathlib.Path, statement: str
     assert "csv" not in found(tmp_path, f"import json\n{statement}\nimport csv\n")
 
 
-def test_what_is_to_be_skipped(tmp_path: pathlib.Path) -> None:
+def test_preload_skips_the_listed_modules(tmp_path: pathlib.Path) -> None:
     text = "import json\nimport xml.dom\nimport csv\n"
     assert found(tmp_path, text, "xml", "csv") == ["json"]
     assert found(tmp_path, text, "xml.dom") == ["json", "csv"]
@@ -54,7 +54,7 @@ def test_what_is_to_be_skipped(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["import (", "import json\0"])
-def test_what_cannot_be_read_has_none(tmp_path: pathlib.Path, text: str) -> None:
+def test_preload_of_an_unreadable_script_is_empty(tmp_path: pathlib.Path, text: str) -> None:
     assert found(tmp_path, text) == []
     assert preloadable(["absent.py"], str(tmp_path), ()) == []
     assert preloadable([], str(tmp_path), ()) == []

@@ -116,7 +116,7 @@ def test_the_step_only_begins_the_copy(gpu: Device, agent: Agent) -> None:  # no
     assert newest(agent) == 2
 
 
-def test_whole_is_one_step_however_the_device_runs(gpu: Device, agent: Agent) -> None:  # noqa: F811
+def test_gpu_snapshot_marked_whole_is_one_committed_step_in_any_device_order(gpu: Device, agent: Agent) -> None:  # noqa: F811
     """At any moment anything that is queued may have run, or not; a death could come at each."""
     state, keeper = Trained(gpu), keeper_for(agent)
     chance = random.Random(11)
@@ -140,7 +140,7 @@ def test_at_the_end_of_training_it_is_completed(gpu: Device, agent: Agent) -> No
     assert newest(agent) == 1
 
 
-def test_one_under_way_at_the_end_is_enough(gpu: Device, agent: Agent) -> None:  # noqa: F811
+def test_gpu_snapshot_in_progress_is_completed_at_the_end(gpu: Device, agent: Agent) -> None:  # noqa: F811
     state, keeper = Trained(gpu), keeper_for(agent)
     one_step(state, keeper)
     assert agent.filled == []
@@ -148,7 +148,7 @@ def test_one_under_way_at_the_end_is_enough(gpu: Device, agent: Agent) -> None: 
     assert [m.step for m in agent.filled] == [1]
 
 
-def test_told_to_stop_it_is_whole_before_this_rank_leaves(gpu: Device, agent: Agent) -> None:  # noqa: F811
+def test_gpu_snapshot_is_whole_before_a_stopped_rank_leaves(gpu: Device, agent: Agent) -> None:  # noqa: F811
     state, keeper = Trained(gpu), keeper_for(agent)
     agent.stop_wanted = True
     with pytest.raises(GenerationEnded, match="stopped at step 1, which is saved"):
@@ -156,7 +156,7 @@ def test_told_to_stop_it_is_whole_before_this_rank_leaves(gpu: Device, agent: Ag
     assert newest(agent) == 1
 
 
-def test_let_go_of_half_way_it_is_of_the_old_state_and_not_of_the_next(gpu: Device, agent: Agent) -> None:  # noqa: F811
+def test_gpu_snapshot_interrupted_by_an_abort_holds_the_old_state(gpu: Device, agent: Agent) -> None:  # noqa: F811
     state, keeper = Trained(gpu), keeper_for(agent)
     one_step(state, keeper)
     keeper.leave()
@@ -167,7 +167,7 @@ def test_let_go_of_half_way_it_is_of_the_old_state_and_not_of_the_next(gpu: Devi
     assert newest(agent) == 1
 
 
-def test_the_device_fails_while_it_is_let_go_of(gpu: Device, agent: Agent) -> None:  # noqa: F811
+def test_gpu_snapshot_is_dropped_if_the_device_fails_during_the_abort(gpu: Device, agent: Agent) -> None:  # noqa: F811
     state, keeper = Trained(gpu), keeper_for(agent)
     one_step(state, keeper)
     one_step(state, keeper)
@@ -192,7 +192,7 @@ def test_the_device_fails_before_the_optimizer(gpu: Device, agent: Agent) -> Non
     assert newest(agent) == 1
 
 
-def test_what_is_changed_unannounced_is_no_snapshot(gpu: Device, agent: Agent) -> None:  # noqa: F811
+def test_gpu_snapshot_is_dropped_after_an_unannounced_change(gpu: Device, agent: Agent) -> None:  # noqa: F811
     state, keeper = Trained(gpu), keeper_for(agent)
     one_step(state, keeper)
     one_step(state, keeper)
@@ -298,7 +298,7 @@ def test_the_optimizers_guard_settles_before_the_first_byte_changes() -> None:
     assert state.clean()
 
 
-def test_only_what_an_optimizer_steps_may_be_copied_late() -> None:
+def test_late_copy_is_limited_to_optimizer_parameters_and_state() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
     model[2].requires_grad_(False)
     averaged = torch.optim.swa_utils.AveragedModel(model)

@@ -84,7 +84,7 @@ def test_the_buffers_of_a_state_on_the_cpu_are_touched_ahead() -> None:
     assert len(prepared) == 1
 
 
-def test_copied_bytes_keep_the_page_fresh_and_leave_what_it_says() -> None:
+def test_beat_page_copied_bytes_refresh_it_without_changing_its_activity() -> None:
     page = BeatPage(memoryview(bytearray(PAGE_BYTES)))
     page.clear(0.0)
     page.committed(3, 0.05, None, 1.0)

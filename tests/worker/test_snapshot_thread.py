@@ -135,7 +135,7 @@ class Training:
         return sorted(steps)
 
 
-def test_it_is_the_state_as_committed_however_far_the_thread_is(agent: Agent, copying: Copying) -> None:
+def test_thread_snapshot_is_the_committed_state_at_any_thread_progress(agent: Agent, copying: Copying) -> None:
     """The forward changes buffers, the optimizer everything else; the thread gets on by some chunks meanwhile."""
     training = Training(agent)
     for step in range(1, 20):
@@ -175,7 +175,7 @@ def test_the_optimizer_waits_for_the_thread(agent: Agent, copying: Copying) -> N
     assert [message.step for message in agent.filled] == [1]
 
 
-def test_let_go_of_half_way_it_is_dropped(agent: Agent, copying: Copying) -> None:
+def test_thread_snapshot_interrupted_by_an_abort_is_dropped(agent: Agent, copying: Copying) -> None:
     training = Training(agent)
     training.one_step()
     assert copying.began.wait(LIMIT_S)
@@ -198,7 +198,7 @@ def test_let_go_of_half_way_it_is_dropped(agent: Agent, copying: Copying) -> Non
     assert training.whole()[-1] == 3
 
 
-def test_let_go_of_when_the_thread_is_through_it_counts(agent: Agent, copying: Copying) -> None:
+def test_thread_snapshot_complete_at_the_abort_counts(agent: Agent, copying: Copying) -> None:
     copying.let_all()
     training = Training(agent)
     training.one_step()
@@ -218,7 +218,7 @@ def test_at_the_end_of_training_it_is_completed(agent: Agent, copying: Copying) 
 
 
 @pytest.mark.parametrize("through_data", [False, True])
-def test_what_is_changed_unannounced_is_no_snapshot_and_the_next_ones_are_complete_at_once(
+def test_thread_snapshot_is_dropped_after_an_unannounced_change_and_later_ones_complete(
     agent: Agent, copying: Copying, through_data: bool
 ) -> None:
     """Averaged weights swapped in for a look at them, say, and back again."""
@@ -241,7 +241,7 @@ def test_what_is_changed_unannounced_is_no_snapshot_and_the_next_ones_are_comple
     assert training.whole() == [2], "without a thread from now on"
 
 
-def test_swapped_while_it_was_copied_and_swapped_back_is_seen_too(agent: Agent, copying: Copying) -> None:
+def test_thread_snapshot_detects_a_tensor_swapped_during_the_copy_and_back(agent: Agent, copying: Copying) -> None:
     training = Training(agent)
     training.one_step()
     weight = training.model[2].weight
@@ -292,7 +292,7 @@ def test_a_small_state_takes_no_thread(agent: Agent, monkeypatch: pytest.MonkeyP
     assert training.whole() == [1]
 
 
-def test_the_next_copy_does_not_wait_for_one_that_was_given_up(copying: Copying) -> None:
+def test_thread_snapshot_does_not_wait_for_an_abandoned_copy(copying: Copying) -> None:
     held = {"a": torch.full((4096,), 1.0)}
     arena = Arena.create(arena_nbytes(table_of(held)), warm=False)
     arena.layout(table_of(held))

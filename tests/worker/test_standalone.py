@@ -44,13 +44,13 @@ def test_a_checkpoint_that_fails_is_said_and_training_goes_on(
     assert "step-3" not in os.listdir(tmp_path)
 
 
-def test_one_that_succeeds_is_not_worth_a_word(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_standalone_success_prints_nothing(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_standalone(setup, train, str(tmp_path), Rule(every_steps=100))
     assert capfd.readouterr().err == ""
     assert os.listdir(tmp_path) == ["step-3"]
 
 
-def test_a_set_up_that_returns_something_else_is_told_what_to_return() -> None:
+def test_setup_with_a_wrong_return_value_is_refused_with_the_remedy() -> None:
     def wrong(job: Job) -> Any:
         return torch.nn.Linear(2, 2)
 

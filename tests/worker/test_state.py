@@ -78,7 +78,7 @@ def test_parts_and_plain_values_are_attributes() -> None:
         State(step=3)
 
 
-def test_what_json_cannot_hold_is_refused_at_once_with_the_way_out() -> None:
+def test_state_refuses_values_json_cannot_hold_and_names_the_remedy() -> None:
     class Color(enum.Enum):
         RED = 1
 
@@ -190,7 +190,7 @@ def test_surplus_optimizer_state_is_dropped() -> None:
     assert same(source, target)
 
 
-def test_optimizer_options_follow_also_those_that_are_tensors() -> None:
+def test_optimizer_options_are_transferred_including_tensors() -> None:
     def build(lr: float) -> State:
         net = model()
         groups = [
@@ -407,7 +407,7 @@ def test_half_received_is_not_clean_and_cannot_be_committed() -> None:
     assert target.clean()
 
 
-def test_moving_keeps_parameters_or_says_that_it_cannot() -> None:
+def test_state_move_keeps_parameter_objects_or_raises() -> None:
     state = trained()
     params = list(state.model.parameters())
     state.to("cpu")
@@ -445,7 +445,7 @@ class Converting(nn.Linear):
         self.history = state_dict[f"{prefix}history"]
 
 
-def test_what_a_module_makes_for_the_occasion_is_loaded_by_the_module() -> None:
+def test_state_dict_entries_made_on_demand_are_loaded_by_their_module() -> None:
     for build in (Packed, Converting):
         torch.manual_seed(1)
         source = State(model=nn.Sequential(build(2, 2), nn.Linear(2, 2)))
@@ -459,7 +459,7 @@ def test_what_a_module_makes_for_the_occasion_is_loaded_by_the_module() -> None:
         assert build is Packed or target.model[0].history[1] == {"n": 3}
 
 
-def test_a_newcomer_takes_in_what_cannot_be_written_in_place() -> None:
+def test_state_transfer_covers_tensors_that_cannot_be_written_in_place() -> None:
     def build(content: float) -> State:
         net = nn.Linear(2, 2)
         net.register_buffer("mask", torch.full((1,), content).expand(5))
@@ -624,7 +624,7 @@ def _inner(optimizer: Any) -> list[torch.optim.Optimizer]:
         ({"sparse": torch.eye(2).to_sparse()}, r"state\.optimizer\.state\.0\.sparse .* only dense"),
     ],
 )
-def test_what_cannot_be_handed_over_is_refused_at_the_first_commit(held: Any, said: str) -> None:
+def test_state_that_cannot_be_transferred_is_refused_at_the_first_commit(held: Any, said: str) -> None:
     """And not at the first failure, when it is too late."""
     net = nn.Linear(2, 2)
     state = State(model=net, optimizer=Odd(net.parameters(), **held))
@@ -713,6 +713,6 @@ def test_sharded_modules_are_refused_with_the_way_out() -> None:
         ),
     ],
 )
-def test_sparse_and_quantised_tensors_are_refused_by_what_they_are(make: Any, said: str) -> None:
+def test_state_refuses_sparse_and_quantised_tensors_by_kind(make: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         State(odd=make())

@@ -158,7 +158,7 @@ def first_start(rank: int, world_size: int, port: int) -> Any:
     return [synced.source, again.source, again.nbytes > 0, first, fingerprint(state), state.version]
 
 
-def test_fresh_ranks_start_from_one_set_up() -> None:
+def test_fresh_ranks_start_from_the_setup_of_one_rank() -> None:
     results = run_ranks(first_start, world_size=3)
     assert [r[:3] for r in results] == [["setup", "live", False]] * 2 + [["setup", "live", True]]
     assert len({fingerprint for r in results for fingerprint in r[3:5]}) == 1
