@@ -36,11 +36,11 @@ lint: venv
 test: lint
 	@$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal --durations 15 --ignore=tests/house -m "not long"
 
-# Decisions and files alone, for the inner loop: under half a minute.
+# Decisions and files alone, for the inner loop: about half a minute.
 test-fast: venv
 	@$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal -m "not long" tests/core tests/checkpoint
 
-# What `make test` leaves out: more faults, more histories, the planted mistakes. About 25 minutes on two cores.
+# What `make test` leaves out: more faults, more histories, the planted mistakes. About 20 minutes on two cores.
 test-long: venv
 	@$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal --durations 15 -m long
 
