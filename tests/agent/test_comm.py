@@ -51,9 +51,9 @@ def test_sums_that_gloo_keeps_cost_no_process() -> None:
     script = Path(__file__).parents[1] / "support" / "train_stuck_gloo.py"
     args = {"steps": 100_000, "batch": 64, "step-ms": 2}
     with Job(script=script, args=args, spec={"restarts": {"budget": 100}}, timeouts=Timeouts(abort_s=30.0)) as job:
-        for kills in range(1, 9):
+        for kills in range(1, 4):
             job.wait_step(job.steps() + 20)
             job.kill_rank(kills % 4)
             eventually(lambda kills=kills: len(job.incidents()) >= kills, 25.0, f"recovery {kills}")
-        assert [i.steps_lost for i in job.incidents()] == [0] * 8
+        assert [i.steps_lost for i in job.incidents()] == [0] * 3
         assert {cause.kind for i in job.incidents() for cause in i.causes} == {"exit"}, "no survivor was replaced"
