@@ -14,7 +14,7 @@ CASES ?= 300
 CASE ?=
 SHRINK ?=
 
-.PHONY: demo test test-fast test-long lint bench chaos soak simulate venv test-gpu test-cuda-fork gpu-bundle clean
+.PHONY: demo test test-fast test-long lint bench chaos soak simulate venv test-compat test-gpu test-cuda-fork gpu-bundle docs dist clean
 
 venv: $(VENV)/.ready
 
@@ -38,7 +38,7 @@ test: lint
 
 # Decisions and files alone, for the inner loop: about half a minute.
 test-fast: venv
-	@$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal -m "not long" tests/core tests/checkpoint
+	@$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal -m "not long" tests/unit tests/checkpoint
 
 # What `make test` leaves out: more faults, more histories, the planted mistakes. About 20 minutes on two cores.
 test-long: venv
@@ -55,6 +55,17 @@ soak: $(if $(CASE),venv,test-long)
 
 simulate: venv
 	@PYTHONPATH=tests $(BIN)/python -m simulation.run --minutes $(MINUTES)
+
+# Trainer, Accelerate, Lightning and unchanged scripts, in an environment of their own with the versions of
+# tests/compat/constraints.txt; never part of `make test`. COMPAT_TESTS=tests/compat/test_lightning.py: one file of them.
+COMPAT_VENV ?= .venv-compat
+COMPAT_TESTS ?= tests/compat
+
+test-compat: $(if $(TORCH),venv)
+	@test -x $(COMPAT_VENV)/bin/python || $(PYTHON) -m venv $(COMPAT_VENV)
+	@$(COMPAT_VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) -c tests/compat/constraints.txt \
+		-e '.[embedded,remote,data,test,transformers,lightning]' peft datasets scikit-learn
+	@$(COMPAT_VENV)/bin/pytest -q -n $(TEST_PROCESSES) --dist worksteal --durations 15 $(COMPAT_TESTS)
 
 # On a machine with a GPU and torch; what else is needed comes from .wheels, which gpu-bundle fills where there is a
 # network. GPU_TESTS=tests/gpu/test_faults.py: one file of them.
@@ -83,5 +94,22 @@ test-cuda-fork: venv
 gpu-bundle:
 	@python3 tests/gpu/wheels.py $(BUNDLE_PYTHON)
 
+# The docs as a site, in site/; and a source distribution and a wheel, checked, in dist/. In an environment of their own.
+.venv-docs/.ready: pyproject.toml
+	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > .venv-docs/requirements.txt
+	@.venv-docs/bin/python -m pip install -q -r .venv-docs/requirements.txt
+	@touch $@
+
+docs: .venv-docs/.ready
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build -q
+	@echo "site/index.html"
+
+dist: .venv-docs/.ready
+	@rm -rf dist build
+	@.venv-docs/bin/python -m build . > .venv-docs/build.log 2>&1 || { cat .venv-docs/build.log >&2; exit 1; }
+	@rm -rf build *.egg-info
+	@.venv-docs/bin/twine check --strict dist/*
+
 clean:
-	@rm -rf .venv .venv-* .wheels build dist *.egg-info
+	@rm -rf .venv .venv-* .wheels build dist site *.egg-info

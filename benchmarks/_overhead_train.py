@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import elastic
-from elastic.core import checkpoint_interval
+from elastic.checkpoint import interval as checkpoint_interval
 
 WIDTH = 1024
 SETTLE_S = 1.5

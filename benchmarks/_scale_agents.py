@@ -37,9 +37,15 @@ from elastic.agent.peers import Peers  # noqa: E402
 from elastic.agent.store import Stores  # noqa: E402
 from elastic.agent.versions import versions  # noqa: E402
 from elastic.agent.watch_scope import WatchScope  # noqa: E402
-from elastic.core import messages, view  # noqa: E402
-from elastic.core.agentfile import AgentConfig, EtcdAccess  # noqa: E402
-from elastic.core.events import (  # noqa: E402
+from elastic.contract import messages  # noqa: E402
+from elastic.contract.agent_files import AgentConfig, EtcdAccess  # noqa: E402
+from elastic.contract.keys import ClusterKeys  # noqa: E402
+from elastic.contract.records import GenerationRecord, SpecRecord  # noqa: E402
+from elastic.contract.spec import JobSpec  # noqa: E402
+from elastic.contract.timeouts import Timeouts  # noqa: E402
+from elastic.etcd.client import Etcd  # noqa: E402
+from elastic.recovery import view  # noqa: E402
+from elastic.recovery.events import (  # noqa: E402
     Event,
     Progress,
     Start,
@@ -50,13 +56,8 @@ from elastic.core.events import (  # noqa: E402
     WorkerStepping,
     WorkerSynced,
 )
-from elastic.core.keys import ClusterKeys  # noqa: E402
-from elastic.core.membership import Limits  # noqa: E402
-from elastic.core.model import Agent, Policy  # noqa: E402
-from elastic.core.records import GenerationRecord, SpecRecord  # noqa: E402
-from elastic.core.spec import JobSpec  # noqa: E402
-from elastic.core.timeouts import Timeouts  # noqa: E402
-from elastic.etcd import Etcd  # noqa: E402
+from elastic.recovery.membership import Limits  # noqa: E402
+from elastic.recovery.model import Agent, Policy  # noqa: E402
 
 AGENTS_PER_PROCESS = 64
 START_S = 240.0

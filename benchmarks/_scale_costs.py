@@ -11,12 +11,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from elastic.core.events import Joined, Progress, Start, Tick, Viewed, WorkerReady
-from elastic.core.generation_delta import GenerationReader, changes
-from elastic.core.keys import ClusterKeys
-from elastic.core.membership import Limits
-from elastic.core.model import Agent, Policy
-from elastic.core.records import (
+from elastic.contract.keys import ClusterKeys
+from elastic.contract.records import (
     GenerationRecord,
     JobState,
     MemberRecord,
@@ -28,11 +24,15 @@ from elastic.core.records import (
     decode,
     encode,
 )
-from elastic.core.recovery import step
-from elastic.core.spec import JobSpec
-from elastic.core.timeouts import Timeouts
-from elastic.core.view import JobView, Reader
-from elastic.etcd import KV
+from elastic.contract.spec import JobSpec
+from elastic.contract.timeouts import Timeouts
+from elastic.etcd.client import KV
+from elastic.recovery.events import Joined, Progress, Start, Tick, Viewed, WorkerReady
+from elastic.recovery.generation_delta import GenerationReader, changes
+from elastic.recovery.membership import Limits
+from elastic.recovery.model import Agent, Policy
+from elastic.recovery.recovery import step
+from elastic.recovery.view import JobView, Reader
 
 KEYS = ClusterKeys("scale").job("job")
 SLOTS = tuple(range(8))

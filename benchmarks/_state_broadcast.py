@@ -27,10 +27,10 @@ import torch.distributed as dist
 from _state_save import peak_mb
 from torch import nn
 
-from elastic.worker import pull
-from elastic.worker.group import Group
-from elastic.worker.state import State
-from elastic.worker.sync import synchronise
+from elastic.worker.comm.group import Group
+from elastic.worker.state import pull
+from elastic.worker.state.state import State
+from elastic.worker.state.sync import synchronise
 
 PR_SET_PDEATHSIG = 1
 

@@ -16,7 +16,7 @@ import torch
 from _harness import machine
 from torch import nn
 
-from elastic.worker.state import State
+from elastic.worker.state.state import State
 
 ROUNDS = 5
 

@@ -42,7 +42,7 @@ from support import machine as able
 from support.api import ApiError
 from support.procs import alive, kill
 
-from elastic.core.timeouts import Timeouts
+from elastic.contract.timeouts import Timeouts
 
 FULL = Plan(
     exits=4, times=5, setup_s=20.0, lease_ttl_s=Timeouts().lease_ttl_s, baseline_s=30.0, etcd_away_s=60.0,

@@ -184,7 +184,7 @@ def _rank(rank: int, world_size: int, port: int, generation: int) -> None:
     """One rank; a survivor is told to let go while it steps."""
     import threading
 
-    from elastic.worker.group import Group
+    from elastic.worker.comm.group import Group
 
     def listen() -> None:
         sys.stdin.readline()
@@ -327,7 +327,7 @@ def snapshot(quick: bool) -> dict[str, Any]:
     """A snapshot into the arena beside a copy of as many bytes into pinned memory, in turn."""
     from elastic.checkpoint.arena import Arena
     from elastic.checkpoint.layout import arena_nbytes
-    from elastic.core.tensors import TensorInfo
+    from elastic.contract.tensor_table import TensorInfo
 
     nbytes = (16 if smoke.ON else 256 if quick else 2000) * 1_000_000
     tensors = [torch.randn(nbytes // 4 // 100, device="cuda") for _ in range(100)]
@@ -370,8 +370,8 @@ def broadcast(quick: bool) -> dict[str, Any]:
 
 
 def _relay(rank: int, world_size: int, port: int, nbytes: int, rounds: int) -> dict[str, float]:
-    from elastic.worker import broadcast
-    from elastic.worker.group import Group
+    from elastic.worker.comm.group import Group
+    from elastic.worker.state import broadcast
 
     tensors = [torch.randn(nbytes // 4 // 20, device="cuda") for _ in range(20)]
     found: dict[str, float] = {}

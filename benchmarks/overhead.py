@@ -35,15 +35,15 @@ import torch
 import torch.distributed as dist
 from _overhead_node import idle_pss_mb, snapshots_on_over_off
 
-from elastic.core.beat import PAGE_BYTES
-from elastic.core.checkpoint_interval import Rule
-from elastic.worker import pull
+from elastic.checkpoint.interval import Rule
+from elastic.contract.beat import PAGE_BYTES
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, Part, RankPosition
 from elastic.worker.job import Job
 from elastic.worker.run import AgentLink
 from elastic.worker.session import Session
-from elastic.worker.state import State
-from elastic.worker.sync import synchronise
+from elastic.worker.state import pull
+from elastic.worker.state.state import State
+from elastic.worker.state.sync import synchronise
 
 ELEMENTS = 12
 """Of each small tensor: 40,000 of them are 2 MB."""
@@ -149,7 +149,7 @@ def snapshot(count: int, elements: int, turns: int) -> tuple[float, float]:
     """Seconds of a snapshot into memory that was used before, and of reading it back."""
     from elastic.checkpoint.arena import Arena
     from elastic.checkpoint.layout import arena_nbytes
-    from elastic.worker.restore import HeldSnapshots
+    from elastic.worker.state.restore import HeldSnapshots
 
     state = build(count, elements, stepped=True)
     kept: list[Part] = []

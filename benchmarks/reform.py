@@ -30,9 +30,9 @@ import torch.distributed as dist
 from _harness import machine
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from elastic.worker import sockets
-from elastic.worker.errors import GroupAborted
-from elastic.worker.group import Group
+from elastic.worker.comm import sockets
+from elastic.worker.comm.errors import GroupAborted
+from elastic.worker.comm.group import Group
 
 WORLD = 4
 LIMIT_S = 10.0

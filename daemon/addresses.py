@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from dataclasses import dataclass
 
-from .config import host_port
+from .config import host_port, is_loopback
 from .errors import CannotStart, InvalidConfig
 from .settings import Settings
 
@@ -33,16 +32,6 @@ def find(settings: Settings) -> Found:
             "not only on this machine; set `address` or `interface`, or leave both empty"
         )
     return Found(address, settings.interface or _interface(address, settings, remote), why)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an address as written, denotes this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def only_loopback(settings: Settings) -> bool:

@@ -1,6 +1,6 @@
 """The agents on this node: start, adoption after a daemon restart, orders, supervision, end. See core/agentfile.
 
-Owned by the loop's thread. The only helper threads wait for an agent's end and post it.
+Owned by the loop's thread, except for `retire`. The only helper threads wait for an agent's end and post it.
 """
 
 from __future__ import annotations
@@ -12,23 +12,26 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from elastic.core.agentfile import AgentConfig, AgentOrders, AgentStatus
-from elastic.core.keys import NAME, check_name
-from elastic.core.records import PROTOCOL
+from elastic.contract.agent_files import AgentConfig, AgentOrders, AgentStatus
+from elastic.contract.keys import NAME, check_name
+from elastic.contract.records import PROTOCOL
 
-from . import launch, leftovers
+from . import host, job_folders, launch, leftovers
+from .authority import Account
 from .errors import CannotStart
+from .etcd_grants import EtcdGrants
 from .folders import Folder
 from .log import Log
-from .ownership import replace_file
+from .ownership import read_file, replace_file
 from .threads import Threads
 
 FIRST_PAUSE_S = 0.2
@@ -42,8 +45,14 @@ SHORT_OF = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM
 """Errors for a lack of descriptors, disk space, memory or processes."""
 T = TypeVar("T", AgentConfig, AgentStatus, AgentOrders)
 
+MOST_SLOTS = 4096
+"""Of one agent; a number below 1 would make slots of this node appear free that are not."""
 STABLE_S = 60.0
 """An agent that lived this long resets the back-off."""
+
+
+Owner = tuple[int, int]
+"""User id and group id."""
 
 
 @dataclass(slots=True)
@@ -54,6 +63,8 @@ class Running:
     pid: int
     since_s: float
     unit: str = ""
+    owner: Owner | None = None
+    """The user that it runs as; None: this daemon's own."""
     status: AgentStatus | None = None
     orders: AgentOrders = field(default_factory=AgentOrders)
     ending_s: float | None = None
@@ -83,8 +94,15 @@ class Gone:
 
 class Agents:
     def __init__(
-        self, state_dir: Path, launcher: launch.Launcher, threads: Threads, post: Callable[[Gone], None], log: Log
+        self,
+        state_dir: Path,
+        launcher: launch.Launcher,
+        threads: Threads,
+        post: Callable[[Gone], None],
+        log: Log,
+        grants: EtcdGrants | None = None,
     ) -> None:
+        """`grants`: for agents that run as another user; without it there are none."""
         self.jobs_dir = state_dir / "jobs"
         self.running: dict[str, Running] = {}
         self.trouble: dict[str, Trouble] = {}
@@ -92,6 +110,9 @@ class Agents:
         self._threads = threads
         self._post = post
         self._log = log
+        self._grants = grants
+        self._starting = threading.Lock()
+        """Held while an agent is started, and while a folder is retired."""
 
     def dir(self, job: str) -> Path:
         """Raises ValueError for an invalid job name, which could lead out of `jobs_dir`."""
@@ -125,14 +146,19 @@ class Agents:
         pid = launch.holder(folder / "lock")
         if pid is None:
             return False
+        owner = _owner(folder)
+        if owner is not None and (uid := host.uid_of(pid)) != owner[0]:
+            # A user can hand the own lock file's descriptor to any service: that one must not be signalled for it.
+            self._log.error("agent.lock_held_by_another_user", job=job, pid=pid, uid=uid)
+            return False
         config = _read(folder / "config.json", AgentConfig)
-        if config is None:
+        if config is None or config.job != job or not 1 <= config.slots <= MOST_SLOTS:  # its user may have changed it
             self._log.error("agent.unreadable", job=job, pid=pid, file=str(folder / "config.json"))
             if fallback is None:
                 return False
-            write(folder / "config.json", fallback)
+            write(folder / "config.json", fallback, owner)
             config = fallback
-        running = Running(config, pid, time.monotonic())
+        running = Running(config, pid, time.monotonic(), owner=owner)
         running.status = status if status and status.pid == pid else None
         running.orders = _read(folder / "orders.json", AgentOrders) or AgentOrders()
         self.running[job] = running
@@ -141,7 +167,9 @@ class Agents:
         return True
 
     def refresh(self) -> None:
-        """Read the agents' status files."""
+        """Read the agents' status files; renew their access to etcd."""
+        if self._grants is not None:
+            self._grants.renew(dict(running.owner for running in self.running.values() if running.owner is not None))
         for job, running in self.running.items():
             status = _read(self.dir(job) / "status.json", AgentStatus)
             if status is not None and status.pid == running.pid:
@@ -157,24 +185,36 @@ class Agents:
         """Monotonic time at which the next job may be tried again; inf: none is waiting."""
         return min((t.not_before_s for job, t in self.trouble.items() if job not in self.running), default=math.inf)
 
-    def start(self, config: AgentConfig, python: str) -> None:
-        """Start an agent, or adopt the running one. A failure is recorded in `trouble`."""
+    def start(
+        self, config: AgentConfig, python: str, user: Account | None = None, properties: Sequence[str] = ()
+    ) -> None:
+        """Start an agent, or adopt the running one. A failure is recorded in `trouble`.
+
+        `user`: the account that the agent runs as; None: this daemon's own. `properties`: of its unit.
+        """
+        with self._starting:
+            self._start(config, python, user, properties)
+
+    def _start(self, config: AgentConfig, python: str, user: Account | None, properties: Sequence[str]) -> None:
         job, folder = config.job, Path(config.agent_dir)
+        owner = (user.uid, user.gid) if user else None
         try:
             if self.adopt(job, config):
                 return
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if user is not None and self._grants is not None:
+                config = msgspec.structs.replace(config, etcd=self._grants.of(user))
+            job_folders.prepare(folder.parent, owner)
             self._end_leftovers(job)
-            Path(config.logs_dir).mkdir(parents=True, exist_ok=True, mode=0o750)
             (folder / "status.json").unlink(missing_ok=True)
-            write(folder / "orders.json", AgentOrders())
-            write(folder / "config.json", config)
+            write(folder / "orders.json", AgentOrders(), owner)
+            write(folder / "config.json", config, owner)
             started = self._launcher.start(
                 f"elasticd-job-{job}",
                 [python or sys.executable, "-m", "elastic.agent", str(folder)],
-                launch.environment(),
+                launch.environment(for_another=user is not None),
                 folder,  # not the job's workdir: a file in it must not be imported in place of ours
-                folder / "agent.log",
+                folder / "agent.log" if user is None else folder.parent / job_folders.OUTPUT,
+                properties,
             )
         except (CannotStart, OSError) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
@@ -184,8 +224,15 @@ class Agents:
                 trouble = self.trouble[job]
                 trouble.pause_s = min(trouble.pause_s, SHORT_OF_S)
             return
-        self.running[job] = Running(config, started.pid, time.monotonic(), started.unit)
-        self._log.info("agent.started", job=job, pid=started.pid, slots=config.slots, unit=started.unit)
+        self.running[job] = Running(config, started.pid, time.monotonic(), started.unit, owner)
+        self._log.info(
+            "agent.started",
+            job=job,
+            pid=started.pid,
+            slots=config.slots,
+            unit=started.unit,
+            user=user.user if user else "",
+        )
         self._watch(job, started.pid, started.child)
 
     def _end_leftovers(self, job: str) -> None:
@@ -225,6 +272,15 @@ class Agents:
         trouble.why = why
         self._log.warning("agent.trouble", job=job, why=why, failures=trouble.failures)
 
+    def retire(self, job: str) -> Path | None:
+        """Rename the folder of a job that has no agent here, so that it can be removed while a new job takes the name.
+        None: it has an agent. Called from any thread. Raises OSError, ValueError for an invalid job name."""
+        folder = self.dir(job).parent
+        with self._starting:
+            if job in self.running or job_folders.has_agent(folder):
+                return None
+            return job_folders.set_aside(folder, os.lstat(folder).st_uid)
+
     def signal(self, job: str, number: signal.Signals) -> None:
         if running := self.running.get(job):
             self._log.warning("agent.signalled", job=job, pid=running.pid, signal=number.name)
@@ -241,7 +297,7 @@ class Agents:
         if running.orders == orders:
             return
         try:
-            write(self.dir(job) / "orders.json", orders)
+            write(self.dir(job) / "orders.json", orders, running.owner)
         except OSError as error:  # a full disk: the next turn tries again
             self._log.error("agent.cannot_order", job=job, why=str(error))
             return
@@ -264,19 +320,31 @@ class Agents:
         self._threads.start(f"agent-{job}", wait)
 
     def _last_words(self, job: str) -> str:
-        try:
-            with (self.dir(job) / "agent.log").open("rb") as log:
-                log.seek(max(0, os.fstat(log.fileno()).st_size - 2000))
-                last = log.read().decode(errors="replace").strip().rpartition("\n")[2]
-        except OSError:
-            return ""
-        return f"; its last words: {last[-300:]}" if last else ""
+        last = job_folders.last_line(self.dir(job).parent)
+        return f": {last_words(last)}" if last else ""
 
 
-def write(path: Path, content: AgentConfig | AgentOrders) -> None:
-    """Replace a file atomically: its reader sees the old or the new. It may hold etcd's password: for this user
-    only."""
-    replace_file(path, msgspec.json.encode(content))
+def write(path: Path, content: AgentConfig | AgentOrders, owner: Owner | None = None) -> None:
+    """Replace a file atomically: its reader sees the old or the new. It may hold etcd's password: for its owner, or
+    this user, only."""
+    replace_file(path, msgspec.json.encode(content), owner)
+
+
+def _owner(folder: Path) -> Owner | None:
+    """The user of an agent's folder, None if that is this daemon's own."""
+    found = os.stat(folder)
+    return (found.st_uid, found.st_gid) if found.st_uid != os.geteuid() else None
+
+
+def last_words(line: str) -> str:
+    """A line of an agent's log for a reader: of a JSON line its event and its error."""
+    try:
+        said = msgspec.json.decode(line, type=dict[str, object])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # the last: a user may write to that log
+        return line[-300:]
+    error = next((said[key] for key in ("error", "why", "reason", "exception") if said.get(key)), "")
+    text = str(error).strip().rpartition("\n")[2] or str(said.get("event", ""))
+    return text[:300] or line[-300:]
 
 
 def describe_exit(code: int) -> str:
@@ -289,10 +357,11 @@ def describe_exit(code: int) -> str:
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
-    """None for a file that is absent, damaged or of another version, which is treated as not written."""
+    """None for a file that is absent, damaged or of another version, which is treated as not written. The job's user
+    may have written anything to it."""
     try:
-        content = msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        content = msgspec.json.decode(read_file(path), type=kind)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return content if getattr(content, "protocol", PROTOCOL) == PROTOCOL else None
 

@@ -3,7 +3,7 @@ etcd and carries out its own part, so that no two nodes take the same place.
 
     1. Running work stays: a node with a live member, or with a running agent, keeps its place in that job.
     2. Jobs are served in the order of submission. A job below its maximum takes the oldest nodes that accept work,
-       are not excluded for it, and have enough free slots.
+       are not excluded for it, run jobs of its user, and have enough free slots.
        Draining and excluded nodes do not count: their replacements come before they leave.
     3. A job with more members than its maximum gives up the youngest (it was scaled down), and its excluded
        nodes, if it has its minimum without them.
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elastic.core.records import Phase
+from elastic.contract.records import Phase
 
 from .cluster import Cluster, Job, Node, slots_wanted
 
@@ -146,6 +146,7 @@ def _candidates(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used
         if node.name not in mine
         and not node.why_not
         and node.name not in job.state.excluded_nodes
+        and job.name not in node.record.refuses
         and used.fits(job, node)
     ]
 
@@ -163,6 +164,8 @@ def _why(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used) -> st
             reasons.append(f"{node.name} is {node.why_not}")
         elif node.name in job.state.excluded_nodes:
             reasons.append(f"{node.name} is excluded for this job (elasticctl uncordon {node.name} takes it back)")
+        elif job.name in node.record.refuses:
+            reasons.append(f"{node.name} does not run this job: {node.record.refuses[job.name]}")
         elif wanted > free:
             reasons.append(f"{node.name} has {free} of {node.record.slots} slots free, {wanted} are needed")
         elif not used.fits(job, node):

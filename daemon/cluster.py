@@ -8,22 +8,20 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from elastic.core.keys import ClusterKeys
-from elastic.core.records import (
-    AskedRecord,
-    CordonRecord,
-    DrainRecord,
+from elastic.contract.keys import ClusterKeys, JobKeys
+from elastic.contract.node_records import AskedRecord, CordonRecord, DrainRecord, NodeRecord
+from elastic.contract.records import (
     GenerationRecord,
     IncidentRecord,
     JobState,
     MemberRecord,
-    NodeRecord,
     ProgressRecord,
     ProtocolVersionMismatch,
     Record,
     SpecRecord,
     decode,
 )
+from elastic.etcd.client import Refusal
 
 
 class Stored(Protocol):
@@ -97,12 +95,20 @@ class Cluster:
     cordons: Mapping[str, CordonRecord] = field(default_factory=dict)
     drains: Mapping[str, DrainRecord] = field(default_factory=dict)
     revision: int = 0
+    events: Mapping[str, bytes] = field(default_factory=dict)
+    """Key -> EventRecord as encoded: they are decoded when a user asks for them."""
     foreign: Mapping[str, str] = field(default_factory=dict)
     """Key -> error: a record of an incompatible protocol, or not a valid record. Such a key is left alone."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Key -> why its signature is not valid. Such a record is not used."""
 
     def by_age(self) -> list[Job]:
         """Jobs whose spec is known, oldest first."""
         return sorted((j for j in self.jobs.values() if j.spec), key=lambda j: j.submitted)
+
+    def jobs_on(self, node: str) -> list[str]:
+        """Names of the jobs that have a live agent on this node."""
+        return sorted(job.name for job in self.jobs.values() if node in job.members)
 
 
 R = TypeVar("R", bound=Record)
@@ -116,7 +122,16 @@ class Reader:
         self._known: dict[str, tuple[bytes, Record | str]] = {}
         """By key, with the value that was decoded. The revision would not do: it can recur after etcd was wiped."""
 
-    def read(self, kvs: Mapping[str, Stored], revision: int) -> Cluster:
+    def read(
+        self,
+        kvs: Mapping[str, Stored],
+        revision: int,
+        refused: Mapping[str, Refusal] | None = None,
+        signed: bool = False,
+    ) -> Cluster:
+        """`refused`: keys that are not among `kvs`, as their signatures are not valid; `signed`: whether signatures are
+        checked. A job without a state is then not run: deleting the state of a finished job must not run it
+        again."""
         keys, before, self._known = self._keys, self._known, {}
         foreign: dict[str, str] = {}
 
@@ -149,30 +164,42 @@ class Reader:
             except ValueError as error:  # no job of ours can have this name
                 foreign |= dict.fromkeys(mine, str(error))
                 continue
-            spec, state = mine.get(job.spec), mine.get(job.state)
-            if state is not None and take(JobState, state) is None:
-                spec = None  # an incompatible version manages this job: leave it alone
-            members = {
-                k.removeprefix(job.members): JobMember(r, kv.create_revision)
-                for k, kv in mine.items()
-                if k.startswith(job.members) and (r := take(MemberRecord, kv)) is not None
-            }
-            incidents = (take(IncidentRecord, kv) for k, kv in sorted(mine.items()) if k.startswith(job.incidents))
-            jobs[name] = Job(
-                name=name,
-                spec=take(SpecRecord, spec),
-                submitted=spec.create_revision if spec else 0,
-                spec_revision=spec.mod_revision if spec else 0,
-                state=take(JobState, state) or JobState(),
-                state_revision=state.mod_revision if state else 0,
-                members=members,
-                generation=take(GenerationRecord, mine.get(job.generation)),
-                progress=take(ProgressRecord, mine.get(job.progress)),
-                asked=take(AskedRecord, mine.get(job.asked)) or AskedRecord(),
-                # The keys of failed checkpoints do not sort by step: 9 comes after 10.
-                incidents=tuple(sorted((i for i in incidents if i is not None), key=lambda i: i.wall_s)),
-            )
-        return Cluster(nodes, jobs, cordons, drains, revision, foreign)
+            jobs[name] = _job(name, job, mine, take, signed)
+        events = {key: kv.value for key, kv in kvs.items() if key.startswith(keys.events)}
+        why = {key: refusal.why for key, refusal in (refused or {}).items()}
+        return Cluster(nodes, jobs, cordons, drains, revision, events, foreign, why)
+
+
+class _Take(Protocol):
+    """Reads one record; None where there is none, or one of another protocol."""
+
+    def __call__(self, kind: type[R], kv: Stored | None) -> R | None: ...
+
+
+def _job(name: str, job: JobKeys, mine: Mapping[str, Stored], take: _Take, signed: bool) -> Job:
+    spec, state = mine.get(job.spec), mine.get(job.state)
+    if (signed and state is None) or (state is not None and take(JobState, state) is None):
+        spec = None  # an incompatible version manages this job: leave it alone
+    members = {
+        k.removeprefix(job.members): JobMember(r, kv.create_revision)
+        for k, kv in mine.items()
+        if k.startswith(job.members) and (r := take(MemberRecord, kv)) is not None
+    }
+    incidents = (take(IncidentRecord, kv) for k, kv in sorted(mine.items()) if k.startswith(job.incidents))
+    return Job(
+        name=name,
+        spec=take(SpecRecord, spec),
+        submitted=spec.create_revision if spec else 0,
+        spec_revision=spec.mod_revision if spec else 0,
+        state=take(JobState, state) or JobState(),
+        state_revision=state.mod_revision if state else 0,
+        members=members,
+        generation=take(GenerationRecord, mine.get(job.generation)),
+        progress=take(ProgressRecord, mine.get(job.progress)),
+        asked=take(AskedRecord, mine.get(job.asked)) or AskedRecord(),
+        # The keys of failed checkpoints do not sort by step: 9 comes after 10.
+        incidents=tuple(sorted((i for i in incidents if i is not None), key=lambda i: i.wall_s)),
+    )
 
 
 def _by_job(prefix: str, kvs: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import ipaddress
 import math
 import os
 import re
 import tomllib
 import typing
+import urllib.parse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +18,27 @@ from typing import Any
 
 import msgspec
 
-from elastic.core.keys import check_name
-from elastic.core.spec import InvalidSpec, refuse_unknown
+from elastic.contract.keys import check_name
+from elastic.contract.spec import InvalidSpec, refuse_unknown
 
+from . import masking
 from .errors import InvalidConfig
-from .settings import Settings
+from .settings import NotifySettings, Settings
 
 ENVIRONMENT = "ELASTICD_"
 """Prefix of the environment variables: ELASTICD_NODE, ELASTICD_ETCD_ENDPOINTS, ELASTICD_TIMEOUTS_LEASE_TTL_S, …"""
 
 MAX_SOCKET_PATH = 107
 """Longest path of a Unix socket that Linux accepts, in bytes."""
+
+FEWEST_PORTS = 8
+"""Smallest range of `ports`: a recovery opens a store while the one before still has its port."""
+
+MAKE_TOKEN = "(umask 077; head -c 24 /dev/urandom | base64 > FILE)"
+"""A command that makes a file for `page.token_file`."""
+
+EVENTS = NotifySettings().on
+"""All that can be notified: by default, everything is."""
 
 Raw = dict[str, Any]
 
@@ -75,6 +87,7 @@ def check(settings: Settings) -> None:
     check_name("cluster", settings.cluster)
     if settings.node:
         check_name("node", settings.node)
+    port_range(settings.ports)
     settings.timeouts.check()
     for name in settings.timeouts.__struct_fields__:
         if not math.isfinite(value := getattr(settings.timeouts, name)):
@@ -87,16 +100,60 @@ def check(settings: Settings) -> None:
         host_port("etcd.embedded_listen", etcd.embedded_listen)
     if settings.http.listen:
         host_port("http.listen", settings.http.listen, zero_ok=True)
+    if settings.page.listen:
+        host, _ = host_port("page.listen", settings.page.listen, zero_ok=True)
+        if not settings.page.token_file and not is_loopback(host):
+            raise ValueError(
+                f"page.listen = {settings.page.listen!r}: other machines reach this address, so page.token_file is "
+                f"needed ({MAKE_TOKEN}); or listen on 127.0.0.1, and read the page through ssh -L"
+            )
     for a, b in (("user", "password_file"), ("cert_file", "key_file")):
         if bool(getattr(etcd, a)) != bool(getattr(etcd, b)):
             raise ValueError(f"etcd.{a} and etcd.{b}: give both or neither")
     for name in ("password_file", "ca_file", "cert_file", "key_file"):
         if (file := getattr(etcd, name)) and not os.access(file, os.R_OK):
             raise ValueError(f"etcd.{name} = {file!r}: cannot be read")
+    _check_notify(settings.notify)
     if len(os.fsencode(settings.socket)) > MAX_SOCKET_PATH:
         raise ValueError(
             f"socket = {settings.socket!r}: longer than the {MAX_SOCKET_PATH} bytes a Unix socket may have"
         )
+
+
+def _check_notify(notify: NotifySettings) -> None:
+    if notify.webhook:
+        _check_webhook(notify.webhook)
+    if notify.command:
+        program = notify.command[0]
+        named = f"notify.command = {program!r}"
+        if any("\0" in part for part in notify.command):
+            raise ValueError(f"{named}: a program and its arguments cannot contain the character NUL")
+        if not os.path.isabs(program):
+            raise ValueError(f"{named}: write the program's absolute path, as in ['/usr/local/bin/notify', 'argument']")
+        if not os.path.isfile(program):
+            raise ValueError(f"{named}: there is no such file on this machine")
+        if not os.access(program, os.X_OK):
+            raise ValueError(f"{named}: cannot be executed: chmod +x {program}")
+    for event in notify.on:
+        if event not in EVENTS:
+            raise ValueError(f"notify.on = {event!r}: there is no such event; choose from {', '.join(EVENTS)}")
+    if (notify.webhook or notify.command) and not notify.on:
+        raise ValueError("notify.on = []: name at least one event, or leave out notify.webhook and notify.command")
+
+
+def _check_webhook(url: str) -> None:
+    named = f"notify.webhook = {masking.masked_url(url)!r}"
+    try:
+        parts = urllib.parse.urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(f"{named}: {error}; write the whole URL, as in 'https://chat.example.org/hooks/…'") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{named}: write the whole URL, as in 'https://chat.example.org/hooks/…'")
+    if parts.username is not None:
+        raise ValueError(f"{named}: a user and password in the URL are not supported; send by notify.command instead")
+    if not re.fullmatch(r"[!-~]+", url):
+        raise ValueError(f"{named}: ASCII without blanks only; write other characters as %XX")
 
 
 def host_port(field: str, text: str, zero_ok: bool = False) -> tuple[str, int]:
@@ -110,6 +167,32 @@ def host_port(field: str, text: str, zero_ok: bool = False) -> tuple[str, int]:
     ):
         raise ValueError(f"{field} = {text!r}: write host:port, as in '10.0.0.1:2379'")
     return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address as written, denotes this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def port_range(text: str) -> tuple[int, int]:
+    """'29400-29500' -> (29400, 29500); '' -> (0, 0), any port. Raises ValueError."""
+    if not text:
+        return 0, 0
+    first, _, last = text.partition("-")
+    if not (first.isascii() and first.isdigit() and last.isascii() and last.isdigit()):
+        raise ValueError(f"ports = {text!r}: write first-last, as in '29400-29500'")
+    low, high = int(first), int(last)
+    if not (1 <= low <= high <= 65535 and high - low + 1 >= FEWEST_PORTS):
+        raise ValueError(
+            f"ports = {text!r}: from 1 to 65535, the smaller first, and at least {FEWEST_PORTS} of them, as each job "
+            "takes up to three"
+        )
+    return low, high
 
 
 def explain() -> dict[str, str]:

@@ -6,8 +6,8 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
-from elastic.core.records import NodeRecord
-from elastic.etcd import Lease, View
+from elastic.contract.node_records import NodeRecord
+from elastic.etcd.client import Lease, View
 
 from .agents import Gone
 

@@ -36,6 +36,14 @@ class Folder:
         finally:
             os.close(descriptor)
 
+    def owner(self) -> int | None:
+        """User id of its owner; None if it does not exist, or is not reached without a link."""
+        try:
+            with self.opened() as descriptor:
+                return os.fstat(descriptor).st_uid
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
 
 def open_file(folder: int, name: str) -> int:
     """A descriptor of a regular file in the directory of descriptor `folder`, for reading.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.core.keys import check_name
+from elastic.contract.keys import check_name
 
 from . import addresses
 from .config import MAX_SOCKET_PATH
@@ -126,3 +126,12 @@ def default_state_dir() -> str:
         return "/var/lib/elasticd"
     home = os.environ.get("XDG_STATE_HOME") or os.path.join(Path.home(), ".local", "state")
     return os.path.join(home, "elasticd")
+
+
+def uid_of(pid: int) -> int | None:
+    """Real user id of a process; None if it is gone."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("Uid:"))
+    except OSError:
+        return None

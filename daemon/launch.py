@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from elastic.core.agentfile import SYSTEMD_VARIABLES
+from elastic.contract.agent_files import SYSTEMD_VARIABLES
 
 from . import host
 from .errors import CannotStart
@@ -23,12 +23,14 @@ from .errors import CannotStart
 PROPERTIES = (
     "KillMode=control-group",  # nothing of the process tree is left behind
     "OOMPolicy=continue",  # the agent replaces a worker killed for memory
-    "TasksMax=infinity",
     "LimitMEMLOCK=infinity",
     "LimitNOFILE=1048576",
     "TimeoutStopSec=30s",
     "Slice=elasticd.slice",
+    "Before=elasticd.service",  # when the machine shuts down, the daemon is stopped first: it drains the node
 )
+
+LOGIN_VARIABLES = frozenset({"HOME", "USER", "LOGNAME", "SHELL", "MAIL"})
 
 HOLDER_S = 1.0
 """How long to look for the holder of a lock: it writes its id just after taking the lock."""
@@ -45,14 +47,36 @@ class Started:
 
 
 class Launcher(Protocol):
-    def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], cwd: Path, output: Path) -> Started:
-        """Start `argv`; stdout and stderr are appended to `output`. Raises CannotStart."""
+    switches_user: bool
+    """Whether it can start a process as another user."""
+
+    def start(
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path,
+        output: Path,
+        properties: Sequence[str] = (),
+    ) -> Started:
+        """Start `argv`; stdout and stderr are appended to `output`. `properties` of its unit, such as its user and its
+        limits, if it becomes one. Raises CannotStart."""
 
 
 class Detached:
     """A process in a session of its own, which survives the end of this daemon and of its terminal."""
 
-    def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], cwd: Path, output: Path) -> Started:
+    switches_user = False
+
+    def start(
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path,
+        output: Path,
+        properties: Sequence[str] = (),
+    ) -> Started:
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(output, flags, 0o640), "ab") as log:
@@ -68,10 +92,20 @@ class Detached:
 class TransientUnit:
     """A systemd unit of its own: outside our cgroup and sandbox, and systemd keeps its exit code."""
 
-    def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], cwd: Path, output: Path) -> Started:
+    switches_user = True
+
+    def start(
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path,
+        output: Path,
+        properties: Sequence[str] = (),
+    ) -> Started:
         unit = f"{name}.service"
         command = ["systemd-run", "--quiet", "--collect", f"--unit={unit}", f"--working-directory={cwd}"]
-        command += [f"--property={p}" for p in PROPERTIES]
+        command += [f"--property={p}" for p in (*PROPERTIES, *properties)]
         command += [f"--property=StandardOutput=append:{output}", f"--property=StandardError=append:{output}"]
         command += [f"--setenv={key}" for key in env]  # the value is taken from `env`, so that ps does not show it
         command += ["--", *argv]
@@ -110,11 +144,13 @@ def launcher() -> Launcher:
     return TransientUnit() if host.as_system_service() and shutil.which("systemd-run") else Detached()
 
 
-def environment() -> dict[str, str]:
+def environment(*, for_another: bool = False) -> dict[str, str]:
     """Ours, without variables meant for this process only and without non-text ones: agents send it to workers as
-    JSON."""
+    JSON. `for_another`: for a process of another user, without what a login sets; systemd sets that user's."""
     env = {k: v for k, v in os.environ.items() if k.isidentifier() and k not in SYSTEMD_VARIABLES and _is_text(k + v)}
     env = {k: v for k, v in env.items() if not k.startswith("ELASTICD_")}
+    if for_another:
+        env = {k: v for k, v in env.items() if k not in LOGIN_VARIABLES and not k.startswith("XDG_")}
     return env | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 
 
@@ -129,7 +165,7 @@ def _is_text(raw: str) -> bool:
 _HOLD = """
 import fcntl, os, signal, sys
 lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-signal.alarm(2)  # somebody may look at it for a moment; if somebody keeps it, that is our end
+signal.alarm(2)  # another process may look at it for a moment; if one keeps it, that is our end
 fcntl.flock(lock, fcntl.LOCK_EX)
 signal.alarm(0)
 os.ftruncate(lock, 0)
@@ -156,7 +192,7 @@ def holder(lock: Path) -> int | None:
     must be the one reported by the kernel, or be seen to have the file open. Raises HeldElsewhere.
     """
     try:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # it may lie in another user's folder
     except FileNotFoundError:
         return None
     try:

@@ -10,7 +10,7 @@ import os
 import signal
 from pathlib import Path
 
-from elastic.core.agentfile import MARK_ENV, mark
+from elastic.contract.agent_files import MARK_ENV, mark
 
 
 def end(agent_dir: Path) -> list[int]:

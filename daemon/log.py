@@ -11,7 +11,7 @@ from typing import Any, TextIO, cast
 import structlog
 from structlog.typing import FilteringBoundLogger
 
-from elastic.core.capped_log import LogFile
+from elastic.util.capped_log import LogFile
 
 Log = FilteringBoundLogger
 
@@ -60,7 +60,7 @@ def with_priority(render: Any) -> Any:
 
 def as_text(logger: Any, method: str, event: Mapping[str, Any]) -> str:
     """'10:41:07 info    node.registered address=10.0.0.1 slots=4', and a traceback below it."""
-    from .ctl_text import block, line
+    from .safe_text import block, line
 
     rest = dict(event)
     time, level, name = (str(rest.pop(key, "")) for key in ("timestamp", "level", "event"))

@@ -12,22 +12,27 @@ import time
 from dataclasses import replace
 
 import elastic
-from elastic.core.agentfile import AgentConfig, AgentOrders, EtcdAccess
-from elastic.core.keys import ClusterKeys
-from elastic.core.records import NodeRecord, Phase, WorkerRow
-from elastic.etcd import Lease, View
+from elastic.contract.agent_files import AgentConfig, AgentOrders, EtcdAccess
+from elastic.contract.keys import ClusterKeys
+from elastic.contract.node_records import AgentRow, NodeRecord, WorkerRow
+from elastic.contract.records import Phase
+from elastic.contract.spec import Limits
+from elastic.etcd.client import ClusterSigner, Lease, View
 
-from . import host, reconcile
+from . import host, reconcile, sandbox
 from .agents import Agents, Gone
 from .assignment import Assignment, plan
 from .cluster import Cluster, Job, Reader
+from .config import port_range
+from .diagnosis.timeline import Timeline
 from .event_queue import Event, EventQueue, LeaseLost, Registered, Stop, Updated, Written
 from .gpus import Health
 from .log import Log
 from .notify import Notify
 from .published_state import Contact, LocalAgent, PublishedState, Snapshot
+from .run_as import NotAllowed, RunAs
 from .settings import Settings
-from .writer import Writer
+from .writer import KEY_MISSING, Writer
 
 TICK_S = 1.0
 """Longest time between two turns."""
@@ -54,6 +59,8 @@ class Loop:
         notify: Notify,
         log: Log,
         health: Health,
+        run_as: RunAs,
+        signer: ClusterSigner | None = None,
     ) -> None:
         self._settings = settings
         self._access = access
@@ -65,8 +72,13 @@ class Loop:
         self._notify = notify
         self._log = log
         self._health = health
+        self._run_as = run_as
+        self._refuses: dict[str, str | None] = {}
+        """Job that does not run here yet -> why it will not; '' it will, None: not known yet."""
+        self._signer = signer
         self._refuses_anonymous = os.geteuid() == 0 and not settings.etcd.insecure
         self._reader = Reader(ClusterKeys(settings.cluster))
+        self._timeline = Timeline(ClusterKeys(settings.cluster), settings.node)
         self._started_wall_s = time.time()
         self._cluster = Cluster()
         self._contact = Contact()
@@ -79,6 +91,7 @@ class Loop:
         self._alarms_due_s = 0.0
         self._workers_due_s = 0.0
         self._worker_rows: tuple[WorkerRow, ...] = ()
+        self._agent_rows: tuple[AgentRow, ...] = ()
         self._ready = False
         self._overdue: dict[str, float] = {}
         self._aside: dict[str, float] = {}
@@ -139,7 +152,9 @@ class Loop:
     def _look(self, view: View) -> None:
         self._say_contact(view)
         if view.revision or view.connected:  # an empty view before the first contact carries no information
-            self._cluster = self._reader.read(view.kvs, view.revision)
+            self._cluster = self._reader.read(view.kvs, view.revision, view.refused, self._signer is not None)
+            self._timeline.look(self._cluster, time.time())
+        self._timeline.contact(view.connected, view.error, time.time())
         for name in list(self._agents.trouble):
             job = self._cluster.jobs.get(name)
             if job is None or job.over:
@@ -147,6 +162,8 @@ class Loop:
         self._contact = Contact(view.connected, view.as_of_s, view.error)
         for key, why in self._cluster.foreign.items():
             self._say(f"record {key}", why)
+        for key, why in self._cluster.refused.items():
+            self._say(f"record {key}", f"refused: {why}")
 
     def _say_contact(self, view: View) -> None:
         """Log that contact with etcd is gained or lost, including a first failure after the start."""
@@ -176,15 +193,22 @@ class Loop:
         node = self._settings.node
         running = {job: agent.config.slots for job, agent in self._agents.running.items()}
         self._plan = plan(self._cluster, running, node)
+        self._refuses = {
+            job.name: self._run_as.why_not(job.spec)
+            for job in self._cluster.by_age()
+            if job.spec and not job.over and job.name not in running
+        }
         if self._contact.connected:
             self._check_version(now_s)
             self._check_alarms(now_s)
             self._compact(now_s)
+            self._tell_events()
             if not stays_out:
                 self._keep_registered(now_s)
                 if self._trusted():
                     self._start_agents(now_s)
-            self._write_states()
+            if not self._writer.ignores_signatures:
+                self._write_states()
         self._order_agents()
         self._end_overdue(now_s)
         self._publish(stays_out)
@@ -193,6 +217,8 @@ class Loop:
     def _stays_out(self) -> str:
         """Why this node does not register: it found incompatible records. Once registered, a node ignores such
         records."""
+        if self._writer.ignores_signatures:
+            return KEY_MISSING
         if self._lease is not None or not self._cluster.foreign:
             return ""
         key, why = next(iter(self._cluster.foreign.items()))
@@ -230,6 +256,12 @@ class Loop:
             self._writer.compact(self._compact_mark[1])
             self._compact_mark = now_s, self._cluster.revision
 
+    def _tell_events(self) -> None:
+        self._timeline.members(self._writer.members, time.time())
+        self._timeline.send(self._writer.put_events)
+        if old := self._timeline.too_old(self._cluster):
+            self._writer.delete_events(old)
+
     def _keep_registered(self, now_s: float) -> None:
         record = self._record()
         times = self._settings.timeouts
@@ -260,14 +292,21 @@ class Loop:
             healthy=not (reason := host.sickness(settings.state_dir) or self._health.reason),
             reason=reason or None,
             workers=self._workers(),
+            agents=self._agent_rows,
+            refuses={job: why for job, why in self._refuses.items() if why},
         )
 
     def _workers(self) -> tuple[WorkerRow, ...]:
         """Updated rarely: each change is a write to etcd that every daemon of the cluster receives."""
         now_s = time.monotonic()
         if now_s >= self._workers_due_s:
-            self._workers_due_s = now_s + WORKERS_S
-            self._worker_rows = reconcile.worker_rows({j: a.status for j, a in self._agents.running.items()})
+            before = self._worker_rows, self._agent_rows
+            running = self._agents.running
+            self._worker_rows = reconcile.worker_rows({j: a.status for j, a in running.items()})
+            clock_s = time.time() - now_s
+            self._agent_rows = reconcile.agent_rows({j: (a.status, a.since_s + clock_s) for j, a in running.items()})
+            if (self._worker_rows, self._agent_rows) != before:
+                self._workers_due_s = now_s + WORKERS_S
         return self._worker_rows
 
     def _start_agents(self, now_s: float) -> None:
@@ -275,7 +314,12 @@ class Loop:
         for job, slots in self._plan.of(self._settings.node).items():
             spec = self._cluster.jobs[job].spec
             leaves = job in self._plan.leaving(self._settings.node) or bool(me and me.drain)
-            if spec is None or leaves or not self._agents.may_start(job, now_s):
+            if spec is None or leaves or self._refuses.get(job) != "" or not self._agents.may_start(job, now_s):
+                continue
+            try:
+                user = self._run_as.account(spec)
+            except NotAllowed as refused:  # only just: the next turn says so
+                self._say(f"job {job}", f"not started: {refused}")
                 continue
             config = AgentConfig(
                 cluster=self._settings.cluster,
@@ -285,12 +329,16 @@ class Loop:
                 slots=slots,
                 gpus=reconcile.pick_gpus(self._gpus, slots, [a.config.gpus for a in self._agents.running.values()]),
                 interface=self._settings.interface,
+                ports=port_range(self._settings.ports),
                 etcd=self._access,
+                job_key=self._signer.job_key(job, spec.submission) if self._signer else None,
                 timeouts=self._settings.timeouts,
                 agent_dir=str(self._agents.dir(job)),
                 logs_dir=str(self._agents.logs_dir(job)),
             )
-            self._agents.start(config, spec.spec.python)
+            if spec.spec.limits != Limits() and not self._run_as.switches:
+                self._say(f"limits of {job}", "they do not hold on this node: elasticd is no service of systemd here")
+            self._agents.start(config, spec.spec.python, user, sandbox.properties(spec.spec, user))
 
     def _write_states(self) -> None:
         for job in self._cluster.by_age():
@@ -340,7 +388,8 @@ class Loop:
         """Agents end by themselves when their job is over or stopping; those that do not are signalled."""
         for name in list(self._agents.running):
             job = self._cluster.jobs.get(name)
-            if job is None or not (job.over or job.state.phase is Phase.STOPPING):
+            ends = job is not None and (job.over or job.state.phase is Phase.STOPPING)
+            if job is None or not (ends or self._of_another_user(job)):
                 self._overdue.pop(name, None)
                 continue
             since_s = self._overdue.setdefault(name, now_s)
@@ -348,6 +397,12 @@ class Loop:
             if number is not None:
                 self._agents.signal(name, number)
                 self._agents.running[name].ending_s = now_s
+
+    def _of_another_user(self, job: Job) -> bool:
+        """Whether the agent here is of an earlier job of this name, which another user had."""
+        owner = self._agents.running[job.name].owner
+        uid = owner[0] if owner else os.geteuid()
+        return job.spec is not None and uid != (os.geteuid() if job.spec.uid is None else job.spec.uid)
 
     def _publish(self, stays_out: str) -> None:
         agents = {

@@ -16,16 +16,19 @@ from typing import IO
 import msgspec
 
 import elastic
-from elastic.core.agentfile import EtcdAccess
-from elastic.core.timeouts import RELATIONS
+from elastic.contract.agent_files import EtcdAccess
+from elastic.contract.timeouts import RELATIONS
 
-from . import addresses, config, host, launch, ownership, shutdown, trust
-from .ctl_text import block
+from . import addresses, config, host, launch, ownership, shutdown
+from .api.views import SCHEMA, Identity, Json
 from .errors import AlreadyRuns, CannotStart, DaemonError, InvalidConfig
+from .etcd import cluster_key, trust
+from .masking import masked_setting
 from .notify import Notify
+from .page import access
+from .safe_text import block
 from .settings import Settings
 from .shutdown import stop_all
-from .views import SCHEMA, Identity, Json
 
 FLAGS = ("cluster", "node", "address", "state_dir", "socket", "slots", "log_level")
 """Settings with a flag of their own; all others are set by --set."""
@@ -44,6 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         gpus = host.gpus(loaded.settings.gpus)
         settings = host.complete(loaded.settings, gpus.indices)
         trust.check(settings.etcd, os.geteuid())
+        if args.make_cluster_key:
+            print(cluster_key.make(settings))
+            return 0
+        if key := cluster_key.find(settings):
+            trust.check_secret("cluster key", str(key), os.geteuid(), settings.etcd.allow_readable_secrets)
+        access.token(settings.page, os.geteuid(), settings.etcd.allow_readable_secrets)
+        if settings.notify.command:
+            ownership.trusted_program(settings.notify.command[0], "notify.command")
         if args.check:
             print(f"{args.config or 'defaults'}: good")
             return 0
@@ -54,9 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="elasticd", description="The node's daemon: trains on, whatever fails.")
+    parser = argparse.ArgumentParser(prog="elasticd", description="elasticd node daemon.")
     parser.add_argument("--config", type=Path, default=os.environ.get("ELASTICD_CONFIG"), help="TOML file of settings")
     parser.add_argument("--check", action="store_true", help="check the settings and end")
+    parser.add_argument("--make-cluster-key", action="store_true", help="generate the cluster's key and end")
     parser.add_argument("--stop", action="store_true", help="end the daemon, its agents and its embedded etcd")
     parser.add_argument("--version", action="version", version=f"elasticd {elastic.__version__}")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="e.g. timeouts.lease_ttl_s=4")
@@ -85,7 +97,7 @@ def _run(settings: Settings, sources: Mapping[str, str], gpus: host.Gpus, starte
 
     log = logs.start(settings.log_level, settings.node)
     log.info("daemon.settings", version=elastic.__version__, **_plain(settings, sources))
-    from .embedded_etcd import EmbeddedEtcd
+    from .etcd.embedded import EmbeddedEtcd
     from .threads import Threads, fail_stop_whatever_fails
 
     fail_stop_whatever_fails(log)
@@ -93,11 +105,13 @@ def _run(settings: Settings, sources: Mapping[str, str], gpus: host.Gpus, starte
     embedded = None
     endpoints = settings.etcd.endpoints
     if not endpoints:
+        cluster_key.ensure_embedded(settings)
         embedded = EmbeddedEtcd(settings, launcher, log)
         endpoints = (embedded.start(),)
         embedded.supervise(threads)
     from .service import Daemon
 
+    secret = cluster_key.load(settings)
     identity = Identity(
         cluster=settings.cluster,
         node=settings.node,
@@ -111,10 +125,12 @@ def _run(settings: Settings, sources: Mapping[str, str], gpus: host.Gpus, starte
         interface=settings.interface,
         address_why=address_why,
         python=sys.executable,
+        key_id=cluster_key.name_of(secret) if secret else "",
+        plain_text=trust.in_plain_text(settings.etcd),
     )
     daemon = Daemon(
         settings, _access(settings, endpoints), identity, gpus, lambda: describe(settings, sources), launcher, threads,
-        notify, log,
+        notify, log, secret,
     )  # fmt: skip
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda n, _: daemon.stop(signal.Signals(n).name))
@@ -171,7 +187,9 @@ def _access(settings: Settings, endpoints: tuple[str, ...]) -> EtcdAccess:
 
 def _plain(settings: Settings, sources: Mapping[str, str]) -> dict[str, object]:
     given = ", ".join(f"{name} ({source})" for name, source in sources.items() if source != "default")
-    return {"settings": msgspec.to_builtins(settings), "given": given}
+    shown = msgspec.to_builtins(settings)
+    shown["notify"] = {name: masked_setting(f"notify.{name}", value) for name, value in shown["notify"].items()}
+    return {"settings": shown, "given": given}
 
 
 def describe(settings: Settings, sources: Mapping[str, str]) -> Json:
@@ -182,7 +200,7 @@ def describe(settings: Settings, sources: Mapping[str, str]) -> Json:
         found: object = settings
         for part in name.split("."):
             found = getattr(found, part)
-        return msgspec.to_builtins(found)
+        return masked_setting(name, msgspec.to_builtins(found))
 
     times = settings.timeouts
     return {

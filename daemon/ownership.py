@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from pathlib import Path
 
 from .errors import CannotStart
+
+MAX_READ_BYTES = 4 * 1024 * 1024
 
 STICKY_WRITABLE = stat.S_ISVTX | stat.S_IWOTH
 
@@ -57,9 +60,50 @@ def trusted(folder: Path, setting: str) -> None:
             )
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file atomically: its reader sees the old or the new. Readable by this user only; links are never
-    followed. Raises OSError."""
+def trusted_program(program: str, setting: str) -> None:
+    """Refuse a program that another user could change or replace, and that root is to run. Raises CannotStart."""
+    if os.geteuid() != 0:
+        return
+    where = Path(os.path.realpath(program))
+    trusted(where.parent, f"the folder of {setting}")
+    found = where.stat()
+    if found.st_uid != 0 or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise CannotStart(
+            f"{setting} = {program!r}: other users may change it, and root would run it: "
+            f"chown root {where}; chmod go-w {where}"
+        )
+
+
+def searchable(folder: Path) -> None:
+    """Create `folder`, of this user, in which other users may open what they know the name of (mode 0711). Raises
+    CannotStart, also if other users do not get as far as this folder."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(parents=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+        raise CannotStart(f"{folder} must be a folder, and uid {os.geteuid()}'s own")
+    folder.chmod(0o711)
+    for place in folder.parents:
+        if not place.stat().st_mode & stat.S_IXOTH:
+            raise CannotStart(f"{place}: agents that run as their job's user cannot enter it: chmod o+x {place}")
+
+
+def given(folder: Path, uid: int, gid: int, mode: int) -> None:
+    """Create `folder` for another user; its parent must be this user's. Raises CannotStart if it exists and is not a
+    folder of that user."""
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        found = os.lstat(folder)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != uid:
+            raise CannotStart(f"{folder} belongs to uid {found.st_uid}, not to uid {uid}") from None
+        return
+    os.chmod(folder, mode)
+    os.chown(folder, uid, gid, follow_symlinks=False)
+
+
+def replace_file(path: Path, content: bytes, owner: tuple[int, int] | None = None) -> None:
+    """Replace a file atomically: its reader sees the old or the new. Readable by `owner` (uid, gid) only, or by this
+    user; links are never followed. Raises OSError."""
     aside = path.with_name(f".{path.name}.new")
     try:
         os.unlink(aside)
@@ -68,4 +112,19 @@ def replace_file(path: Path, content: bytes) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(aside, flags, 0o600), "wb") as file:
         file.write(content)
+        if owner is not None:
+            os.fchown(file.fileno(), *owner)
     os.replace(aside, path)
+
+
+def read_file(path: Path, last_bytes: int = 0) -> bytes:
+    """A file that another user may have written: no link, no pipe, at most MAX_READ_BYTES. `last_bytes`: only its end.
+    Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise PermissionError(f"{path} is no regular file")
+        if last_bytes:
+            file.seek(max(0, found.st_size - last_bytes))
+        return file.read(last_bytes or MAX_READ_BYTES)

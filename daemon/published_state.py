@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from elastic.core.agentfile import AgentStatus
-from elastic.etcd import MemberHealth
+from elastic.contract.agent_files import AgentStatus
+from elastic.etcd.client import MemberHealth
 
 from .assignment import Assignment
 from .cluster import Cluster

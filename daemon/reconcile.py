@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from elastic.core.agentfile import AgentStatus
-from elastic.core.phases import PhaseTrigger, after
-from elastic.core.records import JobState, Phase, WorkerRow
+from elastic.contract.agent_files import AgentStatus
+from elastic.contract.node_records import AgentRow, WorkerRow
+from elastic.contract.phases import PhaseTrigger, after
+from elastic.contract.records import JobState, Phase
 
 from . import addresses
 from .cluster import Cluster, Job
@@ -38,15 +39,34 @@ def pick_gpus(gpus: tuple[int, ...], slots: int, taken: Iterable[tuple[int, ...]
     return tuple(picked)
 
 
+WORKERS_OF_A_JOB = 256
+DOING_CHARS = 300
+"""Limits for what an agent's status adds to the record of its node. The job's user may write that file, and etcd takes
+1.5 MiB: the node must stay registered whatever it says."""
+
+
 def worker_rows(agents: Mapping[str, AgentStatus | None]) -> tuple[WorkerRow, ...]:
     """Workers of all jobs on this node, by job and slot. Workers without a process yet are left out."""
     rows = [
         WorkerRow(job, row.slot, row.pid, row.incarnation)
         for job, status in agents.items()
-        for row in (status.ranks if status else ())
-        if row.pid
+        for row in (status.ranks[:WORKERS_OF_A_JOB] if status else ())
+        if row.pid and all(0 <= number < 1 << 32 for number in (row.slot, row.pid, row.incarnation))
     ]
     return tuple(sorted(rows, key=lambda row: (row.job, row.slot)))
+
+
+def agent_rows(agents: Mapping[str, tuple[AgentStatus | None, float]]) -> tuple[AgentRow, ...]:
+    """Agents on this node that are not at work yet. `agents`: job -> its agent's status, and when it was started."""
+    rows = []
+    for job, (status, started_wall_s) in sorted(agents.items()):
+        if status is None:
+            rows.append(AgentRow(job, "importing torch in a new agent", round(started_wall_s)))
+        elif not status.etcd_ok and status.phase == "joining" and status.reason:
+            rows.append(AgentRow(job, f"waiting ({status.reason})"[:DOING_CHARS], round(started_wall_s)))
+        elif status.doing:
+            rows.append(AgentRow(job, status.doing[:DOING_CHARS], status.doing_since_wall_s))
+    return tuple(rows)
 
 
 def refuses_unsound(settings: Settings) -> bool:

@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from elastic.core.agentfile import EtcdAccess
-from elastic.core.keys import ClusterKeys
-from elastic.etcd import Etcd
+from elastic.contract.agent_files import EtcdAccess
+from elastic.contract.keys import ClusterKeys
+from elastic.etcd.client import ClusterSigner, Etcd, EtcdError
 
-from . import api
-from .actions import Actions
+from . import asks, host, machine_shutdown, notifier, preemption
+from .accounts import Accounts, account, group_id
 from .agents import Agents
+from .api import remote_answers
+from .api import server as api
+from .api.actions import Actions
+from .api.doctor_routes import Doctor
+from .api.httpd import Server
+from .api.observations import Requests
+from .api.routes import Service
+from .api.views import Identity, Json
+from .asks import AnswerQueue, Asker
+from .audit import Audit
+from .authority import Authority, Peer
+from .cleaner import Cleaner
+from .errors import CannotStart, Refused
+from .etcd.members import Members
+from .etcd_grants import EtcdGrants
 from .event_queue import EventQueue, Stop
 from .gpus import Health
 from .host import Gpus
-from .httpd import Server
 from .launch import Launcher
 from .log import Log
 from .loop import Loop
-from .members import Members
 from .notify import Notify
 from .published_state import PublishedState
-from .routes import Service
+from .run_as import RunAs, groups
 from .settings import Settings
 from .threads import Threads, fail_stop
-from .views import Identity, Json
 from .writer import Writer
+
+REMOVAL_S = 3600.0
+"""How long after its start the daemon looks for the drain of an earlier shutdown, if etcd is away."""
 
 
 class Daemon:
@@ -44,22 +61,43 @@ class Daemon:
         threads: Threads,
         notify: Notify,
         log: Log,
+        secret: bytes | None = None,
     ) -> None:
+        """`secret`: the cluster key; None: records are not signed."""
         self._settings = settings
+        self._notify = notify
+        self._actions: Actions | None = None
+        self._leaving = False
+        self._secret = secret
+        self._gpus = bool(gpus.indices)
         self._threads = threads
         self._log = log
         self._mailbox = EventQueue()
         self._board = PublishedState()
-        self._etcd = Etcd(access, call_s=settings.timeouts.etcd_call_s)
+        self._requests = Requests()
         self._keys = ClusterKeys(settings.cluster)
+        signer = ClusterSigner(self._keys.root, secret) if secret else None
+        self._etcd = Etcd(access, call_s=settings.timeouts.etcd_call_s, signer=signer)
+        self._etcd.on_call = self._requests.etcd_called
         self._writer = Writer(self._etcd, self._keys, self._mailbox, log)
         self._members = Members(self._etcd, self._writer.show_members, log)
-        self._agents = Agents(Path(settings.state_dir), launcher, threads, self._mailbox.post, log)
+        grants = EtcdGrants(Path(settings.state_dir), access, log)
+        self._agents = Agents(Path(settings.state_dir), launcher, threads, self._mailbox.post, log, grants)
+        self._cleaner = Cleaner(settings, self._keys, self._agents.retire, lambda: self._board.now, log)
         self._health = Health(gpus.indices, log, self_test=settings.gpu_self_test, problem=gpus.problem)
+        accounts = Accounts(groups(settings.run_as))
+        for name in groups(settings.run_as):
+            if group_id(name) is None:
+                log.warning("run_as.unknown_group", group=name, why="run_as.allow names it: none is allowed by it")
+        threads.start("accounts", accounts.run)
+        self._run_as = RunAs(settings.run_as, account(os.geteuid()), launcher.switches_user, accounts)
         self._loop = Loop(
             settings, access, gpus.indices, self._mailbox, self._writer, self._agents, self._board, notify, log,
-            self._health,
+            self._health, self._run_as, signer,
         )  # fmt: skip
+        self._notifier = notifier.Notifier(
+            settings.notify, settings.cluster, settings.node, notifier.ways(settings.notify), self._board, log
+        )
         self._identity = identity
         self._describe = describe
 
@@ -71,6 +109,10 @@ class Daemon:
         if not self._identity.embedded:
             self._threads.start("etcd-members", self._members.run)
         self._etcd.watch(self._keys.root, self._mailbox.show)
+        self._threads.start("cleaner", self._cleaner.run)
+        self._threads.start("take-work-again", self._take_work_again)
+        if self._settings.notify.webhook or self._settings.notify.command:
+            self._threads.start("notifications", self._notifier.run)
         try:
             stop = self._loop.run()
         except Exception:  # the second of the two places: a failed loop must not appear alive
@@ -81,7 +123,31 @@ class Daemon:
 
     def stop(self, why: str) -> None:
         """Called from a signal handler."""
+        drains = self._settings.shutdown_drain_s and self._actions and host.as_system_service()
+        if not drains or self._leaving:
+            self._mailbox.post(Stop(why))
+            return
+        self._leaving = True
+        self._threads.start("shutdown", lambda: self._leave_and_stop(why))
+
+    def _leave_and_stop(self, why: str) -> None:
+        if self._actions and machine_shutdown.is_stopping():
+            machine_shutdown.leave(
+                self._settings.node, self._settings.shutdown_drain_s, self._actions, self._board.wait,
+                self._notify.not_yet, self._log,
+            )  # fmt: skip
         self._mailbox.post(Stop(why))
+
+    def _take_work_again(self) -> None:
+        """Remove the drain of an earlier shutdown of the machine."""
+        node = self._settings.node
+        snapshot = self._board.wait(lambda s: s.contact.connected, REMOVAL_S)
+        if machine_shutdown.ours(snapshot, node) and not self._leaving:
+            try:
+                self._etcd.delete(self._keys.drain(node))
+                self._log.info("shutdown.drain_removed")
+            except EtcdError as error:
+                self._log.warning("shutdown.drain_stays", why=str(error), cure=f"elasticctl uncordon {node}")
 
     def close(self) -> None:
         """Leave the cluster; agents and the embedded etcd continue to run."""
@@ -89,6 +155,8 @@ class Daemon:
         Path(self._settings.socket).unlink(missing_ok=True)
         self._health.stop()
         self._members.close()
+        self._cleaner.close()
+        self._notifier.close()
         self._loop.leave()
         self._etcd.close()
 
@@ -99,21 +167,76 @@ class Daemon:
 
             def exposition() -> bytes:
                 if not holder:  # prometheus-client is imported at the first scrape: readiness does not need it
-                    from . import metrics
+                    from .api import metrics
 
-                    holder.append(metrics.exposition(lambda: self._board.now, self._identity))
+                    holder.append(metrics.exposition(lambda: self._board.now, self._identity, self._requests))
                 return holder[0]()
 
             server = api.metrics_server(settings.http.listen, self._board, exposition, self._log)
-            host, port = server.listener.getsockname()[:2]
-            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            identity = dataclasses.replace(identity, metrics=f"http://{where}")
+            identity = dataclasses.replace(identity, metrics=server.url)
             self._identity = identity
             self._add("metrics", server)
-        actions = Actions(self._etcd, self._keys, self._board)
-        service = Service(self._board, actions, identity, self._agents.logs, self._describe, self._log)
+        if settings.page.listen:
+            self._serve_page(identity)
+        authority = _authority(settings)
+        actions = Actions(self._etcd, self._keys, self._board, authority, self._run_as.why_not_now)
+        self._actions = actions
+        audit = Audit(self._etcd, self._keys, settings.node, self._log)
+        self._watch_preemption(actions, audit)
+        asker = Asker(self._etcd, settings.cluster, settings.node, self._secret)
+        doctor = Doctor(settings, self._etcd, asker, self._gpus)
+        service = Service(
+            self._board, actions, identity, self._agents.logs, self._describe, self._log, authority, audit, asker,
+            doctor, self._cleaner, self._requests,
+        )  # fmt: skip
+        self._answer_other_nodes(service)
         self._add("api", api.unix_server(settings.socket, settings.socket_group, service))
         self._log.info("api.listening", socket=settings.socket, metrics=identity.metrics)
 
+    def _serve_page(self, identity: Identity) -> None:
+        from .page import access, server  # not imported by the many daemons without a page
+
+        settings = self._settings
+        token = access.token(settings.page, os.geteuid(), settings.etcd.allow_readable_secrets)
+        source = server.Source(self._board, identity, self._agents.logs)
+        found = server.page_server(settings.page, token, source, self._log)
+        self._add("page", found)
+        self._log.info("page.listening", url=found.url, token=bool(token))
+
+    def _watch_preemption(self, actions: Actions, audit: Audit) -> None:
+        """The node is drained when its cloud announces that the machine will be taken away."""
+        settings = self._settings
+        announced = preemption.source(settings.preemption, settings.preemption_url)
+        if announced is None:
+            return
+        mine = account(os.geteuid())
+        own = Peer(mine.uid, mine.gid, mine.user, pid=os.getpid())
+
+        def drain(notice: preemption.Notice) -> bool:
+            try:
+                actions.drain(settings.node, notice.reason, notice.deadline_s)
+            except Refused as error:  # etcd is unavailable, or this node not registered yet: the next look repeats it
+                self._log.warning("preemption.not_drained", error=str(error))
+                return False
+            audit.done(own, "node.drain", node=settings.node, text=notice.reason)
+            return True
+
+        self._threads.start("preemption", preemption.Watch(announced, drain, self._log).run)
+
+    def _answer_other_nodes(self, service: Service) -> None:
+        settings, answer = self._settings, partial(remote_answers.answer, service)
+        answers = AnswerQueue(self._etcd, settings.cluster, settings.node, answer, self._log, self._secret)
+        answers.start()
+        for number in range(asks.WORKERS):
+            self._threads.start(f"asks-{number}", answers.run)
+
     def _add(self, name: str, server: Server) -> None:
         self._threads.start(name, server.serve)
+
+
+def _authority(settings: Settings) -> Authority:
+    """Raises CannotStart if there is no group `admin_group`."""
+    gid = group_id(settings.admin_group) if settings.admin_group else None
+    if settings.admin_group and gid is None:
+        raise CannotStart(f"admin_group = {settings.admin_group!r}: there is no such group on this machine")
+    return Authority(os.geteuid(), gid, settings.admin_group)

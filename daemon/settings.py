@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from elastic.core.timeouts import Timeouts
+from elastic.contract.timeouts import Timeouts
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,7 +25,8 @@ class EtcdSettings(Table, frozen=True, kw_only=True):
     """File whose first line is that user's password."""
 
     ca_file: str = ""
-    """Certificate authority (PEM) that signed etcd's certificates; empty: plain text connections."""
+    """Certificate authority (PEM) that signed etcd's certificates; empty: plain text, on this machine only (see
+    `insecure`). Files that are replaced are taken into use within a minute."""
 
     cert_file: str = ""
     """This node's client certificate (PEM)."""
@@ -35,15 +36,20 @@ class EtcdSettings(Table, frozen=True, kw_only=True):
 
     compact_every_s: Annotated[float, msgspec.Meta(ge=0)] = 3600.0
     """How often, in seconds, one daemon has an external etcd compact its history up to that many seconds ago, for all
-    that is in it. 0: never, where whoever runs etcd does that (--auto-compaction-retention)."""
+    that is in it. 0: never, where etcd does it (--auto-compaction-retention)."""
 
     allow_unsound_version: bool = False
     """Use an etcd of a version that can lose data (3.5.0 to 3.5.2) all the same. For tests only."""
 
     insecure: bool = False
     """As root, use an etcd that takes writes from anyone (no password, no client certificate): every user who
-    reaches its port can then run programs as root on every node. Also lets `embedded_listen` be served in plain
-    text. For tests, and for networks and machines on which every user may be root."""
+    reaches its port can then run programs as root on every node. Also lets an etcd on another machine be used, and
+    `embedded_listen` be served, in plain text. For tests, and for networks and machines on which every user
+    may be root."""
+
+    allow_readable_secrets: bool = False
+    """Use password and key files that other users of the machine may read: for containers, where a mounted secret has
+    mode 0644 and no other user exists. Credentials of systemd need no such leave."""
 
     embedded_listen: str = ""
     """host:port on which other nodes reach the embedded etcd, over TLS: they need ca.pem, client.pem and
@@ -58,6 +64,62 @@ class HttpSettings(Table, frozen=True, kw_only=True):
     listen: str = "127.0.0.1:9461"
     """host:port for /metrics (Prometheus) and /healthz. Port 0: a free one, shown by `elasticctl status`.
     Empty: neither is served."""
+
+
+class PageSettings(Table, frozen=True, kw_only=True):
+    listen: str = ""
+    """host:port of the page: the cluster and its jobs in a browser, read-only. Port 0: a free one, in the log. On a
+    loopback address every user of the machine can read it, unless `token_file` is set; on any other address
+    `token_file` is required. Empty: it is not served."""
+
+    token_file: str = ""
+    """File whose first line is the token, at least 16 characters, that a browser gives as the password, with any user
+    name. The page has no TLS: beyond a private network put a proxy with TLS before it."""
+
+
+class RunAsSettings(Table, frozen=True, kw_only=True):
+    allow: tuple[str, ...] = ()
+    """Users, and @groups, whose jobs this node runs, as those users; empty: every user who may open the socket of a
+    node. Only where elasticd is a service of systemd: elsewhere it runs the jobs of its own user, and no others."""
+
+    allow_root: bool = False
+    """Run jobs of root too, as root, where elasticd is a service of systemd."""
+
+
+class NotifySettings(Table, frozen=True, kw_only=True):
+    webhook: str = ""
+    """URL (http:// or https://) to which each notification is posted as JSON; empty: to none. A chat's URL is
+    enough to write there, so it is masked wherever settings are shown. The table [notify] is to be the same on all
+    nodes: the daemon of the oldest node sends, once for the cluster."""
+
+    command: tuple[str, ...] = ()
+    """Program (absolute path) and arguments, started for each notification as elasticd's own user with the JSON on its
+    standard input, and killed after 10 s. Empty: none."""
+
+    on: tuple[str, ...] = ("job_failed", "job_waiting", "incident", "checkpoint_failed")
+    """What is notified: job_failed, a job ended with a failure; job_waiting, a job waits to start or for nodes;
+    incident, a failure and its recovery, when it is over or has lasted 10 s (planned changes are left out);
+    checkpoint_failed."""
+
+    job_waiting_s: Annotated[float, msgspec.Meta(ge=0, le=604800)] = 120.0
+    """A job that waits is notified after this many seconds."""
+
+
+class RetentionSettings(Table, frozen=True, kw_only=True):
+    forgotten_days: Annotated[float, msgspec.Meta(ge=0, le=36500)] = 30.0
+    """Once an hour, and at `elasticctl gc`: remove the folder in `state_dir` of a job that etcd no longer has, once
+    nothing was written to it for so many days. Checkpoints, and files that elasticd did not create, stay. 0: keep."""
+
+    log_files: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 1000
+    """Logs of ended workers that are kept for each job on this node, the newest first. Running workers' logs are not
+    touched: for them, see the job's `log_limit_mb`. 0: no limit."""
+
+    logs_mb: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 4096.0
+    """MB on disk that the logs of ended workers of each job may take on this node; the oldest go first. 0: no limit."""
+
+    etcd_log_mb: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 64.0
+    """MB on disk that the embedded etcd's log may take, and each job's agent.out; beyond it the middle is dropped, and
+    the beginning and the end stay. 0: no limit."""
 
 
 class Settings(Table, frozen=True, kw_only=True):
@@ -75,6 +137,11 @@ class Settings(Table, frozen=True, kw_only=True):
     interface: str = ""
     """Network interface for the workers (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); empty: the one that has `address`,
     else the one that reaches etcd."""
+
+    ports: str = ""
+    """Ports for the agents, as "29400-29500", so that a firewall can open them: each job takes one for its agent, and
+    on the node that leads two for its stores. Workers' own connections (gloo, NCCL) take ports of the kernel's range,
+    net.ipv4.ip_local_port_range. Empty: any port."""
 
     slots: Annotated[int, msgspec.Meta(ge=1)] | Literal["auto"] = "auto"
     """Workers that this node can hold; 'auto': one per GPU, without GPUs one per two CPU cores, at least two."""
@@ -96,11 +163,38 @@ class Settings(Table, frozen=True, kw_only=True):
     else elasticd.sock in `state_dir`."""
 
     socket_group: str = ""
-    """Group that may use the socket besides its owner; empty: the daemon's own group."""
+    """Group that may use the socket besides its owner: to see the status and to submit jobs; empty: the daemon's own
+    group."""
+
+    admin_group: str = ""
+    """Group whose members may stop, scale and forget the jobs of all users, read their logs, and drain and cordon
+    nodes, as root and the daemon's own user may; they need `socket_group` too. Empty: no group."""
+
+    cluster_key_file: str = ""
+    """File with the cluster key (64 hexadecimal digits, the same on every node), with which the records in etcd are
+    signed: write access to etcd alone then runs nothing. Empty: the systemd credential cluster.key, else as root
+    /etc/elasticd/cluster.key, else cluster.key in `state_dir`, which the daemon of an embedded etcd generates; without
+    any of them records are not signed. `elasticd --make-cluster-key` generates one."""
+
+    preemption: Literal["none", "aws", "gcp", "azure"] = "none"
+    """Ask this cloud's metadata service every 5 s whether the machine will be taken away (spot, preemptible), and drain
+    the node as soon as it says so. 'none': do not ask."""
+
+    preemption_url: str = ""
+    """Base URL of that service; empty: the cloud's own."""
+
+    shutdown_drain_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 30.0
+    """As a service of systemd: when the machine shuts down or reboots, drain this node first, for at most so many
+    seconds. Its jobs leave at a step boundary; one that would fall below its minimum of nodes saves a checkpoint. When
+    elasticd starts again the node takes work again. 0: the agents are ended at once."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least important events that are logged."""
 
     etcd: EtcdSettings = EtcdSettings()
     http: HttpSettings = HttpSettings()
+    page: PageSettings = PageSettings()
+    run_as: RunAsSettings = RunAsSettings()
+    retention: RetentionSettings = RetentionSettings()
+    notify: NotifySettings = NotifySettings()
     timeouts: Timeouts = Timeouts()

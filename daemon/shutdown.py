@@ -8,7 +8,7 @@ import select
 import signal
 from pathlib import Path
 
-from . import launch, leftovers
+from . import host, launch, leftovers
 
 NOT = "could not be ended"
 GRACE_S = 15.0
@@ -30,7 +30,13 @@ def stop_all(state_dir: Path) -> list[str]:
 
 def _end_holder(what: str, lock: Path) -> list[str]:
     try:
-        return end(what, launch.holder(lock))
+        pid = launch.holder(lock)
+        if pid is None:  # and perhaps no such folder: without an embedded etcd
+            return []
+        owner = os.stat(lock.parent).st_uid
+        if owner != os.geteuid() and host.uid_of(pid) != owner:  # see agents.Agents.adopt
+            return [f"{what} {NOT}: its lock is held by process {pid}, which is not uid {owner}'s"]
+        return end(what, pid)
     except OSError as error:
         return [f"{what} {NOT}: {error}"]
 

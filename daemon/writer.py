@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from elastic.core.keys import ClusterKeys
-from elastic.core.records import JobState, NodeRecord, ProtocolVersionMismatch, decode, encode
-from elastic.etcd import Etcd, EtcdError, EtcdUnavailable, LeaseGone, MemberHealth, ModIs, Put
+from elastic.contract.keys import ClusterKeys
+from elastic.contract.node_records import NodeRecord
+from elastic.contract.records import JobState, ProtocolVersionMismatch, decode, encode
+from elastic.etcd.client import (
+    KV,
+    Delete,
+    Etcd,
+    EtcdError,
+    EtcdForged,
+    EtcdUnavailable,
+    LeaseGone,
+    MemberHealth,
+    ModIs,
+    Put,
+)
 
-from . import trust
 from .cluster import Job
-from .etcd_versions import VersionSupport, judge
+from .etcd import trust
+from .etcd.versions import VersionSupport, judge
 from .event_queue import EventQueue, LeaseLost, Registered, Stop, Updated, Written
 from .log import Log
+
+KEY_MISSING = (
+    "the cluster's records are signed and this node has no cluster key: copy cluster.key from another node to "
+    "/etc/elasticd (mode 0600), or set `cluster_key_file`, and restart elasticd"
+)
+EVENT_TRIES = 5
 
 
 class Writer:
@@ -68,8 +86,8 @@ class Writer:
 
         def work() -> None:
             key = self._keys.node(record.node)
-            there = self._etcd.get(key)
-            if there is not None and (why := taken(there.value, record)):
+            there, valid = self._node_record(key)
+            if there is not None and valid and (why := taken(there.value, record)):
                 raise EtcdError(why)
             lease_id = 0
             lease = self._etcd.keep(ttl_s, renew_s, lambda why: self._mailbox.post(LeaseLost(lease_id, why)))
@@ -82,10 +100,22 @@ class Writer:
                 raise
             if not done.ok:
                 lease.close()
-                raise EtcdUnavailable(f"somebody else wrote {key} meanwhile", maybe_done=False)
+                raise EtcdUnavailable(f"{key} was written by another process meanwhile", maybe_done=False)
             self._mailbox.post(Registered(lease, record))
 
         self._do("register", work)
+
+    def _node_record(self, key: str) -> tuple[KV | None, bool]:
+        """The record of this node, and whether its signature is valid: one that is not is replaced."""
+        try:
+            return self._etcd.get(key), True
+        except EtcdForged as error:
+            return error.kv, False
+
+    @property
+    def ignores_signatures(self) -> bool:
+        """Whether records in etcd are signed and this node has no key to check them."""
+        return self._etcd.signatures_ignored
 
     def update(self, record: NodeRecord, lease: int) -> None:
         """Write a newer record under our lease; posts Updated."""
@@ -108,6 +138,30 @@ class Writer:
 
     def _txn(self, compares: list[ModIs], put: Put) -> None:
         self._etcd.txn(compares, [put])
+
+    def put_events(self, puts: Sequence[Put]) -> bool:
+        """Write events; False: an earlier write is under way. Given up after EVENT_TRIES: no decision needs them."""
+        if "events" in self._pending:
+            return False
+
+        def work() -> None:
+            for left in reversed(range(EVENT_TRIES)):
+                try:
+                    self._etcd.txn([], puts)
+                    return
+                except EtcdUnavailable:
+                    if not left:
+                        raise
+
+        self._do("events", work)
+        return True
+
+    def delete_events(self, keys: Sequence[str]) -> None:
+        """Delete the oldest events."""
+        self._do("old events", lambda: self._delete(keys))
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        self._etcd.txn([], [Delete(key) for key in keys])
 
     def check_alarms(self) -> None:
         """Check whether etcd has raised an alarm: it then answers reads and renewals, but accepts no writes."""
@@ -150,7 +204,7 @@ class Writer:
             if endpoint and refuse:
                 self._mailbox.post(Stop(trust.refusal(endpoint), code=78))
             elif endpoint:
-                self._log.warning("etcd.anonymous", endpoint=endpoint, why="whoever reaches it may write to it")
+                self._log.warning("etcd.anonymous", endpoint=endpoint, why="any client may write to it")
 
         self._do("anonymous", work)
 

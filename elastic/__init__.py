@@ -15,16 +15,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .worker.batches import Batch
+    from .worker.comm.powersgd import PowerSGD
+    from .worker.data.batches import Batch
     from .worker.job import Job
     from .worker.run import run
-    from .worker.state import State
+    from .worker.state.state import State
 
-__all__ = ["Batch", "Job", "State", "__version__", "run"]
+__all__ = ["Batch", "Job", "PowerSGD", "State", "__version__", "run"]
 
 __version__ = "0.1.0"
 
-_HOMES = {"Batch": "batches", "Job": "job", "State": "state", "run": "run"}
+_HOMES = {"Batch": "data.batches", "Job": "job", "PowerSGD": "comm.powersgd", "State": "state.state", "run": "run"}
 
 
 def __getattr__(name: str) -> Any:

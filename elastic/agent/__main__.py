@@ -16,15 +16,16 @@ from typing import IO, TextIO, cast
 import msgspec
 import structlog
 
-from ..core.agentfile import AgentConfig
-from ..core.capped_log import LogFile
-from ..core.keys import ClusterKeys, JobKeys
-from ..core.membership import Limits
-from ..core.model import Agent, Policy
-from ..core.records import ProtocolVersionMismatch, SpecRecord, decode
-from ..etcd import Etcd, EtcdError, scrub_environment
+from ..contract.agent_files import AgentConfig
+from ..contract.keys import ClusterKeys, JobKeys
+from ..contract.records import ProtocolVersionMismatch, SpecRecord, decode
+from ..etcd.client import Etcd, EtcdError, JobSigner, scrub_environment
+from ..recovery.membership import Limits
+from ..recovery.model import Agent, Policy
+from ..util.capped_log import LogFile
 from . import gpu_gate, worker_env
 from .etcd_writer import EtcdWriter
+from .listening import listen
 from .loop import Loop
 from .peers import Peers
 from .pool import Pool
@@ -53,7 +54,8 @@ def main(argv: list[str]) -> int:
     lock.write(str(os.getpid()))
     lock.flush()
     threading.excepthook = _thread_failed
-    etcd = Etcd(config.etcd, call_s=config.timeouts.etcd_call_s)
+    signer = JobSigner(config.job_key) if config.job_key else None
+    etcd = Etcd(config.etcd, call_s=config.timeouts.etcd_call_s, signer=signer)
     keys = ClusterKeys(config.cluster).job(config.job)
     try:
         kv = read_spec(etcd, keys, config)
@@ -61,7 +63,7 @@ def main(argv: list[str]) -> int:
             log.error("agent.no_spec", key=keys.spec)
             return NO_SPEC_EXIT
         return _run(config, etcd, keys, decode(SpecRecord, kv.value))
-    except (EtcdError, ProtocolVersionMismatch, msgspec.MsgspecError) as error:
+    except (EtcdError, ProtocolVersionMismatch, msgspec.MsgspecError, worker_env.InvalidEnvFile) as error:
         log.error("agent.cannot_start", error=str(error))
         return 1
     finally:
@@ -114,6 +116,7 @@ def _run_with(
         incarnation,
         lambda *dead: loop.on_dead(*dead) if loop else None,
         lambda *heard: loop.on_reach(*heard) if loop else None,
+        listen(config.address, config.ports),
     )
     policy = Policy(
         node=config.node,
@@ -128,21 +131,21 @@ def _run_with(
         spec=job,
         timeouts=config.timeouts,
     )
-    stores = Stores(config.address)
+    stores = Stores(config.address, config.address, config.ports)
     registry = EtcdWriter(etcd, keys, policy, stores, lambda event: loop.post(event) if loop else None, spec)
-    sight = WatchScope(etcd, keys, policy.crowd)
+    watch_scope = WatchScope(etcd, keys, policy.crowd)
     reached, left_wall_s = left_behind(Path(config.agent_dir), spec.submitted_wall_s)
     agent = Agent(policy, reached=reached, left_wall_s=left_wall_s)
-    loop = Loop(config, agent, registry, peers, sight, keys, spec, pool)
+    loop = Loop(config, agent, registry, peers, watch_scope, keys, spec, pool)
     log.info("agent.starts", job=config.job, node=config.node, incarnation=incarnation, pid=os.getpid())
     pool.gate = gpu_gate.gate(config.gpus, config.timeouts.respawn_s)
     registry.start()
     peers.start()
-    sight.start(loop.post, time.monotonic())
+    watch_scope.start(loop.post, time.monotonic())
     try:
         return torch_agent.run(torch_agent.NodeAgent(loop, stores, env, worker_env.argv(job)))
     finally:
-        sight.close()
+        watch_scope.close()
         registry.leave()
         peers.close()
         stores.close()

@@ -7,6 +7,7 @@ large context on a GPU that is some tenths of a second later than the end of fil
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import time
@@ -14,12 +15,19 @@ from pathlib import Path
 
 import structlog
 
+PR_SET_CHILD_SUBREAPER = 36
 PF_EXITING = 0x4
 """The kernel's flag (linux/sched.h) of a thread that no longer runs in user space."""
 _FLAGS, _EXIT_CODE = 6, 49
 """Fields of /proc/PID/stat, counted from the state."""
 
 log = structlog.get_logger()
+
+
+def become_subreaper() -> None:
+    """Make descendants that lose their parent children of this process. Raises OSError."""
+    if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError("cannot become a child subreaper: workers could not be waited for")
 
 
 def exit_status(pid: int) -> int | None:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 import msgspec
 import structlog
 
-from ..core import messages
-from ..core.agentfile import AgentConfig
-from ..core.effects import (
+from ..contract import messages
+from ..contract.agent_files import AgentConfig
+from ..contract.records import IncidentRecord
+from ..contract.spec import JobSpec
+from ..recovery.effects import (
     AddCauses,
     ChargeFailure,
     Effect,
@@ -28,10 +30,8 @@ from ..core.effects import (
     SaveNow,
     Send,
 )
-from ..core.leaving import TOO_LATE
-from ..core.model import Agent
-from ..core.records import IncidentRecord
-from ..core.spec import JobSpec
+from ..recovery.leaving import TOO_LATE
+from ..recovery.model import Agent
 from . import worker_env
 from .etcd_writer import EtcdWriter
 from .incidents import dated

@@ -14,15 +14,9 @@ import structlog
 
 from ..checkpoint.find import peek
 from ..checkpoint.remote import list_remote
-from ..core.effects import Publish
-from ..core.events import Event, Joined, LeaseLost, PublishFailed
-from ..core.evidence import merged
-from ..core.generation_delta import changes
-from ..core.incident import supplemented
-from ..core.keys import JobKeys
-from ..core.model import Policy
-from ..core.phases import PhaseTrigger, after
-from ..core.records import (
+from ..contract.keys import JobKeys
+from ..contract.phases import PhaseTrigger, after
+from ..contract.records import (
     BrokenRecord,
     Changes,
     GenerationRecord,
@@ -37,10 +31,16 @@ from ..core.records import (
     SpecRecord,
     decode,
 )
-from ..core.records import encode as _strictly
-from ..core.restart_budget import Verdict, charge
-from ..core.view import JobView
-from ..etcd import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, Lease, ModIs, Op, Present, Put
+from ..contract.records import encode as _strictly
+from ..etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, Lease, ModIs, Op, Present, Put
+from ..recovery.effects import Publish
+from ..recovery.events import Event, Joined, LeaseLost, PublishFailed
+from ..recovery.evidence import merged
+from ..recovery.generation_delta import changes
+from ..recovery.incident import supplemented
+from ..recovery.model import Policy
+from ..recovery.restart_budget import Verdict, charge
+from ..recovery.view import JobView
 from .write_queue import Write, WriteQueue
 
 log = structlog.get_logger()
@@ -79,11 +79,11 @@ class EtcdWriter:
     stores: OpensStores
     post: Post
     spec: SpecRecord
-    desk: Callable[[str], TakesWrites] = WriteQueue
+    queue: Callable[[str], TakesWrites] = WriteQueue
     wall: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
-        self._urgent, self._lazy = self.desk("urgent"), self.desk("lazy")
+        self._urgent, self._lazy = self.queue("urgent"), self.queue("lazy")
         self._charges = itertools.count()
         self._beside: deque[str] = deque()
         """Keys of failed checkpoints and late exits that this agent has written, oldest first."""
@@ -392,7 +392,7 @@ class EtcdWriter:
                 stopped = after(state, PhaseTrigger.LEFT, state.reason, self.wall())
                 self.etcd.txn([ModIs(self.keys.state, kv.mod_revision)], [Put(self.keys.state, encode(stopped))])
         except (EtcdError, ProtocolVersionMismatch, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            log.warning("member.left_without_goodbye", error=str(error))
+            log.warning("member.not_deregistered", error=str(error))
 
 
 def encode(record: Record) -> bytes:

@@ -8,8 +8,8 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 
-from ..core import messages
-from ..core.messages import Fork
+from ..contract import messages
+from ..contract.messages import Fork
 
 
 def start_fresh(python: str, order: Fork, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
@@ -21,7 +21,7 @@ def start_fresh(python: str, order: Fork, descriptors: Sequence[int]) -> subproc
         channel, page, log = descriptors
         passed = [told.fileno(), channel, page, log]
         return subprocess.Popen(
-            [python, "-m", "elastic.worker.fresh", str(os.getpid()), *map(str, passed)],
+            [python, "-m", "elastic.worker.boot.fresh", str(os.getpid()), *map(str, passed)],
             env=order.env,
             stdin=subprocess.DEVNULL,
             stdout=log,

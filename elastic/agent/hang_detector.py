@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from ..core.beat import WITH_OTHERS, Beat, Doing
-from ..core.collective_frames import is_blocked_in_collective
-from ..core.events import Event, GroupStuck, Progress, RanksStill, StillBusy, WorkerUnhealthy
-from ..core.hang_rules import (
+from ..contract.beat import WITH_OTHERS, Beat, Doing
+from ..contract.records import Standing
+from ..contract.spec import Hang
+from ..recovery.collective_frames import is_blocked_in_collective
+from ..recovery.events import Event, GroupStuck, Progress, RanksStill, StillBusy, WorkerUnhealthy
+from ..recovery.hang_rules import (
     FARTHEST,
     STOPPED_STATE,
     RankWait,
@@ -26,11 +28,9 @@ from ..core.hang_rules import (
     position,
     waits_too_long,
 )
-from ..core.model import Agent, Worker
-from ..core.records import Standing
-from ..core.spec import Hang
-from ..core.stillness import Known, all_ahead, standing, worth_telling
-from ..core.transitions import Stage
+from ..recovery.model import Agent, Worker
+from ..recovery.stillness import Known, all_ahead, standing, worth_telling
+from ..recovery.transitions import Stage
 from .pool import Pool, Process
 from .stacks import process_state, stack
 from .standstill import Others, local

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from ..core.effects import PutIncident
-from ..core.model import Agent
-from ..core.records import IncidentRecord
+from ..contract.records import IncidentRecord
+from ..recovery.effects import PutIncident
+from ..recovery.model import Agent
 
 
 def dated(effect: PutIncident, now_s: float, wall_s: float) -> IncidentRecord:

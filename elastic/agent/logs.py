@@ -1,59 +1,30 @@
-"""Limits the disk space of the workers' logs, without involving the workers.
-
-A log that has grown too large loses its middle: a hole is punched into the file, so that the beginning (how it
-started) and the newest lines stay where they are and nothing that is being written is lost. Reading a hole returns
-zero bytes; log viewers leave them out.
-"""
+"""Limits the disk space of the workers' logs, without involving the workers."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import os
+from collections.abc import Iterable
 
 import structlog
 
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2
-BLOCK_BYTES = 4096
-HEAD_BYTES = 1 << 20
+from ..util.log_trim import BLOCK_BYTES, trim
 
 log = structlog.get_logger()
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-
-
-def trim(path: str, limit_bytes: int) -> int:
-    """Free the middle of `path` when it takes more than `limit_bytes` on disk. Returns the bytes freed.
-
-    Half of the limit is for the newest part. Raises OSError (EOPNOTSUPP where the file system has no holes).
-    """
-    try:
-        stat = os.stat(path)
-    except FileNotFoundError:
-        return 0
-    if stat.st_blocks * 512 <= limit_bytes:
-        return 0
-    begin = _up(min(HEAD_BYTES, limit_bytes // 4))
-    end = (stat.st_size - limit_bytes // 2) // BLOCK_BYTES * BLOCK_BYTES
-    if end <= begin:
-        return 0
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        if _libc.fallocate(descriptor, _KEEP_SIZE | _PUNCH_HOLE, begin, end - begin) != 0:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), path)
-    finally:
-        os.close(descriptor)
-    return stat.st_blocks * 512 - os.stat(path).st_blocks * 512
 
 
 class Trimmer:
     """Trims logs; logs a warning the first time that this fails."""
 
-    def __init__(self, limit_mb: float) -> None:
+    def __init__(self, limit_mb: float, own: str = "") -> None:
+        """`own`: the agent's own log, trimmed with those of its workers."""
+        self._own = own
         self._limit_bytes = max(4 * BLOCK_BYTES, int(limit_mb * 1e6))
         self._said = False
+
+    def trim_all(self, workers: Iterable[str]) -> None:
+        """The agent's own log, and the workers' logs of these paths."""
+        for path in (*filter(None, [self._own]), *workers):
+            self.trim(path)
 
     def trim(self, path: str) -> None:
         try:
@@ -64,7 +35,3 @@ class Trimmer:
                 self._said = True
                 hint = "its file system has no holes" if error.errno == errno.EOPNOTSUPP else "see the error"
                 log.warning("log.not_trimmed", path=path, error=str(error), hint=hint)
-
-
-def _up(count: int) -> int:
-    return -(-count // BLOCK_BYTES) * BLOCK_BYTES

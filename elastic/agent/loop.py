@@ -15,12 +15,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import structlog
 
-from ..core import messages
-from ..core.agentfile import AgentConfig, AgentStatus
-from ..core.effects import Leave
-from ..core.events import (
+from ..contract import messages
+from ..contract.agent_files import AgentConfig, AgentStatus
+from ..contract.keys import JobKeys
+from ..contract.records import GenerationRecord, IncidentRecord, ProtocolVersionMismatch, SpecRecord, WorkerError
+from ..etcd.client import View
+from ..recovery.effects import Leave
+from ..recovery.events import (
     CheckpointSaved,
     Drain,
     Event,
@@ -38,20 +42,19 @@ from ..core.events import (
     WorkerReady,
     WorkerUnhealthy,
 )
-from ..core.exits import ends_too_early
-from ..core.keys import JobKeys
-from ..core.membership import leader
-from ..core.model import Agent
-from ..core.records import GenerationRecord, IncidentRecord, ProtocolVersionMismatch, SpecRecord, WorkerError
-from ..core.recovery import step
-from ..core.transitions import Stage
-from ..core.watch_scope import watches_members
-from ..etcd import View
+from ..recovery.exits import ends_too_early
+from ..recovery.membership import leader
+from ..recovery.model import Agent
+from ..recovery.recovery import step
+from ..recovery.transitions import Stage
+from ..recovery.watch_scope import watches_members
 from . import status
 from .effect_runner import EffectRunner
 from .etcd_writer import EtcdWriter
 from .hang_detector import HangDetector
+from .history import HistoryFile
 from .incidents import exited_late, save_failed
+from .ledger import LedgerKeeper, began_wall_s
 from .logs import Trimmer
 from .orders import OrdersFile
 from .peer_monitor import PeerMonitor
@@ -59,10 +62,11 @@ from .peers import Peers
 from .pool import Exited, Pool, PoolEvent, WorkerMessage, ZygoteUp
 from .saver import Saver
 from .standstill import with_stillness
+from .step_times import StepTimes
 from .versions import untested, versions
 from .view_reader import ViewReader
 from .watch_scope import WatchScope
-from .worker_error import read_error
+from .worker_error import last_lines, read_error
 from .worker_events import to_event
 from .zygote import ZygoteUnfit
 
@@ -82,7 +86,7 @@ class Loop:
         agent: Agent,
         registry: EtcdWriter,
         peers: Peers,
-        sight: WatchScope,
+        watch_scope: WatchScope,
         keys: JobKeys,
         spec: SpecRecord,
         pool: Pool,
@@ -91,7 +95,7 @@ class Loop:
         self.agent = agent
         self._registry = registry
         self._lookout = PeerMonitor(peers)
-        self._sight = sight
+        self._watch_scope = watch_scope
         self._pictures = ViewReader(keys)
         self._spec = spec.spec
         self._selector = pool.selector
@@ -106,8 +110,11 @@ class Loop:
         """Dumped before a hung worker is killed; held until the hang is reported."""
         self._watchman = HangDetector(self.pool, self._spec.hang, self.post, self._save_stacks, config.timeouts.group_s)
         self._gauge = status.Gauge()
+        self._step_times = StepTimes(config.node, gpu=bool(config.gpus))
+        self._ledger = LedgerKeeper(spec.submitted_wall_s, began_wall_s())
         self._status_file = status.StatusFile(Path(config.agent_dir))
-        self._trimmer = Trimmer(self._spec.log_limit_mb)
+        self._history = HistoryFile(Path(config.agent_dir), spec.submitted_wall_s)
+        self._trimmer = Trimmer(self._spec.log_limit_mb, str(Path(config.agent_dir) / "agent.log"))
         self._orders = OrdersFile(Path(config.agent_dir))
         self._status_due_s = self._progress_due_s = 0.0
         for problem in untested(versions()):
@@ -119,6 +126,9 @@ class Loop:
         self.on_generation: Callable[[Agent, GenerationRecord], None] = lambda agent, generation: None
         self.on_incident: Callable[[IncidentRecord], None] = lambda incident: None
         self._preloaded: tuple[str, ...] = ()
+        self._zygote_up = False
+        self._doing = ("", 0.0)
+        """What the agent does before its workers are at work, and since what time of day."""
         self._lost = ""
         """Message for the status if all state was lost for good."""
         self.saver = Saver(
@@ -219,7 +229,7 @@ class Loop:
             except queue.Empty:
                 break
             if isinstance(event, View):
-                if event.prefix == self._sight.prefix:
+                if event.prefix == self._watch_scope.prefix:
                     newest = event  # views are complete: only the newest counts
             else:
                 self._turn(event)
@@ -240,13 +250,16 @@ class Loop:
 
     def _look_around(self, now_s: float) -> None:
         if self.agent.connected:
-            self._sight.choose(watches_members(self.agent, now_s, self._sight.narrow_for_s(now_s)), now_s)
+            self._watch_scope.choose(watches_members(self.agent, now_s, self._watch_scope.narrow_for_s(now_s)), now_s)
 
     def _on_tick(self, now_s: float) -> None:
         for happening in self.pool.tick():
             self._happened(happening)
         self.saver.answer()
         progress = self._watchman.look(self.agent, now_s)
+        beats = {p.worker_id: p.page.read() for p in self.pool.processes.values()}
+        self._ledger.looked(beats)
+        self._step_times.look(beats, now_s)
         self._read_orders()
         if self._terminating and self.agent.draining is None:
             self._turn(Drain("the agent was told to end", now_s + self._spec.stop_grace_s))
@@ -256,8 +269,7 @@ class Loop:
             self._status_due_s = now_s + STATUS_S
             self.pool.reap()
             self._gauge.mark(self.agent.step, now_s)
-            for process in self.pool.processes.values():
-                self._trimmer.trim(process.log_file)
+            self._trimmer.trim_all(process.log_file for process in self.pool.processes.values())
             self._write_status()
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -265,7 +277,7 @@ class Loop:
     def _happened(self, happening: PoolEvent) -> None:
         match happening:
             case ZygoteUp(seconds, problems, preloaded):
-                self._preloaded = preloaded
+                self._preloaded, self._zygote_up = preloaded, True
                 log.info("zygote.up", seconds=round(seconds, 3), preloaded=preloaded)
                 for problem in problems:
                     log.warning("preload.failed", problem=problem)
@@ -339,6 +351,7 @@ class Loop:
                 error=error,
                 fingerprint=fingerprint,
                 step=happening.step,
+                last_lines=last_lines(happening.log_file) if happening.signal else (),
             )
         )
 
@@ -370,13 +383,14 @@ class Loop:
             self._status_due_s = 0.0  # written on the next tick
         for effect in effects:
             self._deeds.do(effect, self.agent)
+        self._ledger.turned(event, self.agent, now_s)
         self._ended = self._ended or self._deeds.left
         if self.agent.settled > before.settled:
             self._status_due_s = self._progress_due_s = 0.0  # a drained node waits for this
         if self.agent.generation is not None and self.agent.generation is not before.generation:
             self.on_generation(self.agent, self.agent.generation)
             self.changed.set()
-        self._lookout.turned(before, self.agent, self._sight.whole, now_s)
+        self._lookout.turned(before, self.agent, self._watch_scope.whole, now_s)
 
     def _incident(self, record: IncidentRecord) -> None:
         if not record.open:
@@ -394,12 +408,17 @@ class Loop:
 
     def _write_status(self) -> None:
         agent = self.agent
-        rows = status.rank_rows(agent, self.pool)
+        rows = self._step_times.with_parts(status.rank_rows(agent, self.pool))
         progress = with_stillness(
             status.progress(agent, self.pool, self._gauge, rows, self.saver.last),
             agent, self._watchman.known, self._spec.hang, time.monotonic(), time.time(),
         )  # fmt: skip
+        progress = msgspec.structs.replace(
+            progress, ledger=self._ledger.published(agent), slow_ranks=self._step_times.slow
+        )
         leads = self._leads()
+        if (doing := status.doing(agent, self._zygote_up or bool(self.pool.why_fresh))) != self._doing[0]:
+            self._doing = doing, time.time()
         record = AgentStatus(
             pid=os.getpid(),
             incarnation=agent.policy.incarnation,
@@ -417,9 +436,12 @@ class Loop:
             last_etcd_contact_wall_s=self._pictures.contact_wall_s,
             why_fresh=self.pool.why_fresh,
             preloaded=self._preloaded,
+            doing=self._doing[0],
+            doing_since_wall_s=self._doing[1],
         )
         self._status_file.write(record)
         now_s = time.monotonic()
+        self._history.note(agent, progress, now_s, last=self._ended is not None)
         if leads and agent.generation and agent.connected and now_s >= self._progress_due_s:
             self._progress_due_s = now_s + PROGRESS_S
             self._registry.put_progress(progress)

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from ..core.agentfile import AgentOrders
+from ..contract.agent_files import AgentOrders
 
 log = structlog.get_logger()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from ..core.membership import watch_list
-from ..core.model import Agent
+from ..recovery.membership import watch_list
+from ..recovery.model import Agent
 from .peers import Peers
 
 LINES_PER_S = 100

@@ -22,6 +22,7 @@ from typing import Any
 
 import structlog
 
+from .listening import listen
 from .resolver import Address, Found, Resolver, numeric
 
 DIALS_S = (0.4, 0.4, 0.6, 1.0)
@@ -100,7 +101,7 @@ def _unheard(node: str, incarnation: str, evidence: str) -> None:
 
 
 class Peers:
-    """Listens for other agents, on every address, and monitors those passed to `watch`.
+    """Listens for other agents (None: on every address, at any port), and monitors those passed to `watch`.
 
     `on_dead(node, incarnation, evidence)` and `on_reach(node, incarnation, evidence)` are called from a thread of this
     object. The evidence of `on_reach` is '' when the peer is reachable again, or no longer watched; else it says why
@@ -112,11 +113,12 @@ class Peers:
         incarnation: str,
         on_dead: Callable[[str, str, str], None],
         on_reach: Callable[[str, str, str], None] = _unheard,
+        listener: socket.socket | None = None,
     ) -> None:
         self._incarnation = incarnation
         self._on_dead = on_dead
         self._on_reach = on_reach
-        self._listener = _listen()
+        self._listener = listener or listen("")
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
@@ -373,14 +375,6 @@ class Peers:
             self._selector.unregister(sock)
             self._inbound.discard(sock)
             sock.close()
-
-
-def _listen() -> socket.socket:
-    """Listens on every address of both families: the advertised name may have an address of either."""
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # a network namespace may lack IPv6
-            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=1024)
 
 
 def _keep_alive(sock: socket.socket, idle_s: int, probe_s: int, probes: int) -> None:

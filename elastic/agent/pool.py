@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import ctypes
 import mmap
 import os
 import selectors
@@ -18,11 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import structlog
 
-from ..core import messages
-from ..core.beat import PAGE_BYTES, BeatPage
-from ..core.messages import Forked, Message
+from ..contract import messages
+from ..contract.beat import PAGE_BYTES, BeatPage
+from ..contract.messages import Forked, Message
 from . import descendants
-from .children import ended, exit_status, signal_group
+from .children import become_subreaper, ended, exit_status, signal_group
 from .descendants import Descendants
 from .fresh import start_fresh
 from .gpu_gate import Gate
@@ -34,7 +33,6 @@ from .process import WorkerMessage as WorkerMessage
 from .process import ZygoteUp as ZygoteUp
 from .zygote import CLOSE_S, Zygote, ZygoteDied, ZygoteUnfit
 
-PR_SET_CHILD_SUBREAPER = 36
 CLOSED_S = 10.0
 """A worker that has sent messages, has closed its channel and lives on for this long is killed: messages cannot reach
 it. The delay is for interpreters that run their exit handlers."""
@@ -79,8 +77,7 @@ class Pool:
 
     def start(self, env: Mapping[str, str], log_file: str) -> None:
         """Start the zygote with `env`; its output goes to `log_file`."""
-        if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-            raise OSError("cannot become a child subreaper: workers could not be waited for")
+        become_subreaper()
         if died := self._zygote.start(env, log_file):
             self._zygote_died(died)
 

@@ -6,8 +6,8 @@ import socket
 import subprocess
 from dataclasses import dataclass
 
-from ..core.beat import BeatPage
-from ..core.messages import FromWorker
+from ..contract.beat import BeatPage
+from ..contract.messages import FromWorker
 from .zygote import ZygoteUnfit
 
 

@@ -15,9 +15,9 @@ from ..checkpoint import orders
 from ..checkpoint.arena import Arena
 from ..checkpoint.client import Busy, WriterProcess
 from ..checkpoint.errors import ArenaError
-from ..core import messages
-from ..core.shares import newest_whole
-from ..core.spec import Checkpoint
+from ..checkpoint.shard_plan import newest_whole
+from ..contract import messages
+from ..contract.spec import Checkpoint
 from .memory import available_nbytes, plenty
 
 COMMIT_WAIT_S = 60.0

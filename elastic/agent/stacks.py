@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..core.collective_frames import is_blocked_in_collective
+from ..recovery.collective_frames import is_blocked_in_collective
 
 QUICK_S, NATIVE_S = 1.0, 2.0
 """Time limits of a dump: Python frames without pausing (takes 0.1 s), native frames too (0.5 s, more under load)."""

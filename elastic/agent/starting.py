@@ -10,9 +10,9 @@ from pathlib import Path
 
 import structlog
 
-from ..core.agentfile import AgentConfig, AgentStatus
-from ..core.keys import JobKeys
-from ..etcd import KV, Etcd, EtcdError
+from ..contract.agent_files import AgentConfig, AgentStatus
+from ..contract.keys import JobKeys
+from ..etcd.client import KV, Etcd, EtcdError
 from .status import StatusFile
 
 log = structlog.get_logger()

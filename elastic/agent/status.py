@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from ..core.agentfile import AgentStatus
-from ..core.model import Agent
-from ..core.records import ProgressRecord, RankRow
-from ..core.transitions import Stage
+from ..contract.agent_files import AgentStatus
+from ..contract.records import ProgressRecord, RankRow
+from ..recovery.model import Agent
+from ..recovery.transitions import Stage
 from .pool import Pool
 from .saver import SaveStatus
 
@@ -70,6 +70,7 @@ def rank_rows(agent: Agent, pool: Pool) -> tuple[RankRow, ...]:
                 step=max(worker.step, beat.step) if beat else worker.step,
                 incarnation=worker.worker_id,
                 rss_mb=rss_mb,
+                step_s=round(beat.step_s, 6) if beat else 0.0,
             )
         )
     return tuple(rows)
@@ -100,6 +101,7 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
         ranks=rows,
         checkpoint_step=saved.step if saved.step is not None else agent.view.saved_step or None,
         checkpoint_wall_s=saved.wall_s if saved.step is not None or known is None else known.checkpoint_wall_s,
+        checkpoint_write_s=saved.seconds if saved.step is not None else known.checkpoint_write_s if known else None,
         checkpoint_error=saved.error,
         checkpoint_interval=saved.interval or (known.checkpoint_interval if known else ""),
         checkpoint_skipped=saved.skipped,
@@ -130,6 +132,23 @@ def _waits_for(agent: Agent, now_s: float) -> str:
     if slow and agent.generation is not None:  # only the agent of a missing rank can tell which one it is
         return f"all ranks to start in generation {agent.generation.number} ({agent.generation.why})"
     return ""
+
+
+def doing(agent: Agent, zygote_up: bool) -> str:
+    """What this agent does before all of its workers are at work; '' if they are, or if none is needed here."""
+    starting = [worker.slot for worker in agent.workers.values() if worker.stage is Stage.STARTING]
+    if not zygote_up and any(worker.stage is not Stage.GONE for worker in agent.workers.values()):
+        return "importing torch and the script's modules"
+    if starting:
+        return f"running the script up to the end of setup in {_slots(starting)}"
+    if any(worker.stage is Stage.FORMING for worker in agent.workers.values()) and agent.generation is not None:
+        return f"forming the group of generation {agent.generation.number}"
+    paused = [w.slot for w in agent.workers.values() if w.stage is Stage.GONE and w.crashes > 1]
+    return f"pausing before the next start in {_slots(paused)}" if paused else ""
+
+
+def _slots(slots: list[int]) -> str:
+    return f"slot{'s' if len(slots) > 1 else ''} {', '.join(map(str, sorted(slots)))}"
 
 
 def phase_of(agent: Agent) -> str:

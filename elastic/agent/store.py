@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 from collections.abc import Hashable, Iterator
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from .listening import ANY, Ports, listen
+
 OWN_HOST = "localhost"
+"""Where the store's own client connects if it listens on every address: no dead link or changed address affects it."""
 KEPT = 2
 """The current generation's and the one before: clients of the latter may still be aborting their group."""
 
@@ -17,8 +21,11 @@ KEPT = 2
 class Stores:
     """Opens a new store for each generation; never reuses that of another generation."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, bind: str = "", ports: Ports = ANY) -> None:
+        """`host`: to publish; `bind`: the address to listen on, '' for every one; `ports`: see `listen`."""
         self._host = host
+        self._bind = bind
+        self._ports = ports
         self._open: dict[int, TCPStore] = {}
         self._bases: dict[int, Hashable] = {}
 
@@ -32,11 +39,15 @@ class Stores:
         known = self._open.get(generation)
         if known is not None and self._bases[generation] == basis:
             return self._host, known.port
-        # It listens on every address. Its own client uses the one that no dead link or changed address affects.
+        listener = listen(self._bind, self._ports)
+        own, port = listener.getsockname()[:2]
+        if ipaddress.ip_address(own).is_unspecified:
+            own = OWN_HOST
         with _without_dns():
             store = TCPStore(
-                OWN_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), multi_tenant=True
-            )
+                own, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), multi_tenant=True,
+                master_listen_fd=listener.detach(),
+            )  # fmt: skip
         self._open[generation], self._bases[generation] = store, basis
         for old in sorted(self._open)[:-KEPT]:
             del self._open[old], self._bases[old]

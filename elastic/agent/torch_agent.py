@@ -29,9 +29,9 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from ..core.model import Agent
-from ..core.records import GenerationRecord, IncidentRecord, Phase
-from ..core.transitions import Stage
+from ..contract.records import GenerationRecord, IncidentRecord, Phase
+from ..recovery.model import Agent
+from ..recovery.transitions import Stage
 from .loop import Loop
 from .store import Stores
 

@@ -7,11 +7,11 @@ import time
 import msgspec
 import structlog
 
-from ..core.keys import JobKeys
-from ..core.model import Agent
-from ..core.records import ProgressRecord, ProtocolVersionMismatch, decode
-from ..core.view import JobView, Reader
-from ..etcd import View
+from ..contract.keys import JobKeys
+from ..contract.records import ProgressRecord, ProtocolVersionMismatch, decode
+from ..etcd.client import View
+from ..recovery.model import Agent
+from ..recovery.view import JobView, Reader
 from .view_throttle import ViewThrottle
 
 log = structlog.get_logger()
@@ -58,6 +58,8 @@ class ViewReader:
             return self._last(agent, str(error))
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
             return self._last(agent, f"a record in etcd cannot be read: {error}")
+        if head := min((key for key in view.refused if key.startswith(self._head)), default=""):
+            return self._last(agent, f"{head} in etcd is refused: {view.refused[head].why}")
         self.unreadable = ""
         return job
 

@@ -1,4 +1,4 @@
-"""What this agent watches in etcd: its whole job, or in a large job only the head (see `core.watch_scope`)."""
+"""What this agent watches in etcd: its whole job, or in a large job only the head (see `recovery.watch_scope`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import structlog
 
-from ..core.keys import JobKeys
-from ..etcd import Etcd, EtcdError, View, Watch
+from ..contract.keys import JobKeys
+from ..etcd.client import Etcd, EtcdError, View, Watch
 
 WHOLE_S, HEAD_S = 5.0, 15.0
 """How often a watch confirms that etcd answers and is the same as before. Less often for the head: in a large job a
@@ -49,9 +49,9 @@ class WatchScope:
     def choose(self, whole: bool, now_s: float) -> None:
         if whole == self.whole:
             return
-        log.info("sight", whole=whole)
+        log.info("watch.scope", whole=whole)
         if self._watch is not None:  # close may wait for an answer: not in this thread
-            threading.Thread(target=self._watch.close, name="sight-close", daemon=True).start()
+            threading.Thread(target=self._watch.close, name="watch-close", daemon=True).start()
         self._open(whole, now_s)
 
     def _open(self, whole: bool, now_s: float) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core import messages
-from ..core.agentfile import MARK_ENV, SYSTEMD_VARIABLES, AgentConfig, mark
-from ..core.records import GenerationRecord
-from ..core.spec import JobSpec
+from ..contract import messages
+from ..contract.agent_files import MARK_ENV, SYSTEMD_VARIABLES, AgentConfig, mark
+from ..contract.env_file import parse
+from ..contract.records import GenerationRecord
+from ..contract.spec import JobSpec
 
 PATH_ENV = "PYTHONPATH"
 DEFAULTS_ENV = "ELASTIC_PLAIN_DEFAULTS"
@@ -59,8 +60,27 @@ def base(config: AgentConfig, spec: JobSpec, inherited: Mapping[str, str]) -> di
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, dict.fromkeys(config.gpus)))
     env["TORCHELASTIC_RUN_ID"] = config.job
+    env.update(secrets(spec.env_file))
     env.update(spec.env)
     return env
+
+
+class InvalidEnvFile(Exception):
+    """The job's `env_file` cannot be used on this node."""
+
+
+def secrets(path: str) -> dict[str, str]:
+    """The variables in a job's `env_file`; none without one. Raises InvalidEnvFile."""
+    if not path:
+        return {}
+    try:
+        return parse(Path(path).read_text())
+    except OSError as error:
+        raise InvalidEnvFile(f"env_file = {path!r}: cannot be read on this node: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise InvalidEnvFile(f"env_file = {path!r}: is not UTF-8 text") from None
+    except ValueError as error:
+        raise InvalidEnvFile(f"env_file = {path!r}: {error}") from None
 
 
 def _account() -> dict[str, str]:
@@ -102,7 +122,7 @@ def worker(
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_ERROR_FILE=error_file,
         LOCAL_RANK=str(slot),
-        ROLE_NAME="default",
+        ROLE_NAME=spec.env.get("ROLE_NAME", "default"),
         ELASTIC_BACKEND=spec.backend,
         ELASTIC_EXIT_TIMEOUT_S=str(spec.exit_timeout_s),
         ELASTIC_STOP_GRACE_S=str(spec.stop_grace_s),
@@ -150,6 +170,8 @@ def preload(spec: JobSpec) -> messages.Preload:
 
 
 def argv(spec: JobSpec) -> tuple[str, ...]:
+    if spec.program:
+        return messages.PROGRAM, spec.program, *spec.args
     return (spec.script, *spec.args) if spec.script else ("-m", spec.module, *spec.args)
 
 

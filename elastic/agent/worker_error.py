@@ -8,12 +8,14 @@ import re
 import stat
 from typing import Any
 
-from ..core.records import WorkerError
+from ..contract.records import WorkerError
 from .pool import Exited
 
 MESSAGE_CHARS = 500
 TRACEBACK_CHARS = 8000
 TAIL_BYTES = 4000
+LAST_LINES, LINE_CHARS, LAST_BYTES = 12, 300, 16_000
+"""Of the log, kept beside a traceback from the error file."""
 ERROR_FILE_BYTES = 1 << 20
 """A longer error file is truncated, and so invalid JSON: the log is used instead."""
 
@@ -24,6 +26,7 @@ def read_error(ended: Exited, *, node: str, slot: int, rank: int, step: int | No
     The fingerprint is the exception's type and the line that raised it: equal for the same bug, whatever the values.
     """
     message, trace = _from_error_file(ended.error_file)
+    lines = last_lines(ended.log_file) if message else ()
     if not message and ended.code not in (0, None):
         trace = _tail(ended.log_file)
         last = next((line.strip() for line in reversed(trace.splitlines()) if line.strip()), "")
@@ -39,6 +42,7 @@ def read_error(ended: Exited, *, node: str, slot: int, rank: int, step: int | No
         exit_code=ended.code,
         signal=ended.signal,
         step=step,
+        last_lines=lines,
     )
     return error, fingerprint(message, trace)
 
@@ -62,11 +66,19 @@ def _from_error_file(path: str) -> tuple[str, str]:
     return _text(said.get("message")), _text(extra.get("py_callstack")) if isinstance(extra, dict) else ""
 
 
-def _tail(path: str) -> str:
+def _tail(path: str, most_bytes: int = TAIL_BYTES) -> str:
     try:
-        return _read(path, TAIL_BYTES, from_end=True).decode(errors="replace")
+        return _read(path, most_bytes, from_end=True).decode(errors="replace")
     except OSError:
         return ""
+
+
+def last_lines(log_file: str) -> tuple[str, ...]:
+    """The last lines of a worker's log, without the traceback that it ends with: the error has that already."""
+    text = _tail(log_file, LAST_BYTES)
+    text = text.rpartition("Traceback (most recent call last):")[0] or text
+    lines = [line.rstrip()[:LINE_CHARS] for line in text.replace("\0", "").splitlines() if line.strip("\0 \t\r")]
+    return tuple(lines[-LAST_LINES:])
 
 
 def _read(path: str, most_bytes: int, *, from_end: bool) -> bytes:

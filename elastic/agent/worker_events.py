@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..core import messages
-from ..core.events import (
+from ..contract import messages
+from ..recovery.events import (
     Event,
     WorkerBadNumbers,
     WorkerDone,

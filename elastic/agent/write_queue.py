@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import structlog
 
-from ..etcd import EtcdDenied, EtcdError, EtcdFull
+from ..etcd.client import EtcdDenied, EtcdError, EtcdFull
 
 RETRY_S = 0.2
 
@@ -29,7 +29,7 @@ class WriteQueue:
         self._changed = threading.Condition()
         self._stopping = False
         self._failing: set[str] = set()
-        self._thread = threading.Thread(target=self._run, name=f"elastic-desk-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"elastic-etcd-writes-{name}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from ..core import messages
-from ..core.messages import Fork, Forked, Preload, Refused, ZygoteReady
+from ..contract import messages
+from ..contract.messages import Fork, Forked, Preload, Refused, ZygoteReady
 
 RESTART_S, RESTART_MAX_S = 0.2, 10.0
 """Pause before a dead zygote is restarted: the first, and the longest."""
@@ -54,7 +54,7 @@ class Zygote:
 
     def __init__(self, selector: selectors.BaseSelector, python: str, preload: Preload) -> None:
         self._selector = selector
-        self._command = (python, "-m", "elastic.worker.zygote")
+        self._command = (python, "-m", "elastic.worker.boot.zygote")
         self._preload = preload
         self._started_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from ..core import manifest as m
+from . import manifest as m
 from .errors import CheckpointError, Damaged
 from .files import REAL
 from .find import verify

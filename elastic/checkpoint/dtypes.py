@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..core.manifest import ITEM_BYTES
+from .manifest import ITEM_BYTES
 
 CODES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -33,7 +33,7 @@ CODES: dict[torch.dtype, str] = {
 DTYPES: dict[str, torch.dtype] = {code: dtype for dtype, code in CODES.items()}
 
 if any(ITEM_BYTES[code] != dtype.itemsize for code, dtype in DTYPES.items()):
-    raise AssertionError("core.manifest.ITEM_BYTES and torch disagree about the size of a dtype")
+    raise AssertionError("checkpoint.manifest.ITEM_BYTES and torch disagree about the size of a dtype")
 
 
 def code_of(dtype: torch.dtype) -> str:

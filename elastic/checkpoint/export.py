@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..core.tensors import TensorInfo
+from ..contract.tensor_table import TensorInfo
 from .dtypes import dtype_of
 from .errors import SaveFailed
 from .files import REAL

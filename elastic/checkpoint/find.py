@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
-from ..core import manifest as m
+from . import manifest as m
 from .errors import Damaged, NoGoodCheckpoint
 from .files import REAL, Files, open_file
 from .names import head_of, is_aside, is_final, step_of

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..core.manifest import ITEM_BYTES
-from ..core.tensors import Table, TensorInfo
+from ..contract.tensor_table import Table, TensorInfo
+from .manifest import ITEM_BYTES
 
 PAGE_BYTES = 4096
 

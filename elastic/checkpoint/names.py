@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 import xxhash
 
-from ..core import manifest as m
+from . import manifest as m
 from .files import REAL, Files
 
 _FINAL = re.compile(r"step-(\d+)(?:\.g(\d+))?")

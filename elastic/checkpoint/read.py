@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core import manifest as m
-from ..core.tensors import TensorInfo
+from ..contract.tensor_table import TensorInfo
+from . import manifest as m
 from .dtypes import dtype_of
 from .errors import CheckpointError, Damaged, NoGoodCheckpoint
 from .files import REAL, Files

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..core import manifest as m
+from . import manifest as m
 from .errors import CheckpointError, Damaged, NoGoodCheckpoint, SaveFailed
 from .files import FILE_MODE, FOLDER_MODE, REAL, open_folder
 from .find import verify

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..core.tensors import Table
+from ..contract.tensor_table import Table
 from . import orders
 from .arena import Arena
 from .client import WriterProcess
@@ -126,7 +126,7 @@ class Saver:
     ) -> bool:
         """Copy this rank's shard and have it written in the background. False: skipped, or failed at once.
 
-        `table` and `tensors` are those of this rank's shard (see `core.shares`). The copy is complete on return.
+        `table` and `tensors` are those of this rank's shard (see `layout`). The copy is complete on return.
         """
         if not self.begin(step, table, tensors, extra, volatile=volatile):
             return False

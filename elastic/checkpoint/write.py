@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 import xxhash
 
-from ..core import manifest as m
-from ..core.tensors import Table
+from ..contract.tensor_table import Table
+from . import manifest as m
 from .arena import Arena
 from .errors import SaveFailed, SharesMissing
 from .files import REAL, Files

@@ -21,9 +21,9 @@ from ..checkpoint.errors import ArenaError
 from ..checkpoint.fill import Fill
 from ..checkpoint.layout import arena_nbytes
 from ..checkpoint.memcpy import WORTH_A_THREAD_BYTES
-from ..core import messages
-from ..core.beat import Doing
-from ..core.tensors import ALONE, Beside, Table
+from ..contract import messages
+from ..contract.beat import Doing
+from ..contract.tensor_table import ALONE, Beside, Table
 from .checkpoint_scheduler import Part
 from .session import Session
 
@@ -132,7 +132,7 @@ class AgentSnapshots:
         )
         self._copying = _Copying(part, buffer, fill, time.monotonic() - began_s)
         if fill.done:
-            self.settle()
+            self._settle()
         return True
 
     @property
@@ -158,6 +158,15 @@ class AgentSnapshots:
 
         Raises RuntimeError if the device failed.
         """
+        if self._copying is None:
+            return
+        began_s = time.monotonic()
+        try:
+            self._settle()
+        finally:
+            self._session.stood_still(time.monotonic() - began_s)
+
+    def _settle(self) -> None:
         copying, self._copying = self._copying, None
         if copying is None:
             return

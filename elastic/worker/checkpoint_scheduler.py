@@ -22,14 +22,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ..checkpoint import interval as checkpoint_interval
 from ..checkpoint.layout import file_order
-from ..core import checkpoint_interval
-from ..core.shares import assign_shares, beside_shares
-from ..core.tensors import ALONE, Beside, Table
+from ..checkpoint.shard_plan import assign_shares, beside_shares
+from ..contract.tensor_table import ALONE, Beside, Table
 from . import gc_pause
-from .restore import extra_of
 from .session import GenerationEnded
-from .state import State
+from .state.restore import extra_of
+from .state.state import State
 
 FINISH_S = 60.0
 """How long the last checkpoint of a job waits for the previous one to be written."""

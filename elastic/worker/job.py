@@ -6,18 +6,22 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.timeouts import QUIET_S
-from . import batches as data
-from . import ddp, streams
-from .errors import GroupAborted
+from ..contract.timeouts import QUIET_S
+from .comm import comm_hooks, ddp
+from .comm.errors import GroupAborted
+from .comm.powersgd import PowerSGD
+from .data import batches as data
+from .data import streams
+from .job_calls import JobCalls
+from .lr_scaling import ScaledSteps
 from .numerics import Fingerprint, disagreeing, is_bad
-from .state import State
+from .state.state import State
 
 
 class Link(Protocol):
@@ -33,6 +37,9 @@ class Link(Protocol):
 
     def quiet(self, limit_s: float) -> None:
         """No sign of progress is expected for `limit_s` seconds; 0 ends the span."""
+
+    def waited(self, data_s: float) -> None:
+        """The script has waited so long for its next batch."""
 
     def committed(self, step: int, step_s: float, loss: float | None) -> None: ...
 
@@ -55,7 +62,7 @@ class CheckpointScheduler(Protocol):
         """Complete the copy under way: the state is about to change, or no step follows for long."""
 
 
-class Job:
+class Job(JobCalls):
     """One training run, as seen by this worker in the current generation."""
 
     name: str
@@ -90,6 +97,7 @@ class Job:
         self._fingerprint: Fingerprint | None = None
         self._ignore_bad_numbers = ignore_bad_numbers
         self._quiet_until_s = 0.0
+        self._scaled = ScaledSteps()
 
     def __repr__(self) -> str:
         return f"<Job {self.name}: rank {self.rank} of {self.world_size}, generation {self.generation}>"
@@ -109,18 +117,33 @@ class Job:
         self._keeper = keeper
         self._group_s = group_s if world_size > 1 else math.inf
         self._share.detach_all()
+        self._scaled.clear()
         self._fingerprint = None
         self._began_s = time.monotonic()
         self._link.entered()
 
     # ── for scripts ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def ddp(self, model: nn.Module, **options: Any) -> DistributedDataParallel | nn.Module:
+    def ddp(
+        self,
+        model: nn.Module,
+        *,
+        compress: Literal["bf16", "fp16"] | PowerSGD | None = None,
+        hook: comm_hooks.Hook | None = None,
+        hook_state: Any = None,
+        **options: Any,
+    ) -> DistributedDataParallel | nn.Module:
         """`model` with its gradients averaged over the global batch.
 
         Call it in `train`, on each entry: the wrapper belongs to one generation. Without a process group (standalone)
         `model` itself is returned. `options`: `sync_buffers` (see `ddp.wrap`) and those of DistributedDataParallel.
+
+        `compress`: exchange the gradients in 16 bits, or by a `PowerSGD` that is part of the state. `hook`: a
+        communication hook of torch's kind, called as ``hook(hook_state, bucket)``; its mean over the ranks becomes the
+        mean over the samples. What it keeps in `hook_state` is not restored after a failure. Raises ValueError for
+        other values, or for both.
         """
+        exchange = comm_hooks.chosen(compress, hook, hook_state)
         if not torch.distributed.is_initialized():
             self._share.attach(model)  # for `Batch.parts`
             return model
@@ -133,8 +156,11 @@ class Job:
             on_received=link.entered,
             on_failed=self._share.fail,
             on_buffers=(link.contributed, link.entered),
+            exchange=exchange,
             **options,
         )
+        if isinstance(compress, PowerSGD):
+            compress.begin(model)
         link.entered()
         return wrapped
 
@@ -143,7 +169,7 @@ class Job:
 
         See `batches.batches` for the options (epochs or steps, seed, micro_batch, num_workers, …) and the errors.
         """
-        return data.batches(
+        loaded = data.batches(
             dataset,
             state,
             batch_size=batch_size,
@@ -154,6 +180,7 @@ class Job:
             on_turn=lambda: self._turned(state),
             **options,
         )
+        return self._timed(loaded)
 
     def streams(
         self, make: streams.Make, state: State, *, count: int, batch_size: int, steps: int, **options: Any
@@ -163,7 +190,7 @@ class Job:
         The state needs a part for them: ``elastic.State(…, streams=None)``. See `streams.streams` for guarantees and
         errors.
         """
-        return streams.streams(
+        loaded = streams.streams(
             make,
             state,
             count=count,
@@ -176,6 +203,7 @@ class Job:
             on_turn=lambda: self._turned(state),
             **options,
         )
+        return self._timed(loaded)
 
     def commit(self, state: State, loss: torch.Tensor | float | None = None) -> None:
         """Commit this step on this rank. Call it once per optimizer step, as the last statement.
@@ -195,6 +223,7 @@ class Job:
                 self._share.share_buffers()  # a step skipped by GradScaler is committed with the buffers of its forward
         value = self._loss.read(loss)
         state.committed(self.generation)
+        self._share.committed()
         now_s = time.monotonic()
         step_s, self._began_s = now_s - self._began_s, now_s
         self._link.committed(state.step, step_s, value)
@@ -240,6 +269,17 @@ class Job:
     def guard(self) -> Callable[[], None]:
         """The function that the optimizers' pre-step hook calls: the state is about to change."""
         return self._before_optimizer
+
+    def _timed(self, loaded: Iterator[data.Batch]) -> Iterator[data.Batch]:
+        """`loaded`, with the time until each batch is there reported as waiting for data."""
+        with contextlib.closing(loaded) as batches:  # type: ignore[type-var]  # both are generators
+            while True:
+                began_s = time.monotonic()
+                batch = next(batches, None)
+                self._link.waited(time.monotonic() - began_s)
+                if batch is None:
+                    return
+                yield batch
 
     def _turned(self, state: State) -> None:
         """The loop asks for its next batch. Also ends the generation in a script that catches every error of its

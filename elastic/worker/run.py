@@ -14,19 +14,20 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from ..core import messages
-from ..core.beat import Doing
-from ..core.checkpoint_interval import Rule
-from ..core.state_source import StateLostError
+from ..checkpoint.interval import Rule
+from ..contract import messages
+from ..contract.beat import Doing
 from .agent_snapshots import AgentSnapshots
+from .building import build
 from .checkpoint_scheduler import CheckpointScheduler, RankPosition
-from .errors import FormError, GroupAborted, is_communication_error
-from .group import Group, cuda_failure
-from .job import Job, Setup, Train, checked
-from .restore import Disk, Store
+from .comm.errors import FormError, GroupAborted, is_communication_error
+from .comm.group import Group, cuda_failure
+from .job import Job, Setup, Train
 from .session import DEFAULTS_ENV, GenerationEnded, Session
-from .state import State
-from .sync import Synced, synchronise
+from .state.restore import Disk, Store
+from .state.state import State
+from .state.state_source import StateLostError
+from .state.sync import Synced, synchronise
 
 COMPLAINT_CHARS = 2000
 
@@ -126,6 +127,9 @@ class AgentLink:
     def quiet(self, limit_s: float) -> None:
         self._session.page.quiet_until(time.monotonic() + limit_s if limit_s else 0.0)
         self._session.beat(Doing.QUIET if limit_s else Doing.COMPUTING)
+
+    def waited(self, data_s: float) -> None:
+        self._session.page.waited(data_s=data_s)
 
     def committed(self, step: int, step_s: float, loss: float | None) -> None:
         self._session.step = step
@@ -347,7 +351,7 @@ class Managed:
 
     def _build(self, job: Job) -> State:
         """Run `setup`."""
-        state = checked(self._setup(job))
+        state = build(self._setup, job)
         state.watch_optimizers(job.guard())
         self._state = state
         return state

@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from ..core import messages
-from ..core.beat import PAGE_BYTES, PULSE_S, BeatPage, Doing
-from ..core.messages import AbortGroup, Finish, Form, Message, SaveSoon, StopAtStep
+from ..contract import messages
+from ..contract.beat import PAGE_BYTES, PULSE_S, BeatPage, Doing
+from ..contract.messages import AbortGroup, Finish, Form, Message, SaveSoon, StopAtStep
 
 CHANNEL_ENV = "ELASTIC_CHANNEL_FD"
 PAGE_ENV = "ELASTIC_BEAT_FD"
@@ -98,6 +98,10 @@ class Session:
     def copied(self, nbytes: int) -> None:
         """The main thread has copied `nbytes` more bytes: it is not hung, however long the whole copy takes."""
         self.page.copied(nbytes, time.monotonic())
+
+    def stood_still(self, seconds: float) -> None:
+        """The main thread has waited so long for the copy of a snapshot."""
+        self.page.waited(stall_s=seconds)
 
     def next_form(self) -> Form | None:
         """Wait for the next generation to form; None when the job is over."""

@@ -8,13 +8,14 @@ import sys
 import torch
 import torch.distributed as dist
 
+from ..checkpoint.interval import Rule
 from ..checkpoint.saver import Saver, next_generation
-from ..core.checkpoint_interval import Rule
+from .building import build
 from .checkpoint_scheduler import CheckpointScheduler, Part, RankPosition
-from .job import Job, Setup, Train, checked
-from .restore import Disk
-from .state import State
-from .sync import synchronise
+from .job import Job, Setup, Train
+from .state.restore import Disk
+from .state.state import State
+from .state.sync import synchronise
 
 
 class NoLink:
@@ -27,6 +28,8 @@ class NoLink:
     def applying(self) -> None: ...
 
     def quiet(self, limit_s: float) -> None: ...
+
+    def waited(self, data_s: float) -> None: ...
 
     def committed(self, step: int, step_s: float, loss: float | None) -> None: ...
 
@@ -105,7 +108,7 @@ def run_standalone(setup: Setup, train: Train, checkpoint_dir: str, rule: Rule) 
     job = Job(name=_name(), device=device, local_rank=local_rank, link=NoLink())
     job.rank, job.world_size = rank, world_size
     try:
-        state = checked(setup(job))
+        state = build(setup, job)
         state.watch_optimizers(job.guard())
         state.to(device)
         _train(job, state, train, Disk(checkpoint_dir, job.name) if checkpoint_dir else None, rule)

@@ -8,8 +8,8 @@ import pytest
 from support.agents import Job
 from support.wait import eventually
 
-from elastic.core.records import JobState, Phase
-from elastic.core.timeouts import Timeouts
+from elastic.contract.records import JobState, Phase
+from elastic.contract.timeouts import Timeouts
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 

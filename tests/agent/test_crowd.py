@@ -9,10 +9,10 @@ import pytest
 from support.etcd_server import EtcdServer
 from support.source import ROOT
 
-from elastic.core.keys import ClusterKeys
-from elastic.core.records import GenerationRecord, SpecRecord, decode, encode
-from elastic.core.spec import JobSpec
-from elastic.etcd import Etcd
+from elastic.contract.keys import ClusterKeys
+from elastic.contract.records import GenerationRecord, SpecRecord, decode, encode
+from elastic.contract.spec import JobSpec
+from elastic.etcd.client import Etcd
 
 pytestmark = pytest.mark.etcd
 NODES = 76

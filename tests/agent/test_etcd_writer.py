@@ -14,13 +14,8 @@ from elastic.agent.etcd_writer import KEPT_BESIDE, EtcdWriter
 from elastic.agent.incidents import exited_late, save_failed
 from elastic.agent.store import Stores
 from elastic.agent.write_queue import Write
-from elastic.core.effects import Publish
-from elastic.core.events import Event, PublishFailed
-from elastic.core.generation_delta import GenerationReader
-from elastic.core.keys import ClusterKeys
-from elastic.core.membership import Change, Limits
-from elastic.core.model import CROWD, Agent, Policy
-from elastic.core.records import (
+from elastic.contract.keys import ClusterKeys
+from elastic.contract.records import (
     BrokenRecord,
     Cause,
     GenerationRecord,
@@ -33,17 +28,22 @@ from elastic.core.records import (
     decode,
     encode,
 )
-from elastic.core.spec import Checkpoint, JobSpec
-from elastic.core.timeouts import Timeouts
-from elastic.core.view import JobView
-from elastic.etcd import EtcdUnavailable
-from elasticd.views import steps_lost
+from elastic.contract.spec import Checkpoint, JobSpec
+from elastic.contract.timeouts import Timeouts
+from elastic.etcd.client import EtcdUnavailable
+from elastic.recovery.effects import Publish
+from elastic.recovery.events import Event, PublishFailed
+from elastic.recovery.generation_delta import GenerationReader
+from elastic.recovery.membership import Change, Limits
+from elastic.recovery.model import CROWD, Agent, Policy
+from elastic.recovery.view import JobView
+from elasticd.api.views import steps_lost
 
 KEYS = ClusterKeys("c").job("job")
 
 
 class AtOnce:
-    """A desk whose orders are done as they are asked for, and again as often as the test says."""
+    """A queue that carries out orders as they are asked for, and again as often as the test says."""
 
     def __init__(self, name: str) -> None:
         self.orders: list[Write] = []
@@ -74,7 +74,7 @@ class Office:
         )
         self.client = FakeClient(FakeServer())
         self.posted: list[Event] = []
-        self.desks: dict[str, AtOnce] = {}
+        self.queues: dict[str, AtOnce] = {}
         self.now_s = 1000.0
         self.stores = Stores("203.0.113.1")  # an address that is not ours
         self.registry = EtcdWriter(
@@ -84,12 +84,12 @@ class Office:
             self.stores,
             self.posted.append,
             SpecRecord(spec=spec, submitted_wall_s=0.0, submitted_by="me"),
-            desk=self._desk,
+            queue=self._queue,
             wall=lambda: self.now_s,
         )
 
-    def _desk(self, name: str) -> AtOnce:
-        return self.desks.setdefault(name, AtOnce(name))
+    def _queue(self, name: str) -> AtOnce:
+        return self.queues.setdefault(name, AtOnce(name))
 
     def state(self) -> JobState:
         kv = self.client.get(KEYS.state)
@@ -104,7 +104,7 @@ def test_failure_charge_is_written_once_when_the_write_is_retried() -> None:
     for _ in range(2):
         office.registry.charge_failure(BROKEN)
         office.now_s += 1.0
-    for order in office.desks["lazy"].orders:
+    for order in office.queues["lazy"].orders:
         order()
         office.now_s += 5.0
         order()
@@ -118,8 +118,8 @@ def test_error_record_with_invalid_utf8_text_is_written() -> None:
     record = msgspec.structs.replace(BROKEN, generation=1, detail="caf\udce9", error=error)
     office.registry.put_broken(record, None)
     office.registry.charge_failure(record)
-    for desk in office.desks.values():
-        for order in desk.orders:
+    for queue in office.queues.values():
+        for order in queue.orders:
             order()
     written = decode(BrokenRecord, office.client.server.kvs[KEYS.broken(1)].value)
     assert written.error is not None
@@ -134,7 +134,7 @@ def test_a_late_failure_does_not_change_how_the_job_ended(phase: Phase) -> None:
     for _ in range(40):
         office.registry.charge_failure(BROKEN)
         office.now_s += 1.0
-    for order in office.desks["lazy"].orders:
+    for order in office.queues["lazy"].orders:
         order()
     assert office.state().phase is phase
 
@@ -142,7 +142,7 @@ def test_a_late_failure_does_not_change_how_the_job_ended(phase: Phase) -> None:
 def publish(office: Office) -> Write:
     effect = Publish(1, Change((), "first", planned=False), 0, None, None)
     office.registry.publish(effect, JobView(), "n")
-    return office.desks["urgent"].orders[-1]
+    return office.queues["urgent"].orders[-1]
 
 
 def test_a_checkpoint_folder_that_cannot_be_read_is_said(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_only_a_member_publishes_and_changes_the_phase(member: bool) -> None:
     if member:
         office.client.put(KEYS.member("n"), b"ours")
     office.registry.put_phase(Phase.WAITING, "why", JobView())
-    phase = office.desks["urgent"].orders[-1]
+    phase = office.queues["urgent"].orders[-1]
     publish(office)()
     assert (office.client.get(KEYS.generation) is not None) is member
     assert office.posted == ([] if member else [PublishFailed(1)])
@@ -230,13 +230,13 @@ def test_generation_number_reused_after_etcd_wipe_gets_a_fresh_store() -> None:
     there = port_of(office)
     office.client.server.wipe()
     office.registry.restore(None, JobState(), None)
-    office.desks["urgent"].orders[-1]()
+    office.queues["urgent"].orders[-1]()
     office.client.put(KEYS.member("n"), b"ours")
     state = office.client.server.kvs[KEYS.state].mod_revision
     office.registry.publish(
         Publish(1, Change((), "first", planned=False), 0, None, None), JobView(state_revision=state), "n"
     )
-    office.desks["urgent"].orders[-1]()
+    office.queues["urgent"].orders[-1]()
     assert port_of(office) != there
     office.stores.close()
 
@@ -251,7 +251,7 @@ def test_large_generation_record_contains_its_changes(nodes: int, large: bool) -
     after = before.places[1:]
     effect = Publish(2, Change(after, "n0 is gone", planned=False), revision, None, None)
     office.registry.publish(effect, JobView(generation=before, generation_revision=revision), "n")
-    office.desks["urgent"].orders[-1]()
+    office.queues["urgent"].orders[-1]()
     office.stores.close()
     written = office.client.server.kvs[KEYS.generation].value
     assert (decode(GenerationRecord, written).changes is not None) is large
@@ -279,7 +279,7 @@ def test_a_new_agents_record_is_younger_than_its_predecessors_and_then_keeps_its
     ages = [office.client.server.kvs[key].create_revision]
     for _ in range(2):
         office.registry.rejoin(MemberRecord(node="n", incarnation="i", host="h", port=1, slots=1))
-        office.desks["urgent"].orders[-1]()
+        office.queues["urgent"].orders[-1]()
         ages.append(office.client.server.kvs[key].create_revision)
     assert ages[0] < ages[1] == ages[2]
 
@@ -291,7 +291,7 @@ def test_a_record_that_was_closed_meanwhile_is_not_opened_again() -> None:
     late = msgspec.structs.replace(over, kind="lost", open=True, ended_wall_s=None)
     for record in (late, over, late):
         office.registry.put_incident(record, 2)
-        office.desks["lazy"].orders[-1]()
+        office.queues["lazy"].orders[-1]()
     kv = office.client.get(KEYS.incident(2))
     assert kv is not None
     assert decode(IncidentRecord, kv.value) == over
@@ -312,17 +312,17 @@ def test_causes_that_are_reported_late_are_added_to_a_record_that_is_over() -> N
         return decode(IncidentRecord, kv.value)
 
     office.registry.put_incident(opened, 2)
-    office.desks["lazy"].orders[-1]()
+    office.queues["lazy"].orders[-1]()
     office.registry.add_causes(fuller, 2)
     with pytest.raises(EtcdUnavailable, match="not closed yet"):
-        office.desks["lazy"].orders[-1]()
+        office.queues["lazy"].orders[-1]()
     office.registry.put_incident(over, 2)
-    office.desks["lazy"].orders[-1]()
+    office.queues["lazy"].orders[-1]()
     office.registry.add_causes(fuller, 2)
-    office.desks["lazy"].orders[-1]()
+    office.queues["lazy"].orders[-1]()
     assert record() == msgspec.structs.replace(over, kind="exit", node="b", causes=(death, comm))
     office.registry.add_causes(over, 2)
-    office.desks["lazy"].orders[-1]()
+    office.queues["lazy"].orders[-1]()
     assert record().kind == "exit", "what names fewer causes changes nothing"
 
 
@@ -331,7 +331,7 @@ def test_late_exits_write_one_incident_each_with_no_steps_lost() -> None:
     agent = Agent(office.policy)
     for worker_id, slot in ((4, 0), (5, 1)):  # before their first generation: neither has a rank
         office.registry.put_exit_incident(exited_late(agent, slot, 3.0, 10.0), worker_id)
-        office.desks["lazy"].orders[-1]()
+        office.queues["lazy"].orders[-1]()
     found = [decode(IncidentRecord, kv.value) for kv in office.client.get_prefix(KEYS.incidents).kvs.values()]
     assert sorted(i.detail.partition(" had")[0] for i in found) == ["the process of slot 0", "the process of slot 1"]
     assert {(i.open, i.ended_wall_s, steps_lost(i)) for i in found} == {(False, 10.0, "0 steps")}
@@ -341,7 +341,7 @@ def test_checkpoints_that_fail_without_end_do_not_fill_etcd() -> None:
     office = Office()
     for step in range(1, KEPT_BESIDE + 3):
         office.registry.put_save_incident(save_failed(Agent(office.policy), step, "no space left", 10.0))
-        office.desks["lazy"].orders[-1]()
+        office.queues["lazy"].orders[-1]()
     kvs = office.client.get_prefix(KEYS.incidents).kvs.values()
     assert {decode(IncidentRecord, kv.value).step for kv in kvs} == set(range(3, KEPT_BESIDE + 3)), "the newest stay"
 
@@ -355,7 +355,7 @@ def test_all_reports_of_a_broken_generation_are_kept_and_the_death_comes_first()
     reports = [report("a", kind="comm"), report("b", 0), report("c", 1), report("b", 0), report("d", kind="comm")]
     for said in reports:
         office.registry.put_broken(said, None)
-        office.desks["urgent"].orders[-1]()
+        office.queues["urgent"].orders[-1]()
     kv = office.client.get(KEYS.broken(3))
     assert kv is not None
     kept = decode(BrokenRecord, kv.value)

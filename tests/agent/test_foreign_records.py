@@ -13,15 +13,15 @@ import pytest
 
 from elastic.agent.loop import Loop
 from elastic.agent.pool import Pool
-from elastic.core.agentfile import AgentConfig, EtcdAccess
-from elastic.core.keys import ClusterKeys
-from elastic.core.membership import Limits
-from elastic.core.messages import Preload
-from elastic.core.model import Agent, Policy
-from elastic.core.records import GenerationRecord, JobState, MemberRecord, Phase, Place, SpecRecord, encode
-from elastic.core.spec import JobSpec
-from elastic.core.timeouts import Timeouts
-from elastic.etcd import KV, View
+from elastic.contract.agent_files import AgentConfig, EtcdAccess
+from elastic.contract.keys import ClusterKeys
+from elastic.contract.messages import Preload
+from elastic.contract.records import GenerationRecord, JobState, MemberRecord, Phase, Place, SpecRecord, encode
+from elastic.contract.spec import JobSpec
+from elastic.contract.timeouts import Timeouts
+from elastic.etcd.client import KV, View
+from elastic.recovery.membership import Limits
+from elastic.recovery.model import Agent, Policy
 
 KEYS = ClusterKeys("c").job("job")
 SPEC = SpecRecord(spec=JobSpec(name="job", script="x.py"), submitted_wall_s=0.0, submitted_by="me")

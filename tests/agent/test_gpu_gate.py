@@ -35,10 +35,10 @@ from support.wait import eventually, holds
 from elastic.agent import gpu_gate, gpu_selftest, worker_env
 from elastic.agent.gpu_gate import Gate
 from elastic.agent.pool import Pool
-from elastic.core.agentfile import AgentConfig, EtcdAccess
-from elastic.core.messages import Preload
-from elastic.core.spec import JobSpec
-from elastic.worker import fork_safety, zygote
+from elastic.contract.agent_files import AgentConfig, EtcdAccess
+from elastic.contract.messages import Preload
+from elastic.contract.spec import JobSpec
+from elastic.worker.boot import fork_safety, zygote
 from elasticd import host
 from elasticd.gpus import TESTING, Health, _same, self_test
 

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from elastic.agent.status import left_behind
-from elastic.core.agentfile import AgentStatus
-from elastic.core.records import ProgressRecord
+from elastic.contract.agent_files import AgentStatus
+from elastic.contract.records import ProgressRecord
 
 NOTHING = ((0, 0), 0.0)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from elastic.agent.logs import trim
+from elastic.agent.logs import Trimmer
+from elastic.util.log_trim import trim
 
 LIMIT = 1 << 20
 
@@ -34,3 +35,11 @@ def test_the_middle_goes_while_the_writer_writes_on(tmp_path: Path) -> None:
 
 def test_no_file_is_no_error(tmp_path: Path) -> None:
     assert trim(str(tmp_path / "none"), LIMIT) == 0
+
+
+def test_the_agents_own_log_is_trimmed_with_those_of_its_workers(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("agent.log", "slot0.log")]
+    for path in paths:
+        path.write_bytes(b"a line of a log\n" * 300_000)
+    Trimmer(1.0, str(paths[0])).trim_all([str(paths[1])])
+    assert all(os.stat(path).st_blocks * 512 <= 1_000_000 for path in paths)

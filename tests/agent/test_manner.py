@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from support.agents import Job
+from support.printed import printed
 
-from elastic.core.records import Phase
+from elastic.contract.records import Phase
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 
@@ -66,9 +67,9 @@ def run(folder: Path, files: dict[str, str], **spec: Any) -> tuple[Job, list[str
         job.wait_phase(Phase.SUCCEEDED, 90.0)
         job.agents["n0"].wait(timeout=30)  # its last words tell of the end
         logs = (job.folder / "n0" / "logs").glob("slot*.log")
-        printed = sorted(p.read_text() for p in logs)
+        output = sorted(printed(p) for p in logs)
         job.seen = (job.progress(), job.incidents(), job.state())  # type: ignore[attr-defined]
-        return job, printed
+        return job, output
 
 
 def test_script_that_imports_elastic_without_calling_run_is_plain(tmp_path: Path) -> None:

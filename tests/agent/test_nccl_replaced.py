@@ -11,7 +11,7 @@ from support.agents import Job
 from support.procs import alive
 from support.wait import eventually
 
-from elastic.core.timeouts import Timeouts
+from elastic.contract.timeouts import Timeouts
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 

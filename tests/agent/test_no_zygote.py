@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.agents import Job
 
-from elastic.core.records import Phase
+from elastic.contract.records import Phase
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 from support.fake_etcd import FakeClient, FakeServer
 
-from elastic.agent.participant import RendezvousParticipant
-from elastic.agent.torchrun_settings import Conf, TorchrunSettings
-from elastic.core.agentfile import EtcdAccess
-from elastic.core.records import GenerationRecord, Place, decode, encode
-from elastic.etcd import EtcdUnavailable
+from elastic.contract.agent_files import EtcdAccess
+from elastic.contract.records import GenerationRecord, Place, decode, encode
+from elastic.etcd.client import EtcdUnavailable
+from elastic.torchrun.participant import RendezvousParticipant
+from elastic.torchrun.settings import Conf, TorchrunSettings
 
 
 class Node:

@@ -8,10 +8,10 @@ from msgspec.structs import replace
 from support.jobs import generation, member, place, view
 
 from elastic.agent.peer_monitor import LINES_PER_S, PeerMonitor
-from elastic.core.membership import Limits
-from elastic.core.model import Agent, Policy
-from elastic.core.spec import JobSpec
-from elastic.core.timeouts import Timeouts
+from elastic.contract.spec import JobSpec
+from elastic.contract.timeouts import Timeouts
+from elastic.recovery.membership import Limits
+from elastic.recovery.model import Agent, Policy
 
 NODES = [f"n{i}" for i in range(200)]
 POLICY = Policy(

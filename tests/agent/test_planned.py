@@ -12,8 +12,8 @@ from support.agents import Job
 from support.wait import eventually
 
 from elastic.checkpoint import find
-from elastic.core.agentfile import AgentOrders
-from elastic.core.records import Phase
+from elastic.contract.agent_files import AgentOrders
+from elastic.contract.records import Phase
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 

@@ -15,16 +15,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.printed import printed
 from support.procs import alive
 from support.wait import eventually
 
 from elastic.agent import descendants, zygote
-from elastic.agent.children import exit_status
+from elastic.agent.children import PR_SET_CHILD_SUBREAPER, exit_status
 from elastic.agent.descendants import Descendants
-from elastic.agent.pool import PR_SET_CHILD_SUBREAPER, Exited, Pool, PoolEvent, WorkerMessage, ZygoteUp
+from elastic.agent.pool import Exited, Pool, PoolEvent, WorkerMessage, ZygoteUp
 from elastic.agent.worker_error import read_error
 from elastic.agent.zygote import ZygoteUnfit
-from elastic.core.messages import Forked, GroupClosed, Preload, Refused, SaveSoon, ScriptEnded, encode
+from elastic.contract.messages import Forked, GroupClosed, Preload, Refused, SaveSoon, ScriptEnded, encode
 
 
 class Bench:
@@ -82,7 +83,7 @@ def test_how_workers_end(bench: Bench) -> None:
     bench.until(lambda: all(bench.exit_of(worker_id) for worker_id in (1, 2, 3, 4)))
     ends = [bench.exit_of(worker_id) for worker_id in (1, 2, 3, 4)]
     assert [(e.code, e.signal) for e in ends if e] == [(3, None), (None, "SIGABRT"), (0, None), (None, "SIGKILL")]
-    assert (bench.folder / "3.log").read_text() == "hello\n"
+    assert printed(bench.folder / "3.log") == "hello\n"
 
 
 def test_worker_killed_before_fork_exits_without_waiting_for_the_zygote(bench: Bench) -> None:
@@ -203,7 +204,7 @@ class TestUnfit:
 
     SITE = """
 import sys, threading
-if "elastic.worker.zygote" in " ".join(sys.orig_argv):
+if "elastic.worker.boot.zygote" in " ".join(sys.orig_argv):
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 """
 
@@ -365,7 +366,7 @@ def test_pool_does_not_take_a_worker_that_died_at_fork_for_an_orphan(bench: Benc
     bench.pool._zygote._ordered[9] = time.monotonic()
     bench.worker(1, text)
     bench.until(lambda: bench.exit_of(1))
-    orphan = int((bench.folder / "1.log").read_text())
+    orphan = int(printed(bench.folder / "1.log"))
     assert alive(orphan), "one whose number is still to come may be among them"
     bench.pool._zygote.forget(9)
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from support.agents import Job
+from support.printed import printed
 
-from elastic.core.records import Phase
+from elastic.contract.records import Phase
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 
@@ -55,7 +56,7 @@ def job(folder: Path, fault: str = "pass", last: str = "", **spec: Any) -> Job:
 
 
 def logs(job: Job) -> list[str]:
-    return [path.read_text() for path in sorted((job.folder / "n0" / "logs").glob("slot*.log"))]
+    return [printed(path) for path in sorted((job.folder / "n0" / "logs").glob("slot*.log"))]
 
 
 def test_threads_and_handlers_run_to_their_end(tmp_path: Path) -> None:

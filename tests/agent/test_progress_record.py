@@ -8,14 +8,14 @@ from support.jobs import generation, member, place, view
 
 from elastic.agent.saver import SaveStatus
 from elastic.agent.status import Gauge, progress, rank_rows
-from elastic.core.keys import ClusterKeys
-from elastic.core.membership import Limits
-from elastic.core.model import Agent, Policy, Worker
-from elastic.core.records import ProgressRecord, encode
-from elastic.core.spec import JobSpec
-from elastic.core.timeouts import Timeouts
-from elastic.core.transitions import Stage
-from elastic.core.view import JobView
+from elastic.contract.keys import ClusterKeys
+from elastic.contract.records import ProgressRecord, encode
+from elastic.contract.spec import JobSpec
+from elastic.contract.timeouts import Timeouts
+from elastic.recovery.membership import Limits
+from elastic.recovery.model import Agent, Policy, Worker
+from elastic.recovery.transitions import Stage
+from elastic.recovery.view import JobView
 
 ON_RECORD = ProgressRecord(
     generation=2, world_size=2, step=50, steps_per_s=10.0, loss=0.25, wall_s=1.0, checkpoint_step=40,

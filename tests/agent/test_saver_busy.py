@@ -9,8 +9,8 @@ import pytest
 from elastic.agent.saver import MAX_KEPT, Saver
 from elastic.checkpoint import orders
 from elastic.checkpoint.client import Busy
-from elastic.core import messages
-from elastic.core.spec import Checkpoint
+from elastic.contract import messages
+from elastic.contract.spec import Checkpoint
 
 
 class Writer:

@@ -8,8 +8,8 @@ import pytest
 
 from elastic.agent.saver import ESCALATE_AFTER, Saver
 from elastic.checkpoint import orders
-from elastic.core import messages
-from elastic.core.spec import Checkpoint
+from elastic.contract import messages
+from elastic.contract.spec import Checkpoint
 
 
 class Writer:

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from elastic.agent import starting
-from elastic.core.agentfile import AgentConfig, AgentStatus, EtcdAccess
-from elastic.core.keys import ClusterKeys
-from elastic.etcd import KV, Etcd, EtcdUnavailable
+from elastic.contract.agent_files import AgentConfig, AgentStatus, EtcdAccess
+from elastic.contract.keys import ClusterKeys
+from elastic.etcd.client import KV, Etcd, EtcdUnavailable
 
 KEYS = ClusterKeys("c").job("j")
 SPEC = KV(KEYS.spec, b"{}", 1, 1, 0)

@@ -11,7 +11,7 @@ import pytest
 from support.agents import Job
 from support.wait import eventually
 
-from elastic.core.records import Phase
+from elastic.contract.records import Phase
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 
@@ -47,6 +47,35 @@ def test_a_kill_in_the_middle_of_a_step_changes_no_bit(loop: str, tmp_path: Path
         assert (incident.steps_lost, incident.restored_from) == (0, "live")
     assert len(finals(tmp_path)) == 1, "the replicas are alike"
     assert finals(tmp_path) == undisturbed(loop, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("loop", "env"),
+    [
+        ("calls", {"KILL_IN": "evaluate"}),
+        pytest.param("calls", {"KILL_IN": "broadcast"}, marks=pytest.mark.long),
+        pytest.param("calls", {"KILL_IN": "backward"}, marks=pytest.mark.long),
+        pytest.param("powersgd", {}, marks=pytest.mark.long),
+    ],
+)
+def test_a_kill_in_a_call_of_the_job_changes_no_bit(loop: str, env: dict[str, str], tmp_path: Path) -> None:
+    """Evaluation, broadcast, and gradients that are compressed."""
+    with job_of(loop, tmp_path, KILL_STEP=12, **env) as job:
+        job.wait_phase(Phase.SUCCEEDED)
+        (incident,) = job.incidents()
+        assert (incident.steps_lost, incident.restored_from) == (0, "live")
+    assert len(finals(tmp_path)) == 1, "the replicas are alike"
+    assert finals(tmp_path) == undisturbed(loop, tmp_path)
+
+
+@pytest.mark.long
+def test_powersgd_drops_its_errors_on_all_ranks(tmp_path: Path) -> None:
+    """With error feedback the replicas stay alike; the weights are not those of an undisturbed run."""
+    with job_of("powersgd", tmp_path, KILL_STEP=12, ERROR_FEEDBACK=1) as job:
+        job.wait_phase(Phase.SUCCEEDED)
+        (incident,) = job.incidents()
+        assert incident.steps_lost == 0
+    assert len(finals(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("loop", ["adversarial", pytest.param("manual", marks=pytest.mark.long)])

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from elastic.agent.torchrun import create_handler
-from elastic.agent.torchrun_settings import settings
-from elastic.core.keys import check_name
+from elastic.contract.keys import check_name
+from elastic.torchrun.handler import create_handler
+from elastic.torchrun.settings import settings
 
 
 def params(endpoint: str = "127.0.0.1:2379", run_id: str = "r", **conf: str) -> RendezvousParameters:
@@ -87,6 +87,6 @@ def test_loading_the_plugin_loads_neither_grpc_nor_etcd() -> None:
     code = (
         "import sys, torch.distributed.elastic.rendezvous.api as api\n"
         "assert 'elastic' in api.rendezvous_handler_registry._registry\n"
-        "print(sorted({'grpc', 'elastic.etcd', 'elastic.agent.rendezvous', 'structlog'} & set(sys.modules)))"
+        "print(sorted({'grpc', 'elastic.etcd.client', 'elastic.torchrun.rendezvous', 'structlog'} & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from elastic.agent.dynamic_backend import EtcdBackend, create_backend
+from elastic.torchrun.dynamic_backend import EtcdBackend, create_backend
 
 pytestmark = pytest.mark.etcd
 

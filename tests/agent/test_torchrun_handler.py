@@ -21,11 +21,11 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from elastic.agent.rendezvous import EtcdRendezvousHandler
-from elastic.agent.torchrun import create_handler
-from elastic.core.keys import ClusterKeys
-from elastic.core.records import GenerationRecord, decode
-from elastic.etcd import Etcd, EtcdUnavailable, TxnResult, View
+from elastic.contract.keys import ClusterKeys
+from elastic.contract.records import GenerationRecord, decode
+from elastic.etcd.client import Etcd, EtcdUnavailable, TxnResult, View
+from elastic.torchrun.handler import create_handler
+from elastic.torchrun.rendezvous import EtcdRendezvousHandler
 
 pytestmark = pytest.mark.etcd
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.agent.view_throttle import CROWD, PAUSE_S, ViewThrottle
-from elastic.etcd import KV, View
+from elastic.etcd.client import KV, View
 
 GENERATION = "/job/generation"
 

@@ -10,11 +10,11 @@ from support.jobs import generation, place
 from elastic.agent.pool import Pool
 from elastic.agent.saver import SaveStatus
 from elastic.agent.status import SLOW_S, Gauge, progress
-from elastic.core.membership import Limits
-from elastic.core.model import Agent, Policy, Worker
-from elastic.core.spec import JobSpec
-from elastic.core.timeouts import Timeouts
-from elastic.core.transitions import Stage
+from elastic.contract.spec import JobSpec
+from elastic.contract.timeouts import Timeouts
+from elastic.recovery.membership import Limits
+from elastic.recovery.model import Agent, Policy, Worker
+from elastic.recovery.transitions import Stage
 
 
 class NoPool:

@@ -6,8 +6,8 @@ import pytest
 from support.fake_etcd import FakeClient, FakeServer
 
 from elastic.agent.watch_scope import WatchScope
-from elastic.core.keys import ClusterKeys
-from elastic.etcd import Put, View
+from elastic.contract.keys import ClusterKeys
+from elastic.etcd.client import Put, View
 
 KEYS = ClusterKeys("c").job("job")
 

@@ -1,4 +1,4 @@
-"""The desk: an order that fails costs no other order, and never the agent."""
+"""The write queue: an order that fails costs no other order, and never the agent."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 from support.wait import eventually
 
 from elastic.agent.write_queue import WriteQueue
-from elastic.etcd import EtcdUnavailable
+from elastic.etcd.client import EtcdUnavailable
 
 
 @pytest.fixture
-def desk() -> Iterator[WriteQueue]:
+def queue() -> Iterator[WriteQueue]:
     made = WriteQueue("test")
     made.start()
     yield made
@@ -20,7 +20,7 @@ def desk() -> Iterator[WriteQueue]:
 
 
 @pytest.mark.parametrize("fault", [EtcdUnavailable("away", maybe_done=False), PermissionError("no"), RuntimeError("?")])
-def test_orders_that_raise_are_tried_again_or_dropped(desk: WriteQueue, fault: Exception) -> None:
+def test_orders_that_raise_are_tried_again_or_dropped(queue: WriteQueue, fault: Exception) -> None:
     tried: list[str] = []
 
     def fails_twice() -> None:
@@ -32,10 +32,10 @@ def test_orders_that_raise_are_tried_again_or_dropped(desk: WriteQueue, fault: E
         tried.append("once")
         raise fault
 
-    desk.ask("once", fails, persist=False)
-    desk.ask("persists", fails_twice, persist=True)
+    queue.ask("once", fails, persist=False)
+    queue.ask("persists", fails_twice, persist=True)
     eventually(lambda: tried.count("persists") == 3, 5.0)
-    desk.ask("after", lambda: tried.append("after"), persist=False)
+    queue.ask("after", lambda: tried.append("after"), persist=False)
     eventually(lambda: "after" in tried, 5.0)
     assert tried.count("once") == 1
-    assert desk._thread.is_alive()
+    assert queue._thread.is_alive()

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.printed import printed
 
 from elastic.agent import worker_env
-from elastic.agent.pool import PR_SET_CHILD_SUBREAPER, Exited, Pool, PoolEvent, ZygoteUp
+from elastic.agent.children import PR_SET_CHILD_SUBREAPER
+from elastic.agent.pool import Exited, Pool, PoolEvent, ZygoteUp
 from elastic.agent.zygote import ZygoteUnfit
-from elastic.core.agentfile import AgentConfig, EtcdAccess
-from elastic.core.messages import Preload
-from elastic.core.spec import JobSpec
+from elastic.contract.agent_files import AgentConfig, EtcdAccess
+from elastic.contract.messages import Preload
+from elastic.contract.spec import JobSpec
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +101,7 @@ class Bench:
         self.until(lambda: self.pool.processes[1].pid)
         pid = self.pool.processes[1].pid
         self.until(lambda: any(isinstance(h, Exited) for h in self.seen))
-        return pid, next(h.code for h in self.seen if isinstance(h, Exited)), log.read_text()
+        return pid, next(h.code for h in self.seen if isinstance(h, Exited)), printed(log)
 
     def said(self) -> list[tuple[int, str]]:
         lines = (self.folder / "cuda").read_text().splitlines()

@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import pathlib
+import secrets
 import shutil
 import signal
 import subprocess
@@ -36,7 +37,7 @@ from support.lab import Host, Hosts
 from support.procs import Procs, alive, describe, end_all, kill, tagged
 from support.wait import eventually
 
-from elastic.core.evidence import weight
+from elastic.recovery.evidence import weight
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "support" / "train_chaos.py"
 BIN = pathlib.Path(sys.executable).parent
@@ -175,7 +176,7 @@ class Node:
         config = {
             "": {"cluster": "chaos", "node": self.name, "address": address, "slots": cluster.slots,
                  "interface": "eth0" if self.host else "lo", "state_dir": str(self.folder / "state"),
-                 "socket": str(self.socket), **cluster.settings},
+                 "socket": str(self.socket), **cluster.key, **cluster.settings},
             "etcd": {"endpoints": [e.endpoint for e in cluster.etcd], "allow_unsound_version": True, "insecure": True,
                      **cluster.login},
             "http": {"listen": ""},
@@ -388,15 +389,18 @@ class Cluster:
         timeouts: Mapping[str, float] | None = None,
         settings: Mapping[str, object] | None = None,
         etcd_args: Sequence[str] = (),
+        signed: bool = True,
         password: str = "",
         disks_mb: Mapping[int, int] | None = None,
     ) -> None:
         self.slots, self.settings = slots, dict(settings or {})
         self._etcd_args, self._password, self._disks_mb = etcd_args, password, dict(disks_mb or {})
+        self.key: dict[str, str] = {}
+        """What the daemons' settings say of the cluster key."""
         self.login: dict[str, str] = {}
         """What the daemons' settings say of user and password."""
         self.timeouts = {"lease_ttl_s": 3.0, "lease_renew_s": 0.8, **(timeouts or {})}
-        self._sizes = (nodes, members)
+        self._sizes, self._signed = (nodes, members), signed
         self._network, self._quality = network, quality
         self._stack = contextlib.ExitStack()
         self.hosts: Hosts | None = None
@@ -409,6 +413,11 @@ class Cluster:
         try:
             self.folder = pathlib.Path(tempfile.mkdtemp(prefix="elt-", dir="/dev/shm"))
             self._stack.callback(shutil.rmtree, self.folder)
+            if self._signed:
+                file = self.folder / "cluster.key"
+                file.write_text(secrets.token_hex(32))
+                file.chmod(0o600)
+                self.key = {"cluster_key_file": str(file)}
             if self._network:
                 self.hosts = self._stack.enter_context(Hosts(count + members, quality=self._quality))
             self.procs = self.hosts.procs if self.hosts else self._stack.enter_context(Procs())
@@ -550,7 +559,8 @@ class Cluster:
                     if key == "zz-end-of-test":
                         return found
                     value = event["kv"].get("value")
-                    found.append((key, json.loads(_text(value)) if value else None))
+                    record = _text(value).partition("\n")[0] if value else ""  # its signature follows
+                    found.append((key, json.loads(record) if record else None))
         finally:
             watch.kill()
             watch.wait(5)

@@ -238,6 +238,20 @@ PERHAPS: dict[str, tuple[str, ...]] = {
     "node frozen for up to 6 s": (*GONE, "hang"),
 }
 """Those that may do so, by their length. All others are no failure: no rank stops stepping."""
+CLASSES: dict[str, tuple[str, ...]] = {
+    "worker SIGKILL": ("node",),
+    "worker SIGSEGV": ("user code",),
+    "worker SIGSTOP": ("hang",),
+    "two workers SIGKILL": ("node",),
+    "zygote and worker SIGKILL": ("node",),
+    "agent SIGKILL": ("node",),
+    "node's process tree killed": ("node",),
+    "power off, back after up to 6 s": ("node", "network"),
+    "cut off from etcd for up to 6 s": ("node", "network"),
+    "link flaps": ("node", "network"),
+    "node frozen for up to 6 s": ("node", "network", "hang"),
+}
+"""Of the verdict on the incident of each."""
 SLOWEST_S = 25.0
 """From a strike to its notice: the longest silence that a hang is given, and some more."""
 
@@ -262,6 +276,9 @@ def check_told(history: History, incidents: list[dict[str, Any]], strikes: list[
         for incident in mine:
             planned = incident["kind"] == "planned"
             check_deed(history, incident, Deed("planned") if planned else deed)
+            verdict = incident["verdict"]
+            assert verdict["class"] in (("planned",) if planned else CLASSES[strike.kind]), f"{strike}: {verdict}"
+            assert not verdict["person"], f"{strike}: {verdict}"
 
 
 def told(strike: Strike) -> str:

@@ -122,7 +122,7 @@ def test_the_token_of_a_login_runs_out_again_and_again() -> None:
 @pytest.mark.long
 def test_history_thrown_away_past_the_watches() -> None:
     """Nobody looks while etcd is started again, goes on and is compacted: what is missing is read anew."""
-    with Cluster(nodes=2, slots=1, timeouts={"lease_ttl_s": 20.0, "lease_renew_s": 2.0}) as cluster:
+    with Cluster(nodes=2, slots=1, timeouts={"lease_ttl_s": 20.0, "lease_renew_s": 2.0}, signed=False) as cluster:
         (etcd,) = cluster.etcd
         job = cluster.submit(steps=100_000, pace_s=0.03)
         job.wait_step(20)

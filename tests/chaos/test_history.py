@@ -14,7 +14,7 @@ import pytest
 from support.history import SAMPLES, Commit, History, check
 from support.incidents import Deed, check_deeds
 
-from elastic.core.sharding import BatchPlan, SampleOrder, share
+from elastic.worker.data.sharding import BatchPlan, SampleOrder, share
 
 STEPS, BATCH, WORLD = 12, 8, 3
 

@@ -19,8 +19,8 @@ from support.etcd_server import etcd_binary
 from support.lab import Host, Hosts
 from support.wait import eventually
 
-from elastic.etcd import Etcd, EtcdAccess
-from elasticd import certificates
+from elastic.etcd.client import Etcd, EtcdAccess
+from elasticd.etcd import certificates
 
 pytestmark = [pytest.mark.netns, pytest.mark.chaos, pytest.mark.etcd, pytest.mark.timeout(240)]
 
@@ -215,7 +215,7 @@ def test_external_etcd_client_reads_the_records_of_all_nodes(site: Site) -> None
 
 
 def _nodes(etcd: Etcd) -> set[str]:
-    from elastic.etcd import EtcdUnavailable
+    from elastic.etcd.client import EtcdUnavailable
 
     try:
         return {os.path.basename(key) for key in etcd.get_prefix("/elastic/main/nodes/").kvs}

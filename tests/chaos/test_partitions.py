@@ -14,7 +14,7 @@ from support.procs import alive
 from support.wait import eventually
 
 from elastic.agent.peers import DIALS_S, OUT_KEEPALIVE
-from elastic.core.leading import DISPUTE_S
+from elastic.recovery.leading import DISPUTE_S
 
 netns = pytest.mark.netns
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]

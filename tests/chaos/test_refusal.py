@@ -8,7 +8,7 @@ import pytest
 from chaos.harness import Cluster
 from support.wait import eventually
 
-from elastic.core.timeouts import Timeouts
+from elastic.contract.timeouts import Timeouts
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd, pytest.mark.netns]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.checkpoint_interval import (
+from elastic.checkpoint.interval import (
     FIRST_S,
     LEAST_S,
     MOST_S,

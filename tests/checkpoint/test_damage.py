@@ -13,11 +13,11 @@ import pytest
 import torch
 from support.ckpt import blank, flip, save, share_paths, state_at
 
+from elastic.checkpoint import manifest as m
 from elastic.checkpoint.errors import Damaged, NoGoodCheckpoint
 from elastic.checkpoint.find import newest_good, peek, verify
 from elastic.checkpoint.read import Mismatch, load, resume
 from elastic.checkpoint.write import digest
-from elastic.core import manifest as m
 
 
 def edit_manifest(path: str, old: bytes, new: bytes) -> None:

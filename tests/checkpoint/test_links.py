@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from support.ckpt import filled, save, state_at
 
+from elastic.checkpoint import manifest as m
 from elastic.checkpoint.files import REAL
 from elastic.checkpoint.find import newest_good, verify
 from elastic.checkpoint.retention import prune
 from elastic.checkpoint.write import write_share
-from elastic.core import manifest as m
 
 ANOTHER = 65534
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: another user owns the folder")

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.checkpoint import manifest as m
+from elastic.checkpoint.shard_plan import assign_shares, newest_whole
 from elastic.checkpoint.write import digest
-from elastic.core import manifest as m
-from elastic.core.shares import assign_shares, newest_whole
-from elastic.core.tensors import TensorInfo
+from elastic.contract.tensor_table import TensorInfo
 
 
 def share(number: int = 0, shares: int = 1, name: str = "w") -> m.Share:

@@ -21,8 +21,8 @@ from elastic.checkpoint.find import newest_good
 from elastic.checkpoint.read import load_newest
 from elastic.checkpoint.remote import RemoteError, copy_up, fetch, fetch_newest, list_remote
 from elastic.checkpoint.write import commit, write_share
-from elastic.worker.restore import extra_of
-from elastic.worker.state import State
+from elastic.worker.state.restore import extra_of
+from elastic.worker.state.state import State
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from support.ckpt import blank, state_at, table_of
 from elastic.checkpoint.find import newest_good
 from elastic.checkpoint.read import resume
 from elastic.checkpoint.saver import ESCALATE_AFTER, Saver, next_generation
-from elastic.core.shares import assign_shares
+from elastic.checkpoint.shard_plan import assign_shares
 
 
 @pytest.fixture

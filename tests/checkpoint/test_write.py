@@ -15,12 +15,12 @@ import pytest
 import torch
 from support.ckpt import PIECE, blank, filled, save, state_at
 
+from elastic.checkpoint import manifest as m
 from elastic.checkpoint.errors import SaveFailed, SharesMissing
 from elastic.checkpoint.files import Files
 from elastic.checkpoint.find import newest_good, verify
 from elastic.checkpoint.read import resume
 from elastic.checkpoint.write import commit, shares_missing, write_share
-from elastic.core import manifest as m
 
 NOBODY = 65534
 

@@ -10,18 +10,7 @@ from support.etcd_server import EtcdServer
 from support.fake_etcd import FakeClient, FakeServer
 from support.wait import eventually
 
-from elastic.etcd import (
-    Absent,
-    Delete,
-    Etcd,
-    EtcdError,
-    EtcdUnavailable,
-    LeaseGone,
-    ModIs,
-    Present,
-    Put,
-    View,
-)
+from elastic.etcd.client import Absent, Delete, Etcd, EtcdError, EtcdUnavailable, LeaseGone, ModIs, Present, Put, View
 
 Client = Etcd | FakeClient
 

@@ -13,7 +13,16 @@ import pytest
 from support.etcd_server import EtcdCluster, EtcdServer, enable_auth
 from support.wait import eventually
 
-from elastic.etcd import Etcd, EtcdAccess, EtcdDenied, EtcdError, EtcdFull, EtcdUnavailable, View, scrub_environment
+from elastic.etcd.client import (
+    Etcd,
+    EtcdAccess,
+    EtcdDenied,
+    EtcdError,
+    EtcdFull,
+    EtcdUnavailable,
+    View,
+    scrub_environment,
+)
 
 pytestmark = pytest.mark.etcd
 
@@ -255,16 +264,15 @@ def test_a_missing_certificate_is_named(tmp_path: Path) -> None:
 
 
 def test_importing_loads_neither_grpc_nor_etcd3() -> None:
-    code = (
-        "import sys, elastic.etcd; print(sorted({'grpc', 'etcd3', 'google.protobuf', 'tenacity'} & set(sys.modules)))"
-    )
+    heavy = "{'grpc', 'etcd3', 'google.protobuf', 'tenacity'}"
+    code = f"import sys, elastic.etcd.client; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
 def test_the_other_etcd3_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "etcd3").mkdir()
     (tmp_path / "etcd3" / "__init__.py").write_text("")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from elastic import _etcd3_import as i; i.load()"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from elastic.etcd import etcd3_import as i; i.load()"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "pip uninstall etcd3-py" in ran.stderr
 

@@ -8,7 +8,7 @@ import pytest
 from support.etcd_server import EtcdServer
 from support.wait import eventually
 
-from elastic.etcd import Etcd, View
+from elastic.etcd.client import Etcd, View
 
 pytestmark = pytest.mark.etcd
 

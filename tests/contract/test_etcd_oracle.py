@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.etcd_server import EtcdServer
 from support.fake_etcd import FakeClient, FakeServer
 
-from elastic.etcd import Absent, Compare, Delete, Etcd, EtcdError, ModIs, Op, Present, Put, View
+from elastic.etcd.client import Absent, Compare, Delete, Etcd, EtcdError, ModIs, Op, Present, Put, View
 
 pytestmark = pytest.mark.etcd
 

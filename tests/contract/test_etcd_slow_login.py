@@ -11,7 +11,7 @@ import pytest
 from support.etcd_server import EtcdServer, enable_auth, free_ports
 from support.wait import eventually
 
-from elastic.etcd import Etcd, EtcdAccess, EtcdDenied, EtcdError, View
+from elastic.etcd.client import Etcd, EtcdAccess, EtcdDenied, EtcdError, View
 
 pytestmark = pytest.mark.etcd
 CALL_S = 0.6

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from support.etcd_server import EtcdServer
-from support.wait import eventually
+from support.wait import eventually, holds
 
-from elastic.etcd import Etcd, EtcdAccess, EtcdUnavailable, View
+from elastic.etcd import renewal
+from elastic.etcd.client import Etcd, EtcdAccess, EtcdUnavailable, View
 
 pytestmark = [
     pytest.mark.etcd,
@@ -88,6 +89,32 @@ def test_files_that_are_replaced_are_read_again(server: EtcdServer, certificates
         for name in ("client.pem", "client.key"):
             shutil.copy(certificates / name, tmp_path)
         eventually(lambda: _answers(etcd), 15)
+    finally:
+        etcd.close()
+
+
+def test_renewed_certificates_are_used_while_the_old_connection_still_works(
+    server: EtcdServer, certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only after a failure: by then the old certificate may have expired on every node at once."""
+    monkeypatch.setattr(renewal, "EVERY_S", 0.05)
+    names = ("ca.pem", "client.pem", "client.key")
+    for name in names:
+        shutil.copy(certificates / name, tmp_path)
+    ca, cert, secret = (str(tmp_path / name) for name in names)
+    etcd = Etcd(EtcdAccess(endpoints=(server.endpoint,), ca_file=ca, cert_file=cert, key_file=secret))
+    try:
+        eventually(lambda: _answers(etcd), 15)
+        first = etcd._connected()
+        views: list[View] = []
+        etcd.watch("/renewed/", views.append)
+        (tmp_path / "client.key").write_text("half written")
+        holds(lambda: _answers(etcd) and etcd._connected() is first, 1.0)
+        shutil.copy(certificates / "client.key", tmp_path)
+        eventually(lambda: _answers(etcd) and etcd._connected() is not first, 15)
+        etcd.put("/renewed/a", b"1")
+        eventually(lambda: views and "/renewed/a" in views[-1].kvs, 15)
+        assert not any(view.error for view in views), "the watch moved without losing contact"
     finally:
         etcd.close()
 

@@ -21,12 +21,13 @@ import pytest
 from support.agents import Job
 
 from elastic.agent import worker_env
-from elastic.agent.pool import PR_SET_CHILD_SUBREAPER, Exited, Pool, PoolEvent, ZygoteUp
+from elastic.agent.children import PR_SET_CHILD_SUBREAPER
+from elastic.agent.pool import Exited, Pool, PoolEvent, ZygoteUp
 from elastic.agent.zygote import ZygoteUnfit
-from elastic.core.agentfile import AgentConfig, EtcdAccess
-from elastic.core.messages import Preload
-from elastic.core.records import Phase
-from elastic.core.spec import JobSpec
+from elastic.contract.agent_files import AgentConfig, EtcdAccess
+from elastic.contract.messages import Preload
+from elastic.contract.records import Phase
+from elastic.contract.spec import JobSpec
 
 PYTHON = os.environ.get("ELASTIC_CUDA_PYTHON", "")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -50,7 +51,7 @@ BACKWARD = "import torch\ntorch.ones(1, requires_grad=True).sum().backward()\n"
 
 ONLY_ZYGOTE = f"""
 import sys
-if "elastic.worker.zygote" in " ".join(sys.orig_argv):
+if "elastic.worker.boot.zygote" in " ".join(sys.orig_argv):
     {BACKWARD.replace(chr(10), "; ").rstrip("; ")}
 """
 

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import pytest
 import structlog
 from support.fake_etcd import FakeClient, FakeServer
 
-from elastic.core.keys import ClusterKeys
-from elastic.core.records import (
-    AskedRecord,
-    Failure,
-    JobState,
-    MemberRecord,
-    NodeRecord,
-    Phase,
-    SpecRecord,
-    decode,
-    encode,
-)
-from elastic.etcd import Etcd
-from elasticd import actions
-from elasticd.actions import Actions
+from elastic.contract.keys import ClusterKeys
+from elastic.contract.node_records import AskedRecord, NodeRecord
+from elastic.contract.records import Failure, JobState, MemberRecord, Phase, SpecRecord, decode, encode
+from elastic.etcd.client import Etcd, EtcdUnavailable
+from elasticd.api import actions
+from elasticd.api.actions import Actions
+from elasticd.authority import Authority, Peer
 from elasticd.cluster import Job, Reader
 from elasticd.errors import Refused
 from elasticd.event_queue import Event, EventQueue, LeaseLost, Registered, Stop, Written
@@ -31,6 +24,8 @@ from elasticd.writer import Writer
 
 KEYS = ClusterKeys("main")
 JOB = KEYS.job("j")
+ADA = Peer(1000, 1000, "ada", pid=77)
+ADMIN = Peer(999, 999, "elasticd")
 RAW = {"name": "j", "script": "/t.py"}
 NODE = NodeRecord(
     node="a", hostname="h", address="10.0.0.1", slots=2, gpus=0, version="1", pid=1, started_wall_s=0.0
@@ -46,7 +41,7 @@ class WriteQueue:
         self.client = FakeClient(self.server)
         etcd = cast(Etcd, self.client)
         self.board = PublishedState()
-        self.actions = Actions(etcd, KEYS, self.board)
+        self.actions = Actions(etcd, KEYS, self.board, Authority(daemon_uid=999), lambda record: "")
         self.mailbox = EventQueue()
         self.writer = Writer(etcd, KEYS, self.mailbox, structlog.get_logger())
 
@@ -73,14 +68,14 @@ class WriteQueue:
 
 
 @pytest.fixture
-def desk(monkeypatch: pytest.MonkeyPatch) -> WriteQueue:
+def writes(monkeypatch: pytest.MonkeyPatch) -> WriteQueue:
     return WriteQueue(monkeypatch)
 
 
-def test_submit_writes_spec_and_state_at_once(desk: WriteQueue) -> None:
-    assert desk.actions.submit(RAW, by="ada") == "j"
-    assert (desk.spec().submitted_by, desk.state().phase) == ("ada", Phase.PENDING)
-    spec, state = desk.server.kvs[JOB.spec], desk.server.kvs[JOB.state]
+def test_submit_writes_spec_and_state_at_once(writes: WriteQueue) -> None:
+    assert writes.actions.submit(RAW, ADA, ADA) == "j"
+    assert (writes.spec().submitted_by, writes.state().phase) == ("ada", Phase.PENDING)
+    spec, state = writes.server.kvs[JOB.spec], writes.server.kvs[JOB.state]
     assert spec.create_revision == state.create_revision, "one transaction"
 
 
@@ -94,123 +89,155 @@ def test_submit_writes_spec_and_state_at_once(desk: WriteQueue) -> None:
         (RAW | {"name": "a/b"}, "name = 'a/b': use 1 to 63"),
     ],
 )
-def test_a_wrong_job_is_refused(desk: WriteQueue, raw: dict[str, object], words: str) -> None:
+def test_a_wrong_job_is_refused(writes: WriteQueue, raw: dict[str, object], words: str) -> None:
     with pytest.raises(Refused, match=words) as refused:
-        desk.actions.submit(raw, by="x")
+        writes.actions.submit(raw, ADA, ADA)
     assert refused.value.status == 400
-    assert not desk.server.kvs
+    assert not writes.server.kvs
 
 
-def test_a_name_is_taken_until_its_job_is_over_and_then_only_on_purpose(desk: WriteQueue) -> None:
-    desk.actions.submit(RAW, by="x")
+def test_a_name_is_taken_until_its_job_is_over_and_then_only_on_purpose(writes: WriteQueue) -> None:
+    writes.actions.submit(RAW, ADA, ADA)
     with pytest.raises(Refused, match="is there already and pending: stop it first"):
-        desk.actions.submit(RAW, by="x", replace=True)
-    desk.put_phase(Phase.SUCCEEDED)
-    desk.client.put(JOB.incident(1), b"old")
+        writes.actions.submit(RAW, ADA, ADA, replace=True)
+    writes.put_phase(Phase.SUCCEEDED)
+    writes.client.put(JOB.incident(1), b"old")
     with pytest.raises(Refused, match="has succeeded: choose another name, or submit with --replace"):
-        desk.actions.submit(RAW, by="x")
-    desk.actions.submit(RAW, by="new", replace=True)
-    assert (desk.spec().submitted_by, desk.state().phase) == ("new", Phase.PENDING)
-    assert JOB.incident(1) not in desk.server.kvs
+        writes.actions.submit(RAW, ADA, ADA)
+    writes.actions.submit(RAW, ADA, ADA, replace=True)
+    assert (writes.spec().submitted_by, writes.state().phase) == ("ada", Phase.PENDING)
+    assert JOB.incident(1) not in writes.server.kvs
 
 
-def test_stop_is_a_state_that_agents_see(desk: WriteQueue) -> None:
-    desk.actions.submit(RAW, by="x")
-    desk.actions.stop("j", "enough")
-    assert (desk.state().phase, desk.state().reason) == (Phase.STOPPING, "enough")
-    desk.actions.stop("j", "again")
-    assert desk.state().reason == "enough"
-    desk.put_phase(Phase.FAILED)
-    desk.actions.stop("j", "too late")
-    assert desk.state().phase is Phase.FAILED
+def test_stop_is_a_state_that_agents_see(writes: WriteQueue) -> None:
+    writes.actions.submit(RAW, ADA, ADA)
+    writes.actions.stop("j", "enough", ADA)
+    assert (writes.state().phase, writes.state().reason) == (Phase.STOPPING, "enough")
+    writes.actions.stop("j", "again", ADA)
+    assert writes.state().reason == "enough"
+    writes.put_phase(Phase.FAILED)
+    writes.actions.stop("j", "too late", ADA)
+    assert writes.state().phase is Phase.FAILED
 
 
-def test_scale_keeps_the_jobs_age(desk: WriteQueue) -> None:
-    desk.actions.submit(RAW, by="x")
-    age = desk.server.kvs[JOB.spec].create_revision
-    desk.actions.scale("j", "2:4")
-    assert (desk.spec().spec.nodes, desk.server.kvs[JOB.spec].create_revision) == ("2:4", age)
+def test_scale_keeps_the_jobs_age(writes: WriteQueue) -> None:
+    writes.actions.submit(RAW, ADA, ADA)
+    age = writes.server.kvs[JOB.spec].create_revision
+    writes.actions.scale("j", "2:4", ADA)
+    assert (writes.spec().spec.nodes, writes.server.kvs[JOB.spec].create_revision) == ("2:4", age)
     with pytest.raises(Refused, match="nodes = '4:2'"):
-        desk.actions.scale("j", "4:2")
+        writes.actions.scale("j", "4:2", ADA)
 
 
-def test_requests_for_a_checkpoint_are_counted(desk: WriteQueue) -> None:
-    desk.actions.submit(RAW, by="x")
+def test_requests_for_a_checkpoint_are_counted(writes: WriteQueue) -> None:
+    writes.actions.submit(RAW, ADA, ADA)
     for _ in range(3):
-        desk.actions.checkpoint("j")
-    assert decode(AskedRecord, desk.server.kvs[JOB.asked].value).checkpoint == 3
+        writes.actions.checkpoint("j", ADA)
+    assert decode(AskedRecord, writes.server.kvs[JOB.asked].value).checkpoint == 3
 
 
-def test_only_a_job_that_is_over_is_forgotten(desk: WriteQueue) -> None:
-    desk.actions.submit(RAW, by="x")
+def test_only_a_job_that_is_over_is_forgotten(writes: WriteQueue) -> None:
+    writes.actions.submit(RAW, ADA, ADA)
     with pytest.raises(Refused, match="is not over"):
-        desk.actions.forget("j")
-    desk.put_phase(Phase.STOPPED)
-    desk.actions.forget("j")
-    assert not desk.server.kvs
+        writes.actions.forget("j", ADA)
+    writes.put_phase(Phase.STOPPED)
+    writes.actions.forget("j", ADA)
+    assert not writes.server.kvs
     with pytest.raises(Refused, match="there is no job 'j'") as refused:
-        desk.actions.forget("j")
+        writes.actions.forget("j", ADA)
     assert refused.value.status == 404
 
 
-def test_job_state_update_keeps_concurrent_changes(desk: WriteQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk.actions.submit(RAW, by="x")
-    get, rivals = desk.client.get, 2
+def test_job_state_update_keeps_concurrent_changes(writes: WriteQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    writes.actions.submit(RAW, ADA, ADA)
+    get, rivals = writes.client.get, 2
 
     def rival(key: str) -> object:
         nonlocal rivals
         found = get(key)
         if key == JOB.state and rivals:
             rivals -= 1
-            desk.client.put(key, encode(JobState(phase=Phase.RUNNING, restarts=7)))
+            writes.client.put(key, encode(JobState(phase=Phase.RUNNING, restarts=7)))
         return found
 
-    monkeypatch.setattr(desk.client, "get", rival)
-    desk.actions.stop("j", "enough")
-    assert (desk.state().phase, desk.state().restarts) == (Phase.STOPPING, 7)
+    monkeypatch.setattr(writes.client, "get", rival)
+    writes.actions.stop("j", "enough", ADA)
+    assert (writes.state().phase, writes.state().restarts) == (Phase.STOPPING, 7)
     rivals = 99
     with pytest.raises(Refused, match="all the time") as refused:
-        desk.actions.stop("j", "no luck") if desk.put_phase(Phase.RUNNING) is None else None
+        writes.actions.stop("j", "no luck", ADA) if writes.put_phase(Phase.RUNNING) is None else None
     assert refused.value.status == 409
 
 
-def test_request_without_etcd_is_refused_and_states_if_its_outcome_is_unknown(desk: WriteQueue) -> None:
-    desk.client.cut()
+def test_request_without_etcd_is_refused_and_states_if_its_outcome_is_unknown(writes: WriteQueue) -> None:
+    writes.client.cut()
     with pytest.raises(Refused, match="etcd cannot be reached now, and this needs it") as refused:
-        desk.actions.submit(RAW, by="x")
+        writes.actions.submit(RAW, ADA, ADA)
     assert refused.value.status == 503
     assert "not known" not in str(refused.value)
-    desk.client.heal()
-    desk.client.lose_answers = True
+    writes.client.heal()
+    writes.client.lose_answers = True
     with pytest.raises(Refused, match="whether it was done all the same is not known"):
-        desk.actions.submit(RAW, by="x")
-    assert JOB.spec in desk.server.kvs
+        writes.actions.submit(RAW, ADA, ADA)
+    assert JOB.spec in writes.server.kvs
 
 
-def test_a_record_of_another_protocol_is_not_overwritten(desk: WriteQueue) -> None:
-    desk.client.put(JOB.spec, b'{"protocol": 7}')
+def test_a_record_of_another_protocol_is_not_overwritten(writes: WriteQueue) -> None:
+    writes.client.put(JOB.spec, b'{"protocol": 7}')
     with pytest.raises(Refused, match="speaks protocol 7") as refused:
-        desk.actions.stop("j", "x")
+        writes.actions.stop("j", "x", ADA)
     assert refused.value.status == 409
 
 
-def test_a_drain_and_its_end(desk: WriteQueue) -> None:
+def test_a_drain_and_its_end(writes: WriteQueue) -> None:
     with pytest.raises(Refused, match="there is no node 'a'; there are: none"):
-        desk.actions.drain("a", "x", 0.0)
+        writes.actions.drain("a", "x", 0.0)
 
 
-def test_uncordon_readmits_an_excluded_node(desk: WriteQueue) -> None:
-    desk.actions.submit(RAW, by="x")
-    desk.client.put(KEYS.node("a"), encode(NODE))
+def test_restart_submits_a_finished_job_again_and_keeps_nothing_but_its_description(writes: WriteQueue) -> None:
+    writes.actions.submit(RAW | {"args": ["-x"]}, ADA, ADA)
+    with pytest.raises(Refused, match="not over"):
+        writes.actions.restart("j", ADMIN)
+    writes.put_phase(Phase.FAILED)
+    for key in (JOB.generation, JOB.progress, JOB.asked, JOB.member("a"), JOB.broken(1), JOB.incident(1)):
+        writes.client.put(key, b"{}")
+    writes.actions.restart("j", ADMIN)
+    assert set(writes.server.kvs) == {JOB.spec, JOB.state}
+    assert (writes.spec().uid, writes.spec().user) == (1000, "ada"), "an admin's restart does not change the owner"
+    assert (writes.spec().spec.args, writes.spec().submitted_by, writes.state().phase) == (
+        ("-x",),
+        "elasticd",
+        Phase.PENDING,
+    )
+
+
+def test_restart_loses_no_description_if_etcd_fails_on_the_way(
+    writes: WriteQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes.actions.submit(RAW, ADA, ADA)
+    writes.put_phase(Phase.STOPPED)
+
+    def fails(prefix: str) -> int:
+        raise EtcdUnavailable("gone")
+
+    monkeypatch.setattr(writes.client, "delete_prefix", fails)
+    with pytest.raises(Refused, match="etcd cannot be reached"):
+        writes.actions.restart("j", ADMIN)
+    assert (writes.spec().submitted_by, writes.state().phase) == ("ada", Phase.STOPPED)
+
+
+def test_uncordon_readmits_an_excluded_node(writes: WriteQueue) -> None:
+    writes.actions.submit(RAW, ADA, ADA)
+    writes.client.put(KEYS.node("a"), encode(NODE))
     failures = tuple(Failure(wall_s=1.0, generation=1, node=n, fingerprint="x") for n in "aab")
     aside = JobState(phase=Phase.RUNNING, excluded_nodes=("a", "c"), failures=failures, restarts=3)
-    desk.client.put(JOB.state, encode(aside))
-    desk.board.publish(Snapshot(cluster=Reader(KEYS).read(desk.server.kvs, 1)))
-    desk.actions.cordon("a", "look at it")
-    assert KEYS.cordon("a") in desk.server.kvs
-    desk.actions.uncordon("a")
-    assert KEYS.cordon("a") not in desk.server.kvs
-    assert (desk.state().excluded_nodes, [f.node for f in desk.state().failures], desk.state().restarts) == (
+    writes.client.put(JOB.state, encode(aside))
+    writes.board.publish(Snapshot(cluster=Reader(KEYS).read(writes.server.kvs, 1)))
+    writes.actions.cordon("a", "look at it")
+    assert KEYS.cordon("a") in writes.server.kvs
+    writes.actions.uncordon("a")
+    assert KEYS.cordon("a") not in writes.server.kvs
+    assert (writes.state().excluded_nodes, [f.node for f in writes.state().failures], writes.state().restarts) == (
         ("c",),
         ["b"],
         3,
@@ -220,75 +247,110 @@ def test_uncordon_readmits_an_excluded_node(desk: WriteQueue) -> None:
 # ── the writer ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_node_registration_is_leased_and_lease_loss_is_reported(desk: WriteQueue) -> None:
-    desk.writer.register(NODE, 5.0, 1.5)
-    desk.writer.register(NODE, 5.0, 1.5)  # the same is under way
-    registered, done = desk.written()
+def test_node_registration_is_leased_and_lease_loss_is_reported(writes: WriteQueue) -> None:
+    writes.writer.register(NODE, 5.0, 1.5)
+    writes.writer.register(NODE, 5.0, 1.5)  # the same is under way
+    registered, done = writes.written()
     assert isinstance(registered, Registered)
     assert done == Written("register")
-    assert desk.server.kvs[KEYS.node("a")].lease == registered.lease.id
-    desk.client.cut()
-    desk.server.advance(20.0)
-    events, _ = desk.mailbox.take(0)
+    assert writes.server.kvs[KEYS.node("a")].lease == registered.lease.id
+    writes.client.cut()
+    writes.server.advance(20.0)
+    events, _ = writes.mailbox.take(0)
     assert [type(e) for e in events] == [LeaseLost]
-    assert KEYS.node("a") not in desk.server.kvs
+    assert KEYS.node("a") not in writes.server.kvs
 
 
-def test_a_node_takes_over_its_own_name_but_not_anothers(desk: WriteQueue) -> None:
-    desk.client.put(KEYS.node("a"), encode(NODE))
-    desk.writer.register(NODE, 5.0, 1.5)
-    assert isinstance(desk.written()[0], Registered)
+def test_a_node_takes_over_its_own_name_but_not_anothers(writes: WriteQueue) -> None:
+    writes.client.put(KEYS.node("a"), encode(NODE))
+    writes.writer.register(NODE, 5.0, 1.5)
+    assert isinstance(writes.written()[0], Registered)
     other = NodeRecord(
         node="a", hostname="other", address="x", slots=1, gpus=0, version="1", pid=2, started_wall_s=1.0
     )  # fmt: skip
-    desk.writer.register(other, 5.0, 1.5)
-    (done,) = desk.written()
+    writes.writer.register(other, 5.0, 1.5)
+    (done,) = writes.written()
     assert isinstance(done, Written)
     assert "another host (h, 10.0.0.1) is already called 'a'" in done.error
-    assert decode(NodeRecord, desk.server.kvs[KEYS.node("a")].value) == NODE
+    assert decode(NodeRecord, writes.server.kvs[KEYS.node("a")].value) == NODE
 
 
-def test_a_failed_write_is_reported_and_may_be_asked_for_again(desk: WriteQueue) -> None:
-    desk.client.cut()
-    desk.writer.register(NODE, 5.0, 1.5)
-    (done,) = desk.written()
+def test_a_failed_write_is_reported_and_may_be_asked_for_again(writes: WriteQueue) -> None:
+    writes.client.cut()
+    writes.writer.register(NODE, 5.0, 1.5)
+    (done,) = writes.written()
     assert isinstance(done, Written)
     assert done.error.startswith("EtcdUnavailable")
-    desk.client.heal()
-    desk.writer.register(NODE, 5.0, 1.5)
-    assert isinstance(desk.written()[0], Registered)
+    writes.client.heal()
+    writes.writer.register(NODE, 5.0, 1.5)
+    assert isinstance(writes.written()[0], Registered)
 
 
-def test_an_update_under_a_lease_that_is_gone_is_a_lost_lease(desk: WriteQueue) -> None:
-    desk.writer.update(NODE, 12345)
-    assert isinstance(desk.written()[0], LeaseLost)
+def test_an_update_under_a_lease_that_is_gone_is_a_lost_lease(writes: WriteQueue) -> None:
+    writes.writer.update(NODE, 12345)
+    assert isinstance(writes.written()[0], LeaseLost)
 
 
-def test_a_state_is_not_written_over_a_newer_one(desk: WriteQueue) -> None:
-    desk.actions.submit(RAW, by="x")
-    seen = desk.job()
-    desk.put_phase(Phase.RUNNING)
-    desk.writer.put_state(seen, JobState(phase=Phase.FAILED))
-    assert desk.written() == [Written("state j")]
-    assert desk.state().phase is Phase.RUNNING
-    desk.writer.put_state(desk.job(), JobState(phase=Phase.STOPPED))
-    desk.written()
-    assert desk.state().phase is Phase.STOPPED
+def test_a_state_is_not_written_over_a_newer_one(writes: WriteQueue) -> None:
+    writes.actions.submit(RAW, ADA, ADA)
+    seen = writes.job()
+    writes.put_phase(Phase.RUNNING)
+    writes.writer.put_state(seen, JobState(phase=Phase.FAILED))
+    assert writes.written() == [Written("state j")]
+    assert writes.state().phase is Phase.RUNNING
+    writes.writer.put_state(writes.job(), JobState(phase=Phase.STOPPED))
+    writes.written()
+    assert writes.state().phase is Phase.STOPPED
 
 
-def test_an_etcd_that_loses_data_stops_the_daemon_where_that_matters(desk: WriteQueue) -> None:
-    desk.writer.check_version(refuse=False)
-    assert desk.written() == [Written("version")]
-    desk.writer.check_version(refuse=True)
-    stop = desk.written()[0]
+def test_an_etcd_that_loses_data_stops_the_daemon_where_that_matters(writes: WriteQueue) -> None:
+    writes.writer.check_version(refuse=False)
+    assert writes.written() == [Written("version")]
+    writes.writer.check_version(refuse=True)
+    stop = writes.written()[0]
     assert isinstance(stop, Stop)
     assert stop.code == 78
     assert "etcd 3.5.1 can lose data" in stop.why
     assert "etcd.allow_unsound_version = true" in stop.why
 
 
-def test_members_are_read_with_their_age(desk: WriteQueue) -> None:
+def test_members_are_read_with_their_age(writes: WriteQueue) -> None:
     member = MemberRecord(node="a", incarnation="i", host="h", port=1, slots=2)
-    desk.actions.submit(RAW, by="x")
-    desk.client.put(JOB.member("a"), encode(member))
-    assert desk.job().members["a"].create_revision == desk.server.kvs[JOB.member("a")].create_revision
+    writes.actions.submit(RAW, ADA, ADA)
+    writes.client.put(JOB.member("a"), encode(member))
+    assert writes.job().members["a"].create_revision == writes.server.kvs[JOB.member("a")].create_revision
+
+
+BOB = Peer(1001, 1001, "bob")
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda a: a.stop("j", "x", BOB),
+        lambda a: a.scale("j", "2:4", BOB),
+        lambda a: a.checkpoint("j", BOB),
+        lambda a: a.forget("j", BOB),
+        lambda a: a.restart("j", BOB),
+        lambda a: a.submit(RAW, BOB, BOB, replace=True),
+    ],
+    ids=["stop", "scale", "checkpoint", "forget", "restart", "replace"],
+)
+def test_another_users_job_cannot_be_changed(writes: WriteQueue, act: Callable[[Actions], object]) -> None:
+    writes.actions.submit(RAW, ADA, ADA)
+    writes.put_phase(Phase.STOPPED)
+    before = dict(writes.server.kvs)
+    with pytest.raises(Refused, match=r"belongs to ada; ada, elasticd's own user \(uid 999\) or root can") as refused:
+        act(writes.actions)
+    assert refused.value.status == 403
+    assert writes.server.kvs == before
+
+
+def test_submission_of_a_job_that_this_node_would_refuse_writes_nothing(
+    writes: WriteQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writes.actions, "_refusal", lambda record: f"no user {record.user} {record.uid}")
+    with pytest.raises(Refused, match="cannot be submitted here: no user ada 1000") as refused:
+        writes.actions.submit(RAW, ADMIN, ADA)
+    assert refused.value.status == 403
+    assert not writes.server.kvs

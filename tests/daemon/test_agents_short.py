@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 import structlog
 
-from elastic.core.agentfile import AgentConfig, EtcdAccess
-from elastic.core.timeouts import Timeouts
+from elastic.contract.agent_files import AgentConfig, EtcdAccess
+from elastic.contract.timeouts import Timeouts
 from elasticd.agents import SHORT_OF_S, Agents
 from elasticd.errors import CannotStart
 from elasticd.launch import Started
@@ -25,9 +25,7 @@ class Refuses:
     def __init__(self, code: int) -> None:
         self._code = code
 
-    def start(
-        self, name: str, argv: Sequence[str], env: Mapping[str, str], cwd: pathlib.Path, output: pathlib.Path
-    ) -> Started:
+    def start(self, name: str, argv: Sequence[str], *_: object) -> Started:
         raise CannotStart(f"{argv[0]}: {os.strerror(self._code)}") from OSError(self._code, os.strerror(self._code))
 
 

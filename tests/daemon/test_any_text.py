@@ -16,12 +16,15 @@ from rich.cells import cell_len
 from rich.console import Console
 from support.pictures import job, progress, row, snapshot
 
-from elastic.core.records import JobState, Phase, WorkerError
-from elasticd import ctl, ctl_text, ctl_views, views
+from elastic.contract.records import JobState, Phase, WorkerError
+from elasticd import safe_text
+from elasticd.api import views
+from elasticd.api.views import Identity, Now
 from elasticd.assignment import Assignment
-from elasticd.ctl_client import Failed
+from elasticd.ctl import main as ctl
+from elasticd.ctl import render
+from elasticd.ctl.client import Failed
 from elasticd.published_state import Contact
-from elasticd.views import Identity, Now
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
 IDENTITY = Identity("main", "a", "0.1", 7, 40.0, ("127.0.0.1:2379",), False, "")
@@ -91,14 +94,14 @@ def _as_row() -> dict[str, Any]:
 
 
 ANSWERS = answers()
-SHOW = {name: getattr(ctl_views, name) for name in ANSWERS} | {"config": lambda data: ctl_views.config(data, True)}
+SHOW = {name: getattr(render, name) for name in ANSWERS} | {"config": lambda data: render.config(data, True)}
 
 
 def screen(view: str, data: Any, width: int) -> str:
     out = io.StringIO()
     terminal = Console(file=out, width=width, force_terminal=True, highlight=False, markup=False, emoji=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ctl_views, "console", lambda: terminal)
+        patch.setattr(render, "console", lambda: terminal)
         SHOW[view](data)
     return out.getvalue()
 
@@ -140,20 +143,20 @@ def test_views_stay_sound_with_strange_text_in_every_field(view: str, text: str)
 @example("\r")
 @settings(max_examples=200, deadline=None)
 def test_worker_output_keeps_colours_and_no_other_control_characters(text: str) -> None:
-    said = ctl_text.output(text)
+    said = safe_text.output(text)
     plain = re.sub(r"\x1b\[[0-9;:]*m", "", said)
     assert not re.search(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]", plain)
 
 
 def test_colours_end_with_their_line_and_a_progress_bar_shows_its_last_state() -> None:
-    assert ctl_text.output("\x1b[31mred\tx") == "\x1b[31mred\tx\x1b[0m"
-    assert ctl_text.output("\x1b[2Jgone\x07") == "\\x1b[2Jgone\\x07"
-    assert ctl_text.output(" 1%\r 50%\r100%\r") == "100%"
+    assert safe_text.output("\x1b[31mred\tx") == "\x1b[31mred\tx\x1b[0m"
+    assert safe_text.output("\x1b[2Jgone\x07") == "\\x1b[2Jgone\\x07"
+    assert safe_text.output(" 1%\r 50%\r100%\r") == "100%"
 
 
 def test_a_long_text_is_cut_and_says_so() -> None:
-    assert ctl_text.line("x" * 3000).endswith("x… (1000 more characters)")
-    assert "characters left out" in ctl_text.block("x" * 60_000)
+    assert safe_text.line("x" * 3000).endswith("x… (1000 more characters)")
+    assert "characters left out" in safe_text.block("x" * 60_000)
 
 
 def test_names_and_phases_stay_whole_on_80_columns() -> None:
@@ -190,6 +193,8 @@ COMMANDS = [
     ["scale", "TEXT", "TEXT"], ["drain", "n", "--reason", "TEXT", "--deadline", "TEXT"], ["logs", "j", "-n", "TEXT"],
     ["run", "-e", "TEXT", "--nodes", "TEXT", "-w", "TEXT", "--name", "TEXT", "--", __file__, "TEXT"],
     ["run", "--set", "TEXT", "--detach", "--", __file__], ["run", "-m", "TEXT"], ["TEXT"], ["--TEXT"],
+    ["wait", "TEXT"], ["restart", "TEXT"], ["top", "TEXT", "--once"], ["drain", "TEXT", "--wait", "--timeout", "0"],
+    ["drain", "TEXT", "--dry-run"],
     ["config", "show", "--explain"], ["checkpoint", "now", "TEXT"], ["incidents", "--full", "--last", "TEXT"],
 ]  # fmt: skip
 
@@ -208,6 +213,10 @@ class Answers:
     def get(self, path: str, *_: Any, **__: Any) -> Any:
         if path.startswith("/v1/jobs/"):
             return self._say(ANSWERS["job"] | {"phase": "stopped"})
+        if path.endswith("/drain"):
+            return self._say({"node": "n", "jobs": [{"job": "j", "effect": "stops", "text": "j stops"}]})
+        if path.startswith("/v1/nodes/"):
+            return self._say({"node": "n", "jobs": ["j"]})
         if path == "/v1/incidents":
             return self._say({"incidents": ANSWERS["incidents"]})
         return self._say(ANSWERS["config"] if path == "/v1/config" else ANSWERS["status"])
@@ -229,7 +238,9 @@ class Answers:
 def test_any_text_at_any_command(command: list[str], text: str, refuses: bool, as_json: bool) -> None:
     words = [word.replace("TEXT", text) for word in command]
     if as_json:
-        words.insert(len(command) if "--" not in command else command.index("--"), "--json")
+        # What follows the script of `run` are the script's own options.
+        at = 1 if command[0] == "run" else len(command)
+        words.insert(command.index("--") if "--" in command else at, "--json")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ctl, "Client", lambda _: Answers(text, refuses))
         patch.setenv("COLUMNS", "80")
@@ -248,6 +259,6 @@ def test_any_text_at_any_command(command: list[str], text: str, refuses: bool, a
 
 def test_in_a_pipe_no_end_of_a_line_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    monkeypatch.setattr(ctl_views, "console", lambda: Console(file=out, width=80, markup=False, emoji=False))
-    ctl_views.job(ANSWERS["job"] | {"reason": "word " * 60 + "end"})
+    monkeypatch.setattr(render, "console", lambda: Console(file=out, width=80, markup=False, emoji=False))
+    render.job(ANSWERS["job"] | {"why": "word " * 60 + "end"})
     assert "word end\n" in out.getvalue()

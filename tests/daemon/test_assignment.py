@@ -8,18 +8,9 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import pytest
 
-from elastic.core.records import (
-    CordonRecord,
-    DrainRecord,
-    GenerationRecord,
-    JobState,
-    MemberRecord,
-    NodeRecord,
-    Phase,
-    Place,
-    SpecRecord,
-)
-from elastic.core.spec import JobSpec
+from elastic.contract.node_records import CordonRecord, DrainRecord, NodeRecord
+from elastic.contract.records import GenerationRecord, JobState, MemberRecord, Phase, Place, SpecRecord
+from elastic.contract.spec import JobSpec
 from elasticd.assignment import Assignment, plan
 from elasticd.cluster import Cluster, Job, JobMember, Node, slots_wanted
 
@@ -321,3 +312,18 @@ def test_every_daemon_makes_the_same_plan(seed: int) -> None:
     world.settle()
     plans = [plan(world.picture(), world.mine(name), name) for name in world.nodes]
     assert all(made == plans[0] for made in plans)
+
+
+def test_job_is_not_assigned_to_a_node_that_does_not_run_jobs_of_its_user() -> None:
+    picky = node("a", refuses={"j1": "there is no user 'alice' on this machine"})
+    made = plan(cluster([picky, node("b")], [job("j1"), job("j2")]), {}, "a")
+    assert where(made) == {"j1": ["b"], "j2": ["a"]}
+    made = plan(cluster([picky], [job("j1")]), {}, "a")
+    assert made.waiting["j1"] == (
+        "0 of at least 1 nodes; a does not run this job: there is no user 'alice' on this machine"
+    )
+
+
+def test_running_job_stays_on_a_node_that_no_longer_knows_its_user() -> None:
+    made = plan(cluster([node("a", refuses={"j1": "there is no user"})], [job("j1")]), {"j1": 2}, "a")
+    assert where(made) == {"j1": ["a"]}

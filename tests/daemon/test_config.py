@@ -158,14 +158,14 @@ def test_check_only(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_example_file_shows_every_setting_and_its_default(tmp_path: pathlib.Path) -> None:
-    example = pathlib.Path(__file__).parents[2] / "systemd" / "elasticd.toml"
+    example = pathlib.Path(__file__).parents[2] / "daemon" / "unit_files" / "elasticd.toml"
     text = example.read_text()
     config.load(example, {}, {})  # as it comes
     without_comments = re.sub(r"(?m)^#(?=[a-z_]+ = )", "", text)
     loaded = config.load(write(tmp_path, without_comments), {}, {})
     assert {name for name, source in loaded.sources.items() if source == "file"} == set(config.HINTS)
     differs = {n for n in config.HINTS if _value(loaded.settings, n) != _value(Settings(), n)}
-    assert differs <= {"socket_group"}
+    assert differs <= {"socket_group", "admin_group"}
 
 
 def _value(settings: object, name: str) -> object:
@@ -205,3 +205,14 @@ TYPED = st.text(st.characters(exclude_categories=["Cs"]), max_size=15) | st.samp
 def test_any_setting_is_taken_or_refused_in_words(flags: dict[str, str], environment: dict[str, str]) -> None:
     with contextlib.suppress(InvalidConfig):
         config.load(None, environment, flags)
+
+
+@pytest.mark.parametrize(("text", "found"), [("", (0, 0)), ("29400-29500", (29400, 29500)), ("1-8", (1, 8))])
+def test_ports_are_a_range(text: str, found: tuple[int, int]) -> None:
+    assert config.port_range(text) == found
+
+
+@pytest.mark.parametrize("text", ["29400", "a-b", "29500-29400", "0-100", "65000-65536", "5-6", "1-8-9", "-", "²-³"])
+def test_a_wrong_range_of_ports_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="ports = "):
+        config.port_range(text)

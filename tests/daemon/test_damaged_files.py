@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import pathlib
 
 import msgspec
 import pytest
 import structlog
 
-from elastic.core.agentfile import AgentConfig, AgentOrders, AgentStatus, EtcdAccess
-from elasticd.agents import Agents, _read
+from elastic.contract.agent_files import AgentConfig, AgentOrders, AgentStatus, EtcdAccess
+from elasticd.agents import Agents, _read, write
 from elasticd.launch import Detached
 from elasticd.threads import Threads
 
@@ -34,6 +36,29 @@ def test_any_byte_may_be_any_other(tmp_path: pathlib.Path, name: str) -> None:
             file.write_bytes(raw[:place] + bytes([byte]) + raw[place + 1 :])
             read += _read(file, type(FILES[name])) is not None  # type: ignore[type-var]
     assert read < len(raw) * 5
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_may_be_nested_without_end(tmp_path: pathlib.Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b'{"x":' + b"[" * 100_000)
+    assert _read(tmp_path / name, type(FILES[name])) is None  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("changed", [{"slots": 0}, {"slots": -8}, {"slots": 10**9}, {"job": "another"}])
+def test_a_config_that_its_user_has_changed_is_replaced(tmp_path: pathlib.Path, changed: dict[str, object]) -> None:
+    log = structlog.get_logger()
+    agents = Agents(tmp_path, Detached(), Threads(log), lambda gone: None, log)
+    folder = agents.dir("j")
+    folder.mkdir(parents=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        write(folder / "config.json", msgspec.structs.replace(CONFIG, **changed))  # type: ignore[arg-type]
+        assert not agents.adopt("j")
+        assert agents.adopt("j", CONFIG)
+    assert agents.running["j"].config == CONFIG
+    assert _read(folder / "config.json", AgentConfig) == CONFIG
 
 
 def test_a_daemon_starts_all_the_same(tmp_path: pathlib.Path) -> None:

@@ -9,25 +9,25 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from elastic.core.keys import ClusterKeys
-from elastic.core.records import (
+from elastic.contract.keys import ClusterKeys
+from elastic.contract.node_records import CordonRecord, DrainRecord, NodeRecord
+from elastic.contract.records import (
     BrokenRecord,
-    CordonRecord,
-    DrainRecord,
     Failure,
     IncidentRecord,
     JobState,
     MemberRecord,
-    NodeRecord,
     Phase,
     SpecRecord,
     encode,
 )
-from elastic.core.restart_budget import BAD_NODE_FAILURES, charge
-from elastic.core.spec import JobSpec, Restarts
-from elasticd import ctl_jobs, etcd_versions, logs, reconcile
+from elastic.contract.spec import JobSpec, Restarts
+from elastic.recovery.restart_budget import BAD_NODE_FAILURES, charge
+from elasticd import logs, reconcile
 from elasticd.cluster import Cluster, Job, JobMember, Node, Reader
-from elasticd.etcd_versions import VersionSupport
+from elasticd.ctl import job_file
+from elasticd.etcd import versions as etcd_versions
+from elasticd.etcd.versions import VersionSupport
 from elasticd.folders import Folder
 from elasticd.logs import Tail
 from elasticd.settings import EtcdSettings, Settings
@@ -318,7 +318,7 @@ def test_paths_are_made_absolute_from_here(tmp_path: pathlib.Path) -> None:
     (tmp_path / "venv/bin").mkdir(parents=True)
     (tmp_path / "venv/bin/python").touch(mode=0o755)
     raw = {"script": "train.py", "python": "venv/bin/python", "checkpoint": {"dir": "ckpt"}}
-    ctl_jobs.resolve(raw, tmp_path)
+    job_file.resolve(raw, tmp_path)
     assert raw == {
         "script": str(tmp_path / "train.py"),
         "python": str(tmp_path / "venv/bin/python"),
@@ -331,35 +331,35 @@ def test_a_script_may_stand_in_the_workdir(tmp_path: pathlib.Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").touch()
     raw = {"script": "train.py", "workdir": "src", "python": "python3"}
-    ctl_jobs.resolve(raw, tmp_path)
+    job_file.resolve(raw, tmp_path)
     assert (raw["script"], raw["python"]) == (str(tmp_path / "src" / "train.py"), "python3")
-    with pytest.raises(ctl_jobs.InvalidJob, match=r"script = 'gone.py': there is no such file"):
-        ctl_jobs.resolve({"script": "gone.py"}, tmp_path)
+    with pytest.raises(job_file.InvalidJob, match=r"script = 'gone.py': there is no such file"):
+        job_file.resolve({"script": "gone.py"}, tmp_path)
 
 
 def test_a_job_from_a_command(tmp_path: pathlib.Path) -> None:
-    raw = ctl_jobs.from_command(["My Train.py", "--lr", "1"], module=False)
+    raw = job_file.from_command(["My Train.py", "--lr", "1"], module=False)
     assert raw == {"script": "My Train.py", "args": ["--lr", "1"], "name": "my-train"}
-    assert ctl_jobs.from_command(["pkg.train"], module=True)["name"] == "pkg.train"
-    ctl_jobs.override(raw, ["checkpoint.keep=5", "env.A=b", "preload=['numpy']"])
+    assert job_file.from_command(["pkg.train"], module=True)["name"] == "pkg.train"
+    job_file.override(raw, ["checkpoint.keep=5", "env.A=b", "preload=['numpy']"])
     assert raw["checkpoint"] == {"keep": 5}
     assert (raw["env"], raw["preload"]) == ({"A": "b"}, ["numpy"])
-    with pytest.raises(ctl_jobs.InvalidJob, match="write FIELD=VALUE"):
-        ctl_jobs.override(raw, ["keep"])
+    with pytest.raises(job_file.InvalidJob, match="write FIELD=VALUE"):
+        job_file.override(raw, ["keep"])
 
 
 def test_free_names() -> None:
-    assert ctl_jobs.free_name("t", []) == "t"
-    assert ctl_jobs.free_name("t", ["t", "t-2", "x"]) == "t-3"
+    assert job_file.free_name("t", []) == "t"
+    assert job_file.free_name("t", ["t", "t-2", "x"]) == "t-3"
 
 
 def test_a_job_file_takes_its_own_name(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "GPT small.toml"
     path.write_text('script = "t.py"')
-    assert ctl_jobs.from_file(path) == {"script": "t.py", "name": "gpt-small"}
+    assert job_file.from_file(path) == {"script": "t.py", "name": "gpt-small"}
     path.write_text("script = ")
-    with pytest.raises(ctl_jobs.InvalidJob, match="is not TOML"):
-        ctl_jobs.from_file(path)
+    with pytest.raises(job_file.InvalidJob, match="is not TOML"):
+        job_file.from_file(path)
 
 
 def test_node_excluded_by_its_daemon_is_retried_after_a_while() -> None:

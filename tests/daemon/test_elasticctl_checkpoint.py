@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner, Result
 from support.ckpt import flip, save, share_paths, state_at
 
-from elasticd.ctl import main
+from elasticd.ctl.main import main
 
 
 def ctl(*args: str) -> Result:

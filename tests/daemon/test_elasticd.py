@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from support.daemons import Node, Nodes, rss_mb
 from support.etcd_server import EtcdServer
 from support.wait import eventually, holds
 
-from elastic.etcd import Etcd
+from elastic.etcd.client import Etcd
 
 pytestmark = pytest.mark.etcd
 
@@ -182,7 +183,12 @@ def test_metrics_and_health(node: Node) -> None:
     with urllib.request.urlopen(f"{where}/metrics", timeout=5) as answer:
         text = answer.read().decode()
     assert "elasticd_etcd_up 1.0" in text
-    assert f'elasticd_node_ready{{node="{node.name}"}} 1.0' in text
+    assert f'elasticd_node_state{{node="{node.name}",state="ready"}} 1.0' in text
+    assert re.search(
+        r'elasticd_api_request_duration_seconds_count{code="200",method="GET",route="/v1/status"} \d', text
+    )
+    assert re.search(r'elasticd_etcd_request_duration_seconds_count{method="[\w.]+",result="ok"} \d', text)
+    assert re.search(r"process_resident_memory_bytes \d", text)
     with urllib.request.urlopen(f"{where}/healthz", timeout=5) as answer:
         assert json.load(answer)["alive"] is True
     with pytest.raises(urllib.error.HTTPError):

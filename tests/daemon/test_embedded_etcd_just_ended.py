@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from elasticd import embedded_etcd, launch
-from elasticd.embedded_etcd import EmbeddedEtcd
+from elasticd import launch
+from elasticd.etcd import embedded as embedded_etcd
+from elasticd.etcd.embedded import EmbeddedEtcd
 from elasticd.settings import EtcdSettings, Settings
 
 

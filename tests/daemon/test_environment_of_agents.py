@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import pwd
 
 import pytest
 
 from elastic.agent import worker_env
-from elastic.core import messages
-from elastic.core.agentfile import AgentConfig, EtcdAccess
-from elastic.core.spec import JobSpec
+from elastic.contract import messages
+from elastic.contract.agent_files import AgentConfig, EtcdAccess
+from elastic.contract.spec import JobSpec
 from elasticd import launch
 
 
@@ -41,3 +42,17 @@ def test_worker_environment_has_login_variables_and_no_systemd_service_variables
     assert env["PATH"] == "/bin"
     kept = worker_env.base(CONFIG, JobSpec(name="train", script="x.py"), {"HOME": "/mine", "USER": "ada"})
     assert (kept["HOME"], kept["USER"]) == ("/mine", "ada")
+
+
+def test_env_file_is_below_env_and_a_file_that_cannot_be_used_is_named(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "secrets"
+    file.write_text("TOKEN=x\nLR=1\n")
+    job = JobSpec(name="train", script="x.py", env={"LR": "2"}, env_file=str(file))
+    env = worker_env.base(CONFIG, job, {})
+    assert (env["TOKEN"], env["LR"]) == ("x", "2")
+    file.write_text("TOKEN=x\nsecret")
+    with pytest.raises(worker_env.InvalidEnvFile, match=r"secrets': line 2: write NAME=VALUE"):
+        worker_env.base(CONFIG, job, {})
+    file.unlink()
+    with pytest.raises(worker_env.InvalidEnvFile, match="cannot be read on this node: No such file"):
+        worker_env.base(CONFIG, job, {})

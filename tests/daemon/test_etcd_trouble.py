@@ -9,12 +9,13 @@ import msgspec
 import pytest
 import structlog
 
-from elastic.core.records import NodeRecord
-from elastic.etcd import Etcd, MemberHealth, View
+from elastic.contract.node_records import NodeRecord
+from elastic.etcd.client import Etcd, MemberHealth, View
 from elasticd import loop as loops
-from elasticd import reconcile, views
+from elasticd import reconcile
+from elasticd.api import views
 from elasticd.cluster import Cluster, Node
-from elasticd.members import Members
+from elasticd.etcd.members import Members
 from elasticd.published_state import Contact, Snapshot
 from elasticd.settings import EtcdSettings, Settings
 

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import pathlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -16,80 +15,15 @@ from typing import Any, cast
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.fake_etcd import FakeClient, FakeServer
-from support.pictures import job, snapshot
+from support.door import Door, Heard, answer_on
 
-from elastic.core.keys import ClusterKeys
-from elastic.etcd import Etcd
-from elasticd import actions, api, httpd
-from elasticd.actions import Actions
-from elasticd.ctl_client import Client, Failed
+from elasticd.api import actions, httpd
+from elasticd.api import server as api
+from elasticd.api.httpd import Places, Server
+from elasticd.api.routes import ROUTES
+from elasticd.ctl.client import Client, Failed
 from elasticd.errors import Refused
-from elasticd.folders import Folder
-from elasticd.httpd import Places, Server
 from elasticd.published_state import PublishedState
-from elasticd.routes import ROUTES, Service
-from elasticd.views import Identity
-
-
-class Heard:
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def error(self, event: str, **_: object) -> None:
-        self.said.append(event)
-
-    warning = info = error
-
-    def debug(self, event: str, **_: object) -> None:
-        pass
-
-
-class Door:
-    """A daemon's socket in this process, with a picture of one job and an etcd in memory."""
-
-    def __init__(self, folder: pathlib.Path) -> None:
-        self.path, self.log = folder / "s", Heard()
-        board = PublishedState()
-        board.publish(snapshot(job()))
-        acts = Actions(cast(Etcd, FakeClient(FakeServer())), ClusterKeys("main"), board)
-        identity = Identity("main", "a", "0.1", 7, 0.0, ("127.0.0.1:1",), False, "")
-        logs = lambda name: Folder(folder, (name, "logs"))  # noqa: E731
-        self.service = Service(board, acts, identity, logs, dict, cast(Any, self.log))
-        self.server = api.unix_server(str(self.path), "", self.service)
-        self._thread = threading.Thread(target=self.server.serve, daemon=True)
-        self._thread.start()
-
-    def connect(self) -> socket.socket:
-        line = socket.socket(socket.AF_UNIX)
-        line.settimeout(10)
-        line.connect(str(self.path))
-        return line
-
-    def say(self, raw: bytes, end: bool = True) -> tuple[int, dict[str, Any]]:
-        """Send it, read all that comes: status and body."""
-        with self.connect() as line:
-            with contextlib.suppress(BrokenPipeError):
-                line.sendall(raw)
-            if end:
-                with contextlib.suppress(OSError):
-                    line.shutdown(socket.SHUT_WR)
-            return answer_on(line)
-
-    def close(self) -> None:
-        self.server.listener.shutdown(socket.SHUT_RDWR)
-        self.server.listener.close()
-        self._thread.join(5)
-
-
-def answer_on(line: socket.socket) -> tuple[int, dict[str, Any]]:
-    answer = b""
-    while part := line.recv(65536):
-        answer += part
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 "), answer[:200]
-    content: dict[str, Any] = json.loads(body) if body and b"chunked" not in head else {}
-    return int(head.split()[1]), content
 
 
 @pytest.fixture(scope="module")

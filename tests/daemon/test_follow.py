@@ -7,11 +7,12 @@ import io
 import pytest
 from support.pictures import job, progress, snapshot
 
-from elastic.core.records import JobState, Phase
-from elasticd import ctl_follow, views
-from elasticd.ctl_follow import ProgressLine
-from elasticd.routes import PROGRESS_S, Progress
-from elasticd.views import Now
+from elastic.contract.records import JobState, Phase
+from elasticd.api import views
+from elasticd.api.log_routes import PROGRESS_S, Progress
+from elasticd.api.views import Now
+from elasticd.ctl import follow as follow_job
+from elasticd.ctl.follow import ProgressLine
 
 
 class Terminal(io.StringIO):
@@ -32,17 +33,17 @@ def test_follow_reports_progress_on_change_at_a_limited_rate() -> None:
 
 def test_progress_in_words() -> None:
     row = Progress("train").look(snapshot(job()), 10.0)
-    assert ctl_follow.progress_text(row) == "running  step 40  9.9 steps/s  loss 0.25  world 3"
+    assert follow_job.progress_text(row) == "running  step 40  9.9 steps/s  loss 0.25  world 3"
     pending = row | {"phase": "pending", "step": None, "loss": None, "world_size": 0, "waiting_for": "a node"}
-    assert ctl_follow.progress_text(pending) == "pending  waits for: a node"
+    assert follow_job.progress_text(pending) == "pending  waits for: a node"
 
 
 def test_follow_result_line_states_the_last_step() -> None:
     done = job(state=JobState(phase=Phase.SUCCEEDED))
     data = views.job_detail(snapshot(done), done, Now(100.0, 1000.0))
-    assert ctl_follow.result_text(data) == "── train has succeeded at step 40, loss 0.25"
+    assert follow_job.result_text(data) == "── train has succeeded at step 40, loss 0.25"
     stopped = data | {"phase": "stopped", "reason": "enough", "loss": None, "step": None}
-    assert ctl_follow.result_text(stopped) == "── train has been stopped: enough"
+    assert follow_job.result_text(stopped) == "── train has been stopped: enough"
 
 
 def test_progress_line_fits_one_terminal_line_and_can_be_cleared(monkeypatch: pytest.MonkeyPatch) -> None:

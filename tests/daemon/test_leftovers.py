@@ -11,7 +11,7 @@ import pytest
 from support.procs import alive
 from support.wait import eventually
 
-from elastic.core.agentfile import MARK_ENV, mark
+from elastic.contract.agent_files import MARK_ENV, mark
 from elasticd import leftovers
 
 

@@ -9,8 +9,8 @@ import re
 import pytest
 import structlog
 
-from elasticd import routes
 from elasticd.agents import Agents
+from elasticd.api import log_routes, routes
 from elasticd.errors import Refused
 from elasticd.folders import Folder
 from elasticd.launch import Detached
@@ -31,7 +31,7 @@ def test_request_with_an_invalid_job_or_node_name_is_refused(verb: str, pattern:
 
 
 def test_request_path_name_is_url_decoded() -> None:
-    assert routes.find("GET", "/v1/jobs/a%2Db_c.d/logs") == (routes.get_logs, {"job": "a-b_c.d"})
+    assert routes.find("GET", "/v1/jobs/a%2Db_c.d/logs") == (log_routes.get_logs, {"job": "a-b_c.d"})
 
 
 def agents(state_dir: pathlib.Path) -> Agents:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticd.ctl_client import Client, Unreachable
+from elasticd.ctl.client import Client, Unreachable
 
 
 @contextlib.contextmanager

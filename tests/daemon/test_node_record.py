@@ -8,12 +8,15 @@ from typing import cast
 
 import pytest
 import structlog
+from support.accounts import own_user
 from support.fake_etcd import FakeClient, FakeServer
 
-from elastic.core.agentfile import EtcdAccess
-from elastic.core.keys import ClusterKeys
-from elastic.core.records import NodeRecord, decode
-from elastic.etcd import Etcd
+from elastic.contract.agent_files import EtcdAccess
+from elastic.contract.keys import ClusterKeys
+from elastic.contract.node_records import NodeRecord
+from elastic.contract.records import JobState, Phase, SpecRecord, decode, encode
+from elastic.contract.spec import JobSpec
+from elastic.etcd.client import Etcd
 from elasticd import host
 from elasticd.agents import Agents
 from elasticd.event_queue import EventQueue
@@ -44,7 +47,7 @@ class Daemon:
         agents = Agents(folder, Detached(), Threads(log), self.mailbox.post, log)
         self.loop = Loop(
             settings, EtcdAccess(endpoints=("127.0.0.1:1",)), (), self.mailbox, self.writer, agents, PublishedState(),
-            Notify(""), log, Health((), log, self_test=False),
+            Notify(""), log, Health((), log, self_test=False), own_user(),
         )  # fmt: skip
         self.client.watch("/elastic/main/", self.mailbox.show)
         self.now_s = time.monotonic()
@@ -117,3 +120,20 @@ def test_etcd_version_lookup_is_retried_until_a_member_answers(
     daemon.settle()
     assert daemon.writer.version == "3.5.1"
     assert len(asked) == 3
+
+
+def test_node_publishes_which_jobs_it_does_not_run_and_starts_no_agent_of_them(daemon: Daemon) -> None:
+    keys = ClusterKeys("main").job("hers")
+    spec = SpecRecord(
+        spec=JobSpec(name="hers", script="/t.py", workers_per_node=1), submitted_wall_s=0.0, submitted_by="alice",
+        uid=4_000_000, gid=1, user="alice",
+    )  # fmt: skip
+    daemon.client.put(keys.spec, encode(spec))
+    daemon.client.put(keys.state, encode(JobState(phase=Phase.PENDING)))
+    daemon.settle()
+    assert "it is of alice, and elasticd runs as" in daemon.record.refuses["hers"]
+    assert not daemon.loop._agents.running
+    assert not daemon.loop._agents.trouble, "no agent was tried"
+    daemon.client.delete_prefix(keys.root)
+    daemon.settle()
+    assert daemon.record.refuses == {}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from elasticd import config, routes
-from elasticd.actions import Actions
+from elasticd import config
+from elasticd.api import routes
+from elasticd.api.actions import Actions
+from elasticd.authority import UNKNOWN, Authority, Peer
 from elasticd.errors import InvalidConfig, Refused
 
 
@@ -20,15 +23,20 @@ from elasticd.errors import InvalidConfig, Refused
     ],
 )
 def test_job_with_infinite_or_nan_numbers_is_refused(field: dict[str, Any], words: str) -> None:
-    actions = Actions(None, None, None)  # type: ignore[arg-type]  # it does not get to them
+    actions = Actions(None, None, None, None, None)  # type: ignore[arg-type]  # it does not get to them
     with pytest.raises(Refused, match=words) as refused:
-        actions.submit({"name": "j", "script": "/t.py", **field}, by="x")
+        actions.submit({"name": "j", "script": "/t.py", **field}, UNKNOWN, UNKNOWN)
     assert refused.value.status == 400
 
 
 @pytest.mark.parametrize("deadline_s", [math.inf, math.nan, -1])
 def test_drain_with_infinite_or_nan_deadline_is_refused(deadline_s: float) -> None:
     class Request:
+        service = SimpleNamespace(authority=Authority(0))
+
+        def peer(self) -> Peer:
+            return Peer(0, 0, "root")
+
         def body(self) -> dict[str, Any]:
             return {"deadline_s": deadline_s}
 

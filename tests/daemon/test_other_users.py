@@ -20,7 +20,7 @@ pytestmark = [
 
 PUT = """
 import os, sys
-from elastic.etcd import Etcd, EtcdAccess, EtcdError
+from elastic.etcd.client import Etcd, EtcdAccess, EtcdError
 user, endpoint, *tls = sys.argv[1:]
 ca, cert, key = tls or ("", "", "")
 access = EtcdAccess(endpoints=(endpoint,), ca_file=ca, cert_file=cert, key_file=key)
@@ -79,7 +79,7 @@ def test_embedded_etcd_accepts_other_nodes_only_with_its_certificates(nodes: Nod
     ca, cert, key = (str(tls / name) for name in ("ca.pem", "client.pem", "client-key.pem"))
     second = nodes.add(
         "second", etcd__endpoints=listen, etcd__ca_file=ca, etcd__cert_file=cert, etcd__key_file=key,
-        etcd__insecure="false",
+        etcd__insecure="false", cluster_key_file=str(first.state / "cluster.key"),
     )  # fmt: skip
     assert [row["node"] for row in first.get("/v1/nodes")["nodes"]] == ["first", "second"]
     assert put_as(0, listen, ca, cert, key).stdout == "written\n"

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from elasticd import api, main
+from elasticd import main
+from elasticd.api import server as api
 from elasticd.errors import CannotStart
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.api import json_object as body
+from elasticd.api.server import json_object as body
 from elasticd.errors import Refused
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from click.testing import CliRunner
 
-from elasticd import ctl
+from elasticd.ctl import main as ctl
 
 
 class Client:

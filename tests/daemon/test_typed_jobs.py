@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elasticd import ctl_jobs, ctl_modules
-from elasticd.ctl_jobs import InvalidJob
+from elasticd.ctl import job_file, modules
+from elasticd.ctl.job_file import InvalidJob
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ from elasticd.ctl_jobs import InvalidJob
 def test_environment_variable_from_the_command_line_stays_text(pair: str) -> None:
     name, _, value = pair.partition("=")
     for apply in (
-        lambda raw: ctl_jobs.environment(raw, [pair]),
-        lambda raw: ctl_jobs.override(raw, [f"env.{pair}"]),
+        lambda raw: job_file.environment(raw, [pair]),
+        lambda raw: job_file.override(raw, [f"env.{pair}"]),
     ):
         raw: dict[str, Any] = {}
         apply(raw)
@@ -34,22 +34,22 @@ def test_environment_variable_from_the_command_line_stays_text(pair: str) -> Non
 
 def test_a_variable_without_a_value_is_the_shells() -> None:
     raw: dict[str, Any] = {}
-    ctl_jobs.environment(raw, ["HF_HOME", "A.B=1"], {"HF_HOME": "/hf"})
+    job_file.environment(raw, ["HF_HOME", "A.B=1"], {"HF_HOME": "/hf"})
     assert raw["env"] == {"HF_HOME": "/hf", "A.B": "1"}
     with pytest.raises(InvalidJob, match="no variable 'GONE' in this shell"):
-        ctl_jobs.environment(raw, ["GONE"], {})
+        job_file.environment(raw, ["GONE"], {})
     with pytest.raises(InvalidJob, match="write NAME=VALUE"):
-        ctl_jobs.environment(raw, ["=x"], {})
+        job_file.environment(raw, ["=x"], {})
 
 
 def test_a_date_is_text_on_the_command_line_and_refused_by_name_in_a_file(tmp_path: pathlib.Path) -> None:
     raw: dict[str, Any] = {}
-    ctl_jobs.override(raw, ["name=2026-11-22", "args=[2026-11-22]"])
+    job_file.override(raw, ["name=2026-11-22", "args=[2026-11-22]"])
     assert raw == {"name": "2026-11-22", "args": "[2026-11-22]"}
     file = tmp_path / "job.toml"
     file.write_text("[env]\nDAY = 2026-11-22\n")
     with pytest.raises(InvalidJob, match=r"env.DAY = 2026-11-22: no field is a date: write a text in quotes"):
-        ctl_jobs.from_file(file)
+        job_file.from_file(file)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_date_is_text_on_the_command_line_and_refused_by_name_in_a_file(tmp_pa
 )
 def test_job_with_missing_files_is_refused_by_field(tmp_path: pathlib.Path, fields: dict[str, str], words: str) -> None:
     with pytest.raises(InvalidJob, match=words):
-        ctl_jobs.resolve(dict(fields), tmp_path)
+        job_file.resolve(dict(fields), tmp_path)
 
 
 TYPED = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(
@@ -81,8 +81,8 @@ def test_any_setting_makes_a_job_or_a_sentence(tmp_path: pathlib.Path, typed: li
     raw: dict[str, Any] = {"script": "t.py", "name": "t"}
     (tmp_path / "t.py").touch()
     with contextlib.suppress(InvalidJob):
-        ctl_jobs.override(raw, typed)
-        ctl_jobs.resolve(raw, tmp_path)
+        job_file.override(raw, typed)
+        job_file.resolve(raw, tmp_path)
         assert json.dumps(raw)
 
 
@@ -101,7 +101,7 @@ def packages(tmp_path: pathlib.Path) -> pathlib.Path:
 
 @pytest.mark.parametrize("module", ["timeit", "pkg", "pkg.train", "odd.later", "space.sub", "json.tool"])
 def test_a_module_that_is_there_is_found_without_importing_it(packages: pathlib.Path, module: str) -> None:
-    assert ctl_modules.missing(module, sys.executable, str(packages), {}) == ""
+    assert modules.missing(module, sys.executable, str(packages), {}) == ""
 
 
 @pytest.mark.parametrize(
@@ -115,16 +115,36 @@ def test_a_module_that_is_there_is_found_without_importing_it(packages: pathlib.
     ],
 )
 def test_a_module_that_is_not_there_is_named(packages: pathlib.Path, module: str, words: str) -> None:
-    assert words in ctl_modules.missing(module, sys.executable, str(packages), {})
+    assert words in modules.missing(module, sys.executable, str(packages), {})
 
 
 def test_missing_module_check_is_silent_if_it_cannot_tell(packages: pathlib.Path) -> None:
-    assert ctl_modules.missing("nope", "/no/such/python", str(packages), {}) == ""
-    assert ctl_modules.missing("nope", "/bin/false", str(packages), {}) == ""
-    assert ctl_modules.missing("a\0b", sys.executable, str(packages), {}) == ""
+    assert modules.missing("nope", "/no/such/python", str(packages), {}) == ""
+    assert modules.missing("nope", "/bin/false", str(packages), {}) == ""
+    assert modules.missing("a\0b", sys.executable, str(packages), {}) == ""
 
 
 def test_the_jobs_own_environment_counts(packages: pathlib.Path) -> None:
     there = {"PYTHONPATH": str(packages)}
-    assert "no module" in ctl_modules.missing("pkg", sys.executable, os.sep, {})
-    assert ctl_modules.missing("pkg", sys.executable, os.sep, there) == ""
+    assert "no module" in modules.missing("pkg", sys.executable, os.sep, {})
+    assert modules.missing("pkg", sys.executable, os.sep, there) == ""
+
+
+@pytest.mark.parametrize(
+    ("given_", "in_venv", "taken"),
+    [(None, True, "/v/python"), (None, False, ""), ("daemon", True, ""), ("/x/python", True, "/x/python")],
+)
+def test_a_script_runs_with_the_interpreter_of_the_shell_that_submits(
+    given_: str | None, in_venv: bool, taken: str
+) -> None:
+    assert job_file.interpreter(given_, "/opt/python", "/v/python", in_venv) == taken
+    assert job_file.interpreter(None, "/v/python", "/v/python", True) == "", "the daemon's own needs no name"
+
+
+def test_env_file_is_made_absolute_and_must_exist(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "secrets").write_text("TOKEN=x")
+    raw = {"workdir": str(tmp_path), "env_file": "secrets"}
+    job_file.resolve(raw, tmp_path)
+    assert raw["env_file"] == str(tmp_path / "secrets")
+    with pytest.raises(InvalidJob, match="env_file = 'none'"):
+        job_file.resolve({"workdir": str(tmp_path), "env_file": "none"}, tmp_path)

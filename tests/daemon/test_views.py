@@ -11,18 +11,17 @@ import pytest
 from rich.console import Console
 from support.pictures import job, progress, row, snapshot
 
-from elastic.core.agentfile import AgentStatus
-from elastic.core.records import (
-    JobState,
-    Phase,
-    WorkerError,
-    WorkerRow,
-)
-from elasticd import ctl_views, metrics, reconcile, views
+from elastic.contract.agent_files import AgentStatus
+from elastic.contract.node_records import WorkerRow
+from elastic.contract.records import JobState, Phase, SpecRecord, WorkerError
+from elastic.contract.spec import JobSpec
+from elasticd import reconcile
+from elasticd.api import metrics, views
+from elasticd.api.views import Identity, Now
 from elasticd.assignment import Assignment
 from elasticd.cluster import Job, Node
+from elasticd.ctl import render
 from elasticd.published_state import Contact, LocalAgent
-from elasticd.views import Identity, Now
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
 IDENTITY = Identity("main", "a", "0.1", 7, 40.0, ("127.0.0.1:2379",), False, "")
@@ -151,41 +150,36 @@ def test_a_job_that_makes_no_step_is_not_healthy_unless_that_was_declared() -> N
     assert float(told.rpartition(" ")[2]) > 0
 
 
-def test_metrics_of_a_job() -> None:
-    text = metrics.exposition(lambda: snapshot(job()), IDENTITY)().decode()
-    assert 'elasticd_job_step{job="train"} 40.0' in text
-    assert 'elasticd_job_phase{job="train",phase="running"} 1.0' in text
-    assert 'elasticd_job_last_incident_seconds{job="train"} 0.144' in text
-    assert "elasticd_job_checkpoint_age_seconds{" not in text, "no value, no sample"
-
-
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     out = io.StringIO()
-    monkeypatch.setattr(ctl_views, "console", lambda: Console(file=out, width=140, highlight=False))
+    monkeypatch.setattr(render, "console", lambda: Console(file=out, width=140, highlight=False))
     return out
 
 
 def test_the_screen(screen: io.StringIO) -> None:
     waits = job(state=JobState(phase=Phase.WAITING, reason="node b is gone"))
-    ctl_views.status(status(waits, contact=Contact(False, 40.0, "refused")))
+    render.status(status(waits, contact=Contact(False, 40.0, "refused")))
     text = screen.getvalue()
-    assert "etcd (127.0.0.1:2379) not connected, last seen 60 s ago; all below is as of then: refused" in text
+    assert (
+        "etcd (127.0.0.1:2379; records unsigned) not connected, last seen 60 s ago; all below is as of then: refused"
+        in text
+    )
     assert "b     no daemon" in text
-    assert "exit 144 ms, 0 steps lost, 10 s ago" in text
-    assert "! train reason: node b is gone" in text
+    assert "node 144 ms, 0 steps lost, 10 s ago" in text
+    assert "! train waiting: node b is gone" in text
 
 
 def test_job_screen_shows_error_reason_and_script(screen: io.StringIO) -> None:
     error = WorkerError(node="a", slot=1, rank=1, message="boom", traceback="Traceback:\n  boom", exit_code=1, step=39)
     failed = job(state=JobState(phase=Phase.FAILED, reason="crash loop", error=error, excluded_nodes=("a",)))
     detail = views.job_detail(snapshot(failed), failed, NOW) | {"etcd": status()["etcd"]}
-    ctl_views.job(detail)
+    render.job(detail)
     text = screen.getvalue()
     assert "runs  /t.py -x" in text
     assert "rank 1 on a failed first at step 39 (exit code 1)" in text
     assert "Traceback:\n  boom" in text
-    ctl_views.incident(detail["recent_incidents"][0])
+    render.incident(detail["recent_incidents"][0])
     assert "     144 ms  stepping" in screen.getvalue()
 
 
@@ -193,7 +187,7 @@ def test_job_screen_shows_error_reason_and_script(screen: io.StringIO) -> None:
     ("age_s", "said"), [(None, "-"), (3.4, "3 s ago"), (119, "119 s ago"), (150, "2 min ago"), (90000, "25 h ago")]
 )
 def test_ages(age_s: float | None, said: str) -> None:
-    assert ctl_views.ago(age_s) == said
+    assert render.ago(age_s) == said
 
 
 def test_status_lists_etcd_alarms_with_their_remedy() -> None:
@@ -250,3 +244,12 @@ def test_a_nodes_record_names_the_workers_that_have_a_process() -> None:
     said = local(ranks=[msgspec.to_builtins(r) for r in (row(1, "a", 1), row(0, "a", 0), row(-1, "a", 2, pid=0))])
     rows = reconcile.worker_rows({"train": said["train"].status, "silent": None})
     assert rows == (WorkerRow("train", 0, 10, 1), WorkerRow("train", 1, 11, 1))
+
+
+def test_job_detail_holds_secrets_only_if_requested() -> None:
+    spec = JobSpec(name="train", script="/t.py", env={"HF_TOKEN": "hush", "LR": "1"}, args=("--api-key=hush",))
+    known = job(spec=SpecRecord(spec=spec, submitted_wall_s=0.0, submitted_by="root", uid=1000, gid=1, user="alice"))
+    shown = views.job_detail(snapshot(known), known, Now(0.0, 0.0))
+    assert "hush" not in json.dumps(shown)
+    assert (shown["spec"]["env"]["LR"], shown["owner"], shown["uid"]) == ("1", "alice", 1000)
+    assert views.job_detail(snapshot(known), known, Now(0.0, 0.0), secrets=True)["spec"]["env"]["HF_TOKEN"] == "hush"

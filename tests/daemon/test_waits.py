@@ -5,10 +5,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 from support.pictures import job, snapshot
 
-from elastic.core.records import JobState, Phase
+from elastic.contract.records import JobState, Phase
+from elasticd.api.log_routes import WAITS_S, Waits, _told, news
 from elasticd.assignment import Assignment
 from elasticd.published_state import Snapshot
-from elasticd.routes import WAITS_S, Waits, _told, news
 
 
 def pending(why: str) -> Snapshot:

@@ -39,7 +39,7 @@ def install() -> None:
     import torch._dynamo  # an optimizer would, and it asks torch.cuda a lot
     from torch.overrides import TorchFunctionMode
 
-    from elastic.worker import group
+    from elastic.worker.comm import group
 
     cpu = torch.device("cpu")
 

@@ -13,7 +13,7 @@ import cards
 import pytest
 import torch
 
-from elastic.worker.group import cuda_failure, is_communication_error
+from elastic.worker.comm.group import cuda_failure, is_communication_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -119,7 +119,7 @@ def test_the_self_test_passes() -> None:
 
 def fork_then_cuda(rank: int, world_size: int, port: int) -> Any:
     """As the zygote does: torch and the driver's library loaded, CUDA not started; the child starts it."""
-    from elastic.worker import fork_safety, zygote
+    from elastic.worker.boot import fork_safety, zygote
 
     begun_s = time.monotonic()
     zygote._load_cuda_libraries({"CUDA_VISIBLE_DEVICES": "0"})

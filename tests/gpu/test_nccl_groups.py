@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.worker import nccl
-from elastic.worker.group import Group, GroupAborted
+from elastic.worker.comm import nccl
+from elastic.worker.comm.group import Group, GroupAborted
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(240)]
 

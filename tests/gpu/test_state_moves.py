@@ -27,7 +27,7 @@ def timed(act: Any) -> float:
 def snapshot(rank: int, world_size: int, port: int) -> Any:
     from elastic.checkpoint.arena import Arena
     from elastic.checkpoint.layout import arena_nbytes
-    from elastic.core.tensors import TensorInfo
+    from elastic.contract.tensor_table import TensorInfo
 
     tensors = [torch.randn(MB * 1_000_000 // 4 // 20, device="cuda") for _ in range(20)]
     table = tuple(TensorInfo(f"t{i}", "F32", tuple(t.shape), t.nbytes) for i, t in enumerate(tensors))
@@ -67,7 +67,7 @@ def changed_behind(rank: int, world_size: int, port: int) -> Any:
     """What is filled is what the stream had when `fill` was called, though kernels were still queued before it."""
     from elastic.checkpoint.arena import Arena
     from elastic.checkpoint.layout import arena_nbytes
-    from elastic.core.tensors import TensorInfo
+    from elastic.contract.tensor_table import TensorInfo
 
     values, buffer = torch.zeros(1 << 24, device="cuda"), torch.zeros(1 << 20, device="cuda")
     table = tuple(TensorInfo(n, "F32", tuple(t.shape), t.nbytes) for n, t in (("w", values), ("b", buffer)))
@@ -101,11 +101,11 @@ def overlapped(rank: int, world_size: int, port: int) -> Any:
     """As a worker does it: the keeper after each commit, its settling in the optimizer's guard, an arena for each."""
     from support.arenas import Agent
 
-    from elastic.core.checkpoint_interval import Rule
+    from elastic.checkpoint.interval import Rule
     from elastic.worker.agent_snapshots import AgentSnapshots
     from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
     from elastic.worker.job import Job
-    from elastic.worker.state import State
+    from elastic.worker.state.state import State
 
     class Link:
         def __getattr__(self, name: str) -> Any:
@@ -164,7 +164,7 @@ def test_training_goes_on_while_a_snapshot_is_copied(measured: dict[str, object]
 def relayed(rank: int, world_size: int, port: int) -> Any:
     from test_nccl_groups import make
 
-    from elastic.worker import broadcast
+    from elastic.worker.state import broadcast
 
     group = make(rank, world_size, port, 1)
     group.form()

@@ -7,7 +7,7 @@ import ast
 import msgspec
 from support.source import ROOT
 
-from elastic.core.spec import Restarts
+from elastic.contract.spec import Restarts
 
 
 def test_failures_that_the_fault_benchmark_allows_are_allowed() -> None:

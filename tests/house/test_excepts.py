@@ -10,12 +10,13 @@ from support.source import modules, tree, where
 
 BROAD = {
     "elasticd.threads:Threads.start.run": "the thread wrapper: ends the process",
-    "elasticd.httpd:Server._answer": "a request that we fail at gets status 500, and the log its traceback",
+    "elasticd.api.httpd:Server._answer": "a request that we fail at gets status 500, and the log its traceback",
+    "elasticd.asks:AnswerQueue.run_one": "the same for a request of another node's daemon",
     "elastic.agent.write_queue:WriteQueue._try": "one bad order must not end the agent: logged with its traceback",
     "elastic.checkpoint.remote:_said": "fsspec's back ends share no base of errors: always raised again",
-    "elastic.worker.zygote:_import": "modules that the job names: any mistake in them is reported, not ours",
-    "elastic.worker.fork_safety:_in_child": "a trial fork: what torch raises there, workers would meet; reported",
-    "elastic.worker.bootstrap:_run": "the top of the training process, as the interpreter's own: report, exit code 1",
+    "elastic.worker.boot.zygote:_import": "modules that the job names: any mistake in them is reported, not ours",
+    "elastic.worker.boot.fork_safety:_in_child": "a trial fork: what torch raises there, workers would meet; reported",
+    "elastic.worker.boot.bootstrap:_run": "the top of the training process, as in the interpreter: report, exit code 1",
     "elastic.worker.run:Managed._one_generation": "the user's code: raised again unless the group's end caused it",
 }
 """module:function -> why it may catch everything and go on. A handler that always ends in `raise` may anyway."""

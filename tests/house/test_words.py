@@ -7,12 +7,13 @@ import re
 
 from support.source import ROOT, modules, tracked, tree, where
 
-SETTINGS = ("elasticd.settings", "elastic.core.spec", "elastic.core.timeouts")
+SETTINGS = ("elasticd.settings", "elastic.contract.spec", "elastic.contract.timeouts")
 """Modules whose every field is a setting that people write."""
 
 EXEMPT = {
-    *("JobSpec.checkpoint", "JobSpec.restarts", "JobSpec.hang"),
-    *("Settings.etcd", "Settings.http", "Settings.timeouts"),
+    *("JobSpec.checkpoint", "JobSpec.restarts", "JobSpec.hang", "JobSpec.limits"),
+    *("Settings.etcd", "Settings.http", "Settings.timeouts", "Settings.run_as", "Settings.retention"),
+    *("Settings.page", "Settings.notify"),
 }
 """Tables: their own fields are documented."""
 

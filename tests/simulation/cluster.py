@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import msgspec
 from support.fake_etcd import FakeServer
 
-from elastic.core import records
-from elastic.core.effects import Effect
-from elastic.core.events import Drain, Event, PeerDead, Undrain
-from elastic.core.keys import ClusterKeys
-from elastic.core.records import GenerationRecord, JobState, Phase, SpecRecord, decode, encode
-from elastic.core.spec import Checkpoint, JobSpec, Restarts
-from elastic.etcd import Put
+from elastic.contract import records
+from elastic.contract.keys import ClusterKeys
+from elastic.contract.records import GenerationRecord, JobState, Phase, SpecRecord, decode, encode
+from elastic.contract.spec import Checkpoint, JobSpec, Restarts
+from elastic.etcd.client import Put
+from elastic.recovery.effects import Effect
+from elastic.recovery.events import Drain, Event, PeerDead, Undrain
 
 from .clock import Clock
 from .judge import Judge

@@ -8,13 +8,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 
-from elastic.core.phases import PHASES
-from elastic.core.transitions import TABLE, Stage, Trigger
+from elastic.contract.phases import PHASES
+from elastic.recovery.transitions import TABLE, Stage, Trigger
 
 HEAD = """# States
 
-Drawn from the tables of transitions in `elastic/core/transitions.py` and `elastic/core/phases.py`: these are all there
-are, and another pair of stage and trigger raises. `make test` fails when this file is out of date;
+Drawn from the tables of transitions in `elastic/recovery/transitions.py` and `elastic/contract/phases.py`: these are
+all there are, and another pair of stage and trigger raises. `make test` fails when this file is out of date;
 `python -m simulation.diagram` (with `PYTHONPATH=tests`) draws it again.
 """
 MANAGED = """## A managed worker, as its agent knows it

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from elastic.core import messages
-from elastic.core.effects import Effect, Kill, Publish, Send
-from elastic.core.events import Event, PeerDead
-from elastic.core.model import Agent
-from elastic.core.records import GenerationRecord, IncidentRecord, JobState, Phase, decode
-from elastic.core.restart_budget import BAD_NODE_FAILURES
-from elastic.core.sharding import BatchPlan, share
-from elastic.core.state_source import Choice, Version
-from elastic.core.transitions import Stage
+from elastic.contract import messages
+from elastic.contract.records import GenerationRecord, IncidentRecord, JobState, Phase, decode
+from elastic.recovery.effects import Effect, Kill, Publish, Send
+from elastic.recovery.events import Event, PeerDead
+from elastic.recovery.model import Agent
+from elastic.recovery.restart_budget import BAD_NODE_FAILURES
+from elastic.recovery.transitions import Stage
+from elastic.worker.data.sharding import BatchPlan, share
+from elastic.worker.state.state_source import Choice, Version
 
 if TYPE_CHECKING:
     from .cluster import Cluster

@@ -9,9 +9,12 @@ from support.fake_etcd import FakeClient, FakeWatch
 
 from elastic.agent.etcd_writer import EtcdWriter
 from elastic.agent.incidents import dated
-from elastic.core import recovery
-from elastic.core.announce import SUSPICION_S
-from elastic.core.effects import (
+from elastic.contract.records import ProgressRecord
+from elastic.contract.timeouts import Timeouts
+from elastic.etcd.client import EtcdError, View
+from elastic.recovery import recovery
+from elastic.recovery.announce import SUSPICION_S
+from elastic.recovery.effects import (
     AddCauses,
     ChargeFailure,
     Effect,
@@ -29,16 +32,13 @@ from elastic.core.effects import (
     SaveNow,
     Send,
 )
-from elastic.core.events import Event, Progress, Start, Tick, Viewed, WorkerExited
-from elastic.core.membership import Limits, leader, living
-from elastic.core.model import Agent, Policy
-from elastic.core.records import ProgressRecord
-from elastic.core.timeouts import Timeouts
-from elastic.core.transitions import Stage
-from elastic.core.turn import ASK_AGAIN_S
-from elastic.core.view import JobView
-from elastic.core.watch_scope import watches_members
-from elastic.etcd import EtcdError, View
+from elastic.recovery.events import Event, Progress, Start, Tick, Viewed, WorkerExited
+from elastic.recovery.membership import Limits, leader, living
+from elastic.recovery.model import Agent, Policy
+from elastic.recovery.transitions import Stage
+from elastic.recovery.turn import ASK_AGAIN_S
+from elastic.recovery.view import JobView
+from elastic.recovery.watch_scope import watches_members
 
 from .training import Worker
 
@@ -52,7 +52,7 @@ Order = Callable[[], None]
 
 
 class WriteQueue:
-    """As `agent.desk.WriteQueue`: orders by key, one after another, again until done."""
+    """As `agent.write_queue.WriteQueue`: orders by key, one after another, again until done."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -198,7 +198,7 @@ class Node:
             self.stores,
             self.soon,
             cluster.spec_record,
-            desk=lambda _: WriteQueue(self),
+            queue=lambda _: WriteQueue(self),
             wall=lambda: cluster.clock.now_s,
         )
         self.agent = Agent(policy)

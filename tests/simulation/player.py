@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic.core import effects as does
-from elastic.core import events, messages
-from elastic.core.records import BrokenRecord, GenerationRecord, IncidentRecord, MemberRecord
+from elastic.contract import messages
+from elastic.contract.records import BrokenRecord, GenerationRecord, IncidentRecord, MemberRecord
+from elastic.recovery import effects as does
+from elastic.recovery import events
 
 from .cluster import Cluster, Setting
 from .node import Node

@@ -13,8 +13,8 @@ from simulation.cluster import Cluster, Setting
 from simulation.run import silent
 from support.incidents import check_incident
 
-from elastic.core.records import IncidentRecord, decode, encode
-from elastic.etcd import Put
+from elastic.contract.records import IncidentRecord, decode, encode
+from elastic.etcd.client import Put
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 from simulation.histories import draw, family, late, play
 from simulation.run import explain, many
 
-from elastic.core.records import Phase
+from elastic.contract.records import Phase
 
 HISTORIES = 10_000
 FEW = 1_500

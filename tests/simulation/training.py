@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from elastic.core import messages
-from elastic.core.events import (
+from elastic.contract import messages
+from elastic.contract.records import WorkerError
+from elastic.recovery.events import (
     CheckpointSaved,
     Event,
     WorkerBadNumbers,
@@ -25,8 +26,7 @@ from elastic.core.events import (
     WorkerSynced,
     WorkerUnhealthy,
 )
-from elastic.core.records import WorkerError
-from elastic.core.state_source import NoStateError, Offer, StateLostError, Version, choose, reached
+from elastic.worker.state.state_source import NoStateError, Offer, StateLostError, Version, choose, reached
 
 if TYPE_CHECKING:
     from .cluster import Cluster

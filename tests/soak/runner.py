@@ -22,12 +22,12 @@ from support.etcd_server import EtcdServer
 from support.procs import Procs, alive, end_all
 from support.wait import eventually
 
-from elastic.core.agentfile import AgentConfig
-from elastic.core.keys import ClusterKeys
-from elastic.core.records import GenerationRecord, IncidentRecord, JobState, SpecRecord, decode, encode
-from elastic.core.spec import parse_job
-from elastic.core.timeouts import Timeouts
-from elastic.etcd import Etcd, EtcdError
+from elastic.contract.agent_files import AgentConfig
+from elastic.contract.keys import ClusterKeys
+from elastic.contract.records import GenerationRecord, IncidentRecord, JobState, SpecRecord, decode, encode
+from elastic.contract.spec import parse_job
+from elastic.contract.timeouts import Timeouts
+from elastic.etcd.client import Etcd, EtcdError
 
 from .grammar import ALL, Case, Script
 from .judge import Incident, Record, Reference, Verdict, cause, judge

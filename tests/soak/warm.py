@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import elastic.agent.zygote
-import elastic.worker.zygote
+import elastic.worker.boot.zygote
 
-MODULE = "elastic.worker.zygote"
+MODULE = "elastic.worker.boot.zygote"
 MESSAGE_BYTES = 1 << 20
 
 
@@ -52,7 +52,7 @@ def _wait(control: socket.socket) -> None:
                 os.dup2(number, to)
             os.environ.clear()
             os.environ.update(order["env"])
-            code = elastic.worker.zygote.main([str(channel), *order["args"]])
+            code = elastic.worker.boot.zygote.main([str(channel), *order["args"]])
     finally:
         os._exit(code)
 

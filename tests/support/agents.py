@@ -17,9 +17,9 @@ from typing import Any, Self
 
 import msgspec
 
-from elastic.core.agentfile import AgentConfig, AgentStatus
-from elastic.core.keys import ClusterKeys
-from elastic.core.records import (
+from elastic.contract.agent_files import AgentConfig, AgentStatus
+from elastic.contract.keys import ClusterKeys
+from elastic.contract.records import (
     GenerationRecord,
     IncidentRecord,
     JobState,
@@ -29,9 +29,9 @@ from elastic.core.records import (
     decode,
     encode,
 )
-from elastic.core.spec import parse_job
-from elastic.core.timeouts import Timeouts
-from elastic.etcd import Etcd
+from elastic.contract.spec import parse_job
+from elastic.contract.timeouts import Timeouts
+from elastic.etcd.client import Etcd
 
 from . import procs
 from .etcd_server import EtcdServer

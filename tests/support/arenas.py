@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic.checkpoint.arena import Arena
-from elastic.core import messages
+from elastic.contract import messages
 
 
 class Agent:
@@ -27,6 +27,8 @@ class Agent:
         self._handlers[kind] = handler
 
     def beat(self, doing: Any) -> None: ...
+
+    def stood_still(self, seconds: float) -> None: ...
 
     def copied(self, nbytes: int) -> None:
         self.progress.append(nbytes)

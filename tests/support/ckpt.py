@@ -13,9 +13,9 @@ from elastic.checkpoint.arena import Arena
 from elastic.checkpoint.dtypes import code_of, nbytes_of
 from elastic.checkpoint.files import REAL, Files
 from elastic.checkpoint.layout import arena_nbytes
+from elastic.checkpoint.shard_plan import assign_shares
 from elastic.checkpoint.write import commit, write_share
-from elastic.core.shares import assign_shares
-from elastic.core.tensors import Table, TensorInfo
+from elastic.contract.tensor_table import Table, TensorInfo
 
 Tensors = dict[str, torch.Tensor]
 PIECE = 4096

@@ -20,7 +20,7 @@ from .wait import eventually
 
 FAKE_AGENT = pathlib.Path(__file__).with_name("fake_agent.py")
 ELASTICD = (sys.executable, "-m", "elasticd.main")
-ELASTICCTL = (sys.executable, "-c", "from elasticd.ctl import main; main()")
+ELASTICCTL = (sys.executable, "-c", "from elasticd.ctl.main import main; main()")
 
 
 class Node:
@@ -103,11 +103,11 @@ class Node:
     def events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
 
-    def ctl(self, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    def ctl(self, *args: str, timeout_s: float = 30.0, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run elasticctl against this daemon."""
         argv = [*ELASTICCTL, "--socket", str(self.socket), *args]
         options.setdefault("env", self._started.env())
-        return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False, **options)
+        return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False, **options)
 
 
 class Nodes:

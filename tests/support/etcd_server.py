@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from elastic.core.agentfile import EtcdAccess
+from elastic.contract.agent_files import EtcdAccess
 
 from . import procs
 from .wait import eventually

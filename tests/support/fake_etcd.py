@@ -1,7 +1,7 @@
 """etcd in memory: the semantics of the real one, with an explicit clock and no threads.
 
-`FakeServer` holds revisions, leases and history; `FakeClient(server)` has the methods of `elastic.etcd.Etcd`. Nothing
-happens by itself: `server.advance(now_s)` renews and expires leases up to that instant, `client.pump()` (or
+`FakeServer` holds revisions, leases and history; `FakeClient(server)` has the methods of `elastic.etcd.client.Etcd`.
+Nothing happens by itself: `server.advance(now_s)` renews and expires leases up to that instant, `client.pump()` (or
 `server.pump()`) delivers to watches what has changed. A simulation delays news by pumping later, and cuts off one
 client or stops the server. The contract suite holds it to the real etcd's behaviour.
 """
@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeVar
 
-from elastic._etcd_keepers import Newest
-from elastic.etcd import (
+from elastic.etcd.client import (
     KV,
     Absent,
     Compare,
@@ -32,6 +31,7 @@ from elastic.etcd import (
     TxnResult,
     View,
 )
+from elastic.etcd.keepers import Newest
 
 T = TypeVar("T")
 
@@ -190,7 +190,7 @@ class FakeServer:
 
 
 class FakeLease:
-    """Like `elastic.etcd.Lease`, driven by the server's clock."""
+    """Like `elastic.etcd.client.Lease`, driven by the server's clock."""
 
     def __init__(self, client: FakeClient, ttl_s: float, every_s: float, on_lost: Callable[[str], None]) -> None:
         self.renewed_s = client.server.now_s
@@ -242,7 +242,7 @@ class FakeLease:
 
 
 class FakeWatch:
-    """Like `elastic.etcd.Watch`; views come when pumped."""
+    """Like `elastic.etcd.client.Watch`; views come when pumped."""
 
     def __init__(self, client: FakeClient, prefix: str, on_view: Callable[[View], None]) -> None:
         self.prefix = prefix
@@ -305,6 +305,8 @@ class FakeWatch:
 
 class FakeClient:
     """One process's client. `cut()` and `heal()` its link; `paused` stops it as SIGSTOP would; `crash()` ends it."""
+
+    signatures_ignored = False
 
     def __init__(self, server: FakeServer, *, call_s: float = 1.5) -> None:
         self.server = server

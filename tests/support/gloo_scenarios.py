@@ -25,12 +25,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from elastic.worker import numerics
-from elastic.worker.batches import batches
-from elastic.worker.ddp import GradientWeight, wrap
-from elastic.worker.errors import GroupAborted
+from elastic.worker.comm.ddp import GradientWeight, wrap
+from elastic.worker.comm.errors import GroupAborted
+from elastic.worker.data.batches import batches
 from elastic.worker.job import Job
 from elastic.worker.standalone import NoLink
-from elastic.worker.state import State
+from elastic.worker.state.state import State
 
 G = torch.Generator().manual_seed(0)
 X = torch.randn(64, 5, generator=G, dtype=torch.float64)

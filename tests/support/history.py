@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from elastic.core.sharding import BatchPlan, SampleOrder, share
+from elastic.worker.data.sharding import BatchPlan, SampleOrder, share
 
 SAMPLES = 1000
 

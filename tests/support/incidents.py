@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from elastic.core.evidence import weight
-from elastic.core.records import IncidentRecord
+from elastic.contract.records import IncidentRecord
+from elastic.recovery.evidence import weight
 
 from .history import Commit, History
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elastic.core.records import BrokenRecord, GenerationRecord, JobState, MemberRecord, Phase, Place, SpecRecord
-from elastic.core.spec import JobSpec
-from elastic.core.view import JobView, Member
+from elastic.contract.records import BrokenRecord, GenerationRecord, JobState, MemberRecord, Phase, Place, SpecRecord
+from elastic.contract.spec import JobSpec
+from elastic.recovery.view import JobView, Member
 
 
 def member(

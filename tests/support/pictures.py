@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import msgspec
 
-from elastic.core.records import (
+from elastic.contract.node_records import NodeRecord
+from elastic.contract.records import (
     GenerationRecord,
     IncidentRecord,
     JobState,
     MemberRecord,
-    NodeRecord,
     Phase,
     Place,
     ProgressRecord,
     RankRow,
     SpecRecord,
 )
-from elastic.core.spec import JobSpec
+from elastic.contract.spec import JobSpec
 from elasticd.cluster import Cluster, Job, JobMember, Node
 from elasticd.published_state import Contact, Snapshot
 

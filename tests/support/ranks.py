@@ -121,8 +121,8 @@ def _case(path: str, name: str, world_size: int, args: dict[str, Any]) -> None:
 def _main() -> None:
     import torch._dynamo  # noqa: F401 - AdamW wants it: seconds, once instead of in every rank
 
-    import elastic.worker.group
-    import elastic.worker.sync  # noqa: F401
+    import elastic.worker.comm.group
+    import elastic.worker.state.sync  # noqa: F401
 
     for line in sys.stdin:
         if (pid := os.fork()) == 0:

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import ErrorType
 
-from elastic.worker import nccl
-from elastic.worker.group import Group
+from elastic.worker.comm import nccl
+from elastic.worker.comm.group import Group
 
 HERE = pathlib.Path(__file__).parent
 RECORD = pathlib.Path("record")

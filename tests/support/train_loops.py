@@ -10,6 +10,8 @@ middle of the step, while the other waits in the collective that follows.
     stranger      an optimizer that is not part of the state
     zero          torch's ZeroRedundancyOptimizer
     sharded       torch's fully_shard in `train`
+    calls         `job.broadcast`, `job.evaluate` and gradients in 16 bits; KILL_IN says in which of them the kill is
+    powersgd      gradients by PowerSGD, with ERROR_FEEDBACK or without
     late          the schedule is stepped after the commit
 """
 
@@ -32,6 +34,7 @@ FOLDER = pathlib.Path(os.environ["RECORD_DIR"])
 LOOP = os.environ["LOOP"]
 STEPS = int(os.environ.get("STEPS", "30"))
 KILL_STEP = int(os.environ.get("KILL_STEP", "-1"))
+KILL_IN = os.environ.get("KILL_IN", "")
 KILL_RANK = int(os.environ.get("KILL_RANK", "1"))
 
 
@@ -77,6 +80,13 @@ def setup(job):
     net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     if LOOP in ("manual", "stranger", "zero", "sharded"):
         return elastic.State(model=net)
+    if LOOP == "powersgd":
+        compression = elastic.PowerSGD(net, start_step=3, min_rate=1.0, error_feedback="ERROR_FEEDBACK" in os.environ)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+        return elastic.State(model=net, optimizer=optimizer, compression=compression)
+    if LOOP == "calls":
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        return elastic.State(model=net, optimizer=optimizer, best=1e9, shifts=[])
     if LOOP == "adversarial":
         other = torch.nn.Linear(1, 1)
         return elastic.State(
@@ -106,7 +116,8 @@ def die(job, state):
 def train(job, state):
     if LOOP == "sharded":
         torch.distributed.fsdp.fully_shard(state.model)
-    model = state.model if LOOP == "sharded" else job.ddp(state.model)
+    compress = state.compression if LOOP == "powersgd" else "bf16" if LOOP == "calls" else None
+    model = state.model if LOOP == "sharded" else job.ddp(state.model, compress=compress)
     other = job.ddp(state.other) if LOOP == "adversarial" else None
     optimizer = None
     if LOOP in ("stranger", "sharded"):
@@ -127,7 +138,27 @@ def train(job, state):
     (FOLDER / f"final.{job.rank}.json").write_text(json.dumps({"step": state.step, "sha256": digest.hexdigest()}))
 
 
+def calls(job, state, batch):
+    """Every third step, at the top of an iteration. The results go into the state."""
+
+    def measure(part):
+        if KILL_IN == "evaluate":
+            die(job, state)
+        return {"loss": F.mse_loss(state.model(part.x), part.y, reduction="sum")}
+
+    if state.step % 3 == 0:
+        if KILL_IN == "broadcast":
+            die(job, state)
+        shift = job.broadcast({"by": torch.full((1,), state.step / 100), "why": ("a", 1)} if job.rank == 0 else None)
+        sums = job.evaluate(state, Sums(), measure, batch_size=24)
+        state.best = min(state.best, sums["loss"] / sums["count"])
+        state.shifts.append(shift["by"].item())
+        batch.x.add_(shift["by"])
+
+
 def turn(job, state, model, other, optimizer, batch):
+    if LOOP == "calls":
+        calls(job, state, batch)
     if LOOP == "closure":
 
         def closure():
@@ -143,6 +174,8 @@ def turn(job, state, model, other, optimizer, batch):
         state.seen["samples"] += 16
         state.seen["steps"].append(state.step)
         state.scheduler.step()
+        die(job, state)
+    if LOOP == "powersgd" or KILL_IN == "backward":
         die(job, state)
     loss.backward()
     if LOOP == "manual":

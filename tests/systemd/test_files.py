@@ -1,4 +1,4 @@
-"""The files in systemd/: the example configuration is complete and true, the unit is free of typing errors."""
+"""The files in daemon/unit_files: the example configuration is complete and true, the unit is free of typing errors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import tomllib
 import pytest
 from support.source import ROOT
 
-SYSTEMD = ROOT / "systemd"
-SET_IN_THE_EXAMPLE = {"socket_group": "elasticd"}
+SYSTEMD = ROOT / "daemon" / "unit_files"
+SET_IN_THE_EXAMPLE = {"socket_group": "elasticd", "admin_group": "elasticd-admin"}
 
 
 def _toml(value: object) -> str:

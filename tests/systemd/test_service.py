@@ -18,7 +18,7 @@ from support.wait import eventually
 pytestmark = [pytest.mark.systemd, pytest.mark.etcd, pytest.mark.slow]
 
 CTL = "/opt/elasticd/bin/elasticctl"
-CONFIG = 'node = "alpha"\nslots = 4\nsocket_group = "elasticd"\n'
+CONFIG = 'node = "alpha"\nslots = 4\nsocket_group = "elasticd"\n[run_as]\nallow_root = true\n'
 # Sooner than in the shipped unit, so that the tests need not wait; and /tmp seen, in case the checkout lies there.
 DROP_IN = "[Service]\nWatchdogSec=2s\nTimeoutAbortSec=1s\nRestartSec=200ms\nPrivateTmp=no\n"
 
@@ -29,7 +29,7 @@ def machine() -> Iterator[SystemdHost]:
         host = hosts[0]
         assert isinstance(host, SystemdHost)
         host.run(["ln", "-s", sys.prefix, "/opt/elasticd"])
-        host.run(["sh", str(ROOT / "systemd" / "install.sh")])
+        host.run(["/opt/elasticd/bin/elasticctl", "install-service"])
         write(host, "/etc/systemd/system/elasticd.service.d/test.conf", DROP_IN)
         host.systemctl("daemon-reload")
         yield host
@@ -115,7 +115,7 @@ def test_a_crash_is_followed_by_a_start(host: SystemdHost) -> None:
 class Training:
     """A job of two workers on the host, whose records lie on the outside."""
 
-    def __init__(self, host: SystemdHost) -> None:
+    def __init__(self, host: SystemdHost, checkpoint: dict[str, object] | None = None) -> None:
         self.host = host
         self.record = host.share / "record"
         self.record.mkdir()
@@ -125,6 +125,7 @@ class Training:
         }  # fmt: skip
         env = {"RECORD_DIR": "/mnt/record", "STEPS": "100000", "PACE_S": "0.02"}
         lines = [f"{name} = {json.dumps(value)}" for name, value in job.items()]
+        lines += ["[checkpoint]", *(f"{name} = {json.dumps(value)}" for name, value in (checkpoint or {}).items())]
         lines += ["[env]", *(f"{name} = {json.dumps(value)}" for name, value in env.items())]
         (host.share / "job.toml").write_text("\n".join(lines))
         host.run([CTL, "submit", "/mnt/job.toml"])
@@ -194,3 +195,23 @@ def test_workers_are_unaffected_by_daemon_restart_kill_hang_and_stop(host: Syste
     host.systemctl("stop", "elasticd.service", "elasticd.slice")
     eventually(lambda: not any(map(alive, left)), 10.0, "the workers are gone")
     assert host.show("elasticd-job-long", "ActiveState") == {"ActiveState": "inactive"}
+
+
+@pytest.mark.long
+def test_a_machine_that_shuts_down_drains_its_node() -> None:
+    """Its only job saves a checkpoint first, though none is due; without the drain there is none."""
+    with Hosts(1, systemd=True) as hosts:
+        host = hosts[0]
+        assert isinstance(host, SystemdHost)
+        host.run(["ln", "-s", sys.prefix, "/opt/elasticd"])
+        host.run(["/opt/elasticd/bin/elasticctl", "install-service"])
+        write(host, "/etc/systemd/system/elasticd.service.d/test.conf", DROP_IN)
+        write(host, "/etc/elasticd/elasticd.toml", CONFIG)
+        host.systemctl("daemon-reload")
+        host.systemctl("start", "elasticd")
+        training = Training(host, {"dir": "/mnt/checkpoints", "every_steps": 1_000_000})
+        eventually(lambda: training.history.step() >= 5, 60.0, "the job trains")
+        folder = host.share / "checkpoints"
+        assert not list(folder.glob("*/step-*")) + list(folder.glob("step-*"))
+        host.systemctl("start", "--no-block", "poweroff.target")
+        eventually(lambda: list(folder.glob("step-*/manifest*")) or list(folder.glob("*/step-*/manifest*")), 40.0)

@@ -10,8 +10,8 @@ import torch
 from support.arenas import Agent
 
 from elastic.checkpoint.arena import Arena
-from elastic.core import messages
-from elastic.core.tensors import TensorInfo
+from elastic.contract import messages
+from elastic.contract.tensor_table import TensorInfo
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import Part
 

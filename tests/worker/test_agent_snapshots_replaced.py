@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.arenas import Agent
 
-from elastic.core.tensors import TensorInfo
+from elastic.contract.tensor_table import TensorInfo
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import Part
 

@@ -16,13 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.core.sharding import SampleOrder
-from elastic.worker.batches import Batch, batches, take_many
-from elastic.worker.ddp import GradientWeight
+from elastic.worker.comm.ddp import GradientWeight
+from elastic.worker.data.batches import Batch, batches, take_many
+from elastic.worker.data.sharding import SampleOrder
 from elastic.worker.job import Job
 from elastic.worker.session import GenerationEnded
 from elastic.worker.standalone import NoLink
-from elastic.worker.state import State
+from elastic.worker.state.state import State
 
 
 class Numbers:

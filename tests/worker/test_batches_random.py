@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from elastic.core.sharding import BatchPlan
-from elastic.worker import batches
-from elastic.worker.batches import _Parts
+from elastic.worker.data import batches
+from elastic.worker.data.batches import _Parts
+from elastic.worker.data.sharding import BatchPlan
 
 COUNT, BATCH = 96, 8
 

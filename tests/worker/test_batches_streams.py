@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from elastic.worker import streams as module
-from elastic.worker.batches import Batch
-from elastic.worker.streams import streams
+from elastic.worker.data import streams as module
+from elastic.worker.data.batches import Batch
+from elastic.worker.data.streams import streams
 
 pytest.importorskip("torchdata")
 
@@ -45,7 +45,9 @@ class Job:
         self.read = 0
         self._length, self._stateful = length, stateful
         self._exchange: dict[int, dict[str, Any]] = {}
-        monkeypatch.setattr(module, "_exchanged", lambda mine, world_size: {str(n): s.state() for n, s in mine.items()})
+        monkeypatch.setattr(
+            module, "_exchanged", lambda mine, rank, world_size: {str(n): s.state() for n, s in mine.items()}
+        )
 
     def run(self, world_size: int, until: int, **options: Any) -> None:
         """All ranks of `world` from the present step on; then the state as a checkpoint would hold it."""

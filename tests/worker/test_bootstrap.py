@@ -12,8 +12,8 @@ import pytest
 
 PROCESS = """
 import os, sys
-from elastic.core import messages
-from elastic.worker.bootstrap import become
+from elastic.contract import messages
+from elastic.worker.boot.bootstrap import become
 
 log, workdir, agent_pid = sys.argv[1:]
 order = messages.Fork(ticket=1, argv=("script.py",), env=dict(os.environ), workdir=workdir)

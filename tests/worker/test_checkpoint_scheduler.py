@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from elastic.core.checkpoint_interval import FARTHEST_AGREEMENT_STEPS, Rule
+from elastic.checkpoint.interval import FARTHEST_AGREEMENT_STEPS, Rule
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, Part, RankPosition
-from elastic.worker.state import State
+from elastic.worker.state.state import State
 
 
 class SnapshotBackend:

@@ -6,9 +6,9 @@ import re
 
 import torch
 
-from elastic.core.checkpoint_interval import Rule
+from elastic.checkpoint.interval import Rule
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, Part, RankPosition
-from elastic.worker.state import State
+from elastic.worker.state.state import State
 
 
 class SnapshotBackend:

@@ -12,14 +12,15 @@ from support.arenas import Agent
 
 from elastic.agent.memory import available_nbytes, plenty
 from elastic.agent.saver import Saver
-from elastic.core import checkpoint_interval, messages
-from elastic.core.checkpoint_interval import Rule
-from elastic.core.shares import beside_shares
-from elastic.core.spec import Checkpoint
+from elastic.checkpoint import interval as checkpoint_interval
+from elastic.checkpoint.interval import Rule
+from elastic.checkpoint.shard_plan import beside_shares
+from elastic.contract import messages
+from elastic.contract.spec import Checkpoint
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
-from elastic.worker.restore import HeldSnapshots
-from elastic.worker.state import State
+from elastic.worker.state.restore import HeldSnapshots
+from elastic.worker.state.state import State
 
 
 def build(seed: int = 0) -> State:

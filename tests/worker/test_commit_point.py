@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from elastic.worker.state import State
-from elastic.worker.watch import WINDOW, Watch
+from elastic.worker.state.state import State
+from elastic.worker.state.watch import WINDOW, Watch
 
 
 def norm() -> nn.Module:
@@ -193,7 +193,7 @@ def test_commit_point_tracks_tensors_too_large_to_copy(monkeypatch: pytest.Monke
     """Each for itself, and all together."""
     for name, limit in (("COPIED_BYTES", 100), ("TOTAL_BYTES", 100)):
         with monkeypatch.context() as patch:
-            patch.setattr(f"elastic.worker.commit_point.{name}", limit)
+            patch.setattr(f"elastic.worker.state.commit_point.{name}", limit)
             net = nn.Module()
             for number in range(4):
                 net.register_buffer(f"b{number}", torch.zeros(10 + 20 * (number == 3)))
@@ -220,7 +220,7 @@ def test_an_average_of_the_weights_is_copied_up_to_a_limit_in_all(monkeypatch: p
         def load_state_dict(self, held: dict[str, Any]) -> None:
             self.shadow = held["shadow"]
 
-    monkeypatch.setattr("elastic.worker.commit_point.TOTAL_BYTES", 100)
+    monkeypatch.setattr("elastic.worker.state.commit_point.TOTAL_BYTES", 100)
     average = Average()
     state = State(average=average)
     state.begin()

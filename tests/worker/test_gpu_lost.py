@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.core import messages
-from elastic.core.checkpoint_interval import Rule
-from elastic.worker import group, run
+from elastic.checkpoint.interval import Rule
+from elastic.contract import messages
+from elastic.worker import run
+from elastic.worker.comm import group
 from elastic.worker.run import Managed, WorkerSettings
-from elastic.worker.state import State
+from elastic.worker.state.state import State
 
 DEVICE = torch.device("cuda", 0)
 

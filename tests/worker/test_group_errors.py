@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.worker import group, nccl
-from elastic.worker.errors import FormError, GroupAborted, is_communication_error
+from elastic.worker.comm import group, nccl
+from elastic.worker.comm.errors import FormError, GroupAborted, is_communication_error
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 TORCH = pathlib.Path(torch.__file__).parent

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
-from elastic.worker.group import Group, GroupAborted
+from elastic.worker.comm.group import Group, GroupAborted
 
 pytestmark = pytest.mark.slow
 

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch._C._distributed_c10d import ErrorType
 
-from elastic.worker import group, nccl
-from elastic.worker.errors import GroupAborted
-from elastic.worker.group import Group
+from elastic.worker.comm import group, nccl
+from elastic.worker.comm.errors import GroupAborted
+from elastic.worker.comm.group import Group
 
 OFF = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 

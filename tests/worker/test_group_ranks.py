@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
-from elastic.worker.errors import FormError, GroupAborted, is_communication_error
-from elastic.worker.group import Group
+from elastic.worker.comm.errors import FormError, GroupAborted, is_communication_error
+from elastic.worker.comm.group import Group
 
 pytestmark = pytest.mark.slow
 

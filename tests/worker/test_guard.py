@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from elastic.core.beat import PAGE_BYTES
-from elastic.core.messages import AbortGroup
+from elastic.contract.beat import PAGE_BYTES
+from elastic.contract.messages import AbortGroup
 from elastic.worker.job import Job
 from elastic.worker.run import AgentLink
 from elastic.worker.session import GenerationEnded, Session
-from elastic.worker.state import State
+from elastic.worker.state.state import State
 
 
 class FakeLink:

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from elastic.worker import ddp
-from elastic.worker import group as groups
-from elastic.worker.errors import is_communication_error
-from elastic.worker.group import Group
-from elastic.worker.in_flight import GRADIENTS, InFlight
+from elastic.worker.comm import ddp
+from elastic.worker.comm import group as groups
+from elastic.worker.comm.errors import is_communication_error
+from elastic.worker.comm.group import Group
+from elastic.worker.comm.in_flight import GRADIENTS, InFlight
 
 
 class Stuck:

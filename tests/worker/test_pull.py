@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.worker import pull
+from elastic.worker.state import pull
 
 
 def tensors(fill: float) -> list[torch.Tensor]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic.core.timeouts import QUIET_S, Timeouts
+from elastic.contract.timeouts import QUIET_S, Timeouts
 from elastic.worker.job import Job
 from elastic.worker.standalone import NoLink
-from elastic.worker.state import State
+from elastic.worker.state.state import State
 
 
 class Link(NoLink):

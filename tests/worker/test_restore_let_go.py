@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic.core import messages
-from elastic.core.beat import PAGE_BYTES
-from elastic.worker.restore import Disk, Store
+from elastic.contract import messages
+from elastic.contract.beat import PAGE_BYTES
 from elastic.worker.session import GenerationEnded, Session
+from elastic.worker.state.restore import Disk, Store
 
 GENERATION = 3
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from support.arenas import Agent
 
+from elastic.checkpoint.interval import Rule
 from elastic.checkpoint.write import commit, write_share
-from elastic.core.checkpoint_interval import Rule
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
-from elastic.worker.restore import Disk, HeldSnapshots
-from elastic.worker.state import State
+from elastic.worker.state.restore import Disk, HeldSnapshots
+from elastic.worker.state.state import State
 
 
 @pytest.fixture

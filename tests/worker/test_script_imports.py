@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pathlib
+import sys
 
 import pytest
 
-from elastic.worker.script_imports import preloadable
+from elastic.worker.boot import zygote
+from elastic.worker.boot.script_imports import preloadable, preloads
 
 
 def found(folder: pathlib.Path, text: str, *skip: str) -> list[str]:
@@ -71,3 +73,35 @@ def test_of_a_module(tmp_path: pathlib.Path) -> None:
     assert preloadable(["-m", "pkg.absent"], str(tmp_path), ()) == []
     assert preloadable(["-m", "absent.train"], str(tmp_path), ()) == []
     assert preloadable(["-m", "timeit"], str(tmp_path), ())[0] == "gc"
+
+
+def test_integrations_are_imported_ahead_and_elastic_is_not(tmp_path: pathlib.Path) -> None:
+    """elastic itself is there; an integration brings its framework, which takes seconds."""
+    text = "import elastic\nfrom elastic.integrations.transformers import Trainer\nimport elastic.worker\nimport csv\n"
+    assert found(tmp_path, text) == ["elastic.integrations.transformers", "csv"]
+    assert found(tmp_path, text, "elastic.integrations.transformers") == ["csv"]
+
+
+def test_preload_asks_for_the_names_that_a_script_imports(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "train.py").write_text("import json\nfrom json import dumps, loads as read\nfrom csv import *\n")
+    assert preloads(["train.py"], str(tmp_path), ()) == {"json": ("dumps", "loads"), "csv": ()}
+
+
+def test_the_zygote_loads_what_a_package_loads_for_a_name(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `import transformers` does, which imports a model's code when its name is asked for."""
+    package = tmp_path / "lazily"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import importlib\ndef __getattr__(name):\n"
+        "    return getattr(importlib.import_module('lazily.part'), name) if name == 'Part' else 1 / 0\n"
+    )
+    (package / "part.py").write_text("class Part: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    problems, _ = zygote._import(["lazily"], {})
+    assert "lazily.part" not in sys.modules
+    problems, _ = zygote._import(["lazily"], {"lazily": ("Part",)})
+    assert not problems
+    assert sys.modules.pop("lazily.part")
+    del sys.modules["lazily"]

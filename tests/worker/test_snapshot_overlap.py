@@ -14,13 +14,13 @@ from support.arenas import Agent
 from support.fake_cuda import Broken, Device, gpu  # noqa: F401 - a fixture
 
 from elastic.checkpoint.arena import Fullness
-from elastic.core.checkpoint_interval import Rule
-from elastic.core.tensors import Table, TensorInfo
+from elastic.checkpoint.interval import Rule
+from elastic.contract.tensor_table import Table, TensorInfo
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.job import Job
 from elastic.worker.session import GenerationEnded
-from elastic.worker.state import State
+from elastic.worker.state.state import State
 
 SIZE = 64
 

@@ -10,11 +10,11 @@ import torch
 from support.arenas import Agent
 from support.ckpt import table_of
 
-from elastic.core.beat import PAGE_BYTES, BeatPage, Doing
-from elastic.core.checkpoint_interval import Rule
+from elastic.checkpoint.interval import Rule
+from elastic.contract.beat import PAGE_BYTES, BeatPage, Doing
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, Part, RankPosition
-from elastic.worker.state import State
+from elastic.worker.state.state import State
 
 LARGE = 1 << 24
 """Elements: 64 MiB of float32."""

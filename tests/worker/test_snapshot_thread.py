@@ -16,12 +16,12 @@ from elastic.checkpoint import fill as fill_module
 from elastic.checkpoint import memcpy
 from elastic.checkpoint.arena import Arena
 from elastic.checkpoint.fill import Fill
+from elastic.checkpoint.interval import Rule
 from elastic.checkpoint.layout import arena_nbytes
-from elastic.core.checkpoint_interval import Rule
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.job import Job
-from elastic.worker.state import State
+from elastic.worker.state.state import State
 
 LIMIT_S = 60.0
 """For what happens at once, also on a machine that is busy."""

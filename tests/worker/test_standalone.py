@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.core.checkpoint_interval import Rule
+from elastic.checkpoint.interval import Rule
 from elastic.worker.job import Job
 from elastic.worker.standalone import run_standalone
-from elastic.worker.state import State
+from elastic.worker.state.state import State
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic.core.tensors import TensorInfo
-from elastic.worker.json_codec import CannotEncodeError, decode, encode
-from elastic.worker.state import State
+from elastic.contract.tensor_table import TensorInfo
+from elastic.worker.state.json_codec import CannotEncodeError, decode, encode
+from elastic.worker.state.state import State
 
 
 def model(seed: int = 0, width: int = 4) -> nn.Module:

@@ -14,12 +14,12 @@ import torch
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 
-from elastic.core.state_source import NoStateError
-from elastic.worker import broadcast, pull
-from elastic.worker.errors import GroupAborted, is_communication_error
-from elastic.worker.group import Group
-from elastic.worker.state import State
-from elastic.worker.sync import synchronise
+from elastic.worker.comm.errors import GroupAborted, is_communication_error
+from elastic.worker.comm.group import Group
+from elastic.worker.state import broadcast, pull
+from elastic.worker.state.state import State
+from elastic.worker.state.state_source import NoStateError
+from elastic.worker.state.sync import synchronise
 
 pytestmark = pytest.mark.slow
 

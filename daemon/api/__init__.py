@@ -1,0 +1,1 @@
+"""The API on the daemon's socket, and the metrics."""

@@ -1,0 +1,274 @@
+"""Requests of users, each carried out in etcd, in the thread of the request.
+
+The loop is not involved: it acts on the change that it then sees in etcd, on every node alike.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from elastic.contract.keys import ClusterKeys, JobKeys, check_name
+from elastic.contract.node_records import AskedRecord, CordonRecord, DrainRecord
+from elastic.contract.phases import PhaseTrigger, after
+from elastic.contract.records import JobState, Phase, ProtocolVersionMismatch, Record, SpecRecord, decode, encode
+from elastic.contract.spec import InvalidSpec, parse_job
+from elastic.etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdForged, EtcdUnavailable, ModIs, Op, Put
+
+from ..authority import Account, Authority, Peer
+from ..errors import Refused
+from ..published_state import PublishedState, Snapshot
+from ..writer import KEY_MISSING
+
+SEEN_S = 2.0
+"""How long an answer waits until this daemon's view of etcd contains its own write."""
+TRIES = 5
+"""Attempts at a change when the same record is changed concurrently."""
+
+R = TypeVar("R", bound=Record)
+RefusalOf = Callable[[SpecRecord], str]
+
+
+class Actions:
+    """Every method raises Refused (400, 403, 404, 409, or 503 when etcd cannot be reached)."""
+
+    def __init__(
+        self, etcd: Etcd, keys: ClusterKeys, board: PublishedState, authority: Authority, refusal: RefusalOf
+    ) -> None:
+        """`refusal`: why this node runs no jobs of a user."""
+        self._etcd = etcd
+        self._keys = keys
+        self._board = board
+        self._authority = authority
+        self._refusal = refusal
+
+    def submit(self, raw: Mapping[str, Any], peer: Peer, owner: Account, replace: bool = False) -> str:
+        """Validate a job's description and create the job of user `owner`. Returns its name."""
+        try:
+            spec = parse_job(raw)
+        except InvalidSpec as error:
+            raise Refused(400, str(error)) from None
+        for field in ("script", "workdir", "env_file"):
+            path = getattr(spec, field)
+            if path and not os.path.isabs(path) and not (field == "script" and spec.workdir):
+                raise Refused(400, f"{field} = {path!r}: an absolute path is needed here (elasticctl makes it one)")
+        keys, now_s = self._keys.job(spec.name), time.time()
+        record = SpecRecord(
+            spec=spec,
+            submitted_wall_s=now_s,
+            submitted_by=peer.user,
+            uid=owner.uid,
+            gid=owner.gid,
+            user=owner.user,
+            submission=uuid.uuid4().hex,
+        )
+        if why := self._refusal(record):
+            raise Refused(403, f"job {spec.name!r} cannot be submitted here: {why}")
+        state = JobState(phase=Phase.PENDING, since_wall_s=now_s)
+        puts = [Put(keys.spec, encode(record)), Put(keys.state, encode(state))]
+        if not self._txn([Absent(keys.spec)], puts):
+            self._make_room(keys, spec.name, replace, peer)
+            if not self._txn([Absent(keys.spec)], puts):
+                raise Refused(409, f"job {spec.name!r} is being submitted by another request too")
+        return spec.name
+
+    def restart(self, job: str, peer: Peer) -> None:
+        """Submit a finished job again, with the same description and owner."""
+        spec, keys = self._owned(job, peer, "restart"), self._job(job)
+        state, revision = self._read(JobState, keys.state)
+        if state is None or not state.phase.over:
+            raise Refused(409, f"job {job!r} is not over: stop it first")
+        # The description is replaced last, in one transaction: a failure on the way loses none of it.
+        self._txn([], [Delete(keys.generation), Delete(keys.progress), Delete(keys.asked)])
+        for prefix in (keys.members, keys.broken_all, keys.incidents):
+            self._delete(prefix)
+        record = msgspec.structs.replace(
+            spec, submitted_wall_s=time.time(), submitted_by=peer.user, submission=uuid.uuid4().hex
+        )
+        pending = JobState(phase=Phase.PENDING, since_wall_s=record.submitted_wall_s)
+        puts = [Put(keys.spec, encode(record)), Put(keys.state, encode(pending))]
+        if not self._txn([ModIs(keys.state, revision)], puts):
+            raise Refused(409, f"job {job!r} is being changed by another request too; try again")
+
+    def _make_room(self, keys: JobKeys, name: str, replace: bool, peer: Peer) -> None:
+        state, _ = self._read(JobState, keys.state)
+        if state is None or not state.phase.over:
+            phase = state.phase if state else Phase.PENDING
+            raise Refused(409, f"job {name!r} is there already and {phase}: stop it first, or choose another name")
+        if not replace:
+            raise Refused(409, f"job {name!r} has {_ended(state.phase)}: choose another name, or submit with --replace")
+        there, _ = self._read(SpecRecord, keys.spec)
+        self._authority.check_job(peer, name, there, "replace")
+        self._remove(keys)
+
+    def stop(self, job: str, reason: str, peer: Peer) -> None:
+        """Stop a job. Complete when its phase is 'stopped'."""
+        self._owned(job, peer, "stop")
+
+        def stopping(state: JobState) -> JobState | None:
+            if state.phase.over or state.phase is Phase.STOPPING:
+                return None
+            return after(state, PhaseTrigger.STOP, reason, time.time())
+
+        self._change(JobState, self._job(job).state, stopping, JobState())
+
+    def scale(self, job: str, nodes: str, peer: Peer) -> None:
+        """Change the number of nodes that a job may have."""
+        self._owned(job, peer, "scale")
+
+        def scaled(record: SpecRecord) -> SpecRecord:
+            raw = msgspec.to_builtins(record.spec) | {"nodes": nodes}
+            try:
+                return msgspec.structs.replace(record, spec=parse_job(raw))
+            except InvalidSpec as error:
+                raise Refused(400, str(error)) from None
+
+        self._change(SpecRecord, self._job(job).spec, scaled)
+
+    def checkpoint(self, job: str, peer: Peer) -> None:
+        """Request a checkpoint of a running job at its next agreed step."""
+        self._owned(job, peer, "request a checkpoint of")
+        state, _ = self._read(JobState, self._job(job).state)
+        if state is not None and state.phase.over:
+            raise Refused(409, f"job {job!r} has {_ended(state.phase)}")
+        more: Callable[[AskedRecord], AskedRecord] = lambda asked: msgspec.structs.replace(  # noqa: E731
+            asked, checkpoint=asked.checkpoint + 1
+        )
+        self._change(AskedRecord, self._job(job).asked, more, AskedRecord())
+
+    def forget(self, job: str, peer: Peer) -> None:
+        """Remove the records of a finished job. Its logs and checkpoints stay."""
+        self._owned(job, peer, "forget")
+        state, _ = self._read(JobState, self._job(job).state)
+        if state is None or not state.phase.over:
+            raise Refused(409, f"job {job!r} is not over: stop it first")
+        self._remove(self._job(job))
+
+    def cordon(self, node: str, reason: str) -> None:
+        """Assign no new work to this node; running work stays."""
+        self._node(node)
+        record = CordonRecord(reason=reason, since_wall_s=time.time())
+        self._txn([], [Put(self._keys.cordon(node), encode(record))])
+
+    def drain(self, node: str, reason: str, deadline_s: float) -> None:
+        """Move all work off this node at a step boundary, and assign it no new work."""
+        self._node(node)
+        record = DrainRecord(reason=reason, deadline_s=deadline_s, since_wall_s=time.time())
+        self._txn([], [Put(self._keys.drain(node), encode(record))])
+
+    def uncordon(self, node: str) -> None:
+        """Undo a cordon or drain, and the exclusion of this node by jobs."""
+        self._node(node)
+        self._txn([], [Delete(self._keys.cordon(node)), Delete(self._keys.drain(node))])
+
+        def pardoned(state: JobState) -> JobState | None:
+            if node not in state.excluded_nodes:
+                return None
+            excluded_nodes = tuple(n for n in state.excluded_nodes if n != node)
+            failures = tuple(f for f in state.failures if f.node != node)  # else the next one excludes it again
+            return msgspec.structs.replace(state, excluded_nodes=excluded_nodes, failures=failures)
+
+        for job in self._board.now.cluster.jobs.values():
+            if node in job.state.excluded_nodes and not job.over:
+                self._change(JobState, self._job(job.name).state, pardoned, JobState())
+
+    # ── etcd ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _job(self, name: str) -> JobKeys:
+        try:
+            return self._keys.job(name)
+        except ValueError as error:
+            raise Refused(400, str(error)) from None
+
+    def _spec(self, job: str) -> SpecRecord:
+        spec, _ = self._read(SpecRecord, self._job(job).spec)
+        if spec is None:
+            raise Refused(404, no_job(job, self._board.now))
+        return spec
+
+    def _owned(self, job: str, peer: Peer, verb: str) -> SpecRecord:
+        """The job as it stands in etcd now, if `peer` may do this to it. Raises Refused (403, 404)."""
+        spec = self._spec(job)
+        self._authority.check_job(peer, job, spec, verb)
+        return spec
+
+    def _node(self, node: str) -> None:
+        try:
+            check_name("node", node)
+        except ValueError as error:
+            raise Refused(400, str(error)) from None
+        cluster = self._board.now.cluster
+        known = {
+            *cluster.nodes,
+            *cluster.cordons,
+            *cluster.drains,
+            *(n for j in cluster.jobs.values() for n in j.members),
+        }
+        if node not in known:
+            raise Refused(404, f"there is no node {node!r}; there are: {', '.join(sorted(known)) or 'none'}")
+
+    def _change(self, kind: type[R], key: str, change: Callable[[R], R | None], default: R | None = None) -> None:
+        """Read, change, write back unless the record was written meanwhile; then again, up to TRIES times."""
+        for _ in range(TRIES):
+            there, revision = self._read(kind, key)
+            record = there if there is not None else default
+            if record is None:
+                raise Refused(404, f"{key} is not there")
+            if (changed := change(record)) is None or self._txn([ModIs(key, revision)], [Put(key, encode(changed))]):
+                return
+        raise Refused(409, f"{key} is changed by other requests all the time; try again")
+
+    def _read(self, kind: type[R], key: str) -> tuple[R | None, int]:
+        try:
+            kv = self._etcd.get(key)
+            return (decode(kind, kv.value), kv.mod_revision) if kv else (None, 0)
+        except EtcdForged as error:
+            raise Refused(409, f"{error}: only root may mend this, with etcdctl (docs/security.md)") from error
+        except EtcdError as error:
+            raise _unavailable(error) from error
+        except (ProtocolVersionMismatch, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Refused(409, f"{key}: {error}") from error
+
+    def _txn(self, compares: Sequence[Compare], then: Sequence[Op]) -> bool:
+        """Whether the transaction was applied; if so, this daemon's view contains it, unless the watch is slow."""
+        if self._etcd.signatures_ignored:
+            raise Refused(409, KEY_MISSING)
+        try:
+            result = self._etcd.txn(compares, then)
+        except EtcdUnavailable as error:
+            unknown = "; whether it was done all the same is not known: look before you repeat it"
+            raise Refused(503, f"{_unavailable(error)}{unknown if error.maybe_done else ''}") from error
+        except EtcdError as error:
+            raise _unavailable(error) from error
+        if result.ok:
+            self._board.wait(lambda s: s.cluster.revision >= result.revision, SEEN_S)
+        return result.ok
+
+    def _remove(self, keys: JobKeys) -> None:
+        self._delete(keys.root)
+        name = keys.root.rstrip("/").rpartition("/")[2]
+        self._board.wait(lambda s: name not in s.cluster.jobs, SEEN_S)
+
+    def _delete(self, prefix: str) -> None:
+        try:
+            self._etcd.delete_prefix(prefix)
+        except EtcdError as error:
+            raise _unavailable(error) from error
+
+
+def no_job(job: str, snapshot: Snapshot) -> str:
+    """The error message for a job that does not exist."""
+    return f"there is no job {job!r}; there are: {', '.join(sorted(snapshot.cluster.jobs)) or 'none'}"
+
+
+def _ended(phase: Phase) -> str:
+    return "been stopped" if phase is Phase.STOPPED else str(phase)
+
+
+def _unavailable(error: EtcdError) -> Refused:
+    return Refused(503, f"etcd cannot be reached now, and this needs it: {error}")

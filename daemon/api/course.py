@@ -1,0 +1,45 @@
+"""A job's course on this node: the points that its agent has kept, as the answer of the API."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from elastic.contract.agent_files import History
+from elastic.contract.records import GenerationRecord
+
+from ..folders import Folder, open_file
+from .views import Json
+
+MOST_BYTES = 1024 * 1024
+"""An agent's file has 60 kB at most; it may be another user's."""
+NODES_NAMED = 8
+
+_DECODER = msgspec.json.Decoder(History)
+
+
+def read(logs: Folder) -> Json | None:
+    """`logs`: the job's folder of logs, beside the agent's. None: no agent of the job has written a point here."""
+    try:
+        with Folder(logs.root, (*logs.names[:-1], "agent")).opened() as folder:
+            descriptor = open_file(folder, "history.json")
+            try:
+                found = _DECODER.decode(os.read(descriptor, MOST_BYTES))
+            finally:
+                os.close(descriptor)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    points = [
+        {"wall_s": p.wall_s, "step": p.step, "loss": p.loss, "steps_per_s": p.steps_per_s,
+         "world_size": p.world_size}
+        for p in found.points
+    ]  # fmt: skip
+    return {"every_s": found.every_s, "points": points}
+
+
+def nowhere(job: str, generation: GenerationRecord | None, node: str) -> str:
+    """Why there is no course of `job` here."""
+    others = [p.node for p in generation.places if p.node != node] if generation else []
+    ask = f": ask on {', '.join(others[:NODES_NAMED])}" if others else ""
+    return f"job {job!r} has made no step on node {node!r}{ask}"

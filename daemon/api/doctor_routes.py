@@ -1,0 +1,188 @@
+"""`GET /v1/doctor`: the checks of this node, of etcd, and of all other nodes, compared. See docs/api.md."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+import elastic
+from elastic.contract.keys import ClusterKeys
+from elastic.etcd.client import Etcd, EtcdError
+
+from .. import addresses, doctor
+from ..asks import Asker, User, ask_each
+from ..config import host_port, port_range
+from ..doctor import ERROR, Finding
+from ..published_state import Snapshot
+from ..settings import Settings
+from .job_routes import asking
+from .views import SCHEMA, Json
+
+if TYPE_CHECKING:
+    from .routes import Request
+
+CONNECT_S = 3.0
+MEMBER_S = 3.0
+
+
+class Doctor:
+    """Measures this node, and asks the others to do the same. Used in the threads of requests."""
+
+    def __init__(self, settings: Settings, etcd: Etcd, asker: Asker, gpus: bool) -> None:
+        self._settings, self._etcd, self._asker, self._gpus = settings, etcd, asker, gpus
+        self._key = ClusterKeys(settings.cluster).root  # etcd's role for elasticd covers this cluster's keys only
+
+    def here(self) -> list[Finding]:
+        """Findings of this machine; nothing is asked of etcd or other nodes."""
+        settings = self._settings
+        found = doctor.local(
+            address=settings.address, interface=settings.interface, state_dir=settings.state_dir,
+            secrets=(settings.etcd.password_file, settings.etcd.key_file, settings.page.token_file),
+            gpus=self._gpus,
+            alone=addresses.only_loopback(settings),
+        )  # fmt: skip
+        return [msgspec.structs.replace(finding, node=settings.node) for finding in found]
+
+    def answer(self, connect: str, snapshot: Snapshot) -> Json:
+        """What another node's doctor asks of this one. `connect`: host:port of a listener there."""
+        return {
+            "schema": SCHEMA,
+            "node": self._settings.node,
+            "findings": [msgspec.to_builtins(f) for f in (*self.here(), *self._latency())],
+            "versions": versions(),
+            "unreached": _unreached(connect, {n.record.address for n in snapshot.cluster.nodes.values()}),
+            "wall_s": time.time(),
+        }
+
+    def whole(self, snapshot: Snapshot, by: User) -> Json:
+        """Everything: this node, etcd, all other nodes."""
+        me = self._settings.node
+        found = [*self.here(), *self._latency(), *self._members()]
+        others = sorted(snapshot.cluster.nodes.keys() - {me})
+        with _listener(self._settings.address, port_range(self._settings.ports)) as listening:
+            began_s = time.time()
+            query = {"connect": listening}
+            answers = ask_each(self._asker, others, "/v1/doctor/local", query, by)
+            ended_s = time.time()
+        facts: dict[str, Mapping[str, str]] = {me: versions()}
+        clocks = {}
+        for node, answer in answers.items():
+            if "error" in answer:
+                found.append(Finding(check="node", level=ERROR, node=node, text=str(answer["error"]),
+                                     cure=f"on {node}: systemctl status elasticd"))  # fmt: skip
+                continue
+            found += [msgspec.convert(row, Finding) for row in answer["findings"]]
+            facts[node] = answer["versions"]
+            clocks[node] = answer["wall_s"] - (began_s + ended_s) / 2, (ended_s - began_s) / 2
+            found += _reached(me, listening, answer)
+        found += [*doctor.compare(facts), *doctor.judge_clocks(clocks)]
+        return {"schema": SCHEMA, "node": me, "worst": doctor.worst(found), "versions": facts,
+                "findings": [msgspec.to_builtins(finding) for finding in found]}  # fmt: skip
+
+    # ── etcd ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _latency(self) -> Iterator[Finding]:
+        """How long a read confirmed by a quorum takes, and a new connection with TLS and login."""
+        me, call_s = self._settings.node, self._settings.timeouts.etcd_call_s
+        try:
+            took_s = doctor.median_s(lambda: self._etcd.get(self._key))
+            yield msgspec.structs.replace(
+                doctor.judge_latency("a read", took_s, call_s, "etcd needs a quick disk and network of its own"),
+                node=me,
+            )
+            fresh = Etcd(self._etcd.access, call_s=call_s)
+            try:
+                took_s = doctor.median_s(lambda: fresh.get(self._key), 1)
+            finally:
+                fresh.close()
+            cure = "client certificates in place of a password: no bcrypt at each login"
+            yield msgspec.structs.replace(
+                doctor.judge_latency("a new connection with login", took_s, call_s, cure), node=me
+            )
+        except EtcdError as error:
+            yield Finding(check="etcd", level=ERROR, node=me, text=f"etcd does not answer: {error}",
+                          cure="see [etcd] in the settings, and etcd's own log")  # fmt: skip
+
+    def _members(self) -> Iterator[Finding]:
+        yield from doctor.judge_members([(m.endpoint, m.ok, m.version, m.error) for m in self._etcd.members(MEMBER_S)])
+
+
+def versions() -> dict[str, str]:
+    return {**doctor.versions(), "elasticd": elastic.__version__}
+
+
+@contextlib.contextmanager
+def _listener(address: str, ports: tuple[int, int]) -> Iterator[str]:
+    """host:port of a socket that accepts connections, and closes them, until the block is left; '' if there can be
+    none. Its port is one of `ports`, which a firewall lets through; (0, 0): any."""
+    server = _server(address, ports)
+    if server is None:  # a finding of its own
+        yield ""
+        return
+
+    def accept() -> None:
+        while True:
+            try:
+                server.accept()[0].close()
+            except OSError:  # closed
+                return
+
+    thread = threading.Thread(target=accept, name="doctor", daemon=True)
+    thread.start()
+    host = f"[{address}]" if ":" in address else address
+    try:
+        yield f"{host}:{server.getsockname()[1]}"
+    finally:
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        server.close()
+        thread.join(1.0)
+
+
+def _server(address: str, ports: tuple[int, int]) -> socket.socket | None:
+    for port in range(ports[0], ports[1] + 1):
+        try:
+            family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server((address, port), family=family)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                return None
+    return None
+
+
+def _unreached(connect: str, known: set[str]) -> str:
+    """Why this node cannot connect to host:port; empty: it can, or need not. Only addresses of nodes are tried."""
+    if not connect:
+        return ""
+    try:
+        host, port = host_port("connect", connect)
+        if host not in known:
+            return f"{host} is no node's address"
+        socket.create_connection((host, port), CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "strerror", None) or error)
+    return ""
+
+
+def _reached(me: str, listening: str, answer: Mapping[str, Any]) -> Iterator[Finding]:
+    node = answer["node"]
+    if why := answer["unreached"]:
+        yield Finding(check="reach", level=ERROR, node=node, text=f"it cannot connect to {me} at {listening}: {why}",
+                      cure="let the nodes reach each other on all ports: firewall, `address`, routes")  # fmt: skip
+    elif listening:
+        yield Finding(check="reach", node=node, text=f"it reaches {me} at {listening}")
+
+
+def get_doctor(h: Request, query: Mapping[str, str]) -> None:
+    h.send_json(200, h.service.doctor.whole(h.service.board.now, asking(h)))
+
+
+def get_doctor_local(h: Request, query: Mapping[str, str]) -> None:
+    h.send_json(200, h.service.doctor.answer(query.get("connect", ""), h.service.board.now))

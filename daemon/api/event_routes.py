@@ -1,0 +1,59 @@
+"""The answer of `GET /v1/events`: the cluster's time line, as it is or followed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from elastic.contract.node_records import EventRecord
+
+from ..cluster import Cluster
+from ..diagnosis import timeline
+from ..published_state import PublishedState, Snapshot
+
+Json = dict[str, Any]
+
+FOLLOW_S = 1.0
+"""Longest time between two looks at whether the client is still there."""
+
+
+class Stream(Protocol):
+    """An answer of several lines: see `routes.Request`."""
+
+    def begin_stream(self) -> None: ...
+    def stream(self, content: Json) -> None: ...
+    def end_stream(self) -> None: ...
+    def still_there(self) -> bool: ...
+
+
+def chosen(cluster: Cluster, job: str, node: str, since_wall_s: float) -> Iterator[tuple[str, EventRecord]]:
+    """(key, event), oldest first. A node's events include those of jobs that name it."""
+    for key in sorted(cluster.events):
+        for event in timeline.read({key: cluster.events[key]}):
+            named = node in ("", event.node) or node in event.node.split(", ")
+            if named and job in ("", event.job) and event.when_wall_s >= since_wall_s:
+                yield key, event
+
+
+def listed(cluster: Cluster, job: str, node: str, since_wall_s: float, last: int) -> list[Json]:
+    """The newest `last` of those chosen; 0: all of them."""
+    return [timeline.as_json(event) for _, event in chosen(cluster, job, node, since_wall_s)][-last:]
+
+
+def follow(h: Stream, board: PublishedState, job: str, node: str, since_wall_s: float, last: int) -> None:
+    """Answer with the chosen events, and with each new one, until the client has gone."""
+    cluster = board.now.cluster
+    h.begin_stream()
+    for row in listed(cluster, job, node, since_wall_s, last):
+        h.stream(row)
+    while h.still_there():
+        before = cluster.events
+        cluster = board.wait(_others_than(before), FOLLOW_S).cluster
+        for key, event in chosen(cluster, job, node, since_wall_s):
+            if key not in before:
+                h.stream(timeline.as_json(event))
+    h.end_stream()
+
+
+def _others_than(before: Mapping[str, bytes]) -> Callable[[Snapshot], bool]:
+    return lambda snapshot: snapshot.cluster.events.keys() != before.keys()

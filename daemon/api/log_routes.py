@@ -1,0 +1,302 @@
+"""`GET /v1/jobs/JOB/logs`: the output of a job's workers, on this node and on the others. See docs/api.md."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from elastic.contract.records import Phase
+
+from ..asks import ask_each
+from ..errors import Refused
+from ..logs import PAST_BYTES, Line, Tail
+from ..published_state import Snapshot
+from . import query_values, views
+from .actions import no_job
+from .instant import now
+from .job_routes import asking, other_nodes
+from .views import Json
+
+if TYPE_CHECKING:
+    from .routes import Request
+
+Query = Mapping[str, str]
+
+FAR_S = 1.0
+"""Interval at which the daemon of another node is asked for more lines."""
+BACKLOG_CHARS = 32 * 1024
+"""After so many it is asked again at once."""
+FOLLOW_S = 0.2
+"""Polling interval of a followed log."""
+PROGRESS_S = 0.5
+"""Minimum interval between progress messages to a follower."""
+WAITS_S = 2.0
+"""How long a job must have waited for something before its followers are told."""
+
+
+def get_logs(h: Request, query: Query, job: str) -> None:
+    """Lines of this node's workers, then, unless another node's daemon asks, of the other nodes' workers."""
+    board, here = h.service.board, "here" in query
+    rank = query_values.count(query, "rank", 0) if "rank" in query else None
+    slot = _slot_of(h, job, rank) if rank is not None else None
+    if rank is not None and slot is None:
+        _far_rank(h, query, job, rank)
+        return
+    known, folder = board.now.cluster.jobs.get(job), h.service.logs(job)
+    h.service.authority.check_logs(h.peer(), job, known.spec if known else None, folder.owner())
+    since_s = query_values.seconds(query, "since_s")
+    tail = Tail(folder, slot, previous=query_values.flag(query, "previous"),
+                since_wall_s=time.time() - since_s if since_s else 0.0)  # fmt: skip
+    last = tail.more_from(_offsets(query)) if "offsets" in query else tail.last(query_values.count(query, "tail", 100))
+    if not last and job not in board.now.cluster.jobs:
+        raise Refused(404, no_job(job, board.now))
+    h.begin_stream()
+    if tail.cut:
+        h.stream({"note": f"of the lines asked for, only the last {len(last)} are shown: as many as were found in the "
+                          f"newest {PAST_BYTES // 2**20} MiB", "cut": True})  # fmt: skip
+    for line in last:
+        h.stream(_line(h, job, line))
+    elsewhere = _elsewhere(h, job) if rank is None else {}
+    if not here:
+        elsewhere = _other_nodes_lines(h, query, job, elsewhere)
+    if query_values.flag(query, "follow"):
+        _follow(h, tail, query, job)
+    if not here or query_values.flag(query, "rest"):
+        for line in tail.rest():
+            h.stream(_line(h, job, line))
+    known = board.now.cluster.jobs.get(job)
+    phase = str(known.state.phase) if known else None
+    h.stream({"end": True, "phase": phase, "elsewhere": elsewhere} | ({"offsets": tail.offsets} if here else {}))
+    h.end_stream()
+
+
+def _follow(h: Request, tail: Tail, query: Query, job: str) -> None:
+    """Stream what is written, and what happens to the job, until it is over here or the reader has gone."""
+    board, follow = h.service.board, True
+    told, waits = _told(board.now, job), Waits(job)
+    progress = Progress(job) if query_values.flag(query, "progress") else None
+    while follow and h.still_there():
+        if note := waits.look(board.now, time.monotonic()):
+            h.stream({"note": note})
+        before, told = told, _told(board.now, job)
+        for note in news(before, told):
+            h.stream({"note": note})
+        if progress and (row := progress.look(board.now, time.monotonic())):
+            h.stream({"progress": row})
+        for line in tail.more():
+            h.stream(_line(h, job, line))
+        follow = not _ended(board.wait(lambda s: _ended(s, job), FOLLOW_S), job)
+    for line in tail.more():
+        h.stream(_line(h, job, line))
+
+
+def _other_nodes_lines(h: Request, query: Query, job: str, elsewhere: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """Stream the earlier lines of the workers on other nodes. Returns the ranks whose lines were not to be had."""
+    asked = _asked(query)
+    if not elsewhere or asked.get("tail") == "0":
+        return dict(elsewhere)
+    missing = {}
+    for node, answer in ask_each(h.service.asker, sorted(elsewhere), f"/v1/jobs/{job}/logs", asked, asking(h)).items():
+        if "error" in answer:
+            missing[node] = elsewhere[node]
+            h.stream({"note": f"no lines from {node}: {answer['error']}", "cut": True})
+        else:
+            _far_lines(h, node, answer)
+    return missing if not query_values.flag(query, "follow") else dict(elsewhere)
+
+
+def _asked(query: Query) -> dict[str, object]:
+    """What another node is asked for first; also a last line that has not ended, if nothing follows."""
+    asked: dict[str, object] = {key: query[key] for key in ("tail", "since_s", "previous") if key in query}
+    return asked if query_values.flag(query, "follow") else asked | {"rest": 1}
+
+
+def _far_rank(h: Request, query: Query, job: str, rank: int) -> None:
+    """The lines of a rank on another node."""
+    board = h.service.board
+    known = board.now.cluster.jobs.get(job)
+    h.service.authority.check_logs(h.peer(), job, known.spec if known else None, None)
+    nodes = other_nodes(board.now, job, h.service.identity.node, rank)
+    if "here" in query or not nodes:
+        raise Refused(404, f"rank {rank} of job {job!r} is not on node {h.service.identity.node} (any more)")
+    # Raises before the stream begins.
+    answer = h.service.asker.ask(nodes[0], f"/v1/jobs/{job}/logs", _asked(query) | {"rank": rank}, asking(h))
+    h.begin_stream()
+    _far_lines(h, nodes[0], answer)
+    if query_values.flag(query, "follow"):
+        _follow_far(h, job, rank, nodes[0], _offsets_in(answer))
+    known = board.now.cluster.jobs.get(job)
+    h.stream({"end": True, "phase": str(known.state.phase) if known else None, "elsewhere": {}})
+    h.end_stream()
+
+
+def _follow_far(h: Request, job: str, rank: int, node: str, offsets: object) -> None:
+    """Ask for more lines every FAR_S, wherever the rank is, until the job is over and all its lines are here."""
+    board, path, over, rest, error = h.service.board, f"/v1/jobs/{job}/logs", False, False, ""
+    while h.still_there():
+        ended = over  # before asking: then nothing is written any more
+        there = other_nodes(board.now, job, h.service.identity.node, rank)
+        if not over and node not in there:
+            if not there:
+                h.stream({"note": f"rank {rank} has left {node}, and is on no other node now: ask again", "cut": True})
+                return
+            node, offsets = there[0], None  # its log there is another one
+            h.stream({"note": f"rank {rank} is on {node} now"})
+        asked: dict[str, object] = {"rank": rank, "rest": int(rest)}
+        asked |= {"offsets": json.dumps(offsets)} if offsets is not None else {}
+        answer = ask_each(h.service.asker, [node], path, asked, asking(h))[node]
+        before, chars = error, 0
+        if error := str(answer.get("error", "")):
+            if ended or error != before:
+                h.stream({"note": f"no lines of rank {rank} now: {error}", "cut": ended})
+            if ended:
+                return
+        else:
+            chars, known = _far_lines(h, node, answer), offsets
+            offsets = _offsets_in(answer)
+            if rest:
+                return
+            rest = ended and offsets == known  # all whole lines are here: only a last one without an end may follow
+        over = over or _over(board.wait(lambda s: _over(s, job), 0.0 if chars >= BACKLOG_CHARS else FAR_S), job)
+
+
+def _far_lines(h: Request, node: str, answer: Mapping[str, Any]) -> int:
+    """Stream the lines that `node` has answered, and what it says of lines left out. Returns their characters."""
+    chars = 0
+    for message in answer["lines"]:
+        if "line" in message:
+            chars += len(message["line"])
+            h.stream(message | {"node": node})
+        elif "note" in message:
+            h.stream(message | {"note": f"{node}: {message['note']}"})
+    return chars
+
+
+def _offsets_in(answer: Mapping[str, Any]) -> object:
+    """As the next question has them; None: the answer has none."""
+    return answer["lines"][-1].get("offsets") if answer["lines"] else None
+
+
+def _over(snapshot: Snapshot, job: str) -> bool:
+    known = snapshot.cluster.jobs.get(job)
+    return known is None or known.over
+
+
+def _offsets(query: Query) -> dict[str, int]:
+    """File -> offset, as an earlier answer gave them. Raises Refused (400)."""
+    try:
+        found = msgspec.json.decode(query["offsets"], type=dict[str, int])
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        raise Refused(400, f"offsets = {query['offsets'][:200]!r}: a JSON object of file names and numbers") from None
+    return {name: offset for name, offset in found.items() if offset >= 0}
+
+
+class Waits:
+    """Reports what a job that makes no step yet waits for, once it has waited for that for a while."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._since: tuple[str, float] = ("", 0.0)
+        self._said = ""
+
+    def look(self, snapshot: Snapshot, now_s: float) -> str:
+        """The message to send now; '' if there is none."""
+        known = snapshot.cluster.jobs.get(self._job)
+        stands = known is not None and known.state.phase in (Phase.PENDING, Phase.WAITING)
+        why = views.job_row(snapshot, known, now())["waiting_for"] if known and stands else ""
+        if why != self._since[0]:
+            self._since = why, now_s
+        if not why or why == self._said or now_s - self._since[1] < WAITS_S:
+            return ""
+        self._said = why
+        return f"{self._job} waits for: {why}"
+
+
+class Progress:
+    """A job's progress, reported when it has changed and at most once per PROGRESS_S."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._said: Json = {}
+        self._due_s = 0.0
+
+    def look(self, snapshot: Snapshot, now_s: float) -> Json:
+        """The progress to send now; {} if there is nothing new."""
+        known = snapshot.cluster.jobs.get(self._job)
+        if known is None or now_s < self._due_s:
+            return {}
+        row = views.job_row(snapshot, known, now())
+        said = {key: row[key] for key in ("phase", "step", "steps_per_s", "loss", "world_size", "waiting_for")}
+        if said == self._said:
+            return {}
+        self._said, self._due_s = said, now_s + PROGRESS_S
+        return said
+
+
+def _told(snapshot: Snapshot, job: str) -> tuple[str, ...]:
+    """The finished incidents of a job, as text."""
+    known = snapshot.cluster.jobs.get(job)
+    if known is None:
+        return ()
+    said = []
+    for incident in known.incidents:
+        if incident.open:
+            continue
+        took_s = max(incident.timeline_s.values(), default=None)
+        took = f" in {took_s:.2f} s" if took_s is not None else ""
+        lost = f", {views.steps_lost(incident)} lost"
+        became = f"world {incident.world_size_before} → {incident.world_size_after} again{took}{lost}"
+        if not incident.world_size_after:
+            became = "the job was given up" if incident.world_size_before else "before the job's first generation"
+        said.append(f"{incident.kind} on {incident.node}: {incident.detail}; {became}")
+    return tuple(said)
+
+
+def news(before: Sequence[str], told: Sequence[str]) -> list[str]:
+    """The messages in `told` that are not in `before`. Not only at its end: an outage may end after a checkpoint failed
+    in it; and the oldest incidents are removed."""
+    return list((Counter(told) - Counter(before)).elements())
+
+
+def _ended(snapshot: Snapshot, job: str) -> bool:
+    """Whether nothing more will be logged here for this job."""
+    known = snapshot.cluster.jobs.get(job)
+    return job not in snapshot.agents and (known is None or known.over)
+
+
+def _slot_of(h: Request, job: str, rank: int) -> int | None:
+    """The slot on this node that has `rank` now, or had it last; None: it is on another node."""
+    snapshot = h.service.board.now
+    known = snapshot.cluster.jobs.get(job)
+    generation = known.generation if known else None
+    if generation is None:
+        raise Refused(404, f"job {job!r} has no ranks (yet)")
+    me = h.service.identity.node
+    for slot, its_rank in generation.ranks(me).items():
+        if its_rank == rank:
+            return slot
+    for place in generation.places:
+        if rank in generation.ranks(place.node).values():
+            return None
+    raise Refused(404, f"job {job!r} has no rank {rank}: its world is {generation.world_size}")
+
+
+def _elsewhere(h: Request, job: str) -> dict[str, list[int]]:
+    """Other nodes that have workers of the job -> their ranks."""
+    snapshot = h.service.board.now
+    known = snapshot.cluster.jobs.get(job)
+    generation = known.generation if known else None
+    nodes = other_nodes(snapshot, job, h.service.identity.node)
+    return {node: sorted(generation.ranks(node).values()) if generation else [] for node in nodes}
+
+
+def _line(h: Request, job: str, line: Line) -> Json:
+    known = h.service.board.now.cluster.jobs.get(job)
+    ranks = known.generation.ranks(h.service.identity.node) if known and known.generation else {}
+    rank = ranks.get(line.slot) if line.slot is not None else None
+    return {"rank": rank, "slot": line.slot, "file": line.source, "line": line.text}

@@ -1,0 +1,57 @@
+"""The API's answers about one node. See docs/api.md."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from .. import drain_effects
+from ..errors import Refused
+from ..published_state import Snapshot
+from . import query_values, views
+from .views import SCHEMA, Json
+
+if TYPE_CHECKING:
+    from .routes import Request
+
+Query = Mapping[str, str]
+
+LONGEST_WAIT_S = 60.0
+
+
+def get_node(h: Request, query: Query, node: str) -> None:
+    snapshot = _with_node(h, node)
+    if (wait_s := query_values.seconds(query, "wait_empty_s")) > 0:
+        snapshot = h.service.board.wait(lambda s: not s.cluster.jobs_on(node), min(wait_s, LONGEST_WAIT_S))
+    rows = [row for row in views.nodes(snapshot, h.service.identity.node, time.time()) if row["node"] == node]
+    gone: Json = {"node": node, "state": "gone", "reason": ""}
+    h.send_json(200, {"schema": SCHEMA} | (rows[0] if rows else gone) | {"jobs": snapshot.cluster.jobs_on(node)})
+
+
+def get_drain(h: Request, query: Query, node: str) -> None:
+    found = drain_effects.effects(_with_node(h, node).cluster, node)
+    rows = [msgspec.to_builtins(effect) | {"text": effect.text} for effect in found]
+    h.send_json(200, {"schema": SCHEMA, "node": node, "jobs": rows})
+
+
+def get_gc(h: Request, query: Query) -> None:
+    """What would be removed here: names of other users' jobs are in it, so it is for those who may remove them."""
+    h.service.authority.check_node(h.peer(), h.service.identity.node, "clean up")
+    h.send_json(200, {"schema": SCHEMA} | h.service.cleaner.clean(dry_run=True))
+
+
+def post_gc(h: Request, query: Query) -> None:
+    h.service.authority.check_node(h.peer(), h.service.identity.node, "clean up")
+    h.send_json(200, {"schema": SCHEMA} | h.service.cleaner.clean(dry_run=False))
+
+
+def _with_node(h: Request, node: str) -> Snapshot:
+    """The newest snapshot, if it knows the node. Raises Refused (404)."""
+    snapshot = h.service.board.now
+    cluster = snapshot.cluster
+    if node not in cluster.nodes and node not in cluster.drains and not cluster.jobs_on(node):
+        raise Refused(404, f"there is no node {node!r}; there are: {', '.join(sorted(cluster.nodes)) or 'none'}")
+    return snapshot

@@ -1,0 +1,93 @@
+"""What this daemon has observed since it started, for /metrics: its own requests, and what became of the jobs."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+from elastic.contract.records import IncidentRecord
+
+from ..cluster import Job
+from ..published_state import Snapshot
+from .histogram import Histograms
+
+REQUEST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+RECOVERY_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+WRITE_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+PHASES = ("published", "aborted", "synced", "stepping")
+"""Marks in an incident's time line: seconds from the detection on."""
+
+
+class Requests:
+    """Durations of requests, from any thread."""
+
+    def __init__(self) -> None:
+        self.api = Histograms(REQUEST_S)
+        """By method, route and status."""
+        self.etcd = Histograms(REQUEST_S)
+        """By gRPC method and outcome."""
+
+    def etcd_called(self, method: str, seconds: float, error: str) -> None:
+        self.etcd.observe(seconds, method, error or "ok")
+
+
+@dataclass
+class JobHistory:
+    """Of one job, as far as this daemon has seen it."""
+
+    incidents: Counter[str] = field(default_factory=Counter)
+    """By kind, those that are over."""
+    steps_lost: int = 0
+    """At least so many."""
+    recovery_s: Histograms = field(default_factory=lambda: Histograms(RECOVERY_S))
+    """By phase."""
+    write_s: Histograms = field(default_factory=lambda: Histograms(WRITE_S))
+    submitted: int = 0
+    seen: set[tuple[int, float, str]] = field(default_factory=set)
+    """Incidents that are counted already."""
+    saved_step: int = -1
+
+
+class Histories:
+    """Call `look` with each snapshot that is exported. etcd keeps a job's last incidents only: this keeps their sum."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, JobHistory] = {}
+        self._lock = threading.Lock()
+
+    def look(self, snapshot: Snapshot) -> dict[str, JobHistory]:
+        with self._lock:
+            jobs = snapshot.cluster.jobs
+            for gone in self._jobs.keys() - jobs.keys():
+                if snapshot.contact.connected:
+                    del self._jobs[gone]
+            for name, job in jobs.items():
+                known = self._jobs.setdefault(name, JobHistory(submitted=job.submitted))
+                if job.submitted and known.submitted not in (0, job.submitted):  # another job of the same name
+                    known = self._jobs[name] = JobHistory()
+                known.submitted = job.submitted or known.submitted
+                self._learn(known, job)
+            return dict(self._jobs)
+
+    @staticmethod
+    def _learn(known: JobHistory, job: Job) -> None:
+        over = {(i.generation, i.wall_s, i.kind): i for i in job.incidents if not i.open}
+        for key, incident in over.items():
+            if key not in known.seen:
+                _count(known, incident)
+        known.seen = set(over)
+        progress = job.progress
+        if progress is not None and progress.checkpoint_write_s and progress.checkpoint_step is not None:
+            if progress.checkpoint_step > known.saved_step:
+                known.write_s.observe(progress.checkpoint_write_s)
+            known.saved_step = progress.checkpoint_step
+
+
+def _count(known: JobHistory, incident: IncidentRecord) -> None:
+    known.incidents[incident.kind] += 1
+    known.steps_lost += incident.steps_lost or 0
+    for phase in PHASES:
+        if (at_s := incident.timeline_s.get(phase)) is not None:
+            known.recovery_s.observe(at_s, phase)

@@ -1,0 +1,82 @@
+"""What is wrong with the cluster as this node sees it: the lines that `elasticctl status` lists. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from elastic.etcd.client import MemberHealth
+
+from ..published_state import Snapshot
+
+if TYPE_CHECKING:
+    from .views import Identity, Now
+
+Json = dict[str, Any]
+
+SILENT_S = 10.0
+"""An agent rewrites its status once a second; if it is older than this, the agent is stopped or its disk is full."""
+
+LARGE_DATABASE_MB = 1600.0
+"""Size of etcd's database that is reported: three quarters of its default quota."""
+
+_ALARMS = {
+    "NOSPACE": "etcd is out of space (alarm NOSPACE) and takes no writes: training goes on, a failure waits to be "
+    "repaired; compact and defragment etcd, or raise its --quota-backend-bytes, then `etcdctl alarm disarm`",
+    "CORRUPT": "etcd found its data corrupt (alarm CORRUPT) and takes no writes: replace the member that differs",
+}
+
+
+def problems_of(snapshot: Snapshot, identity: Identity, rows: list[Json], now: Now) -> list[str]:
+    """One line for each. `rows`: the nodes, as `views.nodes` shows them."""
+    found = []
+    if not snapshot.contact.connected:
+        found.append("etcd cannot be reached: this is the last that was seen of it")
+    found += [_ALARMS.get(alarm, f"etcd has raised the alarm {alarm}") for alarm in snapshot.contact.alarms]
+    found += _member_problems(snapshot.contact.members)
+    if snapshot.stays_out:
+        found.append(f"this node stays out of the cluster: {snapshot.stays_out}")
+    elif not snapshot.registered:
+        found.append("this node is not registered in the cluster (yet)")
+    if (foreign := snapshot.cluster.foreign) and not snapshot.stays_out:
+        key = min(foreign)
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        found.append(f"etcd holds what this elasticd cannot read: {key}{more}: {foreign[key]}")
+    if refused := snapshot.cluster.refused:
+        key = min(refused)
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        found.append(f"etcd holds a record that is refused: {key}{more}: {refused[key]}")
+    for agent in snapshot.agents.values():
+        if agent.status and (silent_s := now.wall_s - agent.status.written_wall_s) > SILENT_S:
+            found.append(f"the agent of {agent.job} on this node has said nothing for {silent_s:.0f} s")
+        if agent.status and agent.status.why_fresh:
+            found.append(
+                f"workers of {agent.job} start seconds later on this node, as new processes, since the zygote is unfit "
+                f"to fork: {agent.status.why_fresh}"
+            )
+    found += [f"{r['node']} is {r['state']}: {r['reason']}" for r in rows if r["state"] in ("unhealthy", "no daemon")]
+    return found + plain_text(identity)
+
+
+def plain_text(identity: Identity) -> list[str]:
+    """etcd is used without TLS from another machine."""
+    if not identity.plain_text:
+        return []
+    where = ", ".join(identity.plain_text)
+    return [f"etcd at {where} is reached in plain text (etcd.insecure): set etcd.ca_file, or trust that network"]
+
+
+def _member_problems(members: Sequence[MemberHealth]) -> list[str]:
+    good = sum(member.ok for member in members)
+    found = [
+        f"etcd member {member.endpoint} is in trouble: {member.error}; {good} of {len(members)} are well, "
+        f"{len(members) // 2 + 1} are needed"
+        for member in members
+        if not member.ok
+    ]
+    large = [member for member in members if member.database_mb > LARGE_DATABASE_MB]
+    return found + [
+        f"etcd member {member.endpoint}: its database takes {member.database_mb:.0f} MB of the 2147 that etcd takes by "
+        "default; compact and defragment it, or raise its --quota-backend-bytes"
+        for member in large
+    ]

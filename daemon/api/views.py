@@ -1,0 +1,392 @@
+"""The daemon's snapshot as the JSON of its API. Pure; docs/api.md defines each field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from elastic.contract.records import IncidentRecord, Phase, ProgressRecord
+
+from .. import authority, masking
+from ..cluster import Job
+from ..diagnosis import goodput, step_time, verdict, why
+from ..published_state import Snapshot
+from .problems import problems_of
+
+SCHEMA = 1
+"""Version of every answer. Fields may be added under the same version; none is removed or changes its meaning."""
+
+SHOWN_REFUSED = 20
+"""At most this many refused records are listed."""
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Properties that do not change while the daemon runs."""
+
+    cluster: str
+    node: str
+    version: str
+    pid: int
+    started_s: float
+    endpoints: tuple[str, ...]
+    embedded: bool
+    metrics: str
+    address: str = ""
+    interface: str = ""
+    address_why: str = ""
+    python: str = ""
+    """Interpreter for jobs that name none."""
+    key_id: str = ""
+    """Names the cluster key; empty: records are not signed."""
+    plain_text: tuple[str, ...] = ()
+    """Endpoints of etcd on other machines that are reached without TLS."""
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    monotonic_s: float
+    wall_s: float
+
+
+def status(snapshot: Snapshot, identity: Identity, now: Now) -> Json:
+    jobs = [job_row(snapshot, job, now) for job in _in_order(snapshot)]
+    nodes_ = nodes(snapshot, identity.node, now.wall_s)
+    problems = problems_of(snapshot, identity, nodes_, now)
+    return {
+        "schema": SCHEMA,
+        "cluster": identity.cluster,
+        "node": identity.node,
+        "version": identity.version,
+        "pid": identity.pid,
+        "uptime_s": round(now.monotonic_s - identity.started_s, 1),
+        "metrics": identity.metrics,
+        "address": identity.address,
+        "interface": identity.interface,
+        "address_why": identity.address_why,
+        "python": identity.python,
+        "wall_s": now.wall_s,
+        "etcd": etcd(snapshot, identity, now),
+        "health": _worst([*(j["health"] for j in jobs), "degraded" if problems else "healthy"]),
+        "problems": problems,
+        "nodes": nodes_,
+        "jobs": jobs,
+    }
+
+
+def etcd(snapshot: Snapshot, identity: Identity, now: Now) -> Json:
+    contact = snapshot.contact
+    age_s = now.monotonic_s - contact.as_of_s
+    return {
+        "connected": contact.connected,
+        "age_s": round(age_s, 1) if math.isfinite(age_s) else None,
+        "error": contact.error,
+        "alarms": list(contact.alarms),
+        "version": contact.version,
+        "endpoints": list(identity.endpoints),
+        "embedded": identity.embedded,
+        "anonymous": contact.anonymous,
+        "signed": bool(identity.key_id),
+        "key_id": identity.key_id,
+        "refused": dict(sorted(snapshot.cluster.refused.items())[:SHOWN_REFUSED]),
+        "members": [
+            {
+                "endpoint": m.endpoint,
+                "ok": m.ok,
+                "version": m.version,
+                "error": m.error,
+                "database_mb": round(m.database_mb, 1),
+            }
+            for m in contact.members
+        ],
+        "revision": snapshot.cluster.revision,
+    }
+
+
+def nodes(snapshot: Snapshot, me: str, wall_s: float) -> list[Json]:
+    """`me`: the node of this daemon."""
+    cluster = snapshot.cluster
+    used: dict[str, dict[str, int]] = {}
+    for job in cluster.jobs.values():
+        # Counted as in the plan, so that "1/2" never appears beside "0 of 2 slots free": a starting agent holds its
+        # slots already, one whose job is over holds none.
+        members = {name: 0 if job.over else member.record.slots for name, member in job.members.items()}
+        for name, slots in {**members, **snapshot.plan.places.get(job.name, {})}.items():
+            used.setdefault(name, {})[job.name] = slots
+    rows = []
+    for name in sorted({*cluster.nodes, *used}):
+        node = cluster.nodes.get(name)
+        jobs = used.get(name, {})
+        row: Json = {"node": name, "jobs": sorted(jobs), "slots_used": sum(jobs.values())}
+        if node is None:  # its agents run, its daemon does not: a restart, or a crash
+            down = "its elasticd does not answer; the agents there go on"
+            rows.append({**row, "state": "no daemon", "reason": down, "slots": None, "gpus": None, "address": "",
+                         "hostname": "", "version": "", "up_since_wall_s": None})  # fmt: skip
+            continue
+        record = node.record
+        state, _, reason = node.why_not.partition(": ")
+        rows.append(
+            row
+            | {
+                "state": state or "ready",
+                "reason": reason,
+                "slots": record.slots,
+                "gpus": record.gpus,
+                "address": record.address,
+                "hostname": record.hostname,
+                "version": record.version,
+                "up_since_wall_s": record.started_wall_s,
+            }
+        )
+    return [row | {"why": why.of_node(snapshot, row["node"], row, me, wall_s)} for row in rows]
+
+
+def job_row(snapshot: Snapshot, job: Job, now: Now) -> Json:
+    """Summary of one job."""
+    spec = job.spec.spec if job.spec else None
+    progress = newest_progress(snapshot, job)
+    waiting = _waiting(snapshot, job, progress)
+    row: Json = {
+        "job": job.name,
+        "phase": str(job.state.phase),
+        "reason": job.state.reason,
+        "since_wall_s": job.state.since_wall_s,
+        "submitted_wall_s": job.spec.submitted_wall_s if job.spec else None,
+        "submitted_by": job.spec.submitted_by if job.spec else "",
+        "owner": authority.owner_name(job.spec) if job.spec else "",
+        "uid": job.spec.uid if job.spec else None,
+        "nodes": spec.nodes if spec else "",
+        "members": len(job.members),
+        "generation": job.generation.number if job.generation else 0,
+        "world_size": job.generation.world_size if job.generation else 0,
+        "step": progress.step if progress else None,
+        "steps_per_s": round(progress.steps_per_s, 3) if progress else None,
+        "loss": _number(progress.loss) if progress else None,
+        "progress_age_s": round(max(0.0, now.wall_s - progress.wall_s), 1) if progress else None,
+        "checkpoint": _checkpoint(progress, now),
+        "snapshot": _snapshot(progress),
+        "goodput": goodput.row(progress),
+        "step_time": step_time.row(progress),
+        "managed": progress.managed if progress else None,
+        "restarts": job.state.restarts,
+        "waiting_for": waiting,
+        "no_progress": _no_progress(job, progress, now),
+        "incidents": len(job.incidents),
+        "last_incident": incident(snapshot, job, job.incidents[-1], now) if job.incidents else None,
+        "error": msgspec.to_builtins(job.state.error) if job.state.error else None,
+    }
+    return row | {"health": _health(job, row), "why": why.of_job(snapshot, job, row, now.wall_s)}
+
+
+def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False) -> Json:
+    """All details of one job; its secrets only if requested."""
+    spec: Json | None = msgspec.to_builtins(job.spec.spec) if job.spec else None
+    places = job.generation.places if job.generation else ()
+    ranks = {} if job.over else _ranks(snapshot, job)
+    return job_row(snapshot, job, now) | {
+        "schema": SCHEMA,
+        "spec": spec if secrets or spec is None else masking.masked(spec),
+        "failures_in_window": len(job.state.failures),
+        "excluded_nodes": list(job.state.excluded_nodes),
+        "places": [{"node": p.node, "host": p.host, "slots": list(p.slots)} for p in places],
+        "why_generation": job.generation.why if job.generation else "",
+        "member_nodes": {
+            name: {
+                "ready": list(m.record.ready),
+                "slots": m.record.slots,
+                "draining": m.record.draining,
+                "address": f"{m.record.host}:{m.record.port}",
+            }
+            for name, m in job.members.items()
+        },
+        "ranks": sorted(ranks.values(), key=_rank_order),
+        "agent": _agent(snapshot, job.name),
+        "recent_incidents": [incident(snapshot, job, i, now) for i in job.incidents[-10:]],
+    }
+
+
+def incident(snapshot: Snapshot, job: Job, record: IncidentRecord, now: Now) -> Json:
+    row: Json = msgspec.to_builtins(record)
+    del row["protocol"]
+    row["open"] = record.open and not job.over  # the end of the job ends every outage
+    age_s = round(max(0.0, now.wall_s - record.wall_s), 1)
+    took_s = age_s if row["open"] else max(record.timeline_s.values(), default=None)
+    waits = _waiting(snapshot, job, newest_progress(snapshot, job)) if row["open"] else ""
+    told = verdict.as_json(verdict.judge(record, _seen(snapshot, job, age_s, waits)))
+    return row | {"job": job.name, "age_s": age_s, "took_s": took_s, "lost": steps_lost(record), "verdict": told}
+
+
+def _seen(snapshot: Snapshot, job: Job, age_s: float, waits_for: str) -> verdict.Seen:
+    nodes = [snapshot.cluster.nodes[n].record for n in _nodes_of(job) if n in snapshot.cluster.nodes]
+    backend = job.spec.spec.backend if job.spec else ""
+    return verdict.Seen(
+        phase=job.state.phase,
+        age_s=age_s,
+        etcd_error="" if snapshot.contact.connected else snapshot.contact.error or "unavailable",
+        etcd_alarms=snapshot.contact.alarms,
+        waits_for=waits_for,
+        gpus=backend != "gloo" and bool(nodes) and all(node.gpus for node in nodes),
+        one_host=all(node.address.startswith(("127.", "localhost", "::1")) for node in nodes),
+    )
+
+
+def _nodes_of(job: Job) -> set[str]:
+    return {*(place.node for place in (job.generation.places if job.generation else ())), *job.members}
+
+
+def steps_lost(record: IncidentRecord) -> str:
+    """'0 steps', '0 to 1 steps', '6 steps or more'; 'unknown'."""
+    least, most = record.steps_lost, record.steps_lost_at_most
+    if least is None:
+        return "unknown"
+    if most is None:
+        return f"{least} step{'' if least == 1 else 's'} or more"
+    number = str(least) if least == most else f"{least} to {most}"
+    return f"{number} step{'' if number == '1' else 's'}"
+
+
+def incidents(snapshot: Snapshot, job: str, now: Now) -> list[Json]:
+    """Incidents of one job, or of all jobs (''), oldest first."""
+    asked = (j for j in snapshot.cluster.jobs.values() if job in ("", j.name))
+    found = [incident(snapshot, j, i, now) for j in asked for i in j.incidents]
+    return sorted(found, key=lambda row: float(row["wall_s"]))
+
+
+def newest_progress(snapshot: Snapshot, job: Job) -> ProgressRecord | None:
+    """The progress in etcd or that of this node's agent, whichever is newer."""
+    agent = snapshot.agents.get(job.name)
+    local = agent.status.progress if agent and agent.status else None
+    known = [p for p in (job.progress, local) if p is not None]
+    return max(known, key=lambda p: (p.generation, p.step, p.wall_s), default=None)
+
+
+def healthz(snapshot: Snapshot, now: Now) -> tuple[bool, Json]:
+    """Whether the daemon itself is alive: its loop turns. An unreachable etcd is no reason to restart it."""
+    age_s = now.monotonic_s - snapshot.turned_s
+    alive = age_s < 10.0
+    return alive, {"schema": SCHEMA, "alive": alive, "last_turn_s": round(age_s, 2),
+                   "etcd_connected": snapshot.contact.connected, "registered": snapshot.registered}  # fmt: skip
+
+
+# ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _in_order(snapshot: Snapshot) -> list[Job]:
+    return sorted(snapshot.cluster.jobs.values(), key=lambda j: (j.over, j.submitted))
+
+
+def _ranks(snapshot: Snapshot, job: Job) -> dict[tuple[str, int], Json]:
+    """(node, slot) -> row: from this node's agent, else from the leader's record, else from the node's record."""
+    rows: dict[tuple[str, int], Json] = {}
+    for place in job.generation.places if job.generation else ():
+        for slot, rank in job.generation.ranks(place.node).items() if job.generation else ():
+            rows[place.node, slot] = {"rank": rank, "node": place.node, "slot": slot, "pid": None, "phase": "",
+                                      "step": None, "incarnation": None, "rss_mb": None, "step_s": None}  # fmt: skip
+    for name, node in snapshot.cluster.nodes.items():
+        for worker in node.record.workers:
+            if worker.job == job.name and (row := rows.get((name, worker.slot))):
+                row |= {"pid": worker.pid, "incarnation": worker.incarnation}
+    local = snapshot.agents.get(job.name)
+    said = [*(job.progress.ranks if job.progress else ()), *(local.status.ranks if local and local.status else ())]
+    return rows | {(row.node, row.slot): msgspec.to_builtins(row) for row in said}
+
+
+def _rank_order(row: Json) -> tuple[bool, int, str, int]:
+    """By rank; those without one last."""
+    return row["rank"] < 0, row["rank"], row["node"], row["slot"]
+
+
+def _agent(snapshot: Snapshot, job: str) -> Json | None:
+    agent = snapshot.agents.get(job)
+    if agent is None:
+        return {"pid": None, "trouble": snapshot.trouble[job]} if job in snapshot.trouble else None
+    said = agent.status
+    return {
+        "pid": agent.pid,
+        "phase": said.phase if said else "starting",
+        "reason": said.reason if said else "",
+        "leader": said.leader if said else False,
+        "etcd_ok": said.etcd_ok if said else None,
+        "standbys": said.standbys if said else 0,
+        "preloaded": list(said.preloaded) if said else [],
+        "draining": agent.draining,
+        "trouble": snapshot.trouble.get(job, ""),
+    }
+
+
+def _checkpoint(progress: ProgressRecord | None, now: Now) -> Json | None:
+    if progress is None or not (progress.checkpoint_step or progress.checkpoint_error or progress.checkpoint_interval):
+        return None
+    at_s = progress.checkpoint_wall_s
+    return {
+        "step": progress.checkpoint_step,
+        "age_s": round(max(0.0, now.wall_s - at_s), 1) if at_s is not None else None,
+        "error": progress.checkpoint_error,
+        "failed": int(bool(progress.checkpoint_error)),
+        "interval": progress.checkpoint_interval,
+        "skipped": progress.checkpoint_skipped,
+    }
+
+
+def _snapshot(progress: ProgressRecord | None) -> Json | None:
+    if progress is None or not (progress.snapshot_mb or progress.snapshot_interval):
+        return None
+    return {
+        "step": progress.snapshot_step,
+        "memory_mb": progress.snapshot_mb,
+        "interval": progress.snapshot_interval,
+    }
+
+
+def _waiting(snapshot: Snapshot, job: Job, progress: ProgressRecord | None) -> str:
+    if job.over:
+        return ""
+    at_work = job.members or job.name in snapshot.agents  # else it is stale, written by an agent that left
+    if progress and progress.waiting_for and at_work:
+        return progress.waiting_for
+    if why := snapshot.plan.waiting.get(job.name):
+        return why
+    return snapshot.trouble.get(job.name, "") if job.name not in snapshot.agents else ""
+
+
+def _no_progress(job: Job, progress: ProgressRecord | None, now: Now) -> Json | None:
+    still = progress.still if progress and not job.over and job.members else None
+    if still is None:
+        return None
+    return {
+        "since_wall_s": still.since_wall_s,
+        "for_s": round(max(0.0, now.wall_s - still.since_wall_s), 1),
+        "rank": still.rank,
+        "node": still.node,
+        "because": still.because,
+        "declared": still.declared,
+    }
+
+
+def _health(job: Job, row: Mapping[str, Any]) -> str:
+    phase = job.state.phase
+    if phase is Phase.FAILED:
+        return "failed"
+    if job.over:
+        return "healthy"
+    checkpoint = row["checkpoint"]
+    still = row["no_progress"]
+    troubled = phase is Phase.WAITING or bool(row["waiting_for"]) or bool(checkpoint and checkpoint["error"])
+    troubled = troubled or bool(still and not still["declared"])
+    return "degraded" if troubled else "healthy"
+
+
+def _worst(healths: list[str]) -> str:
+    order = ("healthy", "degraded", "failed")
+    return max(healths, key=order.index)
+
+
+def _number(value: float | None) -> float | None:
+    """JSON has no NaN."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,119 @@
+"""`elasticctl bundle`: one archive for a bug report, with what the daemons know, and without secrets."""
+
+from __future__ import annotations
+
+import io
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+
+from .. import masking, safe_text
+from . import complete
+from .client import Client, Failed, Unreachable, name
+from .output import Json
+
+ANSWER_S = 60.0
+JOURNAL_LINES = 5000
+LOG_LINES = 2000
+JOBS = 20
+"""Jobs that are described in full, newest first."""
+_ASSIGNED = re.compile(
+    r"(?i)\b([A-Z0-9_]*(?:TOKEN(?!S|IZ)|SECRET|PASSW(?:OR)?D|API_?KEY|CREDENTIALS?)(?:_[A-Z0-9_]*)?"
+    r"['\"]?\s*[=:]\s*['\"]?)[^\s'\",;&]+"
+)
+_PEM = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)
+_BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}")
+
+
+def without_secrets(text: str) -> str:
+    """Hide what looks like a secret: NAME_TOKEN=value, passwords in URLs, private keys, bearer tokens."""
+    text = _PEM.sub(masking.MASK, masking.masked_text(text))
+    return _BEARER.sub(rf"\1 {masking.MASK}", _ASSIGNED.sub(rf"\g<1>{masking.MASK}", text))
+
+
+@click.command()
+@click.argument("job", required=False, shell_complete=complete.jobs)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="The archive. Default: elasticd-DATE.tar.gz here."
+)
+@click.option("--logs", "with_logs", is_flag=True, help="Also the last lines that the workers wrote.")
+@click.pass_obj
+def bundle(client: Client, job: str | None, output: Path | None, with_logs: bool) -> None:
+    """Write one archive for a bug report: status, settings, doctor, incidents, JOB or all jobs, stacks, journal.
+
+    What looks like a secret is hidden; look through it before you send it.
+    """
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    target = output or Path(f"elasticd-{stamp}.tar.gz")
+    missing = []
+    try:
+        with tarfile.open(target, "x:gz") as archive:
+            for file, make in parts(client, job, with_logs):
+                try:
+                    content = make()
+                except (Failed, Unreachable, OSError, ValueError, subprocess.SubprocessError) as error:
+                    content = f"not to be had: {error}\n"
+                    missing.append(f"{file}: {error}")
+                raw = without_secrets(content).encode(errors="backslashreplace")
+                entry = tarfile.TarInfo(f"elasticd-{stamp}/{file}")
+                entry.size, entry.mtime, entry.mode = len(raw), int(time.time()), 0o600
+                archive.addfile(entry, io.BytesIO(raw))
+    except FileExistsError:
+        raise Failed(409, f"{target} is there already: name another with -o") from None
+    except OSError as error:
+        raise Failed(500, f"{target}: {error.strerror}") from None
+    for line in missing:
+        click.echo(safe_text.line(f"left out: {line}"), err=True)
+    click.echo(safe_text.line(f"{target} is written. Secrets are hidden as far as they are known: look through it"))
+
+
+def parts(client: Client, job: str | None, with_logs: bool) -> Iterator[tuple[str, Callable[[], str]]]:
+    """(file in the archive, what makes its content)."""
+
+    def answer(path: str, query: Json | None = None) -> Callable[[], str]:
+        return lambda: json.dumps(client.get(path, query, timeout_s=ANSWER_S), indent=2)
+
+    yield "about.json", lambda: json.dumps({"python": sys.version, "platform": platform.platform()}, indent=2)
+    yield "status.json", answer("/v1/status")
+    yield "doctor.json", answer("/v1/doctor")
+    yield "settings.json", answer("/v1/config", {"nodes": 1})
+    yield "incidents.json", answer("/v1/incidents", {"job": job or ""})
+    yield "events.json", answer("/v1/events", {"last": 1000, "job": job or ""})
+    yield "journal.txt", _journal
+    for each in [job] if job else _jobs(client):
+        yield f"jobs/{each}/job.json", answer(f"/v1/jobs/{name(each)}")
+        yield f"jobs/{each}/stacks.json", answer(f"/v1/jobs/{name(each)}/stacks")
+        if with_logs:
+            yield f"jobs/{each}/logs.txt", lambda each=each: _lines(client, each)  # type: ignore[misc]
+
+
+def _jobs(client: Client) -> list[str]:
+    try:
+        rows = client.get("/v1/jobs")["jobs"]
+    except (Failed, Unreachable):
+        return []  # noted by the other parts
+    return [row["job"] for row in rows][:JOBS]
+
+
+def _lines(client: Client, job: str) -> str:
+    messages = client.lines(f"/v1/jobs/{name(job)}/logs", {"tail": LOG_LINES})
+    return "".join(f"[{m.get('node', '')} {m['slot']}] {m['line']}\n" for m in messages if "line" in m)
+
+
+def _journal() -> str:
+    if shutil.which("journalctl") is None:
+        return "there is no journalctl here\n"
+    argv = ["journalctl", "--unit=elasticd*", f"--lines={JOURNAL_LINES}", "--no-pager", "--output=short-iso"]
+    return subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=30, check=False).stdout
+
+
+COMMANDS: dict[str, click.Command] = {"bundle": bundle}

@@ -1,0 +1,124 @@
+"""`elasticctl loss` and `elasticctl report`: a job's course, on the terminal and as a page."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from .. import safe_text
+from .client import Client, Failed, name
+from .complete import JOB
+from .output import Json, as_json, print_json
+
+BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-~=+*#"
+FIELDS = ("wall_s", "step", "loss", "steps_per_s", "world_size")
+NARROWEST, WIDEST = 20, 200
+
+
+@click.command()
+@JOB
+@click.option("--csv", "as_csv", is_flag=True, help="Print the points as CSV, with a header.")
+@as_json
+@click.pass_obj
+def loss(client: Client, job: str, as_csv: bool, as_json: bool) -> None:
+    """Show the loss of JOB over its steps, in at most 1,000 points kept on each of its nodes."""
+    data = client.get(f"/v1/jobs/{name(job)}/history")
+    if as_json:
+        return print_json(data)
+    if as_csv:
+        writer = csv.DictWriter(sys.stdout, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        return writer.writerows({field: point[field] for field in FIELDS} for point in data["points"])
+    encoding = sys.stdout.encoding or "ascii"
+    width = max(NARROWEST, min(WIDEST, _columns()))
+    for text in summary(data, width, BLOCKS if encoding.lower().startswith("utf") else ASCII):
+        click.echo(safe_text.line(text))
+    return None
+
+
+def _columns() -> int:
+    try:
+        return int(os.environ.get("COLUMNS") or os.get_terminal_size(sys.stdout.fileno()).columns)
+    except (OSError, ValueError):
+        return 80
+
+
+def summary(data: Json, width: int, levels: str) -> list[str]:
+    """Lines of at most `width` characters."""
+    known = [(point["step"], point["loss"]) for point in data["points"] if point["loss"] is not None]
+    if not known:
+        return [f"{data['job']}: no loss is reported (job.commit(state, loss))"]
+    (first, begin), (last, end) = known[0], known[-1]
+    at, lowest = min(known, key=lambda point: (point[1], point[0]))
+    return [
+        f"{data['job']}: loss {begin:.6g} at step {first}, {end:.6g} at step {last}",
+        sparkline([value for _, value in known], width, levels),
+        f"lowest {lowest:.6g} at step {at}",
+    ]
+
+
+def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
+    """`values` as at most `width` characters, each the mean of its part; equal values are all in the lowest level."""
+    cells = min(width, len(values))
+    bounds = [len(values) * i // cells for i in range(cells + 1)] if cells else []
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    top = len(levels) - 1
+    return "".join(levels[round((mean - low) / (high - low) * top) if high > low else 0] for mean in means)
+
+
+@click.command()
+@JOB
+@click.option("-o", "--output", "path", required=True, metavar="FILE", help="Where the page goes; - is stdout.")
+@click.pass_obj
+def report(client: Client, job: str, path: str) -> None:
+    """Write a report of JOB as one HTML page: time line, loss, rate, incidents, where the time went."""
+    from ..page import report as report_page
+
+    status = client.get("/v1/status")
+    detail = client.get(f"/v1/jobs/{name(job)}")
+    incidents = client.get("/v1/incidents", {"job": job})["incidents"]
+    try:
+        history: Json | None = client.get(f"/v1/jobs/{name(job)}/history")
+    except Failed as error:
+        if error.status != 404:
+            raise
+        history = None
+        click.echo(safe_text.line(f"without curves: {error}"), err=True)
+    text = report_page.page(detail, incidents, history, status["wall_s"])
+    if path == "-":
+        click.echo(text, nl=False)
+        return
+    try:
+        _replace(Path(path), text)
+    except OSError as error:
+        raise Failed(0, f"cannot write {path}: {error.strerror or error}") from None
+    click.echo(safe_text.line(f"{path}: {len(text) // 1024 + 1} KiB"))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write the whole file or nothing, with the modes of a new file."""
+    target = path.resolve()
+    if target.exists() and not target.is_file():  # a terminal, a pipe, /dev/null
+        target.write_text(text, encoding="utf-8")
+        return
+    mask = os.umask(0)
+    os.umask(mask)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as file:
+        try:
+            file.write(text)
+            os.fchmod(file.fileno(), 0o666 & ~mask)
+            os.replace(file.name, target)
+        except OSError:
+            os.unlink(file.name)
+            raise
+
+
+COMMANDS = {"loss": loss, "report": report}

@@ -1,0 +1,81 @@
+"""`elasticctl doctor`: what is wrong or about to be, with the cure of each; and `elasticctl stacks`."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from .. import safe_text
+from .client import Client, name
+from .complete import JOB
+from .output import Json, as_json, print_json
+
+OK, ERROR, WARNING = 0, 1, 3
+"""Exit codes by the worst finding."""
+CODES = {"ok": OK, "warning": WARNING, "error": ERROR}
+COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
+ANSWER_S = 60.0
+
+
+@click.command()
+@click.option("--all", "every", is_flag=True, help="Passed checks, too.")
+@as_json
+@click.pass_obj
+def doctor(client: Client, every: bool, as_json: bool) -> None:
+    """Check all nodes and etcd: names, addresses, disk, limits, clocks, versions. Each finding comes with its cure.
+
+    Exit code: 0 all is right, 3 there are warnings, 1 there are errors.
+    """
+    data = client.get("/v1/doctor", timeout_s=ANSWER_S)
+    if as_json:
+        print_json(data)
+    else:
+        for line, level in lines(data, every):
+            click.secho(line, fg=COLOURS.get(level))
+    sys.exit(CODES.get(data["worst"], ERROR))
+
+
+def lines(data: Json, every: bool) -> list[tuple[str, str]]:
+    """(line, level): errors first, then warnings; with `every` also what is right; and a summary."""
+    data = safe_text.shown(data)
+    order = ("error", "warning", "ok")
+    found = sorted(data["findings"], key=lambda row: (order.index(row["level"]), row["node"], row["check"]))
+    said = []
+    for row in found:
+        if row["level"] == "ok" and not every:
+            continue
+        where = f"{row['node']}: " if row["node"] else ""
+        said.append((f"{row['level']:<8}{row['check']:<10}{where}{row['text']}", row["level"]))
+        if row["cure"]:
+            said.append((f"{'':<18}→ {row['cure']}", ""))
+    count = {level: sum(row["level"] == level for row in found) for level in order}
+    told = [f"{n} {level}{'s' if n != 1 else ''}" for level, n in count.items() if level != "ok" and n]
+    many = f"{len(data['versions'])} node{'s' if len(data['versions']) != 1 else ''}"
+    said.append((f"{', '.join(told) or 'all is right'}; {len(found)} checks on {many}", ""))
+    return said
+
+
+@click.command()
+@JOB
+@click.option("--rank", type=click.IntRange(0), help="Only this rank.")
+@as_json
+@click.pass_obj
+def stacks(client: Client, job: str, rank: int | None, as_json: bool) -> None:
+    """Print the Python stack of each thread of JOB's workers, on all nodes. They are not paused for it."""
+    data = client.get(f"/v1/jobs/{name(job)}/stacks", {} if rank is None else {"rank": rank}, timeout_s=ANSWER_S)
+    if as_json:
+        print_json(data)
+    else:
+        for row in data["stacks"]:
+            who = f"rank {row['rank']}" if row["rank"] >= 0 else "no rank"
+            doing = f"{row['phase']}, step {row['step']}"
+            head = f"── {who} on {row['node']}, slot {row['slot']}, process {row['pid']}: {doing}"
+            click.secho(safe_text.line(head), bold=True)
+            click.echo(safe_text.block(row["stack"].rstrip()))
+        for node, why in data["unanswered"].items():
+            click.secho(safe_text.line(f"no stacks from {node}: {why}"), fg="red", err=True)
+    sys.exit(ERROR if data["unanswered"] else OK)
+
+
+COMMANDS: dict[str, click.Command] = {"doctor": doctor, "stacks": stacks}

@@ -1,0 +1,80 @@
+"""`elasticctl drain`: with a preview of what it would do to jobs, and a wait for the node to be empty."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import click
+
+from .. import safe_text
+from .client import Client, name
+from .complete import NODE
+from .output import Json, as_json, length, print_json, say
+
+TIMED_OUT = 1
+LONGEST_ANSWER_S = 60.0
+
+
+@click.command()
+@NODE
+@click.option("--reason", default="", help="Why, for the record and for status.")
+@click.option(
+    "--deadline", "deadline_s", type=length, default="0", metavar="TIME",
+    help="When the node goes away, whether it is empty or not.",
+)  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Only show what it would do to the jobs there.")
+@click.option("--wait", "wait_", is_flag=True, help="Return when no job runs on NODE any more.")
+@click.option("--timeout", "timeout_s", type=length, default="1h", show_default=True, metavar="TIME",
+              help="With --wait: give up after this long, with exit code 1. The drain goes on.")  # fmt: skip
+@as_json
+@click.pass_obj
+def drain(
+    client: Client, node: str, reason: str, deadline_s: float, dry_run: bool, wait_: bool, timeout_s: float,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Move all work off NODE at a step boundary, and assign it no new work.
+
+    A job that would fall below its minimum of nodes is named: it saves a checkpoint, if it has checkpoint.dir, and
+    waits for another node.
+    """
+    data = client.get(f"/v1/nodes/{name(node)}/drain")
+    if not as_json:
+        for row in data["jobs"]:
+            mark = "! " if row["effect"] == "stops" else ""
+            click.echo(safe_text.line(f"{mark}{row['text']}"), err=not dry_run)
+    if dry_run:
+        if as_json:
+            print_json(data)
+        elif not data["jobs"]:
+            click.echo(safe_text.line(f"no job runs on {node}"))
+        return
+    body: Json = {"deadline_s": deadline_s} | ({"reason": reason} if reason else {})
+    answer = client.post(f"/v1/nodes/{name(node)}/drain", body) | {"jobs": data["jobs"]}
+    if not wait_:
+        say(answer, as_json, f"{node} is being drained")
+        return
+    left = until_empty(client, node, timeout_s)
+    if as_json:
+        print_json(answer | {"jobs_left": left})
+    elif left:
+        click.echo(
+            safe_text.line(f"{node} still has {', '.join(left)} after {timeout_s:g} s; the drain goes on"), err=True
+        )
+    else:
+        click.echo(safe_text.line(f"{node} is drained: no job runs there"))
+    sys.exit(TIMED_OUT if left else 0)
+
+
+def until_empty(client: Client, node: str, timeout_s: float) -> list[str]:
+    """Names of the jobs that still run on `node` at the timeout; none: it is empty."""
+    end_s = time.monotonic() + timeout_s
+    while True:
+        left_s = min(LONGEST_ANSWER_S, max(0.0, end_s - time.monotonic()))
+        data = client.get(f"/v1/nodes/{name(node)}", {"wait_empty_s": left_s}, timeout_s=left_s + 10)
+        jobs: list[str] = data["jobs"]
+        if not jobs or time.monotonic() >= end_s:
+            return jobs
+
+
+COMMANDS: dict[str, click.Command] = {"drain": drain}

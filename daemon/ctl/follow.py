@@ -1,0 +1,223 @@
+"""Following a job's log until it is over: `elasticctl logs -f` and `elasticctl run`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NoReturn, TextIO
+
+import click
+
+from .. import safe_text
+from .client import Client, Json, Unreachable, name
+
+RECONNECT_S = 30.0
+"""How long the daemon may be unreachable (a restart, an upgrade) before following ends."""
+
+AGAIN = threading.Event()
+"""Never set, used to sleep: there is no event for the return of a daemon."""
+
+RESULTS = {"succeeded": 0, "failed": 4, "stopped": 1}
+TERMINATED = 143
+
+_CLEAR = "\r\x1b[2K"
+
+
+class ProgressLine:
+    """One line at the bottom of a terminal, replaced as the job progresses; nothing without a terminal."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._on = out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._shown = ""
+
+    def show(self, text: str) -> None:
+        if self._on:
+            self._shown = text
+            width = shutil.get_terminal_size().columns
+            self._out.write(_CLEAR + safe_text.line(text)[: width - 1])
+            self._out.flush()
+
+    def clear(self) -> None:
+        """Before other output; `again` puts it back."""
+        if self._on and self._shown:
+            self._out.write(_CLEAR)
+            self._out.flush()
+
+    def again(self) -> None:
+        if self._shown:
+            self.show(self._shown)
+
+
+def show(
+    client: Client, job: str, *, follow: bool, rank: int | None, tail: int, as_json: bool, notes: bool = False,
+    slots: Container[int] | None = None, chosen: Mapping[str, object] | None = None, stamps: bool = False,
+) -> Json:  # fmt: skip
+    """Print lines until the stream ends; returns its last message, {} if it broke. `notes`: also events of the job, and
+    on a terminal its progress. `slots`: print the lines of workers in these alone. `chosen`: further parts of the
+    query. `stamps`: before each line that is followed, the time at which it arrived."""
+    foot = ProgressLine(sys.stderr)
+    query: dict[str, object] = {"tail": tail, "follow": int(follow), "progress": int(notes and not as_json)}
+    query |= chosen or {}
+    began_s = time.monotonic()
+    if rank is not None:
+        query["rank"] = rank
+    end: Json = {}
+    as_shown = safe_text.output if sys.stdout.isatty() else str  # into a pipe or a file: as the worker wrote it
+    try:
+        for message in client.lines(f"/v1/jobs/{name(job)}/logs", query):
+            if message.get("end"):
+                end = message
+            if slots is not None and "line" in message and message["slot"] not in slots:
+                continue
+            if as_json:
+                sys.stdout.write(json.dumps(message) + "\n")
+            elif "progress" in message:
+                foot.show(progress_text(message["progress"]))
+                continue
+            elif "note" in message:
+                if notes or message.get("cut"):
+                    foot.clear()
+                    click.secho(safe_text.line(f"── {message['note']}"), fg="cyan", err=True)
+                    foot.again()
+            elif "line" in message:
+                foot.clear()
+                stamp = _stamp(time.monotonic() - began_s, follow) if stamps else ""
+                sys.stdout.write(f"{stamp}[{_source(message)}] {as_shown(message['line'])}\n")
+                sys.stdout.flush()
+                foot.again()
+            sys.stdout.flush()
+    finally:
+        foot.clear()
+    if not as_json and (elsewhere := end.get("elsewhere")):
+        where = ", ".join(f"{', '.join(map(str, ranks))} on {node}" for node, ranks in elsewhere.items())
+        what = "not followed" if follow else "not shown"
+        said = f"({what}: rank {where}; one of them: elasticctl logs {job} --rank N{' -f' if follow else ''})"
+        click.secho(safe_text.line(said), dim=True, err=True)
+    if not as_json and end.get("phase") == "failed":
+        _tell_error(client.get(f"/v1/jobs/{name(job)}"))
+    return end
+
+
+def progress_text(row: Json) -> str:
+    """'running  step 120  8.3 steps/s  loss 0.0123  world 4'."""
+    parts = [str(row["phase"])]
+    if row["step"] is not None:
+        parts.append(f"step {row['step']}")
+    if row["steps_per_s"] and row["phase"] == "running":
+        parts.append(f"{row['steps_per_s']:.1f} steps/s")
+    if row["loss"] is not None:
+        parts.append(f"loss {row['loss']:.4g}")
+    if row["world_size"]:
+        parts.append(f"world {row['world_size']}")
+    if row["waiting_for"]:
+        parts.append(f"waits for: {row['waiting_for']}")
+    return "  ".join(parts)
+
+
+def _tell_error(data: Json) -> None:
+    """The rank that failed first, with its traceback."""
+    if error := data["error"]:
+        from .render import failed_first
+
+        click.secho(safe_text.line(f"── {failed_first(error)}:"), fg="red", err=True)
+        click.echo(safe_text.block(error["traceback"].rstrip() or error["message"]), err=True)
+
+
+def until_over(client: Client, job: str, as_json: bool, slots: Container[int] | None = None) -> int:
+    """Follow `job` to its end; returns its result as an exit code. Ctrl-C prompts. `slots` as for `show`."""
+    tail, gone_s = 1000, None
+    with _terminated_in_words(job):
+        while True:
+            try:
+                end = show(client, job, follow=True, rank=None, tail=tail, as_json=as_json, notes=True, slots=slots)
+                data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": 30}, timeout_s=40)
+                gone_s, tail = None, 0
+                if end and data["phase"] in RESULTS:
+                    return _result(data, as_json)
+            except Unreachable:
+                now_s = time.monotonic()
+                gone_s = gone_s or now_s
+                if now_s - gone_s > RECONNECT_S:
+                    raise
+                tail = 0
+                AGAIN.wait(0.3)
+            except KeyboardInterrupt:
+                if (code := _ask(client, job)) is not None:
+                    return code
+                tail = 0
+
+
+@contextmanager
+def _terminated_in_words(job: str) -> Iterator[None]:
+    """SIGTERM, e.g. from `timeout`, ends this command and not the job, with a message."""
+
+    def end(*_: object) -> NoReturn:
+        click.echo(f"\nterminated: {job} goes on; stop it with: elasticctl stop {job}", err=True)
+        sys.exit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _ask(client: Client, job: str) -> int | None:
+    """Handle Ctrl-C: the exit code, or None to continue to follow."""
+    if not sys.stdin.isatty():
+        click.echo(f"\ndetached: {job} goes on; stop it with: elasticctl stop {job}", err=True)
+        return 130
+    try:
+        answer = click.prompt(
+            f"\n{job} runs. [d]etach and let it go on, [s]top it, or [f]ollow on?",
+            type=click.Choice(["d", "s", "f"]), default="d", show_choices=False, err=True,
+        )  # fmt: skip
+    except (click.Abort, KeyboardInterrupt):
+        answer = "d"
+    if answer == "f":
+        return None
+    if answer == "s":
+        client.post(f"/v1/jobs/{name(job)}/stop", {"reason": "stopped by Ctrl-C in elasticctl run"})
+        return None
+    click.echo(f"detached: {job} goes on; follow it with: elasticctl logs -f {job}", err=True)
+    return 130
+
+
+def _result(data: Json, as_json: bool) -> int:
+    if not as_json:
+        click.secho(safe_text.line(result_text(data)), fg="green" if data["phase"] == "succeeded" else "red", err=True)
+    return RESULTS[data["phase"]]
+
+
+def result_text(data: Json) -> str:
+    """'── train has succeeded at step 468, loss 0.01234'."""
+    at = f" at step {data['step']}" if data["step"] is not None else ""
+    loss = f", loss {data['loss']:.6g}" if data["loss"] is not None else ""
+    reason = f": {data['reason']}" if data["reason"] else ""
+    return f"── {data['job']} has {'been stopped' if data['phase'] == 'stopped' else data['phase']}{at}{loss}{reason}"
+
+
+EARLIER_S = 0.5
+"""Lines that come this soon after the request were written before it."""
+
+
+def _stamp(after_s: float, follow: bool) -> str:
+    """Time of day, or blanks for a line that was written before."""
+    late = follow and after_s > EARLIER_S
+    return f"{time.strftime('%H:%M:%S')} " if late else " " * 9
+
+
+def _source(message: Json) -> str:
+    """'3', 'slot 1', 'standby'; of another node with its name: '3 n2'."""
+    node = f" {safe_text.line(message['node'])}" if message.get("node") else ""
+    if message["rank"] is not None:
+        return f"{message['rank']}{node}"
+    return (f"slot {message['slot']}" if message["slot"] is not None else "standby") + node

@@ -1,0 +1,214 @@
+"""From command-line input to a job's description: files, options, relative paths."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Raw = dict[str, Any]
+
+
+class InvalidJob(Exception):
+    """The input is not a valid job; the message says what to change."""
+
+
+def from_file(path: Path) -> Raw:
+    """Read job.toml. Without a `name`, the file's own name is used."""
+    try:
+        raw = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise InvalidJob(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidJob(f"{path}: is not TOML: {error}") from None
+    except ValueError as error:  # a NUL in the path
+        raise InvalidJob(f"{str(path)!r}: {error}") from None
+    for field, value in _leaves(raw):
+        if not _is_json(value):
+            raise InvalidJob(f"{path}: {field} = {value}: no field is a date: write a text in quotes")
+    raw.setdefault("name", job_name(path.stem))
+    return raw
+
+
+def from_command(command: Sequence[str], module: bool, program: bool = False) -> Raw:
+    """['train.py', '--lr', '1'] -> the first fields of the job."""
+    if module and program:
+        raise InvalidJob("--no-python and --module: the command is a program or a Python module, give one of them")
+    what, *args = command
+    key = "program" if program else "module" if module else "script"
+    return {key: what, "args": args, "name": job_name(Path(what).stem if not module else what)}
+
+
+def override(raw: Raw, settings: Iterable[str]) -> None:
+    """Apply 'checkpoint.keep=5' and the like. A value is parsed as TOML, else taken as text; in `env` always as
+    text."""
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise InvalidJob(f"--set {text}: write FIELD=VALUE, as in checkpoint.keep=5")
+        if name.strip().startswith("env."):
+            environment(raw, [f"{name.strip().removeprefix('env.')}={value}"])
+        else:
+            put(raw, name.strip(), _value(value))
+
+
+def environment(raw: Raw, pairs: Iterable[str], shell: Mapping[str, str] = os.environ) -> None:
+    """Apply 'LR=0.1': everything after the first '=' is the value, unchanged. 'LR' alone: the shell's value."""
+    env = raw.setdefault("env", {})
+    if not isinstance(env, dict):
+        raise InvalidJob(f"env = {env!r}: expected a table [env]")
+    shell = dict(shell)  # os.environ raises for names that are no text
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name:
+            raise InvalidJob(f"-e {pair!r}: write NAME=VALUE, or NAME to pass on the shell's value")
+        if not equals and name not in shell:
+            raise InvalidJob(
+                f"-e {pair}: there is no variable {name!r} in this shell: export it, or write {name}=VALUE"
+            )
+        env[name] = value if equals else shell[name]
+
+
+def put(raw: Raw, name: str, value: Any) -> None:
+    *tables, last = name.split(".")
+    if len(tables) > 1:
+        raise InvalidJob(f"{name[:200]}: no such field")
+    for table in tables:
+        raw = raw.setdefault(table, {})
+        if not isinstance(raw, dict):
+            raise InvalidJob(f"{name}: {table!r} is not a table")
+    raw[last] = value
+
+
+def resolve(raw: Raw, here: Path) -> None:
+    """Make paths absolute, relative to `here`: the daemon runs elsewhere. Files to be run must exist. A field that is
+    not text is left unchanged: the daemon refuses it by name."""
+    given = raw.get("workdir") or "."
+    if isinstance(given, str):
+        raw["workdir"] = str(_absolute("workdir", given, here))
+        if not os.path.isdir(raw["workdir"]):
+            raise InvalidJob(f"workdir = {given!r}: there is no such folder: {raw['workdir']}")
+    if isinstance(script := raw.get("script"), str) and script:
+        raw["script"] = _script(script, here, str(raw.get("workdir")))
+    if isinstance(program := raw.get("program"), str) and program:
+        raw["program"] = _program(program, here)
+    if isinstance(python := raw.get("python"), str) and "/" in python:
+        raw["python"] = str(_absolute("python", python, here, follow=False))
+        if not os.access(raw["python"], os.X_OK) or os.path.isdir(raw["python"]):
+            raise InvalidJob(f"python = {python!r}: there is no such program: {raw['python']}")
+    if isinstance(env_file := raw.get("env_file"), str) and env_file:
+        raw["env_file"] = str(_absolute("env_file", env_file, here))
+        if not os.path.isfile(raw["env_file"]):
+            raise InvalidJob(f"env_file = {env_file!r}: there is no such file: {raw['env_file']}")
+    checkpoint = raw.get("checkpoint")
+    if isinstance(checkpoint, dict) and isinstance(folder := checkpoint.get("dir"), str) and folder:
+        checkpoint["dir"] = str(_absolute("checkpoint.dir", folder, here))
+
+
+def _script(script: str, here: Path, workdir: str) -> str:
+    for base in (here, Path(workdir)):
+        path = _absolute("script", script, base)
+        if os.path.isfile(path):
+            return str(path)
+        if os.path.isdir(path):
+            raise InvalidJob(f"script = {script!r}: is a folder: name a file in it, or run a package with -m")
+    raise InvalidJob(f"script = {script!r}: there is no such file in {here}")
+
+
+DAEMONS_OWN = "daemon"
+"""What --python takes for the interpreter of the daemon."""
+
+
+def interpreter(given: str | None, daemons: str, ours: str = sys.executable, in_venv: bool | None = None) -> str:
+    """The interpreter of a job that `run` submits; '': the daemon's own. Without --python the one that runs elasticctl,
+    if that is in a virtual environment: it is where the user has installed what the script imports."""
+    if given is not None:
+        return "" if given == DAEMONS_OWN else given
+    in_venv = sys.prefix != sys.base_prefix if in_venv is None else in_venv
+    return ours if in_venv and ours != daemons else ""
+
+
+def _program(program: str, here: Path) -> str:
+    """The path of a program, as this shell would find it."""
+    if "/" not in program:
+        if (found := shutil.which(program)) is not None:
+            return os.path.abspath(found)
+        hint = f": write ./{program}" if os.path.isfile(here / program) else ""
+        raise InvalidJob(f"program = {program!r}: there is no such program on PATH{hint}")
+    path = _absolute("program", program, here, follow=False)
+    if not os.path.isfile(path):
+        raise InvalidJob(f"program = {program!r}: there is no such file: {path}")
+    if not os.access(path, os.X_OK):
+        raise InvalidJob(f"program = {program!r}: is not executable: chmod +x it, or name its interpreter before it")
+    return str(path)
+
+
+def check_module(raw: Raw, python: str) -> None:
+    """Raise InvalidJob for a module that its interpreter does not find. `python`: interpreter of a job that names
+    none."""
+    from . import modules
+
+    module, given, env = raw.get("module"), raw.get("python") or python, raw.get("env") or {}
+    if not (isinstance(module, str) and module and isinstance(given, str) and isinstance(env, dict)):
+        return
+    texts = {name: value for name, value in env.items() if isinstance(value, str)}
+    if why := modules.missing(module, given, str(raw.get("workdir") or ""), texts):
+        raise InvalidJob(f"module = {module[:200]!r}: {given} -m would fail in {raw.get('workdir')}: {why[:500]}")
+
+
+def number(text: str) -> int | str:
+    """'2' -> 2; other text is unchanged, to be refused by name."""
+    return int(text) if re.fullmatch("[0-9]{1,30}", text) else text
+
+
+def free_name(wanted: str, taken: Iterable[str]) -> str:
+    """`wanted`, or with the first free number appended."""
+    known = set(taken)
+    if wanted not in known:
+        return wanted
+    return next(name for n in range(2, len(known) + 3) if (name := f"{wanted}-{n}") not in known)
+
+
+def _absolute(field: str, text: str, here: Path, follow: bool = True) -> Path:
+    try:
+        path = here / Path(text).expanduser()
+        return path.resolve() if follow else Path(os.path.abspath(path))
+    except (OSError, ValueError, RuntimeError) as error:  # too long; a NUL; an unknown user; a ring of links
+        raise InvalidJob(f"{field} = {text[:200]!r}: {error}") from None
+
+
+def job_name(text: str) -> str:
+    """`text` with the characters that a job's name may have."""
+    cleaned = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in text.lower())
+    return cleaned.strip("._-")[:60] or "job"
+
+
+def _value(text: str) -> Any:
+    try:
+        value = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return text
+    return value["value"] if list(value) == ["value"] and _is_json(value["value"]) else text
+
+
+def _leaves(raw: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON can hold it: TOML also has dates and times."""
+    try:
+        json.dumps(value)
+    except (TypeError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,118 @@
+"""Commands on a job as a whole: wait for its end, start it again, remove its records."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import click
+
+from . import complete as ctl_complete
+from .client import Client, Failed, name
+from .complete import JOB
+from .output import OVER, Json, as_json, length, print_json, say
+
+RESULTS = {"succeeded": 0, "failed": 4, "stopped": 1}
+TIMED_OUT = 1
+LONGEST_ANSWER_S = 60.0
+"""The daemon answers a request that waits after this time at the latest."""
+
+
+@click.command()
+@JOB
+@click.option("--timeout", "timeout_s", type=length, metavar="TIME", help="Give up after this long, e.g. 10m.")
+@as_json
+@click.pass_obj
+def wait(client: Client, job: str, timeout_s: float | None, as_json: bool) -> None:
+    """Wait until JOB is over. Exit code: 0 succeeded, 4 failed, 1 stopped or still running at the timeout."""
+    data = until_over(client, job, timeout_s)
+    phase = data["phase"]
+    if as_json:
+        print_json(data)
+    elif phase in OVER:
+        say(data, False, ended(data))
+    else:
+        say(data, False, f"{job} is still {phase} after {timeout_s:g} s", err=True)
+    sys.exit(RESULTS.get(phase, TIMED_OUT))
+
+
+def until_over(client: Client, job: str, timeout_s: float | None) -> Json:
+    """The job once it is over, or as it is at the timeout."""
+    end_s = time.monotonic() + timeout_s if timeout_s is not None else None
+    while True:
+        left_s = LONGEST_ANSWER_S if end_s is None else min(LONGEST_ANSWER_S, max(0.0, end_s - time.monotonic()))
+        data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": left_s}, timeout_s=left_s + 10)
+        if data["phase"] in OVER or (end_s is not None and time.monotonic() >= end_s):
+            return data
+
+
+def ended(data: Json) -> str:
+    """'train has failed at step 468: crash loop …'."""
+    at = f" at step {data['step']}" if data["step"] is not None else ""
+    reason = f": {data['reason']}" if data["reason"] else ""
+    return f"{data['job']} has {'been stopped' if data['phase'] == 'stopped' else data['phase']}{at}{reason}"
+
+
+@click.command()
+@JOB
+@click.option("--timeout", "timeout_s", type=length, default="10m", show_default=True, metavar="TIME",
+              help="How long to wait for a running job to stop.")  # fmt: skip
+@as_json
+@click.pass_obj
+def restart(client: Client, job: str, timeout_s: float, as_json: bool) -> None:
+    """Start JOB again, with the same description: stops it first if it runs.
+
+    It resumes from its newest checkpoint, if it has any; its earlier records are removed.
+    """
+    data = client.get(f"/v1/jobs/{name(job)}")
+    if data["phase"] not in OVER:
+        client.post(f"/v1/jobs/{name(job)}/stop", {"reason": "stopped to be restarted"})
+        data = until_over(client, job, timeout_s)
+        if data["phase"] not in OVER:
+            raise Failed(409, f"{job} is still {data['phase']} after {timeout_s:g} s; restart it again when it is over")
+    say(client.post(f"/v1/jobs/{name(job)}/restart"), as_json, f"{job} is submitted again")
+
+
+@click.command()
+@click.argument("jobs", metavar="[JOB]...", nargs=-1, shell_complete=ctl_complete.jobs)
+@click.option("--over", is_flag=True, help="All jobs that are over and that you may forget.")
+@click.option("--older-than", "older_s", type=length, default="0", metavar="TIME",
+              help="With --over: only those that ended this long ago, e.g. 7d.")  # fmt: skip
+@as_json
+@click.pass_obj
+def forget(client: Client, jobs: tuple[str, ...], over: bool, older_s: float, as_json: bool) -> None:
+    """Remove the records of finished JOBs. Checkpoints stay; logs stay for as long as `retention` in the settings
+    says."""
+    if bool(jobs) == over:
+        raise click.UsageError(
+            "name the jobs to forget, or give --over" if not jobs else "give JOB or --over, not both"
+        )
+    if older_s and not over:
+        raise click.UsageError("--older-than needs --over")
+    names = old_enough(client.get("/v1/status"), older_s) if over else list(jobs)
+    forgotten: list[str] = []
+    for job in names:
+        try:
+            data = client.delete(f"/v1/jobs/{name(job)}")
+        except Failed as error:
+            if over and error.status in (403, 404, 409):  # of another user; forgotten or started again meanwhile
+                continue
+            raise
+        forgotten.append(job)
+        if not over:
+            say(data, as_json, f"{job} is forgotten")
+    if over:
+        text = f"forgotten: {', '.join(forgotten)}" if forgotten else "no job is over for that long"
+        say({"schema": 1, "forgotten": forgotten}, as_json, text if forgotten or older_s else "no job is over")
+
+
+def old_enough(status: Json, older_s: float) -> list[str]:
+    """Names of the jobs in an answer of /v1/status that ended at least `older_s` seconds ago."""
+    return [
+        row["job"]
+        for row in status["jobs"]
+        if row["phase"] in OVER and status["wall_s"] - (row["since_wall_s"] or 0.0) >= older_s
+    ]
+
+
+COMMANDS: dict[str, click.Command] = {"wait": wait, "restart": restart, "forget": forget}

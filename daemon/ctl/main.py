@@ -1,0 +1,376 @@
+"""The command `elasticctl`: inspects and controls a cluster through the daemon of this node.
+
+Exit codes: 0 ok · 1 refused or failed · 2 wrong usage, or an invalid value · 3 degraded: needs attention · 4 a job has
+failed · 5 no daemon answers · 6 etcd cannot be reached, and the command needs it · 7 another user's job, or
+a command for admins.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+import elastic
+
+from .. import safe_text
+from . import complete as ctl_complete
+from . import late as ctl_late
+from . import torchrun as ctl_torchrun
+from .client import Client, Failed, Unreachable, default_socket, name
+from .complete import JOB, NODE
+from .output import OVER, as_json
+from .output import print_json as _print
+from .output import say as _say
+
+Json = dict[str, Any]
+
+OK, ERROR, USAGE, DEGRADED, FAILED, NO_DAEMON, NO_ETCD, DENIED = range(8)
+INTERRUPTED = 130
+HEALTH = {"healthy": OK, "degraded": DEGRADED, "failed": FAILED}
+AS_USER = click.option("--as", "user", default="", metavar="USER", help="Submit a job of this user; for root only.")
+
+
+class Main(click.Group):
+    """Turns errors into text, or JSON if requested, and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *ctl_late.MODULES})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, cmd_name) or ctl_late.command(cmd_name)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()  # here, and not at interpreter exit, where it could not be caught
+        except BrokenPipeError:  # head or less has closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(OK)
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # a locale without '→' must not end a command
+        words = list(sys.argv[1:] if args is None else args)
+        as_json = "--json" in words[: words.index("--") if "--" in words else None]
+        try:
+            code = super().main(words, *rest, **options | {"standalone_mode": False})
+        except Unreachable as error:
+            _die(str(error), NO_DAEMON, as_json)
+        except Failed as error:
+            _die(str(error), {400: USAGE, 403: DENIED, 503: NO_ETCD}.get(error.status, ERROR), as_json, error.status)
+        except click.UsageError as error:
+            _die(error.format_message(), USAGE, as_json, hint=error.ctx.get_usage() if error.ctx else "")
+        except click.ClickException as error:
+            _die(error.format_message(), error.exit_code, as_json)
+        except (click.Abort, KeyboardInterrupt):
+            sys.exit(INTERRUPTED)
+        sys.exit(code if isinstance(code, int) else OK)
+
+
+@click.group(cls=Main, context_settings={"help_option_names": ["-h", "--help"]}, epilog=__doc__.partition("\n\n")[2])
+@click.option(
+    "--socket",
+    default=None,
+    metavar="PATH",
+    help="The daemon's socket; default: $ELASTICCTL_SOCKET, else the usual one.",
+)
+@click.version_option(elastic.__version__, prog_name="elasticctl")
+@click.pass_context
+def main(ctx: click.Context, socket: str | None) -> None:
+    """Inspect and control an elasticd cluster."""
+    ctx.obj = Client(socket or default_socket())
+
+
+@main.command()
+@click.argument("job", required=False, shell_complete=ctl_complete.jobs)
+@click.option("-w", "--watch", is_flag=True, help="Show it anew every second, until Ctrl-C.")
+@as_json
+@click.pass_obj
+def status(client: Client, job: str | None, watch: bool, as_json: bool) -> None:
+    """Show the cluster, or one JOB with its ranks."""
+    path = f"/v1/jobs/{name(job)}" if job else "/v1/status"
+    data = client.get(path)
+    if as_json:
+        _print(data)
+    else:
+        from . import render
+
+        show = render.job if job else render.status
+        if watch:
+            render.watch(lambda: show(client.get(path)))
+            return
+        show(data)
+    sys.exit(max(HEALTH[data["health"]], OK if data["etcd"]["connected"] else DEGRADED))
+
+
+@main.command()
+@as_json
+@click.pass_obj
+def jobs(client: Client, as_json: bool) -> None:
+    """All jobs, running ones first."""
+    data = client.get("/v1/jobs")
+    if as_json:
+        return _print(data)
+    from . import render
+
+    return render.jobs(data["jobs"])
+
+
+@main.command()
+@as_json
+@click.pass_obj
+def nodes(client: Client, as_json: bool) -> None:
+    """The nodes of the cluster."""
+    data = client.get("/v1/nodes")
+    if as_json:
+        return _print(data)
+    from . import render
+
+    return render.nodes(data["nodes"])
+
+
+@main.command()
+@click.argument("job", required=False, shell_complete=ctl_complete.jobs)
+@click.option("--last", default=0, help="Only the newest N.")
+@click.option("--full", is_flag=True, help="With verdict, time line, stacks and traceback of each.")
+@as_json
+@click.pass_obj
+def incidents(client: Client, job: str | None, last: int, full: bool, as_json: bool) -> None:
+    """Failures and planned changes, with the cost of each."""
+    data = client.get("/v1/incidents", {"job": job or "", "last": last})
+    if as_json:
+        return _print(data)
+    from . import render
+
+    found = data["incidents"]
+    if full and found:
+        for row in found:
+            render.incident(row)
+        return None
+    return render.incidents(found)
+
+
+@main.command()
+@click.argument("file")
+@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Override a field: checkpoint.keep=5.")
+@click.option("--replace", is_flag=True, help="Take the name of a job that is over; its records go.")
+@AS_USER
+@as_json
+@click.pass_obj
+def submit(client: Client, file: str, settings: tuple[str, ...], replace: bool, user: str, as_json: bool) -> None:
+    """Submit the job that FILE (job.toml) describes."""
+    from . import job_file
+
+    try:
+        raw = job_file.from_file(Path(file))
+        job_file.override(raw, settings)
+        job_file.resolve(raw, Path.cwd())
+        if raw.get("module"):
+            job_file.check_module(raw, client.get("/v1/status")["python"])
+    except job_file.InvalidJob as error:
+        raise Failed(400, str(error)) from None
+    data = client.post("/v1/jobs", {"spec": raw, "replace": replace, "as": user})
+    _say(data, as_json, f"{data['job']} is submitted; see: elasticctl status {data['job']}")
+
+
+@main.command(context_settings={"allow_interspersed_args": False})
+@click.option("--name", "job_name", help="Name of the job; else the script's, with a number where it is taken.")
+@click.option("--nodes", metavar="MIN:MAX", help="How many nodes. Default 1:1.")
+@click.option("-w", "--workers", metavar="N", help="Workers on each node; default: as many as it has slots.")
+@click.option("-m", "--module", is_flag=True, envvar="PET_MODULE", help="The first word is a module, as for python -m.")
+@click.option(
+    "-e",
+    "--env",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="A variable for the workers, as text; without =VALUE as it is in this shell.",
+)
+@click.option("--env-file", metavar="FILE", help="Lines NAME=VALUE, read on each node: secrets stay out of etcd.")
+@click.option(
+    "--python",
+    metavar="PATH",
+    help="Interpreter with torch and elastic. Default: that of elasticctl, if it is in a virtual environment; else the "
+    "daemon's own, which --python daemon takes in any case.",
+)
+@click.option("--checkpoints", metavar="DIR", help="Folder for checkpoints.")
+@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other field of a job.")
+@click.option("--detach", is_flag=True, help="Submit only; do not follow.")
+@AS_USER
+@as_json
+@ctl_torchrun.options
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_context
+def run(
+    ctx: click.Context,
+    /,
+    job_name: str | None,
+    nodes: str | None,
+    workers: str | None,
+    module: bool,
+    env: tuple[str, ...],
+    env_file: str | None,
+    python: str | None,
+    checkpoints: str | None,
+    settings: tuple[str, ...],
+    detach: bool,
+    user: str,
+    as_json: bool,
+    command: tuple[str, ...],
+    **torchrun: str | bool | None,
+) -> None:
+    """Submit a script, follow its log, and end with its result: elasticctl run --nodes 1:2 train.py --lr 0.1
+
+    Options go before the script; what follows it are the script's own. torchrun's options are accepted, too: see
+    docs/torchrun.md. Ctrl-C asks whether to detach (the job continues) or to stop it.
+    """
+    from . import follow as follow_job
+    from . import job_file
+
+    client: Client = ctx.obj
+    try:
+        given = ctl_torchrun.given(ctx, torchrun)
+        cluster = client.get("/v1/status")
+        taken = job_file.interpreter(python, cluster["python"]) or None
+        meant = ctl_torchrun.translate(given, gpus=any(row["gpus"] for row in cluster["nodes"]))
+        fields = {"nodes": nodes, "workers_per_node": workers and job_file.number(workers), "env_file": env_file,
+                  "checkpoint.dir": checkpoints, "python": taken}  # fmt: skip
+        raw = ctl_torchrun.unite(meant, fields, given) | job_file.from_command(command, module, meant.program)
+        job_file.environment(raw, [*(["PATH"] if meant.program else []), *env])
+        job_file.override(raw, settings)
+        job_file.resolve(raw, Path.cwd())
+        job_file.check_module(raw, cluster["python"])
+    except job_file.InvalidJob as error:
+        raise Failed(400, str(error)) from None
+    for note in meant.notes if not as_json else ():
+        click.echo(safe_text.line(note), err=True)
+    if not as_json and python is None and not meant.program and cluster["python"] != sys.executable:
+        other = "--python daemon takes the daemon's" if taken else "--python takes another"
+        click.echo(safe_text.line(f"it runs with {raw.get('python') or cluster['python']}; {other}"), err=True)
+    by_id = "" if job_name else meant.name and job_file.job_name(meant.name)
+    known = [row["job"] for row in cluster["jobs"] if not by_id or row["phase"] in OVER]
+    raw["name"] = job_name or job_file.free_name(by_id or raw["name"], known)
+    try:
+        _say(client.post("/v1/jobs", {"spec": raw, "as": user}), as_json, f"{raw['name']} is submitted", err=True)
+    except Failed as error:
+        if not by_id or error.status != 409:
+            raise
+        _say({"job": by_id}, as_json, f"{raw['name']} runs already, with this --rdzv-id: following it", err=True)
+    if not detach:
+        sys.exit(follow_job.until_over(client, raw["name"], as_json, meant.local_ranks))
+
+
+@main.command()
+@JOB
+@click.option("--reason", default="", help="Why, for the record.")
+@click.option("--wait", "wait_s", default=0.0, metavar="SECONDS", help="Wait until it has ended.")
+@as_json
+@click.pass_obj
+def stop(client: Client, job: str, reason: str, wait_s: float, as_json: bool) -> None:
+    """End JOB: its workers get SIGTERM, and SIGKILL after its stop_grace_s."""
+    data = client.post(f"/v1/jobs/{name(job)}/stop", {"reason": reason} if reason else {})
+    until_s = time.monotonic() + wait_s
+    while data["phase"] not in OVER and (left_s := min(until_s - time.monotonic(), 60.0)) > 0:  # 60: the longest answer
+        data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": left_s}, timeout_s=left_s + 10)
+    is_over = data["phase"] in ("succeeded", "failed")
+    _say(data, as_json, f"{job} {'has' if is_over else 'is'} {data['phase']}")
+
+
+@main.command()
+@JOB
+@click.argument("nodes", metavar="MIN:MAX")
+@as_json
+@click.pass_obj
+def scale(client: Client, job: str, nodes: str, as_json: bool) -> None:
+    """Change the number of nodes that JOB may have; no step is lost."""
+    data = client.post(f"/v1/jobs/{name(job)}/scale", {"nodes": nodes})
+    _say(data, as_json, f"{job} may have {nodes} nodes now")
+
+
+@main.command()
+@NODE
+@click.option("--reason", default="", help="Why, for the record and for status.")
+@as_json
+@click.pass_obj
+def cordon(client: Client, node: str, reason: str, as_json: bool) -> None:
+    """Assign no new work to NODE; running work continues."""
+    data = client.post(f"/v1/nodes/{name(node)}/cordon", {"reason": reason} if reason else {})
+    _say(data, as_json, f"{node} takes no new work")
+
+
+@main.command()
+@NODE
+@as_json
+@click.pass_obj
+def uncordon(client: Client, node: str, as_json: bool) -> None:
+    """Undo a cordon or drain of NODE, and let the jobs that excluded it use it again."""
+    _say(client.post(f"/v1/nodes/{name(node)}/uncordon"), as_json, f"{node} takes work again")
+
+
+@main.group()
+def checkpoint() -> None:
+    """Checkpoints: take one now, list, verify, export."""
+
+
+@checkpoint.command("now")
+@JOB
+@as_json
+@click.pass_obj
+def checkpoint_now(client: Client, job: str, as_json: bool) -> None:
+    """Request a checkpoint of JOB at the next step that all ranks agree on."""
+    _say(client.post(f"/v1/jobs/{name(job)}/checkpoint"), as_json, f"{job} is asked for a checkpoint")
+
+
+@checkpoint.command("list")
+@click.argument("where", metavar="DIR|JOB")
+@as_json
+@click.pass_obj
+def checkpoint_list(client: Client, where: str, as_json: bool) -> None:
+    """The checkpoints in DIR, or in JOB's directory: newest first, then quarantined ones."""
+    from . import checkpoint_commands
+
+    sys.exit(checkpoint_commands.show_list(client, where, as_json))
+
+
+@checkpoint.command("verify")
+@click.argument("where", metavar="PATH|DIR|JOB")
+@as_json
+@click.pass_obj
+def checkpoint_verify(client: Client, where: str, as_json: bool) -> None:
+    """Check every byte of one checkpoint, or of all in a directory. Exit code 1: one is damaged."""
+    from . import checkpoint_commands
+
+    sys.exit(checkpoint_commands.show_verify(client, where, as_json))
+
+
+@checkpoint.command("export")
+@click.argument("path")
+@click.argument("target")
+@click.option("--format", "form", type=click.Choice(["torch", "dcp"]), default="torch", show_default=True,
+              help="One file for torch.load, or a torch.distributed.checkpoint directory.")  # fmt: skip
+@as_json
+def checkpoint_export(path: str, target: str, form: str, as_json: bool) -> None:
+    """Write the checkpoint at PATH to TARGET in the format of another tool. Every byte is checked."""
+    from . import checkpoint_commands
+
+    sys.exit(checkpoint_commands.export(path, target, form, as_json))
+
+
+def _die(message: str, code: int, as_json: bool = False, status: int | None = None, hint: str = "") -> NoReturn:
+    """End with `code`. As JSON on stdout, in the form of the API's errors; else as text on stderr."""
+    if as_json:
+        _print({"schema": 1, "error": {"status": status, "message": message, "exit_code": code}})
+    else:
+        if hint:
+            click.echo(safe_text.block(hint), err=True)
+        click.echo(safe_text.block(f"elasticctl: {message}", most=safe_text.LINE_CHARS), err=True)
+    sys.exit(code)

@@ -1,0 +1,40 @@
+"""What the command modules share: the option --json, and how an answer is printed."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import click
+
+from .. import safe_text
+
+Json = dict[str, Any]
+
+OVER = ("succeeded", "failed", "stopped")
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/api.md describes it.")
+
+
+def print_json(data: Json) -> None:
+    click.echo(json.dumps(data, indent=2))
+
+
+def say(data: Json, as_json: bool, text: str, err: bool = False) -> None:
+    """`data` as JSON if requested, else `text`."""
+    if as_json:
+        print_json(data)
+    else:
+        click.echo(safe_text.line(text), err=err)
+
+
+_UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_LENGTH = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(s|m|min|h|d)?")
+
+
+def length(text: str | float) -> float:
+    """A length of time in seconds: '90', '90s', '10m', '2h', '7d'. A type for click's options."""
+    if (match := _LENGTH.fullmatch(str(text).strip())) is None:
+        raise click.BadParameter(f"{text!r} is no length of time: write seconds, or a number with s, m, h or d: 10m")
+    return float(match[1]) * _UNITS[match[2] or "s"]

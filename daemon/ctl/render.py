@@ -1,0 +1,425 @@
+"""The output of elasticctl. Rich is imported here only, and only the parts that are needed.
+
+Every answer goes through `safe_text.shown` first, and the console reads no markup: no text in it can break the output.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.control import Control
+from rich.text import Text
+
+from ..diagnosis import goodput, step_time
+from ..safe_text import shown
+from .table import Column, Rows
+
+Json = dict[str, Any]
+
+COLOURS = {
+    **dict.fromkeys(("running", "succeeded", "ready", "healthy"), "green"),
+    **dict.fromkeys(("pending", "stopping", "cordoned", "draining", "degraded", "starting"), "yellow"),
+    **dict.fromkeys(("waiting", "no daemon"), "bold yellow"),
+    **dict.fromkeys(("failed", "unhealthy"), "bold red"),
+    "stopped": "dim",
+}
+
+
+OVER = ("succeeded", "failed", "stopped")
+
+PIPED_CELLS = 200
+"""Width if the output is not a terminal and no width is set."""
+
+
+def console() -> Console:
+    """Interprets no markup and no emoji codes; adds no colours by itself."""
+    made = _Console(highlight=False, markup=False, emoji=False)
+    if made.is_terminal or os.environ.get("COLUMNS"):
+        return made
+    return _Console(highlight=False, markup=False, emoji=False, width=PIPED_CELLS)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would end the process with exit code 1
+
+
+def watch(show: Callable[[], None]) -> None:
+    """Call `show` every second on a cleared screen, until Ctrl-C."""
+    pause = threading.Event()
+    try:
+        while True:
+            console().control(Control.home(), Control.clear())
+            show()
+            pause.wait(1.0)
+    except KeyboardInterrupt:
+        pass  # the regular way to end it
+
+
+def status(data: Json) -> None:
+    """Cluster, nodes, jobs and problems."""
+    out, data = console(), shown(data)
+    head = Text.assemble("cluster ", (data["cluster"], "bold"), "  node ", (data["node"], "bold"), "  ", _health(data))
+    _say(out, head)
+    _say(out, etcd_line(data["etcd"]))
+    if data["address_why"]:
+        on = f" on {data['interface']}" if data["interface"] else ", on no interface of this machine"
+        _say(out, Text(f"address {data['address']}{on} ({data['address_why']})"))
+    for problem in data["problems"]:
+        _say(out, Text(f"! {problem}", "yellow"))
+    out.print()
+    _nodes(data["nodes"]).print(out)
+    out.print()
+    rows = _jobs(data["jobs"])
+    if data["jobs"]:
+        rows.print(out)
+    else:
+        _say(out, Text("no jobs. Submit one: elasticctl submit job.toml, or: elasticctl run -- train.py"))
+    narrow = "last incident" in rows.left_out(out.width)
+    for job in data["jobs"]:
+        if narrow and job["last_incident"]:
+            _say(out, Text(f"  {job['job']}: last incident {_incident_short(job['last_incident'])}"))
+        _remarks(out, job)
+
+
+def jobs(rows: Sequence[Json]) -> None:
+    out, rows = console(), shown(rows)
+    _jobs(rows).print(out) if rows else _say(out, Text("no jobs"))
+
+
+def nodes(rows: Sequence[Json]) -> None:
+    _nodes(shown(rows)).print(console())
+
+
+def incidents(rows: Sequence[Json]) -> None:
+    out, rows = console(), shown(rows)
+    _incidents(rows).print(out) if rows else _say(out, Text("no incidents"))
+
+
+def etcd_line(etcd: Json) -> Text:
+    where = "embedded" if etcd["embedded"] else ", ".join(etcd["endpoints"])
+    where += "; takes writes from anyone" if etcd["anonymous"] else ""
+    where += f"; records signed, key {etcd['key_id']}" if etcd.get("signed") else "; records unsigned"
+    version = f" {etcd['version']}" if etcd["version"] else ""
+    if etcd["connected"]:
+        return Text.assemble(f"etcd{version} ({where}) ", ("connected", "green"))
+    seen = "never seen" if etcd["age_s"] is None else f"last seen {ago(etcd['age_s'])}; all below is as of then"
+    return Text.assemble(f"etcd{version} ({where}) ", ("not connected", "bold red"), f", {seen}: {etcd['error']}")
+
+
+_MANNER = {
+    True: "managed: it has called elastic.run, and keeps its processes over failures",
+    False: "plain: it has not called elastic.run, and is started anew after each failure",
+    None: "",
+}
+
+
+def job(data: Json) -> None:
+    """One job with its ranks and its last incidents."""
+    out, data = console(), shown(data)
+    spec = data["spec"] or {}
+    _say(out, Text.assemble("job ", (data["job"], "bold"), "  ", _coloured(data["phase"]), "  ", _health(data)))
+    if not data["etcd"]["connected"]:
+        _say(out, etcd_line(data["etcd"]))
+    runs = spec.get("script") or spec.get("program") or f"-m {spec.get('module', '?')}"
+    generation = f"{data['generation']}, world {data['world_size']}: {data['why_generation']}".rstrip(": ")
+    facts = [
+        ("why", data["why"]),
+        ("runs", " ".join([runs, *spec.get("args", ())])),
+        ("script", _MANNER[data["managed"]] if data["generation"] else ""),
+        ("submitted", f"{clock(data['submitted_wall_s'])} by {data['submitted_by']}{_of(data)}" if spec else "unknown"),
+        ("nodes", f"{data['members']} of {data['nodes']}"),
+        ("generation", generation if data["generation"] else "none yet"),
+        ("step", f"{_or(data['step'])}" + (f", {data['steps_per_s']:.2f} a second" if data["steps_per_s"] else "")),
+        ("loss", f"{data['loss']:.6g}" if data["loss"] is not None else "-"),
+        ("step time", step_time.text(data["step_time"])),
+        ("goodput", goodput.text(data["goodput"])),
+        ("checkpoint", _checkpoint_long(data["checkpoint"])),
+        ("snapshot", _snapshot(data["snapshot"])),
+        ("restarts", f"{data['restarts']}, {data['failures_in_window']} within the window"),
+        ("excluded", ", ".join(data["excluded_nodes"])),
+    ]
+    for name, value in facts:
+        if value and value != "-":
+            _say(out, Text.assemble((f"{name:>12}  ", "dim"), value))
+    if data["ranks"]:
+        out.print()
+        _ranks(data["ranks"]).print(out)
+        if far := sorted({row["node"] for row in data["ranks"] if row["step"] is None}):
+            ask = f"what the ranks on {', '.join(far)} do is known there: elasticctl status {data['job']}"
+            _say(out, Text(f"({ask})", "dim"))
+    if data["recent_incidents"]:
+        out.print()
+        _incidents(data["recent_incidents"], of_one_job=True).print(out)
+    newest = data["last_incident"]
+    if newest and (newest["open"] or newest["verdict"]["person"]):
+        out.print()
+        _say(out, Text.assemble(("the newest incident: ", "bold"), newest["verdict"]["what"]))
+        _verdict(out, newest["verdict"], newest["lost"])
+    if data["error"]:
+        out.print()
+        print_error(out, data["error"])
+
+
+def incident(row: Json) -> None:
+    """One incident in full: its verdict, time line, stacks and error."""
+    out, row = console(), shown(row)
+    verdict = row["verdict"]
+    _say(
+        out,
+        Text.assemble(clock(row["wall_s"]), f"  {row['job']}  ", (verdict["class"], "bold"), f"  {verdict['what']}"),
+    )
+    _verdict(out, verdict, row["lost"])
+    for phase, at_s in sorted(row["timeline_s"].items(), key=lambda item: float(item[1])):
+        _say(out, Text(f"  {at_s * 1000:8.0f} ms  {phase}"))
+    for worker, stack in row["stacks"].items():
+        _say(out, Text(f"  stack of {worker}:", "bold"))
+        _say(out, Text(stack))
+    if row.get("last_lines"):  # absent from a daemon of an earlier version
+        _say(out, Text("  the last lines of its log:", "bold"))
+        _say(out, Text("\n".join(row["last_lines"])))
+    if row["error"]:
+        print_error(out, row["error"])
+
+
+def _verdict(out: Console, verdict: Json, lost: str) -> None:
+    facts = [("evidence", f"{e['line']}  ({e['source']})") for e in verdict["evidence"]]
+    facts += [("followed", text) for text in verdict["followed"]]
+    facts += [("done", verdict["done"]), ("waits for", verdict["held_by"]), ("cost", _cost(verdict["cost"], lost))]
+    facts += [("person", "needed" if verdict["person"] else "not needed"), ("cure", verdict["cure"])]
+    for name, value in facts:
+        if value:
+            _say(out, Text.assemble((f"  {name:>9}  ", "dim"), (value, "bold red" if value == "needed" else "")))
+
+
+def _cost(cost: Json, lost: str) -> str:
+    unit, spent_s = ("GPU", cost["gpu_s"]) if cost["gpu_s"] is not None else ("rank", cost["rank_s"])
+    steps = "an unknown number of steps" if lost == "unknown" else lost
+    return f"{steps} to repeat, {'unknown' if spent_s is None else f'{spent_s:.1f}'} {unit}-seconds"
+
+
+def print_error(out: Console, error: Json) -> None:
+    how = error["signal"] or (f"exit code {error['exit_code']}" if error["exit_code"] is not None else "")
+    _say(out, Text(f"{failed_first(error)}{how and f' ({how})'}", "bold red"))
+    _say(out, Text(error["traceback"].rstrip() or error["message"]))
+    if error.get("last_lines"):
+        _say(out, Text("the last lines of its log:", "dim"))
+        _say(out, Text("\n".join(error["last_lines"])))
+
+
+def failed_first(error: Json) -> str:
+    """'rank 1 on a failed first at step 39'; before its first generation a worker has a slot and no rank."""
+    worker = f"rank {error['rank']}" if error["rank"] >= 0 else f"the worker in slot {error['slot']}"
+    step = f" at step {error['step']}" if error["step"] is not None else ""
+    return f"{worker} on {error['node']} failed first{step}"
+
+
+def checkpoints(rows: Sequence[Json]) -> None:
+    found = Rows([Column("checkpoint"), Column("step", right=True), Column("gen", 3, right=True), Column("job", 2),
+                  Column("world", 4, right=True), Column("size", 1, right=True), Column("written", 5),
+                  Column("state", flex=True)])  # fmt: skip
+    for row in shown(rows):
+        good = row["state"] == "good"
+        size = f"{row['nbytes'] / 1e6:.1f} MB" if "nbytes" in row else "-"
+        state = Text("committed") if good else Text(f"{row['state']} {row['detail']}".strip(), "red")
+        found.add(
+            row["path"].rpartition("/")[2], _or(row.get("step")), _or(row.get("generation")), row.get("job", ""),
+            _or(row.get("world_size")), size, clock(row.get("created_wall_s")), state,
+        )  # fmt: skip
+    found.print(console())
+
+
+def config(data: Json, explain: bool) -> None:
+    out, data = console(), shown(data)
+    table = Rows([Column("setting"), Column("value", flex=True), Column("from", 1)])
+    for row in data["settings"]:
+        value = row["value"]
+        plain = ", ".join(value) if isinstance(value, list) else str(value).lower() if value in (True, False) else value
+        table.add(row["name"], plain, row["source"])
+        if explain:
+            table.add("", Text(row["doc"], "dim"), "")
+    table.print(out)
+    _say(out, Text("\nThe hierarchy of time-outs, checked at start:"))
+    for row in data["hierarchy"]:
+        times = f"{row['factor']:g} × " if row["factor"] != 1 else ""
+        rule = f"{times}{row['below']} ({row['below_s']:g} s) < {row['above']} ({row['above_s']:g} s)"
+        _say(out, Text.assemble(f"  {rule}", (f"  {row['why']}", "dim")))
+
+
+# ── tables ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _nodes(rows: Sequence[Json]) -> Rows:
+    found = Rows([Column("node"), Column("state"), Column("slots", right=True), Column("gpus", 3, right=True),
+                  Column("address", 2), Column("jobs", 1, flex=True), Column("why", flex=True)])  # fmt: skip
+    for row in rows:
+        slots = f"{row['slots_used']}/{row['slots']}" if row["slots"] is not None else str(row["slots_used"])
+        found.add(
+            row["node"], _coloured(row["state"]), slots, _or(row["gpus"]), row["address"], ", ".join(row["jobs"]),
+            row["why"],
+        )  # fmt: skip
+    return found
+
+
+def _jobs(rows: Sequence[Json]) -> Rows:
+    found = Rows([
+        Column("job"), Column("phase"), Column("gen", 6, right=True), Column("world", 3, right=True),
+        Column("nodes", 2, right=True), Column("step", right=True), Column("step/s", 4, right=True),
+        Column("loss", 1, right=True), Column("checkpoint", 5, right=True), Column("restarts", 7, right=True),
+        Column("last incident", 8),
+    ])  # fmt: skip
+    for row in rows:
+        live = row["phase"] in ("running", "stopping")
+        found.add(
+            row["job"],
+            _coloured(row["phase"]),
+            str(row["generation"] or "-"),
+            str(row["world_size"] or "-"),
+            f"{row['members']} of {row['nodes']}" if row["phase"] not in OVER else row["nodes"] or "-",
+            _or(row["step"]),
+            f"{row['steps_per_s']:.1f}" if live and row["steps_per_s"] is not None else "-",
+            f"{row['loss']:.4g}" if row["loss"] is not None else "-",
+            _checkpoint(row["checkpoint"]),
+            str(row["restarts"]),
+            _incident_short(row["last_incident"]),
+        )
+    return found
+
+
+def _ranks(rows: Sequence[Json]) -> Rows:
+    found = Rows([
+        Column("rank", right=True), Column("node"), Column("slot", 3, right=True), Column("pid", 4, right=True),
+        Column("phase"), Column("step", right=True), Column("worker", 2, right=True), Column("memory", 1, right=True),
+    ])  # fmt: skip
+    for row in rows:
+        memory = f"{row['rss_mb']:.0f} MB" if row["rss_mb"] is not None else "-"
+        rank = str(row["rank"]) if row["rank"] >= 0 else "-"
+        worker_id, step = _or(row["incarnation"]), _or(row["step"])
+        found.add(
+            rank, row["node"], str(row["slot"]), str(row["pid"] or "-"), row["phase"] or "-", step, worker_id, memory
+        )
+    return found
+
+
+def _incidents(rows: Sequence[Json], of_one_job: bool = False) -> Rows:
+    found = Rows([
+        Column("when", 1), *([] if of_one_job else [Column("job")]), Column("gen", 7, right=True), Column("class"),
+        Column("kind", 6), Column("node", 2), Column("ranks", 3, flex=True), Column("took", 2, right=True),
+        Column("lost", right=True), Column("from", 5), Column("world", 4), Column("what happened", flex=True),
+    ])  # fmt: skip
+    for row in rows:
+        found.add(
+            clock(row["wall_s"]),
+            *([] if of_one_job else [row["job"]]),
+            str(row["generation"]),
+            row["verdict"]["class"],
+            row["kind"],
+            row["node"],
+            ", ".join(map(str, row["ranks"])),
+            seconds(row["took_s"]),
+            "so far" if row["open"] else row["lost"],
+            row["restored_from"],
+            f"{row['world_size_before']} → {row['world_size_after']}",
+            f"{'person needed: ' if row['verdict']['person'] else ''}{row['verdict']['cause']}",
+        )
+    return found
+
+
+# ── small parts ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def ago(age_s: float | None) -> str:
+    """'12 s ago', '3 min ago', '2 h ago', '5 d ago'."""
+    if age_s is None:
+        return "-"
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if age_s >= 2 * size:
+            return f"{age_s / size:.0f} {unit} ago"
+    return f"{age_s:.0f} s ago"
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _of(data: Json) -> str:
+    """' for alice', if another user than the job's submitted it."""
+    return f" for {data['owner']}" if data.get("owner", "") not in ("", data["submitted_by"]) else ""
+
+
+def clock(wall_s: float | None) -> str:
+    try:
+        return time.strftime("%m-%d %H:%M:%S", time.localtime(wall_s)) if wall_s else "-"
+    except (OverflowError, ValueError, OSError):  # a record may hold any number
+        return "?"
+
+
+def _say(out: Console, text: Text) -> None:
+    """On a terminal folded at words; in a pipe one line as it is, for grep."""
+    if out.is_terminal:
+        out.print(text, overflow="fold")
+    else:
+        out.print(text, soft_wrap=True)  # with `overflow` as well, the end of a long line would be cut off
+
+
+def _remarks(out: Console, job: Json) -> None:
+    """One line of why for each job, always."""
+    well = job["health"] == "healthy"
+    _say(out, Text.assemble((f"{' ' if well else '!'} {job['job']} ", "dim" if well else "yellow"), job["why"]))
+
+
+def _health(data: Json) -> Text:
+    return _coloured(data["health"])
+
+
+def _coloured(word: str) -> Text:
+    return Text(word, COLOURS.get(word, ""))
+
+
+def _or(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _checkpoint(checkpoint: Json | None) -> str:
+    if checkpoint is None or (checkpoint["step"] is None and not checkpoint["error"]):
+        return "-"
+    return f"{_saved(checkpoint)} (failed)" if checkpoint["error"] else _saved(checkpoint)
+
+
+def _saved(checkpoint: Json) -> str:
+    if checkpoint["step"] is None:
+        return "none"
+    age = f", {ago(checkpoint['age_s'])}" if checkpoint["age_s"] is not None else ""  # unknown if by an earlier agent
+    return f"step {checkpoint['step']}{age}"
+
+
+def _snapshot(snapshot: Json | None) -> str:
+    """The in-memory snapshot of the leader's node."""
+    if snapshot is None:
+        return ""
+    step = f"step {snapshot['step']}" if snapshot["step"] is not None else "none yet"
+    every = f"every {snapshot['interval']}" if snapshot["interval"][:1].isdigit() else snapshot["interval"]
+    return ", ".join(part for part in (step, every, f"{snapshot['memory_mb']:.0f} MB a node") if part)
+
+
+def _checkpoint_long(checkpoint: Json | None) -> str:
+    if checkpoint is None:
+        return "-"
+    saved = _saved(checkpoint) if checkpoint["step"] is not None else "none yet"
+    skipped = f"{checkpoint['skipped']} skipped" if checkpoint["skipped"] else ""
+    failed = f"the newest one failed: {checkpoint['error']}" if checkpoint["error"] else ""
+    return "; ".join(part for part in (saved, checkpoint["interval"], skipped, failed) if part)
+
+
+def _incident_short(row: Json | None) -> str:
+    if row is None:
+        return "-"
+    lost = ", not over yet" if row["open"] else f", {row['lost']} lost"
+    return f"{row['verdict']['class']} {seconds(row['took_s'])}{lost}, {ago(row['age_s'])}"

@@ -1,0 +1,61 @@
+"""The goodput ledger of a job for the API and the screen. Pure; docs/api.md defines the fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from elastic.contract.ledger import Bucket, goodput, shares
+from elastic.contract.records import ProgressRecord
+
+Json = dict[str, Any]
+
+WORDS = {
+    Bucket.CHECKPOINT: "checkpoint stall",
+    Bucket.DETECT: "detecting failures",
+    Bucket.ABORT: "leaving failed groups",
+    Bucket.FORM: "forming groups",
+    Bucket.SYNC: "sending state",
+    Bucket.REDO: "redoing lost steps",
+    Bucket.WAITING: "waiting for nodes",
+    Bucket.SETUP: "set-up",
+    Bucket.IDLE: "idle",
+}
+
+
+def row(progress: ProgressRecord | None) -> Json | None:
+    """None: no agent has kept a ledger yet."""
+    ledger = progress.ledger if progress else None
+    if ledger is None or not ledger.total_ms:
+        return None
+    part = shares(ledger)
+    return {
+        "goodput": goodput(ledger),
+        "badput": {name: share for name, share in part.items() if name != Bucket.STEPPING},
+        "rank_seconds": {bucket.value: ledger.ranks_ms.get(bucket.value, 0) / 1000 for bucket in Bucket},
+        "open_rank_seconds": ledger.open_ms / 1000,
+        "wall_s": ledger.wall_ms / 1000,
+    }
+
+
+def text(known: Mapping[str, Any] | None) -> str:
+    """'98.7 % of 2 h; badput: forming groups 0.9 %, checkpoint stall 0.4 %'; the largest first. '' if not known."""
+    if known is None:
+        return ""
+    bad = sorted(known["badput"].items(), key=lambda item: -item[1])
+    causes = ", ".join(f"{WORDS.get(name, name)} {percent(share)}" for name, share in bad)
+    return f"{percent(known['goodput'])} of {length(known['wall_s'])}" + (f"; badput: {causes}" if causes else "")
+
+
+def percent(share: float) -> str:
+    """'98.7 %'; '< 0.1 %' for what would be shown as nothing, and never '100.0 %' for less than all."""
+    if 0 < share < 0.0005:
+        return "< 0.1 %"
+    return f"{min(100 * share, 99.9) if share < 1 else 100:.1f} %"
+
+
+def length(wall_s: float) -> str:
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if wall_s >= 2 * size:
+            return f"{wall_s / size:.1f} {unit}"
+    return f"{wall_s:.0f} s"

@@ -1,0 +1,224 @@
+"""The cluster's time line: events that follow from the difference between two views of etcd. Pure but for `Timeline`.
+
+The daemon of the oldest node writes them, once for the cluster; what users request is written where the request is
+answered. Agents write none, so that a job needs no access to etcd beyond its own keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from elastic.contract.keys import KEPT_EVENTS, ClusterKeys
+from elastic.contract.node_records import EventRecord
+from elastic.contract.records import IncidentRecord, Phase, ProtocolVersionMismatch, decode, encode
+from elastic.etcd.client import MemberHealth, Put
+
+from .. import reconcile
+from ..cluster import Cluster, Job, Node
+from . import verdict
+
+TEXT_CHARS = 500
+PENDING = 1_000
+"""This many events wait at most until etcd takes them; then the oldest are dropped."""
+BATCH = 50
+"""etcd takes 128 operations in one transaction."""
+
+SAME_S = 0.5
+
+Members = Sequence[MemberHealth]
+
+
+def happened(before: Cluster, after: Cluster, wall_s: float) -> list[EventRecord]:
+    """The events between two views, `before` the older one."""
+    if before.jobs and after.revision < before.revision:
+        return [_event(wall_s, "etcd.replaced", text="etcd came back empty or with older data; agents write their "
+                       "jobs back from memory")]  # fmt: skip
+    found = list(_of_nodes(before, after, wall_s))
+    for name, job in after.jobs.items():
+        found += _of_job(before.jobs.get(name), job, wall_s)
+    return found
+
+
+def missed(cluster: Cluster) -> list[EventRecord]:
+    """Incidents that began after the newest event on record: no daemon saw them begin."""
+    newest_s = max((event.when_wall_s for event in read(cluster.events)), default=0.0)
+    found = [e for job in cluster.jobs.values() for i in job.incidents for e in _of_incident(job, None, i)]
+    return [event for event in found if event.when_wall_s > newest_s]
+
+
+def of_contact(lost_wall_s: float, back_wall_s: float, error: str, node: str) -> list[EventRecord]:
+    """etcd could not be reached from this node for a while."""
+    away_s = back_wall_s - lost_wall_s
+    return [
+        _event(lost_wall_s, "etcd.lost", text=f"unreachable from {node}: {error or 'no answer'}"),
+        _event(back_wall_s, "etcd.back", text=f"reachable from {node} again after {away_s:.1f} s"),
+    ]
+
+
+def of_members(before: Members, after: Members, wall_s: float) -> list[EventRecord]:
+    """etcd members that went down or came back; none for the first answer."""
+    known = {member.endpoint: member.ok for member in before}
+    found = []
+    for member in after:
+        if known.get(member.endpoint, member.ok) == member.ok:
+            continue
+        good = sum(one.ok for one in after)
+        text = f"{member.endpoint}{'' if member.ok else f': {member.error}'}; {good} of {len(after)} members are up"
+        found.append(_event(wall_s, "etcd.member_up" if member.ok else "etcd.member_down", text=text))
+    return found
+
+
+def read(events: Mapping[str, bytes]) -> Iterator[EventRecord]:
+    """Those that this version can read, oldest first."""
+    for key in sorted(events):
+        try:
+            yield decode(EventRecord, events[key])
+        except (ProtocolVersionMismatch, msgspec.DecodeError):
+            continue
+
+
+def as_json(event: EventRecord) -> dict[str, Any]:
+    row: dict[str, Any] = msgspec.to_builtins(event)
+    del row["protocol"]
+    return row
+
+
+# ── differences ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _event(wall_s: float, kind: str, job: str = "", node: str = "", text: str = "") -> EventRecord:
+    return EventRecord(when_wall_s=wall_s, kind=kind, job=job, node=node, text=text[:TEXT_CHARS])
+
+
+def _of_nodes(before: Cluster, after: Cluster, wall_s: float) -> Iterator[EventRecord]:
+    for name in sorted(before.nodes.keys() - after.nodes.keys()):
+        jobs = ", ".join(sorted(j.name for j in after.jobs.values() if name in j.members and not j.over))
+        still = f"; its agents of {jobs} are still there" if jobs else ""
+        yield _event(wall_s, "node.gone", node=name, text=f"its lease ended: elasticd stopped, or node lost{still}")
+    for name, node in sorted(after.nodes.items()):
+        yield from _of_node(before.nodes.get(name), node, wall_s)
+
+
+def _of_node(old: Node | None, new: Node, wall_s: float) -> Iterator[EventRecord]:
+    record, name = new.record, new.name
+    if old is None:
+        slots = f"{record.slots} slots" + (f", {record.gpus} GPUs" if record.gpus else "")
+        where = f"{record.hostname}, {record.address}"
+        yield _event(wall_s, "node.came", node=name, text=f"{where}, {slots}, elasticd {record.version}")
+        return
+    if old.record.started_wall_s != record.started_wall_s:
+        yield _event(wall_s, "node.restarted", node=name, text=f"elasticd {record.version} started anew")
+    if old.record.healthy != record.healthy:
+        kind = "node.healthy" if record.healthy else "node.unhealthy"
+        yield _event(wall_s, kind, node=name, text=record.reason or "")
+    if record.draining and not old.record.draining and not new.drain:
+        yield _event(wall_s, "node.draining", node=name, text=record.draining)
+
+
+def _of_job(old: Job | None, new: Job, wall_s: float) -> Iterator[EventRecord]:
+    phase, reason = new.state.phase, new.state.reason
+    if old is not None and old.state.phase is not phase:
+        yield _event(wall_s, f"job.{phase}", job=new.name, text=reason)
+    elif old is None and phase is not Phase.PENDING:
+        yield _event(wall_s, f"job.{phase}", job=new.name, text=f"written back to etcd; {reason}".rstrip("; "))
+    was = old.state.excluded_nodes if old else ()
+    for node in sorted(set(new.state.excluded_nodes) - set(was)):
+        yield _event(wall_s, "node.excluded", new.name, node, reason or "the job's workers fail there more often")
+    for node in sorted(set(was) - set(new.state.excluded_nodes)):
+        yield _event(wall_s, "node.readmitted", new.name, node, f"{new.name} may use it again")
+    formed, held = new.generation, old.generation if old else None
+    if formed is not None and (held is None or formed.number > held.number):
+        nodes = ", ".join(place.node for place in formed.places[:8]) + (" …" if len(formed.places) > 8 else "")
+        text = f"generation {formed.number}: {formed.world_size} ranks on {nodes} ({formed.why})"
+        yield _event(wall_s, "generation.formed", job=new.name, text=text)
+    if old is None or old.incidents != new.incidents:
+        for incident in new.incidents:
+            before = next((i for i in old.incidents if _same(i, incident)), None) if old else None
+            yield from _of_incident(new, before, incident)
+
+
+def _same(one: IncidentRecord, other: IncidentRecord) -> bool:
+    """Whether both are of one incident: its beginning is computed anew at each write, to within some milliseconds."""
+    beside = ("checkpoint", "late exit")
+    return abs(one.wall_s - other.wall_s) < SAME_S and (one.kind in beside) == (other.kind in beside)
+
+
+def _of_incident(job: Job, old: IncidentRecord | None, new: IncidentRecord) -> Iterator[EventRecord]:
+    """At the instants that the record itself names."""
+    said = verdict.judge(new, verdict.Seen(phase=job.state.phase))
+    if old is None:
+        yield _event(new.wall_s, "incident.opened", job.name, new.node, f"{said.cls}: {said.what}")
+    if not new.open and (old is None or old.open) and new.ended_wall_s:
+        took_s = max(new.timeline_s.values(), default=0.0)
+        yield _event(new.ended_wall_s, "incident.closed", job.name, new.node, f"after {took_s:.2f} s: {said.done}")
+
+
+# ── writing them ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Timeline:
+    """What one daemon has yet to write. Owned by the loop's thread."""
+
+    def __init__(self, keys: ClusterKeys, node: str) -> None:
+        self._keys = keys
+        self._node = node
+        self._before: Cluster | None = None
+        self._caught_up = False
+        self._members: Members = ()
+        self._lost_wall_s: float | None = None
+        self._tells_outage = False
+        """Whether this node was the oldest one when contact was lost."""
+        self._error = ""
+        self._pending: deque[Put] = deque(maxlen=PENDING)
+
+    def look(self, cluster: Cluster, wall_s: float) -> None:
+        """A newer view."""
+        before, self._before = self._before, cluster
+        if not reconcile.is_oldest(cluster, self._node):
+            return
+        found = [] if self._caught_up else missed(cluster)
+        self._caught_up = True
+        for event in found + (happened(before, cluster, wall_s) if before is not None else []):
+            self._add(event)
+
+    def contact(self, connected: bool, error: str, wall_s: float) -> None:
+        """Whether etcd can be reached, at each view."""
+        if not connected:
+            if self._before is not None and self._lost_wall_s is None:
+                self._lost_wall_s, self._tells_outage = wall_s, reconcile.is_oldest(self._before, self._node)
+            self._error = error or self._error
+        elif self._lost_wall_s is not None:
+            if self._tells_outage:  # this node's own lease may have ended meanwhile
+                for event in of_contact(self._lost_wall_s, wall_s, self._error, self._node):
+                    self._add(event)
+            self._lost_wall_s, self._error = None, ""
+
+    def members(self, members: Members, wall_s: float) -> None:
+        if self._before is not None and reconcile.is_oldest(self._before, self._node):
+            for event in of_members(self._members, members, wall_s):
+                self._add(event)
+        self._members = members
+
+    def send(self, write: Callable[[Sequence[Put]], bool]) -> None:
+        """Hand over what is due. `write` returns False if an earlier write is still under way."""
+        batch = [self._pending[i] for i in range(min(BATCH, len(self._pending)))]
+        if batch and write(batch):
+            for _ in batch:
+                self._pending.popleft()
+
+    def too_old(self, cluster: Cluster) -> list[str]:
+        """Keys of events to delete."""
+        excess = len(cluster.events) - KEPT_EVENTS
+        if excess <= 0 or not reconcile.is_oldest(cluster, self._node):
+            return []
+        return sorted(cluster.events)[: min(excess, BATCH)]
+
+    def _add(self, event: EventRecord) -> None:
+        raw = encode(event)
+        unique = hashlib.sha256(raw).hexdigest()[:8]  # the same event twice is one
+        self._pending.append(Put(self._keys.event(event.when_wall_s, self._node, unique), raw))

@@ -1,0 +1,331 @@
+"""The verdict on an incident: what failed first, of which class, on what evidence, and what to do about it. Pure.
+
+Made by rules (`verdict_rules`) from the incident's record and from what the daemon sees now. A verdict never advises
+to stop a job: a person is needed only where the job has ended with a failure, or where the recovery does not end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from elastic.contract.records import Cause, IncidentRecord, Phase
+
+from .rules import RULES, Class, Rule
+
+CONSEQUENCES = frozenset({"comm", "idle", "undrain", "respawn", "no-state"})
+"""Kinds of causes that follow from another one, if there is another one."""
+PATIENCE_S = 300.0
+"""A recovery that takes longer needs a person's attention, whatever it waits for."""
+LASTING_S = 60.0
+"""The same, where etcd refuses this cluster: that does not pass by itself."""
+LAST_LINES = 12
+"""How many of the last lines of a log are searched and shown."""
+RANKS_SHOWN = 8
+FRAMES = 12
+"""How many frames of a hung process's main thread are searched: those further out only called these."""
+
+KILLED = ("SIGKILL", "SIGTERM")
+"""Signals that come from outside: what the log ends with is not the reason for them."""
+
+_SIGNAL = re.compile(r"killed by (SIG[A-Z0-9]+)")
+_WITHOUT_LOG = re.compile(r"(killed by SIG(?:KILL|TERM)(?:: out of memory \(the kernel's OOM killer\))?)[^\n]*")
+"""The report of a death by a signal: after it comes the last line of the log."""
+_EXCEPTION = re.compile(r"^(\w+\.)*[A-Z]\w*(Error|Exception|Exit|Interrupt|Iteration)\b")
+_FRAME = re.compile(r'File "[^"\n]+", line \d+(?:, in [^\n]+)?')
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|/elastic/(worker|checkpoint|contract)/|<frozen")
+"""Frames that are not the script's own."""
+_MORE = re.compile(r" \(and \d+ more\)")
+_MAIN_THREAD = re.compile(r'^Thread [^\n]*"MainThread"[^\n]*\n((?:[ \t]+[^\n]*(?:\n|\Z))+)', re.MULTILINE)
+"""In a dump of py-spy: a line for the thread, then its frames, the innermost one first."""
+_BY_NAME = {rule.name: rule for rule in RULES}
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    source: str  # "error of rank 1 on n1", "log of rank 1 on n1", "report of n2", "stack of slot 0 (hung)", "etcd"
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known beside the record."""
+
+    phase: Phase = Phase.RUNNING
+    age_s: float = 0.0
+    """Since the incident began."""
+    etcd_error: str = ""
+    """Why etcd cannot be reached now; empty: it can."""
+    etcd_alarms: tuple[str, ...] = ()
+    waits_for: str = ""
+    """What the job waits for now."""
+    gpus: bool = False
+    """Whether the ranks use one GPU each."""
+    one_host: bool = False
+    """Whether all nodes have loopback addresses, as on one machine: such an address then means nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    steps: int | None
+    """Committed steps that were done again, at least; None: unknown."""
+    steps_at_most: int | None
+    """None: no bound is known."""
+    rank_s: float | None
+    """Ranks × seconds without a step; None: unknown."""
+    gpu_s: float | None
+    """The same, where each rank has a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    rule: str
+    cls: Class
+    cause: str
+    """What failed, and the error's own text."""
+    what: str
+    """The same after the ranks and nodes where it failed."""
+    evidence: tuple[Evidence, ...]
+    followed: tuple[str, ...]
+    """Failures that followed from it."""
+    done: str
+    cost: Cost
+    held_by: str
+    """What holds the recovery up at present; empty: nothing does, or it is over."""
+    person: bool
+    """Whether a person is needed."""
+    cure: str
+
+
+def judge(record: IncidentRecord, seen: Seen = Seen()) -> Verdict:
+    texts, open_ = _texts(record), record.open and not seen.phase.over
+    rule, found = _rule(record, texts, seen)
+    held = _held(seen) if open_ else None
+    failed = seen.phase is Phase.FAILED and record.restored_from == "nothing"
+    patience_s = LASTING_S if held and held[0].name != "etcd_unavailable" else PATIENCE_S
+    person = failed or (open_ and seen.age_s > patience_s)
+    cure = held[0].cure if held else rule.cure
+    held_by = f"{held[0].what}: {held[1]}" if held else seen.waits_for if open_ else ""
+    return Verdict(
+        rule=rule.name,
+        cls=rule.cls,
+        cause=_cause(record, rule),
+        what=_what(record, rule),
+        evidence=_evidence(record, rule, texts, found, held[1] if held else ""),
+        followed=_followed(record),
+        done=_done(record, open_, seen.phase),
+        cost=_cost(record, seen, open_),
+        held_by=held_by,
+        person=person,
+        cure=cure,
+    )
+
+
+# ── the rule ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """What the failure left behind, by source."""
+
+    says: tuple[Evidence, ...]
+    logs: tuple[Evidence, ...]
+    stacks: tuple[Evidence, ...]
+    signal: str
+
+
+def _texts(record: IncidentRecord) -> _Texts:
+    error = record.error
+    report = Evidence(f"report of {record.node}" if record.node else "report", _report(record))
+    says, logs = [], []
+    said = f"{record.detail}\n{error.message if error else ''}"
+    found = _SIGNAL.search(said)
+    signal = found[1] if found else (error.signal or "") if error else ""
+    if error is not None:
+        of = f"rank {error.rank} on {error.node}" if error.rank >= 0 else f"slot {error.slot} on {error.node}"
+        says += [Evidence(f"error of {of}", error.message)] if error.message else []
+        lines = error.last_lines or tuple(line for line in error.traceback.splitlines() if line.strip())
+        logs = [Evidence(f"log of {of}", line.strip()) for line in lines[-LAST_LINES:]]
+        says += [line for line in reversed(logs) if signal not in KILLED and _EXCEPTION.match(line.line)][:1]
+    says.append(report)
+    if error is not None and (frames := _FRAME.findall(error.traceback)):
+        own = [frame for frame in frames if not _LIBRARY.search(frame)]
+        says.append(Evidence(f"traceback of {of}", (own or frames)[-1]))
+    stacks = tuple(Evidence(f"stack of {who}", _main_thread(stack)) for who, stack in record.stacks.items())
+    if record.last_lines:
+        logs = [Evidence(f"log of {_ranks(record.ranks)} on {record.node}", line) for line in record.last_lines]
+    if signal in KILLED:
+        says = [Evidence(e.source, _WITHOUT_LOG.sub(r"\1", e.line)) for e in says]
+    return _Texts(tuple(says), tuple(logs), stacks, signal)
+
+
+def _rule(record: IncidentRecord, texts: _Texts, seen: Seen) -> tuple[Rule, Evidence | None]:
+    for rule in RULES:
+        if (rule.kinds and record.kind not in rule.kinds) or (rule.name == "loopback" and seen.one_host):
+            continue
+        if not (rule.says or rule.logs or rule.stacks or rule.signal):
+            return rule, None
+        if rule.signal and texts.signal == rule.signal:
+            return rule, next((e for e in texts.says if rule.signal in e.line), None)
+        if found := _match(rule, texts):
+            return rule, found
+    raise AssertionError("the last rule matches every incident")
+
+
+def _match(rule: Rule, texts: _Texts) -> Evidence | None:
+    logs = texts.logs if texts.signal and texts.signal not in KILLED else ()
+    # Of the stacks only the suspect's counts; the other one waits for it.
+    for pattern, where in ((rule.says, texts.says), (rule.logs, logs), (rule.stacks, texts.stacks[:1])):
+        for evidence in where if pattern else ():
+            if hit := re.search(pattern, evidence.line):
+                return Evidence(evidence.source, _line_of(evidence.line, hit.start()))
+    return None
+
+
+def _line_of(text: str, at: int) -> str:
+    begin = text.rfind("\n", 0, at) + 1
+    end = text.find("\n", at)
+    return text[begin : end if end >= 0 else None].strip()
+
+
+def _held(seen: Seen) -> tuple[Rule, str] | None:
+    """(rule, etcd's own words) if etcd holds the recovery up."""
+    if "NOSPACE" in seen.etcd_alarms:
+        return _BY_NAME["etcd_no_space"], "alarm NOSPACE"
+    if not seen.etcd_error:
+        return None
+    refused = re.search(_BY_NAME["etcd_refused"].says, f"etcd: {seen.etcd_error}")
+    return _BY_NAME["etcd_refused" if refused else "etcd_unavailable"], seen.etcd_error
+
+
+def as_json(verdict: Verdict) -> dict[str, Any]:
+    """As docs/api.md describes it."""
+    row: dict[str, Any] = msgspec.to_builtins(verdict)
+    return {"class": row.pop("cls")} | row
+
+
+# ── its parts ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _report(record: IncidentRecord) -> str:
+    """What is reported of the first cause, without the number of the others: `followed` lists them."""
+    return _MORE.sub("", record.detail).rstrip(": ")
+
+
+def _cause(record: IncidentRecord, rule: Rule) -> str:
+    said = _report(record) if _report(record) not in rule.what else ""
+    return f"{rule.what} ({said})" if said else rule.what
+
+
+def _what(record: IncidentRecord, rule: Rule) -> str:
+    where = " ".join(part for part in (_ranks(record.ranks), f"on {record.node}" if record.node else "") if part)
+    return ": ".join(part for part in (where, _cause(record, rule)) if part)
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """'rank 1', 'ranks 0 to 3', 'ranks 0, 2 and 5 more'."""
+    found = sorted(set(ranks))
+    if not found:
+        return ""
+    if len(found) == 1:
+        return f"rank {found[0]}"
+    if len(found) > 2 and found[-1] - found[0] == len(found) - 1:
+        return f"ranks {found[0]} to {found[-1]}"
+    shown = ", ".join(map(str, found[:RANKS_SHOWN]))
+    return f"ranks {shown}" + (f" and {len(found) - RANKS_SHOWN} more" if len(found) > RANKS_SHOWN else "")
+
+
+def _evidence(
+    record: IncidentRecord, rule: Rule, texts: _Texts, found: Evidence | None, etcd: str
+) -> tuple[Evidence, ...]:
+    """The line that decided first; then the exit, the report, the suspect's stack, and etcd's own words."""
+    lines = [found] if found else []
+    if error := record.error:
+        how = error.signal or (f"exit code {error.exit_code}" if error.exit_code is not None else "")
+        lines += [Evidence(f"exit of rank {error.rank} on {error.node}", how)] if how and error.rank >= 0 else []
+    lines += [Evidence(e.source, _line_of(e.line.strip(), 0)) for e in texts.says if e.line]
+    lines += [Evidence(e.source, _innermost(e.line)) for e in texts.stacks[:1]]
+    lines += [Evidence("etcd", etcd)] if etcd else []
+    kept: dict[str, Evidence] = {}
+    for evidence in lines:
+        if evidence.line and not any(evidence.line in other.line for other in kept.values()):
+            kept[evidence.source + evidence.line] = evidence
+    return tuple(kept.values())
+
+
+def _main_thread(dump: str) -> str:
+    """The innermost frames of the main thread, which runs the script; of a dump of another form, all of it."""
+    found = _MAIN_THREAD.search(dump)
+    return "\n".join(found[1].splitlines()[:FRAMES]) if found else dump
+
+
+def _innermost(stack: str) -> str:
+    """The innermost frame of a py-spy dump: the first indented line."""
+    return next((line.strip() for line in stack.splitlines() if line.startswith(" ")), stack.partition("\n")[0])
+
+
+def _followed(record: IncidentRecord) -> tuple[str, ...]:
+    """One line for each group of equal failures beside the first cause."""
+    first, *rest = record.causes or (None,)
+    if first is None or not rest:
+        return ()
+    groups: dict[tuple[bool, str, str], list[Cause]] = {}
+    for cause in rest:
+        groups.setdefault((cause.generation > first.generation, cause.kind, cause.detail), []).append(cause)
+    lines = []
+    for (is_later, kind, detail), causes in groups.items():
+        nodes = ", ".join(dict.fromkeys(cause.node for cause in causes))
+        ranks = _ranks(rank for cause in causes for rank in cause.ranks)
+        later = " during the recovery" if is_later else ""
+        as_well = "" if kind in CONSEQUENCES else " as well"
+        lines.append(f"{kind}{as_well}{later} on {nodes}{f', {ranks}' if ranks else ''}: {detail}")
+    return tuple(lines)
+
+
+def _done(record: IncidentRecord, open_: bool, phase: Phase) -> str:
+    if open_:
+        return "the recovery is under way"
+    if record.kind in ("checkpoint", "late exit"):
+        return "training was not interrupted"
+    before, after = record.world_size_before, record.world_size_after
+    if record.restored_from == "nothing":
+        return "the job was stopped" if phase is Phase.STOPPED else "the job was given up"
+    world = f"world {before} → {after}" if before != after else f"world {after} as before"
+    if record.step is None:
+        return f"all workers were started again (the script does not call elastic.run); {world}"
+    lost = {rank for c in record.causes if _first(record, c) for rank in c.ranks} | set(record.ranks)
+    again = any(not _first(record, c) for c in record.causes)
+    kept = max(0, before - len(lost))
+    parts = []
+    if lost:
+        parts.append(f"{_ranks(lost)} {'replaced' if after >= before else 'gone'}")
+    if not again and kept:
+        who = f"{'all' if not lost else 'the other'} {kept} ranks" if kept > 1 else "the other rank"
+        parts.append(f"{who} kept {'their' if kept > 1 else 'its'} process")
+    if source := _SOURCES.get(record.restored_from):
+        parts.append(source)
+    return "; ".join([*parts, world])
+
+
+def _first(record: IncidentRecord, cause: Cause) -> bool:
+    return cause.generation == record.causes[0].generation
+
+
+_SOURCES = {
+    "live": "state from a living rank",
+    "snapshot": "state from the newest snapshot in memory",
+    "checkpoint": "state from the newest checkpoint",
+    "setup": "training began again at step 0",
+}
+
+
+def _cost(record: IncidentRecord, seen: Seen, open_: bool) -> Cost:
+    took_s = seen.age_s if open_ else max(record.timeline_s.values(), default=None)
+    if record.kind in ("checkpoint", "late exit"):
+        took_s = 0.0
+    rank_s = round(took_s * record.world_size_before, 3) if took_s is not None else None
+    return Cost(record.steps_lost, record.steps_lost_at_most, rank_s, rank_s if seen.gpus else None)

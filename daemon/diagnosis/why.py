@@ -1,0 +1,182 @@
+"""One line for every job and every node, always: its activity, its reason to wait, or its fault. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from elastic.contract.records import Phase
+
+from ..cluster import Cluster, Job, Node
+from ..published_state import Snapshot
+from ..reconcile import SET_ASIDE_S
+
+Json = dict[str, Any]
+
+
+def of_job(snapshot: Snapshot, job: Job, row: Mapping[str, Any], wall_s: float) -> str:
+    """`row`: the rest of its summary, as `views.job_row` makes it."""
+    said = _over(job, row, wall_s) if job.over else _alive(snapshot, job, row, wall_s)
+    contact = snapshot.contact
+    if job.over or contact.connected:
+        return said
+    return f"{said}; etcd unreachable: {contact.error or 'no answer'} (training goes on, a recovery waits for etcd)"
+
+
+def of_node(snapshot: Snapshot, name: str, row: Mapping[str, Any], me: str, wall_s: float) -> str:
+    """`row`: the rest of its row, as `views.nodes` makes it; `me`: the node of this daemon."""
+    node = snapshot.cluster.nodes.get(name)
+    if node is None:
+        return f"elasticd is down on this node; its agents of {', '.join(row['jobs'])} keep running"
+    parts = [*_blocked(snapshot.cluster, node, row, wall_s), *_disputes(snapshot.cluster, name)]
+    over = {job.name for job in snapshot.cluster.jobs.values() if job.over}  # the node's record is seconds old
+    starting = [agent for agent in node.record.agents if agent.job not in over]
+    parts += [_starting(name, wall_s, agent.job, agent.doing, agent.since_wall_s) for agent in starting]
+    if name == me and not snapshot.contact.connected:
+        parts.append(f"etcd unreachable from here: {snapshot.contact.error or 'no answer'}; what runs here goes on")
+    if name == me:
+        parts += [f"no agent of {job} runs: {why}" for job, why in snapshot.trouble.items() if why]
+    if parts:
+        return "; ".join(parts)
+    return f"ready: {row['slots_used']} of {row['slots']} slots used" if row["slots_used"] else "ready: idle"
+
+
+# ── jobs ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _over(job: Job, row: Mapping[str, Any], wall_s: float) -> str:
+    ended = f"{job.state.phase} {_age(wall_s - job.state.since_wall_s)} ago"
+    reason = job.state.reason
+    return f"{ended}: {reason}" if reason else ended
+
+
+def _alive(snapshot: Snapshot, job: Job, row: Mapping[str, Any], wall_s: float) -> str:
+    cluster = snapshot.cluster
+    unusable = {**cluster.foreign, **cluster.refused}
+    if bad := next((f"{key}: {why}" for key, why in sorted(unusable.items()) if f"/jobs/{job.name}/" in key), ""):
+        return f"a record of it in etcd cannot be used: {bad}"
+    if job.spec is None:
+        return "waiting for its agents to write its description back to etcd"
+    if job.state.phase is Phase.STOPPING:
+        reason = f" ({job.state.reason})" if job.state.reason else ""
+        return f"stopping{reason}: the workers on {_names(job.members) or 'no node'} end"
+    parts = []
+    if still := row["no_progress"]:
+        parts.append(_still(still))
+    elif (last := row["last_incident"]) and last["open"]:
+        verdict = last["verdict"]
+        held = f"; waits for {verdict['held_by']}" if verdict["held_by"] else ""
+        parts.append(f"recovering for {_age(last['age_s'])} from {verdict['class']}: {verdict['what']}{held}")
+    elif row["waiting_for"] and not (row["waiting_for"].endswith(" to start") and any(_starts(snapshot, job, wall_s))):
+        parts.append(f"waiting for: {row['waiting_for']}")
+    elif job.state.phase in (Phase.PENDING, Phase.WAITING) and job.state.reason:
+        parts.append(f"waiting: {job.state.reason}")
+    starting = list(_starts(snapshot, job, wall_s))
+    disputes = [text for name in job.members for text in _disputes(cluster, name, only=job.name)]
+    if not parts and not starting:
+        parts.append(_runs(row) if job.generation else _unplaced(snapshot, job, wall_s))
+    parts += starting + disputes
+    parts += [_excluded(job, name, wall_s) for name in job.state.excluded_nodes]
+    if error := (row["checkpoint"] or {}).get("error"):
+        parts.append(f"the newest checkpoint failed: {error}")
+    return "; ".join(dict.fromkeys(parts))
+
+
+def _runs(row: Mapping[str, Any]) -> str:
+    if not row["step"]:
+        return f"running: no step yet, {row['world_size']} ranks"
+    rate = f", {row['steps_per_s']:.3g} steps/s" if row["steps_per_s"] else ""
+    return f"running: step {row['step']}{rate}"
+
+
+def _unplaced(snapshot: Snapshot, job: Job, wall_s: float) -> str:
+    if job.members:
+        return f"waiting for the first generation: agents are there on {_names(job.members)}"
+    placed = snapshot.plan.places.get(job.name, {})
+    if not placed:
+        return "waiting for a node"
+    return f"waiting for {_names(placed)} to start an agent, for {_age(wall_s - job.state.since_wall_s)}"
+
+
+def _starts(snapshot: Snapshot, job: Job, wall_s: float) -> Iterator[str]:
+    for name, node in sorted(snapshot.cluster.nodes.items()):
+        for agent in node.record.agents:
+            if agent.job == job.name:
+                yield _starting(name, wall_s, "", agent.doing, agent.since_wall_s)
+
+
+def _starting(node: str, wall_s: float, job: str, doing: str, since_wall_s: float) -> str:
+    where = f"{job} is" if job else f"{node} is"
+    return f"{where} {doing} for {_age(wall_s - since_wall_s)}"
+
+
+def _still(still: Mapping[str, Any]) -> str:
+    where = f", probably rank {still['rank']} on {still['node']}" if still["rank"] is not None else ""
+    since = _clock(still["since_wall_s"])
+    return f"no progress since {since} ({_age(still['for_s'])}){where}: {still['because']}"
+
+
+def _excluded(job: Job, node: str, wall_s: float) -> str:
+    """Its daemon takes it back SET_ASIDE_S after it has seen the exclusion, which follows the last failure there."""
+    failures = [failure for failure in job.state.failures if failure.node == node]
+    if not failures:
+        until = f"for at most {SET_ASIDE_S / 60:.0f} min"
+        return f"{node} is excluded {until}, because no agent of {job.name} starts there"
+    end_s = max(failure.wall_s for failure in failures) + SET_ASIDE_S
+    until = _clock(max(end_s, wall_s))
+    return f"{node} is excluded until about {until}, because workers of {job.name} failed there {len(failures)} times"
+
+
+# ── nodes ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _blocked(cluster: Cluster, node: Node, row: Mapping[str, Any], wall_s: float) -> Iterator[str]:
+    """Why it takes no work, in part or at all."""
+    if draining := node.drain or node.record.draining:
+        reason = node.drain.reason if node.drain else node.record.draining
+        since = f" for {_age(wall_s - node.drain.since_wall_s)}" if node.drain else ""
+        left = f"; {', '.join(row['jobs'])} still here" if row["jobs"] else "; nothing runs here any more"
+        assert draining
+        yield f"draining{since}: {reason}{left}"
+    if not node.record.healthy:
+        yield f"takes no work: {node.record.reason or 'unhealthy'}"
+    if node.cordon:
+        yield f"cordoned for {_age(wall_s - node.cordon.since_wall_s)}: {node.cordon.reason}"
+    for job in cluster.jobs.values():
+        if node.name in job.state.excluded_nodes and not job.over:
+            yield _excluded(job, "it", wall_s).replace("it is excluded", f"excluded for {job.name}", 1)
+
+
+def _disputes(cluster: Cluster, node: str, only: str = "") -> Iterator[str]:
+    """Which agents cannot reach the one on `node`."""
+    for job in cluster.jobs.values():
+        if job.over or (only and job.name != only):
+            continue
+        by = [name for name, member in job.members.items() if node in member.record.unreachable]
+        if by:
+            yield f"{f'{node} is ' if only else ''}unreachable by {_names(by)}{'' if only else f' ({job.name})'}"
+
+
+# ── words ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _names(names: Any) -> str:
+    found = sorted(names)
+    return ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+
+
+def _clock(wall_s: float) -> str:
+    """The local time of day; a record may hold any number."""
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(wall_s))
+    except (OverflowError, ValueError, OSError):
+        return "an unknown time"
+
+
+def _age(seconds: float) -> str:
+    seconds = max(0.0, seconds)
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

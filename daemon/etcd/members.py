@@ -1,0 +1,51 @@
+"""The thread that queries each etcd member separately: with one of three down, the other two hide the loss."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from elastic.etcd.client import Etcd, MemberHealth
+
+from ..log import Log
+
+LOOK_S = 10.0
+"""Interval between queries."""
+ANSWER_S = 3.0
+"""Time limit for a member's answer: TLS is slow on a busy node."""
+LOOKS = 2
+"""Consecutive failures after which a member is reported as failed."""
+
+
+class Members:
+    def __init__(self, etcd: Etcd, show: Callable[[tuple[MemberHealth, ...]], None], log: Log) -> None:
+        self._etcd = etcd
+        self._show = show
+        self._log = log
+        self._closed = threading.Event()
+        self._missed: dict[str, int] = {}
+        self._said: dict[str, str] = {}
+
+    def run(self) -> None:
+        """Body of the thread."""
+        while not self._closed.wait(LOOK_S):
+            self.look()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def look(self) -> None:
+        """Query all members and publish the result: one that failed to answer for the first time is shown as before."""
+        found = []
+        for member in self._etcd.members(ANSWER_S):
+            missed = 0 if member.ok else self._missed.get(member.endpoint, 0) + 1
+            self._missed[member.endpoint] = missed
+            found.append(member if missed == 0 or missed >= LOOKS else member._replace(ok=True, error=""))
+        for member in found:
+            said = self._said.get(member.endpoint, "")
+            if member.error and not said:
+                self._log.warning("etcd.member_lost", endpoint=member.endpoint, why=member.error)
+            elif said and not member.error:
+                self._log.info("etcd.member_back", endpoint=member.endpoint)
+            self._said[member.endpoint] = member.error
+        self._show(tuple(found))

@@ -1,0 +1,101 @@
+"""How an agent that runs as another user reaches etcd: copies of what only elasticd's own user may read.
+
+    <state_dir>/access/<uid>/              that user's own, mode 0700
+    <state_dir>/access/<uid>/ca.pem, cert.pem, key.pem
+    <state_dir>/access/<uid>/client-0      the embedded etcd's socket: a second name of the same file
+
+They are renewed when the originals change, and removed with the user's last agent on this node. docs/security.md says
+what a user can do with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from elastic.contract.agent_files import EtcdAccess
+
+from . import ownership
+from .authority import Account
+from .errors import CannotStart
+from .log import Log
+
+FILES = {"ca_file": "ca.pem", "cert_file": "cert.pem", "key_file": "key.pem"}
+SOCKET = "unix:"
+Version = tuple[tuple[int, int], ...]
+
+
+class EtcdGrants:
+    """Used by the loop's thread only."""
+
+    def __init__(self, state_dir: Path, access: EtcdAccess, log: Log) -> None:
+        self._root = state_dir / "access"
+        self._access = access
+        self._log = log
+        self._granted: dict[int, Version] = {}
+
+    def of(self, user: Account) -> EtcdAccess:
+        """Access for the agents of `user`. Raises CannotStart, OSError."""
+        self._write(user.uid, user.gid)
+        folder = self._root / str(user.uid)
+        files = {field: str(folder / name) for field, name in FILES.items() if getattr(self._access, field)}
+        ours = self._access.endpoints
+        endpoints = tuple(f"{SOCKET}{folder / _link(i)}" if e.startswith(SOCKET) else e for i, e in enumerate(ours))
+        return msgspec.structs.replace(self._access, endpoints=endpoints, **files)
+
+    def renew(self, users: Mapping[int, int]) -> None:
+        """Copy again what has changed, for the users (uid -> gid) that have agents here; remove what others have."""
+        there = os.listdir(self._root) if self._root.is_dir() else []
+        for name in {*there, *map(str, users)}:
+            uid = int(name) if name.isdigit() else -1
+            try:
+                if uid not in users:
+                    self._granted.pop(uid, None)
+                    shutil.rmtree(self._root / name)  # does not follow links
+                elif self._granted.get(uid) != self._version():
+                    self._write(uid, users[uid])
+            except (OSError, CannotStart) as error:
+                # E.g. etcd has just ended: the next turn tries again. Or a user has put something in the way: that
+                # must not keep the others from theirs.
+                self._log.debug("access.not_renewed", uid=uid, why=str(error))
+
+    def _write(self, uid: int, gid: int) -> None:
+        version = self._version()
+        ownership.searchable(self._root)
+        folder = self._root / str(uid)
+        ownership.given(folder, uid, gid, 0o700)
+        for field, name in FILES.items():
+            if source := getattr(self._access, field):
+                ownership.replace_file(folder / name, Path(source).read_bytes(), (uid, gid))
+        for i, endpoint in enumerate(self._access.endpoints):
+            if endpoint.startswith(SOCKET):
+                _second_name(Path(endpoint.removeprefix(SOCKET)), folder / _link(i))
+        self._granted[uid] = version
+
+    def _version(self) -> Version:
+        """Changes with the originals. Raises OSError."""
+        files = [getattr(self._access, field) for field in FILES]
+        sockets = [e.removeprefix(SOCKET) for e in self._access.endpoints if e.startswith(SOCKET)]
+        found = (os.stat(path) for path in [*files, *sockets] if path)
+        return tuple((stat.st_ino, stat.st_mtime_ns) for stat in found)
+
+
+def _link(number: int) -> str:
+    return f"client-{number}"
+
+
+def _second_name(socket: Path, name: Path) -> None:
+    """A hard link: processes that may search the folder of `name` can then connect, and no others: only
+    elasticd's own user may enter the folder of the socket itself."""
+    os.chmod(socket, 0o666)
+    aside = name.with_name(f".{name.name}.new")
+    for path in (aside, name):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    os.link(socket, aside, follow_symlinks=False)
+    os.rename(aside, name)

@@ -1,0 +1,237 @@
+"""The report of a job as one HTML page, and its parts for the live page. Pure.
+
+Nothing in it is loaded from elsewhere, and it runs no script.
+
+Every text that comes from a user, a worker or a record is escaped.
+"""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..diagnosis import goodput, step_time
+from ..safe_text import shown
+from . import svg
+
+Json = dict[str, Any]
+
+BUCKETS = ("stepping", *goodput.WORDS)
+LONGEST_TEXT = 4_000
+OVER = ("succeeded", "failed", "stopped")
+
+STYLE = """
+:root { color-scheme: light dark; --bg: #fff; --text: #1c2024; --dim: #60666d; --grid: #e3e6ea; --line: #2563a8;
+  --stepping: #2e8b57; --checkpoint: #3b82c4; --detect: #c0392b; --abort: #a9673a; --form: #e59a3c; --sync: #d9b83a;
+  --redo: #9b3d63; --waiting: #8a94a0; --setup: #8e7cc3; --idle: #c5ccd3; --planned: #3b82c4; --failed: #c0392b; }
+@media (prefers-color-scheme: dark) { :root { --bg: #14171a; --text: #e4e7ea; --dim: #9aa3ab; --grid: #2b3036;
+  --line: #6fb1f2; --stepping: #3fa06b; --idle: #4a525a; --waiting: #737d88; --detect: #e5604f; --failed: #e5604f; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1040px; padding: 20px; background: var(--bg); color: var(--text);
+  font: 15px/1.45 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
+p { margin: .3rem 0; } .dim, th { color: var(--dim); font-weight: normal; }
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px 20px; margin: 1rem 0; }
+.facts div span { display: block; color: var(--dim); font-size: .82rem; }
+.facts div { font-size: 1.08rem; overflow-wrap: anywhere; }
+svg { width: 100%; height: auto; display: block; } svg text { fill: var(--text); font-size: 12px; }
+svg .tick { fill: var(--dim); } svg .inside { fill: #fff; } .grid { stroke: var(--grid); }
+.line { fill: none; stroke: var(--line); stroke-width: 1.6; stroke-linejoin: round; } .dot { fill: var(--line); }
+.mark { stroke-width: 1.2; stroke-dasharray: 3 3; opacity: .8; } .mark.failed { stroke: var(--failed); }
+.mark.planned { stroke: var(--planned); }
+table { border-collapse: collapse; width: 100%; font-size: .92rem; }
+th, td { text-align: left; padding: 4px 10px 4px 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td { overflow-wrap: anywhere; } td.now { white-space: nowrap; } .wide, .plot { overflow-x: auto; }
+@media (max-width: 640px) { .plot svg { min-width: 620px; } .long table { min-width: 680px; } }
+.key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .5em; }
+pre { overflow-x: auto; font-size: .82rem; background: color-mix(in srgb, var(--dim) 12%, transparent); padding: 10px; }
+""" + "\n".join(f"rect.{n} {{ fill: var(--{n}); }} .key.{n} {{ background: var(--{n}); }}"
+                for n in (*BUCKETS, "planned", "failed"))  # fmt: skip
+
+
+def page(job: Json, incidents: Sequence[Json], history: Json | None, made_wall_s: float) -> str:
+    """`job`, `incidents`, `history`: answers of the API; `history` None: this node has none."""
+    head, sections = parts(job, incidents, history, made_wall_s)
+    return (
+        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>\n"
+        "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+        '<meta name=viewport content="width=device-width, initial-scale=1">\n'
+        f"<title>{text(shown(job['job']))}</title>\n<style>{STYLE}</style></head>\n<body>\n"
+        f"{head}\n<p class=dim>as of {clock(made_wall_s)}</p>\n{sections}\n</body></html>\n"
+    )
+
+
+def parts(job: Json, incidents: Sequence[Json], history: Json | None, now_wall_s: float) -> tuple[str, str]:
+    """The head and the sections below it, as HTML; arguments as for `page`."""
+    job, incidents = shown(job), shown(incidents)
+    axis = _axis(job, incidents, history, now_wall_s)
+    points = history["points"] if history else []
+    marks = [(row["wall_s"], _kind(row)) for row in incidents]
+    loss = [(p["wall_s"], p["loss"]) for p in points]
+    rate = [(p["wall_s"], p["steps_per_s"]) for p in points]
+    missing = "" if points else "<p class=dim>No curves: this node has had no rank of the job.</p>"
+    body = [
+        "<h2>Time line</h2>",
+        _plot(svg.timeline(axis, _spans(job, incidents, points, axis), "Generations and incidents over time")),
+        _keys([("stepping", "training"), ("setup", "set-up"), ("failed", "incident"), ("planned", "planned change")]),
+        missing,
+    ]
+    if any(value is not None for _, value in loss):
+        body += ["<h2>Loss</h2>", _plot(svg.curve(axis, loss, marks, "Loss over time"))]
+    if rate:
+        body += ["<h2>Steps per second</h2>", _plot(svg.curve(axis, rate, marks, "Steps per second", from_zero=True))]
+    if job["step_time"]:
+        body += ["<h2>Time of a step</h2>", f"<p>{text(step_time.text(job['step_time']))}</p>"]
+    body += _ledger(job["goodput"]) + _incidents(incidents) + _error(job["error"]) + _spec(job["spec"])
+    return _head(job), "\n".join(body)
+
+
+def _plot(drawn: str) -> str:
+    return f"<div class=plot>{drawn}</div>"
+
+
+def text(value: object, most: int = LONGEST_TEXT) -> str:
+    """Any text, escaped, and cut if it is long. The caller has made control characters visible."""
+    said = str(value)
+    return html.escape(said if len(said) <= most else f"{said[:most]}…")
+
+
+def _axis(job: Json, incidents: Sequence[Json], history: Json | None, now_s: float) -> svg.Axis:
+    points = history["points"] if history else []
+    known = [row["wall_s"] for row in incidents] + [p["wall_s"] for p in points]
+    begin = job["submitted_wall_s"] or min(known, default=now_s - 1)
+    end = job["since_wall_s"] if job["phase"] in OVER and job["since_wall_s"] > begin else now_s
+    return svg.Axis(begin, max(end, begin + 1))
+
+
+def _kind(row: Json) -> str:
+    return "planned" if row["kind"] == "planned" else "failed"
+
+
+def _spans(job: Json, incidents: Sequence[Json], points: Sequence[Json], axis: svg.Axis) -> list[svg.Span]:
+    """Set-up until the first known step, then generations, with the incidents over them."""
+    first = min([p["wall_s"] for p in points[:1]] + [row["wall_s"] for row in incidents[:1]], default=None)
+    if first is None:
+        first = axis.low if job["step"] else axis.high
+    spans = [svg.Span(axis.low, first, "setup", f"set-up, {length(first - axis.low)}", "set-up")]
+    begin, number, world = first, None, None
+    for row in incidents:
+        known = row["generation"] - 1 if number is None else number
+        ranks = row["world_size_before"] if world is None else world
+        spans.append(_generation(begin, row["wall_s"], known, ranks))
+        begin = row["wall_s"] + (row["took_s"] or 0.0)
+        number, world = row["generation"], row["world_size_after"]
+    if job["step"]:
+        spans.append(_generation(begin, axis.high, number or job["generation"], world or job["world_size"]))
+    for row in incidents:
+        took = row["took_s"] or 0.0
+        title = f"{clock(row['wall_s'])} {row['kind']}, {length(took)}, {row['lost']} lost: {row['detail']}"
+        spans.append(svg.Span(row["wall_s"], row["wall_s"] + took, _kind(row), title[:LONGEST_TEXT]))
+    return spans
+
+
+def _generation(begin: float, end: float, number: int, ranks: int) -> svg.Span:
+    told = f"generation {number}, {ranks} ranks, {length(end - begin)}"
+    return svg.Span(begin, max(begin, end), "stepping", told, f"gen {number}")
+
+
+def _head(job: Json) -> str:
+    checkpoint = job["checkpoint"]
+    saved = f"step {checkpoint['step']}" if checkpoint and checkpoint["step"] is not None else "none"
+    good = job["goodput"]
+    facts: list[tuple[str, object]] = [
+        ("phase", job["phase"]),
+        ("step", job["step"] if job["step"] is not None else "none"),
+        ("loss", svg.number(job["loss"]) if job["loss"] is not None else "not reported"),
+        ("steps per second", svg.number(job["steps_per_s"]) if job["steps_per_s"] is not None else "-"),
+        ("goodput", goodput.percent(good["goodput"]) if good else "not known"),
+        ("ranks", job["world_size"]),
+        ("generation", job["generation"]),
+        ("incidents", job["incidents"]),
+        ("restarts charged", job["restarts"]),
+        ("newest checkpoint", saved),
+    ]
+    rows = "".join(f"<div><span>{text(name)}</span>{text(value)}</div>" for name, value in facts)
+    why = f"<p>{text(job['reason'])}</p>" if job["reason"] else ""
+    waits = f"<p>waits for {text(job['waiting_for'])}</p>" if job["waiting_for"] else ""
+    by = f"submitted {clock(job['submitted_wall_s'])} by {text(job['submitted_by'])}"
+    return f"<h1>{text(job['job'])}</h1>\n<p class=dim>{by}</p>\n{why}{waits}\n<div class=facts>{rows}</div>"
+
+
+def _ledger(known: Json | None) -> list[str]:
+    if known is None:
+        return []
+    share: dict[str, float] = {"stepping": known["goodput"], **known["badput"]}
+    words = {"stepping": "steps that count", **{bucket.value: said for bucket, said in goodput.WORDS.items()}}
+    shares = [(n, share[n], f"{words[n]}: {goodput.percent(share[n])}") for n in BUCKETS if share.get(n)]
+    rows = "".join(
+        f'<tr><td><span class="key {n}"></span>{text(words[n])}</td><td class=n>{goodput.percent(value)}</td>'
+        f"<td class=n>{length(value * known['wall_s'])}</td></tr>"
+        for n, value, _ in shares
+    )
+    return [
+        f"<h2>Where the time went: {goodput.percent(known['goodput'])} goodput</h2>",
+        _plot(svg.stacked(shares, "Share of the time of all ranks by what it went into")),
+        f"<table><tr><th>of {length(known['wall_s'])}, mean over the ranks<th class=n>share<th class=n>time</tr>"
+        f"{rows}</table>",
+    ]
+
+
+def _incidents(rows: Sequence[Json]) -> list[str]:
+    if not rows:
+        return ["<h2>Incidents</h2>", "<p class=dim>none</p>"]
+    out = []
+    for row in rows:
+        verdict = row.get("verdict") or {}
+        what = verdict.get("what") or row["detail"]
+        cure = f"<p class=dim>{text(verdict['cure'])}</p>" if verdict.get("cure") else ""
+        kind = verdict.get("class") or row["kind"]
+        out.append(
+            f"<tr><td class=now>{clock(row['wall_s'])}</td><td class=now>{text(kind)}</td>"
+            f"<td>{text(row['node'])}</td><td class=n>{'open' if row['open'] else length(row['took_s'])}</td>"
+            f"<td class=n>{text('so far' if row['open'] else row['lost'])}</td><td>{text(what)}{cure}</td></tr>"
+        )
+    head = "<tr><th>when<th>class<th>node<th class=n>took<th class=n>lost<th>what happened</tr>"
+    return ["<h2>Incidents</h2>", f"<div class='wide long'><table>{head}{''.join(out)}</table></div>"]
+
+
+def _error(error: Json | None) -> list[str]:
+    if error is None:
+        return []
+    told = error["traceback"].rstrip() or error["message"]
+    where = f"rank {error['rank']} on {error['node']}"
+    return [f"<h2>Newest error: {text(where)}</h2>", f"<pre>{text(told, 20_000)}</pre>"]
+
+
+def _spec(spec: Json | None) -> list[str]:
+    if not spec:
+        return []
+    rows = "".join(
+        f"<tr><td class=now>{text(name)}</td><td>{text(value)}</td></tr>"
+        for name, value in sorted(spec.items())
+        if value != ""
+    )
+    return ["<h2>Settings of the job</h2>", f"<div class=wide><table>{rows}</table></div>"]
+
+
+def _keys(known: Iterable[tuple[str, str]]) -> str:
+    parts = (f'<span class="key {kind}"></span>{text(words)} &nbsp; ' for kind, words in known)
+    return f"<p class=dim>{''.join(parts)}</p>"
+
+
+def clock(wall_s: float | None) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_s)) if wall_s else "?"
+    except (OverflowError, ValueError, OSError):  # a record may hold any number
+        return "?"
+
+
+def length(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    return (
+        f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s" if seconds < 120 else goodput.length(seconds)
+    )

@@ -1,0 +1,162 @@
+"""The page over HTTP: documents, and one stream of server-sent events for each page that is open. Read-only."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from ..api import course, event_routes, routes, views
+from ..api.actions import no_job
+from ..api.httpd import Connection, Places, Request, Server, host_of, listen_on
+from ..api.instant import now
+from ..diagnosis import timeline
+from ..errors import Refused
+from ..folders import Folder
+from ..log import Log
+from ..published_state import PublishedState, Snapshot
+from ..settings import PageSettings
+from . import access, live
+
+EVERY_S = 1.0
+"""A stream looks for changes this often."""
+LEAST_S = 0.8
+"""Or a little sooner, with the daemon's newest state."""
+STREAM_S = 600.0
+"""Then a stream ends; the browser opens another one."""
+QUIET_S = 15.0
+"""A stream without news sends a comment this often, so that proxies keep it open."""
+FRESH_S = 0.5
+"""Readers of the same page share a fragment that is not older."""
+KEPT = 64
+"""Fragments that are kept for that."""
+MAX_REQUESTS, MAX_REQUESTS_OF_A_HOST = 48, 32
+MAX_STREAMS, MAX_STREAMS_OF_A_HOST = 32, 16
+"""Fewer than requests: pages are served while all streams are taken."""
+
+HEADERS = {
+    "Content-Security-Policy": live.POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    "X-Accel-Buffering": "no",  # nginx would keep a stream back
+}
+HTML = "text/html; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What the page is made of: as the API shows it to a user who is neither owner nor admin."""
+
+    board: PublishedState
+    identity: views.Identity
+    logs: Callable[[str], Folder]
+
+    def fragment(self, job: str) -> str:
+        """`job` empty: the cluster's. Raises Refused (404)."""
+        snapshot, instant = self.board.now, now()
+        if not job:
+            newest = sorted(snapshot.cluster.events)[-live.LAST_EVENTS :]
+            events = timeline.read({key: snapshot.cluster.events[key] for key in newest})
+            return live.cluster(views.status(snapshot, self.identity, instant), [timeline.as_json(e) for e in events])
+        known = snapshot.cluster.jobs.get(job)
+        if known is None:
+            raise Refused(404, no_job(job, snapshot))
+        return live.job(
+            views.job_detail(snapshot, known, instant),
+            views.incidents(snapshot, job, instant),
+            course.read(self.logs(job)),
+            event_routes.listed(snapshot.cluster, job, "", 0.0, live.LAST_EVENTS),
+            instant.wall_s,
+        )
+
+
+class Page:
+    """Answers the requests."""
+
+    def __init__(self, source: Source, token: str, log: Log) -> None:
+        self._source = source
+        self._token = token
+        self._log = log
+        self._streams = Places(MAX_STREAMS, MAX_STREAMS_OF_A_HOST)
+        self._lock = threading.Lock()
+        self._kept: dict[str, tuple[float, str]] = {}
+
+    def handle(self, connection: Connection) -> None:
+        try:
+            request = connection.receive()
+            access.check(request.headers, self._token)
+            self._answer(connection, request)
+        except Refused as refused:
+            if not connection.awaits_answer:
+                raise
+            self._log.debug("page.refused", status=refused.status, why=str(refused))
+            asks = {"WWW-Authenticate": 'Basic realm="elasticd", charset="UTF-8"'} if refused.status == 401 else {}
+            body = live.refusal(str(refused)).encode("utf-8", "replace")
+            connection.answer(refused.status, HTML, body, {**HEADERS, **asks})
+
+    def _answer(self, connection: Connection, request: Request) -> None:
+        if request.method not in ("GET", "HEAD"):
+            raise Refused(405, "the page can only be read")
+        if request.path == "/events":
+            job = request.query.get("job", "")
+            if request.method != "GET":
+                raise Refused(405, "a stream can only be got")
+            self._stream(connection, routes.checked("job", job) if job else "")
+            return
+        head, _, name = request.path.rpartition("/")
+        if (head, name) != ("", "") and (head != "/job" or not name):
+            raise Refused(404, f"there is no page {request.path}: / is the cluster, /job/NAME a job")
+        job = routes.checked("job", unquote(name)) if name else ""
+        page = live.document(self._source.identity.cluster, job, self._fragment(job))
+        connection.answer(200, HTML, page.encode("utf-8", "replace"), HEADERS)
+
+    def _stream(self, connection: Connection, job: str) -> None:
+        owner = host_of(connection.sock)
+        if why := self._streams.take(owner):
+            raise Refused(503, f"no further live page: {why}")
+        try:
+            connection.begin_stream("text/event-stream", HEADERS)
+            self._send_changes(connection, job)
+            connection.end_stream()
+        finally:
+            self._streams.free(owner)
+
+    def _send_changes(self, connection: Connection, job: str) -> None:
+        end_s, sent, sent_s = time.monotonic() + STREAM_S, "", 0.0
+        connection.stream(b"retry: 2000\n\n")
+        while (looked_s := time.monotonic()) < end_s and connection.still_there():
+            try:
+                fragment = self._fragment(job)
+            except Refused as refused:  # the job was forgotten
+                fragment = live.message(str(refused))
+            if fragment != sent:
+                connection.stream(live.server_sent(fragment))
+                sent, sent_s = fragment, looked_s
+            elif looked_s - sent_s > QUIET_S:
+                connection.stream(b": no news\n\n")
+                sent_s = looked_s
+            self._source.board.wait(_made_after(looked_s + LEAST_S), EVERY_S)
+
+    def _fragment(self, job: str) -> str:
+        with self._lock:
+            made_s, fragment = self._kept.get(job, (float("-inf"), ""))
+            if time.monotonic() - made_s > FRESH_S:
+                fragment = self._source.fragment(job)
+                if len(self._kept) >= KEPT:
+                    self._kept.clear()
+                self._kept[job] = (time.monotonic(), fragment)
+            return fragment
+
+
+def _made_after(at_s: float) -> Callable[[Snapshot], bool]:
+    return lambda snapshot: snapshot.turned_s >= at_s
+
+
+def page_server(settings: PageSettings, token: str, source: Source, log: Log) -> Server:
+    """Listen at `settings.listen`. Raises CannotStart."""
+    listener = listen_on("page.listen", settings.listen, MAX_REQUESTS)
+    page = Page(source, token, log)
+    return Server(listener, page.handle, host_of, Places(MAX_REQUESTS, MAX_REQUESTS_OF_A_HOST), log)

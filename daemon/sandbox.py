@@ -1,0 +1,46 @@
+"""The unit properties of an agent: its user, its limits, its fence. Pure.
+
+See systemd.exec(5) and systemd.resource-control(5). The limits hold for the agent and all its workers on this node
+together. Without systemd there are none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from elastic.contract.spec import JobSpec
+
+from .authority import Account
+
+_IN_TMP = re.compile(r"(?:^|[=:,])/(?:var/)?tmp(?:/|$)")
+"""A text that names a file in a folder for temporary files."""
+
+
+def properties(spec: JobSpec, user: Account | None) -> tuple[str, ...]:
+    """`user`: the account that the agent runs as; None: elasticd's own."""
+    limits = spec.limits
+    found = [
+        "UMask=0027",
+        "NoNewPrivileges=yes",
+        f"PrivateTmp={'no' if uses_tmp(spec) else 'yes'}",
+        f"TasksMax={limits.tasks}",
+    ]
+    if limits.memory:
+        found.append(f"MemoryMax={limits.memory}")
+    if limits.cpu:
+        found.append(f"CPUQuota={limits.cpu * 100:.0f}%")
+    if user is not None:
+        found += [f"User={user.user}", f"Group={user.gid}"]
+    return tuple(found)
+
+
+def uses_tmp(spec: JobSpec) -> bool:
+    """Whether the job names files in /tmp or /var/tmp, so that it needs the machine's, not folders of its own."""
+    return any(_IN_TMP.search(text) for text in _texts(spec))
+
+
+def _texts(spec: JobSpec) -> Iterator[str]:
+    yield from (spec.script, spec.workdir, spec.python, spec.env_file, spec.checkpoint.dir, spec.checkpoint.remote)
+    yield from spec.args
+    yield from spec.env.values()

@@ -1,0 +1,80 @@
+"""Keeps the job's goodput ledger on this node. The leader publishes it; the other agents continue the newest one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from ..contract.beat import Beat, Doing
+from ..contract.ledger import Bucket, Ledger, Seen, advance
+from ..recovery.events import Event, WorkerFormed
+from ..recovery.ledger_view import seen
+from ..recovery.model import Agent
+from . import descendants
+
+
+class LedgerKeeper:
+    """Call `turned` after each turn of the state machine, and `looked` when the beat pages were read."""
+
+    def __init__(self, submitted_wall_s: float, started_wall_s: float) -> None:
+        """`started_wall_s`: when this agent's process began. Time before that which no ledger has was spent waiting."""
+        self._ahead_s = time.time() - time.monotonic()
+        """Time of day less monotonic time, at the start: a clock that is set later changes no second here."""
+        self._before: Seen | None = None
+        self._started_ms = int(started_wall_s * 1000)
+        self._ledger = Ledger(until_ms=int(submitted_wall_s * 1000))
+        self._seen: Ledger | None = None
+        """The newest that etcd has shown."""
+        self._formed = 0
+        self._stall_s: dict[int, float] = {}
+        self._unbooked_s = 0.0
+
+    def turned(self, event: Event, agent: Agent, now_s: float) -> None:
+        if isinstance(event, WorkerFormed):
+            self._formed = max(self._formed, event.generation)
+        number = agent.generation.number if agent.generation else 0
+        after = seen(agent, syncing=self._formed >= number)
+        if self._before is None:
+            self._before = after
+            self._ledger = self._from_start(self._ledger, after)
+        self._follow(agent, after)
+        stall_ms, now_ms = int(self._unbooked_s * 1000), int((now_s + self._ahead_s) * 1000)
+        self._unbooked_s -= stall_ms / 1000
+        self._ledger = advance(self._ledger, self._before, after, now_ms, stall_ms)
+        self._before = after
+
+    def looked(self, beats: Mapping[int, Beat]) -> None:
+        """`beats`: worker id -> what its page shows. Adds the mean of the time for which they stood still for a
+        snapshot."""
+        now = {worker_id: beat.stall_s + beat.spent_s[Doing.SAVING] for worker_id, beat in beats.items()}
+        grown = [max(0.0, stall_s - self._stall_s.get(worker_id, 0.0)) for worker_id, stall_s in now.items()]
+        self._stall_s = now
+        self._unbooked_s += sum(grown) / len(grown) if grown else 0.0
+
+    def published(self, agent: Agent) -> Ledger:
+        self._ledger = msgspec.structs.replace(self._ledger, by=agent.policy.incarnation)
+        return self._ledger
+
+    def _from_start(self, ledger: Ledger, now: Seen) -> Ledger:
+        waits = Seen(Bucket.WAITING, now.ranks)
+        return advance(ledger, waits, waits, self._started_ms)
+
+    def _follow(self, agent: Agent, now: Seen) -> None:
+        """Continue what another agent has published: it leads, or has led until now."""
+        progress = agent.view.progress
+        theirs = progress.ledger if progress is not None else None
+        if theirs is None or theirs is self._seen:
+            return
+        self._seen = theirs
+        if theirs.by != agent.policy.incarnation:
+            self._ledger = self._from_start(theirs, now) if theirs.until_ms < self._started_ms else theirs
+
+
+def began_wall_s() -> float:
+    """Time of day at which this process began, to a hundredth of a second."""
+    ticks = descendants.started(os.getpid())
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - max(0.0, age_s)

@@ -1,0 +1,115 @@
+"""Where the time of a step goes on this node's ranks, from the marks on their beat pages.
+
+The marks are taken anyway, to find hangs; here they are only added up. On a GPU the host runs ahead of the device, and
+nothing here waits for it: there only what holds up the host itself is measured, data and snapshots.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from ..contract.beat import Beat, Doing
+from ..contract.records import RankRow
+from ..contract.step_parts import SlowRank, StepParts
+
+WINDOW_S = 10.0
+STEPS = 3
+"""A window has this many steps of each rank at least, so that where it begins within a step matters little."""
+WINDOWS = 3
+"""A rank is slow if it was so in this many windows one after the other."""
+SLOWER = 1.3
+LEAST_S = 0.001
+"""Differences below this are not a slow rank's."""
+
+
+def parts(before: Beat, after: Beat, seconds: float, *, gpu: bool) -> StepParts | None:
+    """The steps between two looks at one worker, `seconds` apart; None if there was none, or they are of two
+    generations."""
+    steps = after.step - before.step
+    if steps <= 0 or not (before.settled and after.settled and before.generation == after.generation):
+        return None
+
+    def each(*doings: Doing) -> float:
+        return sum(after.spent_s[doing] - before.spent_s[doing] for doing in doings) / steps
+
+    data_s, stall_s = (after.data_s - before.data_s) / steps, (after.stall_s - before.stall_s) / steps
+    return StepParts(
+        step_s=round(seconds / steps, 6),
+        data_s=_at_least_0(data_s),
+        compute_s=None if gpu else _at_least_0(each(Doing.COMPUTING) - data_s),
+        collectives_s=None if gpu else _at_least_0(each(Doing.EXCHANGING)),
+        optimizer_s=None if gpu else _at_least_0(each(Doing.APPLYING) - stall_s),
+        snapshot_s=_at_least_0(each(Doing.SAVING) + stall_s),
+    )
+
+
+def _at_least_0(seconds: float) -> float:
+    return round(max(0.0, seconds), 6)
+
+
+def own_s(of: StepParts) -> float | None:
+    """Time of a step in which the other ranks wait for this one; None: not measured."""
+    if of.compute_s is None or of.optimizer_s is None:
+        return None
+    return of.data_s + of.compute_s + of.optimizer_s
+
+
+def slow_ranks(windows: Sequence[Mapping[int, float]]) -> list[tuple[int, float]]:
+    """(rank, its time over the median of the others' in the newest window) of each rank that was slower than the others
+    by the factor SLOWER in all of the last WINDOWS `windows`, which map ranks to their own time of a step."""
+    last = windows[-WINDOWS:]
+    if len(last) < WINDOWS:
+        return []
+    found = []
+    for rank in sorted(set.intersection(*(set(window) for window in last))):
+        ratios = [_ratio(window, rank) for window in last]
+        if all(ratio >= SLOWER for ratio in ratios):
+            found.append((rank, round(ratios[-1], 2)))
+    return found
+
+
+def _ratio(window: Mapping[int, float], rank: int) -> float:
+    others = [seconds for other, seconds in window.items() if other != rank]
+    if not others:
+        return 0.0
+    median = statistics.median(others)
+    return window[rank] / max(median, 1e-6) if window[rank] - median >= LEAST_S else 0.0
+
+
+class StepTimes:
+    """Call `look` with the pages of all workers of this node."""
+
+    def __init__(self, node: str, *, gpu: bool) -> None:
+        self._node = node
+        self._gpu = gpu
+        self._began_s = 0.0
+        self._begin: dict[int, Beat] = {}
+        self._known: dict[int, StepParts] = {}
+        """By worker id, of the newest window."""
+        self._windows: list[dict[int, float]] = []
+        self.slow: tuple[SlowRank, ...] = ()
+
+    def look(self, beats: Mapping[int, Beat], now_s: float) -> None:
+        stepping = {worker_id: beat for worker_id, beat in beats.items() if beat.settled}
+        if self._of(stepping.values()) != self._of(self._begin.values()) or stepping.keys() != self._begin.keys():
+            self._begin, self._began_s, self._windows, self._known, self.slow = stepping, now_s, [], {}, ()
+            return
+        seconds = now_s - self._began_s
+        if seconds < WINDOW_S or any(b.step - self._begin[w].step < STEPS for w, b in stepping.items()):
+            return
+        found = {w: parts(self._begin[w], beat, seconds, gpu=self._gpu) for w, beat in stepping.items()}
+        self._known = {worker_id: each for worker_id, each in found.items() if each is not None}
+        window = {stepping[w].rank: own for w, each in self._known.items() if (own := own_s(each)) is not None}
+        self._windows = [*self._windows[1 - WINDOWS :], window]
+        self.slow = tuple(SlowRank(rank=r, node=self._node, ratio=ratio) for r, ratio in slow_ranks(self._windows))
+        self._begin, self._began_s = stepping, now_s
+
+    @staticmethod
+    def _of(beats: Iterable[Beat]) -> set[int]:
+        return {beat.generation for beat in beats}
+
+    def with_parts(self, rows: tuple[RankRow, ...]) -> tuple[RankRow, ...]:
+        return tuple(msgspec.structs.replace(row, parts=self._known.get(row.incarnation)) for row in rows)

@@ -1,0 +1,188 @@
+"""A checkpoint's metadata: the manifest, and the note that is written beside each shard's file.
+
+On disk a manifest is ``{"format": 1, "xxh3": "…", "body": {…}}``: the hash is that of the body's bytes as they are in
+the file, so a manifest with one flipped bit is detected. Nothing in it is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ..contract.tensor_table import Table
+
+FORMAT = 1
+"""Version of the on-disk format. A reader that finds a newer one skips the checkpoint and reports that."""
+
+PIECE_BYTES = 16 * 1024 * 1024
+"""Files are written, hashed and read in pieces of this size, each with a hash of its own."""
+
+MANIFEST = "manifest.json"
+
+ITEM_BYTES: dict[str, int] = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E4M3FNUZ": 1, "F8_E5M2": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "C32": 4,
+    "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+    "C128": 16,
+}  # fmt: skip
+"""Bytes of one element."""
+
+Digest = Callable[[bytes], str]
+
+
+class BadManifest(Exception):
+    """An invalid manifest or note. `reason` is short and fit for a file name."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """A shard, one rank's part: a safetensors file. Also written beside it as a note, once the file is on disk."""
+
+    file: str
+    share: int
+    shares: int
+    step: int
+    generation: int
+    nbytes: int
+    data_at: int
+    """Byte offset of the first tensor in the file; the tensors follow without gaps, in the order of `tensors`."""
+    piece_nbytes: int = PIECE_BYTES
+    xxh3: tuple[str, ...] = ()
+    """xxh3-64 of each piece of the file, 16 hexadecimal digits each; the last piece may be short."""
+    tensors: Table = ()
+    extra: dict[str, Any] = {}
+    """This rank's other state, as JSON. That of shard 0 is the job's."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    job: str
+    step: int
+    generation: int
+    """The generation in which `step` was committed. Checkpoints are ordered by (generation, step)."""
+    world_size: int
+    shares: tuple[Share, ...]
+    versions: dict[str, str] = {}
+    created_wall_s: float = 0.0
+    """For users; nothing is decided by it."""
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """State of the job that is not tensors, as JSON."""
+        return self.shares[0].extra
+
+    @property
+    def nbytes(self) -> int:
+        return sum(share.nbytes for share in self.shares)
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a manifest that identifies the checkpoint: the part that `peek` reads."""
+
+    job: str
+    step: int
+    generation: int
+    world_size: int = 0
+    created_wall_s: float = 0.0
+
+
+class _File(msgspec.Struct):
+    format: int
+    xxh3: str
+    body: msgspec.Raw
+
+
+_share = msgspec.json.Decoder(Share)
+_manifest = msgspec.json.Decoder(Manifest)
+_head = msgspec.json.Decoder(Head)
+_file = msgspec.json.Decoder(_File)
+
+
+def share_file(share: int, shares: int) -> str:
+    return f"share-{share:05d}-of-{shares:05d}.safetensors"
+
+
+def share_note(share: int, shares: int) -> str:
+    return f"share-{share:05d}-of-{shares:05d}.json"
+
+
+def encode(record: Manifest | Share, digest: Digest) -> bytes:
+    """The bytes of a manifest's or a note's file. `digest`: xxh3-64 as 16 hexadecimal digits."""
+    body = msgspec.json.encode(record)
+    return msgspec.json.encode(_File(FORMAT, digest(body), msgspec.Raw(body))) + b"\n"
+
+
+def decode(raw: bytes, digest: Digest) -> Manifest:
+    """Read a manifest and check its consistency. Raises BadManifest."""
+    try:
+        manifest = _manifest.decode(_body(raw, digest, "manifest"))
+    except msgspec.ValidationError as error:
+        raise BadManifest("manifest-damaged", f"the manifest is not one: {error}") from None
+    _check(manifest)
+    return manifest
+
+
+def decode_note(raw: bytes, digest: Digest) -> Share:
+    """Read the note beside a shard. Raises BadManifest."""
+    try:
+        share = _share.decode(_body(raw, digest, "note"))
+    except msgspec.ValidationError as error:
+        raise BadManifest("note-damaged", f"the note is not one: {error}") from None
+    _check_share(share)
+    return share
+
+
+def decode_head(raw: bytes, digest: Digest) -> Head:
+    """Read only the part that identifies the checkpoint. Raises BadManifest."""
+    try:
+        return _head.decode(_body(raw, digest, "manifest"))
+    except msgspec.ValidationError as error:
+        raise BadManifest("manifest-damaged", f"the manifest is not one: {error}") from None
+
+
+def _body(raw: bytes, digest: Digest, what: str) -> bytes:
+    try:
+        file = _file.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadManifest(f"{what}-damaged", f"the {what} cannot be read: {error}") from None
+    if file.format > FORMAT:
+        raise BadManifest("newer-format", f"format {file.format}; this version reads up to {FORMAT}")
+    body = bytes(file.body)
+    if (found := digest(body)) != file.xxh3:
+        raise BadManifest(f"{what}-damaged", f"the {what}'s hash is {found}, it says {file.xxh3}")
+    return body
+
+
+def _check(manifest: Manifest) -> None:
+    count = len(manifest.shares)
+    if not count or [(s.share, s.shares) for s in manifest.shares] != [(i, count) for i in range(count)]:
+        raise BadManifest("manifest-damaged", "the manifest does not list each share once, in order")
+    for share in manifest.shares:
+        if (share.step, share.generation) != (manifest.step, manifest.generation):
+            raise BadManifest("manifest-damaged", f"{share.file} is of step {share.step}, not {manifest.step}")
+        _check_share(share)
+    names = [tensor.name for share in manifest.shares for tensor in share.tensors]
+    if len(names) != len(set(names)):
+        raise BadManifest("manifest-damaged", "a tensor is listed twice")
+
+
+def _check_share(share: Share) -> None:
+    bad = BadManifest("manifest-damaged", f"share {share.share} of {share.shares} contradicts itself")
+    if share.file != share_file(share.share, share.shares) or share.piece_nbytes < 1:
+        raise bad
+    if len(share.xxh3) != -(-share.nbytes // share.piece_nbytes):
+        raise bad
+    if share.data_at + sum(tensor.nbytes for tensor in share.tensors) != share.nbytes:
+        raise bad
+    for tensor in share.tensors:
+        if tensor.dtype not in ITEM_BYTES:
+            raise BadManifest("newer-format", f"{tensor.name} is {tensor.dtype}, which this version does not know")
+        if tensor.nbytes != math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] or min(tensor.shape, default=0) < 0:
+            raise bad

@@ -1,0 +1,50 @@
+"""Which rank saves which tensors: replicated state is split into one shard per rank, in whole tensors.
+
+Every rank computes the same split from the same table, without communication.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable
+
+from ..contract.tensor_table import Table
+
+Snapshot = tuple[int, int, int, int]
+"""(generation, step, part, parts) of one complete arena."""
+
+
+def assign_shares(table: Table, count: int) -> tuple[tuple[int, ...], ...]:
+    """Indices into `table` per shard, ascending; balanced by bytes, deterministic, possibly empty.
+
+    Largest first, each to the shard that is smallest so far (the lowest number among equals).
+    """
+    if count < 1:
+        raise ValueError(f"count = {count}: state is cut into at least one share")
+    shares: list[list[int]] = [[] for _ in range(count)]
+    lightest = [(0, share) for share in range(count)]
+    for index in sorted(range(len(table)), key=lambda i: (-table[i].nbytes, i)):
+        load, share = lightest[0]
+        shares[share].append(index)
+        heapq.heapreplace(lightest, (load + table[index].nbytes, share))
+    return tuple(tuple(sorted(share)) for share in shares)
+
+
+def beside_shares(share: int, shares: int, part: int, parts: int) -> tuple[int, ...]:
+    """Shards of other nodes that the rank which saves shard `share` of `shares` also keeps in memory.
+
+    It is rank `part` of the `parts` ranks of its node, whose shards are numbered consecutively. Together the ranks of
+    a node keep every shard.
+    """
+    first = share - part
+    others = [k for k in range(shares) if not first <= k < first + parts]
+    return tuple(others[part::parts])
+
+
+def newest_whole(snapshots: Iterable[Snapshot]) -> tuple[int, int, int] | None:
+    """(generation, step, parts) of the newest complete snapshot; None if there is none."""
+    seen: defaultdict[tuple[int, int, int], set[int]] = defaultdict(set)
+    for generation, step, part, parts in snapshots:
+        seen[generation, step, parts].add(part)
+    return max((key for key, have in seen.items() if have >= set(range(key[2]))), default=None)

@@ -1,0 +1,1 @@
+"""Agreements between processes: records in etcd, messages, files, the job's spec. No behaviour."""

@@ -1,0 +1,165 @@
+"""The beat page: one page of shared memory per worker, written by the worker, read by its agent.
+
+Writing costs a few stores, so a worker may beat at any rate; the agent polls. Each field is 8 bytes wide and aligned,
+so a reader never sees a torn value. Instants are CLOCK_MONOTONIC, which both processes share on one host.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+PAGE_BYTES = 4096
+
+PULSE_S = 0.5
+"""How often a thread of the worker signals that the process runs Python."""
+
+
+class Doing(enum.IntEnum):
+    """What the worker's main thread is doing."""
+
+    STARTING = 0  # imports, setup
+    WAITING = 1  # for Form, or for the other ranks
+    FORMING = 2
+    SYNCING = 3  # state is being received or sent
+    COMPUTING = 4  # the script's code runs; the other ranks will wait for this one
+    EXCHANGING = 5  # this rank has contributed all it has to the step's all-reduce; it waits for the others
+    APPLYING = 6  # inside the optimizer: state is inconsistent
+    SAVING = 7  # copies its part of a snapshot
+    QUIET = 8  # the script has declared a span without steps (`job.quiet`)
+    DONE = 9
+    FINISHING = 10  # `train` has returned here; the last save, then the barrier of all ranks
+
+
+WITH_OTHERS = frozenset({Doing.WAITING, Doing.FORMING, Doing.SYNCING, Doing.EXCHANGING, Doing.FINISHING, Doing.DONE})
+"""No other rank waits for this one: it waits for them."""
+
+(_DOING, _GENERATION, _STEP, _BEATS, _BEAT_AT_NS, _LOSS, _STEP_NS, _QUIET_UNTIL_NS, _RANK, _COMMITTED_IN,
+ _COPIED_BYTES, _EXCHANGES, _GAP_NS, _LAST_GAP_NS, _PULSE_NS, _MARK_NS, _DATA_NS, _STALL_NS) = range(18)  # fmt: skip
+_SPENT_NS = 32
+"""From here on one field for each `Doing`: how long it has lasted, all together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    doing: Doing
+    generation: int
+    step: int
+    """Steps committed on this rank."""
+    beats: int
+    beat_at_s: float
+    """Monotonic instant of the last sign of progress."""
+    loss: float
+    """NaN until one is reported."""
+    step_s: float
+    """Duration of the last step; 0 before the first."""
+    quiet_until_s: float
+    rank: int
+    committed_in: int
+    """Generation of the last commit here."""
+    copied_nbytes: int = 0
+    """Bytes of snapshots copied, and of memory faulted in for them, while the main thread waited for it."""
+    exchanges: int = 0
+    """How often this rank has begun to wait for others since its last commit: equal on all ranks of a step."""
+    gap_s: float = 0.0
+    """Longest time between two signs of progress in this step and the one before; waits for other ranks not counted."""
+    pulse_s: float = 0.0
+    """Monotonic instant at which the process last ran Python in any thread, to within PULSE_S; 0: not known."""
+
+    spent_s: tuple[float, ...] = ()
+    """Seconds of this process in each `Doing`, up to the last mark. Never decrease."""
+    data_s: float = 0.0
+    """Of those in COMPUTING, until the next batch was there."""
+    stall_s: float = 0.0
+    """Of those in APPLYING, until the copy of a snapshot was complete."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether the worker has committed a step in its current generation."""
+        return 0 < self.generation == self.committed_in
+
+
+class BeatPage:
+    """Reader and writer over any writable buffer of PAGE_BYTES (an mmap)."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        if len(buffer) < PAGE_BYTES:
+            raise ValueError(f"a beat page takes {PAGE_BYTES} bytes, got {len(buffer)}")
+        self._ints = buffer[:PAGE_BYTES].cast("q")
+        self._floats = buffer[:PAGE_BYTES].cast("d")
+
+    def clear(self, now_s: float) -> None:
+        self._floats[_LOSS] = float("nan")
+        self._ints[_RANK] = -1
+        self._ints[_MARK_NS] = int(now_s * 1e9)
+        self.write(Doing.STARTING, now_s)
+
+    def write(self, doing: Doing, now_s: float) -> None:
+        """One sign of progress."""
+        ints, now_ns = self._ints, int(now_s * 1e9)
+        if doing is Doing.EXCHANGING:
+            ints[_EXCHANGES] += 1
+        if ints[_DOING] not in WITH_OTHERS:
+            ints[_GAP_NS] = max(ints[_GAP_NS], now_ns - (ints[_BEAT_AT_NS] or now_ns))
+        ints[_SPENT_NS + ints[_DOING]] += now_ns - ints[_MARK_NS]
+        ints[_MARK_NS] = now_ns
+        ints[_DOING] = doing
+        ints[_BEATS] += 1
+        ints[_BEAT_AT_NS] = now_ns
+
+    def waited(self, data_s: float = 0.0, stall_s: float = 0.0) -> None:
+        """The main thread has waited for its next batch while COMPUTING, or for a snapshot while APPLYING."""
+        self._ints[_DATA_NS] += int(data_s * 1e9)
+        self._ints[_STALL_NS] += int(stall_s * 1e9)
+
+    def copied(self, nbytes: int, now_s: float) -> None:
+        """Count `nbytes` more bytes: a sign of progress, whatever the main thread is doing."""
+        self._ints[_COPIED_BYTES] += nbytes
+        self._ints[_BEATS] += 1
+        self._ints[_BEAT_AT_NS] = int(now_s * 1e9)
+
+    def pulse(self, now_s: float) -> None:
+        """Some thread of the worker runs Python, which is no sign of progress of the main thread."""
+        self._ints[_PULSE_NS] = int(now_s * 1e9)
+
+    def place(self, generation: int, rank: int) -> None:
+        self._ints[_GENERATION] = generation
+        self._ints[_RANK] = rank
+        self._ints[_EXCHANGES] = self._ints[_GAP_NS] = self._ints[_LAST_GAP_NS] = 0
+
+    def committed(self, step: int, step_s: float, loss: float | None, now_s: float) -> None:
+        self._ints[_STEP] = step
+        self._ints[_COMMITTED_IN] = self._ints[_GENERATION]
+        self._ints[_STEP_NS] = int(step_s * 1e9)
+        if loss is not None:
+            self._floats[_LOSS] = loss
+        self.write(Doing.COMPUTING, now_s)
+        self._ints[_EXCHANGES], self._ints[_LAST_GAP_NS], self._ints[_GAP_NS] = 0, self._ints[_GAP_NS], 0
+
+    def set_step(self, step: int) -> None:
+        self._ints[_STEP] = step
+
+    def quiet_until(self, until_s: float) -> None:
+        self._ints[_QUIET_UNTIL_NS] = int(until_s * 1e9)
+
+    def read(self) -> Beat:
+        ints = self._ints
+        return Beat(
+            doing=Doing(ints[_DOING]),
+            generation=ints[_GENERATION],
+            step=ints[_STEP],
+            beats=ints[_BEATS],
+            beat_at_s=ints[_BEAT_AT_NS] / 1e9,
+            loss=self._floats[_LOSS],
+            step_s=ints[_STEP_NS] / 1e9,
+            quiet_until_s=ints[_QUIET_UNTIL_NS] / 1e9,
+            rank=ints[_RANK],
+            committed_in=ints[_COMMITTED_IN],
+            copied_nbytes=ints[_COPIED_BYTES],
+            exchanges=ints[_EXCHANGES],
+            gap_s=max(ints[_GAP_NS], ints[_LAST_GAP_NS]) / 1e9,
+            pulse_s=ints[_PULSE_NS] / 1e9,
+            spent_s=tuple(ns / 1e9 for ns in ints[_SPENT_NS : _SPENT_NS + len(Doing)]),
+            data_s=ints[_DATA_NS] / 1e9,
+            stall_s=ints[_STALL_NS] / 1e9,
+        )

@@ -1,0 +1,132 @@
+"""The etcd key of each record. The only module that spells keys.
+
+/elastic/<cluster>/nodes/<node>                    leased   NodeRecord
+/elastic/<cluster>/cordons/<node>                           CordonRecord
+/elastic/<cluster>/drains/<node>                            DrainRecord
+/elastic/<cluster>/events/<milliseconds>.<node>.<id>        EventRecord (the newest `KEPT_EVENTS` of the cluster)
+/elastic/<cluster>/jobs/<job>/head/spec                     SpecRecord
+/elastic/<cluster>/jobs/<job>/head/state                    JobState
+/elastic/<cluster>/jobs/<job>/head/generation               GenerationRecord (compare-and-swap)
+/elastic/<cluster>/jobs/<job>/head/broken/<generation>      BrokenRecord (first failure wins)
+/elastic/<cluster>/jobs/<job>/members/<node>       leased   MemberRecord
+/elastic/<cluster>/jobs/<job>/incidents/<generation>        IncidentRecord
+/elastic/<cluster>/jobs/<job>/progress                      ProgressRecord (leader, every few seconds)
+/elastic/<cluster>/jobs/<job>/asked                         AskedRecord (daemons pass it on to their agents)
+
+Below `head/` are the keys that every agent of a job watches, however large the job: see `watch_scope`.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+
+NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
+"""A valid cluster, node or job name: lower-case letters, digits, ``.``, ``_``, ``-``; at most 63 characters."""
+
+
+KEPT_EVENTS = 2000
+"""How many events of a cluster are kept; the daemon of the oldest node deletes older ones."""
+
+
+def check_name(field: str, value: str) -> str:
+    """Return `value`, or raise ValueError naming `field`, the value and the rule."""
+    if not NAME.fullmatch(value):
+        raise ValueError(
+            f"{field} = {value!r}: use 1 to 63 of a-z 0-9 . _ -, beginning and ending with a letter or digit"
+        )
+    return value
+
+
+class Authority(enum.Enum):
+    """Which key signs a record (see `elastic.etcd.signing`)."""
+
+    NONE = "none"  # not a key of this cluster
+    CLUSTER = "cluster"  # written by daemons only
+    JOB = "job"  # written by the job's agents too
+    BOTH = "both"  # written by daemons only, and checked by the job's agents: a spec
+
+
+class ClusterKeys:
+    """Keys that belong to a whole cluster."""
+
+    SPEC = "/head/spec"
+    """How the keys of specs end."""
+
+    @staticmethod
+    def of_root(root: str) -> ClusterKeys:
+        return ClusterKeys(root.removeprefix("/elastic/").rstrip("/"))
+
+    def authority(self, key: str) -> tuple[Authority, str]:
+        """Which key signs the record at `key`; and the job that it belongs to, '' for none."""
+        if not key.startswith(self.root):
+            return Authority.NONE, ""
+        if not key.startswith(self.jobs):
+            return Authority.CLUSTER, ""
+        job, _, rest = key[len(self.jobs) :].partition("/")
+        return _AUTHORITIES.get(rest, Authority.JOB), job
+
+    def ordered(self, key: str) -> bool:
+        """Whether every writer of this key has read the record before, so that an older one can be recognised."""
+        return key.startswith(self.jobs) and key.endswith(_ORDERED)
+
+    def __init__(self, cluster: str) -> None:
+        self.root = f"/elastic/{check_name('cluster', cluster)}/"
+        self.nodes = f"{self.root}nodes/"
+        self.cordons = f"{self.root}cordons/"
+        self.drains = f"{self.root}drains/"
+        self.events = f"{self.root}events/"
+        self.jobs = f"{self.root}jobs/"
+
+    def node(self, node: str) -> str:
+        return f"{self.nodes}{node}"
+
+    def cordon(self, node: str) -> str:
+        return f"{self.cordons}{node}"
+
+    def drain(self, node: str) -> str:
+        return f"{self.drains}{node}"
+
+    def event(self, when_wall_s: float, node: str, unique: str) -> str:
+        """Sorts by time; `unique` tells two events of one node in one millisecond apart."""
+        return f"{self.events}{int(when_wall_s * 1000):015d}.{node}.{unique}"
+
+    def job(self, job: str) -> JobKeys:
+        return JobKeys(self, job)
+
+
+_AUTHORITIES = {"head/spec": Authority.BOTH, "asked": Authority.CLUSTER}
+_ORDERED = ("/head/spec", "/head/state", "/head/generation", "/asked")
+
+
+class JobKeys:
+    """Keys that belong to one job."""
+
+    def __init__(self, cluster: ClusterKeys, job: str) -> None:
+        self.root = f"{cluster.jobs}{check_name('job', job)}/"
+        self.head = f"{self.root}head/"
+        self.spec = f"{self.head}spec"
+        self.state = f"{self.head}state"
+        self.generation = f"{self.head}generation"
+        self.progress = f"{self.root}progress"
+        self.asked = f"{self.root}asked"
+        self.members = f"{self.root}members/"
+        self.broken_all = f"{self.head}broken/"
+        self.incidents = f"{self.root}incidents/"
+
+    def member(self, node: str) -> str:
+        return f"{self.members}{node}"
+
+    def broken(self, generation: int) -> str:
+        return f"{self.broken_all}{generation:010d}"
+
+    def incident(self, generation: int) -> str:
+        return f"{self.incidents}{generation:010d}"
+
+    def exit_incident(self, generation: int, node: str, worker_id: int) -> str:
+        """Of a process that did not exit after its script had ended; beside the incident of its generation."""
+        return f"{self.incident(generation)}.exit.{node}.{worker_id}"
+
+    def save_incident(self, generation: int, node: str, step: int) -> str:
+        """Of a checkpoint that failed; beside the incident of its generation."""
+        return f"{self.incident(generation)}.save.{node}.{step}"

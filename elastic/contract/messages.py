@@ -1,0 +1,331 @@
+"""Messages between an agent and its workers, over a socket pair (SOCK_SEQPACKET, one JSON message per packet).
+
+File descriptors are passed with SCM_RIGHTS where a message says so. Every message about a group names its generation:
+one of an older generation than the receiver's is stale and is ignored.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_MESSAGE_BYTES = 192 * 1024
+"""Below the default socket buffer (212,992), so that a packet never fails with EMSGSIZE."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
+    pass
+
+
+# ── agent → worker ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Form(Message, frozen=True, kw_only=True):
+    """Join generation `generation` as `rank`. Sent to a worker without a group."""
+
+    generation: int
+    rank: int
+    world_size: int
+    group_rank: int
+    group_world_size: int
+    local_rank: int
+    """Position among this node's ranks; not the slot, which determines the device."""
+    local_world_size: int
+    store_host: str
+    store_port: int
+    restore: str = "newest"
+    timeout_s: float = 600.0
+    """Timeout of the process group's collectives."""
+    saved_step: int = 0
+    """The newest step for which the job is known to have had a checkpoint; 0: none."""
+    reached: tuple[int, int] = (0, 0)
+    """(generation, step) of the newest commit known to the agent, perhaps of a worker that has died."""
+
+
+class AbortGroup(Message, frozen=True, kw_only=True):
+    """The generation is broken: abort its group now, whatever is in flight, and answer GroupClosed."""
+
+    generation: int
+    why: str
+
+
+class StopAtStep(Message, frozen=True, kw_only=True):
+    """A planned change: leave the group of `generation` once `at_step` steps are committed, and answer GroupClosed."""
+
+    generation: int
+    at_step: int
+    why: str
+
+
+class Assign(Message, frozen=True, kw_only=True):
+    """To a standby: take this slot (and so its device)."""
+
+    slot: int
+
+
+class SaveSoon(Message, frozen=True, kw_only=True):
+    """Take a checkpoint at the next step that all ranks agree on (rank 0 decides; the others ignore it)."""
+
+    reason: str = "asked"
+    stop: bool = False
+    """All ranks stop at the step that is saved, and answer GroupClosed."""
+
+
+class Arena(Message, frozen=True, kw_only=True):
+    """One of two shared-memory buffers (its descriptor is passed) in answer to NeedArena; 0 bytes: no memory."""
+
+    nbytes: int
+    busy: bool = False
+    """The previous worker filled it, and it is still being written to disk: a SaveResult will free it."""
+
+
+class SaveResult(Message, frozen=True, kw_only=True):
+    """A checkpoint is durable, or failed; frees the buffer it was written from."""
+
+    step: int
+    buffer: int
+    error: str = ""
+    seconds: float = 0.0
+
+
+class InMemorySnapshot(Message, frozen=True, kw_only=True):
+    """Answer to RequestSnapshot, once pending writes are on disk. Passes the descriptors of the arenas that together
+    hold the newest complete snapshot; none if this node does not have all of it."""
+
+    generation: int
+
+
+class Finish(Message, frozen=True, kw_only=True):
+    """The job has succeeded on all nodes: end with exit code 0."""
+
+
+ToWorker = Form | AbortGroup | StopAtStep | Assign | SaveSoon | Arena | SaveResult | InMemorySnapshot | Finish
+
+
+# ── worker → agent ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Managed(Message, frozen=True, kw_only=True):
+    """The script has called `elastic.run`: from now on this worker waits for Form, and keeps its process."""
+
+
+class Ready(Message, frozen=True, kw_only=True):
+    """Imports and `setup` are done; waiting for Form."""
+
+    state_bytes: int
+
+
+class NeedArena(Message, frozen=True, kw_only=True):
+    """This worker's part of a snapshot takes `nbytes`: create two buffers of that size."""
+
+    nbytes: int
+    optional: bool = False
+    """The worker can do with less: create them only if the node has plenty of memory."""
+
+
+class RequestSnapshot(Message, frozen=True, kw_only=True):
+    """No rank has live state: send what is left of the snapshots (InMemorySnapshot)."""
+
+    generation: int
+    saved: bool = False
+    """The job goes back to a saved state: snapshots that were only for memory are dropped."""
+
+
+class Formed(Message, frozen=True, kw_only=True):
+    """The process group has been initialised."""
+
+    generation: int
+
+
+class Synced(Message, frozen=True, kw_only=True):
+    """This rank has the state; it enters `train` at `step`."""
+
+    generation: int
+    step: int
+    source: str
+    """'live', 'snapshot', 'checkpoint step 40 at PATH', 'setup'."""
+    seconds: float = 0.0
+    nbytes: int = 0
+    reached: int = 0
+    """The newest step known to any rank, or to any rank's agent, to have been committed before this generation."""
+
+
+class Stepping(Message, frozen=True, kw_only=True):
+    """The first commit of this generation on this rank."""
+
+    generation: int
+    step: int
+
+
+class GroupClosed(Message, frozen=True, kw_only=True):
+    """The group is closed; process and state are kept. Waiting for Form."""
+
+    generation: int
+    step: int
+    clean: bool
+    """False: the state was being changed when the group was aborted, and must not be a source."""
+
+
+class CollectiveFailed(Message, frozen=True, kw_only=True):
+    """A collective failed here without an order to abort. Implies GroupClosed."""
+
+    generation: int
+    step: int
+    clean: bool
+    error: str
+
+
+class Filled(Message, frozen=True, kw_only=True):
+    """This rank's part of the snapshot of `step` is complete in buffer `buffer`."""
+
+    generation: int
+    step: int
+    buffer: int
+    nbytes: int
+    share: int
+    shares: int
+    stall_s: float
+    interval: str = ""
+    """The checkpoint interval, in words."""
+    save: bool = True
+    """Write this rank's shard to disk. False: the snapshot only stays in memory."""
+    kept: str = ""
+    """The interval of snapshots that stay in memory, in words."""
+    skipped: int = 0
+    """Checkpoints that were due while the previous one was still being written, so far in this worker's lifetime."""
+
+
+class BadNumbers(Message, frozen=True, kw_only=True):
+    """Non-finite loss (NaN or infinite) on this rank, or replicas that drifted apart."""
+
+    generation: int
+    step: int
+    kind: str
+    detail: str
+    ranks: tuple[int, ...] = ()
+
+
+class Done(Message, frozen=True, kw_only=True):
+    """`train` has returned on all ranks at `step`; the worker stays alive as a source of state until Finish."""
+
+    generation: int
+    step: int
+
+
+class ScriptEnded(Message, frozen=True, kw_only=True):
+    """The script has ended with exit code `code`; threads and atexit handlers of its process may still run."""
+
+    code: int
+
+
+FromWorker = (
+    Managed
+    | ScriptEnded
+    | Ready
+    | NeedArena
+    | RequestSnapshot
+    | Formed
+    | Synced
+    | Stepping
+    | GroupClosed
+    | CollectiveFailed
+    | Filled
+    | BadNumbers
+    | Done
+)
+
+
+# ── agent ⇄ zygote ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+PROGRAM = "--"
+"""First word of a worker's command line that is no Python script: the program follows."""
+
+
+class Preload(msgspec.Struct, frozen=True, kw_only=True):
+    """What a zygote imports for its job besides torch."""
+
+    modules: tuple[str, ...] = ()
+    """Those that the job names."""
+    argv: tuple[str, ...] = ()
+    """Command line of the workers: the imports at the top of its script are included."""
+    workdir: str = ""
+    skip: tuple[str, ...] = ()
+    """Modules of the script not to be imported; '*': none of them."""
+
+    def __bool__(self) -> bool:
+        return bool(self.modules or self.argv)
+
+
+class Fork(Message, frozen=True, kw_only=True):
+    """Fork a worker. Descriptors: channel, beat page, log (stdout and stderr)."""
+
+    ticket: int
+    env: dict[str, str]
+    argv: tuple[str, ...]
+    """Script path, ``-m module`` or PROGRAM and a program, then its arguments."""
+    workdir: str
+
+
+class Forked(Message, frozen=True, kw_only=True):
+    ticket: int
+    pid: int
+
+
+class ZygoteReady(Message, frozen=True, kw_only=True):
+    seconds: float
+    preloaded: tuple[str, ...]
+    """Modules that it has imported for the job."""
+    problems: tuple[str, ...] = ()
+    """Modules that could not be preloaded, with the reason; workers will import (and fail on) them themselves."""
+    unfit: str = ""
+    """Why no worker may be forked from it; empty: it is fit."""
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """The zygote has become unfit to fork: this request has produced no worker, and later ones will not either."""
+
+    ticket: int
+    why: str
+
+
+ToZygote = Fork
+FromZygote = Forked | Refused | ZygoteReady
+
+_encoder = msgspec.json.Encoder()
+_to_worker: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)
+_from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
+_from_zygote: msgspec.json.Decoder[FromZygote] = msgspec.json.Decoder(FromZygote)
+_to_zygote: msgspec.json.Decoder[ToZygote] = msgspec.json.Decoder(ToZygote)
+_to_preload: msgspec.json.Decoder[Preload] = msgspec.json.Decoder(Preload)
+
+
+def encode_preload(preload: Preload) -> bytes:
+    return _encoder.encode(preload)
+
+
+def to_preload(raw: bytes) -> Preload:
+    return _to_preload.decode(raw)
+
+
+def encode(message: Message) -> bytes:
+    """Raises ValueError for a message that would not fit in one packet."""
+    raw = _encoder.encode(message)
+    if len(raw) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"{type(message).__name__} takes {len(raw)} bytes, the limit is {MAX_MESSAGE_BYTES}")
+    return raw
+
+
+def to_worker(raw: bytes) -> ToWorker:
+    return _to_worker.decode(raw)
+
+
+def from_worker(raw: bytes) -> FromWorker:
+    return _from_worker.decode(raw)
+
+
+def to_zygote(raw: bytes) -> ToZygote:
+    return _to_zygote.decode(raw)
+
+
+def from_zygote(raw: bytes) -> FromZygote:
+    return _from_zygote.decode(raw)

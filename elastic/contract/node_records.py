@@ -1,0 +1,78 @@
+"""The records in etcd about nodes, what users ask of them, and the cluster's events. See `records`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .records import Record, prepare
+
+
+class WorkerRow(msgspec.Struct, frozen=True, array_like=True):
+    """A worker process on a node, as its daemon publishes it: only what changes no sooner than it is replaced."""
+
+    job: str
+    slot: int
+    pid: int
+    incarnation: int  # how many workers this slot has had before, in its agent's lifetime
+
+
+class AgentRow(msgspec.Struct, frozen=True, array_like=True):
+    """What an agent that is not at work yet does, as its node's daemon publishes it."""
+
+    job: str
+    doing: str  # 'importing torch', 'running setup in slots 0, 1', …
+    since_wall_s: float
+
+
+class NodeRecord(Record, frozen=True, kw_only=True):
+    node: str
+    hostname: str
+    address: str  # where other nodes reach this one
+    slots: int  # workers that this node can hold: its GPUs, or its CPU slots
+    gpus: int
+    version: str
+    pid: int
+    started_wall_s: float
+    draining: str | None = None  # why the node is being drained
+    healthy: bool = True
+    reason: str | None = None  # why the node takes no work, if it is not healthy
+    workers: tuple[WorkerRow, ...] = ()  # for queries at other nodes; a few seconds old
+    agents: tuple[AgentRow, ...] = ()  # those that are starting; a few seconds old, too
+    refuses: dict[str, str] = msgspec.field(default_factory=dict)  # job -> why this node does not run it
+
+
+class CordonRecord(Record, frozen=True, kw_only=True):
+    reason: str
+    since_wall_s: float
+
+
+class DrainRecord(Record, frozen=True, kw_only=True):
+    """A user's request to drain the node. Its daemon passes it on to its agents; the node takes no new work."""
+
+    reason: str
+    deadline_s: float = 0.0
+    """Seconds, from when the node's daemon sees this, until the node goes away in any case; 0: no deadline."""
+    since_wall_s: float
+
+
+class AskedRecord(Record, frozen=True, kw_only=True):
+    """Users' requests to a running job."""
+
+    checkpoint: int = 0
+    """Counts requests for a checkpoint; see AgentOrders."""
+
+
+class EventRecord(Record, frozen=True, kw_only=True):
+    """One line of the cluster's time line: see `elasticctl events`."""
+
+    when_wall_s: float
+    kind: str  # "job.submitted", "node.drained", "incident.opened", …
+    job: str = ""
+    node: str = ""
+    user: str = ""  # of a request; "": made by elasticd itself
+    uid: int | None = None
+    pid: int | None = None
+    text: str = ""
+
+
+prepare(NodeRecord, CordonRecord, DrainRecord, AskedRecord, EventRecord)

@@ -1,0 +1,432 @@
+"""The records in etcd: one frozen struct per key, encoded as JSON, each with its protocol version.
+
+Times named ``*_wall_s`` are seconds since 1970 for users to read; nothing is decided by them.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import operator
+from functools import cached_property
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from .ledger import Ledger
+from .spec import JobSpec
+from .step_parts import SlowRank, StepParts
+
+PROTOCOL = 2
+"""Version of every record and message. A reader that finds another version takes no part, and reports that."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    protocol: int = PROTOCOL
+
+
+class ProtocolVersionMismatch(Exception):
+    """A record was written by an elasticd version with another protocol."""
+
+    def __init__(self, kind: str, theirs: int) -> None:
+        super().__init__(
+            f"{kind} speaks protocol {theirs}, this elasticd speaks {PROTOCOL}: "
+            f"run the same elasticd version on every node of the cluster"
+        )
+        self.theirs = theirs
+
+
+class SpecRecord(Record, frozen=True, kw_only=True):
+    spec: JobSpec
+    submitted_wall_s: float
+    submitted_by: str
+    uid: int | None = None  # of the job's user, whose account its agents run in; None: not recorded
+    gid: int | None = None
+    user: str = ""
+    submission: str = ""
+    """Random, and kept when the spec is changed: the signatures of the job's other records name it."""
+
+
+class Phase(enum.StrEnum):
+    PENDING = "pending"  # not enough nodes yet, never formed
+    RUNNING = "running"
+    WAITING = "waiting"  # formed before; now below min nodes, state kept
+    STOPPING = "stopping"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+    @property
+    def over(self) -> bool:
+        return self in (Phase.SUCCEEDED, Phase.FAILED, Phase.STOPPED)
+
+
+class WorkerError(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a worker ended, as far as is known: from torch's error file, else from its exit status."""
+
+    node: str
+    slot: int
+    rank: int
+    message: str
+    traceback: str = ""
+    exit_code: int | None = None
+    signal: str | None = None
+    step: int | None = None
+    last_lines: tuple[str, ...] = ()
+    """Of its log, where `traceback` is not taken from that."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """One failure that counts against the job's restart budget."""
+
+    wall_s: float
+    generation: int
+    node: str
+    fingerprint: str
+    """Equal for two failures that are the same: exception type and place, or the signal; see `restart_budget`."""
+    step: int | None = None
+    slots: tuple[int, ...] = ()
+    """Slots of the failed workers on `node`."""
+
+
+class JobState(Record, frozen=True, kw_only=True):
+    phase: Phase = Phase.PENDING
+    reason: str = ""
+    since_wall_s: float = 0.0
+    restarts: int = 0
+    """Failures counted over the job's whole life."""
+    failures: tuple[Failure, ...] = ()
+    """Those still inside the sliding window, oldest first."""
+    error: WorkerError | None = None
+    """Of the first failing rank of the newest failure."""
+    excluded_nodes: tuple[str, ...] = ()
+    """Nodes excluded from this job: its workers die there more often than elsewhere, or no agent of it starts there."""
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """How far a rank that shows no progress has got, as its own agent sees it."""
+
+    rank: int
+    position: tuple[int, int, int]  # see `hang_rules.Position`
+    doing: str
+    silent_s: float  # since its last sign of progress, when this was written
+    gap_s: float = 0.0  # its longest time without one on the way there
+    waits: bool = False  # for other ranks
+    stopped: bool = False  # its process is stopped by a signal
+    deaf: bool = False  # no thread of it runs Python
+    quiet: bool = False  # it has declared a span without steps
+
+
+class MemberRecord(Record, frozen=True, kw_only=True):
+    """An agent of the job, with a place in the generation or ready to take one. Leased: it expires with the agent."""
+
+    node: str
+    incarnation: str
+    """Unique per agent process, so that a restarted agent is never taken for its predecessor."""
+    host: str
+    port: int
+    """Where the agent listens; a refused connection here proves that it is dead."""
+    slots: int
+    ready: tuple[int, ...] = ()
+    """Slots that may be given a rank: they have a worker, or (`on_loss = wait`) will have one shortly."""
+    draining: str | None = None
+    done: int = 0
+    """The newest generation all of whose local workers have finished `train`; 0 = none."""
+    unreachable: tuple[str, ...] = ()
+    """Nodes, sorted, whose agents do not answer this one although their leases are valid."""
+    standings: tuple[Standing, ...] = ()
+    """Of local workers that showed no progress: written when a job stands still; the positions show if it is stale."""
+    managed: bool = False
+    """Whether this agent has learnt that the job's workers call `elastic.run`."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One member node of a generation. `slots` in rank order: survivors before newcomers."""
+
+    node: str
+    incarnation: str
+    host: str
+    slots: tuple[int, ...]
+    port: int = 0
+    """Where its agent listens for other agents."""
+
+
+class Splice(msgspec.Struct, frozen=True, array_like=True):
+    """Replaces the earlier places [start:stop] by `places`."""
+
+    start: int
+    stop: int
+    places: tuple[Place, ...] = ()
+
+
+class Changes(msgspec.Struct, frozen=True, kw_only=True):
+    """How a large generation's places differ from the previous ones: a reader that has those need not decode all."""
+
+    since: str  # digest of the earlier places as encoded
+    splices: tuple[Splice, ...]
+
+
+class GenerationHead(Record, frozen=True, kw_only=True):
+    """The record of a generation without its places."""
+
+    number: int
+    store_host: str
+    store_port: int
+    """The TCPStore of this generation, hosted by the leader's agent."""
+    leader: str
+    why: str
+    at_step: int | None = None
+    """Planned change: the generation before runs until it has committed this step. None: its group is aborted now."""
+    restore: str = "newest"
+    """'newest': the newest of live state, snapshot and checkpoint. 'snapshot': live state is not trusted (rollback)."""
+    changes: Changes | None = None
+    """Given for a large generation, if they are few."""
+    managed: bool = False
+    """Whether its leader had learnt that the job's workers call `elastic.run`."""
+
+
+FEW = 4
+"""This many nodes are searched for one by one; for more, an index of all nodes costs less."""
+
+_node, _slots = operator.attrgetter("node"), operator.attrgetter("slots")
+
+
+class GenerationRecord(GenerationHead, frozen=True, kw_only=True, dict=True):
+    """One numbered membership of a job. Immutable; a re-formation creates the next number."""
+
+    places: tuple[Place, ...]
+    """Node rank = index here. Ranks count through `slots`, place by place."""
+
+    # There may be thousands of places: results are cached, and `generation_delta` carries them over to the next record.
+
+    @cached_property
+    def world_size(self) -> int:
+        return sum(map(len, map(_slots, self.places)))
+
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """node -> node rank."""
+        return {node: i for i, node in enumerate(map(_node, self.places))}
+
+    @cached_property
+    def asked(self) -> tuple[dict[str, int | None], dict[str, int]]:
+        """Caches of lookups: node -> node rank, None if not a member; and node -> rank of its first worker."""
+        return {}, {}
+
+    def at(self, node: str) -> int | None:
+        """Node rank of `node`; None: it is not a member."""
+        known = self.asked[0]
+        if node not in known:
+            if len(known) >= FEW or "order" in self.__dict__:
+                return self.order.get(node)
+            nodes = list(map(_node, self.places))
+            known[node] = nodes.index(node) if node in nodes else None
+        return known[node]
+
+    def place(self, node: str, incarnation: str) -> Place | None:
+        at = self.at(node)
+        return self.places[at] if at is not None and self.places[at].incarnation == incarnation else None
+
+    def ranks(self, node: str) -> dict[int, int]:
+        """slot -> rank on `node`; empty when the node is not a member."""
+        at, firsts = self.at(node), self.asked[1]
+        if at is None:
+            return {}
+        if node not in firsts:
+            firsts[node] = sum(map(len, map(_slots, self.places[:at])))
+        return {slot: firsts[node] + i for i, slot in enumerate(self.places[at].slots)}
+
+
+class Loss(msgspec.Struct, frozen=True, kw_only=True):
+    """A further failure of a generation that is already broken."""
+
+    node: str
+    kind: str
+    detail: str
+    slots: tuple[int, ...] = ()
+    """Slots of `node` whose workers are lost."""
+    ranks: tuple[int, ...] = ()
+    step: int | None = None
+
+
+class BrokenRecord(Record, frozen=True, kw_only=True):
+    """The first failure of a generation, and in `also` those reported after it. A failed collective without a known
+    cause is replaced by the cause when that is reported: see `evidence`."""
+
+    generation: int
+    node: str
+    kind: str
+    """exit, hang, comm, form, drain, undrain, idle, respawn, or of the numerics: nan, inf, drift, …"""
+    detail: str
+    slots: tuple[int, ...] = ()
+    """Slots of `node` whose workers are lost: their state is gone, and they are ranked behind survivors."""
+    ranks: tuple[int, ...] = ()
+    error: WorkerError | None = None
+    fingerprint: str = ""
+    step: int | None = None
+    charged: bool = True
+    """Whether this counts against the restart budget."""
+    rollback: bool = False
+    """The state itself is not trusted: restore the newest snapshot or checkpoint, not live state."""
+    also: tuple[Loss, ...] = ()
+    """At most `evidence.KEPT_LOSSES` of them."""
+    stacks: dict[str, str] = {}
+    """Hang: process -> its stack, dumped before the kill."""
+    last_lines: tuple[str, ...] = ()
+    """Of the log of a worker that was killed by a signal."""
+
+    def lost(self, node: str) -> frozenset[int]:
+        """Slots of `node` whose workers are known to be lost."""
+        first = self.slots if node == self.node else ()
+        return frozenset([*first, *(slot for loss in self.also if loss.node == node for slot in loss.slots)])
+
+
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """One failure of an incident."""
+
+    generation: int  # the generation that it broke
+    node: str
+    kind: str
+    ranks: tuple[int, ...] = ()  # ranks of `generation` that were lost by it
+    detail: str = ""  # the evidence
+
+
+class IncidentRecord(Record, frozen=True, kw_only=True):
+    """One failure or planned change and its recovery. Written when it begins (`open`), and again when it is over."""
+
+    generation: int
+    """The generation formed by the recovery; while it is open, the next one."""
+    kind: str
+    """Of the first cause: see BrokenRecord; or lost, unreachable, planned, checkpoint, no-state."""
+    node: str
+    """Nodes of the causes in the generation that failed first, comma-separated."""
+    ranks: tuple[int, ...]
+    """All ranks lost in the generation that failed first."""
+    detail: str
+    """Evidence of the first cause."""
+    wall_s: float
+    """When it began: the detection; if all agents had died, the last sign of life of any of them."""
+    timeline_s: dict[str, float] = {}
+    """Phase -> seconds since `wall_s`, on the clock of the node that reports."""
+    open: bool = False
+    """The job has not recovered yet."""
+    ended_wall_s: float | None = None
+    causes: tuple[Cause, ...] = ()
+    """All failures, the first one first, including those reported during the recovery."""
+    step: int | None = None
+    """The newest step known to have been committed before it."""
+    steps_lost: int | None = None
+    """Committed steps that had to be repeated: at least this many. None: nothing is known."""
+    steps_lost_at_most: int | None = None
+    """Equal to `steps_lost` if the number is certain; None: no bound is known."""
+    world_size_before: int = 0
+    world_size_after: int = 0
+    restored_from: str = ""
+    """As `messages.Synced.source`; 'nothing' if the job was given up, '' while it is open or if it is not known."""
+    stacks: dict[str, str] = {}
+    """Hang: process -> its stack, dumped before the kill."""
+    last_lines: tuple[str, ...] = ()
+    """Of the log of a worker that was killed by a signal."""
+    error: WorkerError | None = None
+
+
+class RankRow(msgspec.Struct, frozen=True, kw_only=True):
+    rank: int
+    node: str
+    slot: int
+    pid: int
+    phase: str
+    step: int
+    incarnation: int  # how many workers this slot has had before, in this agent's lifetime
+    rss_mb: float | None = None
+    step_s: float = 0.0  # duration of its last step; 0: none yet
+    parts: StepParts | None = None  # of its steps lately
+
+
+class Stillness(msgspec.Struct, frozen=True, kw_only=True):
+    """No rank has committed a step for longer than ten step times."""
+
+    since_wall_s: float
+    because: str  # what is known of the cause, in words
+    rank: int | None = None  # where the cause probably lies; None: not known
+    node: str = ""  # its node, or the node that has not published how far its ranks have got
+    declared: bool = False  # the script has declared this span (`job.quiet`)
+
+
+class ProgressRecord(Record, frozen=True, kw_only=True):
+    """A running job as `status` shows it. Written by the leader every few seconds, never per step."""
+
+    generation: int
+    world_size: int
+    step: int
+    steps_per_s: float
+    loss: float | None
+    wall_s: float
+    step_wall_s: float = 0.0
+    """When `step` was seen to be committed, to within half a second; 0: not known."""
+    stepped_in: int = 0
+    """The newest generation in which a step is known to have been committed."""
+    checkpoint_step: int | None = None
+    checkpoint_wall_s: float | None = None
+    checkpoint_write_s: float | None = None
+    checkpoint_error: str | None = None
+    checkpoint_interval: str = ""
+    checkpoint_skipped: int = 0
+    snapshot_step: int | None = None
+    """Newest snapshot that the leader's node holds completely in memory."""
+    snapshot_mb: float = 0.0
+    """Memory used by snapshots on the leader's node."""
+    snapshot_interval: str = ""
+    waiting_for: str = ""
+    still: Stillness | None = None
+    """Set while no step is made."""
+    ranks: tuple[RankRow, ...] = ()
+    managed: bool = False
+    """Whether the script has called `elastic.run`; otherwise it is plain, and started anew in each generation."""
+    slow_ranks: tuple[SlowRank, ...] = ()
+    """Of the leader's node."""
+    ledger: Ledger | None = None
+    """What the time of all ranks went into, since the job was submitted."""
+
+
+R = TypeVar("R", bound=Record)
+
+_encoder = msgspec.json.Encoder()
+
+
+def encode(record: Record) -> bytes:
+    return _encoder.encode(record)
+
+
+class _Version(msgspec.Struct):
+    protocol: int = 0
+
+
+def decode(kind: type[R], raw: bytes) -> R:
+    """Read one record. Raises ProtocolVersionMismatch, or msgspec.ValidationError for a malformed record."""
+    try:
+        theirs = _VERSIONS.decode(raw).protocol
+        if theirs != PROTOCOL:
+            raise ProtocolVersionMismatch(kind.__name__, theirs)
+        return cast(R, _decoder(kind).decode(raw))
+    except (UnicodeDecodeError, RecursionError) as error:
+        # msgspec lets these through; callers handle one exception.
+        raise msgspec.ValidationError(f"{kind.__name__}: {error}") from error
+
+
+@functools.cache
+def _decoder(kind: type[Record]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+# Created once, at import: msgspec inspects a type on its first use, which is not safe in two threads at a time.
+_VERSIONS = msgspec.json.Decoder(_Version)
+
+
+def prepare(*kinds: type[Record]) -> None:
+    """Called at import, by each module that defines records."""
+    for kind in kinds:
+        _decoder(kind)
+
+
+prepare(*Record.__subclasses__(), GenerationRecord)

@@ -1,1 +1,0 @@
-"""Pure decision logic: no I/O, no clock, no randomness, no torch, no import of other parts of this project."""

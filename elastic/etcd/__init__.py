@@ -1,0 +1,1 @@
+"""The only part that talks to etcd: client, keepers, wire format."""

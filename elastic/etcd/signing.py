@@ -1,0 +1,263 @@
+"""Signatures of the records in etcd: write access to etcd alone must not make a node act.
+
+A signed value is the record's JSON followed by one line, so that `etcdctl get` stays readable:
+
+    {"protocol":2,…}
+    elasticd-signed-1 <key id> <submission> <stamp> <cluster MAC> <job MAC>
+
+Each MAC is HMAC-SHA256 over the etcd key, the submission, the stamp and the JSON, so that a record is valid under its
+own key only. `-` stands for an absent field.
+
+- The **cluster key** is held by the daemons. It signs what only they decide: specs, nodes, cordons, drains, requests.
+- A **job key** is derived from it for one submission of one job, and given to that job's agents. It signs the job's
+  state, generation, members, failure reports, incidents and progress. An agent runs as the job's user, who can
+  therefore sign for this job only, and not its spec. A spec carries both MACs: daemons check that of the cluster key,
+  agents that of the job key.
+- The **submission** is random per submission of a job: records of an earlier job of the same name are refused.
+- The **stamp** grows with each write of a key. A reader refuses a spec, state, generation or request that was written
+  after a newer one of the same key. It remembers stamps while it runs; a daemon that has just started does not know
+  them, and would accept an older record of the same submission.
+"""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+import hmac
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from ..contract.agent_files import JobKey
+from ..contract.keys import Authority, ClusterKeys
+from .types import KV, EtcdError, EtcdForged, Op, Put, Refusal
+
+MARK = "elasticd-signed-1"
+_LINE = f"\n{MARK} ".encode()
+KEY_BYTES = 32
+"""Length of a cluster key."""
+NONE = "-"
+
+
+class _Trailer(NamedTuple):
+    key_id: str
+    submission: str
+    stamp: int
+    cluster_mac: str
+    job_mac: str
+
+
+class _Submission(msgspec.Struct):
+    submission: str = ""
+
+
+_SUBMISSION = msgspec.json.Decoder(_Submission)
+
+
+def key_id(secret: bytes) -> str:
+    """Names a cluster key without revealing it: equal on all nodes that have the same key."""
+    return hmac.digest(secret, b"elasticd key id", "sha256").hex()[:8]
+
+
+def job_secret(secret: bytes, root: str, job: str, submission: str) -> bytes:
+    """The key of one submission of one job, derived from the cluster key."""
+    return hmac.digest(secret, f"elasticd job key\n{root}\n{job}\n{submission}".encode(), "sha256")
+
+
+def stripped(value: bytes) -> tuple[bytes, bool]:
+    """A value without its signature, which is not checked; and whether it had one."""
+    payload, line, _ = value.rpartition(_LINE) if not value.endswith(b"}") else (b"", b"", b"")
+    return (payload, True) if line else (value, False)
+
+
+class Signer(abc.ABC):
+    """Signs what one client of etcd writes and checks what it reads. Thread-safe. See `ClusterSigner`, `JobSigner`."""
+
+    def __init__(self, root: str, name: str, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self._keys = ClusterKeys.of_root(root)
+        self.key_id = name
+        self._clock_ns = clock_ns
+        self._stamps: dict[str, tuple[int, int]] = {}
+        """Key -> (newest stamp read, its mod revision), of keys whose old values are refused."""
+
+    def sealed(self, ops: Sequence[Op]) -> list[Op]:
+        """The operations with signed values. Raises EtcdForged for a record that this client must not sign."""
+        submissions: dict[str, str] = {}
+        return [self._sealed(op, submissions) if isinstance(op, Put) else op for op in ops]
+
+    def opened(self, kv: KV) -> KV:
+        """The key with its value verified and without the signature. Raises EtcdForged."""
+        authority, job = self._keys.authority(kv.key)
+        if authority is Authority.NONE:
+            return kv
+        payload, trailer = _parsed(kv)
+        if trailer.key_id != self.key_id:
+            raise EtcdForged(kv, f"it is signed with another cluster key ({trailer.key_id}; here {self.key_id})")
+        if not self._valid(kv.key, payload, trailer, authority, job):
+            raise EtcdForged(kv, "its signature is not valid for this key")
+        ordered = self._keys.ordered(kv.key)
+        if ordered:
+            self._refuse_old(kv, trailer)
+        self._refuse_foreign(kv, trailer, authority, job)
+        if ordered and trailer.stamp >= self._stamps.get(kv.key, (0, 0))[0]:
+            self._stamps[kv.key] = trailer.stamp, kv.mod_revision
+        return KV(kv.key, payload, kv.create_revision, kv.mod_revision, kv.lease)
+
+    def verified(self, kvs: Iterable[KV]) -> tuple[dict[str, KV], dict[str, Refusal]]:
+        """The accepted keys, and the others. Specs are checked first: they say which submission is the current one."""
+        accepted: dict[str, KV] = {}
+        refused: dict[str, Refusal] = {}
+        for kv in sorted(kvs, key=lambda kv: not kv.key.endswith(ClusterKeys.SPEC)):
+            try:
+                accepted[kv.key] = self.opened(kv)
+            except EtcdForged as error:
+                refused[kv.key] = Refusal(kv, error.why)
+        return accepted, refused
+
+    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    @abc.abstractmethod
+    def _sealed(self, put: Put, submissions: dict[str, str]) -> Put:
+        """See the subclasses."""
+
+    @abc.abstractmethod
+    def _valid(self, key: str, payload: bytes, trailer: _Trailer, authority: Authority, job: str) -> bool:
+        """See the subclasses."""
+
+    @abc.abstractmethod
+    def _refuse_foreign(self, kv: KV, trailer: _Trailer, authority: Authority, job: str) -> None:
+        """See the subclasses."""
+
+    def _stamp(self, key: str) -> int:
+        """Newer than every stamp of this key that was read here, whatever the clocks of other nodes say."""
+        return max(self._clock_ns(), self._stamps.get(key, (0, 0))[0] + 1)
+
+    def _refuse_old(self, kv: KV, trailer: _Trailer) -> None:
+        stamp, revision = self._stamps.get(kv.key, (0, 0))
+        if trailer.stamp < stamp and kv.mod_revision > revision:  # a lower revision: etcd was restored from a backup
+            raise EtcdForged(kv, "it is an older record that was written again")
+
+
+class ClusterSigner(Signer):
+    """A daemon's: has the cluster key, and so every job key."""
+
+    def __init__(self, root: str, secret: bytes, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        super().__init__(root, key_id(secret), clock_ns)
+        self._secret = secret
+        self._submissions: dict[str, str] = {}
+        """Job -> submission, of the newest valid spec."""
+
+    def job_key(self, job: str, submission: str) -> JobKey:
+        """What the agents of a job are given."""
+        secret = job_secret(self._secret, self._keys.root, job, submission)
+        return JobKey(root=self._keys.root, job=job, submission=submission, key_id=self.key_id, secret=secret.hex())
+
+    def _sealed(self, put: Put, submissions: dict[str, str]) -> Put:
+        authority, job = self._keys.authority(put.key)
+        if authority is Authority.NONE:
+            return put
+        submission = ""
+        if authority is Authority.BOTH:
+            submission = submissions[job] = _SUBMISSION.decode(put.value).submission
+        elif job:
+            submission = submissions.get(job, self._submissions.get(job, ""))
+        stamp = self._stamp(put.key)
+        message = _message(put.key, submission, stamp, put.value)
+        cluster = job_mac = NONE
+        if authority is not Authority.JOB:
+            cluster = _mac(self._secret, message)
+        if authority in (Authority.JOB, Authority.BOTH):
+            job_mac = _mac(job_secret(self._secret, self._keys.root, job, submission), message)
+        return Put(put.key, _joined(put.value, self.key_id, submission, stamp, cluster, job_mac), put.lease)
+
+    def _valid(self, key: str, payload: bytes, trailer: _Trailer, authority: Authority, job: str) -> bool:
+        message = _message(key, trailer.submission, trailer.stamp, payload)
+        if authority is Authority.JOB:
+            secret = job_secret(self._secret, self._keys.root, job, trailer.submission)
+            return _equal(_mac(secret, message), trailer.job_mac) and trailer.cluster_mac == NONE
+        valid = _equal(_mac(self._secret, message), trailer.cluster_mac)
+        if authority is Authority.BOTH:
+            secret = job_secret(self._secret, self._keys.root, job, trailer.submission)
+            return valid and _equal(_mac(secret, message), trailer.job_mac)
+        return valid and trailer.job_mac == NONE
+
+    def _refuse_foreign(self, kv: KV, trailer: _Trailer, authority: Authority, job: str) -> None:
+        if authority is Authority.BOTH:
+            if self._submissions.get(job) != trailer.submission:
+                keys = self._keys.job(job)
+                for key in (keys.state, keys.generation, keys.asked):
+                    self._stamps.pop(key, None)
+            self._submissions[job] = trailer.submission
+        elif job and self._submissions.get(job, trailer.submission) != trailer.submission:
+            raise EtcdForged(kv, "it belongs to an earlier job of this name")
+
+
+class JobSigner(Signer):
+    """An agent's: has the key of its own job."""
+
+    def __init__(self, key: JobKey, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        super().__init__(key.root, key.key_id, clock_ns)
+        self._secret = bytes.fromhex(key.secret)
+        self._job = key.job
+        self._submission = key.submission
+        self._spec: bytes | None = None
+        """The newest valid spec as it was signed by a daemon."""
+
+    def opened(self, kv: KV) -> KV:
+        found = super().opened(kv)
+        if kv.key.endswith(ClusterKeys.SPEC):
+            self._spec = kv.value
+        return found
+
+    def _sealed(self, put: Put, submissions: dict[str, str]) -> Put:
+        authority, job = self._keys.authority(put.key)
+        if authority is Authority.NONE:
+            return put
+        if job == self._job and authority is Authority.BOTH and self._spec is not None:
+            # After etcd has lost its data the agents write the spec back. They cannot sign one: it is the daemon's.
+            return Put(put.key, self._spec, put.lease)
+        if job != self._job or authority is not Authority.JOB:
+            raise EtcdError(f"{put.key}: an agent of job {self._job!r} cannot sign this record")
+        stamp = self._stamp(put.key)
+        mac = _mac(self._secret, _message(put.key, self._submission, stamp, put.value))
+        return Put(put.key, _joined(put.value, self.key_id, self._submission, stamp, NONE, mac), put.lease)
+
+    def _valid(self, key: str, payload: bytes, trailer: _Trailer, authority: Authority, job: str) -> bool:
+        if job != self._job or authority is Authority.CLUSTER:
+            return False
+        message = _message(key, trailer.submission, trailer.stamp, payload)
+        return _equal(_mac(self._secret, message), trailer.job_mac)
+
+    def _refuse_foreign(self, kv: KV, trailer: _Trailer, authority: Authority, job: str) -> None:
+        if trailer.submission != self._submission:
+            raise EtcdForged(kv, "it belongs to another job of this name")
+
+
+def _message(key: str, submission: str, stamp: int, payload: bytes) -> bytes:
+    # The length makes the fields unambiguous: a foreign key may hold spaces and line ends.
+    return f"{MARK} {len(key)} {key} {submission or NONE} {stamp}\n".encode(errors="backslashreplace") + payload
+
+
+def _mac(secret: bytes, message: bytes) -> str:
+    return hmac.digest(secret, message, hashlib.sha256).hex()
+
+
+def _equal(ours: str, theirs: str) -> bool:
+    return hmac.compare_digest(ours.encode(), theirs.encode(errors="replace"))
+
+
+def _joined(payload: bytes, name: str, submission: str, stamp: int, cluster: str, job: str) -> bytes:
+    return payload + f"\n{MARK} {name} {submission or NONE} {stamp} {cluster} {job}".encode()
+
+
+def _parsed(kv: KV) -> tuple[bytes, _Trailer]:
+    payload, line, rest = kv.value.rpartition(_LINE)
+    fields = rest.decode("ascii", "replace").split(" ")
+    if not line or len(fields) != 5:
+        raise EtcdForged(kv, "it is not signed")
+    name, submission, stamp, cluster, job = fields
+    if not (stamp.isascii() and stamp.isdigit() and len(stamp) < 20):
+        raise EtcdForged(kv, "its signature is malformed")
+    return payload, _Trailer(name, "" if submission == NONE else submission, int(stamp), cluster, job)

@@ -1,0 +1,154 @@
+"""Types shared by callers and the etcd client: values, operations, compares, errors. Import them from `.client`.
+
+EtcdError                  the request failed, and repeating it unchanged does not help
+├── EtcdUnavailable        no answer, or no quorum: retry later
+├── EtcdDenied             user, password or permissions: needs an operator
+├── EtcdForged             the record was not written by a holder of the cluster key: it is not used
+├── EtcdFull               etcd's space quota is used up (NOSPACE): needs an operator
+└── LeaseGone              the lease named in the request does not exist (any more): grant another
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class KV:
+    """A key in etcd. `lease` is 0 for a key without one."""
+
+    key: str
+    value: bytes
+    create_revision: int
+    mod_revision: int
+    lease: int
+
+
+def key_text(key: bytes) -> str:
+    """A key as text. etcd accepts any bytes; ours are ASCII. A foreign key that is not UTF-8 must not end a watch: it
+    is shown with backslash escapes, which can be logged and sent on, and which keep different keys different (the watch
+    counts keys)."""
+    return key.decode(errors="backslashreplace")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A key whose record is not used, because its signature is missing or not valid."""
+
+    kv: KV
+    """As it is in etcd."""
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Immutable view of all keys below one prefix."""
+
+    kvs: Mapping[str, KV]
+    revision: int
+    """Newest revision of etcd that the view is known to contain."""
+    connected: bool
+    """Whether etcd confirmed the view lately. False: contact is lost, the view may be out of date."""
+    as_of_s: float
+    """Monotonic time, on this host, at which etcd last confirmed the view."""
+    error: str = ""
+    """Why contact is lost; empty while connected."""
+    prefix: str = ""
+    """The watched prefix."""
+    refused: Mapping[str, Refusal] = field(default_factory=dict)
+    """Keys whose records are not used; they are not among `kvs`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    key: str
+    value: bytes
+    lease: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """Holds if the key does not exist."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """Holds if the key exists."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModIs:
+    """Holds if the key was last written at `revision`; 0: if it does not exist."""
+
+    key: str
+    revision: int
+
+
+Op = Put | Delete
+Compare = Absent | Present | ModIs
+
+
+@dataclass(frozen=True, slots=True)
+class TxnResult:
+    ok: bool
+    """Whether all compares held, so that `then` was applied (else `otherwise`)."""
+    revision: int
+    """Revision of etcd after the transaction: the mod revision of the keys it wrote."""
+
+
+class MemberHealth(NamedTuple):
+    """Status of one endpoint, as reported by itself."""
+
+    endpoint: str
+    version: str
+    ok: bool
+    error: str
+    database_mb: float = 0.0
+    """Size of its database on disk; etcd accepts no writes beyond its quota, 2 GiB by default."""
+
+
+class EtcdError(Exception):
+    """etcd refused a request, and repeating it does not help."""
+
+
+class EtcdUnavailable(EtcdError):
+    """No answer in time, or no quorum. Worth retrying later.
+
+    `maybe_done`: whether a write may have taken effect, or may do so yet; if so, read before repeating it.
+    """
+
+    def __init__(self, message: str, *, maybe_done: bool = True) -> None:
+        super().__init__(message)
+        self.maybe_done = maybe_done
+
+
+class EtcdDenied(EtcdError):
+    """User name, password, certificate or permissions are insufficient."""
+
+
+class EtcdForged(EtcdError):
+    """A record has no valid signature of the cluster key; see `elastic.etcd.signing`."""
+
+    def __init__(self, kv: KV, why: str) -> None:
+        super().__init__(f"{kv.key}: {why}")
+        self.kv = kv
+        self.why = why
+
+
+class EtcdFull(EtcdError):
+    """etcd's space quota is used up: it accepts no writes until it is compacted, defragmented and disarmed."""
+
+
+class LeaseGone(EtcdError):
+    """The lease named in the request has expired or was revoked."""

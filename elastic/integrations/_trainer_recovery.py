@@ -1,0 +1,197 @@
+"""What a Trainer commits, and how it is brought back to that at the beginning of a generation."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import ExportableState
+
+from ..worker.data.batches import seed_everything
+from ..worker.job import Job
+from . import _data
+from ._schedule import Schedule
+
+
+@dataclass
+class Generation:
+    """What belongs to one generation of a Trainer."""
+
+    job: Job
+    kept: Any
+    """The elastic.State."""
+    steps: _data.Steps
+    sampler: Any
+    sizes: list[int]
+    """Samples in the micro-batches of the current step."""
+    resumed: dict[str, Any] | None
+    """Contents of `kept.trainer` at the beginning, if there was a step before."""
+    ignore_keys: Any = None
+    part: int = 0
+    committed: int = 0
+    loss: Any = None
+    """Of the current step, on this rank."""
+    read: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    """Holds what the stock loop reads at its beginning."""
+    finish: tuple[Any, ...] = ()
+
+
+class Recovery(TrainerCallback):  # type: ignore[misc]
+    """Brings a Trainer to the committed step at the beginning of a generation, and knows what to commit."""
+
+    def __init__(
+        self, trainer: Any, optimizer: Any, schedule: Schedule, scaler: Any, model_init: Callable[..., Any] | None
+    ) -> None:
+        self.trainer = trainer
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.scaler = scaler
+        self.model_init = model_init
+        self._logged = -1
+
+    def enter(self, run: Generation) -> None:
+        trainer = self.trainer
+        trainer.create_accelerator_and_postprocess()
+        if self.scaler is not None:
+            trainer.accelerator.scaler = self.scaler
+        trainer.model_init = None  # the model is there
+        trainer.__dict__.pop("_eval_dataloaders", None)  # of another world
+        trainer.model_wrapped = trainer.model
+        trainer.optimizer = self.optimizer
+        trainer.lr_scheduler = self.schedule.made or self._made(run)
+        trainer._created_lr_scheduler = False
+        self._logged = -1
+        run.committed = trainer._step_in(run)
+        trainer.remove_callback(type(self))
+        trainer.add_callback(self)  # behind those that the script has added
+        if run.resumed is not None:
+            _put_back(trainer, run.resumed["callbacks"])
+
+    def _made(self, run: Generation) -> Any:
+        trainer = self.trainer
+        max_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
+
+        def make() -> Any:
+            trainer.lr_scheduler = None
+            return trainer.create_scheduler(num_training_steps=max_steps, optimizer=self.optimizer)
+
+        return self.schedule.make(make, self.optimizer)
+
+    def leave(self) -> None:
+        self.trainer.model_init = self.model_init
+        if (hook := getattr(self.trainer, "neftune_hook_handle", None)) is not None:
+            hook.remove()
+
+    def held(self, grad_norm: Any, learning_rate: Any) -> tuple[str, str | None]:
+        """(everything of the Trainer but its tensors, its log or None if that has not grown), as JSON."""
+        trainer = self.trainer
+        state = {f.name: getattr(trainer.state, f.name) for f in dataclasses.fields(trainer.state)}
+        log = state.pop("log_history")
+        state.pop("stateful_callbacks")
+        should_log = trainer.control.should_log
+        held = {
+            "state": state,
+            "callbacks": _callbacks_now(trainer),
+            "control": trainer.control.state()["args"],
+            "total_loss": trainer._total_loss_scalar,
+            "initial_step": trainer._initial_global_step,
+            "logged_step": trainer._globalstep_last_logged,
+            "learning_rate": learning_rate if should_log else None,
+            "grad_norm": float(grad_norm) if should_log and grad_norm is not None else None,
+        }
+        history = None
+        if len(log) != self._logged:
+            self._logged, history = len(log), json.dumps(log)
+        return json.dumps(held), history
+
+    # ── called by the stock loop ────────────────────────────────────────────────────────────────────────────
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        run = self.trainer._run
+        if run is not None:
+            seed_everything(args.seed, 1, state.global_step, run.job.rank)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Do again what follows a commit: logs, evaluation, checkpoint, and the end of the epoch."""
+        trainer = self.trainer
+        run = trainer._run
+        if run is None or run.resumed is None:
+            return None
+        run.read.close()  # now: a worker that is killed later would leave it behind
+        held = run.resumed
+        exportable = [*_exportable(trainer), trainer.control]
+        state.stateful_callbacks = TrainerState(stateful_callbacks=exportable).stateful_callbacks
+        if held.get("done"):
+            return None
+        trainer.control = TrainerControl(**held["control"])
+        self._losses(run, held)
+        rest: tuple[Any, ...] = (trainer.model_wrapped, None, state.epoch, run.ignore_keys, time.time())
+        trainer._maybe_log_save_evaluate(
+            trainer._tr_loss, held["grad_norm"], *rest, learning_rate=held["learning_rate"]
+        )
+        ended = run.steps.samples is not None and state.global_step % run.steps.per_epoch == 0
+        if ended or trainer.control.should_epoch_stop or trainer.control.should_training_stop:
+            trainer.control = trainer.callback_handler.on_epoch_end(args, state, trainer.control)
+            trainer._maybe_log_save_evaluate(trainer._tr_loss, held["grad_norm"], *rest)
+        return trainer.control
+
+    def _losses(self, run: Generation, held: dict[str, Any]) -> None:
+        """The losses and operations since the last log. A rank that replaces another takes the mean of the others."""
+        trainer = self.trainer
+        known = torch.zeros(3, dtype=torch.float64, device=run.job.device)
+        if trainer._own is not None:
+            known = torch.stack([torch.ones_like(known[0]), trainer._own[0].to(known), known[0] + trainer._own[1]])
+        if dist.is_initialized():
+            dist.all_reduce(known)
+        ranks, loss, flos = known.tolist()
+        # Of one type on all ranks: they are gathered, and gloo ends a process whose tensor has another size.
+        trainer.current_flos = float(trainer._own[1] if trainer._own else flos / max(ranks, 1))
+        if not ranks:
+            return  # from a checkpoint: as Trainer does
+        trainer._tr_loss = trainer._own[0].clone() if trainer._own else torch.full_like(trainer._tr_loss, loss / ranks)
+        trainer._total_loss_scalar = held["total_loss"]
+        trainer._globalstep_last_logged = held["logged_step"]
+        trainer._initial_global_step = held["initial_step"]
+
+
+@contextlib.contextmanager
+def resume_folder(kept: Any) -> Iterator[str | None]:
+    """A folder with the TrainerState, from which the stock loop resumes; None at the first step."""
+    if not kept.trainer:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="elastic-trainer-") as folder:
+        state = {**json.loads(kept.trainer)["state"], "log_history": json.loads(kept.history), "stateful_callbacks": {}}
+        TrainerState(**state).save_to_json(os.path.join(folder, "trainer_state.json"))
+        yield folder
+
+
+def _exportable(trainer: Any) -> list[Any]:
+    return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ExportableState)]
+
+
+def _callbacks_now(trainer: Any) -> dict[str, Any]:
+    """class name -> states of the callbacks of that class, as Trainer keeps them."""
+    found: dict[str, Any] = {}
+    for callback in _exportable(trainer):
+        found.setdefault(type(callback).__name__, []).append(callback.state())
+    return found
+
+
+def _put_back(trainer: Any, held: dict[str, Any]) -> None:
+    """Load the callbacks' states into the callbacks that are there."""
+    left = {name: list(states) if isinstance(states, list) else [states] for name, states in held.items()}
+    for callback in _exportable(trainer):
+        if states := left.get(type(callback).__name__):
+            for name, value in states.pop(0).get("attributes", {}).items():
+                setattr(callback, name, value)

@@ -1,0 +1,160 @@
+"""The effects that an agent's recovery asks for; the effect runner carries them out. See `recovery`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..contract.messages import ToWorker
+from ..contract.records import BrokenRecord, GenerationRecord, IncidentRecord, JobState, MemberRecord, Phase, SpecRecord
+from .membership import Change
+
+
+@dataclass(frozen=True, slots=True)
+class ForkWorker:
+    slot: int
+    worker_id: int
+    standby: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ForkPlain:
+    """Fork a worker that has not called `elastic.run`, and perhaps never will, directly with its rank."""
+
+    slot: int
+    worker_id: int
+    generation: GenerationRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    slot: int
+    worker_id: int
+    message: ToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    slot: int
+    worker_id: int
+    why: str
+    graceful: bool = False
+    """SIGTERM first, SIGKILL after the job's stop grace; else SIGKILL."""
+
+
+@dataclass(frozen=True, slots=True)
+class PutMember:
+    record: MemberRecord
+
+
+@dataclass(frozen=True, slots=True)
+class PutBroken:
+    """Write a failure report. If the generation has one already, this one is merged into it: see `evidence`."""
+
+    record: BrokenRecord
+    member: MemberRecord | None = None
+    """Our member record, changed in the same transaction (`shrink`: the dead slot is withdrawn)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Open a store, then write generation `number` by compare-and-swap on `expect_revision` (0: absent)."""
+
+    number: int
+    change: Change
+    expect_revision: int
+    at_step: int | None
+    charge: BrokenRecord | None
+    """The failure to count against the job's restart budget in the same transaction."""
+    spare: int = 0
+    """How many living nodes the job has beyond its minimum; with none, `charge` excludes no node."""
+    managed: bool = False
+    """Whether the job's workers are known to call `elastic.run`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PutPhase:
+    """Change the job's phase, if its state is still at `expect_revision`."""
+
+    phase: Phase
+    reason: str
+    expect_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class PutIncident:
+    """Write the record of an incident, replacing the one that was written when it began."""
+
+    key: int
+    """Its number in etcd: that of the generation after the one that failed first."""
+    record: IncidentRecord
+    """The effect runner fills in its wall times: `wall_s` is 0 unless the incident began before this agent did."""
+    began_s: float
+    """Monotonic instant from which its timeline counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddCauses:
+    """Add later failure reports to the record of an incident that is over."""
+
+    key: int
+    """As in PutIncident."""
+    record: IncidentRecord
+    """As it would have been closed with these reports; its times are meaningless."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChargeFailure:
+    """Count a failure outside any generation (a worker that does not even start) against the job's restart budget."""
+
+    record: BrokenRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """etcd was wiped: write spec, state and generation back where they are absent."""
+
+    generation: GenerationRecord | None
+    state: JobState
+    spec: SpecRecord | None
+    """None: none was ever seen; the effect runner has the one that the agent was started with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """Obtain a new lease and put our member record under it."""
+
+    record: MemberRecord
+
+
+@dataclass(frozen=True, slots=True)
+class SaveNow:
+    reason: str
+    stop: bool = False
+    """All ranks stop at the step that is saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """All workers have ended: delete our member key and exit."""
+
+    reason: str
+    code: int = 0
+
+
+Effect = (
+    ForkWorker
+    | ForkPlain
+    | Send
+    | Kill
+    | PutMember
+    | PutBroken
+    | Publish
+    | PutPhase
+    | PutIncident
+    | AddCauses
+    | ChargeFailure
+    | Restore
+    | Rejoin
+    | SaveNow
+    | Leave
+)

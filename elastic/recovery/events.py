@@ -1,0 +1,265 @@
+"""The events that an agent's recovery reacts to. See `recovery`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..contract.records import Standing, WorkerError
+from .view import JobView
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Our member key is in etcd, under a valid lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLost:
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Viewed:
+    view: JobView
+    connected: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PublishFailed:
+    """The compare-and-swap failed, or its outcome is unknown; the view will show it."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerManaged:
+    """Its script has called `elastic.run`."""
+
+    slot: int
+    worker_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    slot: int
+    worker_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFormed:
+    slot: int
+    worker_id: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSynced:
+    slot: int
+    worker_id: int
+    generation: int
+    step: int
+    source: str = "live"
+    """See messages.Synced."""
+    reached: int = 0
+    """The newest step known to any rank of the generation to have been committed before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStepping:
+    slot: int
+    worker_id: int
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGroupClosed:
+    slot: int
+    worker_id: int
+    generation: int
+    step: int
+    error: str = ""
+    """Set if the worker had no order to abort or stop: a collective failed there."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDone:
+    slot: int
+    worker_id: int
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailed:
+    """Its script has ended with an error, and its process is about to end."""
+
+    slot: int
+    worker_id: int
+    cause: str
+    code: int
+    error: WorkerError | None = None
+    fingerprint: str = ""
+    step: int = 0
+    """The last step that it committed, from its beat page."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    slot: int
+    worker_id: int
+    cause: str
+    """'signal SIGKILL', 'exit code 1', …"""
+    code: int | None = None
+    error: WorkerError | None = None
+    fingerprint: str = ""
+    step: int = 0
+    """The last step that it committed, from its beat page."""
+    last_lines: tuple[str, ...] = ()
+    """Of its log, if it was killed by a signal: it has left no `error` then."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUnhealthy:
+    """The worker was found to be hung; its stacks are dumped already."""
+
+    slot: int
+    worker_id: int
+    kind: str
+    evidence: str
+    stacks: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStuck:
+    """The worker has waited for other ranks for longer than the group's timeout; none of them was found to be hung."""
+
+    slot: int
+    worker_id: int
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class StillBusy:
+    """The worker was told to abort, and cannot react yet but is healthy: see `hang_rules.busy`."""
+
+    slot: int
+    worker_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBadNumbers:
+    slot: int
+    worker_id: int
+    generation: int
+    step: int
+    kind: str
+    detail: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDead:
+    """Another agent is dead: its port refuses connections."""
+
+    node: str
+    incarnation: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerUnreachable:
+    """Another agent does not answer this one any more; it may be alive, and other agents may reach it."""
+
+    node: str
+    incarnation: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReachable:
+    """The agent answers again, and has done so for a while."""
+
+    node: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The newest step committed by a local worker, as its beat page shows it; comes in place of a Tick."""
+
+    generation: int
+    step: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RanksStill:
+    """Local workers show no progress: how far each has got, to be published to the other agents."""
+
+    standings: tuple[Standing, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    reason: str
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Undrain:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved:
+    """A checkpoint of this job has become durable."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    pass
+
+
+WorkerEvent = (
+    WorkerManaged
+    | WorkerReady
+    | WorkerFormed
+    | WorkerSynced
+    | WorkerStepping
+    | WorkerGroupClosed
+    | WorkerDone
+    | WorkerFailed
+    | WorkerExited
+    | WorkerUnhealthy
+    | GroupStuck
+    | StillBusy
+    | WorkerBadNumbers
+)
+"""Events of one worker, with `slot` and `worker_id`, so that a process is not taken for its successor."""
+
+Event = (
+    Start
+    | Joined
+    | LeaseLost
+    | Viewed
+    | PublishFailed
+    | WorkerEvent
+    | PeerDead
+    | PeerUnreachable
+    | PeerReachable
+    | Progress
+    | RanksStill
+    | Drain
+    | Undrain
+    | CheckpointSaved
+    | Tick
+)

@@ -1,0 +1,77 @@
+"""Which of several reports of one failure names the first cause. Pure.
+
+A dead worker is detected by its own agent, and by every other rank as a failed collective. The reports race; whichever
+arrives first, the death is the cause and the failed collective its consequence.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..contract.records import BrokenRecord, Loss
+from .restart_budget import COMM, NO_STATE
+
+KEPT_LOSSES = 64
+"""How many further failures of one generation are listed."""
+
+CONSEQUENCES = frozenset({COMM, "idle", "undrain", "respawn", "no-state"})
+"""Kinds of failures that follow from another one, or from none."""
+
+
+def weight(kind: str) -> int:
+    """Of two reports of one failure the heavier one names the cause."""
+    if kind in CONSEQUENCES:
+        return 0
+    return 1 if kind == "drain" else 2
+
+
+def kind_of(kind: str, fingerprint: str) -> str:
+    """The kind of a failure as an incident names it: a rank that found no state to resume from failed because of an
+    earlier failure."""
+    return "no-state" if fingerprint.startswith(NO_STATE) else kind
+
+
+def merged(first: BrokenRecord, more: BrokenRecord) -> BrokenRecord:
+    """`first` with what another report `more` of the same generation adds. Idempotent."""
+    heavier = _weight(more) > _weight(first)
+    primary, other = (more, first) if heavier else (first, more)
+    also = list(first.also)
+    if heavier:
+        also = [loss for loss in also if not _covers(more.node, more.slots, loss)]
+    for loss in (_loss(other), *more.also):
+        if _adds(primary, also, loss):
+            also.append(loss)
+    return msgspec.structs.replace(
+        primary,
+        also=tuple(also[:KEPT_LOSSES]),
+        rollback=first.rollback or more.rollback,
+        stacks=primary.stacks or other.stacks,
+    )
+
+
+def _weight(record: BrokenRecord) -> tuple[int, int]:
+    """A rank that found no state ranks below every cause, and above a failed collective, which is less specific."""
+    return weight(kind_of(record.kind, record.fingerprint)), weight(record.kind)
+
+
+def _adds(primary: BrokenRecord, also: list[Loss], loss: Loss) -> bool:
+    """Whether `loss` names slots not known to be lost or, if it is a cause, ranks not known to have failed."""
+    known: list[BrokenRecord | Loss] = [primary, *also]
+    slots = {slot for k in known if k.node == loss.node for slot in k.slots}
+    ranks = {rank for k in known for rank in k.ranks}
+    return not set(loss.slots) <= slots or (weight(loss.kind) == 2 and not set(loss.ranks) <= ranks)
+
+
+def _covers(node: str, slots: tuple[int, ...], loss: Loss) -> bool:
+    return loss.node == node and set(loss.slots) <= set(slots)
+
+
+def _loss(record: BrokenRecord) -> Loss:
+    return Loss(
+        node=record.node,
+        kind=kind_of(record.kind, record.fingerprint),
+        detail=record.detail,
+        slots=record.slots,
+        ranks=record.ranks,
+        step=record.step,
+    )

@@ -1,0 +1,169 @@
+"""Worker exits: what replaces the worker, after what pause, and whether the exit counts against the restart budget."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ..contract.records import Phase
+from .announce import add_evidence, broken_record, report_failure
+from .effects import ChargeFailure, PutBroken
+from .events import WorkerExited, WorkerFailed
+from .evidence import merged
+from .model import Agent, Worker, has_process
+from .restart_budget import backoff_s, summary
+from .standbys import promote
+from .transitions import IN_GROUP, Stage, Trigger
+from .turn import Turn
+
+
+def exited(turn: Turn, event: WorkerExited) -> None:
+    if standby := turn.standby(event.worker_id):
+        if standby.stage is Stage.GONE:
+            return  # reported before
+        pause = backoff_s(standby.crashes + 1, turn.policy.spec.restarts, turn.jitter)
+        turn.move_standby(standby, Trigger.EXITED, turn.now_s + pause, crashes=standby.crashes + 1)
+        return  # does not count against the restart budget
+    worker = turn.find(event.slot, event.worker_id)
+    if worker is None or not has_process(worker, turn.policy.managed):
+        return
+    worker = replace(worker, step=max(worker.step, event.step))
+    turn.reaches(worker.synced, event.step)
+    expected = worker.stage in (Stage.KILLED, Stage.ABORTING) or turn.is_over()
+    if turn.agent.view.state.phase is Phase.STOPPING and _struck_down(turn, worker, event):
+        _report_at_the_end(turn, worker, event)
+    if not turn.policy.managed:
+        _plain_exited(turn, worker, event, expected)
+        return
+    crashes = worker.crashes + (0 if expected else 1)
+    pause = backoff_s(crashes, turn.policy.spec.restarts, turn.jitter)
+    turn.move(worker, Trigger.EXITED, turn.now_s + pause, crashes=crashes)
+    promote(turn, worker.slot)
+    if not expected:
+        _report_exit(turn, worker, event)
+    elif turn.policy.shrink and worker.slot in turn.my_ranks() and not turn.is_broken():
+        report_failure(turn, "respawn", "did not abort in time", (worker.slot,), step=worker.step, charged=False)
+    elif worker.generation:
+        _report_fallen(turn, worker, event)
+
+
+def ends_too_early(agent: Agent, slot: int, worker_id: int) -> bool:
+    """Whether a script that ends now has failed even with exit code 0, since the job is not done."""
+    worker, phase = agent.workers.get(slot), agent.view.state.phase
+    over = agent.leaving is not None or phase.over or phase is Phase.STOPPING
+    there = (
+        worker is not None
+        and worker.worker_id == worker_id
+        and worker.stage not in (Stage.GONE, Stage.KILLED, Stage.ABORTING)
+    )
+    return agent.policy.managed and there and not over
+
+
+def failed(turn: Turn, event: WorkerFailed) -> None:
+    """The script has ended with an error: report it now, so that other nodes need not wait for the process to end."""
+    worker = turn.find(event.slot, event.worker_id)
+    if worker is None or worker.stage in (Stage.GONE, Stage.KILLED, Stage.ABORTING) or turn.is_over():
+        return
+    worker = replace(worker, step=max(worker.step, event.step))
+    turn.reaches(worker.synced, event.step)
+    # The process ends by itself, or is killed if that takes too long: its exit is expected from here on.
+    turn.move(worker, Trigger.FAILED, crashes=worker.crashes + 1)
+    if turn.policy.managed:
+        promote(turn, worker.slot)
+    _report_exit(turn, worker, event)
+
+
+def _plain_exited(turn: Turn, worker: Worker, event: WorkerExited, expected: bool) -> None:
+    if event.code == 0 and not expected:
+        turn.move(worker, Trigger.COMPLETED_PLAIN)
+        return
+    turn.move(worker, Trigger.EXITED_PLAIN, crashes=worker.crashes + (0 if expected else 1))
+    if not expected:
+        _report_exit(turn, worker, event)
+
+
+def _struck_down(turn: Turn, worker: Worker, event: WorkerExited) -> bool:
+    """Whether the worker died by a signal that its agent did not send, before or while it was told to end."""
+    in_time = turn.now_s - worker.since_s < turn.policy.spec.stop_grace_s
+    told = worker.stage in IN_GROUP or (worker.told_to_end and in_time)
+    return told and "SIG" in event.cause and "SIGTERM" not in event.cause
+
+
+def _report_at_the_end(turn: Turn, worker: Worker, event: WorkerExited) -> None:
+    """The job was stopped just after the failure: nothing follows from it, but it goes on record."""
+    generation = turn.agent.generation
+    if generation is None or worker.generation != generation.number or worker.slot not in turn.my_ranks():
+        return
+    record = broken_record(
+        turn, generation.number, "exit", _detail(event), (worker.slot,), step=worker.step, charged=False
+    )
+    if turn.is_broken() and (known := turn.agent.broken_record) is not None:
+        record = merged(known, record)
+    turn.change(broken=generation.number, broken_record=record)
+    turn.do(PutBroken(record))
+
+
+def _report_fallen(turn: Turn, worker: Worker, event: WorkerExited) -> None:
+    """The worker died while it aborted its group: killed together with the one that broke the generation, or because it
+    did not abort in time. It does not count against the restart budget: one failure per generation does."""
+    incident = turn.agent.incident
+    formed = next((w for w in incident.generations if w.number == worker.generation), None) if incident else None
+    if incident is None or formed is None or formed.place(turn.policy.node, turn.policy.incarnation) is None:
+        return
+    if any(worker.slot in r.lost(turn.policy.node) for r in incident.reports if r.generation == formed.number):
+        return
+    killed = worker.stage is Stage.KILLED
+    kind, detail = ("respawn", "did not abort in time") if killed else ("exit", _detail(event))
+    record = broken_record(
+        turn, formed.number, kind, detail, (worker.slot,), step=worker.step, charged=False,
+        ranks=(formed.ranks(turn.policy.node)[worker.slot],),
+    )  # fmt: skip
+    add_evidence(turn, record)
+
+
+def _detail(event: WorkerExited | WorkerFailed) -> str:
+    return summary(event.error.message) if event.error else event.cause
+
+
+def _report_exit(turn: Turn, worker: Worker, event: WorkerExited | WorkerFailed) -> None:
+    detail = _detail(event)
+    if event.code == 0 and turn.policy.managed:
+        detail = "exited with code 0 before the job was done"
+    fingerprint = event.fingerprint or event.cause
+    if worker.slot in turn.my_ranks():
+        report_failure(
+            turn, "exit", detail, (worker.slot,), step=worker.step, fingerprint=fingerprint, error=event.error,
+            last_lines=event.last_lines if isinstance(event, WorkerExited) else (),
+        )  # fmt: skip
+        return
+    _report_left_out(turn, worker, detail)
+    workers = turn.agent.workers
+    if any(w.crashes >= workers[worker.slot].crashes for s, w in workers.items() if s != worker.slot):
+        return  # all workers of a node meet the same failure before the first step: it counts once
+    record = broken_record(
+        turn,
+        turn.agent.generation.number if turn.agent.generation else 0,
+        "exit",
+        detail,
+        (worker.slot,),
+        step=worker.step,
+        fingerprint=fingerprint,
+        error=event.error,
+    )
+    turn.do(ChargeFailure(record))
+
+
+def _report_left_out(turn: Turn, worker: Worker, detail: str) -> None:
+    """The worker died in the previous generation, which runs on to the step boundary of a planned change that leaves
+    its slot without a rank: the agents that go on name it in the incident of that change. It is counted on its own."""
+    last_committed, node = turn.agent.last_committed, turn.policy.node
+    if last_committed is None or last_committed.number != worker.generation or worker.stage not in IN_GROUP:
+        return
+    if last_committed.place(node, turn.policy.incarnation) is None or worker.slot not in (
+        ranks := last_committed.ranks(node)
+    ):
+        return
+    record = broken_record(
+        turn, last_committed.number, "exit", detail, (worker.slot,), step=worker.step, charged=False,
+        ranks=(ranks[worker.slot],),
+    )  # fmt: skip
+    add_evidence(turn, record)

@@ -1,0 +1,112 @@
+"""Decodes the places of a large generation only where they differ from the previous ones. Pure.
+
+Decoding a thousand places takes 0.3 ms, and after a failure a thousand agents do it at the same moment. Almost nothing
+in them has changed, and the writer records what has (`Changes`), beside the places themselves, which are there for
+readers that do not have the previous ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import xxhash
+
+from ..contract.records import PROTOCOL, Changes, GenerationHead, GenerationRecord, Place, Splice, decode
+
+
+class _Unread(GenerationHead, frozen=True, kw_only=True):
+    places: msgspec.Raw
+
+
+_UNREAD = msgspec.json.Decoder(_Unread)
+_PLACES = msgspec.json.Decoder(tuple[Place, ...])
+_HEAD = GenerationHead.__struct_fields__
+
+
+class GenerationReader:
+    """Decodes one generation record after another; equal bytes give the same object."""
+
+    def __init__(self) -> None:
+        self._raw, self._text = b"", b""
+        self._record: GenerationRecord | None = None
+
+    def read(self, raw: bytes) -> GenerationRecord:
+        """Raises ProtocolVersionMismatch, or msgspec.ValidationError for a malformed record."""
+        if self._record is None or raw != self._raw:
+            text, record = self._read(raw)
+            self._raw, self._text, self._record = raw, text, record
+        return self._record
+
+    def _read(self, raw: bytes) -> tuple[bytes, GenerationRecord]:
+        known = self._record
+        try:
+            unread = _UNREAD.decode(raw)
+            text, changes = bytes(unread.places), unread.changes
+            if known is not None and changes is not None and changes.since == digest(self._text):
+                places = spliced(known.places, changes.splices)
+            else:
+                known, places = None, _PLACES.decode(text)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return b"", decode(GenerationRecord, raw)  # raises the right error
+        if unread.protocol != PROTOCOL:
+            return b"", decode(GenerationRecord, raw)
+        record = GenerationRecord(places=places, **{name: getattr(unread, name) for name in _HEAD})
+        if known is not None and changes is not None:
+            _carry_over(known, record, changes.splices)
+        return text, record
+
+
+def digest(text: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(text)
+
+
+def changes(before: tuple[Place, ...], after: tuple[Place, ...]) -> Changes | None:
+    """The changes from one to the other; None if there are so many that decoding all costs no more."""
+    old = {place: i for i, place in enumerate(before)}
+    splices: list[Splice] = []
+    new: list[Place] = []
+    at = 0
+    """The earlier places up to here are handled."""
+    for place in after:
+        found = old.get(place, -1)
+        if found < at:
+            new.append(place)
+            continue
+        if found > at or new:
+            splices.append(Splice(at, found, tuple(new)))
+        at, new = found + 1, []
+    if at < len(before) or new:
+        splices.append(Splice(at, len(before), tuple(new)))
+    if 2 * sum(1 + len(splice.places) for splice in splices) > len(after):
+        return None
+    return Changes(since=digest(msgspec.json.encode(before)), splices=tuple(splices))
+
+
+def spliced(places: tuple[Place, ...], splices: Sequence[Splice]) -> tuple[Place, ...]:
+    found: tuple[Place, ...] = ()
+    at = 0
+    for splice in splices:
+        found += places[at : splice.start] + splice.places
+        at = splice.stop
+    return found + places[at:]
+
+
+def _carry_over(known: GenerationRecord, record: GenerationRecord, splices: Sequence[Splice]) -> None:
+    """Copy the cached lookups of `known` to `record`, with the ranks after each splice shifted."""
+    moves = []
+    for start, stop, new in (msgspec.structs.astuple(splice) for splice in splices):
+        moves.append((start, stop, len(new) - (stop - start), _workers(new) - _workers(known.places[start:stop])))
+    record.__dict__["world_size"] = known.world_size + sum(workers for *_, workers in moves)
+    nodes, firsts = record.asked
+    for node, at in known.asked[0].items():
+        if at is None or any(start <= at < stop for start, stop, _, _ in moves):
+            continue
+        before = [move for move in moves if move[1] <= at]
+        nodes[node] = at + sum(places for _, _, places, _ in before)
+        if node in known.asked[1]:
+            firsts[node] = known.asked[1][node] + sum(workers for *_, workers in before)
+
+
+def _workers(places: Sequence[Place]) -> int:
+    return sum(len(place.slots) for place in places)

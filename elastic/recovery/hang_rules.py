@@ -1,0 +1,177 @@
+"""Which worker is hung. Pure.
+
+Each agent judges only its own workers, by what its host shows: the beat page, the process state, the stack. A worker
+that waits for other ranks is exempt, and a worker for which no rank waits holds nothing up. So a worker is hung only if
+another rank of its generation has got further (`RankWait`) and has waited for longer than this worker's patience. The
+rank that has got furthest is never hung by this rule, so the ranks of a generation never all are: whatever they all do
+together, a save, a compilation or an evaluation, none of them waits.
+
+What elastic does itself (forming, receiving state, saving, all before a generation's first commit) has no usual
+duration. There the patience is `hang.ceiling_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ..contract.beat import WITH_OTHERS, Beat, Doing
+from ..contract.spec import Hang
+
+STOPPED_STATE = "T"
+"""The process state that proves that a worker cannot run: stopped by a signal. Not 't': a debugger, or a tool that
+dumps its stack, traces it for a moment."""
+
+IN_EXCHANGE = frozenset({Doing.EXCHANGING, Doing.SYNCING, Doing.FINISHING})
+"""In a collective that can complete on another rank and not on this one."""
+
+AS_SLOW_AS_OTHERS = 2.0
+"""A rank may take this many times as long as the rank that waits for it took."""
+
+COPIES_S = 10.0
+"""A copy of state that completes no further piece for this long has stalled."""
+
+Position = tuple[int, int, int]
+"""(generation, step, place within the step): how far a rank has got. Comparable between ranks of a job."""
+
+_FORMING, _SYNCING = -2, -1
+_LAST = 2**31
+
+FARTHEST: Position = (2**62, 0, 0)
+"""Beyond any position of a worker."""
+
+
+def position(beat: Beat, in_collective: bool = False) -> Position:
+    """`in_collective`: its stack shows it in a collective of the script's own, which the beat page does not show."""
+    if beat.doing is Doing.FORMING:
+        return beat.generation, _FORMING, 0
+    if beat.doing is Doing.SYNCING:
+        return beat.generation, _SYNCING, 0
+    if beat.doing in (Doing.FINISHING, Doing.DONE):
+        return beat.generation, beat.step, _LAST + (beat.doing is Doing.DONE)
+    return beat.generation, beat.step, 2 * beat.exchanges + in_collective
+
+
+@dataclass(frozen=True, slots=True)
+class RankWait:
+    """A rank that waits for others, and is not stopped itself."""
+
+    position: Position
+    since_s: float
+    """Instant on this host's monotonic clock."""
+    gap_s: float = 0.0
+    """Its own longest time without a sign of progress on the way there."""
+
+    @property
+    def at_end(self) -> bool:
+        """`train` has returned there."""
+        return self.position[2] >= _LAST
+
+
+@dataclass(frozen=True, slots=True)
+class Unhealthy:
+    """This worker is to be replaced."""
+
+    evidence: str
+    certain: bool = True
+    """False: its stack may show that it waits for other ranks, and then it is exempt."""
+
+
+def patience_s(beat: Beat, rules: Hang) -> float:
+    """Seconds that a worker may go without a sign of progress: `factor` step times of its own, in [floor, ceiling]."""
+    if beat.step_s <= 0 or not beat.settled or beat.doing is Doing.SAVING:
+        return rules.ceiling_s  # opening data, compilation, the copy of a snapshot have no usual duration
+    return min(rules.ceiling_s, max(rules.floor_s, rules.factor * beat.step_s))
+
+
+def judge(
+    beat: Beat,
+    process_state: str,
+    waits: Collection[RankWait],
+    rules: Hang,
+    now_s: float,
+    *,
+    alone: bool = False,
+    in_collective: bool = False,
+    all_ahead: bool = False,
+) -> Unhealthy | None:
+    """The evidence that a worker is hung, or None.
+
+    `process_state`: the letter in /proc/PID/stat. `waits`: the other ranks that wait, as far as this agent has learnt.
+    `alone`: the job has no other rank. `all_ahead`: every other rank is known to have committed this rank's step.
+    """
+    silent_s = now_s - beat.beat_at_s
+    if alone:
+        return _judge_alone(beat, process_state, rules, now_s)
+    here = position(beat, in_collective)
+    if process_state == STOPPED_STATE:
+        if silent_s < min(rules.floor_s, patience_s(beat, rules)):
+            return None
+        # Without a generation the worker holds no state: replacing it cannot lose the last copy.
+        held_up = not beat.generation or any(wait.position >= here for wait in waits)
+        return _stopped(process_state, silent_s) if held_up else None
+    if now_s < beat.quiet_until_s:
+        return None
+    ahead = [wait for wait in waits if wait.position > here]
+    if not ahead or beat.doing in WITH_OTHERS - IN_EXCHANGE:
+        return None
+    first = min(ahead, key=lambda wait: wait.since_s)
+    patience = rules.ceiling_s if all(wait.at_end for wait in ahead) else patience_s(beat, rules)
+    patience = max(patience, AS_SLOW_AS_OTHERS * first.gap_s)
+    held_s = now_s - max(beat.beat_at_s, first.since_s)
+    if held_s < patience:
+        return None
+    evidence = _evidence(beat, process_state, silent_s, patience)
+    if beat.pulse_s and now_s - beat.pulse_s >= patience:
+        return Unhealthy(
+            f"{evidence}; for {now_s - beat.pulse_s:.1f} s no thread of it has run Python (a call keeps the GIL)"
+        )
+    behind = "every other rank" if all_ahead else "another rank"
+    evidence = f"{evidence}; {behind} has got further and waits for {now_s - first.since_s:.1f} s"
+    # Not in a collective of the script's own: another rank may have skipped it, and then no rank is hung.
+    alone_behind = all_ahead and beat.doing in IN_EXCHANGE
+    return Unhealthy(evidence, certain=alone_behind and held_s >= rules.ceiling_s)
+
+
+def _judge_alone(beat: Beat, process_state: str, rules: Hang, now_s: float) -> Unhealthy | None:
+    """The only rank of a job holds up no other, and its state is lost with it: its patience is always the ceiling."""
+    silent_s = now_s - beat.beat_at_s
+    if silent_s < rules.ceiling_s:
+        return None
+    if process_state == STOPPED_STATE:
+        return _stopped(process_state, silent_s)
+    if beat.doing in WITH_OTHERS - IN_EXCHANGE or now_s < beat.quiet_until_s:
+        return None
+    return Unhealthy(_evidence(beat, process_state, silent_s, rules.ceiling_s))
+
+
+def _stopped(process_state: str, silent_s: float) -> Unhealthy:
+    return Unhealthy(f"process is stopped (state {process_state}) and silent for {silent_s:.1f} s")
+
+
+def _evidence(beat: Beat, process_state: str, silent_s: float, patience: float) -> str:
+    state = " in uninterruptible I/O (state D)" if process_state == "D" else ""
+    return (
+        f"no progress for {silent_s:.1f} s while {beat.doing.name.lower()} at step {beat.step}{state}; "
+        f"its patience is {patience:.1f} s (step time {beat.step_s:.3f} s)"
+    )
+
+
+def busy(beat: Beat, rules: Hang, now_s: float) -> bool:
+    """Whether a worker that was told to abort cannot react yet but is healthy: it has declared a span without steps,
+    copies state (with a sign of progress every COPIES_S), or is in `train` before its first step."""
+    silent_s = now_s - beat.beat_at_s
+    if now_s < beat.quiet_until_s:
+        return True
+    if beat.doing in (Doing.SAVING, Doing.SYNCING, Doing.APPLYING):
+        return silent_s < COPIES_S
+    return beat.doing is Doing.COMPUTING and not beat.settled and silent_s < rules.ceiling_s
+
+
+def waits_too_long(beat: Beat, limit_s: float, now_s: float) -> str:
+    """The evidence that it has waited for other ranks beyond `limit_s`, the group's own timeout; '' if it has not. The
+    worker is not hung, but the group is stuck: gloo ends that by itself, NCCL only where its watchdog is enabled."""
+    waited_s = now_s - beat.beat_at_s
+    if beat.doing not in IN_EXCHANGE or waited_s < limit_s or now_s < beat.quiet_until_s:
+        return ""
+    return f"has waited for other ranks for {waited_s:.0f} s ({beat.doing.name.lower()} at step {beat.step})"

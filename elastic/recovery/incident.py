@@ -1,0 +1,239 @@
+"""One outage or planned change, as far as an agent has learnt of it, and the record made from that. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from ..contract.records import BrokenRecord, Cause, GenerationRecord, IncidentRecord, Loss, Place
+from .evidence import kind_of, merged, weight
+
+KEPT_CAUSES = 400
+"""How many causes of an incident its record lists, the first ones: etcd accepts 1.5 MiB per request, and a record that
+it refuses would be retried forever and never be closed. `detail` counts all."""
+
+ENDS = ("exit", "respawn")
+"""Kinds of reports that are made when the process has ended: its last step is known then."""
+
+
+class Sync(msgspec.Struct, frozen=True):
+    """The state that one generation of the recovery resumed from."""
+
+    generation: int
+    resumed: int
+    """The step it resumed from."""
+    reached: int
+    """The newest step that was committed before, as far as is known."""
+    source: str
+
+
+class Incident(msgspec.Struct, frozen=True):
+    """An incident that is not over."""
+
+    key: int
+    """Number of the generation after the one that failed first: the record's number in etcd."""
+    generations: tuple[GenerationRecord, ...]
+    """The generation that failed or is replaced as planned, and those that followed it during the recovery."""
+    began_s: float
+    planned: bool = False
+    began_wall_s: float = 0.0
+    """Set if it began before this agent did."""
+    why: str = ""
+    reached: int = 0
+    """The newest step known to have been committed when it began."""
+    inherited: tuple[Cause, ...] = ()
+    """From the record of an earlier leader."""
+    reports: tuple[BrokenRecord, ...] = ()
+    """Of the generations that broke, oldest first."""
+    gone: tuple[Cause, ...] = ()
+    """Nodes that were lost or unreachable."""
+    syncs: tuple[Sync, ...] = ()
+    timeline_s: tuple[tuple[str, float], ...] = ()
+    told: tuple[Cause, ...] | None = None
+    """The causes in the record as this agent wrote it last; None: it has not."""
+
+    def with_report(self, report: BrokenRecord) -> Incident:
+        """With `report` merged into what is known of its generation: etcd may not show yet what was just reported."""
+        if report in self.reports or report.generation < self.generations[0].number:
+            return self
+        known = next((r for r in self.reports if r.generation == report.generation), None)
+        if known is not None and (report := merged(report, known)) == known:
+            return self
+        others = [r for r in self.reports if r is not known]
+        return msgspec.structs.replace(
+            self, reports=tuple(sorted([*others, report], key=lambda known: known.generation))
+        )
+
+    def with_mark(self, phase: str, now_s: float) -> Incident:
+        times = {**dict(self.timeline_s), phase: round(now_s - self.began_s, 4)}
+        return msgspec.structs.replace(self, timeline_s=tuple(times.items()))
+
+    def marked(self, phase: str) -> bool:
+        return any(name == phase for name, _ in self.timeline_s)
+
+
+def causes(incident: Incident) -> tuple[Cause, ...]:
+    """All failures, by generation; in each the causes before the consequences."""
+    found = list(incident.inherited)
+    for report in incident.reports:
+        found.append(_cause(report.generation, report.node, kind_of(report.kind, report.fingerprint), report.ranks,
+                            report.detail))  # fmt: skip
+        found += [_cause(report.generation, loss.node, loss.kind, loss.ranks, loss.detail) for loss in report.also]
+    found += incident.gone
+    return tuple(sorted(dict.fromkeys(found), key=lambda c: (c.generation, weight(c.kind) == 0)))
+
+
+def _cause(generation: int, node: str, kind: str, ranks: Iterable[int], detail: str) -> Cause:
+    return Cause(generation=generation, node=node, kind=kind, ranks=tuple(sorted(ranks)), detail=detail)
+
+
+def steps_lost(syncs: Iterable[Sync]) -> int:
+    """How many different steps were committed and then had to be repeated."""
+    lost, top = 0, 0
+    for resumed, reached in sorted((sync.resumed, sync.reached) for sync in syncs):
+        lost += max(0, reached - max(resumed, top))
+        top = max(top, reached)
+    return lost
+
+
+def drawn(incident: Incident, *, counted: bool) -> IncidentRecord:
+    """The record of an incident that is not over. `counted`: the workers' steps are known (they use `elastic`)."""
+    found = causes(incident)
+    real = [c for c in found if weight(c.kind) > 0]
+    named = real or ([] if incident.planned else list(found))
+    first = named[0] if named else None
+    alike = [c for c in named if first and c.generation == first.generation]
+    more = f" (and {len(real) - 1} more)" if len(real) > 1 else ""
+    error = next((report.error for report in incident.reports if report.error is not None), None)
+    return IncidentRecord(
+        generation=incident.key,
+        kind=first.kind if first else "planned" if incident.planned else "lost",
+        node=", ".join(dict.fromkeys(c.node for c in alike)),
+        ranks=tuple(sorted({rank for c in alike for rank in c.ranks})),
+        detail=(first.detail if first else incident.why) + more,
+        wall_s=incident.began_wall_s,
+        timeline_s=dict(incident.timeline_s),
+        open=True,
+        causes=found[:KEPT_CAUSES],
+        step=incident.reached if counted else None,
+        world_size_before=incident.generations[0].world_size,
+        stacks={name: stack for report in incident.reports for name, stack in report.stacks.items()},
+        last_lines=next((report.last_lines for report in incident.reports if report.last_lines), ()),
+        error=error,
+    )
+
+
+def _begun_anew(sync: Sync) -> str:
+    if sync.source != "setup" or sync.reached <= 0:
+        return ""
+    return f"; all state was lost, and no checkpoint was ever saved: step {sync.reached} was done, begun again from 0"
+
+
+def closed(
+    incident: Incident, generation: GenerationRecord, *, recovered: bool, counted: bool, witnessed: bool = True
+) -> IncidentRecord:
+    """The record of an incident that is over: the job steps again in `generation`, or was given up.
+
+    `witnessed`: this agent had a place in the generation that failed. Otherwise the number of lost steps is not known,
+    unless no cause is worse than a drain.
+    """
+    drawing = drawn(incident, counted=counted)
+    worst = max(incident.syncs, key=lambda s: (s.reached - s.resumed, -s.generation), default=None)
+    # A planned change that the end of the job interrupts costs nothing.
+    cut_short = incident.planned and not causes(incident)
+    as_planned = all(weight(cause.kind) <= weight("drain") for cause in causes(incident))
+    known = counted and ((recovered and (witnessed or as_planned)) or cut_short)
+    least = steps_lost(incident.syncs) if known and (incident.syncs or not recovered) else None
+    most = least
+    if least is not None and not _certain(incident, generation):
+        # A rank commits a step only after all others have contributed to it: it is at most one step ahead of them.
+        live = all(sync.source == "live" for sync in incident.syncs)
+        most = least + 1 if live else None
+    return msgspec.structs.replace(
+        drawing,
+        open=False,
+        generation=generation.number + (0 if recovered else 1),
+        detail=drawing.detail + (_begun_anew(worst) if worst else ""),
+        step=max([drawing.step or 0, *(sync.reached for sync in incident.syncs[:1])]) if counted else None,
+        steps_lost=least,
+        steps_lost_at_most=most,
+        world_size_after=generation.world_size if recovered else 0,
+        restored_from=(worst.source if worst else "") if recovered else "nothing",
+    )
+
+
+class Closed(msgspec.Struct, frozen=True):
+    """An incident that is over, kept to add failures that are reported afterwards."""
+
+    incident: Incident
+    generation: GenerationRecord
+    """The one in which the job resumed, or was given up."""
+    recovered: bool
+    counted: bool
+    witnessed: bool
+
+    def record(self) -> IncidentRecord:
+        return closed(
+            self.incident, self.generation,
+            recovered=self.recovered, counted=self.counted, witnessed=self.witnessed,
+        )  # fmt: skip
+
+    def with_report(self, report: BrokenRecord) -> Closed:
+        """With `report` added, unless the job recovered in its generation or before: that is another incident."""
+        if report.generation > self.generation.number - self.recovered:
+            return self
+        incident = self.incident.with_report(report)
+        if incident is self.incident:
+            return self
+        if incident.syncs:
+            first, *more = incident.syncs
+            reached = max([first.reached, report.step or 0, *(loss.step or 0 for loss in report.also)])
+            syncs = (msgspec.structs.replace(first, reached=reached), *more)
+            incident = msgspec.structs.replace(incident, syncs=syncs)
+        return msgspec.structs.replace(self, incident=incident)
+
+
+def supplemented(known: IncidentRecord, fuller: IncidentRecord) -> IncidentRecord:
+    """`known`, the record of an incident that is over, with the causes and losses of `fuller`; unchanged unless
+    `fuller` names all of its causes and more (consequences do not count). Its times and its outcome stay."""
+    named, names = ({cause for cause in record.causes if weight(cause.kind) > 0} for record in (known, fuller))
+    if not named < names:
+        return known
+    fewer = fuller.steps_lost is None or fuller.steps_lost < (known.steps_lost or 0)
+    told = known if fewer else fuller
+    return msgspec.structs.replace(
+        known,
+        kind=fuller.kind,
+        node=fuller.node,
+        ranks=fuller.ranks,
+        detail=fuller.detail,
+        causes=fuller.causes,
+        stacks=fuller.stacks or known.stacks,
+        last_lines=fuller.last_lines or known.last_lines,
+        error=fuller.error or known.error,
+        step=max((s for s in (known.step, fuller.step) if s is not None), default=None),
+        steps_lost=told.steps_lost,
+        steps_lost_at_most=told.steps_lost_at_most,
+    )
+
+
+def _certain(incident: Incident, generation: GenerationRecord) -> bool:
+    """Whether the last step of every rank is known. It is not for a lost node whose agent has not reported it."""
+    if incident.planned and not incident.reports and not incident.gone and not incident.inherited:
+        return True
+    there = {(p.node, p.incarnation) for p in generation.places}
+    missing = [p for formed in incident.generations for p in formed.places if (p.node, p.incarnation) not in there]
+    return all(set(p.slots) <= _reported(incident, p) for p in missing)
+
+
+def _reported(incident: Incident, place: Place) -> set[int]:
+    """Slots of `place` whose workers' exits, and with them their last steps, were reported."""
+    found: set[int] = set()
+    for report in incident.reports:
+        formed = next((w for w in incident.generations if w.number == report.generation), None)
+        if formed is None or formed.place(place.node, place.incarnation) is None:
+            continue
+        ends: list[BrokenRecord | Loss] = [report, *report.also]
+        found |= {s for end in ends if end.node == place.node and end.kind in ENDS for s in end.slots}
+    return found

@@ -1,0 +1,285 @@
+"""How each event changes the agent's state."""
+
+from __future__ import annotations
+
+import math
+
+from msgspec.structs import replace
+
+from ..contract.phases import PhaseTrigger, following
+from ..contract.records import Phase, WorkerError
+from .announce import group_failed, member_record, report_failure
+from .effects import PutPhase, Rejoin
+from .events import (
+    CheckpointSaved,
+    Drain,
+    Event,
+    GroupStuck,
+    Joined,
+    LeaseLost,
+    PeerDead,
+    PeerReachable,
+    PeerUnreachable,
+    Progress,
+    PublishFailed,
+    RanksStill,
+    Start,
+    StillBusy,
+    Tick,
+    Undrain,
+    Viewed,
+    WorkerBadNumbers,
+    WorkerDone,
+    WorkerEvent,
+    WorkerExited,
+    WorkerFailed,
+    WorkerFormed,
+    WorkerGroupClosed,
+    WorkerManaged,
+    WorkerReady,
+    WorkerStepping,
+    WorkerSynced,
+    WorkerUnhealthy,
+)
+from .evidence import merged
+from .exits import exited, failed
+from .manner import learn, manage
+from .membership import all_workers_lost
+from .model import Worker
+from .transitions import IN_GROUP, Stage, Trigger
+from .turn import Turn
+from .view import JobView
+
+
+def take(turn: Turn, event: Event) -> None:
+    match event:
+        case Start():
+            _start(turn)
+        case Joined():
+            turn.change(joined=True)
+        case LeaseLost():
+            turn.change(joined=False)
+            _rejoin(turn)
+        case Viewed(view, connected):
+            _viewed(turn, view, connected)
+        case PublishFailed(number):
+            if turn.agent.publishing == number:
+                turn.change(publishing=0)
+        case PeerDead(node, incarnation) if (node, incarnation) in turn.agent.falsely_suspected:
+            _unreachable(turn, node, incarnation)
+        case PeerDead(node, incarnation):
+            turn.change(
+                dead=turn.agent.dead | {(node, incarnation)},
+                dead_since_s={**turn.agent.dead_since_s, (node, incarnation): turn.now_s},
+                unreachable=turn.agent.unreachable - {(node, incarnation)},
+            )
+        case PeerUnreachable(node, incarnation):
+            _unreachable(turn, node, incarnation)
+        case PeerReachable(node, incarnation):
+            peer = {(node, incarnation)}
+            turn.change(
+                unreachable=turn.agent.unreachable - peer, falsely_suspected=turn.agent.falsely_suspected - peer
+            )
+        case Progress(generation, at_step, step_s):
+            if at_step > turn.agent.step or generation > turn.agent.settled:
+                turn.change(stepped_at_s=turn.now_s)
+            turn.change(step=at_step, step_s=step_s, settled=max(turn.agent.settled, generation))
+            turn.reaches(generation, at_step)
+            _forgive(turn)  # a Progress event comes in place of a Tick
+        case RanksStill(standings):
+            turn.change(standings=standings)
+        case Drain(reason, deadline_s):
+            turn.change(draining=reason, drain_deadline_s=deadline_s, drain_saved=0)
+        case Undrain():
+            turn.change(draining=None, drain_deadline_s=math.inf)
+            current = turn.agent.generation
+            if current and any(
+                w.stage is Stage.READY and w.generation == current.number for w in turn.agent.workers.values()
+            ):
+                report_failure(turn, "undrain", "stopped for a drain that was called off", (), charged=False)
+        case CheckpointSaved(at_step):
+            turn.change(drain_saved=at_step)
+        case Tick():
+            _forgive(turn)
+        case _:
+            _take_from_worker(turn, event)
+
+
+def _forgive(turn: Turn) -> None:
+    """An agent marked dead whose lease is still renewed after more than one TTL was falsely suspected."""
+    agent = turn.agent
+    if not agent.connected or not agent.dead:
+        return
+    limit_s = turn.policy.timeouts.lease_ttl_s + 1.0
+    standing = {m.id for m in agent.view.members.values()}
+    alive = {d for d in agent.dead & standing if turn.now_s - agent.dead_since_s.get(d, turn.now_s) > limit_s}
+    if alive:
+        turn.change(dead=agent.dead - alive, falsely_suspected=agent.falsely_suspected | alive)
+
+
+def _unreachable(turn: Turn, node: str, incarnation: str) -> None:
+    if (member := turn.agent.view.members.get(node)) and member.id == (node, incarnation):
+        turn.change(unreachable=turn.agent.unreachable | {member.id})
+
+
+def _revive(turn: Turn) -> None:
+    """The leader that has just gone on without this node is alive, even if this agent has marked it dead or is about
+    to: a firewall that refuses connections looks like a dead peer from both sides. Each side would re-form alone
+    forever, over the other's steps. Published as unreachable instead, the peer is judged alike by all agents."""
+    agent, formed, held = turn.agent, turn.agent.view.generation, turn.agent.generation
+    if formed is None or held is None or formed.number <= held.number or formed.at_step is not None:
+        return
+    me, publisher = (turn.policy.node, turn.policy.incarnation), agent.view.members.get(formed.leader)
+    if (
+        publisher is None
+        or formed.place(*publisher.id) is None
+        or all_workers_lost(held, turn.policy.node, agent.broken_record)
+    ):
+        return
+    if held.place(*me) is not None and formed.place(*me) is None:
+        peer = {publisher.id}
+        turn.change(
+            dead=agent.dead - peer,
+            falsely_suspected=agent.falsely_suspected | peer,
+            unreachable=agent.unreachable | agent.dead & peer,
+        )
+
+
+def _take_from_worker(turn: Turn, event: WorkerEvent) -> None:
+    match event:
+        case WorkerExited():
+            exited(turn, event)
+        case WorkerFailed():
+            failed(turn, event)
+        case WorkerReady(_, worker_id) if standby := turn.standby(worker_id):
+            if standby.stage is Stage.STARTING:
+                turn.move_standby(standby, Trigger.SET_UP)
+        case _:
+            if worker := turn.find(event.slot, event.worker_id):  # else from a replaced process
+                _heard(turn, worker, event)
+
+
+def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
+    match event:
+        case WorkerManaged():
+            manage(turn)
+        case WorkerReady():
+            if worker.stage is Stage.STARTING:
+                turn.move(worker, Trigger.SET_UP)
+        case WorkerFormed():
+            pass
+        case WorkerSynced(_, _, generation, at_step):
+            if worker.stage is Stage.FORMING and generation == worker.generation:
+                turn.move(worker, Trigger.SYNCED, step=at_step, synced=generation)
+                turn.reaches(generation, at_step)
+        case WorkerStepping(_, _, generation, at_step):
+            if generation == worker.generation:
+                turn.put(replace(worker, step=at_step, crashes=0))
+                turn.reaches(generation, at_step)
+                turn.change(settled=max(turn.agent.settled, generation), stepped_at_s=turn.now_s)
+        case WorkerGroupClosed():
+            _released(turn, worker, event)
+        case WorkerDone(_, _, generation, at_step):
+            if worker.stage in IN_GROUP - {Stage.DONE} and generation == worker.generation:
+                turn.move(worker, Trigger.TRAINED, step=at_step)
+        case WorkerUnhealthy(_, _, kind, evidence, stacks):
+            if worker.stage in IN_GROUP | {Stage.STARTING, Stage.READY}:
+                if worker.slot in turn.my_ranks():
+                    report_failure(
+                        turn, kind, evidence, (worker.slot,), step=worker.step, fingerprint=kind, stacks=dict(stacks)
+                    )
+                turn.kill(worker, evidence)
+        case GroupStuck(_, _, evidence):
+            if worker.stage is Stage.RUNNING and worker.slot in turn.my_ranks():
+                group_failed(turn, evidence)
+        case StillBusy():
+            if worker.stage in (Stage.ABORTING, Stage.STOPPING_AT_STEP):
+                turn.put(replace(worker, deadline_s=turn.now_s + turn.policy.timeouts.abort_s))
+        case WorkerBadNumbers():
+            _bad_numbers(turn, worker, event)
+        case _:
+            raise AssertionError(f"no transition on {event!r}")
+
+
+def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
+    before = turn.agent
+    if not connected and view.revision == 0:
+        view = before.view  # a restarted watch that has received nothing yet
+    wiped = view.revision < before.view.revision or (before.view.spec is not None and view.spec is None)
+    if connected and (wiped or not before.connected):
+        # etcd was wiped or unavailable, or this agent is new. The other agents register again with their next lease
+        # renewals, each at its own time.
+        turn.change(absence_ignored_until_s=turn.now_s + turn.policy.timeouts.lease_ttl_s)
+        if wiped:  # and with it the generation that this agent may have published
+            turn.change(wiped_until_s=turn.agent.absence_ignored_until_s, publishing=0)
+    turn.change(view=view, connected=connected)
+    learn(turn)
+    if before.dead:  # forget those that no member key and no place names any more
+        places = {p for held in (before.generation, view.generation) if held is not None for p in held.places}
+        known = {m.id for m in view.members.values()} | {(p.node, p.incarnation) for p in places}
+        turn.change(dead=frozenset(d for d in before.dead if d in known))
+    if before.unreachable:  # only of incarnations that are members
+        there = {node: m.id for node, m in view.members.items()}
+        turn.change(unreachable=frozenset(u for u in before.unreachable if there.get(u[0]) == u))
+    if before.falsely_suspected:
+        turn.change(
+            falsely_suspected=frozenset(
+                u for u in before.falsely_suspected if (m := view.members.get(u[0])) and m.id == u
+            )
+        )
+    _revive(turn)
+    if view.disputes - before.view.disputes:
+        turn.change(disputed_s=turn.now_s)
+    # A state or spec that etcd has lost is kept, for `Restore`.
+    turn.change(state=view.state if view.state_revision else before.state, spec=view.spec or before.spec)
+    if view.broken and view.generation and view.broken.generation == view.generation.number:
+        if view.broken.generation > before.broken:
+            turn.change(broken=view.broken.generation, broken_record=view.broken, broken_at_s=turn.now_s)
+        elif view.broken.generation == before.broken:  # other nodes have reported more
+            held = before.broken_record
+            turn.change(broken_record=view.broken if held is None else merged(view.broken, held))
+
+
+def _start(turn: Turn) -> None:
+    for slot in range(turn.policy.slots):
+        stage = Stage.GONE if turn.policy.managed else Stage.READY
+        turn.put(Worker(slot=slot, worker_id=0, stage=stage, since_s=turn.now_s, deadline_s=turn.now_s))
+    _rejoin(turn)
+
+
+def _rejoin(turn: Turn) -> None:
+    record = member_record(turn)
+    turn.change(published=record)
+    turn.do(Rejoin(record))
+
+
+def _released(turn: Turn, worker: Worker, event: WorkerGroupClosed) -> None:
+    if event.generation != worker.generation or worker.stage not in IN_GROUP | {Stage.ABORTING}:
+        return
+    untold = worker.stage in (Stage.FORMING, Stage.RUNNING, Stage.DONE)
+    turn.move(worker, Trigger.GROUP_CLOSED, step=event.step)
+    turn.reaches(worker.synced, event.step)
+    current = turn.agent.generation
+    if untold and event.error and current and current.number == event.generation and not turn.is_broken():
+        turn.change(suspicion=event.error)
+        if turn.agent.suspicious_since_s is None:
+            turn.change(suspicious_since_s=turn.now_s)
+
+
+def _bad_numbers(turn: Turn, worker: Worker, event: WorkerBadNumbers) -> None:
+    mode = turn.policy.spec.on_bad_numbers
+    if mode == "ignore" or event.generation != worker.generation:
+        return
+    if mode == "stop" and turn.agent.view.state.phase is not Phase.RUNNING:
+        return  # the job waits, is being stopped or has ended: that decision came first
+    ranks = ", ".join(map(str, event.ranks)) or "?"
+    detail = f"{event.kind} on rank {ranks} at step {event.step}: {event.detail}"
+    if mode == "stop":
+        # The phase first, so that no leader forms another generation; then the failure report, for the incident.
+        state, revision = turn.agent.view.state, turn.agent.view.state_revision
+        turn.do(PutPhase(following(state.phase, PhaseTrigger.FAILED), detail, revision))
+    error = WorkerError(node=turn.policy.node, slot=worker.slot, rank=-1, message=detail, step=event.step)
+    report_failure(
+        turn, event.kind, detail, (), ranks=event.ranks, step=event.step, fingerprint=event.kind, error=error,
+        rollback=mode == "rollback",
+    )  # fmt: skip

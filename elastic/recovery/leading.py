@@ -1,0 +1,189 @@
+"""The leader's part: whether a next generation is formed, and the job's phase."""
+
+from __future__ import annotations
+
+import math
+
+from ..contract.phases import PhaseTrigger, following
+from ..contract.records import Phase
+from .effects import Publish, PutPhase, SaveNow
+from .membership import (
+    AS_IT_SHOULD_BE,
+    Change,
+    Wait,
+    all_workers_lost,
+    cut_off,
+    leader,
+    living,
+    next_generation,
+    unreached,
+)
+from .restart_budget import backoff_s, in_vain, summary
+from .turn import Turn
+
+LEAD_S = 0.25
+"""How far ahead a planned step boundary is set, so that every rank is told of it before it gets there."""
+
+DISPUTE_S = 1.0
+"""From the newest dispute until it decides anything. The two sides of a partition report it up to a second apart, and
+only all reports together show which nodes are partitioned."""
+
+
+def lead(turn: Turn) -> None:
+    agent, view = turn.agent, turn.agent.view
+    if not (agent.joined and agent.connected) or agent.publishing or view.spec is None:
+        return
+    if not view.whole:
+        _follow(turn)
+        return
+    known = agent.generation
+    if known is not None and view.generation is not known and view.generation != known:
+        return  # etcd has lost it, and it is not restored yet
+    me = view.members.get(turn.policy.node)
+    if me is None or me.record.incarnation != turn.policy.incarnation:
+        return  # the view is older than our registration: it may show the previous agent of this node
+    if leader(view, agent.dead, agent.generation, turn.policy.leader_candidates) != turn.policy.node:
+        _follow(turn)
+        return
+    if _all_done(turn):
+        if view.state.phase is not Phase.SUCCEEDED:
+            _put_phase(turn, PhaseTrigger.COMPLETED)
+        return
+    verdict = _verdict(turn)
+    if isinstance(verdict, Wait):
+        _wait(turn, verdict)
+    elif reason := _pauses(turn):
+        turn.change(reason=reason)
+    else:
+        _publish(turn, verdict)
+
+
+def _follow(turn: Turn) -> None:
+    """Another agent decides; this one only shows whether its node is left out, and why."""
+    view, node = turn.agent.view, turn.policy.node
+    out = view.disputes and node in cut_off(view, turn.agent.dead, turn.agent.generation)
+    reason = f"{unreached(view, node)}: it waits with its state" if out else ""
+    if turn.agent.reason != reason or turn.agent.below_min:
+        turn.change(reason=reason, below_min=False, halted=False)
+
+
+def _verdict(turn: Turn) -> Change | Wait:
+    agent, view, limits = turn.agent, turn.agent.view, turn.limits()
+    ready = sum(1 for m in view.members.values() if m.record.ready)
+    if ready < limits.min_nodes:
+        turn.change(min_reached_s=None)
+    elif agent.min_reached_s is None:
+        turn.change(min_reached_s=turn.now_s)
+    settled = not turn.policy.managed or (agent.generation is not None and agent.settled >= agent.generation.number)
+    advance, blind = turn.steps_advance(), turn.now_s < _absence_ignored_until_s(turn)
+    # Most ticks change nothing: with the same inputs, skip what would be a pass over all members.
+    same = view.members, view.state, view.broken, agent.generation, agent.dead
+    equal = view.generation_revision, limits, settled, advance, blind
+    if agent.fine and agent.fine[1] == equal and all(a is b for a, b in zip(agent.fine[0], same, strict=True)):
+        return AS_IT_SHOULD_BE
+    reached = turn.agent.min_reached_s
+    verdict = next_generation(
+        view,
+        agent.generation,
+        limits,
+        agent.dead,
+        steps_advance=advance,
+        settled=settled,
+        in_place=turn.policy.managed,
+        min_reached_for_s=turn.now_s - reached if reached is not None else 0.0,
+        blind=blind,
+        last_committed=agent.last_committed,
+    )
+    if verdict == AS_IT_SHOULD_BE:
+        turn.change(fine=(same, equal))
+    if isinstance(verdict, Wait):
+        return verdict
+    if not verdict.planned:
+        unsure = view.disputes and turn.now_s - agent.disputed_s < DISPUTE_S
+        return Wait("nodes are checking their connections to each other") if unsure else verdict
+    if turn.done_here():
+        return Wait("training is complete; the others are finishing")
+    if turn.now_s < agent.wiped_until_s:
+        return Wait("a planned change waits: etcd has lost its data a moment ago")
+    return verdict
+
+
+def _pauses(turn: Turn) -> str:
+    """Why the next generation has to wait: the last ones all broke before their first step. '' when it need not."""
+    broken = turn.agent.view.broken
+    if broken is None or not turn.is_broken() or broken.generation != turn.agent.broken:
+        return ""
+    count = in_vain(turn.agent.view.state, broken)
+    pause_s = backoff_s(count, turn.policy.spec.restarts, jitter=1.0)
+    if turn.now_s >= turn.agent.broken_at_s + pause_s:
+        return ""
+    return f"{count} generations in a row broke before their first step; again within {pause_s:g} s: {broken.detail}"
+
+
+def _publish(turn: Turn, change: Change) -> None:
+    agent, view = turn.agent, turn.agent.view
+    number = agent.generation.number + 1 if agent.generation else 1
+    if turn.now_s < agent.wiped_until_s and agent.generation:
+        number += 1  # an agent may hold one more, published just before etcd was wiped
+    ahead = max(2, math.ceil(LEAD_S / agent.step_s)) if agent.step_s > 0 else 2
+    at_step = agent.step + ahead if change.planned and turn.policy.managed else None
+    told = view.broken and agent.generation and view.broken.generation == agent.generation.number
+    turn.change(publishing=number, reason="", below_min=False, halted=False)
+    charge = view.broken if told else None
+    turn.do(Publish(number, change, view.generation_revision, at_step, charge, _spare(turn), turn.policy.managed))
+
+
+def _spare(turn: Turn) -> int:
+    """Living nodes that are ready to take part, beyond the job's minimum."""
+    alive = living(turn.agent.view, turn.agent.dead).values()
+    fit = sum(1 for m in alive if m.record.ready and m.record.draining is None)
+    return max(0, fit - turn.limits().min_nodes)
+
+
+def _absence_ignored_until_s(turn: Turn) -> float:
+    """Until when absence proves nothing. Longer if all nodes that hold the job's state are absent and none is known to
+    be dead: they may train on without etcd, and to go on without them costs steps."""
+    agent = turn.agent
+    members = agent.view.members
+    current = agent.generation
+    places = [p for p in current.places if not all_workers_lost(current, p.node, agent.view.broken)] if current else []
+    if not places or any(p.node in members or (p.node, p.incarnation) in agent.dead for p in places):
+        turn.change(orphaned_s=None)
+        return agent.absence_ignored_until_s
+    if agent.orphaned_s is None:
+        turn.change(orphaned_s=turn.now_s)
+    assert turn.agent.orphaned_s is not None
+    return max(agent.absence_ignored_until_s, turn.agent.orphaned_s + turn.policy.timeouts.form_s)
+
+
+def _all_done(turn: Turn) -> bool:
+    generation, members = turn.agent.generation, turn.agent.view.members
+    if generation is None or turn.is_broken():
+        return False
+    # A rank is done only when all ranks have reached the end, so members that have left need not report it.
+    there = [m for p in generation.places if (m := members.get(p.node)) and m.record.incarnation == p.incarnation]
+    return bool(there) and all(m.record.done == generation.number for m in there)
+
+
+def _wait(turn: Turn, verdict: Wait) -> None:
+    view, reason = turn.agent.view, verdict.reason
+    if turn.agent.draining and verdict.below_min and not turn.policy.spec.checkpoint.dir:
+        reason += "; the job has no checkpoint.dir, so its state would be lost"
+    if turn.agent.generation is None and view.state.error is not None:
+        reason += f"; the newest failure, on {view.state.error.node}: {summary(view.state.error.message)}"
+    lost = turn.is_broken() or not turn.steps_advance()
+    halted = verdict.below_min and lost and turn.agent.generation is not None
+    turn.change(reason="" if verdict.fine else reason, below_min=verdict.below_min, halted=halted)
+    if verdict.below_min and any(m.record.draining for m in view.members.values()):
+        # The draining node may not host rank 0, and only rank 0 acts on this request.
+        turn.ask(SaveNow("a node leaves, and the job falls below its minimum", stop=True), "save")
+    if halted and view.state.phase is Phase.RUNNING:
+        _put_phase(turn, PhaseTrigger.BELOW_MIN, verdict.reason)
+    elif not lost and view.state.phase is Phase.WAITING:  # absent members are back, and no new generation was needed
+        _put_phase(turn, PhaseTrigger.STEPS_ON)
+
+
+def _put_phase(turn: Turn, trigger: PhaseTrigger, reason: str = "") -> None:
+    view = turn.agent.view
+    phase = following(view.state.phase, trigger)
+    turn.ask(PutPhase(phase, reason, view.state_revision), f"{phase.value} {view.state_revision}")

@@ -1,0 +1,54 @@
+"""What an agent's job does at this instant, in the words of the ledger. Pure."""
+
+from __future__ import annotations
+
+from ..contract.ledger import Bucket, Seen
+from ..contract.records import GenerationRecord, Phase
+from .model import Agent
+from .transitions import Stage
+
+_LEAVING = frozenset({Stage.RUNNING, Stage.STOPPING_AT_STEP, Stage.ABORTING, Stage.DONE})
+
+
+def seen(agent: Agent, *, syncing: bool) -> Seen:
+    """`syncing`: a worker of this node is receiving or sending the state.
+
+    Ranks of other nodes are taken to do what those of this node do: all ranks step together, or none does.
+    """
+    generation, policy, progress = agent.generation, agent.policy, agent.view.progress
+    ranks = generation.world_size if generation else policy.slots * policy.limits.min_nodes
+    holds = generation is not None and bool(generation.ranks(policy.node))
+    step = agent.step if holds or progress is None else max(agent.step, progress.step)
+    step = max([step, *(w.step for w in agent.workers.values() if w.stage is Stage.DONE)])
+    broken = generation is not None and agent.broken >= generation.number
+    return Seen(_bucket(agent, broken, syncing), ranks, step, broken, policy.managed)
+
+
+def _bucket(agent: Agent, broken: bool, syncing: bool) -> Bucket:
+    generation, phase = agent.generation, agent.view.state.phase
+    if phase.over or phase is Phase.STOPPING:
+        return Bucket.IDLE
+    if agent.below_min or agent.halted:
+        return Bucket.WAITING
+    if generation is None:
+        members = {*agent.view.members, agent.policy.node}  # this node's own key may not be there yet
+        few = agent.view.whole and len(members) < agent.policy.limits.min_nodes
+        return Bucket.WAITING if few else Bucket.SETUP
+    stages = {w.stage for slot, w in agent.workers.items() if slot in generation.ranks(agent.policy.node)}
+    if broken:
+        return Bucket.ABORT if stages & _LEAVING else Bucket.FORM
+    return _forming(agent, generation, stages, syncing)
+
+
+def _forming(agent: Agent, generation: GenerationRecord, stages: set[Stage], syncing: bool) -> Bucket:
+    """Of a generation that has not failed."""
+    progress = agent.view.progress
+    if stages and stages <= {Stage.DONE}:
+        return Bucket.IDLE
+    if stages & {Stage.RUNNING, Stage.STOPPING_AT_STEP, Stage.DONE}:
+        return Bucket.STEPPING
+    if progress is not None and progress.stepped_in >= generation.number and not stages:
+        return Bucket.STEPPING
+    if generation.number == 1:
+        return Bucket.SETUP
+    return Bucket.SYNC if syncing else Bucket.FORM

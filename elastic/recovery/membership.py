@@ -1,0 +1,388 @@
+"""Leader election, and the membership and rank order of the next generation. Pure functions of one view of the job."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from ..contract.records import BrokenRecord, GenerationRecord, Place
+from . import reachability
+from .view import JobView, Member
+
+_seniority = operator.attrgetter("create_revision")
+
+Dead = frozenset[tuple[str, str]]
+"""(node, incarnation) of agents that are proven dead, even if their leases are still valid."""
+
+
+LEADER_CANDIDATES = 8
+"""How many members of a generation, in rank order, are leader candidates."""
+
+
+def living(view: JobView, dead: Dead) -> dict[str, Member]:
+    return {node: m for node, m in view.members.items() if m.id not in dead}
+
+
+def cut_off(view: JobView, dead: Dead, current: GenerationRecord | None) -> frozenset[str]:
+    """Living members that the job goes on without: other members cannot reach them, or they cannot reach others."""
+    if not view.disputes:
+        return frozenset()
+    alive = living(view, dead)
+    there = frozenset((a, b) for a, b in view.disputes if a in alive and b in alive)
+    seats = {(p.node, p.incarnation) for p in current.places} if current else set()
+    nodes = {node for pair in there for node in pair}
+    seated = frozenset(node for node in nodes if alive[node].id in seats)
+
+    def worth(node: str) -> tuple[bool, bool, bool, int]:
+        leaves = alive[node].record.draining is not None or node in view.state.excluded_nodes
+        empty = current is not None and all_workers_lost(current, node, view.broken)
+        # Sorts the nodes most worth keeping first: of two with equally many disputes, the later one is left out.
+        return node not in seated, empty, leaves, alive[node].create_revision
+
+    return reachability.left_out(there, tuple(sorted(nodes, key=worth)), seated)
+
+
+def unreached(view: JobView, node: str) -> str:
+    """'node2 cannot be reached by node0, node1'."""
+    others = sorted({other for pair in view.disputes if node in pair for other in pair} - {node})
+    return f"{node} cannot be reached by {', '.join(others[:5])}{' and others' if len(others) > 5 else ''}"
+
+
+def watch_list(
+    view: JobView,
+    dead: Dead,
+    current: GenerationRecord | None,
+    me: str,
+    complaints: Collection[str] = (),
+    leader_candidates: int = LEADER_CANDIDATES,
+) -> list[Member]:
+    """Members that the agent of node `me` keeps a connection to.
+
+    The leader connects to all members, and all members to the leader, with or without a place in the generation. In a
+    job of at most `reachability.MESH` members, every agent connects to every other. In a larger one, an agent connects
+    to its neighbours in the ring of nodes, and to the nodes in `complaints` until they answer. That takes no pass over
+    all members: thousands of agents evaluate this at the same time.
+    """
+    members = view.members
+    chief = leader(view, dead, current, leader_candidates)
+    wanted: Collection[str] = members
+    if me != chief and len(members) > reachability.MESH:
+        at = current.at(me) if current else None
+        near = reachability.neighbours(at, len(current.places)) if current and at is not None else ()
+        ring = {current.places[i].node for i in near} if current else set()
+        wanted = ring | ({chief} if chief else set()) | set(complaints)
+    found = [members[node] for node in wanted if node != me and node in members]
+    return [m for m in found if m.id not in dead]
+
+
+def leader(
+    view: JobView, dead: Dead, current: GenerationRecord | None, leader_candidates: int = LEADER_CANDIDATES
+) -> str | None:
+    """The leader's node; None without a living member.
+
+    In order of preference: the leader candidate with the lowest node rank that stays; one that is about to leave; the
+    oldest member. Candidates are the first `leader_candidates` living members of the current generation, since not all
+    agents beyond them watch the members (see `watch_scope`). A partitioned node never leads: its store would be
+    unreachable.
+
+    So the leader's own workers show it the job's progress, and the store of the next generation, which the leader
+    hosts, outlives the change. Two agents may take themselves for the leader for a moment; the compare-and-swap on the
+    generation record lets one of them win.
+    """
+    cut = cut_off(view, dead, current)
+    leaves, seen = None, 0
+    for place in current.places if current else ():
+        member = view.members.get(place.node)
+        if member and member.id not in dead and member.record.incarnation == place.incarnation:
+            if place.node in cut:
+                continue
+            if member.record.draining is None and place.node not in view.state.excluded_nodes:
+                return place.node
+            leaves, seen = leaves or place.node, seen + 1
+            if seen == leader_candidates:
+                break
+    if leaves is not None:
+        return leaves
+    alive: Collection[Member] = view.members.values()
+    if dead or cut:
+        alive = [m for m in alive if m.id not in dead and m.record.node not in cut]
+    return min(alive, key=_seniority).record.node if alive else None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    min_nodes: int
+    max_nodes: int
+    join_wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """No new generation is formed now."""
+
+    reason: str
+    below_min: bool = False
+    fine: bool = False
+    """Nothing is waited for: the current generation needs no change."""
+
+
+AS_IT_SHOULD_BE = Wait("as it should be", fine=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Publish a generation with these places."""
+
+    places: tuple[Place, ...]
+    why: str
+    planned: bool
+    """True: the current generation runs on to a step boundary. False: it is broken or gone; its group is aborted."""
+    restore: str = "newest"
+
+
+def next_generation(
+    view: JobView,
+    current: GenerationRecord | None,
+    limits: Limits,
+    dead: Dead,
+    *,
+    steps_advance: bool,
+    settled: bool,
+    min_reached_for_s: float,
+    blind: bool = False,
+    in_place: bool = True,
+    last_committed: GenerationRecord | None = None,
+) -> Change | Wait:
+    """What follows `current`: a new generation, or none yet.
+
+    steps_advance: the leader's own workers commit steps, so every rank of `current` is alive, whatever the leases say.
+    settled: `current` has committed a step here, so that a planned change may follow.
+    min_reached_for_s: for how long enough members have been ready (first generation only).
+    blind: etcd was unavailable; absent members may be about to come back.
+    in_place: workers survive a re-formation; otherwise they are started anew, and their steps are not known.
+    last_committed: the newest generation before `current` that has committed a step, if it is known.
+    """
+    alive = living(view, dead)
+    cut = cut_off(view, dead, current)
+    fit = [m for m in alive.values() if m.record.ready and m.record.draining is None]
+    preferred = [m for m in fit if m.record.node not in view.state.excluded_nodes]
+    if len(preferred) >= limits.min_nodes:  # otherwise an excluded node is better than none
+        fit = preferred
+    inside = [m for m in fit if m.record.node not in cut]
+    if current is None:
+        return _first(inside, limits, min_reached_for_s, _cut_reason(view, cut))
+    missing = _missing(current, alive, dead, steps_advance or blind)
+    seated = [p.node for p in current.places]
+    if not steps_advance:
+        missing += [node for node in seated if node in cut and node not in missing]
+    # Until `current` has stepped, its ranks may still need the store in order to form.
+    if not (settled or blind) and _store_lost(view, current, alive, cut):
+        missing.append(current.leader)
+    broken = view.broken if view.broken and view.broken.generation == current.number else None
+    absent = [p.node for p in current.places if p.node not in alive and p.node not in missing]
+    # An absent node whose workers are all lost cannot be the one that keeps stepping.
+    missing += [node for node in absent if not blind and all_workers_lost(current, node, broken)]
+    absent = [node for node in absent if node not in missing]
+    if broken or missing:
+        if absent and blind:
+            return Wait(f"etcd was away: {', '.join(absent)} may not have come back yet")
+        chosen = _choose(current, inside, limits.max_nodes)
+        reached = {node: m for node, m in alive.items() if node not in cut}
+        older = None if settled else last_committed
+        chosen = _with_witness(current, chosen, reached, broken, older)
+        chosen = _with_leavers(current, chosen, reached, broken, older, view.state.excluded_nodes)
+        return _without_the_lost(current, chosen, limits, broken, _why(view, broken, missing, cut), settled)
+
+    if absent:
+        return Wait(f"{', '.join(absent)} cannot be heard of, {'and lives: steps advance' if steps_advance else 'yet'}")
+    seated_or_reached = [m for m in fit if m.record.node not in cut or m.record.node in seated]
+    # While steps advance, the data path between seated nodes works, even if their agents cannot reach each other.
+    chosen = _with_witness(current, _choose(current, seated_or_reached, limits.max_nodes), alive, None)
+    reason = _cut_reason(view, cut) if cut else ""
+    return _planned(current, chosen, alive, limits, reason, settled, steps_advance or not in_place)
+
+
+def _planned(
+    current: GenerationRecord,
+    chosen: list[Member],
+    alive: Mapping[str, Member],
+    limits: Limits,
+    reason: str,
+    settled: bool,
+    boundary: bool,
+) -> Change | Wait:
+    """A change of membership that no failure asks for. `reason`: why nodes are left out, if any; `boundary`: the
+    workers will reach a step at which they can stop, or need none."""
+    places = arrange(current, chosen, set())
+    if places == current.places:
+        return Wait(reason) if reason else AS_IT_SHOULD_BE
+    if not settled:
+        return Wait("a planned change waits until this generation has stepped")
+    if len(chosen) < limits.min_nodes:
+        return Wait(f"leaving now would leave {len(chosen)} of at least {limits.min_nodes} nodes", below_min=True)
+    if not boundary:
+        return Wait("a planned change waits for steps to advance")
+    return Change(places, _difference(current, places, alive), planned=True)
+
+
+def _without_the_lost(
+    current: GenerationRecord,
+    chosen: list[Member],
+    limits: Limits,
+    broken: BrokenRecord | None,
+    why: str,
+    settled: bool,
+) -> Change | Wait:
+    if len(chosen) < limits.min_nodes:
+        return Wait(f"{why}; {len(chosen)} of at least {limits.min_nodes} nodes are there", below_min=True)
+    nodes = {broken.node, *(loss.node for loss in broken.also)} if broken else set()
+    lost = {(node, slot) for node in nodes for slot in (broken.lost(node) if broken else ())}
+    # A rollback that was itself interrupted is not complete: live state may still be the state that was discarded.
+    rollback = (broken and broken.rollback) or (current.restore == "snapshot" and not settled)
+    restore = "snapshot" if rollback else "newest"
+    return Change(arrange(current, chosen, lost), why, planned=False, restore=restore)
+
+
+def _first(fit: list[Member], limits: Limits, min_reached_for_s: float, cut: str) -> Change | Wait:
+    if len(fit) < limits.min_nodes:
+        too_few = f"{len(fit)} of at least {limits.min_nodes} nodes are ready"
+        return Wait(f"{too_few}; {cut}" if cut else too_few, below_min=True)
+    if len(fit) < limits.max_nodes and min_reached_for_s < limits.join_wait_s:
+        return Wait(f"{len(fit)} of at most {limits.max_nodes} nodes are ready; a moment for more")
+    return Change(arrange(None, _choose(None, fit, limits.max_nodes), set()), "first forming", planned=False)
+
+
+def _missing(current: GenerationRecord, alive: Mapping[str, Member], dead: Dead, steps_advance: bool) -> list[str]:
+    """Nodes of `current` that are gone. An expired lease alone proves nothing while steps advance (G4)."""
+    gone = []
+    for place in current.places:
+        member = alive.get(place.node)
+        # A restarted or proven dead agent has lost its workers, even if their last steps are still being reported.
+        proven = (place.node, place.incarnation) in dead
+        restarted = member is not None and member.record.incarnation != place.incarnation
+        if proven or restarted or (member is None and not steps_advance):
+            gone.append(place.node)
+    return gone
+
+
+def _store_lost(view: JobView, current: GenerationRecord, alive: Mapping[str, Member], cut: Collection[str]) -> bool:
+    """Whether the host of `current`'s store has no place in it, and is gone, unreachable or registered anew since: then
+    no rank can form `current` any more. (A host with a place in it counts as a missing node when it is lost.)"""
+    if any(place.node == current.leader for place in current.places):
+        return False
+    host = alive.get(current.leader)
+    return host is None or current.leader in cut or host.create_revision > view.generation_revision
+
+
+def _choose(current: GenerationRecord | None, fit: list[Member], max_nodes: int) -> list[Member]:
+    """At most `max_nodes` members: those of the current generation in rank order, then the others, oldest first."""
+    rank = {(p.node, p.incarnation): i for i, p in enumerate(current.places)} if current else {}
+    return sorted(fit, key=lambda m: (m.id not in rank, rank.get(m.id, 0), m.create_revision))[:max_nodes]
+
+
+def all_workers_lost(current: GenerationRecord, node: str, broken: BrokenRecord | None) -> bool:
+    """Whether all workers of `node` were lost, so that it holds no live state of the job."""
+    if broken is None or broken.generation != current.number or not (lost := broken.lost(node)):
+        return False
+    return all(set(p.slots) <= lost for p in current.places if p.node == node)
+
+
+def _with_witness(
+    current: GenerationRecord,
+    chosen: list[Member],
+    alive: Mapping[str, Member],
+    broken: BrokenRecord | None,
+    last_committed: GenerationRecord | None = None,
+) -> list[Member]:
+    """`chosen`; if no node of it holds the job's state, also a node that does: it sends the state before it leaves.
+
+    last_committed: given when `current` has not stepped, so that it may not have distributed the state yet. Then the
+    added node is one of `current` that was in `last_committed`, too, or else one that was only in `last_committed`."""
+    holders = _holders(current, alive, broken)
+    if last_committed is not None:
+        seats = {(p.node, p.incarnation) for p in last_committed.places}
+        now = {p.node: p.incarnation for p in current.places}
+        kept = [node for node in holders if (node, now[node]) in seats]
+        holders = kept or [node for node in _holders(last_committed, alive, None) if node not in now] or holders
+    if not holders or not chosen or any(m.record.node in holders for m in chosen):
+        return chosen
+    return [alive[holders[0]], *chosen]
+
+
+def _with_leavers(
+    current: GenerationRecord,
+    chosen: list[Member],
+    alive: Mapping[str, Member],
+    broken: BrokenRecord | None,
+    last_committed: GenerationRecord | None,
+    excluded_nodes: tuple[str, ...],
+) -> list[Member]:
+    """`chosen`, and the nodes that hold the job's state but are draining or newly excluded: any of them may be the only
+    one that committed the last step. They leave after the next generation has stepped."""
+    there = {m.record.node for m in chosen}
+    holders = _holders(current, alive, broken)
+    if last_committed is not None:
+        holders += [node for node in _holders(last_committed, alive, None) if current.at(node) is None]
+    late = [alive[node] for node in dict.fromkeys(holders) if node not in there]
+    seated_aside = {node for node in excluded_nodes if current.at(node) is not None}
+    return [*chosen, *(m for m in late if m.record.draining is not None or m.record.node in seated_aside)]
+
+
+def _holders(formed: GenerationRecord, alive: Mapping[str, Member], broken: BrokenRecord | None) -> list[str]:
+    """Nodes of `formed` on which at least one of its workers is alive, as far as is known."""
+
+    def holds(place: Place) -> bool:
+        member = alive.get(place.node)
+        lost = broken.lost(place.node) if broken else ()
+        return (
+            member is not None
+            and member.record.incarnation == place.incarnation
+            and any(s in member.record.ready and s not in lost for s in place.slots)
+        )
+
+    return [p.node for p in formed.places if holds(p)]
+
+
+def arrange(current: GenerationRecord | None, chosen: list[Member], lost: set[tuple[str, int]]) -> tuple[Place, ...]:
+    """Places in rank order: nodes with survivors first, so that rank 0 holds live state whenever any rank does.
+
+    Among nodes with survivors, and among the others, the order of `chosen` is kept.
+    """
+    before = {(p.node, p.incarnation): p for p in current.places} if current else {}
+
+    def place(member: Member) -> tuple[bool, Place]:
+        record = member.record
+        old = before.get(member.id)
+        known = [s for s in old.slots if s in record.ready] if old else []
+        survivors = [s for s in known if (record.node, s) not in lost]
+        newcomers = [s for s in known if s not in survivors] + sorted(set(record.ready) - set(known))
+        slots = tuple(survivors + newcomers)
+        return not survivors, Place(
+            node=record.node, incarnation=record.incarnation, host=record.host, slots=slots, port=record.port
+        )
+
+    placed = [place(m) for m in chosen]
+    return tuple(p for _, p in sorted(placed, key=lambda pair: pair[0]))  # stable: keeps the order within each half
+
+
+def _why(view: JobView, broken: BrokenRecord | None, missing: list[str], cut: Collection[str]) -> str:
+    parts = [f"{broken.kind} on {broken.node}: {broken.detail}"] if broken else []
+    return "; ".join(parts + [unreached(view, n) if n in cut else f"node {n} is gone" for n in missing])
+
+
+def _cut_reason(view: JobView, cut: Collection[str]) -> str:
+    return "; ".join(unreached(view, node) for node in sorted(cut))
+
+
+def _difference(current: GenerationRecord, places: tuple[Place, ...], alive: Mapping[str, Member]) -> str:
+    before, after = {p.node: p for p in current.places}, {p.node: p for p in places}
+    said = []
+    for node in sorted(before.keys() - after.keys()):
+        reason = alive[node].record.draining if node in alive else None
+        said.append(f"{node} leaves ({reason})" if reason else f"{node} leaves")
+    said += [f"{node} joins" for node in sorted(after.keys() - before.keys())]
+    said += [
+        f"{n} changes its workers" for n in sorted(before.keys() & after.keys()) if before[n].slots != after[n].slots
+    ]
+    return ", ".join(said) or "new order"

@@ -1,0 +1,149 @@
+"""The state of an agent's recovery: its workers, and all that it has learnt of the job. See `recovery`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
+
+from ..contract.records import BrokenRecord, GenerationRecord, JobState, MemberRecord, SpecRecord, Standing
+from ..contract.spec import JobSpec
+from ..contract.timeouts import Timeouts
+from .incident import Closed, Incident
+from .membership import LEADER_CANDIDATES, Dead, Limits
+from .transitions import Stage
+from .view import JobView
+
+CROWD = 64
+"""Default of `Policy.crowd`."""
+
+
+class Worker(msgspec.Struct, frozen=True):
+    slot: int
+    worker_id: int
+    """Unique per process in this agent's lifetime."""
+    stage: Stage
+    generation: int = 0
+    """The newest generation it was told to form."""
+    since_s: float = 0.0
+    deadline_s: float = float("inf")
+    step: int = 0
+    crashes: int = 0
+    """Failures of this slot's workers since one of them last committed a step."""
+    told_to_end: bool = False
+    """It was told to end by SIGTERM, not killed at once."""
+    synced: int = 0
+    """The newest generation in which its process has held the job's state."""
+    seat: int = 0
+    """The generation whose rank its process was started with, if it has called `elastic.run` and not formed since."""
+
+
+def has_process(worker: Worker, managed: bool) -> bool:
+    """Whether the worker may have a process. A plain worker has one only from its fork to its exit."""
+    return worker.stage is not Stage.GONE and (managed or worker.stage not in (Stage.READY, Stage.DONE))
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """The parts of the job's spec and of the node's settings that recovery depends on."""
+
+    node: str
+    incarnation: str
+    host: str
+    port: int
+    slots: int
+    limits: Limits
+    shrink: bool
+    standbys: int
+    managed: bool
+    """The script calls `elastic.run`, so its workers survive a re-formation; plain workers are replaced each time.
+    Every job starts as plain until its first worker makes the call: see `manner`."""
+    spec: JobSpec
+    timeouts: Timeouts
+    crowd: int = CROWD
+    """In a generation of more nodes than this, a large job, not every agent watches all members: see `watch_scope`."""
+    leader_candidates: int = LEADER_CANDIDATES
+    """How many agents watch them in any case: the leader candidates."""
+
+
+class Agent(msgspec.Struct, frozen=True):
+    """All that an agent has learnt. A msgspec struct, since each turn replaces a few of its many fields repeatedly."""
+
+    policy: Policy
+    view: JobView = msgspec.field(default_factory=JobView)
+    joined: bool = False
+    connected: bool = False
+    generation: GenerationRecord | None = None
+    """The newest that this agent has seen; kept while etcd is unavailable or wiped."""
+    formed_at_s: float = float("-inf")
+    """When this agent first saw it."""
+    last_committed: GenerationRecord | None = None
+    """The newest generation before it that is known here to have committed a step."""
+    ranks: tuple[GenerationRecord | None, Mapping[int, int]] = (None, MappingProxyType({}))
+    """(generation, slot -> rank of our workers in it), cached: see `Turn.my_ranks`."""
+    broken: int = 0
+    """The newest generation known to be broken."""
+    broken_record: BrokenRecord | None = None
+    """Its failure report; kept while etcd is unavailable or wiped."""
+    broken_at_s: float = float("-inf")
+    """When this agent learnt of it."""
+    state: JobState = msgspec.field(default_factory=JobState)
+    """The newest that etcd has shown; kept while etcd is unavailable or wiped."""
+    spec: SpecRecord | None = None
+    """The newest that etcd has shown; kept while etcd is unavailable or wiped."""
+    absence_ignored_until_s: float = float("-inf")
+    """etcd was wiped or unavailable: until then, an absent member may only not have registered again yet."""
+    wiped_until_s: float = float("-inf")
+    """etcd has lost its data: until then, an agent may still restore a newer generation than etcd shows."""
+    orphaned_s: float | None = None
+    """Since when all nodes that hold the job's state are absent from etcd, with none known to be dead; None: not so."""
+    dead: Dead = frozenset()
+    dead_since_s: Mapping[tuple[str, str], float] = msgspec.field(default_factory=dict)
+    falsely_suspected: Dead = frozenset()
+    """Marked dead here while alive. A refused connection to one of these agents only proves that it is unreachable."""
+    unreachable: frozenset[tuple[str, str]] = frozenset()
+    """(node, incarnation) of members whose agents do not answer this one."""
+    disputed_s: float = float("-inf")
+    """When a new dispute between any two members was last seen."""
+    workers: Mapping[int, Worker] = msgspec.field(default_factory=dict)
+    standbys: tuple[Worker, ...] = ()
+    spawned: int = 0
+    published: MemberRecord | None = None
+    fine: tuple[tuple[object, ...], tuple[object, ...]] | None = None
+    """The inputs of the decision that last found no change to be needed: see `leading`."""
+    publishing: int = 0
+    """Number of the generation whose compare-and-swap is in flight; 0 = none."""
+    min_reached_s: float | None = None
+    step: int = 0
+    step_s: float = 0.0
+    stepped_at_s: float = float("-inf")
+    settled: int = 0
+    """The newest generation in which a local worker has committed a step."""
+    standings: tuple[Standing, ...] = ()
+    """How far the local workers that show no progress have got, as published to the other agents."""
+    suspicious_since_s: float | None = None
+    """Since when a collective that failed here has had no known cause; None: there is none."""
+    suspicion: str = ""
+    draining: str | None = None
+    drain_deadline_s: float = float("inf")
+    drain_saved: int = 0
+    """Step of the newest checkpoint that became durable since the drain was ordered."""
+    leaving: str | None = None
+    reason: str = ""
+    """Why the agent waits, shown to users."""
+    below_min: bool = False
+    halted: bool = False
+    """As leader: no step is made, and too few nodes are left to go on."""
+    reached: tuple[int, int] = (0, 0)
+    """(generation, step) of the newest commit known here: by this node's workers, including those that have exited and
+    those of the previous agent."""
+    left_wall_s: float = 0.0
+    """When the previous agent of this node was last known to be alive, by its own clock."""
+    incident: Incident | None = None
+    """The incident in progress, as far as it is known here."""
+    reported: int = 0
+    """Key of the last incident that ended."""
+    closed: Closed | None = None
+    """That incident, if this agent has followed it."""
+    asked: Mapping[str, float] = msgspec.field(default_factory=dict)
+    """Request -> when it was last made: see `Turn.ask`."""

@@ -1,0 +1,311 @@
+"""When an incident begins, what each turn adds to it, and when it is over.
+
+Every agent tracks the incident, and only the leader writes it to etcd: when it begins, when more is known about its
+cause, and when it is over. So a leader that is lost meanwhile is replaced by an agent with the same information.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ..contract.records import Cause, GenerationRecord, Phase, Place
+from .effects import AddCauses, PutIncident
+from .events import Event, WorkerSynced
+from .incident import Closed, Incident, Sync, causes, drawn
+from .membership import cut_off, leader, unreached
+from .model import Agent
+from .transitions import Stage
+from .turn import Turn
+
+SWEEP_S = 5.0
+"""For how long, from the forming of its generation, a leader leaves an open incident that it has not tracked itself for
+another agent to close."""
+
+FREE = (Stage.READY, Stage.FORMING, Stage.RUNNING, Stage.GONE, Stage.STARTING, Stage.KILLED)
+"""Stages of a worker that no longer holds the group of the failed generation."""
+
+
+def report(turn: Turn, before: Agent, event: Event) -> None:
+    _supplement(turn)
+    known = turn.agent.incident
+    incident = _renewed(turn, known) if known else _opened(turn, before)
+    if incident is None:
+        _sweep(turn)
+        return
+    incident = _observed(turn, before, event, incident)
+    outcome = _outcome(turn, incident)
+    leads = _leads(turn)
+    if outcome:
+        _close(turn, incident, outcome, leads)
+        return
+    assert turn.agent.generation is not None
+    if not leads and turn.agent.generation.number > incident.generations[0].number and not turn.my_ranks():
+        turn.change(incident=None)  # the job goes on without this node, which does not observe the outcome
+        return
+    # Right after an etcd outage, the agents that go on without this node may only not have registered again yet.
+    sees_all = bool(turn.my_ranks()) or turn.now_s >= turn.agent.absence_ignored_until_s
+    if leads and sees_all:
+        record = drawn(incident, counted=_counted(turn, incident))
+        if incident.told != record.causes:
+            turn.do(PutIncident(incident.key, record, incident.began_s))
+            incident = replace(incident, told=record.causes)
+    if incident is not known:
+        turn.change(incident=incident)
+
+
+def _close(turn: Turn, incident: Incident, outcome: str, leads: bool) -> None:
+    generation, counted = turn.agent.generation, _counted(turn, incident)
+    assert generation is not None
+    incident = incident.with_mark(outcome, turn.now_s)
+    # An agent without a rank in the generation that failed may know only of steps that were lost before it.
+    witnessed = incident.generations[0].at(turn.policy.node) is not None
+    over = Closed(incident, generation, recovered=outcome == "stepping", counted=counted, witnessed=witnessed)
+    record = over.record()
+    turn.change(incident=None, reported=incident.key, closed=over)
+    # If the job is stopped just after a failure, the leader may have left already: the reporting node writes, too.
+    mine = outcome == "given_up" and any(report.node == turn.policy.node for report in incident.reports)
+    if leads or mine:
+        turn.do(PutIncident(incident.key, record, incident.began_s))
+
+
+def _supplement(turn: Turn) -> None:
+    """Add what is reported of an incident that is over. An agent that cannot reach etcd at once reports late what only
+    it has seen, while the reports of other nodes were enough to recover."""
+    agent, over = turn.agent, turn.agent.closed
+    if over is None:
+        return
+    for report in (*agent.view.broken_before, agent.view.broken, agent.broken_record):
+        if report is not None:
+            over = over.with_report(report)
+    if over is agent.closed:
+        return
+    turn.change(closed=over)
+    if _leads(turn):
+        turn.do(AddCauses(over.incident.key, over.record()))
+
+
+def _sweep(turn: Turn) -> None:
+    """Close a record that an earlier leader has left open and that no other agent closes, once the job steps."""
+    agent, seen = turn.agent, turn.agent.view.incident
+    if seen is None or agent.reported == seen[0] or agent.generation is None:
+        return  # what this agent has just closed may still look open
+    steps = agent.settled >= agent.generation.number > agent.broken and not agent.halted and turn.steps_advance()
+    if steps and turn.now_s - agent.formed_at_s > SWEEP_S and _leads(turn):
+        record = replace(
+            seen[1], open=False, timeline_s={"stepping": 0.0}, world_size_after=agent.generation.world_size
+        )
+        turn.ask(PutIncident(seen[0], record, turn.now_s), f"incident {seen[0]}")
+
+
+def _counted(turn: Turn, incident: Incident) -> bool:
+    """Whether steps are known. An agent that has just started may not have learnt yet that the workers are managed."""
+    return turn.policy.managed or incident.generations[0].managed
+
+
+def _leads(turn: Turn) -> bool:
+    agent = turn.agent
+    return leader(agent.view, agent.dead, agent.generation, turn.policy.leader_candidates) == turn.policy.node
+
+
+# ── its beginning ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _opened(turn: Turn, before: Agent) -> Incident | None:
+    agent, held = turn.agent, before.generation
+    generation = agent.generation
+    if generation is None or before.view.state.phase.over:
+        return None
+    broke = agent.broken >= generation.number > before.broken
+    replaced = held is not None and generation.number > held.number
+    halted = agent.halted and not before.halted
+    # A job that is stopped while a failed collective still has no known cause has had a failure all the same.
+    cut_short = turn.is_over() and before.suspicious_since_s is not None and not before.view.state.phase.over
+    if not (broke or replaced or halted or cut_short):
+        return None
+    last_committed = held if replaced and held is not None else generation
+    incident = Incident(
+        key=last_committed.number + 1,
+        generations=(last_committed,),
+        began_s=turn.now_s,
+        planned=(replaced and generation.at_step is not None) or (halted and not broke and _drains(turn)),
+        why=generation.why if replaced else agent.suspicion if cut_short else agent.reason,
+        reached=agent.reached[1],
+    )
+    return _continued(turn, incident)
+
+
+def _renewed(turn: Turn, incident: Incident) -> Incident:
+    """The incident that this agent tracks, or the newer one that is in etcd: then the job has recovered and failed
+    again while this agent could not observe it."""
+    seen = turn.agent.view.incident
+    if seen is None or seen[0] <= incident.key:
+        return incident
+    key, record = seen
+    generations = tuple(g for g in incident.generations if g.number >= key - 1) or incident.generations[-1:]
+    return Incident(
+        key=key,
+        generations=generations,
+        began_s=incident.began_s,
+        began_wall_s=record.wall_s,
+        inherited=record.causes,
+        reached=max(record.step or 0, turn.agent.reached[1]),
+    )
+
+
+def _drains(turn: Turn) -> bool:
+    return any(member.record.draining is not None for member in turn.agent.view.members.values())
+
+
+def _continued(turn: Turn, incident: Incident) -> Incident:
+    """With what precedes this agent: the record that an earlier leader has begun, and how far the job had got."""
+    agent, seen, progress = turn.agent, turn.agent.view.incident, turn.agent.view.progress
+    if seen is not None and agent.reported < seen[0] <= incident.key:
+        key, record = seen
+        incident = replace(
+            incident,
+            key=key,
+            began_wall_s=record.wall_s,
+            inherited=record.causes,
+            reached=max(incident.reached, record.step or 0),
+        )
+    here = incident.generations[0].place(turn.policy.node, turn.policy.incarnation)
+    if here is not None or agent.settled:
+        return incident
+    # This agent started after the outage had begun, or joins in this change.
+    if progress is not None:
+        known = max((progress.generation, progress.step), agent.reached)[1]
+        incident = replace(incident, reached=max(incident.reached, known))
+    if incident.planned:
+        return incident
+    last_seen_s = max(progress.step_wall_s if progress else 0.0, agent.left_wall_s)
+    return replace(incident, began_wall_s=incident.began_wall_s or last_seen_s)
+
+
+# ── what a turn adds ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _observed(turn: Turn, before: Agent, event: Event, incident: Incident) -> Incident:
+    agent, view = turn.agent, turn.agent.view
+    if known := agent.incident:
+        incident = replace(incident, reports=known.reports)  # with the reports made in this turn
+    for record in (*view.broken_before, view.broken, agent.broken_record):
+        if record is not None:
+            incident = incident.with_report(record)
+    incident = _with_generation(turn, before, incident)
+    if isinstance(event, WorkerSynced):
+        incident = _with_sync(turn, incident, event)
+    return _with_marks(turn, incident)
+
+
+def _with_generation(turn: Turn, before: Agent, incident: Incident) -> Incident:
+    """With what a new generation, or the lack of one, shows of the nodes of the one before."""
+    agent, held, generation = turn.agent, before.generation, turn.agent.generation
+    assert generation is not None
+    if generation is not held:
+        if held is not None and generation.at_step is None:
+            incident = _with_gone(turn, incident, held, _left_out(held, generation))
+        if generation.number > incident.generations[-1].number:
+            incident = replace(incident, generations=(*incident.generations, generation))
+        return incident.with_mark("published", turn.now_s)
+    news = agent.dead is not before.dead or agent.halted or agent.incident is None
+    if news and (agent.halted or turn.is_broken()):
+        incident = _with_gone(turn, incident, generation, generation.places)
+    return incident
+
+
+def _left_out(before: GenerationRecord, after: GenerationRecord) -> tuple[Place, ...]:
+    return tuple(p for p in before.places if after.place(p.node, p.incarnation) is None)
+
+
+def _with_gone(turn: Turn, incident: Incident, formed: GenerationRecord, places: tuple[Place, ...]) -> Incident:
+    known = {(c.generation, c.node) for c in incident.gone}
+    known |= {(r.generation, r.node) for r in incident.reports if r.kind == "drain"}  # it left as ordered
+    cut = cut_off(turn.agent.view, turn.agent.dead, formed)
+    found = []
+    for p in places:
+        if (formed.number, p.node) in known or not (
+            said := _why_gone(turn, p, cut, formed is not turn.agent.generation)
+        ):
+            continue
+        kind, detail = said
+        ranks = tuple(sorted(formed.ranks(p.node).values()))
+        found.append(Cause(generation=formed.number, node=p.node, kind=kind, ranks=ranks, detail=detail))
+    return replace(incident, gone=(*incident.gone, *found)) if found else incident
+
+
+def _why_gone(turn: Turn, place: Place, cut: frozenset[str], decided: bool) -> tuple[str, str] | None:
+    """(kind, evidence) of a lost or unreachable node; None: it is there as far as is known, or leaves as ordered.
+    `decided`: the job goes on without it."""
+    agent, member = turn.agent, turn.agent.view.members.get(place.node)
+    if (place.node, place.incarnation) in agent.dead:
+        return "lost", f"node {place.node} is gone: its agent's port refuses connections"
+    if place.node in cut:
+        return "unreachable", unreached(agent.view, place.node)
+    if not agent.connected or not agent.view.whole:
+        return None
+    if member is not None and member.record.incarnation != place.incarnation:
+        return "lost", f"node {place.node} is gone: its agent was started anew"
+    if member is None and (decided or turn.now_s >= agent.absence_ignored_until_s):  # before, absence proves nothing
+        return "lost", f"node {place.node} is gone: its agent's lease has run out"
+    return None
+
+
+def _with_sync(turn: Turn, incident: Incident, event: WorkerSynced) -> Incident:
+    number = turn.agent.generation.number if turn.agent.generation else 0
+    fresh = number > incident.generations[0].number
+    if (
+        event.generation != number
+        or not fresh
+        or turn.is_broken()
+        or any(sync.generation == number for sync in incident.syncs)
+    ):
+        return incident
+    reached = event.reached
+    if not incident.syncs:
+        told = [r.step or 0 for r in incident.reports] + [x.step or 0 for r in incident.reports for x in r.also]
+        reached = max([reached, *told, incident.reached if causes(incident) or not incident.planned else 0])
+    sync = Sync(event.generation, event.step, max(reached, 0), event.source)
+    return replace(incident, syncs=(*incident.syncs, sync))
+
+
+def _with_marks(turn: Turn, incident: Incident) -> Incident:
+    """With each phase marked at the instant when it was first complete for all workers of this node."""
+    agent, stages = turn.agent, [w.stage for w in turn.agent.workers.values()]
+    if incident.planned and not incident.marked("boundary") and Stage.READY in stages and not causes(incident):
+        # Until the boundary the old generation steps on: the cost of the change is counted from there.
+        incident = replace(incident, began_s=turn.now_s, timeline_s=(), reached=agent.reached[1])
+        incident = incident.with_mark("boundary", turn.now_s)
+    if not incident.marked("aborted") and all(s in FREE for s in stages):
+        incident = incident.with_mark("aborted", turn.now_s)
+    number = agent.generation.number if agent.generation else 0
+    placed = [w for w in agent.workers.values() if w.generation == number]
+    if not incident.marked("synced") and placed and all(w.stage in (Stage.RUNNING, Stage.DONE) for w in placed):
+        incident = incident.with_mark("synced", turn.now_s)
+    return incident
+
+
+# ── its end ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _outcome(turn: Turn, incident: Incident) -> str:
+    """'stepping', 'given_up', or '' while it lasts."""
+    agent, phase = turn.agent, turn.agent.view.state.phase
+    generation = agent.generation
+    assert generation is not None
+    followed = generation.number > incident.generations[0].number or not incident.reports
+    whole = followed and agent.broken < generation.number and not agent.halted
+    if whole and (
+        agent.settled >= generation.number or turn.done_here() or (not _counted(turn, incident) and _plain_runs(turn))
+    ):
+        return "stepping"
+    if phase is Phase.SUCCEEDED:
+        return "stepping"
+    return "given_up" if phase.over or phase is Phase.STOPPING else ""
+
+
+def _plain_runs(turn: Turn) -> bool:
+    """A script without `elastic` reports no steps: it has recovered when its workers run again."""
+    number = turn.agent.generation.number if turn.agent.generation else 0
+    mine = [w for s, w in turn.agent.workers.items() if s in turn.my_ranks()]
+    running = all(w.stage in (Stage.RUNNING, Stage.DONE) and w.generation == number for w in mine)
+    return not turn.policy.managed and bool(mine) and running

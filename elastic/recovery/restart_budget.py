@@ -1,0 +1,171 @@
+"""The restart budget: how often a job may fail, and when the job itself is at fault. Pure.
+
+Wall time is compared only within the window of a budget, where a clock difference of a few seconds between two hosts
+does not matter; nothing else is decided by it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import msgspec
+
+from ..contract.phases import PhaseTrigger, after, allows
+from ..contract.records import BrokenRecord, Failure, JobState
+from ..contract.spec import Restarts
+
+BAD_NODE_FAILURES = 3
+"""A node with this many failures in the window, and more than all other nodes together, is excluded."""
+
+
+KEPT_FAILURES = 200
+"""How many failures are kept, for users to see; more if the budget is larger."""
+
+
+COMM = "comm"
+"""Failure kind: a collective failed, and no agent reported a cause."""
+
+NO_STATE = "NoStateError"
+"""Prefix of the fingerprint of a rank that found no state to resume from. The state may still become available: a file
+system is mounted late, a store fails for a moment, the node that has the checkpoint returns. So this alone is never a
+crash loop."""
+
+
+NUMBERS_LEFT_OUT = 2
+"""The numbers of consecutive generations differ by at most this: one number is skipped after etcd has lost its data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    state: JobState
+    stopped: str = ""
+    """Why the job is stopped; empty: it goes on."""
+
+
+def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float, other_nodes: int | None) -> Verdict:
+    """Count one failure against the budget. `other_nodes`: how many living nodes the job could go on with besides the
+    failing one, beyond its minimum (0: no node can be spared, none is excluded; None: unknown, no further one is)."""
+    if not broken.charged:
+        return Verdict(state)
+    error = broken.error or state.error
+    if _follows_from_another(state, broken):
+        return Verdict(msgspec.structs.replace(state, error=error))
+    failure = Failure(
+        wall_s=wall_s,
+        generation=broken.generation,
+        node="" if broken.kind == COMM else broken.node,  # the node that reports it need not have caused it
+        fingerprint=broken.fingerprint or broken.kind,
+        step=broken.step,
+        slots=broken.slots,
+    )
+    if broken.error and state.failures and (last := _with_neighbour(state.failures[-1], failure)) is not None:
+        return Verdict(msgspec.structs.replace(state, error=error, failures=(*state.failures[:-1], last)))
+    recent = (*(f for f in state.failures if abs(wall_s - f.wall_s) < rules.window_s), failure)
+    kept = recent[-max(KEPT_FAILURES, rules.budget) :]
+    charged = msgspec.structs.replace(
+        state,
+        restarts=state.restarts + 1,
+        failures=kept,
+        error=error,
+        excluded_nodes=_set_aside(state, kept, other_nodes),
+    )
+    alike = sum(1 for f in recent if (f.fingerprint, f.step) == (failure.fingerprint, failure.step))
+    crawling = _after_each_step(recent)
+    loop = max(alike, crawling) >= rules.same_failure and not failure.fingerprint.startswith(NO_STATE)
+    if broken.error is not None and loop:
+        where = f"at step {failure.step}" if failure.step else "before the first step"
+        if crawling > alike:
+            where, alike = "after each step", crawling
+        return _stop(charged, wall_s, f"crash loop: the same failure {where}, {alike} times: {broken.detail}")
+    # A failed collective of a job that has stepped before is not the job's fault but the network's: the job retries.
+    counted = sum(1 for f in recent if f.fingerprint != COMM or not f.step)
+    if counted > rules.budget:
+        return _stop(
+            charged,
+            wall_s,
+            f"{counted} failures within {rules.window_s:g} s, {rules.budget} are allowed (restarts.budget); "
+            f"the last: {broken.detail}",
+        )
+    return Verdict(charged)
+
+
+def summary(message: str) -> str:
+    """The first line of an exception's message that is not blank."""
+    return next((line.strip() for line in message.splitlines() if line.strip()), message)
+
+
+def _stop(state: JobState, wall_s: float, reason: str) -> Verdict:
+    if not allows(state.phase, PhaseTrigger.FAILED):
+        return Verdict(state)  # it was told to stop meanwhile, or has ended: that is not overridden
+    return Verdict(after(state, PhaseTrigger.FAILED, reason, wall_s), reason)
+
+
+def _follows_from_another(state: JobState, broken: BrokenRecord) -> bool:
+    """Whether no state was found because of the failure of the previous generation, which is counted already. If none
+    is found in the next generation either, that is a failure of its own."""
+    return broken.fingerprint.startswith(NO_STATE) and any(
+        f.generation == broken.generation - 1 and not f.fingerprint.startswith(NO_STATE) for f in state.failures
+    )
+
+
+def _after_each_step(failures: tuple[Failure, ...]) -> int:
+    """How many times in a row the last failure occurred, in consecutive generations of at most one step each."""
+    times = 1
+    for older, newer in zip(failures[-2::-1], failures[:0:-1], strict=True):
+        follows = 1 <= newer.generation - older.generation <= NUMBERS_LEFT_OUT
+        crawls = 0 <= (newer.step or 0) - (older.step or 0) <= 1
+        if not (follows and crawls and newer.fingerprint == older.fingerprint):
+            break
+        times += 1
+    return times
+
+
+def _with_neighbour(last: Failure, new: Failure) -> Failure | None:
+    """`last` with the slots of `new` added, if `new` is the same failure in other workers of the node; None otherwise.
+
+    A failing setup fails in each worker of a node, in one worker after the other, each in a generation of its own.
+    """
+    alike = (last.node, last.fingerprint) == (new.node, new.fingerprint) and not last.step and not new.step
+    if not alike or not new.slots or not last.slots or set(new.slots) & set(last.slots):
+        return None
+    return msgspec.structs.replace(last, slots=(*last.slots, *new.slots))
+
+
+def _set_aside(state: JobState, failures: tuple[Failure, ...], other_nodes: int | None) -> tuple[str, ...]:
+    """Excluded nodes: those that fail more than others, where one can be spared, and those that a node's daemon has
+    excluded because no agent starts there, which are the ones that the failures counted so far do not explain. The
+    daemon ends either exclusion after a while."""
+    by_daemon = set(state.excluded_nodes) - set(_avoid(state.failures))
+    by_failures = set(_avoid(failures) if other_nodes != 0 else ())
+    if other_nodes is None:
+        by_failures &= set(state.excluded_nodes)
+    return tuple(sorted(by_daemon | by_failures))
+
+
+def _avoid(failures: tuple[Failure, ...]) -> tuple[str, ...]:
+    counts = Counter(f.node for f in failures if f.node)
+    return tuple(sorted(n for n, c in counts.items() if c >= BAD_NODE_FAILURES and c > sum(counts.values()) - c))
+
+
+def in_vain(state: JobState, broken: BrokenRecord | None) -> int:
+    """How many generations in a row, up to `broken`, ended before their first step with a failed collective."""
+    if broken is None or broken.kind != COMM or not broken.charged:
+        return 0
+    count, number = 1, broken.generation
+    for failure in reversed(state.failures):
+        if failure.generation >= number:
+            continue  # `broken` itself, counted already
+        if failure.fingerprint != COMM or failure.generation < number - NUMBERS_LEFT_OUT:
+            break
+        count, number = count + 1, failure.generation
+    return count
+
+
+def backoff_s(failures_without_progress: int, rules: Restarts, jitter: float) -> float:
+    """Seconds before a slot is tried again: 0 after the first failure, then doubling. `jitter` in [0, 1]."""
+    if failures_without_progress <= 1:
+        return 0.0
+    doublings = min(failures_without_progress - 2, 64)  # a standby may fail for days: 2.0**n overflows
+    pause = min(rules.backoff_max_s, rules.backoff_s * 2.0**doublings)
+    return pause * (0.5 + jitter / 2)

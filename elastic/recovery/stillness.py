@@ -1,0 +1,148 @@
+"""Why a job makes no step: what each agent publishes of its ranks, and what follows from all of that. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from ..contract.beat import WITH_OTHERS, Beat, Doing
+from ..contract.records import Standing
+from ..contract.spec import Hang
+from .hang_rules import STOPPED_STATE, Position, RankWait, position
+
+FIRST_STEP_S = 30.0
+"""Before the first step of a job its step time is unknown: no progress for this long is reported."""
+
+DEAF_S = 2.0
+"""Without a pulse from the worker's pulse thread for this long, the process probably runs no Python."""
+
+
+def still_s(step_s: float, rules: Hang) -> float:
+    """Without a step for this many seconds, a job stands still."""
+    return max(rules.floor_s, rules.factor * step_s) if step_s > 0 else max(rules.floor_s, FIRST_STEP_S)
+
+
+def standing(beat: Beat, process_state: str, in_collective_s: float | None, now_s: float) -> Standing:
+    """How far a worker has got. `in_collective_s`: since when its stack shows it in a collective of the script."""
+    in_collective = in_collective_s is not None
+    since_s = beat.beat_at_s if in_collective_s is None else in_collective_s
+    stopped = process_state == STOPPED_STATE
+    return Standing(
+        rank=beat.rank,
+        position=position(beat, in_collective),
+        doing=beat.doing.name.lower(),
+        silent_s=round(now_s - since_s, 3),
+        gap_s=round(beat.gap_s, 3),
+        waits=not stopped and (in_collective or beat.doing in WITH_OTHERS - {Doing.WAITING}),
+        stopped=stopped,
+        deaf=not stopped and beat.pulse_s > 0 and now_s - beat.pulse_s >= DEAF_S,
+        quiet=now_s < beat.quiet_until_s,
+    )
+
+
+def same(one: Standing, other: Standing) -> bool:
+    """Whether both are equal, durations aside."""
+    return (one.rank, one.position, one.doing, one.waits, one.stopped, one.deaf, one.quiet) == (
+        other.rank, other.position, other.doing, other.waits, other.stopped, other.deaf, other.quiet,
+    )  # fmt: skip
+
+
+def worth_telling(
+    standings: tuple[Standing, ...], told: tuple[Standing, ...], *, crowd: bool
+) -> tuple[Standing, ...] | None:
+    """What to publish instead of `told`; None: nothing new. In a large job the first few nodes publish ranks that wait;
+    the others (`crowd`: this is one of them) publish only what may be the cause."""
+    if crowd:
+        standings = tuple(s for s in standings if not s.waits or s.deaf)
+    if not standings:
+        return None  # what was published shows by its positions that it is stale: not worth a write
+    if len(standings) == len(told) and all(map(same, standings, told)):
+        return None
+    return standings
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A rank that shows no progress, as far as this agent has learnt."""
+
+    node: str
+    standing: Standing
+    since_s: float
+    """Instant of its last sign of progress, on this agent's clock."""
+
+    def wait(self) -> RankWait | None:
+        if not self.standing.waits:
+            return None
+        return RankWait(self.standing.position, self.since_s, self.standing.gap_s)
+
+
+def all_ahead(here: Position, others: Collection[Known], world_size: int) -> bool:
+    """Whether every other rank of the generation is known to have committed the step that a rank at `here` is in. (A
+    later position within the step is no proof: a rank may have returned from `train`, or have skipped an exchange.)"""
+    return len({k.standing.rank for k in others if k.standing.position[:2] > here[:2]}) >= world_size - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StandstillCause:
+    """The probable reason why a job makes no step, and the rank at which it lies."""
+
+    because: str
+    rank: int | None = None
+    node: str = ""
+    declared: bool = False
+
+
+def explain(known: Collection[Known], nodes: Mapping[int, str], generation: int) -> StandstillCause:
+    """`nodes`: rank -> node, for all ranks of `generation`."""
+    current = [k for k in known if k.standing.position[0] == generation and nodes.get(k.standing.rank) == k.node]
+    newest = max((k.standing.position[1] for k in current), default=-1)
+    # Ranks are at most one step apart: older positions were written in an earlier standstill.
+    ranks = {k.standing.rank: k for k in current if k.standing.position[1] >= newest - 1}
+    unheard = [rank for rank in nodes if rank not in ranks]
+    furthest = max((k.standing.position for k in ranks.values()), default=(0, 0, 0))
+    if found := _suspect(ranks, furthest):
+        return found
+    if unheard:
+        rank = unheard[0]
+        others = f" (nor are {len(unheard) - 1} others)" if len(unheard) > 1 else ""
+        return StandstillCause(
+            f"the others wait, and it is not among those that are known to wait{others}", rank, nodes[rank]
+        )
+    return StandstillCause(f"all {len(nodes)} ranks wait for each other in {_place(furthest)}")
+
+
+def _suspect(ranks: Mapping[int, Known], furthest: Position) -> StandstillCause | None:
+    in_order = sorted(ranks.values(), key=lambda k: (k.standing.position, k.standing.rank))
+    for sign, said in (
+        ("stopped", "its process is stopped by a signal"),
+        ("deaf", "no thread of it runs Python: a call keeps the interpreter's lock"),
+    ):
+        for k in in_order:
+            if getattr(k.standing, sign):
+                return StandstillCause(said, k.standing.rank, k.node)
+    for k in in_order:
+        if not k.standing.waits:
+            more = sum(not other.standing.waits for other in in_order) - 1
+            also = f" (as are {more} others)" if more else ""
+            doing = "in a span declared with job.quiet" if k.standing.quiet else k.standing.doing
+            said = f"it is {doing} in {_place(k.standing.position)}{also}"
+            return StandstillCause(said, k.standing.rank, k.node, declared=k.standing.quiet)
+    early = [k for k in in_order if k.standing.doing == "finishing"]
+    if early and len(early) < len(ranks):
+        k = early[0]
+        return StandstillCause(
+            f"its train has returned at step {k.standing.position[1]}, others go on", k.standing.rank, k.node
+        )
+    if in_order and in_order[0].standing.position < furthest:
+        k = in_order[0]
+        return StandstillCause(
+            f"it waits in {_place(k.standing.position)} while others have got to {_place(furthest)}",
+            k.standing.rank, k.node,
+        )  # fmt: skip
+    return None
+
+
+def _place(at: Position) -> str:
+    if at[1] < 0:
+        return f"the forming of generation {at[0]}" if at[1] == -2 else f"the hand-over of state in generation {at[0]}"
+    return f"step {at[1] + 1}"

@@ -1,0 +1,115 @@
+"""One turn of an agent's recovery: the state that the parts of `recovery` work on, and the queries that they share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from ..contract.records import Phase
+from .effects import Effect, Kill
+from .membership import Limits
+from .model import Agent, Policy, Worker
+from .transitions import Stage, Trigger, after
+
+STALL_S = 1.0
+"""Without a step for this long (or three step times), an expired lease counts as a loss: see `steps_advance`."""
+
+ASK_AGAIN_S = 1.0
+"""A request whose result the view does not show is made again after this long."""
+
+
+class Turn:
+    """One turn: the agent's new state, and the effects so far."""
+
+    def __init__(self, agent: Agent, now_s: float, jitter: float) -> None:
+        self.agent = agent
+        self.now_s = now_s
+        self.jitter = jitter
+        self.effects: list[Effect] = []
+
+    @property
+    def policy(self) -> Policy:
+        return self.agent.policy
+
+    def change(self, **fields: object) -> None:
+        self.agent = replace(self.agent, **fields)
+
+    def do(self, effect: Effect) -> None:
+        self.effects.append(effect)
+
+    def put(self, worker: Worker) -> None:
+        self.change(workers={**self.agent.workers, worker.slot: worker})
+
+    def find(self, slot: int, worker_id: int) -> Worker | None:
+        """The worker with this id in `slot`; None if it has been replaced since."""
+        worker = self.agent.workers.get(slot)
+        return worker if worker and worker.worker_id == worker_id else None
+
+    def move(self, worker: Worker, trigger: Trigger, deadline_s: float = math.inf, **fields: object) -> None:
+        """Move `worker` to the stage that the table of transitions gives. Raises UnknownTransition."""
+        moved = replace(worker, stage=after(worker.stage, trigger), since_s=self.now_s, deadline_s=deadline_s, **fields)
+        self.put(moved)
+
+    def kill(self, worker: Worker, why: str, graceful: bool = False) -> None:
+        self.do(Kill(worker.slot, worker.worker_id, why, graceful))
+        self.move(worker, Trigger.KILL, told_to_end=graceful)
+
+    def reaches(self, generation: int, step: int) -> None:
+        """Record that a worker of this node has committed `step`, or received a state of it."""
+        if generation and (generation, step) > self.agent.reached:
+            self.change(reached=(generation, step))
+
+    def ask(self, effect: Effect, key: str) -> None:
+        """Request an effect that only the view can confirm; a call after ASK_AGAIN_S repeats the request."""
+        asked = self.agent.asked.get(key)
+        if asked is None or self.now_s - asked >= ASK_AGAIN_S:
+            self.change(asked={**self.agent.asked, key: self.now_s})
+            self.do(effect)
+
+    def standby(self, worker_id: int) -> Worker | None:
+        return next((w for w in self.agent.standbys if w.worker_id == worker_id), None)
+
+    def move_standby(self, standby: Worker, trigger: Trigger, deadline_s: float = math.inf, **fields: object) -> None:
+        """As `move`, for a standby, which has no slot yet."""
+        moved = replace(standby, stage=after(standby.stage, trigger), deadline_s=deadline_s, **fields)
+        self.change(standbys=tuple(moved if w is standby else w for w in self.agent.standbys))
+
+    def is_broken(self) -> bool:
+        generation = self.agent.generation
+        return generation is not None and self.agent.broken >= generation.number
+
+    def is_over(self) -> bool:
+        phase = self.agent.view.state.phase
+        return self.agent.leaving is not None or phase.over or phase is Phase.STOPPING
+
+    def my_ranks(self) -> Mapping[int, int]:
+        """slot -> rank of our workers in the newest generation; empty if it goes on without this node."""
+        generation = self.agent.generation
+        if generation is None:
+            return {}
+        if self.agent.ranks[0] is not generation:  # asked in every turn, and a generation may have thousands of places
+            mine = generation.place(self.policy.node, self.policy.incarnation) is not None
+            self.change(ranks=(generation, generation.ranks(self.policy.node) if mine else {}))
+        return self.agent.ranks[1]
+
+    def limits(self) -> Limits:
+        """How many nodes the job may have by its current spec (`elasticctl scale` changes it)."""
+        spec = self.agent.view.spec
+        if spec is None:
+            return self.policy.limits
+        return Limits(spec.spec.min_nodes, spec.spec.max_nodes, spec.spec.join_wait_s)
+
+    def steps_advance(self) -> bool:
+        if not self.policy.managed:
+            return False
+        if self.done_here():
+            return True  # all ranks have reached the end; a silent one has nothing left to do
+        return self.now_s - self.agent.stepped_at_s < max(STALL_S, 3 * self.agent.step_s)
+
+    def done_here(self) -> bool:
+        """Whether all our workers have reached the end, and with them all other ranks."""
+        number = self.agent.generation.number if self.agent.generation else 0
+        mine = [w for s, w in self.agent.workers.items() if s in self.my_ranks()]
+        return bool(mine) and all(w.stage is Stage.DONE and w.generation == number for w in mine)

@@ -1,0 +1,215 @@
+"""The records of one job in etcd as one consistent view: the input of every decision."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar, cast
+
+from ..contract.keys import JobKeys
+from ..contract.records import (
+    BrokenRecord,
+    GenerationRecord,
+    IncidentRecord,
+    JobState,
+    MemberRecord,
+    ProgressRecord,
+    Record,
+    SpecRecord,
+    decode,
+)
+from . import reachability
+from .generation_delta import GenerationReader
+
+R = TypeVar("R", bound=Record)
+
+RECOVERY_GENERATIONS = 8
+"""For how many generations back the record of an open incident, and the failure reports that belong to it, are read."""
+
+
+class Stored(Protocol):
+    """One key as etcd returns it."""
+
+    @property
+    def value(self) -> bytes: ...
+    @property
+    def create_revision(self) -> int: ...
+    @property
+    def mod_revision(self) -> int: ...
+
+
+# Cached: after an outage all member records are read again, and most are unchanged.
+
+
+@functools.lru_cache(maxsize=16384)
+def _member(raw: bytes) -> MemberRecord:
+    return decode(MemberRecord, raw)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    record: MemberRecord
+    create_revision: int
+    """Create revision of its key: the oldest member has the smallest."""
+
+    @property
+    def id(self) -> tuple[str, str]:
+        return self.record.node, self.record.incarnation
+
+
+class Seats(Mapping[str, Member]):
+    """The nodes of a generation as members, made from their places where their records are not watched. Whether they
+    are still alive is not known."""
+
+    def __init__(self, formed: GenerationRecord | None) -> None:
+        self._formed = formed
+
+    def __getitem__(self, node: str) -> Member:
+        at = self._formed.at(node) if self._formed else None
+        if self._formed is None or at is None:
+            raise KeyError(node)
+        place = self._formed.places[at]
+        record = MemberRecord(
+            node=place.node,
+            incarnation=place.incarnation,
+            host=place.host,
+            port=place.port,
+            slots=len(place.slots),
+            ready=place.slots,
+        )
+        return Member(record, 0)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._formed.order if self._formed else ())
+
+    def __len__(self) -> int:
+        return len(self._formed.places) if self._formed else 0
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """The records of one job at one etcd revision; of a large job perhaps only its head (see `watch_scope`)."""
+
+    spec: SpecRecord | None = None
+    state: JobState = field(default_factory=JobState)
+    state_revision: int = 0
+    members: Mapping[str, Member] = field(default_factory=dict)
+    generation: GenerationRecord | None = None
+    generation_revision: int = 0
+    saved_step: int = 0
+    """Step of the newest checkpoint that the leader has published."""
+    progress: ProgressRecord | None = field(default=None, compare=False)
+    """The progress record; None where it does not exist, or only the head of the job is watched."""
+    broken: BrokenRecord | None = None
+    """The failure report of `generation`, if it is broken."""
+    broken_before: tuple[BrokenRecord, ...] = field(default=(), compare=False)
+    """Those of the generations before it, newest first: more may be reported of a failure during the recovery from it,
+    and further generations may break during that recovery."""
+    incident: tuple[int, IncidentRecord] | None = field(default=None, compare=False)
+    """(key, record) of the newest incident that is not over; None where only the head of the job is watched."""
+    revision: int = 0
+    whole: bool = True
+    """Whether member records are included. Otherwise `members` are the nodes of `generation`, dead or alive."""
+    disputes: frozenset[reachability.Dispute] = field(init=False, compare=False)
+    """Pairs of members of which at least one cannot reach the other."""
+
+    def __post_init__(self) -> None:
+        found: frozenset[reachability.Dispute] = frozenset()
+        if self.whole and any(m.record.unreachable for m in self.members.values()):
+            found = reachability.disputes({node: m.record.unreachable for node, m in self.members.items()})
+        object.__setattr__(self, "disputes", found)
+
+    @staticmethod
+    def read(keys: JobKeys, kvs: Mapping[str, Stored], revision: int, whole: bool = True) -> JobView:
+        """Raises ProtocolVersionMismatch for a record of another version."""
+        return Reader(keys).read(kvs, revision, whole)
+
+
+class Reader:
+    """Reads one etcd snapshot of a job after another, and decodes only the values that are new objects.
+
+    A snapshot is complete, with a key for each node, and almost nothing in it has changed. What has not changed is the
+    same object in the view, too: its `members` are compared by identity.
+    """
+
+    def __init__(self, keys: JobKeys) -> None:
+        self._keys = keys
+        self._kvs: Mapping[str, Stored] = {}
+        self._members: Mapping[str, Member] = {}
+        self._seats: tuple[GenerationRecord | None, Seats] = (None, Seats(None))
+        self._records: dict[str, tuple[Stored, Record]] = {}
+        self._generations = GenerationReader()
+
+    def read(self, kvs: Mapping[str, Stored], revision: int, whole: bool = True) -> JobView:
+        """`whole`: whether the members are among `kvs`.
+
+        Raises ProtocolVersionMismatch for a record of another version, msgspec.ValidationError for a malformed one.
+        """
+        keys = self._keys
+        members = self._members if kvs is self._kvs or not whole else self._changed_members(kvs)
+        spec, state, generation = kvs.get(keys.spec), kvs.get(keys.state), kvs.get(keys.generation)
+        formed = self._record(GenerationRecord, generation, self._generations.read) if generation else None
+        broken = kvs.get(keys.broken(formed.number)) if formed else None
+        progress = kvs.get(keys.progress)
+        view = JobView(
+            spec=self._record(SpecRecord, spec) if spec else None,
+            state=self._record(JobState, state) if state else JobState(),
+            state_revision=state.mod_revision if state else 0,
+            members=members if whole else self._seated(formed),
+            generation=formed,
+            generation_revision=generation.mod_revision if generation else 0,
+            broken=self._record(BrokenRecord, broken) if broken else None,
+            broken_before=self._failed_before(kvs, formed) if formed else (),
+            incident=self._open_incident(kvs, formed) if formed else None,
+            revision=revision,
+            saved_step=(self._record(ProgressRecord, progress).checkpoint_step or 0) if progress else 0,
+            progress=self._record(ProgressRecord, progress) if progress else None,
+            whole=whole,
+        )
+        if whole:
+            self._kvs, self._members = kvs, members
+        return view
+
+    def _failed_before(self, kvs: Mapping[str, Stored], formed: GenerationRecord) -> tuple[BrokenRecord, ...]:
+        found = []
+        for number in range(formed.number - 1, max(0, formed.number - RECOVERY_GENERATIONS), -1):
+            if kv := kvs.get(self._keys.broken(number)):
+                found.append(self._record(BrokenRecord, kv, name=f"broken {number % RECOVERY_GENERATIONS}"))
+        return tuple(found)
+
+    def _open_incident(self, kvs: Mapping[str, Stored], formed: GenerationRecord) -> tuple[int, IncidentRecord] | None:
+        """Its key has the number after that of the generation that failed first."""
+        for number in range(formed.number + 1, max(1, formed.number - RECOVERY_GENERATIONS), -1):
+            if kv := kvs.get(self._keys.incident(number)):
+                record = self._record(IncidentRecord, kv, name=f"incident {number % (RECOVERY_GENERATIONS + 2)}")
+                if record.open:
+                    return number, record
+        return None
+
+    def _seated(self, formed: GenerationRecord | None) -> Seats:
+        if self._seats[0] is not formed:
+            self._seats = formed, Seats(formed)
+        return self._seats[1]
+
+    def _changed_members(self, kvs: Mapping[str, Stored]) -> Mapping[str, Member]:
+        prefix, before = self._keys.members, self._kvs
+        changed = [(key, kv) for key, kv in kvs.items() if before.get(key) is not kv and key.startswith(prefix)]
+        gone = [key for key in before.keys() - kvs.keys() if key.startswith(prefix)]
+        if not changed and not gone:
+            return self._members
+        members = dict(self._members)
+        for key in gone:
+            del members[key.removeprefix(prefix)]
+        for key, kv in changed:
+            members[key.removeprefix(prefix)] = Member(_member(kv.value), kv.create_revision)
+        return members
+
+    def _record(self, kind: type[R], kv: Stored, read: Callable[[bytes], R] | None = None, name: str = "") -> R:
+        """`name`: distinguishes records of one kind that are read from different keys."""
+        known = self._records.get(name or kind.__name__)
+        if known is not None and known[0] is kv:
+            return cast(R, known[1])
+        record = read(kv.value) if read else decode(kind, kv.value)
+        self._records[name or kind.__name__] = kv, record
+        return record

@@ -1,0 +1,100 @@
+"""What follows for the workers: which are forked, told to form, told to stop at a step or to abort, and killed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..contract import messages
+from ..contract.records import GenerationRecord
+from .effects import ForkPlain, ForkWorker, Send
+from .model import Worker
+from .transitions import IN_GROUP, Stage, Trigger
+from .turn import Turn
+
+
+def settle_worker(turn: Turn, worker: Worker) -> None:
+    agent, generation = turn.agent, turn.agent.generation
+    if worker.stage is Stage.GONE:
+        if turn.now_s >= worker.deadline_s:
+            turn.change(spawned=agent.spawned + 1)
+            turn.move(
+                worker, Trigger.FORK, worker_id=agent.spawned + 1, generation=0, synced=0, step=0, told_to_end=False
+            )
+            turn.do(ForkWorker(worker.slot, agent.spawned + 1))
+        return
+    if worker.stage is Stage.ABORTING and turn.now_s >= worker.deadline_s:
+        turn.kill(worker, "did not abort in time")
+        return
+    if generation is None:
+        return
+    if worker.stage in IN_GROUP:
+        _settle_in_group(turn, worker, generation)
+        worker = turn.agent.workers[worker.slot]
+    ranks = turn.my_ranks()
+    due = worker.stage is Stage.READY and worker.generation < generation.number
+    if due and worker.slot in ranks and not turn.is_broken():
+        _form(turn, worker, generation, ranks)
+
+
+def _settle_in_group(turn: Turn, worker: Worker, generation: GenerationRecord) -> None:
+    older = worker.generation < generation.number
+    if not older and not turn.is_broken():
+        return
+    planned = (
+        generation.at_step is not None
+        and not turn.is_broken()
+        and worker.generation == generation.number - 1
+        and turn.policy.managed
+    )
+    if planned and worker.stage is Stage.RUNNING:
+        assert generation.at_step is not None
+        ahead_s = (generation.at_step - turn.agent.step + 1) * turn.agent.step_s
+        deadline_s = turn.now_s + max(0.0, ahead_s) + 2 * turn.policy.timeouts.abort_s
+        turn.move(worker, Trigger.STOP_AT_STEP, deadline_s)
+        order = messages.StopAtStep(generation=worker.generation, at_step=generation.at_step, why=generation.why)
+        turn.do(Send(worker.slot, worker.worker_id, order))
+    elif worker.stage is Stage.STOPPING_AT_STEP and planned and turn.now_s < worker.deadline_s:
+        return
+    else:
+        _abort(turn, worker, generation.why if older else "generation is broken")
+
+
+def _abort(turn: Turn, worker: Worker, why: str) -> None:
+    if not turn.policy.managed:
+        if worker.stage is Stage.DONE:
+            turn.move(worker, Trigger.GENERATION_OVER)
+        else:
+            turn.kill(worker, why)
+        return
+    turn.do(Send(worker.slot, worker.worker_id, messages.AbortGroup(generation=worker.generation, why=why)))
+    # An aborted collective raises only when the step gets to it: a long step takes as long.
+    patience_s = max(turn.policy.timeouts.abort_s, 3 * turn.agent.step_s)
+    turn.move(worker, Trigger.ABORT, turn.now_s + patience_s)
+
+
+def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: Mapping[int, int]) -> None:
+    if not turn.policy.managed:
+        turn.change(spawned=turn.agent.spawned + 1)
+        worker_id = turn.agent.spawned
+        turn.move(worker, Trigger.FORK_PLAIN, generation=generation.number, worker_id=worker_id)
+        turn.do(ForkPlain(worker.slot, worker_id, generation))
+        return
+    at = generation.at(turn.policy.node)
+    assert at is not None  # it has `ranks` in this generation
+    turn.move(worker, Trigger.FORM, generation=generation.number)
+    form = messages.Form(
+        generation=generation.number,
+        rank=ranks[worker.slot],
+        world_size=generation.world_size,
+        group_rank=at,
+        group_world_size=len(generation.places),
+        local_rank=sorted(ranks.values()).index(ranks[worker.slot]),
+        local_world_size=len(ranks),
+        store_host=generation.store_host,
+        store_port=generation.store_port,
+        restore=generation.restore,
+        timeout_s=turn.policy.timeouts.group_s,
+        saved_step=turn.agent.view.saved_step,
+        reached=turn.agent.reached,
+    )
+    turn.do(Send(worker.slot, worker.worker_id, form))

@@ -1,0 +1,1 @@
+"""The plug-in for stock torchrun: ``torchrun --rdzv-backend=elastic``."""

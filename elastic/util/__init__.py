@@ -1,0 +1,1 @@
+"""Small operating-system helpers that more than one part uses."""

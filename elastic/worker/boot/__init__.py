@@ -1,0 +1,1 @@
+"""From the zygote to the script: forking, imports, the script as `__main__`."""

@@ -1,0 +1,145 @@
+"""Turns a fresh fork of the zygote into a worker that runs the user's script as ``__main__``."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import os
+import runpy
+import signal
+import stat
+import sys
+import time
+import traceback
+from types import TracebackType
+from typing import NoReturn
+
+from ...contract import messages
+from ..session import CHANNEL_ENV, PAGE_ENV, WORKER_ENV
+from . import main_module
+from .main_module import run_as_main
+from .program import become_program
+from .title import title, worker_title
+
+PR_SET_PDEATHSIG = 1
+ADOPTION_S = 5.0
+EXIT_ENV, GRACE_ENV = "ELASTIC_EXIT_TIMEOUT_S", "ELASTIC_STOP_GRACE_S"
+MOST_S = 1e6
+STACKS_AT = 0.9
+"""The stacks of a process that does not exit are written to its log after this fraction of its time limit."""
+_RUNNERS = (__file__, main_module.__file__, runpy.__file__, "<frozen runpy>")
+
+
+def become(order: messages.Fork, descriptors: list[int], agent_pid: int) -> NoReturn:
+    """Turn this process into the worker that `order` describes. `descriptors`: channel, beat page, log.
+
+    Ends by SystemExit, which must reach the interpreter: threads, atexit handlers and open files then end as in any
+    Python program, and the agent kills a process that exceeds its time limit.
+    """
+    _take_place(order, descriptors, agent_pid)
+    code = _run(order.argv)
+    _say_ended(descriptors[0], code)
+    sys.exit(code)
+
+
+def _say_ended(channel: int, code: int) -> None:
+    """Report the exit to the agent, which starts its time limit, and schedule a stack dump shortly before that
+    expires."""
+    _flush()
+    limits_s = [float(os.environ.get(name, "inf")) for name in (EXIT_ENV, GRACE_ENV)]
+    limit_s = min(limits_s) if code else limits_s[0]
+    if 0 < limit_s < MOST_S:
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.dump_traceback_later(limit_s * STACKS_AT, file=2)
+    with contextlib.suppress(OSError):  # closed by the script; or the agent is gone, which ends this process
+        if stat.S_ISSOCK(os.fstat(channel).st_mode):
+            os.write(channel, messages.encode(messages.ScriptEnded(code=code)))
+
+
+def _flush() -> None:
+    """Flush stdout and stderr. If that fails, as on a full disk, drop the output: the exit code remains the
+    script's."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # or the script has closed or replaced the stream
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, stream.fileno())
+                os.close(null)
+                stream.flush()
+
+
+def _take_place(order: messages.Fork, descriptors: list[int], agent_pid: int) -> None:
+    os.setsid()  # its own process group: killing that also kills its children (data loaders)
+    channel, page, log = descriptors
+    os.set_inheritable(channel, False)
+    os.set_inheritable(page, False)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(null)
+    os.close(log)
+    deadline_s = time.monotonic() + ADOPTION_S
+    while os.getppid() != agent_pid and time.monotonic() < deadline_s:
+        os.sched_yield()  # the intermediate process exits within microseconds
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != agent_pid:
+        os._exit(1)  # the agent is gone
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(order.env)
+    os.environ[CHANNEL_ENV], os.environ[PAGE_ENV] = str(channel), str(page)
+    os.environ[WORKER_ENV] = str(os.getpid())
+    title(worker_title(os.environ, order.argv))
+    os.chdir(order.workdir)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - lives as long as the process
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    # As the interpreter's own: unencodable characters are written escaped.
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    atexit.register(_flush)  # the first handler of the worker, so the last to run
+    gc.enable()
+
+
+def _run(argv: tuple[str, ...]) -> int:
+    """Run the script as ``python SCRIPT`` or ``python -m MODULE`` would; a program replaces this process. Returns the
+    exit code."""
+    if argv[0] == messages.PROGRAM:
+        return become_program(argv[1:])
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    handler = get_error_handler()
+    handler.initialize()
+    try:
+        run_as_main(argv)
+    except SystemExit as stop:
+        return _exit_code(stop)
+    except BaseException as error:  # noqa: BLE001 - as the interpreter itself does at the top: report and exit 1
+        try:
+            traceback.print_exception(type(error), error, _of_the_script(error.__traceback__))
+        finally:  # printing fails if the log is on a full disk
+            handler.record_exception(error)
+        return 1
+    return 0
+
+
+def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
+    """`trace` without the frames that started the script, unless there are no others."""
+    inner = trace
+    while inner is not None and inner.tb_frame.f_code.co_filename in _RUNNERS:
+        inner = inner.tb_next
+    return inner or trace
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 0xFF
+    print(stop.code, file=sys.stderr)
+    return 1

@@ -1,0 +1,103 @@
+"""Whether forks of this process can train: no CUDA started, no thread running, and a trial fork can run a backward.
+
+CUDA does not survive a fork. Neither do autograd's device threads, which the first backward starts in any build of
+torch that sees a GPU, even for tensors on the CPU: the first backward in every child would then raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Sequence
+
+TRIAL_S = 30.0
+"""Limit of the wait for the trial fork. On a machine with GPUs it starts the driver, which may take seconds."""
+SAID_BYTES = 500
+
+
+def cpu_build() -> bool:
+    """Whether this build of torch has no accelerator, so that a backward and an optimizer step start nothing.
+
+    Only names set at build time are read: a query of torch.cuda or torch.accelerator would start the driver.
+    """
+    import torch
+
+    version = torch.version
+    accelerators = (version.cuda, getattr(version, "hip", None), getattr(version, "xpu", None))
+    return not any(accelerators) and torch._C._get_privateuse1_backend_name() == "privateuseone"
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def cuda_started() -> bool:
+    """Whether CUDA runs in this process, started through torch or not: it opens the driver's memory device."""
+    import torch
+
+    return torch.cuda.is_initialized() or "/dev/nvidia-uvm" in _open_files()  # type: ignore[no-untyped-call]
+
+
+def unfit() -> str:
+    """Why no worker may be forked from this process; empty: it is fit. Runs a trial fork."""
+    if cuda_started():
+        return "CUDA was started in it: a fork cannot use its GPU"
+    if said := _trial():
+        return said
+    # After the trial: some libraries (OpenBLAS) end their threads when a process forks, and survive that.
+    return unfit_by_threads()
+
+
+def unfit_by_threads() -> str:
+    """As `unfit`, as far as it can be determined without a trial."""
+    count = threads()
+    return f"{count} threads run in it: a fork has only one of them, and locks that none opens" if count > 1 else ""
+
+
+def _trial() -> str:
+    """Fork, and run a backward in the child. Returns the error; empty if there was none."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _in_child(writer)
+    os.close(writer)
+    readable, _, _ = select.select([reader], [], [], TRIAL_S)
+    if not readable:
+        os.kill(pid, signal.SIGKILL)
+    said = os.read(reader, SAID_BYTES).decode(errors="replace") if readable else ""
+    os.close(reader)
+    _, status = os.waitpid(pid, 0)
+    if not readable:
+        return f"a trial fork of it did not run a backward within {TRIAL_S:g} s"
+    if os.waitstatus_to_exitcode(status) != 0 or not said:
+        return f"a trial fork of it died with status {os.waitstatus_to_exitcode(status)}"
+    return "" if said == "fit" else f"a trial fork of it failed: {said}"
+
+
+def _in_child(writer: int) -> None:
+    """Never returns."""
+    said = "no answer"
+    try:
+        import torch
+
+        if torch.cuda._is_in_bad_fork():
+            said = "CUDA was started before the fork"
+        else:
+            weight = torch.ones(1, requires_grad=True)
+            torch.autograd.backward((weight * 2.0).sum())
+            said = "fit"
+    except Exception as error:  # noqa: BLE001 - whatever torch raises there, a worker's first backward would raise too
+        said = f"{type(error).__name__}: {error}"
+    finally:
+        os.write(writer, said.encode()[:SAID_BYTES])
+        os._exit(0)
+
+
+def _open_files() -> Sequence[str]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return found

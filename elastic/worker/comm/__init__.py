@@ -1,0 +1,1 @@
+"""Process groups: forming, aborting, DDP."""

@@ -1,0 +1,199 @@
+"""How the ranks' gradients are exchanged: as they are, in 16 bits, by PowerSGD, or by a hook of the script's own.
+
+All of it stands in elastic's own communication hook, which multiplies a bucket by this rank's weight, reports progress,
+and keeps gradients from being applied if an exchange has failed. DDP takes one hook per model, so others are given to
+`job.ddp` instead of `register_comm_hook`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from .in_flight import GRADIENTS
+from .powersgd import PowerSGD
+
+Future = torch.futures.Future[Any]
+Result = Callable[[Future], torch.Tensor]
+Hook = Callable[[Any, Any], Future]
+"""A communication hook of torch's kind, ``hook(state, bucket)``: it divides by the world size and sums."""
+
+
+class Exchange(Protocol):
+    """Begins the exchange of a bucket. Returns torch's future, and what makes the bucket's new contents of it."""
+
+    def __call__(self, bucket: Any, weight: float, group: dist.ProcessGroup) -> tuple[Future, Result]: ...
+
+
+def plain(bucket: Any, weight: float, group: dist.ProcessGroup) -> tuple[Future, Result]:
+    gradient = scaled(bucket.buffer(), weight)
+    return _summed(gradient, group), _first
+
+
+class Cast:
+    """The sum is made in `dtype`, of 16 bits: half the bytes. Each rank's part is rounded before it is added."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, bucket: Any, weight: float, group: dist.ProcessGroup) -> tuple[Future, Result]:
+        gradient = dense(bucket)
+        small = scaled(gradient, weight).to(self.dtype)
+
+        def back(future: Future) -> torch.Tensor:
+            return gradient.copy_(_first(future))
+
+        return _summed(small, group), back
+
+
+class Own:
+    """A hook of the script's own. Its mean over the ranks becomes the mean over the samples."""
+
+    def __init__(self, hook: Hook, state: Any) -> None:
+        self._hook, self._state = hook, state
+
+    def __call__(self, bucket: Any, weight: float, group: dist.ProcessGroup) -> tuple[Future, Result]:
+        scaled(bucket.buffer(), weight * group.size())
+        future = self._hook(self._state, bucket)
+        if not callable(getattr(future, "then", None)):  # torch's futures have no common class that is public
+            raise TypeError(
+                f"job.ddp: hook returned {type(future).__name__}: return a torch.futures.Future with the bucket's sum"
+            )
+        return future, _value
+
+
+class Blocking:
+    """An exchange in several collectives that follow from each other. All are done when it returns."""
+
+    def __init__(self, inner: PowerSGD) -> None:
+        self.inner = inner
+
+    def __call__(self, bucket: Any, weight: float, group: dist.ProcessGroup) -> tuple[Future, Result]:
+        gradient = dense(bucket)
+        scaled(gradient, weight)
+        pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        self.inner.exchange(pairs, last=bucket.is_last(), group=group)
+        future: Future = torch.futures.Future(devices=None if gradient.is_cpu else [gradient.device])
+        future.set_result(gradient)
+        return future, _value
+
+
+def chosen(compress: Any, hook: Hook | None, hook_state: Any) -> Exchange:
+    """The exchange for these arguments of `job.ddp`. Raises ValueError or TypeError."""
+    if hook is not None:
+        if compress is not None:
+            raise ValueError("job.ddp: compress and hook exclude each other: a hook does its own compression")
+        if not callable(hook):
+            raise TypeError(f"job.ddp: hook is {type(hook).__name__}: a function hook(state, bucket) as torch has them")
+        return Own(hook, hook_state)
+    match compress:
+        case None:
+            return plain
+        case "bf16":
+            return Cast(torch.bfloat16)
+        case "fp16":
+            return Cast(torch.float16)
+        case PowerSGD():
+            if not compress.kept:
+                raise ValueError(
+                    "job.ddp: this PowerSGD is no part of the state, and what it has learnt would be lost with a "
+                    "process: return it from setup(), State(…, compression=elastic.PowerSGD(model)), and pass "
+                    "compress=state.compression"
+                )
+            return Blocking(compress)
+        case "powersgd":
+            raise ValueError(
+                "job.ddp: compress='powersgd' has matrices to keep: return State(…, compression="
+                "elastic.PowerSGD(model)) from setup(), and pass compress=state.compression"
+            )
+    raise ValueError(f"job.ddp: compress={compress!r}: 'bf16', 'fp16', an elastic.PowerSGD of the state, or None")
+
+
+class GradientHook:
+    """Called by DDP with each bucket of a backward, in the same order on all ranks."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        group: dist.ProcessGroup,
+        *,
+        weight: Callable[[], float],
+        on_contributed: Callable[[], None],
+        on_received: Callable[[], None],
+        on_failed: Callable[[], None],
+    ) -> None:
+        """The functions are described at `ddp.wrap`."""
+        self._exchange, self._group, self._weight = exchange, group, weight
+        self._contributed, self._received, self._failed = on_contributed, on_received, on_failed
+
+    def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        blocks = isinstance(self._exchange, Blocking)
+        if blocks:
+            self._contributed()
+        try:
+            future, result = self._exchange(bucket, self._weight(), self._group)
+        except Exception:
+            self._failed()
+            raise
+        if blocks:
+            self._received()
+        if bucket.is_last():
+            self._contributed()
+            # DDP's own wait for the sums is queued right after this hook; a callback queued by a callback runs after
+            # it.
+            _at_end_of_backward(lambda: _at_end_of_backward(self._received))
+
+        failed = self._failed
+
+        # Holds no reference to the group, as `self` does: it runs, and is dropped, in a thread of gloo. If that were
+        # the last reference, the group would be destroyed there, join that very thread, and end the process.
+        def received(done: Future) -> torch.Tensor:
+            try:
+                return result(done)
+            except Exception:
+                failed()
+                raise
+
+        if bucket.buffer().device.type == "cpu":
+            return GRADIENTS.follow(future, received, failed)
+        return future.then(received)
+
+
+def dense(bucket: Any) -> torch.Tensor:
+    """The bucket's gradients. Raises TypeError if they are sparse."""
+    gradient: torch.Tensor = bucket.buffer()
+    if gradient.layout is not torch.strided:
+        raise TypeError("job.ddp: compress is for dense gradients; leave it out, or make the embedding sparse=False")
+    return gradient
+
+
+def scaled(gradient: torch.Tensor, weight: float) -> torch.Tensor:
+    """`gradient` × `weight`, in place."""
+    if weight == 0.0:
+        return gradient.zero_()  # not a product: a loss over no samples may be NaN
+    return gradient if weight == 1.0 else gradient.mul_(weight)
+
+
+def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> Future:
+    work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    assert work is not None  # only for ranks outside the group
+    future: Future = work.get_future()
+    return future
+
+
+def _at_end_of_backward(callback: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _first(future: Future) -> torch.Tensor:
+    tensor: torch.Tensor = future.value()[0]
+    return tensor
+
+
+def _value(future: Future) -> torch.Tensor:
+    value = future.value()
+    tensor: torch.Tensor = value if isinstance(value, torch.Tensor) else value[0]
+    return tensor

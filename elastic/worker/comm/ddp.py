@@ -1,0 +1,212 @@
+"""DistributedDataParallel, with gradients that are an exact mean over the global batch and bit-identical after
+re-forming.
+
+Stock DDP averages the ranks' gradients with equal weights. That is the mean over the global batch only if every rank
+has the same number of samples; here the parts may differ by one and may be empty. So a communication hook multiplies
+each bucket by this rank's weight (samples here / samples in the global batch) and sums. The user's loop stays plain
+PyTorch: a loss that is a mean over the samples of the rank's batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .comm_hooks import Exchange, GradientHook, plain
+
+
+class GradientWeight:
+    """This rank's weight in the current step: set by `batches`, read by the gradient hook."""
+
+    def __init__(self) -> None:
+        self._weight: float | None = None
+        self._models: list[nn.Module] = []
+        self._sums = False
+        self.failed = False
+        """An exchange of gradients has failed in this group, even if the script handles the error."""
+
+    def __call__(self) -> float:
+        """Samples of the current backward / samples of the global batch; 1 / world size before the first batch is
+        taken. After `add_up` 1, or 0 without samples."""
+        if self._sums and not self.empty:
+            return 1.0
+        return self._weight if self._weight is not None else 1.0 / dist.get_world_size()
+
+    def attach(self, model: nn.Module) -> None:
+        """Register `model`, which is trained on the batches: wrapped for a group, or unwrapped (standalone)."""
+        if all(model is not known for known in self._models):
+            self._models.append(model)
+
+    def detach_all(self) -> None:
+        """Drop the models and the weight: their group is closed."""
+        self._models.clear()
+        self._weight = None
+        self._sums = False
+        self.failed = False
+
+    def share_buffers(self) -> None:
+        """Broadcast rank 0's buffers before a step is applied. All ranks call it at the same point."""
+        for model in self._models:
+            if isinstance(model, _Told):
+                model.share_buffers()
+
+    def fail(self) -> None:
+        """Gradients may be sums over some ranks only: they must not be applied in this group any more."""
+        self.failed = True
+
+    def begin(self, weight: float, *, exchange: bool = True) -> None:
+        """Set the weight of the next forward and backward; without `exchange` they only accumulate, as in `no_sync`."""
+        self._weight = weight
+        for model in self._models:
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = exchange  # all that DDP.no_sync() does
+
+    def add_up(self) -> None:
+        """Until the commit gradients are summed over ranks and micro-batches: the loss has its weight already."""
+        self._sums = True
+
+    def committed(self) -> None:
+        self._sums = False
+
+    @property
+    def empty(self) -> bool:
+        """This rank has no samples in this step, and one to take part with that must not count."""
+        return self._weight == 0.0
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the gradients accumulated so far, so that micro-batches of unequal size keep their proportion."""
+        if self._sums:
+            return
+        _scale(self._models, factor)
+
+    def finish(self) -> None:
+        """After the last micro-batch: apply its weight to models without a gradient hook."""
+        _scale([m for m in self._models if not isinstance(m, DistributedDataParallel)], self())
+
+
+def _scale(models: Sequence[nn.Module], factor: float) -> None:
+    grads = [p.grad for model in models for p in model.parameters() if p.grad is not None]
+    if grads and factor != 1.0:
+        torch._foreach_mul_(grads, factor)
+
+
+class Weight(Protocol):
+    def __call__(self) -> float: ...
+
+
+def wrap(
+    model: nn.Module,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    weight: Weight,
+    on_contributed: Callable[[], None],
+    on_received: Callable[[], None] = lambda: None,
+    on_failed: Callable[[], None] = lambda: None,
+    on_buffers: tuple[Callable[[], None], Callable[[], None]] = (lambda: None, lambda: None),
+    sync_buffers: bool = True,
+    exchange: Exchange = plain,
+    **options: Any,
+) -> DistributedDataParallel:
+    """Wrap `model`, whose parameters are already equal on all ranks: only the bucket layout is communicated here.
+
+    `weight` is called once per bucket.
+
+    `on_contributed` is called when the last bucket of a backward has been passed to the group: from then on this rank
+    only waits for the others. `on_received` is called when the sums are complete, at the end of that backward: from
+    then on the others may wait for this rank. `on_failed` is called if the sums fail. `on_buffers` are called before
+    and after the exchange of buffers.
+
+    `sync_buffers`: as in stock DDP all ranks keep rank 0's buffers (BatchNorm's running statistics), but they are
+    broadcast before the optimizer step and not at the start of the next forward. Without it each rank has its own, and
+    those of a lost rank are replaced by the source's; switch it off for models whose buffers never change.
+
+    `exchange`: how the gradients are summed, see `comm_hooks`.
+
+    `options` are passed to DistributedDataParallel. By default gradients are views of its buckets: that saves the copy
+    back, which offsets the multiplication by the weight, and as much memory as the gradients take.
+    """
+    options.setdefault("gradient_as_bucket_view", True)
+    if not sync_buffers:
+        # torch 2.13 renamed the option and warns about the old name; either means no broadcast here, as init_sync is
+        # off.
+        known = inspect.signature(DistributedDataParallel).parameters
+        options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
+    # With find_unused_parameters alone DDP never rebuilds its buckets: its first layout is its only one.
+    rebuilds = options.get("static_graph", False) or not options.get("find_unused_parameters", False)
+    kind = _FixedLayout if rebuilds else _Told
+    wrapped = kind(model, process_group=process_group, init_sync=False, **options)
+    wrapped.on_buffers = on_buffers
+    group = process_group if process_group is not None else dist.group.WORLD
+    assert group is not None  # DDP has refused to be built without one
+    hook = GradientHook(
+        exchange,
+        group,
+        weight=weight,
+        on_contributed=on_contributed,
+        on_received=on_received,
+        on_failed=on_failed,
+    )
+    # A lambda, because DDP rejects annotations other than the exact types it expects.
+    wrapped.register_comm_hook(None, lambda _, bucket: hook(bucket))
+    if isinstance(weight, GradientWeight):
+        weight.attach(wrapped)
+    return wrapped
+
+
+class _Told(DistributedDataParallel):
+    """DDP that reports when it waits for rank 0's buffers, and broadcasts them before a step is applied.
+
+    Stock DDP broadcasts rank 0's buffers at the start of the next forward. Until then BatchNorm's running statistics
+    exist on rank 0 only, and would be lost with it. Broadcast before the optimizer step, they are equal on all ranks
+    when the step is committed, and the next forward starts from the same values without another exchange.
+    """
+
+    on_buffers: tuple[Callable[[], None], Callable[[], None]]
+    _alike = False
+    """No training forward has changed this rank's buffers since they were exchanged."""
+
+    def share_buffers(self) -> None:
+        """Broadcast rank 0's buffers unless they are already equal. All ranks call it at the same point of a step."""
+        if not self._alike and super()._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+            self._sync_buffers()
+            self._alike = True
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        due = not self._alike and super()._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
+        if self.module.training and torch.is_grad_enabled():
+            self._alike = False
+        elif due:
+            self._alike = True
+        return bool(due)
+
+    def _sync_buffers(self) -> None:
+        waits, goes_on = self.on_buffers
+        waits()
+        super()._sync_buffers()  # type: ignore[no-untyped-call]
+        goes_on()
+
+
+class _FixedLayout(_Told):
+    """DDP whose buckets have their final layout from the first backward on.
+
+    Stock DDP starts with a single bucket and splits it after the first backward, in the order in which gradients became
+    ready. The order in which gloo and NCCL add up the ranks' values depends on the position of an element in its
+    bucket, so with three ranks or more the first step after re-forming would round differently from the same step of an
+    undisturbed run. Here the one rebuild happens at once, in reverse order of the parameters, which is nearly the order
+    in which gradients become ready.
+    """
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.reducer._push_all_rebuilt_params()
+        self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> Any:
+        parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return parameters[::-1], expect_sparse[::-1]

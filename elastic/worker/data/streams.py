@@ -1,0 +1,225 @@
+"""Data that can only be read in order: streams, with torchdata's StatefulDataLoader.
+
+The data consists of a fixed number of streams, independent of the world size. Each step takes the same number of
+samples from every stream, and each rank reads a contiguous range of the streams. Every `keep_every` steps all ranks
+exchange the positions of their streams (the loaders' own state, a few hundred bytes) and keep them in the job's state,
+and so in every checkpoint. After a re-formation or a resume, each rank restores its streams, which may be others than
+before, to their kept positions and skips the samples taken since.
+
+Guaranteed: every sample of every stream is taken exactly once and in order, also when the world size changes, if a
+stream yields the same samples each time it is read. Not guaranteed: random numbers drawn inside a stream; a stream that
+draws must keep its generator in its own ``state_dict``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import IterableDataset, default_collate
+
+from .. import shared_values
+from ..comm.ddp import GradientWeight
+from .batches import Batch, move, seed_everything
+from .sharding import share as part_of
+
+Make = Callable[[int, int], Iterable[Any]]
+"""(stream, count) -> the samples of that stream, in order. An iterable with ``state_dict``/``load_state_dict`` is
+restored directly; without them it is read again from its beginning."""
+
+
+class HasStreams(Protocol):
+    """A State with a part `streams`: ``elastic.State(model=…, optimizer=…, streams=None)``."""
+
+    streams: Any
+
+    @property
+    def step(self) -> int: ...
+
+
+def streams(
+    make: Make,
+    state: HasStreams,
+    *,
+    count: int,
+    batch_size: int,
+    steps: int,
+    rank: int,
+    world_size: int,
+    seed: int = 0,
+    keep_every: int = 50,
+    num_workers: int = 0,
+    micro_batch: int | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    device: torch.device | str | None = None,
+    share: GradientWeight | None = None,
+    on_turn: Callable[[], None] = lambda: None,
+) -> Iterator[Batch]:
+    """Yield this rank's part of each step from `state.step` to `steps`; a stream that ends is started again.
+
+    `batch_size` is the number of samples per step over all ranks, the same number from each of the `count` streams: it
+    must be a multiple of `count`, and `count` at least `world_size`. `Batch.indices` number the samples: step ×
+    batch_size + position in the global batch. `num_workers`: loader processes per stream.
+
+    Raises ValueError for numbers that violate this and for a stream with fewer samples than a step takes from it,
+    TypeError for a stream whose state is not JSON, RuntimeError for a turn without a commit, ImportError without
+    torchdata.
+    """
+    _check(count, batch_size, world_size)
+    first, stop = part_of(0, count, rank, world_size)
+    each = batch_size // count
+    mine = {n: _Stream(make(n, count), each, num_workers, collate or default_collate) for n in range(first, stop)}
+    try:
+        _put_back(mine, state)
+        while (step := state.step) < steps:
+            if step % keep_every == 0 and (state.streams is None or state.streams["step"] != step):
+                state.streams = {"step": step, "states": _exchanged(mine, rank, world_size)}
+            data = _joined([next(stream) for stream in mine.values()])
+            batch = Batch(
+                data=move(device, data),
+                indices=tuple(range(step * batch_size + first * each, step * batch_size + stop * each)),
+                step=step,
+                epoch=0,
+                global_size=batch_size,
+                micro_batch=micro_batch,
+                share=share,
+            )
+            seed_everything(seed, 1, step, rank)
+            if share is not None:
+                share.begin(batch.weight)
+            yield batch
+            if state.step != step + 1:
+                raise RuntimeError(
+                    f"step {step} ended with state.step = {state.step}: call job.commit(state) once a turn"
+                )
+            on_turn()
+    finally:
+        for stream in mine.values():
+            stream.close()
+
+
+def _check(count: int, batch_size: int, world_size: int) -> None:
+    if batch_size % count:
+        raise ValueError(f"batch_size = {batch_size}: must be a multiple of count = {count} streams")
+    if world_size > count:
+        raise ValueError(f"count = {count} streams: not enough for a world of {world_size}")
+
+
+class _Stream:
+    """One stream in batches of `each` samples; restarts at its end."""
+
+    def __init__(
+        self, samples: Iterable[Any], each: int, num_workers: int, collate: Callable[[list[Any]], Any]
+    ) -> None:
+        try:
+            from torchdata.stateful_dataloader import StatefulDataLoader
+        except ImportError:
+            raise ImportError("streams need torchdata: pip install 'elasticd[data]'") from None
+        dataset = _Stateful(samples) if hasattr(samples, "state_dict") else _Counted(samples)
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls a torch function that 2.13 deprecates; the user cannot do anything about it.
+            warnings.filterwarnings("ignore", message="'set_vital'")
+            self._loader: Any = StatefulDataLoader(
+                dataset, batch_size=each, num_workers=num_workers, collate_fn=collate, drop_last=True
+            )
+        self._iterator: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._iterator = iter(self._loader)
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            raise ValueError("a stream has fewer samples than one step takes from it") from None
+
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._loader.state_dict()
+        return found
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._loader.load_state_dict(state)
+        self._iterator = None
+
+    def close(self) -> None:
+        if (shut := getattr(self._iterator, "_shutdown_workers", None)) is not None:
+            shut()
+        self._iterator = None
+
+
+class _Stateful(IterableDataset[Any]):
+    """An iterable with its own state, as an IterableDataset."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._samples.state_dict()
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._samples.load_state_dict(state)
+
+
+class _Counted(IterableDataset[Any]):
+    """An iterable without its own state: its state is the number of samples taken, and it is read again up to there.
+
+    (torchdata does so too, but 0.11 counts the samples read again a second time.)
+    """
+
+    def __init__(self, samples: Iterable[Any]) -> None:
+        self._samples = samples
+        self._taken = 0
+        self._skip = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self._taken, self._skip = self._skip, 0
+        for sample in itertools.islice(self._samples, self._taken, None):
+            self._taken += 1
+            yield sample
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self._taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._skip = state["taken"]
+
+
+def _put_back(mine: dict[int, _Stream], state: HasStreams) -> None:
+    """Bring every stream to its position at `state.step`: from its newest kept state, or from its beginning."""
+    kept = state.streams or {"step": 0, "states": {}}
+    for number, stream in mine.items():
+        if (theirs := kept["states"].get(str(number))) is not None:
+            stream.load(theirs)
+        for _ in range(state.step - kept["step"]):
+            next(stream)
+
+
+def _exchanged(mine: dict[int, _Stream], rank: int, world_size: int) -> dict[str, Any]:
+    """stream -> loader state, of all ranks."""
+    found = {str(number): stream.state() for number, stream in mine.items()}
+    if world_size == 1:
+        return found
+    gathered = shared_values.gather(found, rank=rank, world_size=world_size, device=torch.device("cpu"))
+    return {number: theirs for part in gathered for number, theirs in part.items()}
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Batches of several streams as one: tensors concatenated, other leaves as lists."""
+    if len(parts) == 1:
+        return parts[0]
+    leaves, spec = zip(*(pytree.tree_flatten(part) for part in parts), strict=True)
+    joined = [
+        torch.cat(leaf) if isinstance(leaf[0], torch.Tensor) else list(leaf) for leaf in zip(*leaves, strict=True)
+    ]
+    return pytree.tree_unflatten(joined, spec[0])

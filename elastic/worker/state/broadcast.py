@@ -1,0 +1,357 @@
+"""Send tensors along a chain of ranks: in slices, directly between the tensors' storage, with a checksum per slice.
+
+A chain moves every byte once over every link, and ranks are numbered node by node, so each network link carries the
+state once. Ranks outside the chain take no part. Large tensors are sent in slices of their own memory; small and
+non-contiguous ones go through reused staging buffers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from ...checkpoint.memcpy import device_type, movable
+
+SLICE_BYTES = 8 << 20
+"""Maximum size of a slice: it is hashed while still in the cache. Two are in flight; at most four staging buffers
+exist."""
+
+SMALL_BYTES = 1 << 20
+"""Tensors below this size are packed together."""
+
+ALIGN = 16
+"""Tensors start at multiples of this many bytes in a packed slice, so that any dtype can be viewed there."""
+
+IN_FLIGHT = 2
+
+
+class CorruptError(RuntimeError):
+    """The received bytes differ from those that were sent."""
+
+
+class Segment(NamedTuple):
+    tensor: int
+    """Index into the list of tensors."""
+    start: int
+    """First element, in row-major order."""
+    elements: int
+    offset: int
+    """Byte offset in the slice."""
+
+
+class Slice(NamedTuple):
+    segments: tuple[Segment, ...]
+    nbytes: int
+
+
+def plan(tensors: Sequence[torch.Tensor]) -> list[Slice]:
+    """How to slice the tensors; the same on both sides, as it depends only on sizes and device types."""
+    slices: list[Slice] = []
+    for kind in sorted(set(kinds := [device_type(tensor) for tensor in tensors])):
+        small: list[int] = []
+        for index, tensor in enumerate(tensors):
+            size = tensor.element_size()
+            if kinds[index] != kind or tensor.numel() == 0:
+                continue
+            if tensor.numel() * size < SMALL_BYTES:
+                small.append(index)
+                continue
+            step = SLICE_BYTES // size
+            for start in range(0, tensor.numel(), step):
+                count = min(step, tensor.numel() - start)
+                slices.append(Slice((Segment(index, start, count, 0),), count * size))
+        slices += _packed(small, tensors)
+    return slices
+
+
+def _packed(indices: Sequence[int], tensors: Sequence[torch.Tensor]) -> Iterator[Slice]:
+    segments: list[Segment] = []
+    end = 0
+    for index in indices:
+        tensor = tensors[index]
+        nbytes = tensor.numel() * tensor.element_size()
+        start = -(-end // ALIGN) * ALIGN
+        if start + nbytes > SLICE_BYTES:
+            yield Slice(tuple(segments), end)
+            segments, start = [], 0
+        segments.append(Segment(index, 0, tensor.numel(), start))
+        end = start + nbytes
+    if segments:
+        yield Slice(tuple(segments), end)
+
+
+def relay(
+    tensors: Sequence[torch.Tensor],
+    *,
+    previous: int | None,
+    following: int | None,
+    check: Callable[[], None] = lambda: None,
+) -> int:
+    """Fill `tensors` from rank `previous` (None: this rank is the source), and forward them to rank `following`.
+
+    Returns the number of bytes moved here. `check` is called after each slice and raises to stop. Raises CorruptError,
+    or what torch raises when the group is aborted.
+    """
+    slices = plan(tensors)
+    if previous is None:
+        digests = _send(slices, tensors, following, check)
+    else:
+        digests = _receive(slices, tensors, previous, following, check)
+    mine = torch.tensor(digests, dtype=torch.int64)
+    theirs = mine.clone()
+    if previous is not None:
+        exchange(theirs, source=previous)
+    if following is not None:
+        exchange(theirs, target=following)
+    check()
+    wrong = (mine != theirs).nonzero().flatten().tolist()
+    if wrong:
+        raise CorruptError(
+            f"{len(wrong)} of {len(slices)} slices of the state arrived damaged, the first is {wrong[0]}"
+        )
+    return sum(part.nbytes for part in slices)
+
+
+def compare(mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Raises CorruptError if digests differ."""
+    if wrong := (mine != theirs).nonzero().flatten().tolist():
+        raise CorruptError(f"{len(wrong)} of {len(mine)} slices of the state arrived damaged, the first is {wrong[0]}")
+
+
+def exchange(tensor: torch.Tensor, *, source: int | None = None, target: int | None = None) -> None:
+    """One small blocking transfer of a CPU tensor, over whichever backend the group has."""
+    device = control_device()
+    moved = tensor if tensor.device == device else tensor.to(device)
+    if source is not None:
+        dist.recv(moved, source)
+        tensor.copy_(moved)
+    if target is not None:
+        dist.send(moved, target)
+
+
+def send_bytes(raw: bytes, following: int | None) -> None:
+    """To rank `following`, if there is one: the length, then the bytes."""
+    if following is not None:
+        exchange(torch.tensor([len(raw)], dtype=torch.int64), target=following)
+        exchange(torch.frombuffer(bytearray(raw), dtype=torch.uint8), target=following)
+
+
+def receive_bytes(previous: int) -> bytes:
+    """What rank `previous` has passed to `send_bytes`."""
+    length = torch.zeros(1, dtype=torch.int64)
+    exchange(length, source=previous)
+    raw = torch.empty(int(length), dtype=torch.uint8)
+    exchange(raw, source=previous)
+    return raw.numpy().tobytes()
+
+
+def control_device() -> torch.device:
+    """Device on which small tensors must be to be sent: the CPU, unless the group has only NCCL."""
+    if dist.get_backend() == "nccl" and "cpu:" not in str(dist.get_backend_config()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _send(
+    slices: Sequence[Slice], tensors: Sequence[torch.Tensor], following: int | None, check: Callable[[], None]
+) -> list[int]:
+    if following is None:
+        return []
+    staging = _Staging()
+    flying: list[tuple[Any, torch.Tensor]] = []
+    digests = []
+    for part in slices:
+        data = _direct(part, tensors)
+        if data is None:
+            data = staging.take(part, tensors)
+            _pack(part, tensors, data)
+        flying.append((dist.isend(data, following), data))
+        digests.append(digest(data))
+        if len(flying) == IN_FLIGHT:
+            _land(flying, staging, check)
+    while flying:
+        _land(flying, staging, check)
+    return digests
+
+
+def _land(flying: list[tuple[Any, torch.Tensor]], staging: _Staging, check: Callable[[], None]) -> None:
+    work, data = flying.pop(0)
+    work.wait()
+    check()
+    staging.give(data)
+
+
+def _receive(
+    slices: Sequence[Slice],
+    tensors: Sequence[torch.Tensor],
+    previous: int,
+    following: int | None,
+    check: Callable[[], None],
+) -> list[int]:
+    staging = _Staging()
+    coming: list[tuple[Slice, Any, torch.Tensor]] = []
+    going: list[tuple[Any, torch.Tensor]] = []
+    digests = []
+    ahead = iter(slices)
+
+    def ask() -> None:
+        if (part := next(ahead, None)) is None:
+            return
+        data = _direct(part, tensors)
+        if data is None:
+            data = staging.take(part, tensors)
+        coming.append((part, dist.irecv(data, previous), data))
+
+    for _ in range(IN_FLIGHT):
+        ask()
+    while coming:
+        part, work, data = coming.pop(0)
+        work.wait()
+        check()
+        ask()
+        if following is not None:
+            going.append((dist.isend(data, following), data))
+        digests.append(digest(data))
+        if _direct(part, tensors) is None:
+            _unpack(part, tensors, data)
+        if following is None:
+            staging.give(data)
+        elif len(going) == IN_FLIGHT:
+            _land(going, staging, check)
+    while going:
+        _land(going, staging, check)
+    return digests
+
+
+def digest(data: torch.Tensor) -> int:
+    """A 64-bit digest of the bytes: xxh3 on the CPU, a sum of words on a device (without a copy to the host)."""
+    if data.device.type == "cpu":
+        unsigned = xxhash.xxh3_64_intdigest(memoryview(data.numpy()))  # type: ignore[arg-type]
+        return unsigned - (1 << 64) if unsigned >> 63 else unsigned
+    return word_sum(data)
+
+
+def word_sum(data: torch.Tensor) -> int:
+    """Sum of the bytes as 64-bit words, plus the remaining bytes; wraps around."""
+    words = data.numel() // 8 * 8 if data.storage_offset() % 8 == 0 else 0
+    total = data[words:].sum(dtype=torch.int64)
+    if words:
+        total = total + data[:words].view(torch.int64).sum()
+    return int(total)
+
+
+class _Staging:
+    """Buffers for data that cannot be sent or received in place."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+        self._lent: dict[int, torch.Tensor] = {}
+
+    def take(self, part: Slice, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        device = tensors[part.segments[0].tensor].device
+        for number, buffer in enumerate(self._free):
+            if buffer.device == device and buffer.numel() >= part.nbytes:
+                del self._free[number]
+                break
+        else:
+            buffer = torch.empty(part.nbytes, dtype=torch.uint8, device=device)
+        data = buffer[: part.nbytes]
+        self._lent[id(data)] = buffer
+        return data
+
+    def give(self, data: torch.Tensor) -> None:
+        if (buffer := self._lent.pop(id(data), None)) is not None:
+            self._free.append(buffer)
+
+
+def _direct(part: Slice, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The slice's own memory as bytes, if it is a single contiguous piece, else None."""
+    if len(part.segments) > 1:
+        return None
+    segment = part.segments[0]
+    tensor = tensors[segment.tensor]
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    return byte_view(tensor)[segment.start * tensor.element_size() :][: part.nbytes]
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor as a flat uint8 tensor that shares its memory."""
+    flat = tensor.view(-1)
+    return (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)
+
+
+def _pack(part: Slice, tensors: Sequence[torch.Tensor], data: torch.Tensor) -> None:
+    strided, whole = _sorted(part, tensors)
+    start = data.data_ptr() if whole else 0
+    for segment, tensor in whole:
+        ctypes.memmove(start + segment.offset, tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    if pairs := list(_pieces(strided, tensors, data)):
+        torch._foreach_copy_([staged for _, staged in pairs], [piece for piece, _ in pairs])
+
+
+def _unpack(part: Slice, tensors: Sequence[torch.Tensor], data: torch.Tensor) -> None:
+    strided, whole = _sorted(part, tensors)
+    start = data.data_ptr() if whole else 0
+    for segment, tensor in whole:
+        ctypes.memmove(tensor.data_ptr(), start + segment.offset, tensor.numel() * tensor.element_size())
+    if pairs := list(_pieces(strided, tensors, data)):
+        with torch.no_grad():
+            torch._foreach_copy_([piece for piece, _ in pairs], [staged for _, staged in pairs])
+
+
+def _sorted(
+    part: Slice, tensors: Sequence[torch.Tensor]
+) -> tuple[Sequence[Segment], Sequence[tuple[Segment, torch.Tensor]]]:
+    """Returns (segments that torch copies, complete dense tensors in CPU memory). For the latter a memmove each
+    costs a tenth of torch's copy, which matters with thousands of them."""
+    strided: list[Segment] = []
+    whole: list[tuple[Segment, torch.Tensor]] = []
+    for segment in part.segments:
+        tensor = tensors[segment.tensor]
+        if segment.elements == tensor.numel() and movable(tensor):
+            whole.append((segment, tensor))
+        else:
+            strided.append(segment)
+    return strided, whole
+
+
+def _pieces(
+    segments: Sequence[Segment], tensors: Sequence[torch.Tensor], data: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of the tensors, each with the view of its place in `data`: same shape, same dtype."""
+    for segment in segments:
+        tensor = tensors[segment.tensor]
+        offset = segment.offset
+        for piece in row_major(tensor, segment.start, segment.elements):
+            nbytes = piece.numel() * piece.element_size()
+            yield piece, data[offset : offset + nbytes].view(tensor.dtype).view(piece.shape)
+            offset += nbytes
+
+
+def row_major(tensor: torch.Tensor, start: int, count: int) -> Iterator[torch.Tensor]:
+    """Views that together cover the elements [start, start + count) in row-major order, for any strides."""
+    if count == 0:
+        return
+    if start == 0 and count == tensor.numel():
+        yield tensor
+        return
+    if tensor.is_contiguous():
+        yield tensor.view(-1)[start : start + count]
+        return
+    row = tensor[0].numel()
+    first, skip = divmod(start, row)
+    if skip:
+        head = min(row - skip, count)
+        yield from row_major(tensor[first], skip, head)
+        first, count = first + 1, count - head
+    whole, rest = divmod(count, row)
+    if whole:
+        yield tensor[first : first + whole]
+    if rest:
+        yield from row_major(tensor[first + whole], 0, rest)

@@ -1,0 +1,56 @@
+"""A tensor's description in the table of a state, created once and checked at each use."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from ...checkpoint.dtypes import code_of, nbytes_of
+from ...contract.tensor_table import TensorInfo
+
+
+class Described:
+    """A tensor's entry in the table, created once: with thousands of tensors that is most of the cost of a snapshot."""
+
+    __slots__ = ("_address", "_dtype", "_place", "_stride", "_tensor", "info")
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.info = _info(name, tensor)
+        self._tensor = weakref.ref(tensor)
+        self._address, self._stride, self._dtype = tensor.data_ptr(), tensor.stride(), tensor.dtype
+        self._place: object = None
+
+    def place(self, tensor: torch.Tensor) -> object:
+        """A key that is equal for tensors with the same memory and the same view of it. `tensor`: the described
+        tensor."""
+        if self._place is None:
+            self._place = _place(tensor)
+        return self._place
+
+    def still(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is the described tensor, with the same storage, shape, strides and dtype."""
+        return (
+            self._tensor() is tensor
+            and self._address == tensor.data_ptr()
+            and self.info.shape == tensor.shape
+            and self._stride == tensor.stride()
+            and self._dtype is tensor.dtype
+        )
+
+
+def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
+    if tensor.is_quantized or tensor.layout is not torch.strided or type(tensor).__name__ == "DTensor":
+        odd = "quantised" if tensor.is_quantized else "sparse" if tensor.layout is not torch.strided else ""
+        raise TypeError(
+            f"state.{name} is {odd or 'a DTensor'} ({type(tensor).__name__}, {tensor.layout}, {tensor.dtype}): only "
+            f"dense tensors that are whole on each rank can be kept; keep it dense (tensor.to_dense(), "
+            f"tensor.dequantize()) in the state and make the other form of it where it is used"
+        )
+    return TensorInfo(name, code_of(tensor.dtype), tuple(tensor.shape), nbytes_of(tensor))
+
+
+def _place(tensor: torch.Tensor) -> object:
+    if tensor.numel() == 0 or tensor.device.type == "meta":
+        return id(tensor)
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()

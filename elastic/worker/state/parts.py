@@ -1,0 +1,449 @@
+"""The kinds of parts of a `State`, and how each hands out and receives tensors. Receiving has two steps: `adopt`
+provides storage for exactly the tensors to come (storage that exists and fits is kept, so parameters remain the
+objects that DDP and the optimizer hold), and `filled` is called when their bytes are in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ...checkpoint.dtypes import dtype_of
+from ...checkpoint.memcpy import device_type
+from ...contract.tensor_table import TensorInfo
+from .copies import Copy, writable
+from .json_codec import Codecs, decode, encode, tensors_named
+
+Named = list[tuple[str, torch.Tensor]]
+Infos = Mapping[str, TensorInfo]  # by full name, including the part's own name
+Watched = Callable[[torch.Tensor], bool]  # tensors too large to copy at each commit, or stepped by an optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """An entry in which a module holds a tensor. Its tensor may be replaced by another."""
+
+    holder: MutableMapping[str, torch.Tensor | None]
+    key: str
+    name: str
+    is_buffer: bool
+
+
+class Part(Protocol):
+    kind: str  # what plain torch would load it into; see `checkpoint.plain`
+    name: str
+    value: Any
+
+    def held(self) -> tuple[Named, Any]:
+        """(tensors, everything else as JSON), from one walk: with thousands of tensors a second one costs."""
+
+    def tensors(self) -> Named: ...
+    def extra(self) -> Any: ...
+    def adopt(self, infos: Infos, extra: Any) -> None: ...
+    def filled(self) -> None: ...
+    def to(self, device: torch.device) -> None: ...
+
+    def slots(self) -> list[Slot]:
+        """The entries that hold its tensors; none for tensors that have no fixed entry."""
+
+    def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
+        """A copy of everything that is in no slot; None: there is nothing."""
+
+    def put_back(self, held: Any) -> None:
+        """Load what `Copy.restored` returns for a `rest`."""
+
+    def settle(self) -> None:
+        """Drop what an interrupted step has left behind."""
+
+
+class ModulePart:
+    """Parameters and persistent buffers, in place. Anything else in `state_dict()`, such as extra state and what a
+    hook or a metric makes, is loaded by `load_state_dict`: writing into those tensors would change nothing."""
+
+    kind = "module"
+
+    def __init__(self, name: str, value: torch.nn.Module, codecs: Codecs) -> None:
+        self.name = name
+        self.value = value
+        self._codecs = codecs
+        self._coming: dict[str, torch.Tensor] | None = None
+        self._coming_made: dict[str, Any] = {}
+        self._makes: tuple[bool, dict[str, torch.nn.Module]] | None = None
+
+    def held(self) -> tuple[Named, Any]:
+        found, made = self.split()
+        encoded = self._encoded(made, found if self._coming is None else {})
+        found.update(self._coming or {})
+        return list(found.items()), encoded
+
+    def tensors(self) -> Named:
+        found, made = self.split()
+        if self._coming is not None:
+            found.update(self._coming)
+        else:
+            self._encoded(made, found)
+        return list(found.items())
+
+    def extra(self) -> Any:
+        return self._encoded(self.split()[1], {})
+
+    def adopt(self, infos: Infos, extra: Any) -> None:
+        self._coming, self._coming_made = None, {}
+        for slot in self.slots():
+            if slot.is_buffer and (tensor := slot.holder[slot.key]) is not None and not writable(tensor):
+                slot.holder[slot.key] = tensor.clone()
+        if not extra:
+            return
+        mine: dict[str, torch.Tensor] = {}
+        self._encoded(self.split()[1], mine)
+        coming: dict[str, torch.Tensor] = {}
+
+        def target(name: str, device: str) -> torch.Tensor:
+            if name not in infos:
+                raise ValueError(f"{name} is named by the state that came, but is not in its table")
+            coming[name] = _fitting(None, infos[name], device, like=mine.get(name))
+            return coming[name]
+
+        self._coming_made = {key: decode(item, target, self._codecs) for key, item in extra.items()}
+        self._coming = coming
+
+    def filled(self) -> None:
+        if self._coming is not None:
+            made = self._coming_made
+            self._coming, self._coming_made = None, {}
+            self.put_back(made)
+
+    def to(self, device: torch.device) -> None:
+        before = list(self.value.parameters())
+        self.value.to(device)
+        if any(a is not b for a, b in zip(before, self.value.parameters(), strict=True)):
+            raise RuntimeError(
+                f"state.{self.name} cannot move to {device} without new parameters; the optimizer has the old"
+            )
+
+    def slots(self) -> list[Slot]:
+        self._makes = None
+        found = []
+        for prefix, module in self.value.named_modules():
+            path = f"{self.name}.{prefix}." if prefix else f"{self.name}."
+            params, buffers = _dictionary(module._parameters), _dictionary(module._buffers)
+            skipped = module._non_persistent_buffers_set
+            found += [Slot(params, key, f"{path}{key}", False) for key in params]
+            found += [Slot(buffers, key, f"{path}{key}", True) for key in buffers if key not in skipped]
+        return found
+
+    def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
+        if self._makes is None:
+            keepers = {
+                f"{prefix}.{_EXTRA}" if prefix else _EXTRA: module
+                for prefix, module in self.value.named_modules()
+                if type(module).get_extra_state is not torch.nn.Module.get_extra_state
+            }
+            self._makes = bool(set(self.split()[1]) - set(keepers)), keepers
+        others, keepers = self._makes
+        if not others and not keepers:
+            return None
+        made = self.split()[1] if others else {key: module.get_extra_state() for key, module in keepers.items()}
+        return Copy(made, self.name, self._codecs, before, watched)
+
+    def put_back(self, held: Any) -> None:
+        # Complete, as a module may need several keys together; tensors in place are copied onto themselves.
+        whole = {**self.value.state_dict(), **held}
+        missed = set(self.value.load_state_dict(whole, strict=False).unexpected_keys) & set(held)
+        if missed:
+            raise ValueError(f"{self.name}.{min(missed)} is in the state, and load_state_dict() here does not take it")
+
+    def settle(self) -> None:
+        pass
+
+    def split(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """(the module's own tensors by full name, everything else in its state_dict by key)."""
+        held = self.value.state_dict(keep_vars=True)
+        mine = [*self.value.parameters(), *self.value.buffers()]
+        ids = set(map(id, mine))
+        storages: set[int] | None = None
+        own: dict[str, torch.Tensor] = {}
+        made: dict[str, Any] = {}
+        for key, item in held.items():
+            if id(item) not in ids:
+                if storages is None:
+                    storages = {_storage(tensor) for tensor in mine} - {0}
+                if not (isinstance(item, torch.Tensor) and _storage(item) in storages):
+                    made[key] = item
+                    continue
+            own[f"{self.name}.{key}"] = item
+        return own, made
+
+    def _encoded(self, made: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
+        return {key: encode(item, f"{self.name}.{key}", tensors, self._codecs) for key, item in made.items()}
+
+
+_EXTRA = "_extra_state"  # torch's key for what `get_extra_state` returns
+
+
+class ObjectPart:
+    """Anything with state_dict and load_state_dict, whose state_dict is JSON except for tensors."""
+
+    kind = "object"
+
+    def __init__(self, name: str, value: Any, codecs: Codecs) -> None:
+        self.name = name
+        self.value = value
+        self._codecs = codecs
+        self._coming: dict[str, torch.Tensor] | None = None
+        self._coming_extra: Any = None
+
+    def held(self) -> tuple[Named, Any]:
+        encoded, found = self._encoded()
+        return list((found if self._coming is None else self._coming).items()), encoded
+
+    def tensors(self) -> Named:
+        return list((self._coming if self._coming is not None else self._encoded()[1]).items())
+
+    def extra(self) -> Any:
+        return self._encoded()[0]
+
+    def adopt(self, infos: Infos, extra: Any) -> None:
+        mine = self._encoded()[1]
+        coming: dict[str, torch.Tensor] = {}
+
+        def target(name: str, device: str) -> torch.Tensor:
+            if name not in infos:
+                raise ValueError(f"{name} is named by the state that came, but is not in its table")
+            coming[name] = _fitting(mine.get(name), infos[name], device)
+            return coming[name]
+
+        self._coming_extra = decode(extra, target, self._codecs)
+        self._coming = coming
+
+    def filled(self) -> None:
+        if self._coming is not None:
+            self._put(self._coming_extra)
+            self._coming = self._coming_extra = None
+
+    def to(self, device: torch.device) -> None:
+        pass  # left to the object; most hold no tensors
+
+    def slots(self) -> list[Slot]:
+        return []
+
+    def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
+        return Copy(self._get(), self.name, self._codecs, before, watched)
+
+    def put_back(self, held: Any) -> None:
+        self._put(held)
+
+    def settle(self) -> None:
+        pass
+
+    def _encoded(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        tensors: dict[str, torch.Tensor] = {}
+        return encode(self._get(), self.name, tensors, self._codecs), tensors
+
+    def _get(self) -> Any:
+        return self.value.state_dict()
+
+    def _put(self, held: Any) -> None:
+        self.value.load_state_dict(held)
+
+
+class ValuePart(ObjectPart):
+    """A plain value, an attribute of the state."""
+
+    kind = "value"
+
+    def _get(self) -> Any:
+        return self.value
+
+    def _put(self, held: Any) -> None:
+        self.value = held
+
+
+class ScalerPart(ObjectPart):
+    """torch's GradScaler. Its `state_dict()` waits for the device, which costs too much at every commit."""
+
+    def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
+        held = {key: value for key, value in vars(self.value).items() if key in _SCALERS}
+        return Copy(held, self.name, self._codecs, before, watched)
+
+    def put_back(self, held: Any) -> None:
+        vars(self.value).update(held)
+
+    def settle(self) -> None:
+        for held in getattr(self.value, "_per_optimizer_states", {}).values():  # unscaled marks of the aborted step
+            held.update(torch.amp.grad_scaler._refresh_per_optimizer_state())
+
+
+_SCALERS = ("_scale", "_growth_tracker", "_init_scale", "_growth_factor", "_backoff_factor", "_growth_interval")
+
+
+class OptimizerPart:
+    """Per-parameter tensors as `optimizer.state.<index>.<key>`; everything else as JSON. An optimizer that has not
+    stepped yet has no state: `adopt` creates it, with the memory layout of its parameter."""
+
+    kind = "optimizer"
+
+    def __init__(self, name: str, value: torch.optim.Optimizer, codecs: Codecs) -> None:
+        self.name = name
+        self.value = value
+        self._codecs = codecs
+
+    def held(self) -> tuple[Named, Any]:
+        found: dict[str, torch.Tensor] = {}
+        encoded = self._walk(found)
+        return list(found.items()), encoded
+
+    def tensors(self) -> Named:
+        return self.held()[0]
+
+    def extra(self) -> Any:
+        return self.held()[1]
+
+    def adopt(self, infos: Infos, extra: Any) -> None:
+        params = self._params()
+        counts, came = [len(g["params"]) for g in self.value.param_groups], [g["params"] for g in extra["groups"]]
+        if counts != came:
+            raise ValueError(f"{self.name} has parameter groups of {counts} parameters here, {came} in the state")
+        mine = dict(self.tensors())
+
+        def target(name: str, device: str) -> torch.Tensor:
+            return _fitting(mine.get(name), infos[name], device)
+
+        for group, held in zip(self.value.param_groups, extra["groups"], strict=True):
+            options = decode(held["options"], target, self._codecs)
+            for key in [key for key in group if key != "params" and key not in options]:
+                del group[key]
+            group.update(options)
+        fresh: dict[Any, Any] = {}
+        prefix = f"{self.name}.state."
+        inner = tensors_named(extra)
+        place: dict[str, torch.Tensor] = {}
+        param: torch.Tensor | None = None
+        number, device, on = "", "", extra["on"]
+        for name, info in infos.items():
+            if not name.startswith(prefix) or name in inner:
+                continue
+            index, _, key = name[len(prefix) :].partition(".")
+            if number != index:
+                if int(index) >= len(params):
+                    raise ValueError(f"{name}: there are only {len(params)} parameters here")
+                number, param = index, params[int(index)]
+                place, device = fresh.setdefault(param, {}), device_type(param)
+            place[key] = _fitting(mine.get(name), info, on.get(key, device), like=param)
+        for index, held in extra["state"].items():
+            param = params[int(index)]
+            fresh.setdefault(param, {}).update(decode(held, target, self._codecs))
+        fresh.update(decode(extra.get("common", {}), target, self._codecs))
+        self.value.state.clear()
+        self.value.state.update(fresh)
+
+    def filled(self) -> None:
+        pass
+
+    def to(self, device: torch.device) -> None:
+        for param, held in self.value.state.items():
+            for key, item in held.items() if isinstance(param, torch.Tensor) else ():
+                if isinstance(item, torch.Tensor) and (key != "step" or item.device.type != "cpu"):
+                    held[key] = item.to(param.device)
+
+    def slots(self) -> list[Slot]:
+        return []
+
+    def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
+        groups = [{key: item for key, item in group.items() if key != "params"} for group in self.groups()]
+        return Copy(groups, self.name, self._codecs, before, watched)
+
+    def put_back(self, held: Any) -> None:
+        for group, options in zip(self.groups(), held, strict=False):
+            for key in [key for key in group if key != "params" and key not in options]:
+                del group[key]
+            group.update(options)
+
+    def settle(self) -> None:
+        pass
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Parameter groups, each once."""
+        return self.value.param_groups
+
+    def _params(self) -> list[torch.Tensor]:
+        return [param for group in self.value.param_groups for param in group["params"]]
+
+    def _walk(self, tensors: dict[str, torch.Tensor]) -> Any:
+        groups = []
+        for number, group in enumerate(self.value.param_groups):
+            options = {key: item for key, item in group.items() if key != "params"}
+            encoded = encode(options, f"{self.name}.groups.{number}", tensors, self._codecs)
+            groups.append({"params": len(group["params"]), "options": encoded})
+        on: dict[str, str] = {}
+        rest: dict[str, Any] = {}
+        state = {id(param): held for param, held in self.value.state.items()}
+        sorts: dict[tuple[Any, ...], list[Any]] = {}
+        for index, param in enumerate(self._params()):
+            if not (held := state.get(id(param))):
+                continue
+            path = f"{self.name}.state.{index}"
+            if (keys := sorts.get(kinds := tuple(held))) is None:
+                keys = sorts[kinds] = _texts(held, path)
+            device = param.device
+            for key in keys:
+                item = held[key]
+                if isinstance(item, torch.Tensor):
+                    tensors[f"{path}.{key}"] = item
+                    if item.device != device and item.device.type != device.type:
+                        on[key] = item.device.type
+                else:
+                    rest.setdefault(str(index), {})[key] = encode(item, f"{path}.{key}", tensors, self._codecs)
+        found = {"groups": groups, "on": on, "state": rest}
+        if common := self._common():
+            found["common"] = encode(common, f"{self.name}.common", tensors, self._codecs)
+        return found
+
+    def _common(self) -> dict[str, Any]:
+        """State that the optimizer keeps for all parameters together, by name. Raises TypeError for other keys."""
+        known = set(map(id, self._params()))
+        others: dict[Any, Any] = {key: item for key, item in self.value.state.items() if id(key) not in known}
+        for key in others:
+            if isinstance(key, torch.Tensor):
+                raise TypeError(f"state.{self.name} keeps state for a tensor that is in none of its parameter groups")
+            if type(key) is not str:
+                raise TypeError(f"state.{self.name} keeps state under {key!r}: neither a parameter nor a text")
+        return others
+
+
+def _fitting(
+    mine: torch.Tensor | None, info: TensorInfo, device: str, like: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`mine` if the bytes of `info` can be written into it, else new storage on a device of type `device`."""
+    dtype = dtype_of(info.dtype)
+    if mine is not None:
+        fits = mine.dtype == dtype and mine.shape == info.shape and device_type(mine) == device
+        if fits and writable(mine):
+            return mine
+    if like is not None and like.shape == info.shape and device_type(like) == device and writable(like):
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    where = like.device if like is not None and device_type(like) == device else torch.device(device)
+    return torch.empty(info.shape, dtype=dtype, device=where)
+
+
+def _texts(held: Mapping[Any, Any], path: str) -> list[str]:
+    """The names in an optimizer's entry for a parameter, sorted. Raises TypeError for a key that is not text."""
+    for key in sorted(held, key=str):
+        if type(key) is not str:
+            raise TypeError(f"state.{path} has an entry {key!r}: only names can be kept, this is no text")
+    return sorted(held)
+
+
+def _dictionary(held: Any) -> MutableMapping[str, torch.Tensor | None]:
+    """The module's own dictionary; for TorchScript a copy of its mapping, whose tensors are always the same."""
+    return held if isinstance(held, dict) else dict(held.items())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Address of the tensor's storage; 0: it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and subclasses without storage
+        return 0

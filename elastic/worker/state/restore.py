@@ -1,0 +1,166 @@
+"""Converts between checkpoints or snapshots and this worker's state: what is saved beside the tensors, and loading."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...checkpoint import find, read
+from ...checkpoint.arena import Arena
+from ...checkpoint.progress import Progress, unreported
+from ...checkpoint.remote import list_remote
+from ...contract import messages
+from ...contract.tensor_table import Table, TensorInfo
+from .. import gc_pause
+from ..session import Session
+from .state import State
+from .state_source import Version
+
+ASK_S = 90.0
+"""Longer than the agent takes to answer in any case."""
+
+
+def extra_of(extra: dict[str, Any], positions: Sequence[int]) -> dict[str, Any]:
+    """The data of a shard beside its tensors: the state's `extra`, and the positions of its tensors in the complete
+    table.
+
+    `positions` in the order of the shard's file (`layout.file_order`).
+    """
+    return {"state": extra, "positions": list(positions)}
+
+
+def whole_table(shares: Iterable[tuple[Mapping[str, Any], Table]]) -> Table:
+    """The table of the complete state, assembled from the shards' (extra, table)."""
+    placed: list[tuple[int, TensorInfo]] = []
+    for extra, table in shares:
+        placed += zip(extra["positions"], table, strict=True)
+    return tuple(info for _, info in sorted(placed, key=lambda pair: pair[0]))
+
+
+class HeldSnapshots:
+    """The newest complete snapshot in the memory of this node's agent."""
+
+    def __init__(self, arenas: Sequence[Arena]) -> None:
+        self._arenas = arenas
+
+    def version(self) -> Version | None:
+        if not self._arenas:
+            return None
+        header = self._arenas[0].header()
+        return (header.generation, header.step) if header.whole else None
+
+    @gc_pause.paused()
+    def load(self, state: State, progress: Progress = unreported) -> str:
+        """Copy it into `state`; returns a description. Raises IncompleteSnapshot if an arena is being overwritten."""
+        extras = [arena.extra() for arena in self._arenas]
+        besides = [arena.beside() for arena in self._arenas]
+        own = ((extra, arena.table()) for extra, arena in zip(extras, self._arenas, strict=True))
+        others = (({"positions": beside.positions}, beside.table) for beside in besides)
+        table = whole_table([*own, *others])
+        here = {info.name: t for info, t in zip(table, state.adopt(table, extras[0]["state"]), strict=True)}
+        for arena in self._arenas:
+            arena.load(here, progress)
+        state.filled()
+        return f"snapshot step {state.step} in this node's memory"
+
+    def close(self) -> None:
+        for arena in self._arenas:
+            arena.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """The job's checkpoints on a file system, with an optional remote copy."""
+
+    directory: str
+    job: str
+    remote: str = ""
+
+    def newest(self) -> Version | None:
+        """The version that `load` would most likely load; reads names and manifests only."""
+        found = find.peek(self.directory, self.job) or (list_remote(self.remote, self.job) if self.remote else [])
+        return next(((generation, step) for step, generation, _ in found), None)
+
+    def load(self, state: State, progress: Progress = unreported) -> str:
+        """Load the newest intact checkpoint into `state`; returns a description. Damaged ones are quarantined on the
+        way.
+
+        Raises NoGoodCheckpoint if there are checkpoints but none is intact (restarting from step 0 is for an operator
+        to decide), FileNotFoundError if there is none.
+        """
+
+        def prepare(found: find.Found) -> read.Into:
+            shares = ((share.extra, share.tensors) for share in found.manifest.shares)
+            table = whole_table(shares)
+            came = state.adopt(table, found.manifest.extra["state"])
+            here = {info.name: tensor for info, tensor in zip(table, came, strict=True)}
+            return lambda info: here[info.name]
+
+        found = read.load_newest(self.directory, self.job, prepare, remote=self.remote, progress=progress)
+        if found is None:
+            raise FileNotFoundError(f"no checkpoint of job {self.job!r} in {self.directory}")
+        state.filled()
+        said = f"checkpoint step {found.step} at {found.path}"
+        return said + "".join(f"; quarantined {one}" for one in found.aside)
+
+
+class Store:
+    """All saved states within reach of one worker: the agent's memory and, if there are checkpoints, the disk."""
+
+    def __init__(
+        self, session: Session, disk: Disk | None, state: State, generation: int, restore: str = "newest"
+    ) -> None:
+        """`restore` as in `state_source.choose`; 'snapshot' leaves out snapshots taken for memory only."""
+        self._session = session
+        self._disk = disk
+        self._state = state
+        self._generation = generation
+        self._saved_only = restore == "snapshot"
+        self._kept = HeldSnapshots([])
+        self._answers: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        self._closed = False
+
+    def saved(self) -> tuple[Version | None, Version | None]:
+        """Returns (snapshot, checkpoint). The agent answers once pending writes are on disk. Raises GenerationEnded."""
+        self._session.on(messages.InMemorySnapshot, self._on_kept)
+        self._session.send(messages.RequestSnapshot(generation=self._generation, saved=self._saved_only))
+        self._session.wait(lambda: not self._answers.empty(), self._generation, ASK_S)
+        descriptors = [] if self._answers.empty() else self._answers.get_nowait()
+        self._kept = HeldSnapshots([Arena.from_fd(descriptor, warm=False) for descriptor in descriptors])
+        return self._kept.version(), self._disk.newest() if self._disk else None
+
+    def _on_kept(self, message: messages.Message, descriptors: list[int]) -> None:
+        """In the monitor thread. Closes the descriptors of an answer that came too late or for an earlier
+        generation."""
+        assert isinstance(message, messages.InMemorySnapshot)
+        if message.generation == self._generation:
+            self._answers.put(descriptors)
+            if self._closed:
+                self._drop_answers()
+        else:
+            _close_all(descriptors)
+
+    def _drop_answers(self) -> None:
+        while not self._answers.empty():
+            with contextlib.suppress(queue.Empty):  # the other thread was faster
+                _close_all(self._answers.get_nowait())
+
+    def load(self, kind: Literal["snapshot", "checkpoint"]) -> str:
+        if kind == "snapshot":
+            return self._kept.load(self._state, self._session.copied)
+        assert self._disk is not None, "a job without a checkpoint directory offers no checkpoint"
+        return self._disk.load(self._state, self._session.copied)
+
+    def close(self) -> None:
+        self._closed = True
+        self._drop_answers()
+        self._kept.close()
+
+
+def _close_all(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,426 @@
+"""The state of a training job that is carried from step to step: everything that must survive, and nothing else."""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ...contract.tensor_table import Table, TensorInfo
+from .. import gc_pause
+from .commit_point import CommitPoint
+from .described import Described
+from .json_codec import Codecs, tensors_named
+from .modes import Modes
+from .optimizers import Optimizers, is_sharded, sharded, sharded_module
+from .parts import ModulePart, ObjectPart, OptimizerPart, Part, ScalerPart, ValuePart
+from .state_source import Version
+from .wrapped import optimizer_part
+
+FORMAT = 1
+"""Format of `State.extra`."""
+
+PROVEN_COMMITS = 2
+"""At the first commits of a process everything is encoded once, as for a replacement, so that what cannot be encoded
+is refused there."""
+
+
+class State:
+    """The state of a job, made of named parts.
+
+        elastic.State(model=model, optimizer=optimizer, scheduler=scheduler, best_loss=math.inf)
+
+    A part is a module, an optimizer, any object with ``state_dict`` and ``load_state_dict``, or a plain value (numbers,
+    text, lists, dicts, tensors). Plain values are attributes: ``state.best_loss = 1.5``. `convert` maps further types
+    to and from JSON: ``{SomeType: (to_json, from_json)}``.
+
+    Raises CannotEncodeError for a value that JSON cannot hold and `convert` does not cover; TypeError for sharded
+    modules and optimizers (FSDP, DTensor), lazy modules without shapes and tensors that are not dense; ValueError for a
+    part name that is taken.
+
+    Main thread only.
+    """
+
+    def __init__(self, *, convert: Codecs | None = None, **parts: Any) -> None:
+        self._parts: dict[str, Part] = {}
+        self._codecs = dict(convert or {})
+        self._step = 0
+        self._commit_generation = 0
+        self._changing = False
+        self._whole = True
+        self._established = False
+        self._coming: tuple[int, int] | None = None
+        self._guard: Callable[[], None] | None = None
+        self._proven = 0
+        self._described: dict[str, Described] = {}
+        self._tied: dict[str, str] = {}
+        """Further name of a tensor that modules share -> its name in the table; as `tensors` found it."""
+        self._point = CommitPoint(self._parts)
+        self._optimizers = Optimizers(self.changing, self._parts, self._parameters)
+        self._modes: Modes | None = None
+        for name, value in parts.items():
+            if name.startswith("_") or hasattr(type(self), name):
+                raise ValueError(f"state.{name}: this name is taken; choose another")
+            self._parts[name] = self._part(name, value)
+        self.table()  # raises now, not at the first checkpoint, for what cannot be encoded
+        self.extra()
+        self._optimizers.listen()
+
+    # ── attributes ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def __getattr__(self, name: str) -> Any:
+        if (part := self.__dict__.get("_parts", {}).get(name)) is not None:
+            return part.value
+        raise AttributeError(self._unknown(name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        elif isinstance(self._parts.get(name), ValuePart):
+            part = self._part(name, value)
+            part.extra()
+            self._parts[name] = part
+        elif name in self._parts:
+            raise AttributeError(f"state.{name} stays the object it was built with: load into it instead")
+        elif hasattr(type(self), name):
+            raise AttributeError(f"state.{name} cannot be set")
+        else:
+            raise AttributeError(self._unknown(name))
+
+    def _unknown(self, name: str) -> str:
+        near = difflib.get_close_matches(name, self._parts, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "parts are named when it is built, State(…, name=value)"
+        return f"the state has no part {name!r}: {hint}"
+
+    def _part(self, name: str, value: Any) -> Part:
+        if isinstance(value, torch.nn.Module):
+            _refuse_sharded(name, value)
+            _refuse_lazy(name, value)
+            return ModulePart(name, value, self._codecs)
+        if isinstance(value, torch.optim.Optimizer):
+            if is_sharded(value):
+                raise TypeError(f"state.{name}: {sharded(type(value).__name__)}")
+            self._optimizers.own(value)
+            return optimizer_part(name, value, self._codecs)
+        if isinstance(value, torch.amp.GradScaler):
+            return ScalerPart(name, value, self._codecs)
+        if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+            return ObjectPart(name, value, self._codecs)
+        return ValuePart(name, value, self._codecs)
+
+    # ── version and commits ─────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def step(self) -> int:
+        """Number of committed optimizer steps."""
+        return self._step
+
+    @property
+    def commit_generation(self) -> int:
+        """Generation in which the last step was committed, or in which the initial state was sent to all ranks; 0:
+        none yet. Standalone it is 0 until the first commit."""
+        return self._commit_generation
+
+    @property
+    def version(self) -> Version:
+        """(commit_generation, step). Two consistent states with the same version are bit-identical."""
+        return self._commit_generation, self._step
+
+    @property
+    def established(self) -> bool:
+        """Whether this is the job's state (a step was committed, or it was received), not merely what `setup` built."""
+        return self._established
+
+    def clean(self) -> bool:
+        """Whether the state is consistent: not between an optimizer step and the commit, and not partly received."""
+        return self._whole and not self._changing
+
+    def committed(self, generation: int) -> None:
+        """Commit one more step, in `generation`.
+
+        Raises CannotEncodeError or TypeError for anything that could not be sent to a replacement later, and
+        RuntimeError for a partly received state; the step is then not committed.
+        """
+        if not self._whole:
+            raise RuntimeError("commit of a state that was only half received")
+        if self._proven < PROVEN_COMMITS:
+            self._prove()
+        self._point.take()
+        self._step += 1
+        # Never backwards: a job that continued from another job's checkpoint counts its generations from the start.
+        self._commit_generation = max(self._commit_generation, generation)
+        self._changing = False
+        self._established = True
+
+    def begin(self) -> None:
+        """A generation is about to train: record the current state as the one the first step begins with."""
+        self._point.drop()
+        self._point.take()
+
+    def turned(self) -> None:
+        """The loop asks for its next batch. Raises RuntimeError if the state was changed after the commit.
+
+        A generation may end in the commit; changes made after it in the loop would then be lost.
+        """
+        if not self._changing and (name := self._point.differs()) is not None:
+            raise RuntimeError(
+                f"state.{name} was changed between job.commit() and the next batch: a failure in between would leave "
+                f"the change out. Make it before job.commit(), or after the next batch was taken"
+            )
+
+    def rewind(self) -> str | None:
+        """The generation has ended, perhaps within a step: return to the last commit if possible.
+
+        Buffers, plain values, schedules and options are restored. Returns the name of a parameter that was changed
+        other than by an optimizer of the state, which makes the state inconsistent. None: the state was restored, or
+        was inconsistent before.
+        """
+        if not self.clean():
+            return None
+        if (name := self._point.changed()) is not None:
+            self._changing = True
+            return name
+        self._point.put_back()
+        return None
+
+    def changing(self) -> None:
+        """Declare that the state changes from here until the next commit. Optimizers of the state do so by themselves.
+
+        For code that changes parameters in another way, such as a CUDA graph that includes the optimizer step. All
+        ranks call it at the same point. Like `Job.commit`, it may not return.
+        """
+        if self._guard is not None:
+            self._guard()
+        if not self._changing:
+            self._point.before_step()
+        self._changing = True
+
+    def watch_optimizers(self, guard: Callable[[], None] | None) -> None:
+        """Call `guard` before each optimizer step; it raises if the gradients must not be applied.
+
+        After an abort CUDA continues with queued work: gradients whose all-reduce was not seen to complete on this rank
+        have arbitrary contents. An exception from `guard` leaves the state consistent.
+        """
+        self._guard = guard
+        self._optimizers.refuses = guard is not None
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for part in self._parts.values():
+            for slot in part.slots():
+                if (tensor := slot.holder[slot.key]) is not None and not slot.is_buffer:
+                    yield slot.name, tensor
+            if isinstance(part, ValuePart):
+                leaves = pytree.tree_leaves(part.value)
+                yield from ((part.name, leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    def _prove(self) -> None:
+        """Check that the present contents can be encoded. An optimizer has its state after its first or second step."""
+        self._proven += 1
+        for part in self._parts.values():
+            if isinstance(part, ModulePart):
+                _refuse_sharded(part.name, part.value)
+        self.extra()
+        self.table()
+
+    # ── contents ────────────────────────────────────────────────────────────────────────────────────────────
+
+    @gc_pause.paused()
+    def tensors(self, extra: dict[str, Any] | None = None) -> list[tuple[TensorInfo, torch.Tensor]]:
+        """All tensors, detached, sharing storage with the state; the order is the same on every rank.
+
+        Weights that modules share (tied) appear once, under their first name. If `extra` is given, it is filled with
+        what `extra()` returns, from the same walk. Raises CannotEncodeError.
+        """
+        parts: dict[str, Any] | None = None if extra is None else {}
+        found, self._tied, self._described = self._walk(self._parts.values(), parts)
+        if extra is not None:
+            extra.update(self._with(parts))
+        return found
+
+    def _walk(
+        self, parts: Iterable[Part], extras: dict[str, Any] | None
+    ) -> tuple[list[tuple[TensorInfo, torch.Tensor]], dict[str, str], dict[str, Described]]:
+        """(the tensors of `parts`, tied names, descriptions by name); `extras` is filled by part."""
+        first: dict[object, str] = {}
+        tied: dict[str, str] = {}
+        found: list[tuple[TensorInfo, torch.Tensor]] = []
+        described: dict[str, Described] = {}
+        for part in parts:
+            if extras is None:
+                tensors = part.tensors()
+            else:
+                tensors, extras[part.name] = part.held()
+            module = isinstance(part, ModulePart)
+            for name, tensor in tensors:
+                was = self._described.get(name)
+                if was is None or not was.still(tensor):
+                    was = Described(name, tensor)
+                described[name] = was
+                if module and (known := first.setdefault(was.place(tensor), name)) != name:
+                    tied[name] = known
+                    continue
+                found.append((was.info, tensor.detach()))
+        return found, tied, described
+
+    def volatile(self) -> set[str]:
+        """Names of the tensors that may change other than in an optimizer step, such as buffers, which a forward
+        changes."""
+        optimizers = [part for part in self._parts.values() if isinstance(part, OptimizerPart)]
+        stepped = {id(p) for part in optimizers for group in part.groups() for p in group["params"]}
+        found = {name for part in self._parts.values() for name, t in part.tensors() if id(t) not in stepped}
+        for part in optimizers:
+            found = {name for name in found if not (name.startswith(f"{part.name}.") and ".state." in name)}
+        return found
+
+    def table(self) -> Table:
+        return tuple(info for info, _ in self.tensors())
+
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.table())
+
+    def extra(self) -> dict[str, Any]:
+        """Everything other than tensors, as JSON: hyper-parameters, schedules, plain values, the version.
+
+        Raises CannotEncodeError.
+        """
+        return self._with({name: part.extra() for name, part in self._parts.items()})
+
+    def _with(self, parts: dict[str, Any] | None) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "step": self._step,
+            "commit_generation": self._commit_generation,
+            "parts": parts,
+            "kinds": {name: part.kind for name, part in self._parts.items()},
+            "tied": self._tied,
+        }
+
+    # ── receiving a state ───────────────────────────────────────────────────────────────────────────────────
+
+    @gc_pause.paused()
+    def adopt(self, table: Table, extra: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Prepare to receive a state with this `table` and `extra`.
+
+        Returns the tensors to fill, in the order of `table`; call `filled()` once they are. The state is inconsistent
+        until then. Storage that fits is reused. Raises ValueError naming the first mismatch; the state is then unusable
+        unless the mismatch was found before anything was changed.
+        """
+        if extra.get("format") != FORMAT:
+            raise ValueError(f"the state that came has format {extra.get('format')}, this elastic reads {FORMAT}")
+        theirs = extra["parts"]
+        if list(theirs) != list(self._parts):
+            raise ValueError(f"this state has the parts {_listed(self._parts)}, the one that came {_listed(theirs)}")
+        by_part: dict[str, dict[str, TensorInfo]] = {name: {} for name in self._parts}
+        for info in table:
+            if (held := by_part.get(_part_of(info))) is None:
+                raise ValueError(f"{info.name} belongs to no part of this state: {_listed(self._parts)}")
+            held[info.name] = info
+        self._compare_modules(by_part, theirs)
+        self._whole = False
+        self._point.drop()
+        for name, part in self._parts.items():
+            part.adopt(by_part[name], theirs[name])
+        found = self.tensors()
+        _compare([info for info, _ in found], table)
+        self._coming = int(extra["commit_generation"]), int(extra["step"])
+        return [tensor for _, tensor in found]
+
+    def filled(self) -> None:
+        """All tensors have been filled: the state is complete, and at the step of the adopted one. Raises
+        RuntimeError without `adopt()`."""
+        if self._coming is None:
+            raise RuntimeError("filled() without adopt()")
+        for part in self._parts.values():
+            part.filled()
+        self._commit_generation, self._step = self._coming
+        self._coming = None
+        self._whole = True
+        self._changing = False
+        self._established = True
+
+    def establish(self, generation: int) -> None:
+        """Make what `setup` built here the job's state: it is about to be sent to all ranks."""
+        self._commit_generation = max(self._commit_generation, generation)
+        self._established = True
+
+    def to(self, device: torch.device | str) -> None:
+        """Move modules and optimizer state to `device`, for a standby that becomes active. Parameters keep their
+        identity; raises RuntimeError if they cannot."""
+        for part in self._parts.values():
+            part.to(torch.device(device))
+
+    def forget_gradients(self) -> None:
+        """`train` is about to be entered: drop what an interrupted step has left behind.
+
+        Gradients are dropped, as the next backward would add to them. From the second call on, the modules' `training`
+        and the parameters' `requires_grad` are reset to their values at the first call, as they are in a replacement.
+        """
+        for part in self._parts.values():
+            if isinstance(part.value, torch.nn.Module | torch.optim.Optimizer):
+                part.value.zero_grad(set_to_none=True)
+        if self._modes is None:
+            self._modes = Modes(self.modules())
+        self._modes.put_back()
+
+    def modules(self) -> list[torch.nn.Module]:
+        """The parts that are modules."""
+        return [part.value for part in self._parts.values() if isinstance(part.value, torch.nn.Module)]
+
+    def _compare_modules(self, by_part: Mapping[str, Mapping[str, TensorInfo]], extras: Mapping[str, Any]) -> None:
+        """Check that the modules' own tensors match the received ones, before anything is changed. Raises
+        ValueError."""
+        modules = [part for part in self._parts.values() if isinstance(part, ModulePart)]
+        ours: dict[str, Any] = {}
+        held, _, described = self._walk(modules, ours)
+        self._described.update(described)
+        made = tensors_named(list(ours.values()))
+        mine = [info for info, _ in held if info.name not in made]
+        made = tensors_named([extras[part.name] for part in modules])
+        _compare(mine, [info for part in modules for info in by_part[part.name].values() if info.name not in made])
+
+
+def _compare(mine: Sequence[TensorInfo], came: Sequence[TensorInfo]) -> None:
+    """Raises ValueError naming the first difference."""
+    if len(mine) == len(came) and all(map(operator.eq, mine, came)):
+        return
+    here, there = {info.name: info for info in mine}, {info.name: info for info in came}
+    for name in [*here, *there]:
+        if here.get(name) != there.get(name):
+            raise ValueError(
+                f"{name} is {_described(here.get(name))} here and {_described(there.get(name))} in the state "
+                f"that came: setup() must build the same on every rank"
+            )
+    raise ValueError("the tensors here are in another order than in the state that came")
+
+
+def _refuse_sharded(name: str, module: torch.nn.Module) -> None:
+    """Raises TypeError."""
+    kinds = {kind.__name__ for inner in module.modules() for kind in type(inner).__mro__}
+    found = next((kind for kind in ("FSDPModule", "FullyShardedDataParallel") if kind in kinds), "")
+    if not found:
+        found = "DTensor" if any(type(p).__name__ == "DTensor" for p in module.parameters()) else ""
+    if found:
+        raise TypeError(sharded_module(name, found))
+
+
+def _refuse_lazy(name: str, module: torch.nn.Module) -> None:
+    """Raises TypeError."""
+    held = [*module.named_parameters(), *module.named_buffers()]
+    if found := next((key for key, tensor in held if torch.nn.parameter.is_lazy(tensor)), ""):
+        raise TypeError(f"state.{name}.{found} has no shape yet: run one forward of the lazy module in setup()")
+
+
+def _part_of(info: TensorInfo) -> str:
+    return info.name.partition(".")[0]
+
+
+def _described(info: TensorInfo | None) -> str:
+    return "missing" if info is None else f"{info.dtype} {list(info.shape)}"
+
+
+def _listed(names: Mapping[str, Any]) -> str:
+    return ", ".join(names) or "nothing"

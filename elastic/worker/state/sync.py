@@ -1,0 +1,248 @@
+"""After a group has formed: find out which ranks have the state, and send it to all that do not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ...checkpoint.memcpy import device_type
+from ...contract.tensor_table import Table
+from .. import gc_pause
+from . import broadcast, pull
+from .state import State
+from .state_source import Choice, Offer, Version, choose, reached
+
+SavedVersions = Callable[[], tuple[Version | None, Version | None]]
+"""Returns (newest snapshot, newest checkpoint) that this rank could load; may take a while."""
+
+Load = Callable[[Literal["snapshot", "checkpoint"]], str]
+"""Load this rank's newest snapshot or checkpoint into the state (adopt, fill, filled). Returns a description, such
+as 'checkpoint step 40 at /ckpt/step-40'. Raises if nothing can be loaded."""
+
+_NONE: Version = (-1, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    step: int
+    source: str
+    """'live', 'snapshot …', 'checkpoint step 40 at PATH', 'setup'."""
+    seconds: float
+    nbytes: int
+    """Bytes received by this rank; 0 if it had the state."""
+    reason: str
+    """Reason for this source, as text."""
+    reached: int
+    """The newest step that any rank has a record of as committed."""
+
+
+class Head(msgspec.Struct, frozen=True):
+    """Header sent before the tensors."""
+
+    table: Table
+    extra: dict[str, Any]
+    source: str
+    devices: tuple[str, ...]
+    """Device type of each tensor: NCCL and gloo must not wait for each other."""
+    window: pull.Window
+    """Where ranks on the source's host can read the tensors."""
+
+
+def synchronise(
+    state: State,
+    *,
+    rank: int,
+    world_size: int,
+    restore: str = "newest",
+    generation: int = 0,
+    saved: SavedVersions | None = None,
+    load: Load | None = None,
+    known_step: int = 0,
+    known_commit: Version = (0, 0),
+    check: Callable[[], None] = lambda: None,
+) -> Synced:
+    """Make every rank's `state` the newest there is, over torch's default group. All ranks call it.
+
+    `saved` returns the versions that `load` could load on this rank; it is called only if no rank's live state
+    qualifies, and must be given on all ranks or none. `known_step`: step of the newest checkpoint that the job is known
+    to have had. `known_commit`: version of the newest commit that this rank's agent has a record of. `check` raises
+    once the group was aborted.
+
+    If this raises half-way, `state.clean()` is False and the rank needs the state from another one. Raises NoStateError
+    (StateLostError: on all ranks), ValueError (this rank's model differs), broadcast.CorruptError, and what `load`
+    raises.
+    """
+    begun_s = time.monotonic()
+    mine = Offer(
+        rank=rank,
+        version=state.version,
+        clean=state.clean(),
+        established=state.established,
+        known_step=known_step,
+        reached=known_commit,
+    )
+    offers = _gather(mine, world_size)
+    # Live state of an older generation may belong to a node that was partitioned while the others trained on and saved.
+    alive = restore == "newest" and any(
+        offer.clean and offer.established and offer.version[0] >= generation - 1 for offer in offers
+    )
+    if saved is not None and not alive:
+        snapshot, checkpoint = saved()
+        check()
+        offers = _gather(msgspec.structs.replace(mine, snapshot=snapshot, checkpoint=checkpoint), world_size)
+    choice = choose(offers, restore)
+    with gc_pause.paused():
+        source, nbytes = _bring(state, choice, rank, generation, load, check)
+    check()
+    seconds = time.monotonic() - begun_s
+    return Synced(
+        step=state.step,
+        source=source,
+        seconds=seconds,
+        nbytes=nbytes,
+        reason=choice.reason,
+        reached=reached(offers),
+    )
+
+
+def _gather(mine: Offer, world_size: int) -> list[Offer]:
+    snapshot, checkpoint = mine.snapshot or _NONE, mine.checkpoint or _NONE
+    numbers = [*mine.version, int(mine.clean), int(mine.established), mine.known_step, *mine.reached]
+    numbers += [*snapshot, *checkpoint]
+    if world_size == 1:
+        return [mine]
+    device = broadcast.control_device()
+    sent = torch.tensor(numbers, dtype=torch.int64, device=device)
+    rows = [torch.empty_like(sent) for _ in range(world_size)]
+    dist.all_gather(rows, sent)
+    return [_offer(rank, row.tolist()) for rank, row in enumerate(rows)]
+
+
+def _offer(rank: int, numbers: Sequence[int]) -> Offer:
+    generation, step, clean, established, known_step, reached_in, reached_step, *kept = numbers
+    snapshot, checkpoint = (kept[0], kept[1]), (kept[2], kept[3])
+    return Offer(
+        rank=rank,
+        version=(generation, step),
+        clean=bool(clean),
+        established=bool(established),
+        known_step=known_step,
+        reached=(reached_in, reached_step),
+        snapshot=None if snapshot == _NONE else snapshot,
+        checkpoint=None if checkpoint == _NONE else checkpoint,
+    )
+
+
+def _bring(
+    state: State, choice: Choice, rank: int, generation: int, load: Load | None, check: Callable[[], None]
+) -> tuple[str, int]:
+    """Returns (description of the source, bytes received by this rank)."""
+    said: str = choice.kind
+    if rank == choice.source:
+        if choice.kind == "setup":
+            state.establish(generation)
+        elif choice.kind != "live":
+            if load is None:
+                raise AssertionError("a rank without `load` offers nothing to load")
+            said = load(choice.kind)
+    elif rank not in choice.needs:
+        return said, 0
+    if rank == choice.source:
+        if choice.needs:
+            _give(state, said, choice, check)
+        return said, 0
+    return _take(state, choice, rank, check)
+
+
+def _give(state: State, said: str, choice: Choice, check: Callable[[], None]) -> None:
+    extra: dict[str, Any] = {}
+    held = state.tensors(extra)
+    tensors = [tensor for _, tensor in held]
+    devices = tuple(device_type(tensor) for tensor in tensors)
+    with pull.open_to_readers(tensors) as window:
+        head = Head(tuple(info for info, _ in held), extra, said, devices, window)
+        broadcast.send_bytes(msgspec.json.encode(head), choice.needs[0])
+        readers = [bool(_number(source=rank)) for rank in choice.needs]
+        for rank in choice.needs:
+            broadcast.exchange(torch.tensor(readers, dtype=torch.int64), target=rank)
+        dense, rest = _split(tensors, window)
+        _relay(rest, (choice.source, *choice.needs), choice.source, check)
+        waiting = [rank for rank, reads in zip(choice.needs, readers, strict=True) if not reads]
+        _relay(dense, (choice.source, *waiting), choice.source, check)
+        reading = [rank for rank in choice.needs if rank not in waiting]
+        if reading:
+            digests = torch.tensor(pull.digests(dense, check), dtype=torch.int64)
+            for rank in reading:
+                broadcast.exchange(digests, target=rank)
+            for rank in reading:
+                _number(source=rank)  # until that rank has read everything, nothing here may change
+    check()
+
+
+def _take(state: State, choice: Choice, rank: int, check: Callable[[], None]) -> tuple[str, int]:
+    chain = (choice.source, *choice.needs)
+    previous, following = _neighbours(chain, rank)
+    assert previous is not None
+    raw = broadcast.receive_bytes(previous)
+    broadcast.send_bytes(raw, following)
+    head = msgspec.json.decode(raw, type=Head)
+    reads = pull.can_read(head.window)
+    broadcast.exchange(torch.tensor([int(reads)]), target=choice.source)
+    readers = torch.zeros(len(choice.needs), dtype=torch.int64)
+    broadcast.exchange(readers, source=choice.source)
+    tensors = _adopt(state, head)
+    dense, rest = _split(tensors, head.window)
+    _relay(rest, chain, rank, check)
+    if reads:
+        addresses = [address for address in head.window.addresses if address]
+        mine = torch.tensor(pull.pull(dense, addresses, head.window.pid, check), dtype=torch.int64)
+        theirs = torch.empty_like(mine)
+        broadcast.exchange(theirs, source=choice.source)
+        broadcast.exchange(torch.ones(1, dtype=torch.int64), target=choice.source)
+        broadcast.compare(mine, theirs)
+    else:
+        waiting = [r for r, flag in zip(choice.needs, readers.tolist(), strict=True) if not flag]
+        _relay(dense, (choice.source, *waiting), rank, check)
+    check()
+    state.filled()
+    return head.source, sum(info.nbytes for info in head.table)
+
+
+def _adopt(state: State, head: Head) -> list[torch.Tensor]:
+    tensors = state.adopt(head.table, head.extra)
+    for info, tensor, device in zip(head.table, tensors, head.devices, strict=True):
+        if device_type(tensor) != device:
+            raise ValueError(f"{info.name} lies on {tensor.device.type} here and on {device} at the source")
+    return tensors
+
+
+def _split(tensors: Sequence[torch.Tensor], window: pull.Window) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Returns (tensors that can be read from the source's memory, the others)."""
+    dense: list[torch.Tensor] = []
+    rest: list[torch.Tensor] = []
+    for tensor, address in zip(tensors, window.addresses, strict=True):
+        (dense if address else rest).append(tensor)
+    return dense, rest
+
+
+def _relay(tensors: Sequence[torch.Tensor], chain: Sequence[int], rank: int, check: Callable[[], None]) -> None:
+    previous, following = _neighbours(chain, rank)
+    if len(chain) > 1 and any(tensor.numel() for tensor in tensors):
+        broadcast.relay(tensors, previous=previous, following=following, check=check)
+
+
+def _neighbours(chain: Sequence[int], rank: int) -> tuple[int | None, int | None]:
+    place = chain.index(rank)
+    return chain[place - 1] if place else None, chain[place + 1] if place + 1 < len(chain) else None
+
+
+def _number(*, source: int) -> int:
+    number = torch.zeros(1, dtype=torch.int64)
+    broadcast.exchange(number, source=source)
+    return int(number)

@@ -1,0 +1,43 @@
+"""What an agent says it does before its workers are at work."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+from support.jobs import generation, place
+
+from elastic.agent.status import doing
+from elastic.contract.spec import JobSpec
+from elastic.contract.timeouts import Timeouts
+from elastic.recovery.membership import Limits
+from elastic.recovery.model import Agent, Policy, Worker
+from elastic.recovery.transitions import Stage
+
+
+def agent(*stages: Stage, crashes: int = 0) -> Agent:
+    spec = JobSpec(name="j", script="/t.py")
+    policy = Policy(
+        node="a", incarnation="i", host="h", port=1, slots=2, limits=Limits(1, 1, 0.0), shrink=False, standbys=0,
+        managed=True, spec=spec, timeouts=Timeouts(),
+    )  # fmt: skip
+    workers = {
+        slot: Worker(slot=slot, worker_id=slot + 1, stage=stage, since_s=0.0, deadline_s=0.0, crashes=crashes)
+        for slot, stage in enumerate(stages)
+    }
+    return replace(Agent(policy), workers=workers, generation=generation(3, [place("a", 0, 1)]))
+
+
+@pytest.mark.parametrize(
+    ("seen", "zygote_up", "said"),
+    [
+        (agent(Stage.STARTING, Stage.STARTING), False, "importing torch and the script's modules"),
+        (agent(Stage.STARTING, Stage.STARTING), True, "running the script up to the end of setup in slots 0, 1"),
+        (agent(Stage.READY, Stage.STARTING), True, "running the script up to the end of setup in slot 1"),
+        (agent(Stage.FORMING, Stage.FORMING), True, "forming the group of generation 3"),
+        (agent(Stage.RUNNING, Stage.RUNNING), True, ""),
+        (agent(Stage.RUNNING, Stage.GONE, crashes=3), True, "pausing before the next start in slot 1"),
+        (agent(Stage.RUNNING, Stage.GONE), True, ""),
+    ],
+)
+def test_doing(seen: Agent, zygote_up: bool, said: str) -> None:
+    assert doing(seen, zygote_up) == said

@@ -1,0 +1,34 @@
+"""The last lines of a worker's log, from its file to the incident."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.jobs import generation, place
+
+from elastic.agent.worker_error import LAST_LINES, LINE_CHARS, last_lines
+from elastic.contract.records import BrokenRecord
+from elastic.recovery.incident import Incident, drawn
+
+
+def test_last_lines_end_before_the_traceback_and_are_bounded(tmp_path: Path) -> None:
+    log = tmp_path / "slot0.log"
+    log.write_text(
+        "".join(f"step {i}\n\n" for i in range(50)) + "y" * 999 + "\nTraceback (most recent call last):\n  x\n"
+    )
+    lines = last_lines(str(log))
+    assert len(lines) == LAST_LINES
+    assert lines[-2:] == ("step 49", "y" * LINE_CHARS)
+    log.write_bytes(b"\0\0ok\xff\n")
+    assert last_lines(str(log)) == ("ok\ufffd",)
+    assert last_lines(str(tmp_path / "absent")) == ()
+
+
+def test_incident_has_the_last_lines_of_the_first_report_that_has_any() -> None:
+    formed = generation(1, [place("a", 0), place("b", 0)])
+    comm = BrokenRecord(generation=1, node="a", kind="comm", detail="closed")
+    death = BrokenRecord(
+        generation=1, node="b", kind="exit", detail="killed by SIGSEGV", slots=(0,), ranks=(1,), last_lines=("bye",)
+    )
+    incident = Incident(key=2, generations=(formed,), began_s=0.0).with_report(comm).with_report(death)
+    assert drawn(incident, counted=True).last_lines == ("bye",)

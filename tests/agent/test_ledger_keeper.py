@@ -1,0 +1,158 @@
+"""The ledger as an agent keeps it: what its stages mean, and how it goes from one agent to the next."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import msgspec
+import pytest
+from support.jobs import generation, member, place, view
+
+from elastic.agent.ledger import LedgerKeeper
+from elastic.contract.beat import PAGE_BYTES, Beat, BeatPage, Doing
+from elastic.contract.ledger import Bucket, Ledger
+from elastic.contract.records import Phase, ProgressRecord
+from elastic.contract.spec import JobSpec
+from elastic.contract.timeouts import Timeouts
+from elastic.recovery.events import Tick, WorkerFormed
+from elastic.recovery.ledger_view import seen
+from elastic.recovery.membership import Limits
+from elastic.recovery.model import Agent, Policy, Worker
+from elastic.recovery.transitions import Stage
+
+
+def agent(*stages: Stage, number: int = 2, node: str = "a", **facts: object) -> Agent:
+    """Of node a, with a worker in each of `stages`; its job has nodes a and b."""
+    policy = Policy(
+        node=node, incarnation=f"{node}.1", host=node, port=1, slots=2, limits=Limits(2, 2, 0.0), shrink=False,
+        standbys=0, managed=True, spec=JobSpec(name="job", script="x.py"), timeouts=Timeouts(),
+    )  # fmt: skip
+    formed = generation(number, [place("a", 0, 1), place("b", 0, 1)]) if number else None
+    workers = {slot: Worker(slot=slot, worker_id=slot + 1, stage=stage) for slot, stage in enumerate(stages)}
+    return msgspec.structs.replace(
+        Agent(policy, view=view(member("a"), member("b"), formed=formed), generation=formed, workers=workers), **facts
+    )
+
+
+@pytest.mark.parametrize(
+    ("seen_agent", "bucket"),
+    [
+        (agent(Stage.STARTING, number=0), Bucket.SETUP),
+        (agent(Stage.FORMING, number=1), Bucket.SETUP),
+        (agent(Stage.RUNNING, number=1), Bucket.STEPPING),
+        (agent(Stage.RUNNING, Stage.STOPPING_AT_STEP), Bucket.STEPPING),
+        (agent(Stage.ABORTING, Stage.READY, broken=2), Bucket.ABORT),
+        (agent(Stage.READY, Stage.STARTING, broken=2), Bucket.FORM),
+        (agent(Stage.FORMING, Stage.STARTING), Bucket.FORM),
+        (agent(Stage.DONE, Stage.DONE), Bucket.IDLE),
+        (agent(Stage.RUNNING, Stage.DONE), Bucket.STEPPING),
+        (agent(Stage.READY, broken=2, below_min=True), Bucket.WAITING),
+        (agent(Stage.READY, node="c"), Bucket.FORM),
+    ],
+)
+def test_what_a_job_does_follows_from_the_stages_of_the_workers(seen_agent: Agent, bucket: Bucket) -> None:
+    assert seen(seen_agent, syncing=False).bucket is bucket
+
+
+def test_the_last_steps_are_those_of_the_workers_that_are_done() -> None:
+    done = agent(Stage.DONE, step=8)
+    last = msgspec.structs.replace(done.workers[0], step=10)
+    assert seen(msgspec.structs.replace(done, workers={0: last}), syncing=False).step == 10
+
+
+def test_an_agent_knows_when_its_process_began() -> None:
+    with subprocess.Popen([sys.executable, "-c", READ], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        began_s = time.time()
+        assert child.stdin is not None
+        child.stdin.write(b"x")
+        told, _ = child.communicate(timeout=60)
+    assert float(told) <= began_s + 0.02
+
+
+READ = "import sys; sys.stdin.read(1); from elastic.agent.ledger import began_wall_s; print(began_wall_s())"
+
+
+def test_a_formed_group_exchanges_its_state_until_the_workers_run() -> None:
+    assert seen(agent(Stage.FORMING), syncing=True).bucket is Bucket.SYNC
+    assert seen(agent(Stage.RUNNING), syncing=True).bucket is Bucket.STEPPING
+
+
+def test_a_job_without_its_nodes_waits_for_them_and_needs_so_many_ranks() -> None:
+    alone = msgspec.structs.replace(agent(Stage.READY, number=0), view=view(member("a")))
+    assert seen(alone, syncing=False).bucket is Bucket.WAITING
+    assert seen(alone, syncing=False).ranks == 4
+    both = msgspec.structs.replace(agent(Stage.READY, number=0), view=view(member("b")))
+    assert seen(both, syncing=False).bucket is Bucket.SETUP, "this node has not seen its own key yet"
+
+
+def test_the_ranks_of_a_job_that_is_over_are_idle() -> None:
+    over = agent(Stage.RUNNING)
+    stopping = view(member("a"), formed=over.generation, phase=Phase.STOPPING)
+    assert seen(msgspec.structs.replace(over, view=stopping), syncing=False).bucket is Bucket.IDLE
+
+
+def with_ledger(known: Agent, ledger: Ledger) -> Agent:
+    picture = view(member("a"), member("b"), formed=known.generation)
+    progress = ProgressRecord(generation=2, world_size=4, step=9, steps_per_s=1.0, loss=None, wall_s=1.0, ledger=ledger)
+    object.__setattr__(picture, "progress", progress)
+    return msgspec.structs.replace(known, view=picture)
+
+
+def test_a_keeper_counts_from_the_submission_of_the_job_on() -> None:
+    keeper, now_s = LedgerKeeper(time.time() - 100, time.time() - 30), time.monotonic()
+    keeper.turned(Tick(), agent(Stage.STARTING, number=0), now_s)
+    ledger = keeper.published(agent(Stage.RUNNING))
+    assert ledger.ranks_ms == pytest.approx({"waiting": 280_000, "setup": 120_000}, abs=20_000)
+    assert ledger.by == "a.1"
+
+
+def test_a_keeper_continues_the_ledger_of_the_leader_and_not_its_own_as_etcd_shows_it() -> None:
+    now_s, runs = time.monotonic(), agent(Stage.RUNNING, step=9)
+    until_ms = int(time.time() * 1000)
+    theirs = Ledger(until_ms=until_ms, ranks_ms={"stepping": 5_000_000}, wall_ms=1_250_000, step=9, by="b.1")
+    keeper = LedgerKeeper(time.time(), 0.0)
+    keeper.turned(Tick(), with_ledger(runs, theirs), now_s + 1)
+    keeper.turned(Tick(), with_ledger(msgspec.structs.replace(runs, step=10), theirs), now_s + 2)
+    ours = keeper.published(runs)
+    assert ours.ranks_ms["stepping"] == pytest.approx(5_008_000, abs=500), "two seconds of four ranks"
+    old = msgspec.structs.replace(theirs, ranks_ms={}, by="a.1")
+    keeper.turned(Tick(), with_ledger(runs, old), now_s + 3)
+    assert keeper.published(runs).ranks_ms["stepping"] >= ours.ranks_ms["stepping"]
+
+
+def test_the_time_in_which_no_agent_ran_was_spent_waiting() -> None:
+    theirs = Ledger(until_ms=int(time.time() * 1000) - 100_000, step=9, by="b.1")
+    keeper, now_s = LedgerKeeper(time.time() - 500, time.time() - 10), time.monotonic()
+    forming = agent(Stage.FORMING)
+    keeper.turned(Tick(), forming, now_s)
+    keeper.turned(Tick(), with_ledger(forming, theirs), now_s)
+    keeper.turned(Tick(), with_ledger(forming, theirs), now_s)
+    assert keeper.published(forming).ranks_ms == pytest.approx({"waiting": 360_000, "form": 40_000}, abs=4_000)
+
+
+def test_a_keeper_books_the_mean_of_what_its_workers_stood_still_for_a_snapshot() -> None:
+    def beat(saving_s: float, stall_s: float) -> Beat:
+        page = BeatPage(memoryview(bytearray(PAGE_BYTES)))
+        page.clear(0.0)
+        page.write(Doing.SAVING, 0.0)
+        page.write(Doing.COMPUTING, saving_s)
+        page.waited(stall_s=stall_s)
+        return page.read()
+
+    keeper, now_s = LedgerKeeper(time.time(), 0.0), time.monotonic()
+    keeper.turned(Tick(), agent(Stage.RUNNING, step=3), now_s)
+    keeper.looked({1: beat(0.2, 0.1), 2: beat(0.1, 0.0)})
+    keeper.turned(Tick(), agent(Stage.RUNNING, step=4), now_s + 1)
+    assert keeper.published(agent(Stage.RUNNING)).ranks_ms == {"checkpoint": 800, "stepping": 3200}
+
+
+def test_the_exchange_of_state_begins_when_a_worker_reports_its_group() -> None:
+    keeper, now_s = LedgerKeeper(time.time(), 0.0), time.monotonic()
+    forming = agent(Stage.FORMING)
+    keeper.turned(Tick(), forming, now_s)
+    keeper.turned(WorkerFormed(0, 1, 2), forming, now_s + 1)
+    keeper.turned(Tick(), forming, now_s + 3)
+    booked = keeper.published(forming).ranks_ms
+    assert (booked["form"], booked["sync"]) == (4000, 8000)

@@ -1,0 +1,67 @@
+"""The agent's sockets are on the node's address only, and in the range of ports that a firewall opens."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import pytest
+from support.etcd_server import free_ports
+from torch._C._distributed_c10d import TCPStore
+
+from elastic.agent.listening import listen
+from elastic.agent.peers import Peers
+from elastic.agent.store import Stores
+
+HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"
+"""Two addresses of this host, as those of two networks."""
+
+
+def answers(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(5)
+        return probe.connect_ex((host, port)) == 0
+
+
+def test_a_store_is_reached_by_the_nodes_address_only() -> None:
+    stores = Stores(HERE, HERE)
+    try:
+        host, port = stores.open(1)
+        assert (answers(HERE, port), answers(ELSEWHERE, port)) == (True, False)
+        client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+        client.set("k", "v")
+        stores.client(1, host, port).set("own", "v")
+        assert client.get("agents/1/own") == b"v"
+    finally:
+        stores.close()
+
+
+def test_other_agents_reach_the_agent_by_the_nodes_address_only() -> None:
+    peers = Peers("one", lambda *_: None, listener=listen(HERE))
+    try:
+        assert (answers(HERE, peers.port), answers(ELSEWHERE, peers.port)) == (True, False)
+    finally:
+        peers.start()
+        peers.close()
+
+
+@pytest.mark.parametrize("address", ["203.0.113.1", "localhost", ""])
+def test_an_address_that_this_host_does_not_have_means_every_address(address: str) -> None:
+    with listen(address) as made:
+        port = made.getsockname()[1]
+        assert answers(HERE, port)
+        assert answers(ELSEWHERE, port)
+
+
+def test_ports_are_taken_from_the_range_until_none_is_free() -> None:
+    (first,) = free_ports(1)
+    held = [listen(HERE, (first, first + 2)) for _ in range(3)]
+    try:
+        outside = listen(HERE, (first, first + 2))
+        held.append(outside)
+        taken = [made.getsockname()[1] for made in held]
+        assert sum(first <= port <= first + 2 for port in taken) >= 2, "one may have been taken by another program"
+        assert not first <= taken[-1] <= first + 2
+    finally:
+        for made in held:
+            made.close()

@@ -1,0 +1,62 @@
+"""Accelerate's loop under real agents: workers die at every place of it, and the result is that of a run without."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+from support.agents import Job
+from support.wait import eventually
+
+from elastic.contract.records import Phase
+
+SCRIPT = pathlib.Path(__file__).parent / "scripts" / "accelerate_loop.py"
+
+pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
+
+KILLS = ("forward:1:4", "backward:0:7", "evaluation:1:11", "optimizer:0:17", "evaluation:0:22", "backward:1:27")
+
+
+def run(*, workers: int = 2, kills: tuple[str, ...] = (), **args: Any) -> dict[str, Any]:
+    given = {"record": "record", "kill": ",".join(kills), **args}
+    with Job(nodes="1", workers=workers, script=SCRIPT, args=given) as job:
+        over = eventually(lambda: job.state().phase.over and job.state(), 150.0, "the job is over", every_s=0.2)
+        assert over.phase is Phase.SUCCEEDED, over.reason
+        eventually(lambda: sum("final" in line for line in job.lines()) == workers, 30.0, "what follows run() is done")
+        lines = job.lines()
+        log = [json.loads(line) for line in (job.folder / "n0" / "agent.log").read_text().splitlines()]
+        return {
+            "finals": {line["rank"]: line for line in lines if "final" in line},
+            "killed": sorted(f"{line['killed']}:{line['rank']}:{line['step']}" for line in lines if "killed" in line),
+            "pids": {line["pid"] for line in lines if "world_size" in line},
+            "scores": {line["epoch"]: (line["hits"], line["total"]) for line in lines if "hits" in line},
+            "incidents": [(i.steps_lost, i.restored_from) for i in job.incidents() if i.kind != "late exit"],
+            "ended": [e for e in log if e["event"] in ("worker.kill", "worker.failed", "zygote.unfit")],
+        }
+
+
+@pytest.mark.timeout(400)
+def test_a_loop_survives_a_death_at_every_place() -> None:
+    whole, ran = run(), run(kills=KILLS)
+    assert ran["killed"] == sorted(KILLS)
+    assert ran["incidents"] == [(0, "live")] * len(KILLS)
+    assert not ran["ended"]
+    assert len(ran["pids"]) == 2 + len(KILLS)  # one more process for each that died: no survivor was replaced
+    assert whole["scores"].keys() == {0, 1, 2}
+    assert whole["scores"][2][0] > 50
+    assert ran["scores"] == whole["scores"]  # an evaluation that was interrupted is done again
+    for rank in (0, 1):
+        for key in ("final", "at", "rate"):
+            assert ran["finals"][rank][key] == whole["finals"][rank][key]
+
+
+@pytest.mark.timeout(400)
+def test_a_step_is_the_same_in_any_world() -> None:
+    """500 samples in steps of 48: no world divides the last of an epoch."""
+    ran = {workers: run(workers=workers, dropout=0.0, epochs=2)["finals"][0] for workers in (1, 2, 3)}
+    assert {final["at"] for final in ran.values()} == {22}
+    assert {tuple(final["rate"]) for final in ran.values()} == {tuple(ran[1]["rate"])}
+    assert ran[2]["norm"] == pytest.approx(ran[1]["norm"], rel=1e-6)
+    assert ran[3]["norm"] == pytest.approx(ran[1]["norm"], rel=1e-6)

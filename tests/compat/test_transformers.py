@@ -1,0 +1,117 @@
+"""A Trainer under real agents: workers die at every place of its loop, and the result is that of a run without."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+from support.agents import Job
+from support.wait import eventually
+
+from elastic.contract.records import Phase
+
+SCRIPT = pathlib.Path(__file__).parent / "scripts" / "hf_trainer.py"
+
+pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
+
+KILLS = (
+    "forward:1:4",
+    "backward:0:7",
+    "evaluation:1:10",
+    "clipped:1:14",
+    "optimizer:0:17",
+    "save:0:20",
+    "backward:1:27",
+)
+
+
+class Ran:
+    """What a job wrote down, once it was over."""
+
+    def __init__(self, job: Job) -> None:
+        lines = job.lines()
+        self.finals = {line["rank"]: line for line in lines if "final" in line}
+        self.killed = [(line["killed"], line["rank"], line["step"]) for line in lines if "killed" in line]
+        self.steps = [line for line in lines if "world_size" in line]
+        self.pids = {line["pid"] for line in self.steps}
+        log = (job.folder / "n0" / "agent.log").read_text().splitlines()
+        events = [json.loads(line) for line in log if line.startswith("{")]
+        self.replaced = [event for event in events if event["event"] in ("worker.kill", "worker.failed")]
+        """Workers that the agent ended, or that ended themselves."""
+        self.zygotes = [event for event in events if event["event"].startswith("zygote.")]
+        self.incidents = [i for i in job.incidents() if i.kind != "late exit"]
+        self.left_behind = [path.name for path in job.record.glob("elastic-*")]
+
+
+def run(*, workers: int = 2, kills: tuple[str, ...] = (), more: dict[str, Any] | None = None, **args: Any) -> Ran:
+    given = {"record": "record", "kill": ",".join(kills), "more": json.dumps(more or {}), **args}
+    with Job(nodes="1", workers=workers, script=SCRIPT, args=given) as job:
+        over = eventually(lambda: job.state().phase.over and job.state(), 200.0, "the job is over", every_s=0.2)
+        assert over.phase is Phase.SUCCEEDED, over.reason
+        eventually(
+            lambda: sum("final" in line for line in job.lines()) == workers, 30.0, "what follows train() is done"
+        )
+        return Ran(job)
+
+
+def check_recovered(ran: Ran, whole: Ran, kills: tuple[str, ...], workers: int = 2) -> None:
+    """Every kill was done, lost no step and no survivor, and the result is that of the undisturbed run."""
+    assert sorted(ran.killed) == sorted((p, int(r), int(s)) for p, r, s in (k.split(":") for k in kills))
+    assert len(ran.incidents) == len(kills), ran.incidents
+    assert [(i.steps_lost, i.restored_from) for i in ran.incidents] == [(0, "live")] * len(kills), ran.incidents
+    assert not ran.replaced, ran.replaced
+    assert [e["event"] for e in ran.zygotes] == ["zygote.up"], ran.zygotes  # fit to fork, with the framework in it
+    assert "elastic.integrations.transformers" in ran.zygotes[0]["preloaded"]
+    assert not ran.left_behind, "temporary files of workers that were killed"
+    assert len(ran.pids) == workers + len(kills)  # one more process for each that died: no survivor was replaced
+    for rank, final in whole.finals.items():
+        for key in ("final", "at", "best", "patience", "saves"):
+            assert ran.finals[rank][key] == final[key], (rank, key)
+    assert ran.finals.keys() == whole.finals.keys() == set(range(workers))
+
+
+@pytest.mark.timeout(500)
+def test_a_trainer_survives_a_death_at_every_place_of_its_loop() -> None:
+    whole, ran = run(), run(kills=KILLS)
+    check_recovered(ran, whole, KILLS)
+    ours, theirs = ran.finals[0]["history"], whole.finals[0]["history"]
+    assert [line.keys() for line in ours] == [line.keys() for line in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        # The part of a window's training loss that a dead rank had is taken from the others.
+        assert {k: v for k, v in mine.items() if "loss" not in k or k == "eval_loss"} == {
+            k: v for k, v in other.items() if "loss" not in k or k == "eval_loss"
+        }
+        assert mine.get("loss", 0.0) == pytest.approx(other.get("loss", 0.0), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("lora", {}),
+        ("stream", {}),
+        ("seq2seq", {}),
+        ("causal", {"bf16": True, "lr_scheduler_type": "reduce_lr_on_plateau", "weight_decay": 0.1}),
+        ("causal", {"train_sampling_strategy": "group_by_length", "dataloader_num_workers": 1, "eval_steps": 5,
+                    "save_strategy": "epoch", "eval_strategy": "epoch", "logging_strategy": "epoch"}),
+    ],
+    ids=["lora", "stream", "seq2seq", "bf16-plateau", "by-length-epochs"],
+)  # fmt: skip
+@pytest.mark.timeout(500)
+def test_a_trainer_recovers_with_other_models_data_and_schedules(kind: str, more: dict[str, Any]) -> None:
+    kills = ("evaluation:0:10", "backward:1:12")
+    whole = run(kind=kind, more=more, steps=20)
+    check_recovered(run(kind=kind, more=more, steps=20, kills=kills), whole, kills)
+
+
+@pytest.mark.timeout(500)
+def test_a_token_weighted_step_is_the_same_in_any_world() -> None:
+    """150 samples of different length, in steps of 16: no world divides the last of an epoch."""
+    ran = {workers: run(workers=workers, steps=12, batch=16, dropout=0.0) for workers in (1, 2, 3)}
+    norms = {workers: r.finals[0]["norm"] for workers, r in ran.items()}
+    losses = {w: [line["loss"] for line in r.finals[0]["history"] if "loss" in line] for w, r in ran.items()}
+    assert norms[2] == pytest.approx(norms[1], rel=1e-6)
+    assert norms[3] == pytest.approx(norms[1], rel=1e-6)
+    assert losses[2] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[3] == pytest.approx(losses[1], rel=1e-4)

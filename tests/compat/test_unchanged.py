@@ -1,0 +1,38 @@
+"""Scripts that know nothing of elastic: a killed worker is replaced sooner than by stock torchrun in the same run, and
+they resume by their own means."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from support.source import ROOT
+
+pytestmark = [pytest.mark.etcd, pytest.mark.chaos, pytest.mark.long, pytest.mark.timeout(600)]
+
+FOLDER = pathlib.Path(__file__).parent / "scripts" / "unchanged"
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*_*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_unchanged_script_survives_a_killed_worker_sooner_than_under_torchrun(
+    script: str, tmp_path: pathlib.Path
+) -> None:
+    if "lightning" in (FOLDER / f"{script}.py").read_text() and importlib.util.find_spec("lightning") is None:
+        pytest.skip("lightning is not installed: make test-compat")
+    found = tmp_path / "found.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "unchanged.py"), "--only", script, "--json", str(found)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours, stock = json.loads(found.read_text())
+    assert (ours["launcher"], stock["launcher"]) == ("elasticd", "torchrun")
+    assert ours["seconds"] is not None, done.stdout
+    assert 0 < ours["again"] <= 20, "back to the script's own last checkpoint"
+    if stock["seconds"] is not None:  # torchrun does not always recover
+        assert ours["final"] == stock["final"]
+        assert ours["again"] == stock["again"]
+        assert ours["seconds"] < stock["seconds"]

@@ -1,0 +1,37 @@
+"""What a node publishes of its agents that are not at work yet."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from elastic.contract.agent_files import AgentStatus
+from elasticd.reconcile import agent_rows, worker_rows
+
+
+def status(**facts: object) -> AgentStatus:
+    base = {"pid": 1, "incarnation": "i", "job": "j", "node": "a", "phase": "forming", "reason": "", "leader": False}
+    return msgspec.convert(base | {"generation": 0, "etcd_ok": True, "written_wall_s": 9.0} | facts, AgentStatus)
+
+
+@pytest.mark.parametrize(
+    ("known", "rows"),
+    [
+        (None, [("importing torch in a new agent", 500.0)]),
+        (status(phase="joining", etcd_ok=False, reason="etcd does not answer: refused"),
+         [("waiting (etcd does not answer: refused)", 500.0)]),
+        (status(doing="running the script", doing_since_wall_s=507.5), [("running the script", 507.5)]),
+        (status(phase="running"), []),
+    ],
+)  # fmt: skip
+def test_agent_rows(known: AgentStatus | None, rows: list[tuple[str, float]]) -> None:
+    assert [(row.doing, row.since_wall_s) for row in agent_rows({"j": (known, 500.04)})] == rows
+
+
+def test_whatever_a_user_writes_fits_into_the_record_of_the_node() -> None:
+    row = {"rank": 0, "node": "a", "slot": 0, "pid": 7, "phase": "running", "step": 0, "incarnation": 0}
+    hostile = status(doing="x" * 3_000_000, ranks=[row | {"pid": 10**4000}, *[row] * 50_000])
+    waits = status(phase="joining", etcd_ok=False, reason="x" * 3_000_000)
+    assert len(msgspec.json.encode(worker_rows({"j": hostile}))) < 10_000
+    assert len(msgspec.json.encode(agent_rows({"j": (hostile, 0.0), "k": (waits, 0.0)}))) < 1_000
+    assert [row.pid for row in worker_rows({"j": status(ranks=[row])})] == [7]

@@ -1,0 +1,216 @@
+"""Questions between daemons through etcd: each is answered once, within bounds, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from typing import cast
+
+import msgspec
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_etcd import FakeClient, FakeServer
+from support.wait import eventually
+
+from elastic.etcd.client import Etcd, EtcdUnavailable
+from elasticd import asks
+from elasticd.api.remote_answers import ANSWERED
+from elasticd.asks import (
+    FRESH_S,
+    MAX_BYTES,
+    PIECE_BYTES,
+    AnswerQueue,
+    Ask,
+    Asker,
+    User,
+    asks_of,
+    genuine,
+    joined,
+    pieces,
+    sealed,
+)
+from elasticd.errors import Refused
+
+LOG = structlog.get_logger()
+KEY = b"k" * 32
+ADA = User(name="ada", uid=1000, admin=False)
+
+
+@given(body=st.binary(max_size=100), size=st.integers(1, 30))
+def test_an_answer_is_whole_whatever_the_order_of_its_pieces(body: bytes, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asks, "PIECE_BYTES", size)
+        cut = dict(enumerate(pieces("x", 200, body, KEY)))
+    arrived: dict[int, bytes] = {}
+    for number in reversed(cut):
+        assert joined("x", arrived, KEY) is None
+        arrived[number] = cut[number]
+    assert joined("x", arrived, KEY) == (200, body)
+
+
+def test_an_answer_that_is_too_large_becomes_a_refusal() -> None:
+    status, body = joined("x", dict(enumerate(pieces("x", 200, b"x" * (MAX_BYTES + 1), KEY))), KEY) or (0, b"")
+    assert status == 413
+    assert "ask for less" in json.loads(body)["error"]["message"]
+    assert all(len(piece) <= PIECE_BYTES for piece in pieces("x", 200, b"x" * MAX_BYTES, KEY))
+
+
+class Two:
+    """An asker on node a and an answer queue on node b, on one etcd in memory."""
+
+    def __init__(self, server: FakeServer, key: bytes | None = KEY) -> None:
+        self.server = server
+        self.asked: list[str] = []
+        a, b = FakeClient(server), FakeClient(server)
+        self.asker = Asker(cast(Etcd, a), "main", "a", KEY)
+        self.answers = AnswerQueue(cast(Etcd, b), "main", "b", self.answer, LOG, key)
+        self.answers.start()
+
+    def answer(self, path: str, query: Mapping[str, str], by: User) -> tuple[int, bytes]:
+        self.asked.append(f"{path} {dict(query)} {by.name}")
+        if path == "/refused":
+            raise Refused(403, "not this")
+        if path == "/fails":
+            raise PermissionError(13, "Permission denied", "logs")
+        return 200, json.dumps({"big": "x" * 3 * PIECE_BYTES} if path == "/big" else {"said": path}).encode()
+
+    def run(self, path: str, within_s: float = 20.0, *, answering: bool = True) -> dict[str, object]:
+        """Ask in a thread while news is delivered here."""
+        found: dict[str, object] = {}
+
+        def ask() -> None:
+            try:
+                found.update(self.asker.ask("b", path, {"rank": 1}, ADA, within_s))
+            except Refused as refused:
+                found["error"] = str(refused)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+
+        def done() -> bool:
+            self.server.pump()
+            if answering and not self.answers._work.empty():
+                self.answers.run_one()
+            return not thread.is_alive()
+
+        eventually(done, 30)
+        return found
+
+
+@pytest.fixture
+def two() -> Two:
+    return Two(FakeServer())
+
+
+def test_a_question_is_answered_once_and_leaves_nothing(two: Two) -> None:
+    assert two.run("/v1/x") == {"said": "/v1/x"}
+    assert two.asked == ["/v1/x {'rank': '1'} ada"]
+    assert not two.server.kvs
+    assert len(cast(str, two.run("/big")["big"])) == 3 * PIECE_BYTES
+
+
+def test_a_refusal_names_the_node(two: Two) -> None:
+    assert two.run("/refused") == {"error": "b: not this"}
+
+
+def test_a_request_that_fails_ends_no_thread(two: Two) -> None:
+    assert "PermissionError" in str(two.run("/fails")["error"])
+    assert two.run("/v1/x") == {"said": "/v1/x"}
+
+
+def test_a_mac_that_is_no_ascii_is_refused(two: Two) -> None:
+    ask = Ask(id="x", lease=1, asker="a", by=ADA, path="/p", query={}, wall_s=time.time(), mac="é")
+    FakeClient(two.server).put(f"{asks_of('main', 'b')}x", msgspec.json.encode(ask))
+    two.server.pump()
+    assert two.answers._work.empty()
+    with pytest.raises(Refused, match="not signed"):
+        joined("x", {0: '{"status": 200, "pieces": 0, "mac": "é"}'.encode()}, KEY)
+
+
+@pytest.mark.parametrize(
+    "head", [b'{"x":' + b"[" * 9999, b"[]", b"\xff", b"{}", b'{"status": "200", "pieces": 1, "mac": ""}']
+)
+def test_an_answer_that_is_garbage_is_refused_at_once(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = Two(FakeServer())
+
+    def forged(ask: str, *_: object) -> list[bytes]:
+        FakeClient(two.server).put(f"{asks.answers_to('main', ask)}garbage", b"{}")
+        return [head]
+
+    monkeypatch.setattr(asks, "pieces", forged)
+    assert "not one of a daemon" in str(two.run("/v1/x")["error"])
+
+
+def test_a_node_that_does_not_answer_is_given_up(two: Two) -> None:
+    found = two.run("/v1/x", 0.2, answering=False)
+    assert found == {"error": "b has not answered within 0.2 s: does its elasticd run?"}
+    assert not two.server.kvs
+
+
+def test_without_etcd_the_question_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient(FakeServer())
+
+    def fails(ttl_s: float) -> int:
+        raise EtcdUnavailable("gone")
+
+    monkeypatch.setattr(client, "grant", fails)
+    with pytest.raises(Refused, match="etcd cannot be reached") as refused:
+        Asker(cast(Etcd, client), "main", "a").ask("b", "/v1/x", {}, ADA)
+    assert refused.value.status == 503
+
+
+def test_garbage_and_a_flood_of_questions_end_nothing(two: Two) -> None:
+    client = FakeClient(two.server)
+    prefix = asks_of("main", "b")
+    client.put(f"{prefix}garbage", b"\xff{")
+    client.put(f"{prefix}nested", b'{"x":' + b"[" * 9999)
+    wrong = Ask(id="other", lease=1, asker="a", by=ADA, path="/p", query={}, wall_s=time.time())
+    client.put(f"{prefix}renamed", msgspec.json.encode(sealed(wrong, KEY)))
+    for number in range(asks.MAX_WAITING + 5):
+        ask = sealed(msgspec.structs.replace(wrong, id=f"n{number}"), KEY)
+        client.put(f"{prefix}n{number}", msgspec.json.encode(ask))
+    two.server.pump()
+    assert two.answers._work.qsize() == asks.MAX_WAITING
+    two.answers.run_one()  # its lease is gone: nothing is raised
+
+
+def test_a_question_or_an_answer_of_another_key_is_refused() -> None:
+    stolen = Two(FakeServer(), b"another key")
+    assert "not answered" in str(stolen.run("/v1/x", 0.5)["error"])
+    assert not stolen.asked
+    with pytest.raises(Refused, match="not signed"):
+        joined("x", dict(enumerate(pieces("x", 200, b"{}", b"another key"))), KEY)
+    with pytest.raises(Refused, match="not signed"):
+        joined("x", dict(enumerate(pieces("y", 200, b"{}", KEY))), KEY)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"path": "/q"}, {"by": User(name="ada", uid=0, admin=True)}, {"lease": 2}, {"mac": ""}, {"wall_s": 0.0}]
+)
+def test_a_changed_or_old_question_is_not_genuine(changed: dict[str, object]) -> None:
+    ask = sealed(Ask(id="x", lease=1, asker="a", by=ADA, path="/p", query={}, wall_s=1000.0), KEY)
+    assert genuine(ask, KEY, 1000.0 + FRESH_S)
+    assert not genuine(ask, KEY, 1000.1 + FRESH_S)
+    assert not genuine(msgspec.structs.replace(ask, **changed), KEY, 1000.0)
+    assert genuine(sealed(ask, None), None, 1000.0), "a cluster without a key"
+    assert not genuine(sealed(ask, None), KEY, 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("path", "answered"),
+    [
+        ("/v1/jobs/train/logs", True),
+        ("/v1/jobs/train/stacks", True),
+        ("/v1/doctor/local", True),
+        ("/v1/doctor", False),
+        ("/v1/jobs/train/stop", False),
+        ("/v1/jobs/a/b/logs", False),
+        ("/v1/jobs", False),
+    ],
+)
+def test_only_reading_may_be_asked_for(path: str, answered: bool) -> None:
+    assert bool(ANSWERED.fullmatch(path)) == answered

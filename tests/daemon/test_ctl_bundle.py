@@ -1,0 +1,90 @@
+"""elasticctl bundle: everything in one archive, nothing secret in it; and elasticctl config."""
+
+from __future__ import annotations
+
+import pathlib
+import tarfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from elasticd.ctl import main as ctl
+from elasticd.ctl.bundle import without_secrets
+from elasticd.ctl.client import Client, Failed
+from elasticd.ctl.config_commands import differences
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("HF_TOKEN=hf_secret1 x", "HF_TOKEN="),
+        ('"WANDB_API_KEY": "secret1"\nDB_PASSWORD: secret1', "DB_PASSWORD: "),
+        ("postgres://ada:secret1@db/x", "@db/x"),
+        ("Authorization: Bearer secret1secret1", "Bearer"),
+        ("-----BEGIN EC PRIVATE KEY-----\nsecret1\n-----END EC PRIVATE KEY-----", "********"),
+    ],
+)
+def test_what_looks_like_a_secret_is_hidden(text: str, kept: str) -> None:
+    shown = without_secrets(text)
+    assert "secret1" not in shown
+    assert kept in shown
+
+
+def test_ordinary_text_stays() -> None:
+    text = "step 3 loss 0.1 tokenizer=bert num_tokens: 512 keep=5 key_file = '/etc/k.pem'"
+    assert without_secrets(text) == text
+
+
+@pytest.fixture
+def daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(self: Client, path: str, *_: object, **__: object) -> dict[str, Any]:
+        if path == "/v1/doctor":
+            raise Failed(503, "etcd cannot be reached")
+        return {"jobs": [{"job": "train"}], "path": path, "note": "HF_TOKEN=secret1"}
+
+    def lines(self: Client, *_: object) -> Iterator[dict[str, Any]]:
+        yield {"slot": 0, "line": "login with password=secret1 "}
+        yield {"end": True}
+
+    monkeypatch.setattr(Client, "get", get)
+    monkeypatch.setattr(Client, "lines", lines)
+
+
+def test_bundle_holds_all_that_answers_and_names_what_does_not(daemon: None, tmp_path: pathlib.Path) -> None:
+    target = tmp_path / "b.tar.gz"
+    done = CliRunner().invoke(ctl.main, ["bundle", "-o", str(target), "--logs"])
+    assert done.exit_code == 0, done.output
+    assert "left out: doctor.json: etcd cannot be reached" in done.output
+    with tarfile.open(target) as archive:
+        files = {entry.name.partition("/")[2]: entry for entry in archive}
+        assert {"status.json", "settings.json", "jobs/train/job.json", "jobs/train/logs.txt", "journal.txt"} <= set(
+            files
+        )
+        for entry in files.values():
+            read = archive.extractfile(entry)
+            assert read is not None
+            assert b"secret1" not in read.read(), entry.name
+    again = CliRunner().invoke(ctl.main, ["bundle", "-o", str(target)])
+    assert again.exit_code == 1
+    assert "is there already" in again.output
+
+
+def test_settings_that_differ() -> None:
+    def node(slots: int, keep: list[str]) -> list[dict[str, Any]]:
+        return [{"name": "slots", "value": slots}, {"name": "etcd.endpoints", "value": keep}]
+
+    found = differences({"a": node(2, ["x:1"]), "b": node(4, ["x:1"]), "c": node(2, ["x:1"])})
+    assert found == {"slots": {"2": ["a", "c"], "4": ["b"]}}
+
+
+def test_config_check(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "e.toml"
+    file.write_text("slots = 3\n")
+    done = CliRunner().invoke(ctl.main, ["config", "check", str(file)])
+    assert (done.exit_code, "good (1 settings" in done.output) == (0, True), done.output
+    file.write_text("slotz = 3\n")
+    done = CliRunner().invoke(ctl.main, ["config", "check", str(file)])
+    assert done.exit_code == 2
+    assert "slotz" in done.output

@@ -1,0 +1,117 @@
+"""elasticctl wait, restart and forget, against a daemon that is played."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from elasticd.ctl import lifecycle as ctl_lifecycle
+from elasticd.ctl import main as ctl
+from elasticd.ctl.client import Client, Failed
+from elasticd.ctl.output import length
+
+Json = dict[str, Any]
+
+
+class Daemon:
+    """Stands in for Client: answers from a table, and notes what it is asked to do."""
+
+    def __init__(self, *jobs: Json) -> None:
+        self.jobs = {row["job"]: row for row in jobs}
+        self.done: list[str] = []
+        self.refuses: dict[str, int] = {}
+
+    def get(self, path: str, query: object = None, timeout_s: float | None = None) -> Json:
+        if path == "/v1/status":
+            return {"wall_s": 1000.0, "jobs": list(self.jobs.values())}
+        return self.jobs[path.split("/")[3]]
+
+    def post(self, path: str, body: object = None) -> Json:
+        self.done.append(f"POST {path}")
+        if path.endswith("/stop"):
+            self.jobs[path.split("/")[3]]["phase"] = "stopped"
+        return {"job": path.split("/")[3]}
+
+    def delete(self, path: str) -> Json:
+        if status := self.refuses.get(path.split("/")[3]):
+            raise Failed(status, "refused")
+        self.done.append(f"DELETE {path}")
+        return {"job": path.split("/")[3]}
+
+
+def row(job: str, phase: str, ended_wall_s: float = 0.0) -> Json:
+    return {"job": job, "phase": phase, "since_wall_s": ended_wall_s, "step": 7, "reason": ""}
+
+
+def call(daemon: Daemon, *words: str, monkeypatch: pytest.MonkeyPatch) -> Result:
+    for name in ("get", "post", "delete"):
+        monkeypatch.setattr(Client, name, lambda _, *args, _name=name, **more: getattr(daemon, _name)(*args, **more))
+    return CliRunner().invoke(ctl.main, [*words])
+
+
+@pytest.mark.parametrize(("phase", "code"), [("succeeded", 0), ("failed", 4), ("stopped", 1)])
+def test_wait_ends_with_the_result(phase: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = call(Daemon(row("train", phase)), "wait", "train", monkeypatch=monkeypatch)
+    assert done.exit_code == code
+    assert "at step 7" in done.output
+
+
+def test_wait_gives_up_at_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = call(Daemon(row("train", "running")), "wait", "train", "--timeout", "0", monkeypatch=monkeypatch)
+    assert (done.exit_code, done.output) == (1, "train is still running after 0 s\n")
+
+
+def test_restart_stops_a_running_job_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = Daemon(row("train", "running"))
+    assert call(daemon, "restart", "train", monkeypatch=monkeypatch).exit_code == 0
+    assert daemon.done == ["POST /v1/jobs/train/stop", "POST /v1/jobs/train/restart"]
+    daemon = Daemon(row("train", "failed"))
+    call(daemon, "restart", "train", monkeypatch=monkeypatch)
+    assert daemon.done == ["POST /v1/jobs/train/restart"]
+
+
+def test_forget_over_takes_finished_jobs_of_the_age_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def daemon() -> Daemon:
+        return Daemon(row("old", "failed", 100.0), row("new", "succeeded", 990.0), row("live", "running", 1.0))
+
+    every = daemon()
+    done = call(every, "forget", "--over", "--json", monkeypatch=monkeypatch)
+    assert json.loads(done.output)["forgotten"] == ["old", "new"]
+    assert every.done == ["DELETE /v1/jobs/old", "DELETE /v1/jobs/new"]
+    aged = daemon()
+    call(aged, "forget", "--over", "--older-than", "10m", monkeypatch=monkeypatch)
+    assert aged.done == ["DELETE /v1/jobs/old"]
+    raced = daemon()
+    raced.refuses = {"old": 409}
+    assert "forgotten: new" in call(raced, "forget", "--over", monkeypatch=monkeypatch).output
+
+
+@pytest.mark.parametrize("words", [(), ("--over", "train"), ("train", "--older-than", "1h")])
+def test_forget_refuses_unclear_usage(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = Daemon(row("train", "failed"))
+    assert call(daemon, "forget", *words, monkeypatch=monkeypatch).exit_code == 2
+    assert not daemon.done
+
+
+@pytest.mark.parametrize(("text", "length_s"), [("90", 90), ("1.5h", 5400), ("2m", 120), ("3d", 259200), ("0", 0)])
+def test_lengths_of_time(text: str, length_s: float) -> None:
+    assert length(text) == length_s
+
+
+@pytest.mark.parametrize("text", ["", "h", "-1", "1y", "nan", "1e9", "1 h"])
+def test_what_is_no_length_of_time_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="no length of time"):
+        length(text)
+
+
+def test_every_late_command_exists_under_its_name() -> None:
+    for name in ctl.ctl_late.MODULES:
+        command = ctl.ctl_late.command(name)
+        assert command is not None
+        assert command.name == name
+        assert command.help, f"{name} has no help text"
+    assert set(ctl_lifecycle.COMMANDS) <= set(ctl.ctl_late.MODULES)

@@ -1,0 +1,68 @@
+"""The drain of a node whose machine shuts down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import structlog
+from support.pictures import job, snapshot
+
+from elastic.contract.node_records import DrainRecord
+from elasticd import machine_shutdown
+from elasticd.errors import Refused
+from elasticd.machine_shutdown import REASON, leave, ours
+from elasticd.published_state import LocalAgent, Snapshot
+
+LOG = structlog.get_logger()
+BUSY = replace(snapshot(job()), agents={"train": LocalAgent("train", 3, 2, None, None)})
+EMPTY = replace(BUSY, agents={})
+
+
+class Drains:
+    def __init__(self, refuses: bool = False) -> None:
+        self.asked: list[tuple[str, str, float]] = []
+        self._refuses = refuses
+
+    def drain(self, node: str, reason: str, deadline_s: float) -> None:
+        if self._refuses:
+            raise Refused(503, "etcd cannot be reached")
+        self.asked.append((node, reason, deadline_s))
+
+
+def waits(*found: Snapshot) -> Callable[[Callable[[Snapshot], object], float], Snapshot]:
+    """A board that shows one snapshot after the other."""
+    left = list(found)
+    return lambda until, timeout_s: left.pop(0)
+
+
+def test_a_node_with_agents_is_drained_and_systemd_asked_for_the_time() -> None:
+    drains, extended = Drains(), []
+    leave("a", 30.0, drains, waits(BUSY, EMPTY), extended.append, LOG)
+    assert drains.asked == [("a", REASON, 30.0)]
+    assert extended
+    assert extended[0] > 30.0
+
+
+def test_an_empty_node_is_not_drained() -> None:
+    drains = Drains()
+    leave("a", 30.0, drains, waits(EMPTY), lambda s: None, LOG)
+    assert not drains.asked
+
+
+def test_without_etcd_the_shutdown_goes_on() -> None:
+    leave("a", 30.0, Drains(refuses=True), waits(BUSY), lambda s: None, LOG)
+
+
+@pytest.mark.parametrize(("reason", "removed"), [(REASON, True), ("a new disk", False)])
+def test_only_its_own_drain_is_removed_at_the_next_start(reason: str, removed: bool) -> None:
+    record = DrainRecord(reason=reason, deadline_s=0.0, since_wall_s=0.0)
+    seen = replace(BUSY, cluster=replace(BUSY.cluster, drains={"a": record}))
+    assert ours(seen, "a") == removed
+    assert not ours(seen, "b")
+
+
+def test_a_running_machine_is_not_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert not machine_shutdown.is_stopping()

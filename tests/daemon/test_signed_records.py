@@ -1,0 +1,219 @@
+"""Write access to etcd alone makes no node run, stop or move anything: real etcd, real daemons."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support import procs
+from support.api import ApiError
+from support.daemons import ELASTICD, FAKE_AGENT, Node, Nodes
+from support.etcd_server import EtcdServer
+from support.wait import eventually, holds
+
+from elastic.contract.agent_files import EtcdAccess, JobKey
+from elastic.contract.keys import ClusterKeys
+from elastic.contract.node_records import DrainRecord
+from elastic.contract.records import JobState, Phase, SpecRecord, encode
+from elastic.contract.spec import JobSpec
+from elastic.etcd.client import ClusterSigner, Etcd, JobSigner, Put, View
+
+pytestmark = pytest.mark.etcd
+KEYS = ClusterKeys("main")
+SECRET = bytes(range(32))
+
+
+class Thief(Etcd):
+    """A client with etcd's password or certificate and no key: reads and writes values as they are."""
+
+    def raw(self, prefix: str) -> dict[str, bytes]:
+        def request(pb: Any) -> Any:
+            return pb.RangeRequest(key=prefix.encode(), range_end=prefix[:-1].encode() + bytes([ord(prefix[-1]) + 1]))
+
+        return {kv.key.decode(): kv.value for kv in self._call("KV.Range", request, repeat=True).kvs}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EtcdServer]:
+    with EtcdServer() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with Nodes() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def node(nodes: Nodes, server: EtcdServer) -> Node:
+    return nodes.add("honest", slots=8, etcd__endpoints=server.endpoint, cluster_key_file=key_file(nodes, SECRET))
+
+
+@pytest.fixture
+def thief(server: EtcdServer) -> Iterator[Thief]:
+    client = Thief(server.access)
+    yield client
+    client.close()
+
+
+def key_file(nodes: Nodes, secret: bytes) -> str:
+    path = nodes.folder / f"{secret[:4].hex()}.key"
+    path.write_text(secret.hex() + "\n")
+    path.chmod(0o600)
+    return str(path)
+
+
+def hostile(name: str) -> bytes:
+    spec = JobSpec(name=name, script="/tmp/pwn.py", workdir="/tmp", python=str(FAKE_AGENT), workers_per_node=1)
+    return encode(SpecRecord(spec=spec, submitted_wall_s=1.0, submitted_by="root", submission="x"))
+
+
+def etcd_of(node: Node) -> dict[str, Any]:
+    found: dict[str, Any] = node.get("/v1/status")["etcd"]
+    return found
+
+
+def runs(node: Node, job: str) -> bool:
+    return (node.state / "jobs" / job / "agent").exists()
+
+
+def test_a_job_put_into_etcd_without_the_key_is_not_run_and_status_says_so(node: Node, thief: Thief) -> None:
+    thief.put(KEYS.job("pwn").state, encode(JobState()))
+    thief.put(KEYS.job("pwn").spec, hostile("pwn"))
+    eventually(lambda: etcd_of(node)["refused"].get(KEYS.job("pwn").spec) == "it is not signed", 20)
+    holds(lambda: not runs(node, "pwn"), 1.5)
+    assert any("refused" in problem for problem in node.get("/v1/status")["problems"])
+    assert "records signed, key" in node.ctl("status").stdout
+    thief.delete_prefix(KEYS.job("pwn").root)
+    eventually(lambda: not etcd_of(node)["refused"], 20)
+
+
+def test_signed_records_of_one_job_start_no_job_of_another_name(node: Node, thief: Thief) -> None:
+    node.submit("mine", workers_per_node=1)
+    eventually(lambda: node.agent_pid("mine"), 30)
+    there = thief.raw(KEYS.job("mine").root)
+    assert b"elasticd-signed-1" in there[KEYS.job("mine").spec]
+    for key, value in there.items():
+        thief.put(key.replace("/mine/", "/stolen/"), value)
+    eventually(lambda: KEYS.job("stolen").spec in etcd_of(node)["refused"], 20)
+    holds(lambda: not runs(node, "stolen"), 1.5)
+    thief.delete_prefix(KEYS.job("stolen").root)
+
+
+def test_forged_orders_and_states_move_nothing(node: Node, thief: Thief) -> None:
+    node.submit("stays", workers_per_node=1)
+    agent = eventually(lambda: node.agent_pid("stays"), 30)
+    thief.put(KEYS.drain("honest"), encode(DrainRecord(reason="r", since_wall_s=1.0)))
+    thief.put(KEYS.job("stays").state, encode(JobState(phase=Phase.STOPPING)))
+    eventually(lambda: {KEYS.drain("honest"), KEYS.job("stays").state} <= etcd_of(node)["refused"].keys(), 20)
+    holds(lambda: node.agent_pid("stays") == agent, 1.5)
+    assert next(row for row in node.get("/v1/nodes")["nodes"] if row["node"] == "honest")["state"] == "ready"
+    with pytest.raises(ApiError, match="not signed"):
+        node.post("/v1/jobs/stays/stop")
+    thief.delete(KEYS.drain("honest"))
+    thief.delete_prefix(KEYS.job("stays").root)
+
+
+def test_the_state_of_a_finished_job_that_is_deleted_or_written_again_starts_nothing(node: Node, thief: Thief) -> None:
+    keys = KEYS.job("done")
+    node.submit("done", workers_per_node=1)
+    agent = eventually(lambda: node.agent_pid("done"), 30)
+    before = thief.raw(keys.root)[keys.state]
+    node.post("/v1/jobs/done/stop")
+    eventually(lambda: node.job("done")["phase"] in ("stopping", "stopped"), 20)
+    thief.put(keys.state, before)
+    eventually(lambda: "older" in etcd_of(node)["refused"].get(keys.state, ""), 20)
+    thief.delete(keys.state)
+    eventually(lambda: not etcd_of(node)["refused"], 20)
+    procs.kill(agent)
+    holds(lambda: (node.job("done")["agent"] or {}).get("pid") in (agent, None), 2.0)
+    thief.delete_prefix(keys.root)
+
+
+def test_the_key_of_a_job_that_its_user_has_is_good_for_that_job_only(node: Node, thief: Thief) -> None:
+    node.submit("alice", workers_per_node=1)
+    eventually(lambda: node.agent_pid("alice"), 30)
+    raw = json.loads((node.state / "jobs" / "alice" / "agent" / "config.json").read_text())
+    assert SECRET.hex() not in json.dumps(raw), "the cluster key stays with the daemon"
+    config = raw["job_key"]
+    own = Etcd(EtcdAccess(endpoints=thief.access.endpoints), signer=JobSigner(JobKey(**config)))
+    try:
+        own.get(KEYS.job("alice").spec)
+        own.put(KEYS.job("alice").state, encode(JobState(phase=Phase.RUNNING, reason="by its agent")))
+        eventually(lambda: node.job("alice")["reason"] == "by its agent", 20)
+        as_cluster = ClusterSigner(KEYS.root, bytes.fromhex(config["secret"]))
+        as_cluster.key_id = config["key_id"]
+        (forged,) = as_cluster.sealed([Put(KEYS.job("root").spec, hostile("root"))])
+        assert isinstance(forged, Put)
+        thief.put(forged.key, forged.value)
+        eventually(lambda: "not valid" in etcd_of(node)["refused"].get(KEYS.job("root").spec, ""), 20)
+        holds(lambda: not runs(node, "root"), 1.0)
+    finally:
+        own.close()
+        thief.delete_prefix(KEYS.job("root").root)
+
+
+def test_a_node_without_the_key_stays_out_and_says_what_to_do(nodes: Nodes, node: Node, server: EtcdServer) -> None:
+    keyless = nodes.add("keyless", start=False, etcd__endpoints=server.endpoint).start(wait_s=0)
+    eventually(lambda: keyless.socket.exists(), 30)
+    eventually(lambda: any("copy cluster.key" in p for p in keyless.get("/v1/status")["problems"]), 30)
+    assert "keyless" not in [row["node"] for row in node.get("/v1/nodes")["nodes"]]
+    with pytest.raises(ApiError, match=r"copy cluster\.key"):
+        keyless.submit("nowhere")
+    assert keyless.kill(15) == 0
+
+
+def test_an_embedded_etcd_gets_a_key_at_its_first_start_that_others_cannot_read(nodes: Nodes) -> None:
+    first = nodes.add("first")
+    key = first.state / "cluster.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    second = nodes.add("second", etcd__endpoints=f"unix:{first.state}/etcd/client:0")
+    assert etcd_of(first)["key_id"] == etcd_of(second)["key_id"] != ""
+    assert sorted(row["node"] for row in first.get("/v1/nodes")["nodes"]) == ["first", "second"]
+
+
+def test_make_cluster_key_generates_once(nodes: Nodes) -> None:
+    path = nodes.folder / "made" / "cluster.key"
+    argv = [*ELASTICD, "--make-cluster-key", "--set", f"cluster_key_file={path}"]
+    first = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    assert first.returncode == 0, first.stderr
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(bytes.fromhex(path.read_text())) == 32
+    again = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    assert again.returncode == 78
+    assert "exists already" in again.stderr
+
+
+def test_watch_reads_what_was_refused_again_when_the_spec_arrives(server: EtcdServer) -> None:
+    """After a loss of etcd's data, agents write the state before the spec."""
+    daemon, late = ClusterSigner(KEYS.root, SECRET), ClusterSigner(KEYS.root, SECRET)
+    client, reader = Thief(server.access), Etcd(server.access, signer=late)
+    keys, views = ClusterKeys("main").job("again"), list[View]()
+    first, second = (
+        {op.key: op.value for op in daemon.sealed([Put(keys.spec, record(name)), Put(keys.state, encode(JobState()))])
+         if isinstance(op, Put)}
+        for name in ("one", "two")
+    )  # fmt: skip
+    try:
+        client.put(keys.spec, first[keys.spec])
+        reader.watch(keys.root, views.append)
+        eventually(lambda: views and keys.spec in views[-1].kvs, 20)
+        client.put(keys.state, second[keys.state])
+        eventually(lambda: keys.state in views[-1].refused, 20)
+        client.put(keys.spec, second[keys.spec])
+        eventually(lambda: {keys.spec, keys.state} == views[-1].kvs.keys() and not views[-1].refused, 20)
+    finally:
+        client.delete_prefix(keys.root)
+        client.close()
+        reader.close()
+
+
+def record(submission: str) -> bytes:
+    made = SpecRecord(
+        spec=JobSpec(name="again", script="/t.py"), submitted_wall_s=1.0, submitted_by="root", submission=submission
+    )
+    return encode(made)

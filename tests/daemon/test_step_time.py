@@ -1,0 +1,45 @@
+"""What status says of where a step's time goes."""
+
+from __future__ import annotations
+
+import msgspec
+from support.pictures import job, progress, row, snapshot
+
+from elastic.contract.records import ProgressRecord, RankRow
+from elastic.contract.step_parts import StepParts
+from elasticd.api import views
+from elasticd.diagnosis import step_time
+
+NOW = views.Now(monotonic_s=100.0, wall_s=1000.0)
+CPU = StepParts(step_s=0.12, data_s=0.003, compute_s=0.06, collectives_s=0.036, optimizer_s=0.012, snapshot_s=0.0)
+GPU = StepParts(step_s=0.1, data_s=0.01, compute_s=None, collectives_s=None, optimizer_s=None, snapshot_s=0.0)
+
+
+def ranks(*of: StepParts | None) -> list[object]:
+    rows: list[RankRow] = [msgspec.structs.replace(row(i, "a", i), parts=each) for i, each in enumerate(of)]
+    return [msgspec.to_builtins(each) for each in rows]
+
+
+def said(known: ProgressRecord) -> str:
+    return step_time.text(views.job_row(snapshot(job()), job(progress=known), NOW)["step_time"])
+
+
+def test_shares_are_given_the_largest_first_and_what_takes_no_time_is_left_out() -> None:
+    wanted = "120 ms: compute 50.0 %, collectives 30.0 %, optimizer 10.0 %, data 2.5 %"
+    assert said(progress(ranks=ranks(CPU, CPU, None))) == wanted
+
+
+def test_what_a_gpu_does_not_tell_is_said_to_be_missing() -> None:
+    assert said(progress(ranks=ranks(GPU))) == "100 ms: data 10.0 %; the rest is not measured on a GPU"
+
+
+def test_a_slow_rank_is_named() -> None:
+    slow = [{"rank": 3, "node": "b", "ratio": 1.8}]
+    assert said(progress(ranks=ranks(CPU), slow_ranks=slow)).endswith(
+        "; rank 3 on b takes 1.8 times as long as the others there"
+    )
+
+
+def test_nothing_is_said_before_anything_is_measured() -> None:
+    assert said(progress()) == ""
+    assert said(progress(ranks=ranks(None))) == ""

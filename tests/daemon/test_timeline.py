@@ -1,0 +1,211 @@
+"""Events that follow from two views of the cluster, and how a daemon writes and trims them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from support.pictures import job
+
+from elastic.contract.keys import KEPT_EVENTS, ClusterKeys
+from elastic.contract.node_records import DrainRecord, EventRecord, NodeRecord
+from elastic.contract.records import JobState, Phase, encode
+from elastic.etcd.client import MemberHealth, Put
+from elasticd.api import event_routes
+from elasticd.cluster import Cluster, Job, Node
+from elasticd.ctl import events as ctl_events
+from elasticd.diagnosis import timeline
+from elasticd.diagnosis.timeline import Timeline, happened
+
+KEYS = ClusterKeys("main")
+NOW_S = 1000.0
+
+
+def node(name: str, created: int = 1, **facts: object) -> Node:
+    base = {"node": name, "hostname": f"h-{name}", "address": "10.0.0.1", "slots": 2, "gpus": 0, "version": "0.1"}
+    return Node(msgspec.convert(base | {"pid": 1, "started_wall_s": 5.0} | facts, NodeRecord), created)
+
+
+def cluster(*jobs: Job, nodes: Sequence[Node] = (node("a"),), **facts: object) -> Cluster:
+    base = Cluster(nodes={n.name: n for n in nodes}, jobs={j.name: j for j in jobs}, revision=9)
+    return replace(base, **facts)  # type: ignore[arg-type]
+
+
+def told(before: Cluster, after: Cluster) -> list[tuple[str, str, str]]:
+    return [(e.kind, e.job, e.node) for e in happened(before, after, NOW_S)]
+
+
+def test_nothing_happens_between_equal_views() -> None:
+    assert told(cluster(job()), cluster(job())) == []
+
+
+def test_nodes_come_go_restart_and_fall_sick() -> None:
+    a, b = node("a"), node("b", 2)
+    assert told(cluster(nodes=[a]), cluster(nodes=[a, b])) == [("node.came", "", "b")]
+    assert told(cluster(nodes=[a, b]), cluster(nodes=[a])) == [("node.gone", "", "b")]
+    gone = happened(cluster(job(), nodes=[a, b]), cluster(job(), nodes=[a]), NOW_S)[0]
+    assert gone.text.endswith("; its agents of train are still there")
+    assert told(cluster(nodes=[a]), cluster(nodes=[node("a", started_wall_s=6.0)])) == [("node.restarted", "", "a")]
+    sick = node("a", healthy=False, reason="disk full")
+    assert told(cluster(nodes=[a]), cluster(nodes=[sick])) == [("node.unhealthy", "", "a")]
+    assert told(cluster(nodes=[sick]), cluster(nodes=[a])) == [("node.healthy", "", "a")]
+
+
+def test_drain_by_a_user_is_told_by_the_request_alone() -> None:
+    by_itself = node("a", draining="GPU 0: XID 79")
+    assert told(cluster(), cluster(nodes=[by_itself])) == [("node.draining", "", "a")]
+    asked = replace(by_itself, drain=DrainRecord(reason="x", since_wall_s=1.0))
+    assert told(cluster(), cluster(nodes=[asked])) == []
+
+
+def test_phases_generations_and_exclusions_of_a_job() -> None:
+    before = job(state=JobState(phase=Phase.PENDING), generation=None, incidents=())
+    formed = replace(before, state=JobState(phase=Phase.RUNNING), generation=job().generation)
+    assert told(cluster(before), cluster(formed)) == [("job.running", "train", ""), ("generation.formed", "train", "")]
+    text = happened(cluster(before), cluster(formed), NOW_S)[1].text
+    assert text == "generation 2: 3 ranks on a, b (exit on a: killed by SIGKILL)"
+    failed = replace(formed, state=JobState(phase=Phase.FAILED, reason="crash loop"))
+    assert [e.text for e in happened(cluster(formed), cluster(failed), NOW_S)] == ["crash loop"]
+    aside = replace(formed, state=JobState(phase=Phase.RUNNING, excluded_nodes=("b",)))
+    assert told(cluster(formed), cluster(aside)) == [("node.excluded", "train", "b")]
+    assert told(cluster(aside), cluster(formed)) == [("node.readmitted", "train", "b")]
+
+
+def test_submitted_job_is_told_by_the_request_alone() -> None:
+    new = job(state=JobState(phase=Phase.PENDING), generation=None, incidents=())
+    assert told(cluster(), cluster(new)) == []
+
+
+def test_incident_is_told_when_it_opens_and_once_more_when_it_closes() -> None:
+    whole = job().incidents[0]
+    closed = msgspec.structs.replace(whole, ended_wall_s=990.144)
+    opened = msgspec.structs.replace(whole, open=True, wall_s=990.003, generation=1, timeline_s={})
+    calm, during, after = job(incidents=()), job(incidents=(opened,)), job(incidents=(closed,))
+    first = happened(cluster(calm), cluster(during), NOW_S)
+    assert [(e.kind, e.node, e.when_wall_s) for e in first] == [("incident.opened", "a", 990.003)]
+    assert first[0].text == "node: rank 1 on a: killed by SIGKILL from outside"
+    second = happened(cluster(during), cluster(after), NOW_S)
+    assert [(e.kind, e.when_wall_s) for e in second] == [("incident.closed", 990.144)]
+    both = happened(cluster(calm), cluster(after), NOW_S)
+    assert [e.kind for e in both] == ["incident.opened", "incident.closed"], "the view skipped the time in between"
+
+
+def test_wiped_etcd_is_one_event() -> None:
+    assert told(cluster(job()), cluster(revision=3)) == [("etcd.replaced", "", "")]
+
+
+def sent(line: Timeline) -> list[EventRecord]:
+    puts: list[Put] = []
+    line.send(lambda batch: not puts.extend(batch))
+    return list(timeline.read({put.key: put.value for put in puts}))
+
+
+def test_only_the_daemon_of_the_oldest_node_writes() -> None:
+    a, b, c = node("a", 1), node("b", 2), node("c", 3)
+    lines = {name: Timeline(KEYS, name) for name in "ab"}
+    for line in lines.values():
+        line.look(cluster(nodes=[a, b]), 1.0)
+        line.look(cluster(nodes=[a, b, c]), 2.0)
+    assert [e.node for e in sent(lines["a"])] == ["c"]
+    assert sent(lines["b"]) == []
+    lines["b"].look(cluster(nodes=[b, c]), 3.0)
+    assert [(e.kind, e.node) for e in sent(lines["b"])] == [("node.gone", "a")]
+
+
+def test_event_that_etcd_did_not_take_is_sent_again_with_its_key() -> None:
+    line, puts = Timeline(KEYS, "a"), list[str]()
+    line.look(cluster(), 1.0)
+    line.look(cluster(nodes=[node("a"), node("b", 2)]), 2.0)
+    for taken in (False, True, True):
+        line.send(lambda batch, taken=taken: puts.extend(p.key for p in batch) or taken)  # type: ignore[misc]
+    assert len(puts) == 2
+    assert puts[0] == puts[1]
+
+
+def test_daemon_that_starts_tells_incidents_that_no_daemon_saw() -> None:
+    whole = msgspec.structs.replace(job().incidents[0], ended_wall_s=990.144)
+    line = Timeline(KEYS, "a")
+    line.look(cluster(job(incidents=(whole,))), 1.0)
+    assert [e.kind for e in sent(line)] == ["incident.opened", "incident.closed"]
+    newer = EventRecord(when_wall_s=995.0, kind="node.came")
+    line = Timeline(KEYS, "a")
+    line.look(cluster(job(incidents=(whole,)), events={KEYS.event(995.0, "a", "x"): encode(newer)}), 1.0)
+    assert sent(line) == []
+
+
+def test_outage_of_etcd_is_told_at_its_end_with_both_times() -> None:
+    line = Timeline(KEYS, "a")
+    line.contact(False, "connection refused", 1.0)  # before the first contact: the start, not an outage
+    line.look(cluster(), 2.0)
+    line.contact(True, "", 2.0)
+    assert sent(line) == []
+    line.contact(False, "connection refused", 10.0)
+    line.contact(False, "", 20.0)
+    line.look(cluster(nodes=[]), 44.0)  # its own lease has ended meanwhile
+    line.contact(True, "", 44.0)
+    assert [(e.kind, e.when_wall_s, e.text) for e in sent(line)] == [
+        ("etcd.lost", 10.0, "unreachable from a: connection refused"),
+        ("etcd.back", 44.0, "reachable from a again after 34.0 s"),
+    ]
+
+
+def test_etcd_member_that_goes_down_is_an_event() -> None:
+    line = Timeline(KEYS, "a")
+    line.look(cluster(), 1.0)
+    good = [MemberHealth(f"e{i}:2379", "3.5.21", True, "") for i in range(3)]
+    line.members(good, 1.0)
+    assert sent(line) == []
+    line.members([MemberHealth("e0:2379", "", False, "refused"), *good[1:]], 2.0)
+    assert [(e.kind, e.text) for e in sent(line)] == [("etcd.member_down", "e0:2379: refused; 2 of 3 members are up")]
+
+
+@pytest.mark.parametrize(("extra", "deleted"), [(0, 0), (1, 1), (49, 49), (500, timeline.BATCH)])
+def test_number_of_events_is_bounded(extra: int, deleted: int) -> None:
+    raw = encode(EventRecord(when_wall_s=1.0, kind="x"))
+    events = {KEYS.event(float(i), "a", "x"): raw for i in range(KEPT_EVENTS + extra)}
+    line = Timeline(KEYS, "a")
+    old = line.too_old(cluster(events=events))
+    assert old == sorted(events)[:deleted]
+    assert Timeline(KEYS, "b").too_old(cluster(events=events)) == []
+
+
+def test_pending_events_are_bounded() -> None:
+    line = Timeline(KEYS, "a")
+    line.look(cluster(), 1.0)
+    for i in range(3 * timeline.PENDING):
+        line.look(cluster(nodes=[node("a", started_wall_s=float(i))]), float(i))
+    batches: list[Any] = []
+    for _ in range(100):
+        line.send(lambda batch: not batches.extend(batch))
+    assert len(batches) == timeline.PENDING
+
+
+def test_events_are_chosen_by_job_node_and_time() -> None:
+    made = [
+        EventRecord(when_wall_s=10.0, kind="node.came", node="a"),
+        EventRecord(when_wall_s=20.0, kind="incident.opened", job="train", node="a, b"),
+        EventRecord(when_wall_s=30.0, kind="job.stopped", job="other", user="ada", uid=7, pid=3, text="done"),
+    ]
+    events = {KEYS.event(e.when_wall_s, "a", "x"): encode(e) for e in made} | {f"{KEYS.events}0": b"not a record"}
+    seen = cluster(events=events)
+
+    def found(job: str = "", node: str = "", since: float = 0.0, last: int = 0) -> list[float]:
+        return [row["when_wall_s"] for row in event_routes.listed(seen, job, node, since, last)]
+
+    assert found() == [10.0, 20.0, 30.0]
+    assert found(job="train") == [20.0]
+    assert found(node="a") == [10.0, 20.0]
+    assert found(node="b") == [20.0]
+    assert found(since=20.0, last=1) == [30.0]
+
+
+def test_event_in_words_names_the_user_and_holds_no_control_characters() -> None:
+    row = timeline.as_json(
+        EventRecord(when_wall_s=30.0, kind="job.stopped", job="j", user="ada", uid=7, pid=3, text="bye\x1b[2J")
+    )
+    said = ctl_events.in_words(row)
+    assert said.endswith("job.stopped           j               bye\\x1b[2J (by ada, pid 3)")
+    assert "(by" not in ctl_events.in_words(row | {"user": "", "uid": None, "pid": None})

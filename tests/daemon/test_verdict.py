@@ -1,0 +1,344 @@
+"""Verdicts on incidents: one case for each rule, from records as agents write them."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.contract.records import Cause, IncidentRecord, Phase, WorkerError
+from elasticd.diagnosis.rules import RULES
+from elasticd.diagnosis.verdict import Class, Seen, Verdict, judge
+
+
+def incident(kind: str = "exit", detail: str = "", **facts: object) -> IncidentRecord:
+    base = {"generation": 2, "node": "n1", "ranks": (1,), "wall_s": 900.0, "timeline_s": {"stepping": 0.25}}
+    base |= {"ended_wall_s": 900.25, "step": 40, "steps_lost": 0, "steps_lost_at_most": 0}
+    base |= {"world_size_before": 4, "world_size_after": 4, "restored_from": "live", "kind": kind, "detail": detail}
+    return msgspec.convert(base | facts, IncidentRecord)
+
+
+def raised(message: str, traceback: str = "", **facts: object) -> IncidentRecord:
+    """The worker's script raised: torch's error file has the message."""
+    error = {"node": "n1", "slot": 1, "rank": 1, "message": message, "traceback": traceback, "exit_code": 1}
+    first = message.splitlines()[0]
+    return incident("exit", first, error=error, **facts)
+
+
+def died(number: str, *log: str) -> IncidentRecord:
+    """The worker was ended by a signal: the end of its log is all it left."""
+    last = f": {log[-1]}" if log else ""
+    error = {"node": "n1", "slot": 1, "rank": 1, "message": f"killed by {number}{last}", "signal": number}
+    return incident("exit", f"killed by {number}{last}", error=error | {"traceback": "\n".join(log)})
+
+
+def hung(stack: str, evidence: str = "no progress for 12 s while computing", waiting: str = "") -> IncidentRecord:
+    stacks = {"slot 1 (hung)": f"Thread 1 (active)\n    {stack}"}
+    return incident("hang", evidence, stacks=stacks | ({"slot 0 (waits for it)": waiting} if waiting else {}))
+
+
+ETCD = "etcdserver: mvcc: database space exceeded"
+SHM = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers"
+CASES: dict[str, list[IncidentRecord]] = {
+    "gpu_drained": [incident("planned", "n1 leaves (GPU 3: XID 79, fallen off the bus)")],
+    "excluded": [incident("planned", "n1 leaves (n1 is excluded for big: its workers fail there more often)")],
+    "preempted": [
+        incident("planned", "n1 leaves (the agent was told to end)"),
+        incident("drain", "spot instance is reclaimed in 120 s"),
+    ],
+    "scaled_down": [incident("planned", "n3 leaves (big has the 2 nodes that it may have (nodes = 1:2))")],
+    "joined": [incident("planned", "n3 joins")],
+    "drained": [incident("planned", "n1 leaves (drained by ada)"), incident("drain", "drained by ada")],
+    "called_off": [incident("undrain", "stopped for a drain that was called off")],
+    "planned": [incident("planned", "new order")],
+    "diverged": [incident("drift", "drift on rank 1 at step 40: its state differs")],
+    "bad_loss": [incident("bad loss", "bad loss on rank 1 at step 40: nan")],
+    "etcd_no_space": [raised(f"EtcdError: {ETCD}")],
+    "etcd_refused": [
+        raised("EtcdError: etcd 10.0.0.1:2379: authentication failed, invalid user ID or password"),
+        raised("EtcdError: etcdserver: permission denied"),
+    ],
+    "etcd_unavailable": [raised("EtcdUnavailable: etcd 10.0.0.1:2379 does not answer: Deadline Exceeded")],
+    "shm_full": [
+        raised(SHM + " are out of shared memory."),
+        raised("RuntimeError: unable to write to file </torch_77_1>: No space left on device (28)"),
+        died("SIGABRT", "ERROR: Unexpected bus error encountered. This might be caused by insufficient shared memory"),
+    ],
+    "disk_full": [
+        raised("OSError: [Errno 28] No space left on device: '/data/out.bin'"),
+        incident("checkpoint", "checkpoint of step 40 failed: [Errno 28] No space left on device"),
+        raised("OSError: [Errno 122] Disk quota exceeded"),
+    ],
+    "read_only": [raised("OSError: [Errno 30] Read-only file system: '/data/x'")],
+    "stale_mount": [raised("OSError: [Errno 116] Stale file handle: '/nfs/x'")],
+    "io_error": [raised("OSError: [Errno 5] Input/output error")],
+    "permission": [raised("PermissionError: [Errno 13] Permission denied: '/data/x'")],
+    "checkpoint_damaged": [
+        incident("checkpoint", "checkpoint of step 40 failed: step-20 is damaged: hash mismatch in a checkpoint"),
+        raised("safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge"),
+    ],
+    "state_missing": [raised("NoStateError: the job has had a checkpoint of step 900, and /ck is empty now")],
+    "no_state": [incident("no-state", "nothing to resume from")],
+    "gpu_memory": [raised("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")],
+    "gpu_lost": [raised("RuntimeError: CUDA error: unknown error"), died("SIGABRT", "Xid (PCI:0000:1a): 79, pid=1")],
+    "gpu_memory_error": [raised("RuntimeError: CUDA error: uncorrectable ECC error encountered")],
+    "gpu_fault": [raised("RuntimeError: NVML: XID 31 on GPU 2")],
+    "driver": [raised("RuntimeError: The NVIDIA driver version is insufficient: CUDA driver version is insufficient")],
+    "device_assert": [raised("RuntimeError: CUDA error: device-side assert triggered")],
+    "cuda_error": [raised("RuntimeError: CUDA error: an illegal memory access was encountered")],
+    "host_memory": [incident("exit", "killed by SIGKILL: out of memory (the kernel's OOM killer)")],
+    "dataloader_killed": [raised("RuntimeError: DataLoader worker (pid 99) is killed by signal: Killed. ")],
+    "allocation": [
+        raised("MemoryError"),
+        raised("RuntimeError: [enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+        died("SIGABRT", "terminate called after throwing an instance of 'std::bad_alloc'", "  what():  std::bad_alloc"),
+    ],
+    "open_files": [raised("OSError: [Errno 24] Too many open files: '/data/7'")],
+    "processes": [raised("RuntimeError: can't start new thread")],
+    "loopback": [incident("comm", "FormError: generation 3, rank 1: connect failed, remote=[127.0.0.1]:52625")],
+    "name_resolution": [raised("gaierror: [Errno -2] Name or service not known")],
+    "nccl_timeout": [died("SIGABRT", "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)")],
+    "nccl_remote": [incident("comm", "NCCL error: ncclRemoteError: A call failed possibly due to a network error")],
+    "nccl_error": [incident("comm", "NCCL error in: init.cpp, ncclSystemError: System call failed")],
+    "port_in_use": [raised("OSError: [Errno 98] Address already in use")],
+    "tls": [raised("SSLError: [SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed")],
+    "no_route": [incident("comm", "connect: No route to host")],
+    "refused": [raised("ConnectionRefusedError: [Errno 111] Connection refused")],
+    "late_rank": [incident("comm", "FormError: generation 3, rank 0: only 3 of 4 ranks came within 60 s")],
+    "reset": [incident("comm", "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]")],
+    "net_timeout": [incident("comm", "rank of slot 1 has waited for other ranks for 602 s (exchanging at step 40)")],
+    "unreachable": [incident("unreachable", "n1 cannot be reached by n2, n3")],
+    "lease_expired": [incident("lost", "node n1 is gone: its agent's lease has run out")],
+    "agent_replaced": [incident("lost", "node n1 is gone: its agent was started anew")],
+    "node_down": [incident("lost", "node n1 is gone: its agent's port refuses connections")],
+    "node_lost": [incident("lost", "")],
+    "stopped": [incident("hang", "process is stopped (state T) and silent for 3.1 s")],
+    "hang_io": [hung("read (libc-2.36.so)", "no progress for 12 s while computing at step 40 (state D)")],
+    "hang_interpreter": [incident("hang", "…; for 9.0 s no thread of it has run Python (a call keeps the GIL)")],
+    "hang_data": [hung("_try_get_data (torch/utils/data/dataloader.py:1251)")],
+    "hang_collective": [hung("all_reduce (torch/distributed/distributed_c10d.py:2810)")],
+    "hang_lock": [hung("wait (threading.py:355)")],
+    "hang_sleep": [hung("_sleep (train.py:12)\n    sleep")],
+    "hang": [hung("crunch (train.py:40)", waiting="all_reduce (distributed_c10d.py:1)"), incident("hang", "silent")],
+    "late_abort": [incident("respawn", "did not abort in time")],
+    "late_exit": [incident("late exit", "the process of slot 1 had not ended within 30 s, and was killed")],
+    "idle": [incident("idle", "left its group, and nothing followed")],
+    "dataloader_worker": [raised("RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly")],
+    "missing_module": [raised("ModuleNotFoundError: No module named 'datasets'")],
+    "wrong_version": [
+        raised("ImportError: cannot import name 'Foo' from 'bar'"),
+        raised("ImportError: libcudnn.so.9: cannot open shared object file: No such file or directory"),
+        raised("AttributeError: module 'torch' has no attribute 'compiler'"),
+    ],
+    "syntax": [raised("SyntaxError: invalid syntax (train.py, line 3)"), raised("IndentationError: unexpected indent")],
+    "no_file": [raised("FileNotFoundError: [Errno 2] No such file or directory: '/data/train.bin'")],
+    "state_dict": [raised("RuntimeError: Error(s) in loading state_dict for Net:\n\tsize mismatch for fc.weight")],
+    "unused_parameters": [raised("RuntimeError: Expected to have finished reduction in the prior iteration")],
+    "assertion": [raised("AssertionError: loss went up")],
+    "interrupted": [died("SIGINT"), raised("KeyboardInterrupt")],
+    "early_end": [incident("exit", "exited with code 0 before the job was done")],
+    "python": [
+        raised("KeyError: 'label'"),
+        raised("Oops: mine", 'Traceback (most recent call last):\n  File "/t.py", line 3, in train\n    raise Oops'),
+        incident("exit", "exit code 1: ValueError: x", error={"node": "n1", "slot": 1, "rank": 1, "exit_code": 1,
+                 "message": "exit code 1: ValueError: x", "traceback": "Traceback\nValueError: x"}),
+    ],
+    "never_started": [incident("exit", "the process that forks workers (zygote) dies before it has forked one: 1")],
+    "sigkill": [died("SIGKILL", "CUDA out of memory was caught once, long ago"), incident("exit", "killed by SIGKILL")],
+    "sigterm": [died("SIGTERM")],
+    "sigsegv": [died("SIGSEGV", "Fatal Python error: Segmentation fault")],
+    "sigbus": [died("SIGBUS", "step 40")],
+    "sigabrt": [died("SIGABRT", "free(): invalid pointer")],
+    "sigill": [died("SIGILL")],
+    "sigfpe": [died("SIGFPE")],
+    "signal": [died("SIGUSR1")],
+    "checkpoint": [incident("checkpoint", "checkpoint of step 40 failed: something else")],
+    "exit_code": [incident("exit", "exit code 3: bye")],
+    "collective": [incident("comm", "a call failed")],
+    "unknown": [incident("odd", "a kind that a later version may have")],
+}  # fmt: skip
+FLAT = [(rule, record) for rule, records in CASES.items() for record in records]
+
+
+@pytest.mark.parametrize(("rule", "record"), FLAT, ids=[f"{rule}-{i}" for i, (rule, _) in enumerate(FLAT)])
+def test_verdict_names_the_rule_of_each_case(rule: str, record: IncidentRecord) -> None:
+    verdict = judge(record)
+    assert verdict.rule == rule
+    assert verdict.what
+    assert verdict.cure
+    assert not verdict.person, "the job went on"
+
+
+def test_every_rule_has_a_case_and_every_name_is_unique() -> None:
+    names = [rule.name for rule in RULES]
+    assert len(names) == len(set(names)) >= 25
+    assert set(CASES) == set(names)
+    assert RULES[-1].name == "unknown"
+
+
+def test_verdict_of_a_raising_script_shows_message_exit_and_place() -> None:
+    traceback = 'Traceback (most recent call last):\n  File "/t.py", line 41, in train\n    x["label"]'
+    verdict = judge(raised("KeyError: 'label'", traceback))
+    assert (verdict.cls, verdict.what) == (
+        Class.USER_CODE, "rank 1 on n1: an exception in the script (KeyError: 'label')",
+    )  # fmt: skip
+    assert [(e.source, e.line) for e in verdict.evidence] == [
+        ("error of rank 1 on n1", "KeyError: 'label'"),
+        ("exit of rank 1 on n1", "exit code 1"),
+        ("traceback of rank 1 on n1", 'File "/t.py", line 41, in train'),
+    ]
+
+
+def test_place_in_a_traceback_is_the_scripts_own_last_line() -> None:
+    library = [("/v/site-packages/torch/f.py", 7, "linear"), ("/e/elastic/worker/run.py", 1, "x")]
+    frames = [("/job/t.py", 19, "train"), *library]
+    traceback = "".join(f'  File "{path}", line {line}, in {where}\n' for path, line, where in frames)
+    places = [e.line for e in judge(raised("TypeError: x", traceback)).evidence if e.source.startswith("traceback")]
+    assert places == ['File "/job/t.py", line 19, in train']
+
+
+def test_number_of_further_causes_is_not_part_of_the_cause() -> None:
+    verdict = judge(raised("KeyError: 'a'", causes=()))
+    counted = judge(msgspec.structs.replace(raised("KeyError: 'a'"), detail="KeyError: 'a' (and 4 more)"))
+    assert (counted.cause, counted.evidence) == (verdict.cause, verdict.evidence)
+
+
+DUMP = """Process 7: elastic worker of hang, slot 1: /t.py
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 7 (idle): "MainThread"
+    {frame}
+    train (t.py:23)
+Thread 9 (idle): "elastic-monitor"
+    wait (threading.py:355)
+    all_reduce (torch/distributed/distributed_c10d.py:1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("frame", "rule"),
+    [
+        ("clock_nanosleep (libc.so.6)", "hang_sleep"),
+        ("crunch (t.py:9)", "hang"),
+        ("acquire (my_pool.py:3)", "hang_lock"),
+        ("all_reduce (torch/distributed/distributed_c10d.py:1)", "hang_collective"),
+        ("_try_get_data (torch/utils/data/dataloader.py:1)", "hang_data"),
+    ],
+)
+def test_of_a_hung_process_only_the_main_thread_counts(frame: str, rule: str) -> None:
+    record = incident("hang", "no progress for 4 s", stacks={"slot 1 (hung)": DUMP.format(frame=frame)})
+    verdict = judge(record)
+    assert verdict.rule == rule
+    assert ("stack of slot 1 (hung)", frame) in [(e.source, e.line) for e in verdict.evidence]
+
+
+def test_log_of_a_worker_that_was_aborted_names_the_reason() -> None:
+    lines = ["step 40", "terminate called after throwing an instance of 'std::bad_alloc'"]
+    verdict = judge(incident("exit", "killed by SIGABRT", last_lines=lines))
+    assert verdict.rule == "allocation"
+    assert (verdict.evidence[0].source, verdict.evidence[0].line) == ("log of rank 1 on n1", lines[1])
+    assert judge(incident("exit", "killed by SIGKILL", last_lines=lines)).rule == "sigkill"
+
+
+def test_words_in_the_log_of_a_worker_killed_by_sigkill_are_no_reason() -> None:
+    assert judge(died("SIGKILL", "terminate called: std::bad_alloc was survived")).rule == "sigkill"
+
+
+def test_loopback_address_means_nothing_where_all_nodes_have_one() -> None:
+    record = incident("comm", "Connection closed by peer [127.0.0.1]:5234")
+    assert judge(record).rule == "loopback"
+    assert judge(record, Seen(one_host=True)).rule == "reset"
+
+
+def test_failed_collectives_are_folded_into_the_death_they_follow_from() -> None:
+    causes = [
+        Cause(generation=1, node="n1", kind="exit", ranks=(1,), detail="killed by SIGSEGV"),
+        Cause(generation=1, node="n2", kind="comm", detail="connection closed by peer"),
+        Cause(generation=1, node="n3", kind="comm", detail="connection closed by peer"),
+        Cause(generation=2, node="n2", kind="exit", ranks=(2,), detail="killed by SIGKILL"),
+    ]
+    verdict = judge(incident("exit", "killed by SIGSEGV (and 1 more)", causes=causes))
+    assert verdict.rule == "sigsegv"
+    assert verdict.followed == (
+        "comm on n2, n3: connection closed by peer",
+        "exit as well during the recovery on n2, rank 2: killed by SIGKILL",
+    )
+    assert "kept" not in verdict.done, "with a further failure it is not known which processes were kept"
+
+
+@pytest.mark.parametrize(
+    ("facts", "done"),
+    [
+        ({}, "rank 1 replaced; the other 3 ranks kept their process; state from a living rank; world 4 as before"),
+        ({"world_size_after": 3},
+         "rank 1 gone; the other 3 ranks kept their process; state from a living rank; world 4 → 3"),
+        ({"ranks": (), "kind": "comm"}, "all 4 ranks kept their process; state from a living rank; world 4 as before"),
+        ({"step": None}, "all workers were started again (the script does not call elastic.run); world 4 as before"),
+        ({"open": True}, "the recovery is under way"),
+        ({"kind": "checkpoint"}, "training was not interrupted"),
+        ({"restored_from": "nothing"}, "the job was given up"),
+        ({"restored_from": "checkpoint", "ranks": (0, 1, 2, 3)},
+         "ranks 0 to 3 replaced; state from the newest checkpoint; world 4 as before"),
+    ],
+)  # fmt: skip
+def test_verdict_says_what_was_done(facts: dict[str, object], done: str) -> None:
+    assert judge(incident(**{"kind": "exit", "detail": "killed by SIGKILL"} | facts)).done == done  # type: ignore[arg-type]
+
+
+def test_cost_counts_ranks_times_seconds_and_leaves_the_unknown_unknown() -> None:
+    cost = judge(incident(), Seen(gpus=True)).cost
+    assert (cost.steps, cost.rank_s, cost.gpu_s) == (0, 1.0, 1.0)
+    assert judge(incident()).cost.gpu_s is None
+    unknown = judge(incident(steps_lost=None, steps_lost_at_most=None, timeline_s={})).cost
+    assert (unknown.steps, unknown.steps_at_most, unknown.rank_s) == (None, None, None)
+    assert judge(incident(open=True), Seen(age_s=10.0)).cost.rank_s == 40.0
+    assert judge(incident("checkpoint", "x")).cost.rank_s == 0.0
+
+
+def test_person_is_needed_only_where_the_job_failed_or_does_not_recover() -> None:
+    given_up = incident(detail="KeyError: 1", restored_from="nothing")
+    assert judge(given_up, Seen(phase=Phase.FAILED)).person
+    assert not judge(given_up, Seen(phase=Phase.STOPPED)).person, "a person stopped it"
+    recovered = incident(detail="KeyError: 1")
+    assert not judge(recovered, Seen(phase=Phase.FAILED)).person, "the job failed by a later one"
+    waiting = incident(open=True)
+    assert not judge(waiting, Seen(age_s=299.0)).person
+    assert judge(waiting, Seen(age_s=301.0)).person
+
+
+@pytest.mark.parametrize(
+    ("seen", "held", "person"),
+    [
+        (Seen(age_s=70.0, etcd_error="connection refused"), "etcd was unavailable: connection refused", False),
+        (Seen(age_s=70.0, etcd_error="etcdserver: authentication failed"), "etcd refused the login", True),
+        (Seen(age_s=70.0, etcd_alarms=("NOSPACE",)), "etcd is out of space", True),
+        (Seen(age_s=70.0, waits_for="slot 0 of n1 to start"), "slot 0 of n1 to start", False),
+    ],
+)
+def test_open_incident_says_what_holds_the_recovery_up(seen: Seen, held: str, person: bool) -> None:
+    verdict = judge(incident(detail="killed by SIGKILL", open=True), seen)
+    assert verdict.held_by.startswith(held)
+    assert (verdict.rule, verdict.person) == ("sigkill", person)
+    closed = judge(incident(detail="killed by SIGKILL"), seen)
+    assert (closed.held_by, closed.person) == ("", False)
+
+
+WORDS = st.sampled_from(["", "killed by SIGKILL", "CUDA error: ", "etcd", "Error: x", "\n", "exit code 0", "GPU 1: "])
+KINDS = st.sampled_from(["exit", "hang", "comm", "lost", "drain", "planned", "checkpoint", "no-state", "drift", "?"])
+
+
+@given(kind=KINDS, text=st.lists(WORDS | st.text(max_size=20), max_size=4).map("".join), step=st.none() | st.integers(),
+       ranks=st.lists(st.integers(0, 9), max_size=4), error=st.booleans(), phase=st.sampled_from(Phase))  # fmt: skip
+def test_every_incident_has_a_verdict_and_none_that_recovered_asks_for_a_person(
+    kind: str, text: str, step: int | None, ranks: list[int], error: bool, phase: Phase
+) -> None:
+    told = WorkerError(node="n1", slot=0, rank=-1, message=text, traceback=text) if error else None
+    causes = [Cause(generation=1, node="n1", kind=kind, ranks=tuple(ranks), detail=text)]
+    record = msgspec.structs.replace(
+        incident(kind, text), error=told, step=step, causes=tuple(causes), ranks=tuple(ranks)
+    )
+    verdict = judge(record, Seen(phase=phase, age_s=1e6))
+    assert isinstance(verdict, Verdict)
+    assert not verdict.person
+    assert verdict.what.strip()

@@ -1,0 +1,183 @@
+"""The line of why of each job and node, from views of a cluster."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.pictures import job, progress, snapshot
+
+from elastic.contract.node_records import AgentRow, CordonRecord, DrainRecord, NodeRecord
+from elastic.contract.records import Failure, JobState, MemberRecord, Phase
+from elasticd.api import views
+from elasticd.api.views import Identity, Now
+from elasticd.assignment import Assignment
+from elasticd.cluster import Cluster, Job, JobMember, Node
+from elasticd.diagnosis.why import _clock
+from elasticd.published_state import Contact, Snapshot
+
+NOW = Now(monotonic_s=100.0, wall_s=1000.0)
+IDENTITY = Identity("main", "a", "0.1", 7, 40.0, ("127.0.0.1:2379",), False, "")
+PENDING = job(state=JobState(since_wall_s=986.0), generation=None, progress=None, incidents=(), members={})
+
+
+def seen(*jobs: Job, nodes: tuple[Node, ...] = (), **facts: object) -> Snapshot:
+    base = snapshot(*jobs)
+    all_ = {**base.cluster.nodes, **{n.name: n for n in nodes}}
+    more = {key: facts.pop(key) for key in ("foreign", "refused") if key in facts}
+    cluster = Cluster(nodes=all_, jobs={j.name: j for j in jobs}, revision=9, **more)  # type: ignore[arg-type]
+    return replace(base, cluster=cluster, **facts)  # type: ignore[arg-type]
+
+
+def node(
+    name: str = "a", cordon: CordonRecord | None = None, drain: DrainRecord | None = None, **facts: object
+) -> Node:
+    base = {"node": name, "hostname": "h", "address": "10.0.0.1", "slots": 2, "gpus": 0, "version": "0.1", "pid": 1}
+    return Node(msgspec.convert(base | {"started_wall_s": 5.0} | facts, NodeRecord), 1, cordon, drain)
+
+
+def of_job(*jobs: Job, **facts: Any) -> str:
+    return str(views.status(seen(*jobs, **facts), IDENTITY, NOW)["jobs"][0]["why"])
+
+
+def of_node(*nodes: Node, job: Job | None = None, name: str = "a", **facts: Any) -> str:
+    rows = views.status(seen(*([job] if job else []), nodes=nodes, **facts), IDENTITY, NOW)["nodes"]
+    return str(next(row["why"] for row in rows if row["node"] == name))
+
+
+def member(name: str, **facts: object) -> JobMember:
+    return JobMember(MemberRecord(node=name, incarnation="i", host="h", port=1, slots=2, **facts), 1)  # type: ignore[arg-type]
+
+
+def clock(wall_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(wall_s))
+
+
+IMPORTS = node(agents=[["train", "importing torch", 986.0]])
+LOST = Contact(False, 40.0, "etcdserver: authentication failed")
+SHUT = {"/elastic/main/jobs/train/head/spec": "speaks protocol 9"}
+STILL = {"since_wall_s": 940.0, "because": "it is computing in step 41", "rank": 2, "node": "b"}
+
+
+@pytest.mark.parametrize(
+    ("why", "facts"),
+    [
+        ("running: step 40, 9.88 steps/s", {}),
+        ("failed 16 s ago: loop", {"state": JobState(phase=Phase.FAILED, since_wall_s=984.0, reason="loop")}),
+        ("waiting: node b is gone", {"state": JobState(phase=Phase.WAITING, reason="node b is gone")}),
+        ("succeeded 2 min ago", {"state": JobState(phase=Phase.SUCCEEDED, since_wall_s=880.0)}),
+        ("stopping (by ada): the workers on a, b end", {"state": JobState(phase=Phase.STOPPING, reason="by ada")}),
+        ("waiting for its agents to write its description back to etcd", {"spec": None}),
+        ("waiting for: slot 1 of b to start", {"progress": progress(waiting_for="slot 1 of b to start")}),
+        (f"no progress since {clock(940.0)} (60 s), probably rank 2 on b: it is computing in step 41",
+         {"progress": progress(still=STILL)}),
+        ("running: no step yet, 3 ranks", {"progress": progress(0)}),
+        ("running: step 40, 9.88 steps/s; the newest checkpoint failed: disk full",
+         {"progress": progress(checkpoint_error="disk full")}),
+        ("running: step 40, 9.88 steps/s; b is unreachable by a",
+         {"members": {"a": member("a", unreachable=("b",)), "b": member("b")}}),
+        (f"running: step 40, 9.88 steps/s; b is excluded until about {clock(1550.0)}, because workers of train failed "
+         "there 1 times",
+         {"state": JobState(phase=Phase.RUNNING, excluded_nodes=("b",),
+                            failures=(Failure(wall_s=950.0, generation=1, node="b", fingerprint="x"),))}),
+    ],
+)  # fmt: skip
+def test_why_of_a_job(why: str, facts: dict[str, object]) -> None:
+    assert of_job(job(**{"incidents": ()} | facts)) == why
+
+
+def test_job_that_recovers_names_the_cause_and_what_it_waits_for() -> None:
+    outage = msgspec.structs.replace(job().incidents[0], open=True)
+    waits = job(incidents=(outage,), progress=progress(waiting_for="node c"))
+    assert of_job(waits) == (
+        "recovering for 10 s from node: rank 1 on a: killed by SIGKILL from outside; waits for node c"
+    )
+
+
+def test_job_that_starts_says_what_each_agent_does_and_for_how_long() -> None:
+    assert of_job(PENDING) == "waiting for a node"
+    assert of_job(PENDING, plan=Assignment(places={"train": {"a": 2}})) == "waiting for a to start an agent, for 14 s"
+    assert of_job(PENDING, nodes=(IMPORTS,)) == "a is importing torch for 14 s"
+    short = Assignment(waiting={"train": "0 of at least 1 nodes; a has 0 of 2 slots free"})
+    assert of_job(PENDING, plan=short) == "waiting for: 0 of at least 1 nodes; a has 0 of 2 slots free"
+    there = replace(PENDING, members={"a": member("a")})
+    assert of_job(there) == "waiting for the first generation: agents are there on a"
+
+
+def test_job_shows_the_refusal_of_etcd_in_the_words_of_etcd() -> None:
+    assert of_job(job(incidents=()), contact=LOST).endswith(
+        "; etcd unreachable: etcdserver: authentication failed (training goes on, a recovery waits for etcd)"
+    )
+    assert of_job(job(spec=None), foreign=SHUT) == (
+        "a record of it in etcd cannot be used: /elastic/main/jobs/train/head/spec: speaks protocol 9"
+    )
+
+
+@pytest.mark.parametrize(
+    ("why", "made"),
+    [
+        ("ready: idle", node()),
+        ("train is importing torch for 14 s", IMPORTS),
+        ("takes no work: GPU 3: XID 79", node(healthy=False, reason="GPU 3: XID 79")),
+        ("cordoned for 12 s: new disk", node(cordon=CordonRecord(reason="new disk", since_wall_s=988.0))),
+        ("draining for 5 s: b; nothing runs here any more", node(drain=DrainRecord(reason="b", since_wall_s=995.0))),
+        ("draining: GPU 0; nothing runs here any more", node(draining="GPU 0")),
+    ],
+)  # fmt: skip
+def test_why_of_a_node(why: str, made: Node) -> None:
+    assert of_node(made) == why
+
+
+def test_node_says_who_cannot_reach_it_and_which_jobs_exclude_it() -> None:
+    cut = job(members={"a": member("a"), "b": member("b", unreachable=("a",))})
+    assert of_node(job=cut) == "unreachable by b (train)"
+    aside = job(state=JobState(phase=Phase.RUNNING, excluded_nodes=("a",)))
+    assert of_node(job=aside) == "excluded for train for at most 10 min, because no agent of train starts there"
+    assert of_node(job=job()) == "ready: 2 of 2 slots used"
+    assert of_node(job=job(), name="b") == "elasticd is down on this node; its agents of train keep running"
+    assert of_node(contact=LOST) == (
+        "etcd unreachable from here: etcdserver: authentication failed; what runs here goes on"
+    )
+    assert of_node(trouble={"train": "exit code 1"}) == "no agent of train runs: exit code 1"
+
+
+@given(phase=st.sampled_from(Phase), generation=st.booleans(), spec=st.booleans(), members=st.booleans(),
+       step=st.none() | st.integers(0, 9), waits=st.sampled_from(["", "node c"]), away=st.booleans(),
+       placed=st.booleans(), outage=st.booleans())  # fmt: skip
+def test_every_job_and_node_has_one_line(
+    phase: Phase, generation: bool, spec: bool, members: bool, step: int | None, waits: str, away: bool, placed: bool,
+    outage: bool,
+) -> None:  # fmt: skip
+    base = job(state=JobState(phase=phase, since_wall_s=900.0))
+    made = replace(
+        base, generation=base.generation if generation else None, spec=base.spec if spec else None,
+        members=base.members if members else {}, progress=None if step is None else progress(step, waiting_for=waits),
+        incidents=tuple(msgspec.structs.replace(i, open=outage) for i in base.incidents),
+    )  # fmt: skip
+    plan = Assignment(places={"train": {"a": 1}} if placed else {})
+    facts = {"contact": LOST} if away else {}
+    said = views.status(replace(seen(made, **facts), plan=plan), IDENTITY, NOW)
+    for row in (*said["jobs"], *said["nodes"]):
+        assert row["why"].strip(), row
+        assert "\n" not in row["why"]
+
+
+def test_rows_of_agents_in_a_node_record() -> None:
+    assert IMPORTS.record.agents == (AgentRow("train", "importing torch", 986.0),)
+
+
+def test_node_does_not_start_agents_of_a_job_that_is_over() -> None:
+    """Its record is a few seconds older than the job's."""
+    over = job(state=JobState(phase=Phase.SUCCEEDED, since_wall_s=999.0))
+    assert "importing" not in of_node(IMPORTS, job=over)
+    assert of_node(IMPORTS, job=PENDING) == "train is importing torch for 14 s"
+
+
+@pytest.mark.parametrize("wall_s", [1e300, -1e300, float("inf"), float("nan")])
+def test_a_time_that_is_none_breaks_no_line(wall_s: float) -> None:
+    assert _clock(wall_s) == "an unknown time"

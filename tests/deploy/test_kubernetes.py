@@ -1,0 +1,43 @@
+"""The manifests call elasticctl and elasticd with options that exist, and name each other's objects."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import click
+import msgspec
+import pytest
+from support.source import ROOT
+
+from elasticd.ctl.main import main
+from elasticd.settings import Settings
+
+FOLDER = ROOT / "deploy" / "kubernetes"
+MANIFEST = (FOLDER / "elasticd.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", ["drain", "uncordon"])
+def test_hooks_use_options_that_exist(name: str) -> None:
+    assert isinstance(main, click.Group)
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    known = {option for parameter in command.params for option in parameter.opts}
+    calls = re.findall(rf"elasticctl {name} ([^;&\n\]]*)", MANIFEST)
+    assert calls
+    used = {flag for call in calls for flag in re.findall(r"--[a-z-]+", call)}
+    assert used <= known
+
+
+def test_settings_of_the_config_map_are_settings() -> None:
+    _, _, rest = MANIFEST.partition("elasticd.toml: |\n")
+    text = rest.partition("\n---")[0]
+    settings = msgspec.convert(tomllib.loads("\n".join(line[4:] for line in text.splitlines())), Settings)
+    assert settings.etcd.endpoints == ("etcd.elasticd.svc:2379",)
+
+
+def test_etcd_serves_the_name_that_the_daemons_use() -> None:
+    etcd = (FOLDER / "etcd.yaml").read_text()
+    assert "name: etcd\n  namespace: elasticd" in etcd
+    assert "--client-cert-auth" in etcd
+    assert len(re.findall(r"etcd-\d=https", etcd)) == int(re.findall(r"replicas: (\d)", etcd)[0])

@@ -1,0 +1,59 @@
+"""Generations that break before their first step, by a failed collective: they are paid for, and come ever slower."""
+
+from __future__ import annotations
+
+import msgspec
+
+from elastic.contract.records import BrokenRecord, JobState, Phase
+from elastic.contract.spec import Restarts
+from elastic.recovery.restart_budget import COMM, charge, in_vain
+
+RULES = Restarts(budget=4)
+
+
+def broken(generation: int, kind: str = COMM, charged: bool = True, step: int = 0) -> BrokenRecord:
+    return BrokenRecord(generation=generation, node="n1", kind=kind, detail=f"{kind}!", charged=charged, step=step)
+
+
+def booked(*records: BrokenRecord, other_nodes: int = 3) -> JobState:
+    state = JobState(phase=Phase.RUNNING)
+    for record in records:
+        state = charge(state, record, RULES, 100.0, other_nodes).state
+    return state
+
+
+def test_futile_generations_count_only_in_a_row() -> None:
+    assert in_vain(JobState(), None) == 0
+    assert in_vain(JobState(), broken(1, kind="exit")) == 0
+    assert in_vain(booked(broken(1)), broken(2, charged=False)) == 0  # it had made steps
+    assert in_vain(JobState(), broken(1)) == 1
+    assert in_vain(booked(broken(1), broken(2)), broken(3)) == 3
+    assert in_vain(booked(broken(1), broken(2), broken(3)), broken(3)) == 3  # charged, and still there
+    assert in_vain(booked(broken(1), broken(3, kind="exit")), broken(4)) == 1
+    assert in_vain(booked(broken(1)), broken(9)) == 1  # those between made steps
+    assert in_vain(booked(broken(1), broken(3)), broken(5)) == 3  # etcd lost its data in between
+
+
+def test_node_reporting_a_failed_collective_is_not_excluded_for_it() -> None:
+    assert booked(*(broken(i) for i in range(1, 5))).excluded_nodes == ()
+    assert booked(*(broken(i, kind="hang") for i in range(1, 5))).excluded_nodes == ("n1",)
+
+
+def test_futile_generations_exhaust_the_budget_with_the_error_text() -> None:
+    verdict = charge(booked(*(broken(i) for i in range(1, 5))), broken(5), RULES, 100.0, 3)
+    assert verdict.state.phase is Phase.FAILED
+    assert "restarts.budget" in verdict.stopped
+    assert verdict.stopped.endswith("comm!")
+
+
+def test_a_job_that_has_stepped_outlives_its_network() -> None:
+    state = booked(*(broken(i, step=40) for i in range(1, 50)))
+    assert state.phase is Phase.RUNNING
+    assert in_vain(state, broken(50, step=40)) == 50, "it is tried ever slower"
+    others = booked(*(broken(i, kind="exit") for i in range(1, 5)), *(broken(i, step=40) for i in range(5, 50)))
+    assert others.phase is Phase.RUNNING, "what the network did is not counted with the rest"
+
+
+def test_uncharged_futile_generation_leaves_the_state_unchanged() -> None:
+    same = charge(JobState(), msgspec.structs.replace(broken(1), charged=False), RULES, 100.0, 3)
+    assert same.state == JobState()

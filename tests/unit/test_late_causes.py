@@ -1,0 +1,103 @@
+"""What is reported of a failure after the job has recovered from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.jobs import generation, member, place, view
+
+from elastic.contract.records import BrokenRecord, IncidentRecord, Loss
+from elastic.contract.spec import JobSpec
+from elastic.contract.timeouts import Timeouts
+from elastic.recovery.effects import AddCauses
+from elastic.recovery.events import Viewed
+from elastic.recovery.incident import Closed, Incident, Sync, supplemented
+from elastic.recovery.membership import Limits
+from elastic.recovery.model import Agent, Policy
+from elastic.recovery.recovery import step
+
+FAILED, FORMED = (generation(n, [place("a", 0), place("b", 0)]) for n in (1, 2))
+COLLECTIVE = BrokenRecord(generation=1, node="a", kind="comm", detail="connection closed by peer", step=20)
+DEATH = BrokenRecord(generation=1, node="b", kind="exit", detail="killed by SIGKILL", slots=(0,), ranks=(1,), step=20)
+
+
+def over(*syncs: Sync) -> Closed:
+    incident = Incident(key=2, generations=(FAILED, FORMED), began_s=0.0, reports=(COLLECTIVE,), syncs=syncs)
+    return Closed(incident, FORMED, recovered=True, counted=True, witnessed=True)
+
+
+LIVE = Sync(generation=2, resumed=20, reached=20, source="live")
+
+
+def test_a_death_that_is_reported_late_is_the_cause() -> None:
+    before = over(LIVE)
+    assert (before.record().kind, before.record().ranks) == ("comm", ())
+    fuller = supplemented(before.record(), before.with_report(DEATH).record())
+    assert (fuller.kind, fuller.node, fuller.ranks, fuller.detail) == ("exit", "b", (1,), "killed by SIGKILL")
+    assert [c.kind for c in fuller.causes] == ["exit"], "the failed collective was its consequence"
+    assert (fuller.steps_lost, fuller.steps_lost_at_most) == (0, 0)
+
+
+def test_late_report_adds_repeated_steps_to_the_lost_steps() -> None:
+    further = BrokenRecord(generation=1, node="b", kind="exit", detail="x", slots=(0,), ranks=(1,), step=23)
+    before = over(LIVE)
+    fuller = supplemented(before.record(), before.with_report(further).record())
+    assert (fuller.steps_lost, fuller.step) == (3, 23)
+    loss = Loss(node="b", kind="exit", detail="", step=22, slots=(0,))
+    beside = BrokenRecord(generation=1, node="a", kind="comm", detail="", also=(loss,))
+    assert over(LIVE).with_report(beside).record().steps_lost == 2
+
+
+def test_a_failure_of_the_generation_that_has_recovered_is_another_incident() -> None:
+    closed = over(LIVE)
+    assert closed.with_report(BrokenRecord(generation=2, node="b", kind="exit", detail="x", slots=(0,))) is closed
+
+
+def test_a_consequence_that_is_reported_late_adds_nothing() -> None:
+    told = over(LIVE).with_report(DEATH)
+    assert told.with_report(BrokenRecord(generation=1, node="b", kind="comm", detail="timeout")) is told
+
+
+@pytest.mark.parametrize("lost", [0, None])
+def test_a_record_that_names_fewer_causes_or_losses_changes_nothing_that_is_known(lost: int | None) -> None:
+    known = over(LIVE).with_report(DEATH).record()
+    assert supplemented(known, over(LIVE).record()) is known
+    assert supplemented(known, known) is known
+    less = IncidentRecord(generation=2, kind="comm", node="a", ranks=(), detail="", wall_s=5.0, ended_wall_s=6.0,
+                          causes=(), steps_lost=4, steps_lost_at_most=4, step=24)  # fmt: skip
+    more = IncidentRecord(generation=2, kind="exit", node="b", ranks=(1,), detail="x", wall_s=0.0,
+                          causes=known.causes, steps_lost=lost, step=20)  # fmt: skip
+    fuller = supplemented(less, more)
+    assert (fuller.kind, fuller.wall_s, fuller.ended_wall_s) == ("exit", 5.0, 6.0)
+    assert (fuller.steps_lost, fuller.steps_lost_at_most, fuller.step) == (4, 4, 24)
+
+
+@pytest.mark.parametrize("leader", ["a", "b"])
+def test_late_report_is_written_by_the_leader(leader: str) -> None:
+    spec = JobSpec(name="job", script="train.py", nodes="1:2")
+    policy = Policy(
+        node="a",
+        incarnation="a.1",
+        host="a",
+        port=1,
+        slots=1,
+        limits=Limits(1, 2, 0.0),
+        shrink=False,
+        standbys=0,
+        managed=True,
+        spec=spec,
+        timeouts=Timeouts(),
+    )
+    first, second = ("a", "b") if leader == "a" else ("b", "a")
+    formed = generation(2, [place(first, 0), place(second, 0)])
+    members = [member(node, create_revision, ready=(0,)) for create_revision, node in enumerate((first, second), 1)]
+    agent = Agent(policy, generation=formed, closed=over(LIVE), settled=2, reported=2)
+    seen = view(*members, spec=spec, formed=formed)
+    agent, effects = step(agent, Viewed(replace(seen, broken_before=(COLLECTIVE,)), True), 100.0)
+    assert not [e for e in effects if isinstance(e, AddCauses)], "that is known"
+    agent, effects = step(agent, Viewed(replace(seen, broken_before=(DEATH,)), True), 100.1)
+    asked = [(e.key, e.record.kind, e.record.node) for e in effects if isinstance(e, AddCauses)]
+    assert asked == ([(2, "exit", "b")] if leader == "a" else [])
+    agent, effects = step(agent, Viewed(replace(seen, broken_before=(DEATH,)), True), 100.2)
+    assert not [e for e in effects if isinstance(e, AddCauses)], "once"

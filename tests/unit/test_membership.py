@@ -1,0 +1,423 @@
+"""Who leads, who is in the next generation, and in which order: the edges of each rule."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.jobs import broken, generation, member, place, view
+
+from elastic.contract.records import BrokenRecord, GenerationRecord
+from elastic.recovery.membership import (
+    Change,
+    Dead,
+    Limits,
+    Wait,
+    all_workers_lost,
+    arrange,
+    leader,
+    living,
+    next_generation,
+)
+from elastic.recovery.view import JobView, Member
+
+NOBODY: Dead = frozenset()
+LIMITS = Limits(min_nodes=1, max_nodes=3, join_wait_s=5.0)
+ABC = generation(4, [place("a"), place("b"), place("c")])
+ALL = (member("a", 1), member("b", 2), member("c", 3))
+
+
+def decide(
+    picture: JobView,
+    current: GenerationRecord | None,
+    *,
+    limits: Limits = LIMITS,
+    dead: Dead = NOBODY,
+    steps_advance: bool = False,
+    settled: bool = True,
+    reached_s: float = 0.0,
+    blind: bool = False,
+    in_place: bool = True,
+    last_committed: GenerationRecord | None = None,
+) -> Change | Wait:
+    return next_generation(
+        picture,
+        current,
+        limits,
+        dead,
+        steps_advance=steps_advance,
+        settled=settled,
+        min_reached_for_s=reached_s,
+        blind=blind,
+        in_place=in_place,
+        last_committed=last_committed,
+    )
+
+
+def nodes(verdict: Change | Wait) -> list[str]:
+    assert isinstance(verdict, Change), verdict
+    return [p.node for p in verdict.places]
+
+
+def waits(verdict: Change | Wait) -> Wait:
+    assert isinstance(verdict, Wait), verdict
+    return verdict
+
+
+# ── the leader ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_leader_is_a_draining_leader_candidate_while_one_is_present() -> None:
+    """Beyond these not all see the members of a large job."""
+    leaving = view(member("a", 1, draining="off"), member("b", 2, draining="off"), member("c", 3))
+    assert leader(leaving, NOBODY, ABC, leader_candidates=2) == "a"
+    assert leader(leaving, NOBODY, ABC, leader_candidates=3) == "c"
+    assert leader(leaving, frozenset({("a", "a.1")}), ABC, leader_candidates=2) == "c"
+
+
+def test_leader_of_an_empty_view_is_none() -> None:
+    assert leader(view(), NOBODY, None) is None
+    assert leader(view(), NOBODY, ABC) is None
+
+
+def test_before_the_first_generation_the_oldest_leads() -> None:
+    assert leader(view(member("a", 9), member("b", 3)), NOBODY, None) == "b"
+
+
+def test_then_the_lowest_node_rank_leads_however_young() -> None:
+    assert leader(view(member("a", 9), member("b", 3), member("c", 1)), NOBODY, ABC) == "a"
+
+
+@pytest.mark.parametrize(
+    ("picture", "dead"),
+    [
+        (view(*ALL), frozenset({("a", "a.1")})),
+        (view(*ALL[1:]), NOBODY),
+        (view(member("a", worker_id=2), *ALL[1:]), NOBODY),
+        (view(member("a", draining="maintenance"), *ALL[1:]), NOBODY),
+        (view(*ALL, excluded_nodes=("a",)), NOBODY),
+    ],
+    ids=["proven dead", "lease gone", "a new agent, without the state", "about to leave", "set aside"],
+)
+def test_leader_is_the_next_node_when_the_first_is_dead(picture: JobView, dead: Dead) -> None:
+    assert leader(picture, dead, ABC) == "b"
+
+
+def test_when_all_leave_the_first_of_them_leads() -> None:
+    assert leader(view(*(member(n, draining="off") for n in "abc")), NOBODY, ABC) == "a"
+
+
+def test_when_the_whole_generation_is_gone_the_oldest_of_the_others_leads() -> None:
+    assert leader(view(member("y", 8), member("x", 7)), NOBODY, ABC) == "x"
+
+
+def test_dead_agent_does_not_make_its_successor_on_the_node_dead() -> None:
+    assert set(living(view(member("a", worker_id=2)), frozenset({("a", "a.1")}))) == {"a"}
+
+
+# ── the first forming ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_fewer_than_min_nodes_do_not_begin() -> None:
+    verdict = waits(decide(view(ALL[0]), None, limits=Limits(2, 3, 0.0), reached_s=1e9))
+    assert verdict.below_min
+    assert verdict.reason == "1 of at least 2 nodes are ready"
+
+
+def test_first_generation_waits_briefly_at_min_nodes_and_then_forms() -> None:
+    limits = Limits(2, 3, 5.0)
+    assert not waits(decide(view(*ALL[:2]), None, limits=limits, reached_s=4.999)).below_min
+    assert nodes(decide(view(*ALL[:2]), None, limits=limits, reached_s=5.0)) == ["a", "b"]
+
+
+def test_first_generation_forms_at_once_with_max_nodes() -> None:
+    assert nodes(decide(view(*ALL), None)) == ["a", "b", "c"]
+
+
+def test_of_too_many_the_oldest_begin() -> None:
+    assert nodes(decide(view(*ALL, member("z", 0)), None)) == ["z", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    "unfit", [member("b", 2, ready=()), member("b", 2, draining="off")], ids=["no worker stands", "about to leave"]
+)
+def test_unfit_node_does_not_count_toward_min_nodes(unfit: Member) -> None:
+    assert waits(decide(view(ALL[0], unfit), None, limits=Limits(2, 3, 0.0))).below_min
+
+
+# ── a failure ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_broken_generation_is_followed_at_once_by_one_of_all_present_nodes() -> None:
+    verdict = decide(view(*ALL, formed=ABC, failed=broken(4, "a", 0)), ABC, settled=False)
+    assert nodes(verdict) == ["b", "c", "a"], "the one whose worker died goes behind the survivors"
+    assert isinstance(verdict, Change)
+    assert not verdict.planned
+    assert verdict.why == "exit on a: planted"
+
+
+def test_the_failure_of_an_older_generation_is_history() -> None:
+    assert waits(decide(view(*ALL, formed=ABC, failed=broken(3, "a", 0)), ABC)).fine
+
+
+def test_new_node_takes_the_place_of_a_lost_node() -> None:
+    picture = view(ALL[0], ALL[2], member("x", 9), formed=ABC)
+    assert nodes(decide(picture, ABC)) == ["a", "c", "x"]
+
+
+def test_membership_below_min_nodes_waits_and_names_the_missing_node() -> None:
+    verdict = waits(decide(view(*ALL[:2], formed=ABC), ABC, limits=Limits(3, 3, 0.0)))
+    assert verdict.below_min
+    assert verdict.reason == "node c is gone; 2 of at least 3 nodes are there"
+
+
+def test_just_min_nodes_go_on() -> None:
+    assert nodes(decide(view(*ALL[:2], formed=ABC), ABC, limits=Limits(2, 3, 0.0))) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("picture", "dead"),
+    [(view(*ALL), frozenset({("b", "b.1")})), (view(ALL[0], member("b", 9, worker_id=2), ALL[2]), NOBODY)],
+    ids=["its port refuses", "another agent is there"],
+)
+def test_proof_of_death_counts_even_while_steps_advance(picture: JobView, dead: Dead) -> None:
+    """The last steps of a world still trickle in when one of it is dead already."""
+    verdict = decide(picture, ABC, dead=dead, steps_advance=True)
+    assert nodes(verdict)[:2] == ["a", "c"]
+    assert isinstance(verdict, Change)
+    assert not verdict.planned
+
+
+def test_blind_leader_waits_for_absent_nodes_after_a_failure() -> None:
+    failed = broken(4, "a", 0)
+    assert "may not have come back yet" in waits(decide(view(*ALL[:2], failed=failed), ABC, blind=True)).reason
+    assert nodes(decide(view(*ALL[:2], failed=failed), ABC)) == ["b", "a"]
+
+
+def test_blind_leader_forms_at_once_if_no_node_is_absent() -> None:
+    assert nodes(decide(view(*ALL, failed=broken(4, "a", 0)), ABC, blind=True)) == ["b", "c", "a"]
+
+
+def test_a_rollback_is_to_the_snapshot() -> None:
+    verdict = decide(view(*ALL, failed=broken(4, "a", rollback=True)), ABC)
+    assert isinstance(verdict, Change)
+    assert verdict.restore == "snapshot"
+
+
+@pytest.mark.parametrize(("settled", "restore"), [(False, "snapshot"), (True, "newest")])
+def test_a_rollback_that_was_cut_short_is_not_over(settled: bool, restore: str) -> None:
+    back = generation(4, ABC.places, restore="snapshot")
+    verdict = decide(view(*ALL, failed=broken(4, "b", 0)), back, settled=settled)
+    assert isinstance(verdict, Change)
+    assert verdict.restore == restore
+
+
+def test_store_host_outside_the_generation_is_needed_until_the_first_step() -> None:
+    """The one who hands over and leaves hosts the store of the generation that it is not in."""
+    current = generation(4, [place("b"), place("c")], leader="a")
+    assert not isinstance(decide(view(*ALL, formed=current), current, settled=False), Change)
+    lost = decide(view(*ALL[1:], formed=current), current, settled=False)
+    assert isinstance(lost, Change)
+    assert lost.why == "node a is gone"
+    assert waits(decide(view(*ALL[1:], formed=current), current, settled=True)).fine
+
+
+# ── a planned change ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_membership_with_all_nodes_present_needs_no_change() -> None:
+    assert waits(decide(view(*ALL), ABC)).fine
+
+
+def test_a_newcomer_is_taken_in_at_a_boundary_once_steps_advance() -> None:
+    two = generation(4, ABC.places[:2])
+    assert waits(decide(view(*ALL), two)).reason == "a planned change waits for steps to advance"
+    assert "has stepped" in waits(decide(view(*ALL), two, settled=False, steps_advance=True)).reason
+    verdict = decide(view(*ALL), two, steps_advance=True)
+    assert nodes(verdict) == ["a", "b", "c"]
+    assert isinstance(verdict, Change)
+    assert verdict.planned
+    assert verdict.why == "c joins"
+
+
+def test_a_script_without_elastic_shows_no_steps_and_is_changed_without() -> None:
+    assert nodes(decide(view(*ALL), generation(4, ABC.places[:2]), in_place=False)) == ["a", "b", "c"]
+
+
+def test_a_newcomer_above_max_nodes_is_a_spare() -> None:
+    assert waits(decide(view(*ALL, member("x", 0)), ABC, steps_advance=True)).fine
+
+
+def test_draining_node_is_replaced_by_the_spare_with_the_reason_given() -> None:
+    picture = view(ALL[0], member("b", 2, draining="maintenance"), ALL[2], member("x", 9))
+    verdict = decide(picture, ABC, steps_advance=True)
+    assert nodes(verdict) == ["a", "c", "x"]
+    assert isinstance(verdict, Change)
+    assert verdict.why == "b leaves (maintenance), x joins"
+
+
+def test_draining_node_stays_if_leaving_would_go_below_min_nodes() -> None:
+    picture = view(*ALL[:2], member("c", 3, draining="maintenance"))
+    verdict = waits(decide(picture, ABC, limits=Limits(3, 3, 0.0), steps_advance=True))
+    assert verdict.below_min
+    assert verdict.reason == "leaving now would leave 2 of at least 3 nodes"
+
+
+def test_draining_node_that_alone_holds_the_state_stays_to_hand_it_over() -> None:
+    one = generation(4, [place("a")])
+    picture = view(member("a", 1, draining="off"), member("x", 9))
+    assert nodes(decide(picture, one, steps_advance=True, limits=Limits(1, 1, 0.0))) == ["a", "x"]
+
+
+def test_excluded_node_hands_over_its_state_if_all_others_are_lost_before_a_step() -> None:
+    current = generation(5, [place("b")])
+    picture = view(*ALL[:2], formed=current, failed=broken(5, "b", 0), excluded_nodes=("a",))
+    assert nodes(decide(picture, current, settled=False, last_committed=generation(4, [place("b"), place("a")]))) == [
+        "a",
+        "b",
+    ]
+    restarted = generation(4, [place("b"), place("a", worker_id=7)])
+    assert nodes(decide(picture, current, settled=False, last_committed=restarted)) == ["b"]
+    partly = view(member("a", 1), member("b", 2, ready=(0, 1)), failed=broken(5, "b", 0), excluded_nodes=("a",))
+    both = generation(5, [place("b", 0, 1)])
+    assert nodes(decide(partly, both, settled=False, last_committed=ABC)) == ["b"]
+
+
+def test_excluded_node_is_used_if_no_other_node_is_left() -> None:
+    picture = view(*ALL[:1], failed=broken(5, "a", 0), excluded_nodes=("a",))
+    alone = generation(5, [place("a")])
+    assert nodes(decide(picture, alone)) == ["a"]
+    both = view(*ALL[:2], failed=broken(5, "a", 0), excluded_nodes=("a",))
+    assert nodes(decide(both, generation(5, [place("a"), place("b")]))) == ["b"]
+
+
+def test_excluded_node_hands_over_its_state_before_it_leaves() -> None:
+    """It may be the only one that committed the last step, and goes at the next planned change."""
+    current = generation(5, [place("a", 0, 1), place("b")])
+    both = member("a", 1, ready=(0, 1)), member("b", 2)
+    assert nodes(decide(view(*both, failed=broken(5, "a", 0), excluded_nodes=("a",)), current)) == ["b", "a"]
+    assert nodes(decide(view(*both, failed=broken(5, "a", 0, 1), excluded_nodes=("a",)), current)) == ["b"]
+    assert nodes(decide(view(*both, excluded_nodes=("a",)), current, steps_advance=True)) == ["b"]
+
+
+def test_node_that_joined_since_the_last_step_is_not_counted_as_state_holder() -> None:
+    current, last_committed = generation(5, [place("a"), place("b")]), generation(4, [place("a")])
+    picture = view(*ALL[:2], formed=current, failed=broken(5, "b", 0), excluded_nodes=("a",))
+    two = view(member("a", 1), member("b", 2, ready=(0, 1)), failed=broken(5, "b", 0), excluded_nodes=("a",))
+    seated = generation(5, [place("a"), place("b", 0, 1)])
+    assert nodes(decide(two, seated, settled=False, last_committed=last_committed)) == ["a", "b"]
+    assert nodes(decide(two, seated, settled=True, last_committed=last_committed)) == ["b", "a"]
+    assert nodes(decide(picture, current, settled=False, last_committed=last_committed)) == ["a", "b"]
+
+
+def test_draining_node_whose_workers_died_is_not_kept_for_handover() -> None:
+    one = generation(4, [place("a")])
+    picture = view(member("a", 1, draining="off"), member("x", 9), failed=broken(4, "a", 0))
+    assert nodes(decide(picture, one)) == ["x"]
+
+
+# ── order ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("slots", "expected"),
+    [((), False), ((0,), False), ((0, 1), True), ((0, 1, 2), True)],
+    ids=["none", "one", "both", "more"],
+)
+def test_a_node_is_bereft_when_all_its_workers_are_lost(slots: tuple[int, ...], expected: bool) -> None:
+    current = generation(4, [place("a", 0, 1), place("b", 0, 1)])
+    assert all_workers_lost(current, "a", broken(4, "a", *slots)) is expected
+    assert not all_workers_lost(current, "b", broken(4, "a", *slots))
+    assert not all_workers_lost(current, "a", broken(3, "a", *slots))
+
+
+def test_surviving_slot_is_ordered_before_the_replaced_slot_of_a_node() -> None:
+    both = member("a", ready=(0, 1))
+    current = generation(4, [place("a", 0, 1)])
+    assert arrange(current, [both], {("a", 0)}) == (place("a", 1, 0),)
+    assert arrange(current, [both], set()) == (place("a", 0, 1),)
+
+
+def test_a_slot_that_is_not_ready_gets_no_rank() -> None:
+    current = generation(4, [place("a", 0, 1, 2)])
+    assert arrange(current, [member("a", ready=(2, 0))], set()) == (place("a", 0, 2),)
+
+
+@st.composite
+def pictures(draw: st.DrawFn) -> JobView:
+    there = [
+        member(
+            node,
+            draw(st.integers(1, 9)),
+            worker_id=draw(st.integers(1, 2)),
+            ready=draw(st.sampled_from([(), (0,), (0, 1), (1,)])),
+            draining=draw(st.sampled_from([None, None, "off"])),
+        )
+        for node in draw(st.lists(st.sampled_from("abcd"), unique=True))
+    ]
+    return view(*there)
+
+
+generations = st.lists(
+    st.builds(place, st.sampled_from("abcd"), st.just(0), st.just(1), worker_id=st.integers(1, 2)),
+    min_size=1,
+    max_size=4,
+    unique_by=lambda p: p.node,
+).map(lambda places: generation(4, places))
+
+
+@given(
+    picture=pictures(),
+    current=st.none() | generations,
+    least=st.integers(1, 3),
+    more=st.integers(0, 2),
+    steps_advance=st.booleans(),
+    settled=st.booleans(),
+    blind=st.booleans(),
+    dead=st.frozensets(st.sampled_from("abcd").map(lambda node: (node, f"{node}.1")), max_size=2),
+    failed=st.none() | st.builds(broken, st.just(4), st.sampled_from("abcd"), st.integers(0, 1)),
+)
+def test_next_generation_can_always_form(
+    picture: JobView, current: GenerationRecord | None, least: int, more: int, steps_advance: bool, settled: bool,
+    blind: bool, dead: Dead, failed: BrokenRecord | None,
+) -> None:  # fmt: skip
+    picture = dataclasses.replace(picture, generation=current, broken=failed if current else None)
+    limits = Limits(least, least + more, 0.0)
+    verdict = decide(
+        picture, current, limits=limits, dead=dead, steps_advance=steps_advance, settled=settled, blind=blind
+    )
+    if isinstance(verdict, Wait):
+        assert verdict.reason
+        return
+    placed = [p.node for p in verdict.places]
+    assert len(set(placed)) == len(placed) >= least
+    assert len(placed) <= limits.max_nodes + 1, "one more than max only to hand over"
+    survivors = []
+    for p in verdict.places:
+        there = picture.members[p.node]
+        assert there.id == (p.node, p.incarnation)
+        assert there.id not in dead
+        assert p.slots
+        assert len(set(p.slots)) == len(p.slots)
+        assert set(p.slots) <= set(there.record.ready)
+        old = current.place(*there.id) if current else None
+        lost = failed.slots if failed and failed.node == p.node else ()
+        kept = [s for s in p.slots if old and s in old.slots and (s not in lost or not current)]
+        survivors.append(bool(kept))
+        assert list(p.slots[: len(kept)]) == kept, "survivors first on each node"
+    assert survivors == sorted(survivors, reverse=True), "survivors first"
+
+
+@given(picture=pictures(), current=generations, dead=st.frozensets(st.just(("a", "a.1")), max_size=1))
+def test_the_leader_lives_and_is_of_the_generation_if_anyone_is(
+    picture: JobView, current: GenerationRecord, dead: Dead
+) -> None:
+    chief = leader(picture, dead, current)
+    alive = living(picture, dead)
+    assert (chief is None) == (not alive)
+    if chief is not None:
+        assert chief in alive
+        inside = [p.node for p in current.places if p.node in alive and alive[p.node].id == (p.node, p.incarnation)]
+        assert not inside or chief in inside

@@ -1,0 +1,143 @@
+"""ViewReader of a job read one after another: what has not changed is not read again, and what is read is the same."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from elastic.contract.keys import ClusterKeys
+from elastic.contract.records import (
+    BrokenRecord,
+    GenerationRecord,
+    JobState,
+    MemberRecord,
+    Phase,
+    Place,
+    ProgressRecord,
+    ProtocolVersionMismatch,
+    Record,
+    SpecRecord,
+    encode,
+)
+from elastic.contract.spec import JobSpec
+from elastic.recovery import view
+from elastic.recovery.view import JobView, Reader
+
+KEYS = ClusterKeys("c").job("job")
+
+
+@dataclass(frozen=True)
+class Key:
+    value: bytes
+    create_revision: int
+    mod_revision: int
+
+
+class Fake:
+    """Keys as etcd keeps them; each picture is a mapping of its own, of the same objects where nothing has changed."""
+
+    def __init__(self) -> None:
+        self.kvs: dict[str, Key] = {}
+        self.revision = 1
+
+    def put(self, key: str, record: Record) -> None:
+        self.raw(key, encode(record))
+
+    def raw(self, key: str, value: bytes) -> None:
+        self.revision += 1
+        before = self.kvs.get(key)
+        created = before.create_revision if before else self.revision
+        self.kvs = {**self.kvs, key: Key(value, created, self.revision)}
+
+    def delete(self, key: str) -> None:
+        self.revision += 1
+        self.kvs = {k: kv for k, kv in self.kvs.items() if k != key}
+
+    def read(self, reader: Reader) -> JobView:
+        return reader.read(self.kvs, self.revision)
+
+
+def _member(node: str, *ready: int) -> MemberRecord:
+    return MemberRecord(node=node, incarnation=f"i-{node}", host="h", port=1, slots=2, ready=ready)
+
+
+def _generation(number: int, *nodes: str) -> GenerationRecord:
+    places = tuple(Place(node=n, incarnation=f"i-{n}", host="h", slots=(0,), port=1) for n in nodes)
+    return GenerationRecord(number=number, places=places, store_host="h", store_port=1, leader=nodes[0], why="")
+
+
+def _change(etcd: Fake, rng: random.Random) -> None:
+    node, number = f"n{rng.randrange(4)}", rng.randrange(1, 4)
+    spec = JobSpec(name="job", script="x.py", nodes="1:4", workers_per_node=1)
+    progress = ProgressRecord(
+        generation=number,
+        world_size=1,
+        step=1,
+        steps_per_s=1.0,
+        loss=None,
+        wall_s=0.0,
+        checkpoint_step=rng.randrange(9),
+    )
+    match rng.randrange(9):
+        case 0 | 1:
+            etcd.put(KEYS.member(node), _member(node, *range(rng.randrange(3))))
+        case 2:
+            etcd.put(KEYS.generation, _generation(number, node))
+        case 3:
+            etcd.put(KEYS.broken(number), BrokenRecord(generation=number, node=node, kind="exit", detail=node))
+        case 4:
+            etcd.put(KEYS.state, JobState(phase=rng.choice(list(Phase))))
+        case 5:
+            etcd.put(KEYS.progress, progress)
+        case 6:
+            etcd.put(KEYS.spec, SpecRecord(spec=spec, submitted_wall_s=rng.random(), submitted_by="me"))
+        case 7 if etcd.kvs:
+            etcd.delete(rng.choice(sorted(etcd.kvs)))
+        case _:  # as after an outage: all is read anew, and nothing has changed
+            etcd.kvs = {key: Key(kv.value, kv.create_revision, kv.mod_revision) for key, kv in etcd.kvs.items()}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_view_reader_gives_the_same_view_incrementally_as_afresh(seed: int) -> None:
+    rng, etcd, reader = random.Random(seed), Fake(), Reader(KEYS)
+    for _ in range(60):
+        for _ in range(rng.randrange(3)):
+            _change(etcd, rng)
+        assert etcd.read(reader) == etcd.read(Reader(KEYS))
+
+
+def test_view_reader_reuses_unchanged_records_without_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    etcd, reader = Fake(), Reader(KEYS)
+    for node in ("a", "b"):
+        etcd.put(KEYS.member(node), _member(node, 0))
+    etcd.put(KEYS.generation, _generation(1, "a", "b"))
+    before = etcd.read(reader)
+    read: list[bytes] = []
+    decode = view._member
+    monkeypatch.setattr(view, "_member", lambda raw: (read.append(raw), decode(raw))[1])
+    etcd.put(KEYS.state, JobState(phase=Phase.RUNNING))
+    after = etcd.read(reader)
+    assert after.members is before.members
+    assert after.generation is before.generation
+    etcd.put(KEYS.member("b"), _member("b"))
+    changed = etcd.read(reader)
+    assert changed.members["a"] is before.members["a"]
+    assert changed.members["b"].record.ready == ()
+    assert before.members["b"].record.ready == (0,), "a picture never changes once it was given out"
+    assert read == [encode(_member("b"))]
+
+
+def test_view_reader_keeps_changes_that_came_with_an_unreadable_record() -> None:
+    etcd, reader = Fake(), Reader(KEYS)
+    etcd.put(KEYS.member("a"), _member("a", 0))
+    etcd.read(reader)
+    etcd.put(KEYS.member("a"), _member("a", 0, 1))
+    etcd.raw(KEYS.state, b'{"protocol": 99}')
+    for _ in range(2):
+        with pytest.raises(ProtocolVersionMismatch):
+            etcd.read(reader)
+    etcd.put(KEYS.state, JobState())
+    assert etcd.read(reader) == etcd.read(Reader(KEYS))
+    assert etcd.read(reader).members["a"].record.ready == (0, 1)

@@ -1,0 +1,792 @@
+"""One agent's recovery, event by event: its instants, what it says twice and what only once, whom it believes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.jobs import broken, generation, member, place, view
+
+from elastic.contract import messages
+from elastic.contract.records import GenerationRecord, JobState, Phase, WorkerError
+from elastic.contract.spec import Checkpoint, JobSpec
+from elastic.contract.timeouts import Timeouts
+from elastic.recovery.announce import IDLE_S, SUSPICION_S
+from elastic.recovery.effects import (
+    ChargeFailure,
+    Effect,
+    ForkPlain,
+    ForkWorker,
+    Kill,
+    Leave,
+    Publish,
+    PutBroken,
+    PutMember,
+    PutPhase,
+    Rejoin,
+    Restore,
+    SaveNow,
+    Send,
+)
+from elastic.recovery.events import (
+    CheckpointSaved,
+    Drain,
+    Event,
+    GroupStuck,
+    Joined,
+    LeaseLost,
+    PeerDead,
+    Progress,
+    PublishFailed,
+    Start,
+    StillBusy,
+    Tick,
+    Undrain,
+    Viewed,
+    WorkerBadNumbers,
+    WorkerDone,
+    WorkerExited,
+    WorkerGroupClosed,
+    WorkerReady,
+    WorkerStepping,
+    WorkerSynced,
+    WorkerUnhealthy,
+)
+from elastic.recovery.membership import Limits
+from elastic.recovery.model import Agent, Policy
+from elastic.recovery.recovery import step
+from elastic.recovery.transitions import Stage
+from elastic.recovery.turn import ASK_AGAIN_S, STALL_S
+from elastic.recovery.view import JobView
+
+TIMES = Timeouts()
+SPEC = JobSpec(name="job", script="train.py", nodes="1:2", workers_per_node=2)
+SECOND = generation(1, [place("b", 0, 1), place("a", 0, 1)])
+"""We are a, and have node rank 1: b leads."""
+FIRST = generation(1, [place("a", 0, 1), place("b", 0, 1)])
+"""We lead."""
+A, B = member("a", 1, ready=(0, 1)), member("b", 2, ready=(0, 1))
+
+
+class Machine:
+    """An agent under test, on a clock that only `wait` moves."""
+
+    def __init__(self, spec: JobSpec = SPEC, *, managed: bool = True) -> None:
+        self.spec = spec
+        policy = Policy(
+            node="a",
+            incarnation="a.1",
+            host="a",
+            port=1,
+            slots=2,
+            limits=Limits(spec.min_nodes, spec.max_nodes, spec.join_wait_s),
+            shrink=spec.on_loss == "shrink",
+            standbys=spec.standby,
+            managed=managed,
+            spec=spec,
+            timeouts=TIMES,
+        )
+        self.agent = Agent(policy)
+        self.now_s = 100.0
+
+    def take(self, *events: Event) -> list[Effect]:
+        effects: list[Effect] = []
+        for event in events:
+            self.agent, done = step(self.agent, event, self.now_s)
+            effects += done
+        return effects
+
+    def wait(self, seconds: float) -> list[Effect]:
+        self.now_s += seconds
+        return self.take(Tick())
+
+    def see(self, picture: JobView) -> list[Effect]:
+        return self.take(Viewed(picture, True))
+
+    def stages(self) -> list[Stage]:
+        return [worker.stage for _, worker in sorted(self.agent.workers.items())]
+
+    def worker_id(self, slot: int) -> int:
+        return self.agent.workers[slot].worker_id
+
+
+def running(spec: JobSpec = SPEC, formed: GenerationRecord = SECOND) -> Machine:
+    """A machine whose two workers step in generation 1, together with b's."""
+    machine = Machine(spec)
+    machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
+    machine.see(view(A, B, spec=spec, formed=formed))
+    machine.take(WorkerSynced(0, 1, 1, 7), WorkerSynced(1, 2, 1, 7))
+    machine.take(WorkerStepping(0, 1, 1, 8), WorkerStepping(1, 2, 1, 8), Progress(1, 8, 0.1))
+    assert machine.stages() == [Stage.RUNNING, Stage.RUNNING]
+    return machine
+
+
+def kinds(effects: list[Effect]) -> list[type]:
+    return [type(effect) for effect in effects]
+
+
+def told(effects: list[Effect]) -> list[messages.Message]:
+    return [effect.message for effect in effects if isinstance(effect, Send)]
+
+
+def only(effects: list[Effect]) -> Effect:
+    assert len(effects) == 1, effects
+    return effects[0]
+
+
+# ── coming ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_agent_start_requests_a_lease_and_forks_a_worker_per_slot() -> None:
+    assert kinds(Machine().take(Start())) == [Rejoin, ForkWorker, ForkWorker]
+
+
+def test_agent_is_ready_when_all_its_workers_are_ready() -> None:
+    machine = Machine()
+    machine.take(Start(), Joined())
+    assert machine.take(WorkerReady(0, 1)) == []
+    effect = only(machine.take(WorkerReady(1, 2)))
+    assert isinstance(effect, PutMember)
+    assert effect.record.ready == (0, 1)
+
+
+def test_without_a_lease_nothing_is_put() -> None:
+    machine = Machine()
+    machine.take(Start())
+    assert machine.take(WorkerReady(0, 1), WorkerReady(1, 2)) == []
+    assert kinds(machine.take(Joined())) == [PutMember]
+
+
+def test_a_lost_lease_is_taken_anew_and_no_worker_hears_of_it() -> None:
+    effect = only(running().take(LeaseLost("not renewed")))
+    assert isinstance(effect, Rejoin)
+    assert effect.record.ready == (0, 1)
+
+
+def test_each_worker_is_told_its_place_once() -> None:
+    machine = Machine()
+    machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
+    picture = view(A, B, spec=SPEC, formed=SECOND)
+    forms = told(machine.see(picture))
+    assert [
+        (f.rank, f.world_size, f.group_rank, f.local_rank, f.local_world_size, f.store_port)
+        for f in forms
+        if isinstance(f, messages.Form)
+    ] == [(2, 4, 1, 0, 2, 1001), (3, 4, 1, 1, 2, 1001)]
+    assert machine.see(picture) == []
+
+
+def test_a_generation_without_us_is_none_of_our_workers_business() -> None:
+    machine = Machine()
+    machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
+    assert told(machine.see(view(A, B, spec=SPEC, formed=generation(1, [place("b", 0, 1)])))) == []
+    again = generation(2, [place("b"), place("a", 0, 1, worker_id=2)])
+    assert told(machine.see(view(A, B, spec=SPEC, formed=again))) == [], "that is our successor's place"
+
+
+# ── a worker's end ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_death_is_told_and_the_slot_filled_at_once() -> None:
+    machine = running()
+    effects = machine.take(WorkerExited(0, 1, "signal SIGKILL", fingerprint="SIGKILL", step=9))
+    said = effects[0]
+    assert isinstance(said, PutBroken)
+    assert (said.record.generation, said.record.slots, said.record.ranks, said.record.step) == (1, (0,), (2,), 9)
+    assert said.record.charged
+    assert effects[1:] == [ForkWorker(0, 3), Send(1, 2, messages.AbortGroup(generation=1, why="generation is broken"))]
+
+
+def test_exit_code_0_before_the_end_is_a_failure_too() -> None:
+    effects = running().take(WorkerExited(0, 1, "exit code 0", code=0))
+    assert isinstance(effects[0], PutBroken)
+    assert effects[0].record.detail == "exited with code 0 before the job was done"
+
+
+def test_a_second_death_in_a_row_pauses_and_a_step_forgives() -> None:
+    machine = running()
+    machine.take(WorkerExited(0, 1, "signal SIGKILL"))
+    effects = machine.take(WorkerExited(0, 3, "signal SIGKILL"))
+    assert kinds(effects) == []
+    pause_s = SPEC.restarts.backoff_s * 0.75  # half of the jitter
+    assert machine.wait(pause_s - 0.01) == []
+    assert machine.wait(0.02) == [ForkWorker(0, 4)]
+    calm = running()
+    calm.take(WorkerExited(0, 1, "signal SIGKILL"), WorkerReady(0, 3))
+    assert calm.agent.workers[0].crashes == 1
+    calm.take(WorkerStepping(0, 3, 0, 9))
+    assert calm.agent.workers[0].crashes == 0
+
+
+def test_worker_that_fails_to_start_is_charged_to_generation_zero() -> None:
+    machine = Machine()
+    machine.take(Start(), Joined())
+    error = WorkerError(node="a", slot=0, rank=-1, message="ImportError: numpyy")
+    effect = machine.take(WorkerExited(0, 1, "exit code 1", 1, error, "ImportError at train.py:1"))[0]
+    assert isinstance(effect, ChargeFailure)
+    assert (effect.record.generation, effect.record.detail) == (0, "ImportError: numpyy")
+
+
+def test_agent_charges_a_setup_failure_of_all_its_workers_once_per_round() -> None:
+    machine = Machine()
+    machine.take(Start(), Joined())
+    charged = []
+    for _ in range(3):
+        for slot in (0, 1):
+            effects = machine.take(WorkerExited(slot, machine.worker_id(slot), "exit code 1", 1))
+            charged.append([type(e) for e in effects if isinstance(e, ChargeFailure)])
+        machine.wait(SPEC.restarts.backoff_max_s)
+    assert charged == [[ChargeFailure], []] * 3
+    machine.take(*(WorkerReady(1, machine.worker_id(1)) for _ in range(2)))
+    assert ChargeFailure in kinds(machine.take(WorkerExited(0, machine.worker_id(0), "exit code 1", 1)))
+
+
+def test_agent_reason_names_the_newest_failure_while_the_job_cannot_start() -> None:
+    machine = Machine()
+    machine.take(Start(), Joined())
+    error = WorkerError(node="b", slot=0, rank=-1, message="\nValueError: two\nlines")
+    picture = view(member("a", 1, ready=()), spec=SPEC)
+    machine.see(dataclasses.replace(picture, state=JobState(error=error)))
+    assert machine.agent.reason == "0 of at least 1 nodes are ready; the newest failure, on b: ValueError: two"
+
+
+def test_the_former_generation_is_the_newest_before_that_has_stepped_here() -> None:
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.places)))
+    assert machine.agent.last_committed == SECOND
+    machine.see(view(A, B, spec=SPEC, formed=generation(3, SECOND.places)))
+    assert machine.agent.last_committed == SECOND
+
+
+def test_agent_ignores_events_of_replaced_workers() -> None:
+    machine = running()
+    machine.take(WorkerExited(0, 1, "signal SIGKILL"), WorkerReady(0, 3))
+    before = machine.agent
+    late = (
+        WorkerReady(0, 1), WorkerSynced(0, 1, 1, 9), WorkerStepping(0, 1, 1, 9), WorkerGroupClosed(0, 1, 1, 9, "late"),
+        WorkerDone(0, 1, 1, 9), WorkerUnhealthy(0, 1, "hang", "late"), StillBusy(0, 1), WorkerExited(0, 1, "late"),
+        WorkerBadNumbers(0, 1, 1, 9, "nan", "late", (2,)),
+    )  # fmt: skip
+    assert machine.take(*late) == []
+    assert machine.agent == before
+
+
+def test_a_ready_standby_takes_the_place_and_its_successor_is_forked() -> None:
+    machine = running(JobSpec(name="job", script="train.py", nodes="1:2", standby=1))
+    assert machine.agent.standbys[0].stage is Stage.STARTING
+    machine.take(WorkerReady(-1, 3))
+    effects = machine.take(WorkerExited(0, 1, "signal SIGKILL"))
+    assert [e for e in effects if isinstance(e, (Send, ForkWorker))][:1] == [Send(0, 3, messages.Assign(slot=0))]
+    assert ForkWorker(-1, 4, standby=True) in effects
+    assert machine.worker_id(0) == 3
+
+
+def test_a_standby_that_gets_ready_before_the_replacement_comes_first() -> None:
+    machine = running(JobSpec(name="job", script="train.py", nodes="1:2", standby=1))
+    machine.take(WorkerExited(1, machine.worker_id(1), "signal SIGKILL"))  # the standby is still in its set-up
+    replacement = machine.worker_id(1)
+    assert machine.agent.workers[1].stage is Stage.STARTING
+    effects = machine.take(WorkerReady(-1, 3))
+    assert Send(1, 3, messages.Assign(slot=1)) in effects
+    assert Kill(1, replacement, "a standby was ready before it") in effects
+    assert (machine.worker_id(1), machine.agent.workers[1].stage) == (3, Stage.READY)
+    assert ForkWorker(-1, replacement + 1, standby=True) in effects
+    before = machine.agent
+    assert machine.take(WorkerExited(1, replacement, "signal SIGKILL")) == []  # it is nobody's any more
+    assert machine.agent.workers == before.workers
+
+
+def test_a_standby_that_dies_is_charged_to_nobody() -> None:
+    machine = running(JobSpec(name="job", script="train.py", nodes="1:2", standby=1))
+    assert machine.take(WorkerExited(-1, 3, "exit code 1", 1)) == [ForkWorker(-1, 4, standby=True)]
+
+
+# ── letting go ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_worker_that_does_not_abort_the_group_in_time_is_killed() -> None:
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
+    assert machine.wait(TIMES.abort_s - 0.01) == []
+    assert machine.wait(0.01) == [
+        Kill(slot, worker_id, "did not abort in time") for slot, worker_id in ((0, 1), (1, 2))
+    ]
+
+
+def test_long_steps_are_given_as_long() -> None:
+    machine = running()
+    machine.take(Progress(1, 9, 5.0))
+    machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
+    assert machine.wait(14.9) == []
+    assert kinds(machine.wait(0.1)) == [Kill, Kill]
+
+
+def test_worker_that_declared_a_quiet_span_gets_more_time_to_abort() -> None:
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
+    machine.now_s += TIMES.abort_s - 0.01
+    machine.take(StillBusy(0, 1))
+    assert only(machine.wait(0.01)) == Kill(1, 2, "did not abort in time")
+    assert kinds(machine.wait(TIMES.abort_s)) == [Kill]
+
+
+def test_its_end_was_ordered_and_is_charged_to_nobody() -> None:
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
+    machine.wait(TIMES.abort_s)
+    reported, forked = machine.take(WorkerExited(0, 1, "signal SIGKILL"))
+    assert forked == ForkWorker(0, 3)
+    assert machine.agent.workers[0].crashes == 0
+    assert isinstance(reported, PutBroken), "its state is lost: it is no survivor for the next generation"
+    assert (reported.record.kind, reported.record.slots, reported.record.charged) == ("respawn", (0,), False)
+
+
+def test_worker_forms_the_next_generation_only_after_its_group_is_closed() -> None:
+    machine = running()
+    second = generation(2, [place("b", 0, 1), place("a", 0, 1)])
+    orders = told(machine.see(view(A, B, spec=SPEC, formed=second)))
+    assert orders == [messages.AbortGroup(generation=1, why="because")] * 2
+    forms = told(machine.take(WorkerGroupClosed(0, 1, 1, 8)))
+    assert [m.generation for m in forms if isinstance(m, messages.Form)] == [2]
+
+
+def test_a_planned_change_lets_them_step_on_to_the_boundary() -> None:
+    machine = running()
+    second = generation(2, [place("b", 0, 1), place("a", 0, 1), place("c")], at_step=12)
+    orders = told(machine.see(view(A, B, spec=SPEC, formed=second)))
+    assert orders == [messages.StopAtStep(generation=1, at_step=12, why="because")] * 2
+    assert machine.stages() == [Stage.STOPPING_AT_STEP] * 2
+    allowed_s = 5 * 0.1 + 2 * TIMES.abort_s  # four steps to go and the one under way
+    assert machine.wait(allowed_s - 0.01) == []
+    assert told(machine.wait(0.02)) == [messages.AbortGroup(generation=1, why="because")] * 2
+
+
+def test_planned_generation_published_over_a_failure_is_reported_broken_too() -> None:
+    """There is no boundary to step on to, and this node may be the only one that holds the state."""
+    machine = running()
+    machine.take(WorkerExited(0, 1, "signal SIGKILL"))
+    planned = generation(2, [place("b", 0, 1), place("a", 0, 1)], at_step=12)
+    reports = [e.record for e in machine.see(view(A, B, spec=SPEC, formed=planned)) if isinstance(e, PutBroken)]
+    assert [(r.generation, r.kind, r.slots) for r in reports] == [(2, "exit", (0,))]
+
+
+def test_the_record_of_an_older_generation_says_nothing_of_the_newest_one() -> None:
+    machine = running()
+    third = generation(3, [place("b", 0, 1), place("a", 0, 1)])
+    machine.see(view(A, B, spec=SPEC, formed=third, failed=broken(2, "b", 0)))
+    assert (machine.agent.broken, machine.agent.broken_record) == (0, None)
+
+
+# ── suspicion ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_failed_collective_is_reported_only_after_waiting_for_the_cause() -> None:
+    machine = running()
+    assert machine.take(WorkerGroupClosed(0, 1, 1, 8, "connection reset")) == []
+    assert machine.wait(SUSPICION_S - 0.01) == []
+    said = machine.wait(0.02)[0]
+    assert isinstance(said, PutBroken)
+    assert (said.record.kind, said.record.detail, said.record.slots) == ("comm", "connection reset", ())
+
+
+def test_failed_collective_is_not_reported_when_the_cause_is_on_record() -> None:
+    machine = running()
+    machine.take(WorkerGroupClosed(0, 1, 1, 8, "connection reset"))
+    machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
+    assert not any(isinstance(e, PutBroken) for e in machine.wait(SUSPICION_S + 1.0))
+
+
+def test_letting_go_as_told_is_no_failure() -> None:
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.places)))
+    machine.take(WorkerGroupClosed(0, 1, 1, 8, "connection reset"))
+    assert machine.agent.suspicious_since_s is None
+
+
+def test_letting_go_for_a_failure_that_is_known_raises_no_suspicion() -> None:
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
+    machine.take(WorkerGroupClosed(0, 1, 1, 8, "connection reset"))
+    assert machine.agent.suspicious_since_s is None
+
+
+def test_worker_that_closed_its_group_without_failure_gets_an_uncharged_report() -> None:
+    machine = running()
+    machine.take(WorkerGroupClosed(0, 1, 1, 8))
+    assert machine.wait(IDLE_S - 0.01) == []
+    said = machine.wait(0.02)[0]
+    assert isinstance(said, PutBroken)
+    assert (said.record.kind, said.record.charged) == ("idle", False)
+
+
+# ── what is said again ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_that_a_generation_is_broken_is_said_again_until_the_view_shows_it() -> None:
+    machine = running()
+    machine.take(WorkerExited(0, 1, "signal SIGKILL"))
+    picture = view(A, B, spec=SPEC, formed=SECOND)
+    machine.now_s += ASK_AGAIN_S - 0.01
+    assert machine.see(picture) == []
+    machine.now_s += 0.02
+    assert kinds(machine.see(picture)) == [PutBroken]
+    assert machine.see(dataclasses.replace(picture, broken=broken(1, "a", 0))) == []
+
+
+def test_records_lost_by_etcd_are_restored_while_workers_train() -> None:
+    machine = running()
+    effect = only(machine.see(view(revision=1)))
+    assert isinstance(effect, Restore)
+    assert effect.generation == SECOND
+    assert effect.spec is not None
+    assert effect.spec.spec == SPEC
+
+
+def test_an_older_generation_in_etcd_is_set_right_and_not_taken_on() -> None:
+    machine = running()
+    second = generation(2, SECOND.places)
+    machine.see(view(A, B, spec=SPEC, formed=second))
+    effects = machine.see(view(A, B, spec=SPEC, formed=SECOND, revision=3))
+    assert [e.generation for e in effects if isinstance(e, Restore)] == [second]
+    assert machine.agent.generation == second
+
+
+# ── leading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lead_from(machine: Machine, picture: JobView) -> list[Publish]:
+    return [e for e in machine.see(picture) if isinstance(e, Publish)]
+
+
+BROKEN = view(A, B, spec=SPEC, formed=FIRST, failed=broken(1, "b", 0))
+
+
+def test_leader_publishes_once_per_view() -> None:
+    machine = running(formed=FIRST)
+    publish = lead_from(machine, BROKEN)[0]
+    assert (publish.number, publish.expect_revision, publish.at_step) == (2, BROKEN.generation_revision, None)
+    assert publish.charge == BROKEN.broken
+    assert lead_from(machine, BROKEN) == []
+
+
+def test_spare_count_excludes_dead_and_draining_nodes() -> None:
+    """On it hangs whether a node may be set aside."""
+    for others, spare in ((B, 1), (member("b", 2, ready=(0, 1), draining="maintenance"), 0)):
+        machine = running(formed=FIRST)
+        assert lead_from(machine, view(A, others, spec=SPEC, formed=FIRST, failed=broken(1, "a", 0)))[0].spare == spare
+    machine = running(formed=FIRST)
+    effects = machine.take(PeerDead("b", "b.1", "refused"))
+    assert [e.spare for e in effects if isinstance(e, Publish)] == [0]
+
+
+def test_failed_publish_is_retried_only_for_the_current_attempt() -> None:
+    machine = running(formed=FIRST)
+    assert lead_from(machine, BROKEN)
+    assert kinds(machine.take(PublishFailed(7))) == []
+    assert Publish in kinds(machine.take(PublishFailed(2)))
+
+
+def test_agent_that_is_not_leader_does_not_publish() -> None:
+    machine = running(formed=SECOND)
+    assert lead_from(machine, view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0))) == []
+
+
+def test_agent_without_lease_or_connection_does_not_publish() -> None:
+    leaseless = running(formed=FIRST)
+    leaseless.take(LeaseLost("gone"))
+    assert lead_from(leaseless, BROKEN) == []
+    assert Publish in kinds(leaseless.take(Joined()))
+    cut = running(formed=FIRST)
+    assert Publish not in kinds(cut.take(Viewed(BROKEN, False)))
+
+
+def test_restarted_agent_not_yet_in_the_view_does_not_publish() -> None:
+    """Started anew, and a picture from before: it shows the agent that was here, and led."""
+    machine = Machine()
+    machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
+    before, now = member("a", 1, worker_id=0, ready=(0, 1)), member("a", 3, ready=(0, 1))
+    formed = generation(1, [place("a", 0, 1, worker_id=0), place("b", 0, 1)])
+    failed = broken(1, "b", 0)
+    assert lead_from(machine, view(before, B, spec=SPEC, formed=formed, failed=failed)) == []
+    assert lead_from(machine, view(spec=SPEC, formed=formed, failed=failed)) == []
+    assert lead_from(machine, view(now, spec=SPEC, formed=formed, failed=failed)) == []
+    published = [e for e in machine.wait(TIMES.lease_ttl_s) if isinstance(e, Publish)]
+    assert [p.incarnation for p in published[0].change.places] == ["a.1"]
+
+
+def test_a_node_that_refuses_connections_is_left_out_at_once() -> None:
+    machine = running(formed=FIRST)
+    publish = next(e for e in machine.take(PeerDead("b", "b.1", "refused")) if isinstance(e, Publish))
+    assert [p.node for p in publish.change.places] == ["a"]
+
+
+def test_an_expired_lease_is_believed_once_steps_stop() -> None:
+    machine = running(formed=FIRST)
+    machine.now_s += 60.0  # since it came: by now everybody would be back in etcd
+    machine.take(Progress(1, 9, 0.1))
+    alone = view(A, spec=SPEC, formed=FIRST)
+    assert lead_from(machine, alone) == []
+    machine.now_s += STALL_S + 0.01
+    assert [p.node for p in lead_from(machine, alone)[0].change.places] == ["a"]
+
+
+@pytest.mark.parametrize(("step_s", "boundary"), [(0.1, 11), (1.0, 10), (0.01, 33)])
+def test_planned_change_boundary_is_at_least_a_quarter_second_and_two_steps_ahead(step_s: float, boundary: int) -> None:
+    """A quarter of a second, two steps at least; the newest step is 8."""
+    machine = running(spec := JobSpec(name="job", script="train.py", nodes="1:3"), FIRST)
+    machine.take(Progress(1, 8, step_s))
+    picture = view(A, B, member("c", 3), spec=spec, formed=FIRST)
+    assert lead_from(machine, picture)[0].at_step == boundary
+
+
+def test_after_a_wipe_a_number_is_left_out() -> None:
+    """Somebody may hold one more, published just before."""
+    machine = running(formed=FIRST)
+    machine.see(view(revision=1))
+    publish = lead_from(machine, dataclasses.replace(BROKEN, revision=11))
+    assert publish[0].number == 3
+
+
+# ── whom it believes dead ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_peer_that_renews_its_lease_beyond_the_ttl_is_no_longer_dead() -> None:
+    machine = running()
+    machine.take(PeerDead("b", "b.1", "refused"))
+    machine.wait(TIMES.lease_ttl_s + 1.0)
+    assert machine.agent.dead
+    machine.wait(0.01)
+    assert not machine.agent.dead
+
+
+# ── sick workers and bad numbers ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_hung_worker_is_named_and_killed() -> None:
+    effects = running().take(WorkerUnhealthy(1, 2, "hang", "stopped"))
+    said = effects[0]
+    assert isinstance(said, PutBroken)
+    assert (said.record.kind, said.record.slots, said.record.ranks) == ("hang", (1,), (3,))
+    assert Kill(1, 2, "stopped") in effects
+
+
+def test_stuck_group_is_reported_once_and_aborted_without_a_kill() -> None:
+    machine = running()
+    effects = machine.take(GroupStuck(0, 1, "has waited for 5400 s"), GroupStuck(1, 2, "has waited for 5400 s"))
+    (said,) = (e for e in effects if isinstance(e, PutBroken))
+    assert (said.record.kind, said.record.slots, said.record.detail) == ("comm", (), "has waited for 5400 s")
+    assert not any(isinstance(e, Kill) for e in effects)
+    assert len(told(effects)) == 2, "both are told to let go"
+    machine = running()
+    assert machine.take(GroupStuck(0, 99, "an earlier process")) == []
+
+
+def numbers(mode: str) -> list[Effect]:
+    machine = running(JobSpec(name="job", script="train.py", nodes="1:2", on_bad_numbers=mode))  # type: ignore[arg-type]
+    return machine.take(WorkerBadNumbers(0, 1, 1, 9, "nan", "loss is nan", (2,)))
+
+
+def test_bad_numbers_policy_stops_rolls_back_or_ignores() -> None:
+    assert numbers("ignore") == []
+    end, said = numbers("stop")[:2]
+    assert end == PutPhase(Phase.FAILED, "nan on rank 2 at step 9: loss is nan", 2)
+    assert isinstance(said, PutBroken)
+    assert (said.record.rollback, said.record.ranks, said.record.slots) == (False, (2,), ())
+    said = numbers("rollback")[0]
+    assert isinstance(said, PutBroken)
+    assert (said.record.rollback, said.record.ranks, said.record.slots) == (True, (2,), ())
+    waiting = running(JobSpec(name="job", script="train.py", nodes="1:2", on_bad_numbers="stop"))
+    waiting.see(view(A, B, spec=SPEC, formed=SECOND, phase=Phase.WAITING))
+    assert waiting.take(WorkerBadNumbers(0, 1, 1, 9, "nan", "loss is nan", (2,))) == []
+
+
+# ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def ended(phase: Phase, reason: str = "") -> JobView:
+    return view(A, B, spec=SPEC, formed=SECOND, phase=phase, reason=reason)
+
+
+def test_when_all_is_done_workers_finish_by_themselves_and_then_the_agent_leaves_once() -> None:
+    machine = running()
+    machine.take(WorkerDone(0, 1, 1, 20), WorkerDone(1, 2, 1, 20))
+    assert told(machine.see(ended(Phase.SUCCEEDED))) == [messages.Finish()] * 2
+    assert machine.take(WorkerExited(0, 1, "exit code 0", 0)) == []
+    assert only(machine.take(WorkerExited(1, 2, "exit code 0", 0))) == Leave("succeeded")
+    assert machine.wait(1.0) == []
+
+
+def test_worker_that_does_not_exit_in_time_after_success_is_killed() -> None:
+    machine = running()
+    machine.take(WorkerDone(0, 1, 1, 20), WorkerDone(1, 2, 1, 20))
+    machine.see(ended(Phase.SUCCEEDED))
+    assert machine.wait(SPEC.exit_timeout_s - 0.01) == []
+    assert kinds(machine.wait(0.01)) == [Kill, Kill]
+
+
+def test_a_stopped_job_ends_its_workers_gently_and_charges_nobody() -> None:
+    machine = running()
+    effects = machine.see(ended(Phase.STOPPING))
+    assert [(e.worker_id, e.graceful) for e in effects if isinstance(e, Kill)] == [(1, True), (2, True)]
+    assert machine.take(WorkerExited(0, 1, "exit code 1", 1)) == []
+    assert only(machine.take(WorkerExited(1, 2, "signal SIGTERM"))) == Leave("stopping")
+
+
+@pytest.mark.parametrize("phase", [Phase.STOPPING, Phase.FAILED])
+def test_worker_aborting_the_group_when_the_job_ends_gets_its_grace_time(phase: Phase) -> None:
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
+    effects = machine.see(ended(phase, "no more")) + machine.wait(0.1)
+    kills = [effect for effect in effects if isinstance(effect, Kill)]
+    assert [(e.worker_id, e.graceful, e.why) for e in kills] == [
+        (worker_id, True, f"{phase.value}: no more") for worker_id in (1, 2)
+    ]
+
+
+def test_leader_writes_succeeded_when_all_present_nodes_are_done() -> None:
+    machine = running(formed=FIRST)
+    machine.take(WorkerDone(0, 1, 1, 20), WorkerDone(1, 2, 1, 20))
+    mine = member("a", 1, ready=(0, 1), done=1)
+    assert not any(isinstance(e, PutPhase) for e in machine.see(view(mine, B, spec=SPEC, formed=FIRST)))
+    both = view(mine, member("b", 2, ready=(0, 1), done=1), spec=SPEC, formed=FIRST)
+    assert PutPhase(Phase.SUCCEEDED, "", 2) in machine.see(both)
+
+
+# ── drains ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_drained_node_without_a_rank_leaves_at_once() -> None:
+    machine = Machine()
+    machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
+    assert kinds(machine.take(Drain("maintenance", 1e9))) == [Kill, Kill]
+    machine.take(WorkerExited(0, 1, "signal SIGTERM"))
+    assert only(machine.take(WorkerExited(1, 2, "signal SIGTERM"))) == Leave("drained: maintenance")
+
+
+def test_a_drain_is_announced_and_waits_for_the_leader() -> None:
+    machine = running()
+    effect = only(machine.take(Drain("maintenance", machine.now_s + 60.0)))
+    assert isinstance(effect, PutMember)
+    assert effect.record.draining == "maintenance"
+
+
+def test_drained_node_leaves_at_its_deadline() -> None:
+    machine = running()
+    machine.take(Drain("maintenance", machine.now_s + 60.0))
+    assert machine.wait(59.9) == []
+    effects = machine.wait(0.1)
+    said = effects[0]
+    assert isinstance(said, PutBroken)
+    assert (said.record.kind, said.record.slots, said.record.charged) == ("drain", (0, 1), False)
+    assert kinds(effects[1:]) == [Kill, Kill]
+
+
+def test_the_last_node_stays_until_its_state_is_saved() -> None:
+    spec = JobSpec(name="job", script="train.py", nodes="2:2", checkpoint=Checkpoint(dir="/c"))
+    machine = running(spec)
+    asked = machine.take(Drain("maintenance", machine.now_s + 600.0))
+    assert [(e.reason, e.stop) for e in asked if isinstance(e, SaveNow)] == [("drain: maintenance", True)]
+    machine.take(WorkerGroupClosed(0, 1, 1, 12), WorkerGroupClosed(1, 2, 1, 12), CheckpointSaved(11))
+    assert machine.agent.leaving is None
+    machine.take(CheckpointSaved(12))
+    assert machine.agent.leaving == "drained: maintenance"
+
+
+def test_a_drain_called_off_is_withdrawn() -> None:
+    machine = running()
+    machine.take(Drain("maintenance", machine.now_s + 60.0))
+    effect = only(machine.take(Undrain()))
+    assert isinstance(effect, PutMember)
+    assert effect.record.draining is None
+    assert machine.wait(60.0) == []
+
+
+# ── a script that knows nothing of elastic ──────────────────────────────────────────────────────────────────────────
+
+
+def test_its_workers_are_forked_into_each_generation_anew() -> None:
+    machine = Machine(managed=False)
+    assert kinds(machine.take(Start(), Joined())) == [Rejoin], "and nobody before there is a rank"
+    effects = machine.see(view(A, B, spec=SPEC, formed=SECOND))
+    assert [(e.slot, e.generation.number) for e in effects if isinstance(e, ForkPlain)] == [(0, 1), (1, 1)]
+    effects = machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.places)))
+    assert [e.worker_id for e in effects if isinstance(e, Kill)] == [1, 2]
+    machine.take(WorkerExited(0, 1, "signal SIGKILL"))
+    assert machine.worker_id(0) == 3
+
+
+# ── anything at all ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_unknown_event_is_a_mistake_of_ours() -> None:
+    with pytest.raises((AssertionError, AttributeError)):
+        running().take("nonsense")  # type: ignore[arg-type]
+
+
+PICTURES = (
+    view(revision=1),
+    view(A, spec=SPEC),
+    view(A, B, spec=SPEC),
+    view(A, B, spec=SPEC, formed=FIRST),
+    view(A, B, spec=SPEC, formed=SECOND),
+    BROKEN,
+    view(A, spec=SPEC, formed=generation(2, [place("a", 0, 1)]), revision=12),
+    view(A, B, spec=SPEC, formed=generation(3, SECOND.places, at_step=20), revision=14),
+    view(A, member("b", 9, worker_id=2, ready=(0, 1)), spec=SPEC, formed=generation(3, SECOND.places), revision=15),
+    view(A, B, spec=SPEC, formed=SECOND, phase=Phase.STOPPING),
+    view(A, B, spec=SPEC, formed=SECOND, phase=Phase.SUCCEEDED),
+)
+slots, worker_ids, numbers_ = st.integers(-1, 2), st.integers(0, 6), st.integers(0, 3)
+steps = st.integers(0, 20)
+happenings: st.SearchStrategy[Event] = st.one_of(
+    st.builds(Joined),
+    st.builds(LeaseLost, st.just("gone")),
+    st.builds(Viewed, st.sampled_from(PICTURES), st.booleans()),
+    st.builds(PublishFailed, numbers_),
+    st.builds(WorkerReady, slots, worker_ids),
+    st.builds(WorkerSynced, slots, worker_ids, numbers_, steps),
+    st.builds(WorkerStepping, slots, worker_ids, numbers_, steps),
+    st.builds(WorkerGroupClosed, slots, worker_ids, numbers_, steps, st.sampled_from(["", "reset"])),
+    st.builds(WorkerDone, slots, worker_ids, numbers_, steps),
+    st.builds(WorkerExited, slots, worker_ids, st.just("signal SIGKILL")),
+    st.builds(WorkerUnhealthy, slots, worker_ids, st.just("hang"), st.just("stopped")),
+    st.builds(StillBusy, slots, worker_ids),
+    st.builds(WorkerBadNumbers, slots, worker_ids, numbers_, steps, st.just("nan"), st.just("nan"), st.just(())),
+    st.builds(PeerDead, st.just("b"), st.just("b.1"), st.just("refused")),
+    st.builds(Progress, numbers_, steps, st.sampled_from([0.0, 0.1])),
+    st.builds(Drain, st.just("off"), st.floats(100.0, 200.0)),
+    st.builds(Undrain),
+    st.builds(CheckpointSaved, steps),
+    st.builds(Tick),
+)
+
+
+@given(st.lists(st.tuples(happenings, st.sampled_from([0.0, 0.0, 0.1, 1.0, 11.0])), max_size=40), st.integers(0, 1))
+def test_agent_invariants_hold_in_any_order_of_events(events: list[tuple[Event, float]], standby: int) -> None:
+    machine = Machine(JobSpec(name="job", script="train.py", nodes="1:2", standby=standby))
+    worker_ids: set[int] = set()
+    newest, left = 0, 0
+    for event, after_s in [(Start(), 0.0), *events]:
+        machine.now_s += after_s
+        for following in (event, Tick()):
+            effects = machine.take(following)
+            for effect in effects:
+                match effect:
+                    case ForkWorker(_, worker_id):
+                        assert worker_id not in worker_ids, "a life is one process"
+                        worker_ids.add(worker_id)
+                    case Send(_, worker_id) | Kill(_, worker_id):
+                        assert worker_id in worker_ids, "nobody else is spoken to"
+                    case Leave():
+                        left += 1
+            assert left <= 1
+            number = machine.agent.generation.number if machine.agent.generation else 0
+            assert number >= newest, "an older generation is never taken on"
+            newest = number
+            assert set(machine.agent.workers) == {0, 1}
+            assert kinds(effects).count(Publish) <= 1
+        before = machine.agent
+        assert machine.take(Tick()) == [], "what follows does so at once"
+        assert machine.agent == before

@@ -1,0 +1,187 @@
+"""An agent whose peers do not answer: what it says, when it believes the others, what the one that is left out does."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from support.jobs import broken, generation, member, place, view
+
+from elastic.contract.records import BrokenRecord, MemberRecord, Phase, decode, encode
+from elastic.contract.spec import JobSpec
+from elastic.contract.timeouts import Timeouts
+from elastic.recovery.effects import Effect, Publish, PutMember, PutPhase
+from elastic.recovery.events import (
+    Event,
+    Joined,
+    PeerDead,
+    PeerReachable,
+    PeerUnreachable,
+    Progress,
+    Start,
+    Tick,
+    Viewed,
+    WorkerReady,
+    WorkerStepping,
+    WorkerSynced,
+)
+from elastic.recovery.leading import DISPUTE_S
+from elastic.recovery.membership import Limits
+from elastic.recovery.model import Agent, Policy
+from elastic.recovery.recovery import step
+from elastic.recovery.turn import STALL_S
+from elastic.recovery.view import JobView, Member
+
+SPEC = JobSpec(name="job", script="train.py", nodes="1:3")
+FORMED = generation(1, [place("a"), place("b"), place("c")])
+
+
+def complaining(node: str, create_revision: int, *of: str) -> Member:
+    plain = member(node, create_revision)
+    return Member(msgspec.structs.replace(plain.record, unreachable=of), create_revision)
+
+
+def picture(
+    *complaints: str, spec: JobSpec = SPEC, phase: Phase = Phase.RUNNING, failed: BrokenRecord | None = None
+) -> JobView:
+    """a, b and c, the oldest first; 'ab': a complains of b."""
+    said = {node: tuple(pair[1] for pair in complaints if pair[0] == node) for node in "abc"}
+    members = [complaining(node, i, *said[node]) for i, node in enumerate("abc")]
+    return view(*members, spec=spec, formed=FORMED, phase=phase, failed=failed)
+
+
+class Machine:
+    """The agent of `node`, whose worker steps in FORMED, on a clock that only `wait` moves."""
+
+    def __init__(self, node: str = "a", spec: JobSpec = SPEC) -> None:
+        limits = Limits(spec.min_nodes, spec.max_nodes, spec.join_wait_s)
+        policy = Policy(
+            node=node, incarnation=f"{node}.1", host=node, port=1, slots=1, limits=limits, shrink=False, standbys=0,
+            managed=True, spec=spec, timeouts=Timeouts(),
+        )  # fmt: skip
+        self.agent = Agent(policy)
+        self.now_s = 100.0
+        self.take(Start(), Joined(), WorkerReady(0, 1), Viewed(picture(spec=spec), True))
+        self.take(WorkerSynced(0, 1, 1, 7), WorkerStepping(0, 1, 1, 8), Progress(1, 8, 0.1))
+
+    def take(self, *events: Event) -> list[Effect]:
+        effects: list[Effect] = []
+        for event in events:
+            self.agent, done = step(self.agent, event, self.now_s)
+            effects += done
+        return effects
+
+    def wait(self, seconds: float, *events: Event) -> list[Effect]:
+        self.now_s += seconds
+        return self.take(*(events or (Tick(),)))
+
+    def said(self, *events: Event) -> list[tuple[str, ...]]:
+        """Of whom it complains in the records that it then writes."""
+        return [e.record.unreachable for e in self.take(*events) if isinstance(e, PutMember)]
+
+
+def published(effects: list[Effect]) -> list[str]:
+    return ["".join(p.node for p in e.change.places) for e in effects if isinstance(e, Publish)]
+
+
+# ── what it says ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_agent_reports_unreachable_peers_and_their_return() -> None:
+    machine = Machine()
+    assert machine.said(PeerUnreachable("c", "c.1", "no answer")) == [("c",)]
+    assert machine.said(PeerUnreachable("c", "c.1", "no answer")) == []
+    assert machine.said(PeerUnreachable("b", "b.1", "no answer")) == [("b", "c")]
+    assert machine.said(PeerReachable("c", "c.1")) == [("b",)]
+    assert machine.said(PeerReachable("b", "b.1")) == [()]
+
+
+@pytest.mark.parametrize(("node", "incarnation"), [("c", "c.0"), ("x", "x.1")])
+def test_agent_does_not_report_absent_peers_unreachable(node: str, incarnation: str) -> None:
+    assert Machine().said(PeerUnreachable(node, incarnation, "no answer")) == []
+
+
+def test_unreachable_report_is_withdrawn_when_the_peer_is_gone() -> None:
+    machine = Machine()
+    machine.take(PeerUnreachable("c", "c.1", "no answer"))
+    left = view(member("a", 0), member("b", 1), spec=SPEC, formed=FORMED)
+    assert machine.said(Viewed(left, True)) == [()]
+    machine = Machine()
+    machine.take(PeerUnreachable("c", "c.1", "no answer"))
+    successor = view(member("a", 0), member("b", 1), member("c", 9, worker_id=2), spec=SPEC, formed=FORMED)
+    assert machine.said(Viewed(successor, True)) == [()]
+
+
+def test_the_dead_is_not_complained_of_any_more() -> None:
+    machine = Machine()
+    machine.take(PeerUnreachable("c", "c.1", "no answer"))
+    assert machine.said(PeerDead("c", "c.1", "refused")) == [()]
+
+
+def test_a_record_of_before_reads_well() -> None:
+    old = msgspec.json.decode(encode(member("a").record))
+    del old["unreachable"]
+    assert decode(MemberRecord, msgspec.json.encode(old)).unreachable == ()
+
+
+# ── what it believes ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_cut_is_acted_upon_when_steps_stop_and_all_have_spoken() -> None:
+    machine = Machine()
+    assert published(machine.wait(5.0, Viewed(picture("ca"), True))) == []  # a or c?
+    assert published(machine.wait(0.9 * DISPUTE_S, Viewed(picture("ca", "bc"), True))) == []
+    assert published(machine.wait(0.9 * DISPUTE_S)) == []
+    assert machine.agent.reason == "nodes are checking their connections to each other"
+    assert published(machine.wait(0.2 * DISPUTE_S)) == ["ab"]
+
+
+def test_fewer_complaints_are_no_reason_to_wait_longer() -> None:
+    machine = Machine()
+    machine.wait(5.0, Viewed(picture("ca", "cb", "ab"), True))
+    assert published(machine.wait(1.1 * DISPUTE_S, Viewed(picture("ca", "cb"), True))) == ["ab"]
+
+
+def test_while_steps_advance_nothing_is_torn() -> None:
+    machine = Machine()
+    machine.take(Viewed(picture("ca", "cb"), True))
+    for at in range(9, 40):
+        assert published(machine.wait(STALL_S * 0.9, Progress(1, at, 0.1))) == []
+    assert machine.agent.reason == "c cannot be reached by a, b"
+    assert published(machine.wait(STALL_S * 1.1)) == ["ab"]
+
+
+def test_unreachable_node_is_left_out_of_the_generation_after_a_failure() -> None:
+    machine = Machine()
+    machine.wait(0.1, Viewed(picture("ca", "cb"), True))
+    failed = broken(1, "b", kind="hang")
+    machine.wait(2.0, Progress(1, 9, 0.1))
+    assert published(machine.wait(0.1, Viewed(picture("ca", "cb", failed=failed), True))) == ["ab"]
+
+
+def test_leader_is_the_next_node_when_the_leader_is_unreachable() -> None:
+    machine = Machine("b")
+    machine.wait(5.0, Viewed(picture("ab", "ac"), True))
+    assert published(machine.wait(1.1 * DISPUTE_S)) == ["bc"]
+
+
+def test_unreachable_leader_publishes_nothing_and_states_why_it_waits() -> None:
+    machine = Machine("a")
+    machine.wait(5.0, Viewed(picture("ba", "ac"), True))
+    assert published(machine.wait(10.0)) == []
+    assert machine.agent.reason == "a cannot be reached by b, c: it waits with its state"
+    machine.wait(0.1, Viewed(picture(), True))
+    assert "cannot be reached" not in machine.agent.reason
+
+
+def test_below_min_the_job_waits_and_runs_on_when_steps_do() -> None:
+    """Nothing was formed meanwhile: the step that hung has gone through."""
+    spec = msgspec.structs.replace(SPEC, nodes="3")
+    machine = Machine("a", spec)
+    effects = machine.wait(5.0, Viewed(picture("ac", "bc", spec=spec), True))
+    (waits,) = [e for e in effects if isinstance(e, PutPhase)]
+    assert waits.phase is Phase.WAITING
+    assert waits.reason == "c cannot be reached by a, b; 2 of at least 3 nodes are there"
+    waiting = picture("ac", "bc", spec=spec, phase=Phase.WAITING)
+    assert not [e for e in machine.wait(5.0, Viewed(waiting, True)) if isinstance(e, PutPhase)]
+    effects = machine.wait(5.0, Progress(1, 9, 0.1))
+    assert [e.phase for e in effects if isinstance(e, PutPhase)] == [Phase.RUNNING]

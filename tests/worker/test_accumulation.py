@@ -1,0 +1,145 @@
+"""Gradient accumulation as people write it: one exchange a step, and the gradient of the whole batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
+from torch import nn
+
+from elastic.worker.comm import comm_hooks
+from elastic.worker.comm.group import Group
+from elastic.worker.job import Job
+from elastic.worker.standalone import NoLink
+from elastic.worker.state.state import State
+
+MICRO, STEPS, BATCH = 3, 3, 12
+FORMS = ("parts", "no_sync", "accelerate", "flag", "lightning")
+
+
+class Pairs(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, i: int) -> Any:
+        x = torch.randn(4, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+        return x, x.sum().reshape(1)
+
+
+class Accelerator:
+    """The part of accelerate's Accelerator that accumulates: `accumulate(model)` and `backward`, as in its 1.15."""
+
+    def __init__(self, steps: int) -> None:
+        self.gradient_accumulation_steps, self._step, self.sync_gradients = steps, 0, True
+
+    @contextlib.contextmanager
+    def accumulate(self, model: nn.Module) -> Iterator[None]:
+        self._step += 1
+        self.sync_gradients = self._step % self.gradient_accumulation_steps == 0
+        with contextlib.nullcontext() if self.sync_gradients else model.no_sync():  # type: ignore[operator]
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss / self.gradient_accumulation_steps).backward()
+
+
+def chunks(batch: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(batch.x.chunk(MICRO), batch.y.chunk(MICRO), strict=True))
+
+
+def backward(form: str, model: Any, batch: Any, accelerator: Accelerator) -> None:
+    match form:
+        case "parts":
+            for part in batch.parts():
+                F.mse_loss(model(part.x), part.y).backward()
+        case "no_sync":
+            *first, last = chunks(batch)
+            with model.no_sync():
+                for x, y in first:
+                    (F.mse_loss(model(x), y) / MICRO).backward()
+            (F.mse_loss(model(last[0]), last[1]) / MICRO).backward()
+        case "accelerate":
+            for x, y in chunks(batch):
+                with accelerator.accumulate(model):
+                    accelerator.backward(F.mse_loss(model(x), y))
+        case "flag":  # minGPT, nanoGPT
+            for number, (x, y) in enumerate(chunks(batch)):
+                model.require_backward_grad_sync = number == MICRO - 1
+                (F.mse_loss(model(x), y) / MICRO).backward()
+        case "lightning":  # the forward of the last one inside too
+            for number, (x, y) in enumerate(chunks(batch)):
+                with contextlib.nullcontext() if number == MICRO - 1 else model.no_sync():
+                    loss = F.mse_loss(model(x), y) / MICRO
+                    loss.backward()
+
+
+def train(job: Job, state: State, form: str) -> tuple[list[list[float]], int]:
+    """(the gradient of each step, exchanges of gradients in all)."""
+    counted = []
+    real = comm_hooks.plain
+
+    def counting(*args: Any) -> Any:
+        counted.append(1)
+        return real(*args)
+
+    comm_hooks.plain = counting  # type: ignore[assignment]
+    model = job.ddp(state.model, bucket_cap_mb=100)
+    comm_hooks.plain = real
+    accelerator, found = Accelerator(MICRO), []
+    for batch in job.batches(Pairs(), state, batch_size=BATCH, steps=STEPS, micro_batch=2, shuffle=False):
+        state.model.zero_grad()
+        backward(form, model, batch, accelerator)
+        found.append(torch.cat([p.grad.flatten() for p in state.model.parameters()]).tolist())
+        job.commit(state)
+    return found, len(counted)
+
+
+def build() -> State:
+    torch.manual_seed(0)
+    return State(model=nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double())
+
+
+def on_ranks(rank: int, world_size: int, port: int) -> Any:
+    where: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "generation": 1}
+    group = Group(backend="gloo", rank=rank, world_size=world_size, **where)
+    group.form()
+    found = {}
+    for form in FORMS:
+        job = Job(name="j", device=torch.device("cpu"), local_rank=rank, link=NoLink())
+        job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
+        state = build()
+        state.begin()
+        found[form] = train(job, state, form)
+        dist.barrier()
+    group.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def accumulated() -> list[dict[str, Any]]:
+    return run_ranks(on_ranks, world_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_accumulation_exchanges_once_a_step_and_gives_the_whole_batchs_gradient(
+    accumulated: list[dict[str, Any]], form: str
+) -> None:
+    state = build()
+    want = []
+    for step in range(STEPS):
+        samples = [Pairs()[i] for i in range(step * BATCH, (step + 1) * BATCH)]
+        x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+        state.model.zero_grad()
+        F.mse_loss(state.model(x), y).backward()
+        want.append(torch.cat([p.grad.flatten() for p in state.model.parameters()]).tolist())
+    for rank in accumulated:
+        gradients, exchanges = rank[form]
+        assert exchanges == STEPS
+        assert gradients == [pytest.approx(step, rel=1e-10) for step in want]
