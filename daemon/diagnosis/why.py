@@ -124,8 +124,9 @@ def _excluded(job: Job, node: str, wall_s: float) -> str:
         until = f"for at most {SET_ASIDE_S / 60:.0f} min"
         return f"{node} is excluded {until}, because no agent of {job.name} starts there"
     end_s = max(failure.wall_s for failure in failures) + SET_ASIDE_S
+    times = "once" if len(failures) == 1 else f"{len(failures)} times"
     until = _clock(max(end_s, wall_s))
-    return f"{node} is excluded until about {until}, because workers of {job.name} failed there {len(failures)} times"
+    return f"{node} is excluded until about {until}, because workers of {job.name} failed there {times}"
 
 
 # ── nodes ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -313,7 +313,7 @@ def test_time_on_record_that_is_no_date_ends_nothing() -> None:
     state = msgspec.structs.replace(waiting.state, excluded_nodes=("a",), failures=(failure,), reason="1 of 2 nodes")
     daemon = Daemon()
     assert daemon.sees(seen(replace(waiting, state=state)), 1200.0) == [WAITING]
-    assert daemon.sent[0].why == "1 of 2 nodes"
+    assert daemon.sent[0].why.startswith("waiting: 1 of 2 nodes; a is excluded until about an unknown time, ")
 
 
 # ── any sequence of views ───────────────────────────────────────────────────────────────────────────────────

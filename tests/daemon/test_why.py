@@ -82,7 +82,7 @@ STILL = {"since_wall_s": 940.0, "because": "it is computing in step 41", "rank":
         ("running: step 40, 9.88 steps/s; b is unreachable by a",
          {"members": {"a": member("a", unreachable=("b",)), "b": member("b")}}),
         (f"running: step 40, 9.88 steps/s; b is excluded until about {clock(1550.0)}, because workers of train failed "
-         "there 1 times",
+         "there once",
          {"state": JobState(phase=Phase.RUNNING, excluded_nodes=("b",),
                             failures=(Failure(wall_s=950.0, generation=1, node="b", fingerprint="x"),))}),
     ],
