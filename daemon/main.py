@@ -19,7 +19,7 @@ import elastic
 from elastic.contract.agent_files import EtcdAccess
 from elastic.contract.timeouts import RELATIONS
 
-from . import addresses, config, host, launch, ownership, shutdown
+from . import addresses, config, host, launch, lean, ownership, shutdown
 from .api.views import SCHEMA, Identity, Json
 from .errors import AlreadyRuns, CannotStart, DaemonError, InvalidConfig
 from .etcd import cluster_key, trust
@@ -93,6 +93,7 @@ def _run(settings: Settings, sources: Mapping[str, str], gpus: host.Gpus, starte
     notify = Notify.from_environment()
     state_dir = Path(settings.state_dir)
     lock = _own(state_dir)
+    lean.start()
     from . import log as logs
 
     log = logs.start(settings.log_level, settings.node)

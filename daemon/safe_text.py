@@ -53,12 +53,24 @@ def output(text: str) -> str:
 def shown(data: Any, field: str = "") -> Any:
     """An answer of the daemon with every text in it, including field names, made safe for a terminal."""
     if isinstance(data, str):
+        if len(data) <= LINE_CHARS and data.isprintable():
+            return data  # nearly always, and there may be many thousands
         return block(data) if field in BLOCKS else line(data)
+    if data is None or isinstance(data, int | float):
+        return data
     if isinstance(data, Mapping):
-        return {line(key): shown(value, field if field in BLOCKS else key) for key, value in data.items()}
+        return {
+            key if _plain(key) else line(key): shown(value, field if field in BLOCKS else key)
+            for key, value in data.items()
+        }
     if isinstance(data, list | tuple):
         return [shown(value, field) for value in data]
     return data
+
+
+def _plain(key: Any) -> bool:
+    """Whether it is a field's name as ours are."""
+    return isinstance(key, str) and len(key) < 64 and key.isascii() and key.isidentifier()
 
 
 def _visible(char: str) -> str:

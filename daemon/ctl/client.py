@@ -11,9 +11,15 @@ from urllib.parse import quote, urlencode
 
 Json = dict[str, Any]
 
+ABSENT = FileNotFoundError, ConnectionRefusedError
+
 
 class Unreachable(Exception):
-    """No daemon answers on the socket."""
+    """No daemon answers on the socket. `absent`: none listens there, so one may be starting."""
+
+    def __init__(self, message: str, absent: bool = False) -> None:
+        super().__init__(message)
+        self.absent = absent
 
 
 class Failed(Exception):
@@ -34,9 +40,16 @@ def default_socket() -> str:
 
 
 class Client:
-    def __init__(self, path: str, timeout_s: float = 10.0) -> None:
-        self.path = path
+    def __init__(self, path: str = "", timeout_s: float = 10.0) -> None:
+        """`path`: of the socket; '': that of `default_socket`."""
+        self.path = path or default_socket()
+        self._chosen = bool(path)
         self._timeout_s = timeout_s
+
+    def find_again(self) -> None:
+        """Another socket may exist by now."""
+        if not self._chosen:
+            self.path = default_socket()
 
     def get(self, path: str, query: Mapping[str, object] | None = None, timeout_s: float | None = None) -> Json:
         return self._whole("GET", _with(path, query), None, timeout_s)
@@ -86,7 +99,7 @@ class Client:
                 pass  # the daemon answered before it had read all: the answer says why
         except OSError as error:
             connection.close()
-            raise Unreachable(_why(self.path, error)) from None
+            raise Unreachable(_why(self.path, error), isinstance(error, ABSENT)) from None
         return connection
 
 

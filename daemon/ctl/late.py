@@ -15,6 +15,12 @@ def _lifecycle() -> Commands:
     return ctl_lifecycle.COMMANDS
 
 
+def _run() -> Commands:
+    from . import run_command
+
+    return run_command.COMMANDS
+
+
 def _top() -> Commands:
     from . import top as ctl_top
 
@@ -82,6 +88,7 @@ def _gc() -> Commands:
 
 
 MODULES: Mapping[str, Callable[[], Commands]] = {
+    "run": _run,
     "wait": _lifecycle,
     "restart": _lifecycle,
     "forget": _lifecycle,

@@ -1,4 +1,4 @@
-"""What the command modules share: the option --json, and how an answer is printed."""
+"""What the command modules share: the options --json and --as, and how an answer is printed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ Json = dict[str, Any]
 OVER = ("succeeded", "failed", "stopped")
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/api.md describes it.")
+AS_USER = click.option("--as", "user", default="", metavar="USER", help="Submit a job of this user; for root only.")
 
 
 def print_json(data: Json) -> None:

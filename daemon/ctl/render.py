@@ -1,22 +1,19 @@
-"""The output of elasticctl. Rich is imported here only, and only the parts that are needed.
+"""The output of elasticctl.
 
 Every answer goes through `safe_text.shown` first, and the console reads no markup: no text in it can break the output.
 """
 
 from __future__ import annotations
 
-import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.control import Control
-from rich.text import Text
-
 from ..diagnosis import goodput, step_time
 from ..safe_text import shown
+from .screen import HOME_AND_CLEAR, Console, Text
 from .table import Column, Rows
 
 Json = dict[str, Any]
@@ -32,21 +29,9 @@ COLOURS = {
 
 OVER = ("succeeded", "failed", "stopped")
 
-PIPED_CELLS = 200
-"""Width if the output is not a terminal and no width is set."""
-
 
 def console() -> Console:
-    """Interprets no markup and no emoji codes; adds no colours by itself."""
-    made = _Console(highlight=False, markup=False, emoji=False)
-    if made.is_terminal or os.environ.get("COLUMNS"):
-        return made
-    return _Console(highlight=False, markup=False, emoji=False, width=PIPED_CELLS)
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # rich would end the process with exit code 1
+    return Console(sys.stdout)
 
 
 def watch(show: Callable[[], None]) -> None:
@@ -54,8 +39,9 @@ def watch(show: Callable[[], None]) -> None:
     pause = threading.Event()
     try:
         while True:
-            console().control(Control.home(), Control.clear())
+            sys.stdout.write(HOME_AND_CLEAR)
             show()
+            sys.stdout.flush()
             pause.wait(1.0)
     except KeyboardInterrupt:
         pass  # the regular way to end it
@@ -364,9 +350,9 @@ def clock(wall_s: float | None) -> str:
 def _say(out: Console, text: Text) -> None:
     """On a terminal folded at words; in a pipe one line as it is, for grep."""
     if out.is_terminal:
-        out.print(text, overflow="fold")
+        out.print(text)
     else:
-        out.print(text, soft_wrap=True)  # with `overflow` as well, the end of a long line would be cut off
+        out.write([text])
 
 
 def _remarks(out: Console, job: Json) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import click
 
 from . import complete as ctl_complete
 from .client import Client, Failed, name
 from .output import OVER, Json, as_json, print_json
+from .screen import HOME_AND_CLEAR, Text
 
+OTHER_SCREEN, FIRST_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+"""To the terminal's other screen, without a cursor, and back: what was there before stays."""
 WAITS = frozenset({"exchanging", "waiting"})
 """Phases in which a rank waits for the others."""
 
@@ -27,20 +29,26 @@ def top(client: Client, job: str | None, once: bool, every_s: float, as_json: bo
     """Show the ranks of JOB, or of all running jobs, until Ctrl-C: phase, step, time of a step, memory."""
     if as_json:
         return print_json(look(client, job))
-    from rich.live import Live
-
     from .render import console
 
     out = console()
     if once or not out.is_terminal:
-        return out.print(screen(look(client, job), out.width))
+        return out.print(*screen(look(client, job), out.width))
+    seen = look(client, job)  # a refusal is told on the screen that stays
     pause = threading.Event()
+    out.out.write(OTHER_SCREEN)
     try:
-        with Live(screen(look(client, job), out.width), console=out, screen=True, auto_refresh=False) as live:
-            while not pause.wait(every_s):
-                live.update(screen(look(client, job), out.width, out.height), refresh=True)
+        while True:
+            out = console()  # its size may have changed
+            out.out.write(HOME_AND_CLEAR)
+            out.print(*screen(seen, out.width, out.height))
+            out.out.flush()
+            pause.wait(every_s)
+            seen = look(client, job)
     except KeyboardInterrupt:
         pass  # the regular way to end it
+    finally:
+        out.out.write(FIRST_SCREEN)
     return None
 
 
@@ -75,18 +83,15 @@ def of_job(data: Json) -> Json:
     }
 
 
-def screen(data: Json, width: int, height: int | None = None) -> Any:
+def screen(data: Json, width: int, height: int | None = None) -> list[Text]:
     """The answer of `look` for a screen of `width` cells; cut at `height` lines."""
-    from rich.console import Group
-    from rich.text import Text
-
     from ..safe_text import shown
     from . import render
     from .table import Column, Rows
 
     data = shown(data)
     etcd = "" if data["etcd"] else "  etcd cannot be reached: all is as last seen"
-    parts: list[Any] = [Text(f"cluster {data['cluster']}  {render.clock(data['wall_s'])}{etcd}  Ctrl-C ends")]
+    parts = [Text(f"cluster {data['cluster']}  {render.clock(data['wall_s'])}{etcd}  Ctrl-C ends")]
     left = None if height is None else height - 2
     for job in data["jobs"]:
         parts.append(Text())
@@ -100,13 +105,13 @@ def screen(data: Json, width: int, height: int | None = None) -> Any:
         for row in job["ranks"][:room]:
             rows.add(*_cells(row))
         if job["ranks"]:
-            parts.append(rows.table(width))
+            parts += rows.lines(width)
         if (more := len(job["ranks"]) - room) > 0:
             parts.append(Text(f"… and {more} more ranks: elasticctl top --once", "dim"))
         left = None if left is None else left - 3 - min(room, len(job["ranks"]))
     if not data["jobs"]:
         parts += [Text(), Text("no job runs")]
-    return Group(*parts)
+    return parts
 
 
 def headline(job: Json) -> str:
@@ -117,8 +122,6 @@ def headline(job: Json) -> str:
 
 
 def _cells(row: Json) -> Sequence[object]:
-    from rich.text import Text
-
     phase = row["phase"] or "-"
     late = row["behind"] is not None and row["behind"] > 1
     return (

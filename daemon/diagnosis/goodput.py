@@ -1,30 +1,35 @@
-"""The goodput ledger of a job for the API and the screen. Pure; docs/api.md defines the fields."""
+"""The goodput ledger of a job for the API and the screen. Pure; docs/api.md defines the fields.
+
+elasticctl imports this for `text`: msgspec and the records are imported by `row` only, which runs in the daemon.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from elastic.contract.ledger import Bucket, goodput, shares
-from elastic.contract.records import ProgressRecord
+if TYPE_CHECKING:
+    from elastic.contract.records import ProgressRecord
 
 Json = dict[str, Any]
 
 WORDS = {
-    Bucket.CHECKPOINT: "checkpoint stall",
-    Bucket.DETECT: "detecting failures",
-    Bucket.ABORT: "leaving failed groups",
-    Bucket.FORM: "forming groups",
-    Bucket.SYNC: "sending state",
-    Bucket.REDO: "redoing lost steps",
-    Bucket.WAITING: "waiting for nodes",
-    Bucket.SETUP: "set-up",
-    Bucket.IDLE: "idle",
+    "checkpoint": "checkpoint stall",
+    "detect": "detecting failures",
+    "abort": "leaving failed groups",
+    "form": "forming groups",
+    "sync": "sending state",
+    "redo": "redoing lost steps",
+    "waiting": "waiting for nodes",
+    "setup": "set-up",
+    "idle": "idle",
 }
 
 
 def row(progress: ProgressRecord | None) -> Json | None:
     """None: no agent has kept a ledger yet."""
+    from elastic.contract.ledger import Bucket, goodput, shares
+
     ledger = progress.ledger if progress else None
     if ledger is None or not ledger.total_ms:
         return None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping
-from typing import Any
-
-from elastic.contract.records import ProgressRecord, RankRow
-from elastic.contract.step_parts import StepParts
+from typing import TYPE_CHECKING, Any
 
 from .goodput import percent
+
+if TYPE_CHECKING:  # elasticctl imports this for `text`, and must not wait for msgspec
+    from elastic.contract.records import ProgressRecord, RankRow
+    from elastic.contract.step_parts import StepParts
 
 Json = dict[str, Any]
 
@@ -31,6 +31,8 @@ def row(progress: ProgressRecord | None) -> Json | None:
 
 
 def _mean(known: list[StepParts], part: str) -> float | None:
+    import statistics
+
     values = [value for parts in known if (value := getattr(parts, f"{part}_s")) is not None]
     return round(statistics.fmean(values), 6) if values else None
 

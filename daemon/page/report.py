@@ -45,7 +45,10 @@ table { border-collapse: collapse; width: 100%; font-size: .92rem; }
 th, td { text-align: left; padding: 4px 10px 4px 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 td { overflow-wrap: anywhere; } td.now { white-space: nowrap; } .wide, .plot { overflow-x: auto; }
-@media (max-width: 640px) { .plot svg { min-width: 620px; } .long table { min-width: 680px; } }
+@media (max-width: 640px) { .plot svg { min-width: 620px; }
+  .long table, .long tbody, .long td { display: block; border: 0; } .long tr:first-child { display: none; }
+  .long tr { display: flex; flex-wrap: wrap; gap: 0 12px; border-bottom: 1px solid var(--grid); padding: 6px 0; }
+  .long td { padding: 0; } .long td.what { flex: 1 0 100%; } }
 .key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .5em; }
 pre { overflow-x: auto; font-size: .82rem; background: color-mix(in srgb, var(--dim) 12%, transparent); padding: 10px; }
 """ + "\n".join(f"rect.{n} {{ fill: var(--{n}); }} .key.{n} {{ background: var(--{n}); }}"
@@ -165,7 +168,7 @@ def _ledger(known: Json | None) -> list[str]:
     if known is None:
         return []
     share: dict[str, float] = {"stepping": known["goodput"], **known["badput"]}
-    words = {"stepping": "steps that count", **{bucket.value: said for bucket, said in goodput.WORDS.items()}}
+    words = {"stepping": "steps that count", **goodput.WORDS}
     shares = [(n, share[n], f"{words[n]}: {goodput.percent(share[n])}") for n in BUCKETS if share.get(n)]
     rows = "".join(
         f'<tr><td><span class="key {n}"></span>{text(words[n])}</td><td class=n>{goodput.percent(value)}</td>'
@@ -192,7 +195,8 @@ def _incidents(rows: Sequence[Json]) -> list[str]:
         out.append(
             f"<tr><td class=now>{clock(row['wall_s'])}</td><td class=now>{text(kind)}</td>"
             f"<td>{text(row['node'])}</td><td class=n>{'open' if row['open'] else length(row['took_s'])}</td>"
-            f"<td class=n>{text('so far' if row['open'] else row['lost'])}</td><td>{text(what)}{cure}</td></tr>"
+            f"<td class=n>{text('so far' if row['open'] else row['lost'])}</td>"
+            f"<td class=what>{text(what)}{cure}</td></tr>"
         )
     head = "<tr><th>when<th>class<th>node<th class=n>took<th class=n>lost<th>what happened</tr>"
     return ["<h2>Incidents</h2>", f"<div class='wide long'><table>{head}{''.join(out)}</table></div>"]
@@ -210,11 +214,20 @@ def _spec(spec: Json | None) -> list[str]:
     if not spec:
         return []
     rows = "".join(
-        f"<tr><td class=now>{text(name)}</td><td>{text(value)}</td></tr>"
+        f"<tr><td class=now>{text(name)}</td><td>{text(setting(value))}</td></tr>"
         for name, value in sorted(spec.items())
-        if value != ""
+        if value not in ("", [], {})
     )
     return ["<h2>Settings of the job</h2>", f"<div class=wide><table>{rows}</table></div>"]
+
+
+def setting(value: Any) -> str:
+    """As in job.toml; of a table only what is set."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} = {setting(each)}" for key, each in value.items() if each not in ("", [], {}))
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _keys(known: Iterable[tuple[str, str]]) -> str:

@@ -13,7 +13,6 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
-from rich.console import Console
 from support.pictures import job, progress, row, snapshot
 
 from elastic.contract.records import JobState, Phase, WorkerError
@@ -24,6 +23,7 @@ from elasticd.assignment import Assignment
 from elasticd.ctl import main as ctl
 from elasticd.ctl import render
 from elasticd.ctl.client import Failed
+from elasticd.ctl.screen import Console
 from elasticd.published_state import Contact
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
@@ -99,7 +99,7 @@ SHOW = {name: getattr(render, name) for name in ANSWERS} | {"config": lambda dat
 
 def screen(view: str, data: Any, width: int) -> str:
     out = io.StringIO()
-    terminal = Console(file=out, width=width, force_terminal=True, highlight=False, markup=False, emoji=False)
+    terminal = Console(out, width, terminal=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(render, "console", lambda: terminal)
         SHOW[view](data)
@@ -259,6 +259,6 @@ def test_any_text_at_any_command(command: list[str], text: str, refuses: bool, a
 
 def test_in_a_pipe_no_end_of_a_line_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    monkeypatch.setattr(render, "console", lambda: Console(file=out, width=80, markup=False, emoji=False))
+    monkeypatch.setattr(render, "console", lambda: Console(out, 80))
     render.job(ANSWERS["job"] | {"why": "word " * 60 + "end"})
     assert "word end\n" in out.getvalue()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 
 import pytest
-from rich.console import Console
 from support.pictures import job, snapshot
 
 from elasticd.api import views
 from elasticd.api.views import Now
 from elasticd.ctl import top as ctl_top
+from elasticd.ctl.screen import Console
 
 
 def detail(steps: list[int | None]) -> views.Json:
@@ -21,7 +21,7 @@ def detail(steps: list[int | None]) -> views.Json:
 
 def shown(data: views.Json, width: int, height: int | None = None) -> str:
     out = io.StringIO()
-    Console(file=out, width=width).print(ctl_top.screen(data, width, height))
+    Console(out, width).print(*ctl_top.screen(data, width, height))
     return out.getvalue()
 
 

@@ -20,7 +20,7 @@ from elasticd.ctl import follow as ctl_follow
 from elasticd.ctl import job_file as ctl_jobs
 from elasticd.ctl import torchrun as ctl_torchrun
 from elasticd.ctl.job_file import InvalidJob
-from elasticd.ctl.main import run
+from elasticd.ctl.run_command import run
 from elasticd.ctl.torchrun import FLAGS, Given, Translation
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from rich.console import Console
 from support.pictures import job, progress, row, snapshot
 
 from elastic.contract.agent_files import AgentStatus
@@ -21,6 +20,7 @@ from elasticd.api.views import Identity, Now
 from elasticd.assignment import Assignment
 from elasticd.cluster import Job, Node
 from elasticd.ctl import render
+from elasticd.ctl.screen import Console
 from elasticd.published_state import Contact, LocalAgent
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
@@ -153,7 +153,7 @@ def test_a_job_that_makes_no_step_is_not_healthy_unless_that_was_declared() -> N
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     out = io.StringIO()
-    monkeypatch.setattr(render, "console", lambda: Console(file=out, width=140, highlight=False))
+    monkeypatch.setattr(render, "console", lambda: Console(out, 140))
     return out
 
 

@@ -1,0 +1,160 @@
+"""Styled text on a terminal, and in a pipe. Small and without a library: `elasticctl status` must not wait for imports.
+
+Nothing is interpreted as markup. Texts come from `safe_text` and hold no control character but line breaks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import unicodedata
+from collections.abc import Iterable, Iterator
+from typing import TextIO
+
+PIPED_CELLS = 200
+"""Width if the output is not a terminal and no width is set."""
+HOME_AND_CLEAR = "\x1b[H\x1b[2J"
+
+_SGR = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
+_WORD = re.compile(r"\s*\S+\s*|\s+")
+_WIDE = ((0x2630, 0x2637), (0x268A, 0x268F), (0x4DC0, 0x4DFF), (0x1D300, 0x1D376), (0x1F1E6, 0x1F1FF))
+"""First and last characters of ranges that take two cells, which unicodedata does not know yet or sees in pairs."""
+_EMOJI_FORM = "\ufe0f"
+"""Makes the character before it two cells wide on terminals that know it."""
+
+Part = tuple[str, str]
+"""Text and its style: words of `_SGR` with spaces between them; '': plain."""
+
+
+class Text:
+    """Parts of text, each with a style."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, text: str = "", style: str = "") -> None:
+        self.parts: list[Part] = [(text, style)]
+
+    @classmethod
+    def assemble(cls, *parts: str | Part | Text) -> Text:
+        return cls.of(
+            piece
+            for part in parts
+            for piece in (part.parts if isinstance(part, Text) else [part if isinstance(part, tuple) else (part, "")])
+        )
+
+    @classmethod
+    def of(cls, parts: Iterable[Part]) -> Text:
+        made = cls()
+        made.parts = list(parts)
+        return made
+
+    @property
+    def plain(self) -> str:
+        return self.parts[0][0] if len(self.parts) == 1 else "".join(text for text, _ in self.parts)
+
+    @property
+    def width(self) -> int:
+        """Cells of its longest line."""
+        plain = self.plain
+        return cells(plain) if "\n" not in plain else max(map(cells, plain.split("\n")))
+
+    @property
+    def on_one_line(self) -> bool:
+        return "\n" not in self.plain
+
+    def slice(self, begin: int, end: int) -> Text:
+        """Characters `begin` to `end`, with their styles."""
+        found, at = list[Part](), 0
+        for text, style in self.parts:
+            if piece := text[max(0, begin - at) : max(0, end - at)]:
+                found.append((piece, style))
+            at += len(text)
+        return Text.of(found)
+
+    def folded(self, width: int) -> list[Text]:
+        """Lines of at most `width` cells, broken at words; within a word only if it is longer than a line."""
+        if width < 2 and not self.plain.isascii():  # a character of two cells fits no such line
+            return Text.of(("".join(c if _cells(c) < 2 else "?" for c in t), s) for t, s in self.parts)._folded(1)
+        return self._folded(width)
+
+    def _folded(self, width: int) -> list[Text]:
+        plain = self.plain
+        if "\n" not in plain and cells(plain) <= width:
+            return [self]
+        return [self.slice(begin, end) for begin, end in _lines(plain, max(1, width))]
+
+    def styled(self, colours: bool) -> str:
+        if not colours:
+            return self.plain
+        return "".join(
+            f"\x1b[{';'.join(_SGR[word] for word in style.split())}m{text}\x1b[0m" if style and text else text
+            for text, style in self.parts
+        )
+
+
+class Console:
+    """Where text is printed."""
+
+    def __init__(self, out: TextIO | None = None, width: int | None = None, terminal: bool | None = None) -> None:
+        """`width`, `terminal`: in place of what is found out."""
+        self.out = out or sys.stdout
+        env = os.environ
+        forced = env.get("FORCE_COLOR", "") not in ("", "0")
+        self.is_terminal = (self.out.isatty() or forced) if terminal is None else terminal
+        self._colours = self.is_terminal and not env.get("NO_COLOR") and env.get("TERM") not in ("dumb", "unknown")
+        size = shutil.get_terminal_size((80, 24))
+        self.width = width or (size.columns if self.is_terminal or env.get("COLUMNS") else PIPED_CELLS)
+        self.height = size.lines
+
+    def print(self, *texts: Text) -> None:
+        """Each on a line of its own, folded to the width; without any: an empty line."""
+        lines = [line for text in texts for line in text.folded(self.width)]
+        self.write(lines or [Text()])
+
+    def write(self, lines: Iterable[Text]) -> None:
+        """Lines as they are, however long."""
+        self.out.write("".join(f"{line.styled(self._colours)}\n" for line in lines))
+
+
+def cells(text: str) -> int:
+    """How many cells of a terminal `text` takes; rather too many than too few."""
+    return len(text) if text.isascii() else sum(map(_cells, text))
+
+
+def _cells(char: str) -> int:
+    if char.isascii():
+        return 1
+    if char == _EMOJI_FORM:
+        return 1
+    if unicodedata.category(char) in ("Mn", "Me"):
+        return 0
+    wide = unicodedata.east_asian_width(char) in "WF" or any(first <= ord(char) <= last for first, last in _WIDE)
+    return 2 if wide else 1
+
+
+def _lines(plain: str, width: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of each line, without the spaces at its end."""
+    begin = 0
+    for part in plain.split("\n"):
+        for first, last in _folds(part, width):
+            yield begin + first, begin + last
+        begin += len(part) + 1
+
+
+def _folds(line: str, width: int) -> Iterator[tuple[int, int]]:
+    first, used = 0, 0
+    for match in _WORD.finditer(line):
+        word, at = match[0], match.start()
+        if used and used + cells(word.rstrip()) > width:
+            yield first, first + len(line[first:at].rstrip())
+            first, used = at, 0
+        for char in word if used + cells(word) > width else "":
+            if used + _cells(char) > width and not char.isspace():
+                yield first, first + len(line[first:at].rstrip())
+                first, used = at, 0
+            used += _cells(char)
+            at += 1
+        used += 0 if at > match.start() else cells(word)
+    yield first, first + len(line[first:].rstrip())

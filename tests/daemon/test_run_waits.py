@@ -1,0 +1,73 @@
+"""`elasticctl run` right after `elasticd &`: it waits until a daemon listens that has reached its etcd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elasticd.ctl import run_command
+from elasticd.ctl.client import Client, Failed, Unreachable
+
+ABSENT = Unreachable("no socket", absent=True)
+NOT_YET = {"etcd": {"connected": False, "age_s": None}}
+READY = {"etcd": {"connected": True, "age_s": 0.1}}
+LOST = {"etcd": {"connected": False, "age_s": 40.0}}
+
+
+class Starting(Client):
+    """Gives these answers, one after another; the last one for ever."""
+
+    def __init__(self, *answers: Any) -> None:
+        super().__init__("/run/s")
+        self.answers = list(answers)
+
+    def get(self, path: str, *_: Any, **__: Any) -> Any:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pause:
+        def wait(self, _: float) -> None: ...
+
+    monkeypatch.setattr(run_command, "PAUSE", Pause())
+
+
+def test_a_daemon_that_is_starting_is_awaited_and_the_user_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command.ready_cluster(Starting(ABSENT, ABSENT, NOT_YET, NOT_YET, READY)) == READY
+    assert capsys.readouterr().err == "no elasticd listens on /run/s yet: waiting for up to 10 s\n"
+
+
+def test_one_that_works_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for answer in (READY, LOST):  # an etcd that was lost: the command says so at once
+        assert run_command.ready_cluster(Starting(answer)) == answer
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("error", [Unreachable("you may not use /run/s"), Failed(503, "busy")])
+def test_other_errors_are_told_at_once(error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error)):
+        run_command.ready_cluster(Starting(error, READY))
+
+
+def test_the_wait_ends() -> None:
+    with pytest.raises(Unreachable, match="no socket"):
+        run_command.ready_cluster(Starting(ABSENT), wait_s=0.0)
+    assert run_command.ready_cluster(Starting(NOT_YET), wait_s=0.0) == NOT_YET
+
+
+def test_a_socket_that_appears_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.delenv("ELASTICCTL_SOCKET", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    client = Client()
+    (tmp_path / "elasticd").mkdir()
+    (tmp_path / "elasticd" / "elasticd.sock").touch()
+    client.find_again()
+    assert client.path.endswith("elasticd.sock")
+    chosen = Client("/run/mine")
+    chosen.find_again()
+    assert chosen.path == "/run/mine"
