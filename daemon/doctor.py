@@ -238,6 +238,12 @@ def local(
     return found
 
 
+def blocking(interface: str, state_dir: str) -> str:
+    """Why no job can run on this machine, with the cure; empty: some can. Checked before the node takes work."""
+    found = [*_interface(interface), *_free(state_dir)]
+    return next((f"{f.text}: {f.cure}, then restart elasticd" for f in found if f.level == ERROR), "")
+
+
 def _address(address: str) -> Finding:
     if why := can_bind(address):
         return Finding(check="address", level=ERROR, text=f"no server can listen on address {address}: {why}",

@@ -28,7 +28,7 @@ from .settings import NotifySettings
 
 LOOK_EVERY_S = 1.0
 DEADLINE_S = 10.0
-"""Of one attempt: of a command as a whole, of each of a webhook's waits for the network."""
+"""Of one attempt as a whole."""
 PAUSES_S = 1.0, 4.0, 16.0
 """Before the second, the third and the fourth attempt."""
 PENDING = 100
@@ -62,8 +62,30 @@ class Webhook:
         self._url = url
         self._deadline_s = deadline_s
         self._opener = urllib.request.build_opener(_NoRedirect())
+        self._late: threading.Thread | None = None
 
     def send(self, body: bytes) -> None:
+        """In a thread of its own: each byte of an answer begins the socket's time-out anew, and a look-up of a name has
+        none. At most one such thread is left behind."""
+        if self._late and self._late.is_alive():
+            raise NotSent("the request before this one still has no whole answer", True)
+        refused: list[NotSent] = []
+        thread = threading.Thread(target=self._post, args=(body, refused), name="webhook", daemon=True)
+        thread.start()
+        thread.join(self._deadline_s)
+        if thread.is_alive():
+            self._late = thread
+            raise NotSent(f"timed out: no whole answer within {self._deadline_s:g} s", True)
+        if refused:
+            raise refused[0]
+
+    def _post(self, body: bytes, refused: list[NotSent]) -> None:
+        try:
+            self._request(body)
+        except NotSent as error:
+            refused.append(error)
+
+    def _request(self, body: bytes) -> None:
         headers = {"Content-Type": "application/json", "User-Agent": "elasticd"}
         request = urllib.request.Request(self._url, data=body, headers=headers, method="POST")
         try:

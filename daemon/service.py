@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elastic.contract.agent_files import EtcdAccess
 from elastic.contract.keys import ClusterKeys
 from elastic.etcd.client import ClusterSigner, Etcd, EtcdError
 
-from . import asks, host, machine_shutdown, notifier, preemption
+from . import asks, doctor, host, machine_shutdown
 from .accounts import Accounts, account, group_id
 from .agents import Agents
 from .api import remote_answers
@@ -42,6 +43,9 @@ from .run_as import RunAs, groups
 from .settings import Settings
 from .threads import Threads, fail_stop
 from .writer import Writer
+
+if TYPE_CHECKING:
+    from .notifier import Notifier
 
 REMOVAL_S = 3600.0
 """How long after its start the daemon looks for the drain of an earlier shutdown, if etcd is away."""
@@ -84,7 +88,8 @@ class Daemon:
         grants = EtcdGrants(Path(settings.state_dir), access, log)
         self._agents = Agents(Path(settings.state_dir), launcher, threads, self._mailbox.post, log, grants)
         self._cleaner = Cleaner(settings, self._keys, self._agents.retire, lambda: self._board.now, log)
-        self._health = Health(gpus.indices, log, self_test=settings.gpu_self_test, problem=gpus.problem)
+        problem = gpus.problem or doctor.blocking(settings.interface, settings.state_dir)
+        self._health = Health(gpus.indices, log, self_test=settings.gpu_self_test, problem=problem)
         accounts = Accounts(groups(settings.run_as))
         for name in groups(settings.run_as):
             if group_id(name) is None:
@@ -95,9 +100,7 @@ class Daemon:
             settings, access, gpus.indices, self._mailbox, self._writer, self._agents, self._board, notify, log,
             self._health, self._run_as, signer,
         )  # fmt: skip
-        self._notifier = notifier.Notifier(
-            settings.notify, settings.cluster, settings.node, notifier.ways(settings.notify), self._board, log
-        )
+        self._notifier = self._make_notifier()
         self._identity = identity
         self._describe = describe
 
@@ -111,7 +114,7 @@ class Daemon:
         self._etcd.watch(self._keys.root, self._mailbox.show)
         self._threads.start("cleaner", self._cleaner.run)
         self._threads.start("take-work-again", self._take_work_again)
-        if self._settings.notify.webhook or self._settings.notify.command:
+        if self._notifier:
             self._threads.start("notifications", self._notifier.run)
         try:
             stop = self._loop.run()
@@ -156,7 +159,8 @@ class Daemon:
         self._health.stop()
         self._members.close()
         self._cleaner.close()
-        self._notifier.close()
+        if self._notifier:
+            self._notifier.close()
         self._loop.leave()
         self._etcd.close()
 
@@ -184,10 +188,11 @@ class Daemon:
         audit = Audit(self._etcd, self._keys, settings.node, self._log)
         self._watch_preemption(actions, audit)
         asker = Asker(self._etcd, settings.cluster, settings.node, self._secret)
-        doctor = Doctor(settings, self._etcd, asker, self._gpus)
+        examiner = Doctor(settings, self._etcd, asker, self._gpus)
+        self._threads.start("doctor-start", lambda: examiner.log_findings(self._log))
         service = Service(
             self._board, actions, identity, self._agents.logs, self._describe, self._log, authority, audit, asker,
-            doctor, self._cleaner, self._requests,
+            examiner, self._cleaner, self._requests,
         )  # fmt: skip
         self._answer_other_nodes(service)
         self._add("api", api.unix_server(settings.socket, settings.socket_group, service))
@@ -197,15 +202,28 @@ class Daemon:
         from .page import access, server  # not imported by the many daemons without a page
 
         settings = self._settings
-        token = access.token(settings.page, os.geteuid(), settings.etcd.allow_readable_secrets)
+        token = access.TokenFile(settings.page, os.geteuid(), settings.etcd.allow_readable_secrets, self._log)
         source = server.Source(self._board, identity, self._agents.logs)
         found = server.page_server(settings.page, token, source, self._log)
         self._add("page", found)
-        self._log.info("page.listening", url=found.url, token=bool(token))
+        self._log.info("page.listening", url=found.url, token=bool(token()))
+
+    def _make_notifier(self) -> Notifier | None:
+        settings = self._settings
+        if not (settings.notify.webhook or settings.notify.command):
+            return None
+        from .notifier import Notifier, ways  # not imported by the many daemons without notifications
+
+        sent = ways(settings.notify)
+        return Notifier(settings.notify, settings.cluster, settings.node, sent, self._board, self._log)
 
     def _watch_preemption(self, actions: Actions, audit: Audit) -> None:
         """The node is drained when its cloud announces that the machine will be taken away."""
         settings = self._settings
+        if settings.preemption == "none":
+            return
+        from . import preemption
+
         announced = preemption.source(settings.preemption, settings.preemption_url)
         if announced is None:
             return

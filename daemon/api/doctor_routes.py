@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import socket
-import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,10 +12,11 @@ import elastic
 from elastic.contract.keys import ClusterKeys
 from elastic.etcd.client import Etcd, EtcdError
 
-from .. import addresses, doctor
+from .. import addresses, doctor, reach
 from ..asks import Asker, User, ask_each
-from ..config import host_port, port_range
+from ..config import port_range
 from ..doctor import ERROR, Finding
+from ..log import Log
 from ..published_state import Snapshot
 from ..settings import Settings
 from .job_routes import asking
@@ -28,7 +25,6 @@ from .views import SCHEMA, Json
 if TYPE_CHECKING:
     from .routes import Request
 
-CONNECT_S = 3.0
 MEMBER_S = 3.0
 
 
@@ -50,14 +46,23 @@ class Doctor:
         )  # fmt: skip
         return [msgspec.structs.replace(finding, node=settings.node) for finding in found]
 
+    def log_findings(self, log: Log) -> None:
+        """At the daemon's start: warnings and errors of this machine, with their cures."""
+        for finding in self.here():
+            if finding.level != doctor.OK:
+                say = log.error if finding.level == ERROR else log.warning
+                say("doctor.finding", check=finding.check, text=finding.text, cure=finding.cure)
+
     def answer(self, connect: str, snapshot: Snapshot) -> Json:
         """What another node's doctor asks of this one. `connect`: host:port of a listener there."""
+        unreached, mbit_s = reach.try_it(connect, {n.record.address for n in snapshot.cluster.nodes.values()})
         return {
             "schema": SCHEMA,
             "node": self._settings.node,
             "findings": [msgspec.to_builtins(f) for f in (*self.here(), *self._latency())],
             "versions": versions(),
-            "unreached": _unreached(connect, {n.record.address for n in snapshot.cluster.nodes.values()}),
+            "unreached": unreached,
+            "mbit_s": mbit_s,
             "wall_s": time.time(),
         }
 
@@ -66,13 +71,13 @@ class Doctor:
         me = self._settings.node
         found = [*self.here(), *self._latency(), *self._members()]
         others = sorted(snapshot.cluster.nodes.keys() - {me})
-        with _listener(self._settings.address, port_range(self._settings.ports)) as listening:
+        with reach.listener(self._settings.address, port_range(self._settings.ports)) as listening:
             began_s = time.time()
             query = {"connect": listening}
             answers = ask_each(self._asker, others, "/v1/doctor/local", query, by)
             ended_s = time.time()
         facts: dict[str, Mapping[str, str]] = {me: versions()}
-        clocks = {}
+        clocks, unreached, rates = {}, dict[str, str](), dict[str, float]()
         for node, answer in answers.items():
             if "error" in answer:
                 found.append(Finding(check="node", level=ERROR, node=node, text=str(answer["error"]),
@@ -81,7 +86,10 @@ class Doctor:
             found += [msgspec.convert(row, Finding) for row in answer["findings"]]
             facts[node] = answer["versions"]
             clocks[node] = answer["wall_s"] - (began_s + ended_s) / 2, (ended_s - began_s) / 2
-            found += _reached(me, listening, answer)
+            unreached[node] = answer["unreached"]
+            if answer.get("mbit_s") is not None:  # absent from a daemon of an earlier version
+                rates[node] = answer["mbit_s"]
+        found += reach.judge(me, listening, unreached, rates)
         found += [*doctor.compare(facts), *doctor.judge_clocks(clocks)]
         return {"schema": SCHEMA, "node": me, "worst": doctor.worst(found), "versions": facts,
                 "findings": [msgspec.to_builtins(finding) for finding in found]}  # fmt: skip
@@ -116,68 +124,6 @@ class Doctor:
 
 def versions() -> dict[str, str]:
     return {**doctor.versions(), "elasticd": elastic.__version__}
-
-
-@contextlib.contextmanager
-def _listener(address: str, ports: tuple[int, int]) -> Iterator[str]:
-    """host:port of a socket that accepts connections, and closes them, until the block is left; '' if there can be
-    none. Its port is one of `ports`, which a firewall lets through; (0, 0): any."""
-    server = _server(address, ports)
-    if server is None:  # a finding of its own
-        yield ""
-        return
-
-    def accept() -> None:
-        while True:
-            try:
-                server.accept()[0].close()
-            except OSError:  # closed
-                return
-
-    thread = threading.Thread(target=accept, name="doctor", daemon=True)
-    thread.start()
-    host = f"[{address}]" if ":" in address else address
-    try:
-        yield f"{host}:{server.getsockname()[1]}"
-    finally:
-        with contextlib.suppress(OSError):
-            server.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        server.close()
-        thread.join(1.0)
-
-
-def _server(address: str, ports: tuple[int, int]) -> socket.socket | None:
-    for port in range(ports[0], ports[1] + 1):
-        try:
-            family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
-            return socket.create_server((address, port), family=family)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                return None
-    return None
-
-
-def _unreached(connect: str, known: set[str]) -> str:
-    """Why this node cannot connect to host:port; empty: it can, or need not. Only addresses of nodes are tried."""
-    if not connect:
-        return ""
-    try:
-        host, port = host_port("connect", connect)
-        if host not in known:
-            return f"{host} is no node's address"
-        socket.create_connection((host, port), CONNECT_S).close()
-    except (OSError, ValueError) as error:
-        return str(getattr(error, "strerror", None) or error)
-    return ""
-
-
-def _reached(me: str, listening: str, answer: Mapping[str, Any]) -> Iterator[Finding]:
-    node = answer["node"]
-    if why := answer["unreached"]:
-        yield Finding(check="reach", level=ERROR, node=node, text=f"it cannot connect to {me} at {listening}: {why}",
-                      cure="let the nodes reach each other on all ports: firewall, `address`, routes")  # fmt: skip
-    elif listening:
-        yield Finding(check="reach", node=node, text=f"it reaches {me} at {listening}")
 
 
 def get_doctor(h: Request, query: Mapping[str, str]) -> None:

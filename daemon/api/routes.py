@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 from elastic.contract.keys import check_name
 
-from .. import masking
+from .. import log_privacy, masking
 from ..accounts import named
 from ..asks import Asker, ask_each
 from ..audit import Audit
@@ -19,7 +19,7 @@ from ..cleaner import Cleaner
 from ..errors import Refused
 from ..folders import Folder
 from ..log import Log
-from ..published_state import PublishedState
+from ..published_state import PublishedState, Snapshot
 from . import course, doctor_routes, event_routes, job_routes, log_routes, node_routes, query_values, views
 from .actions import Actions, no_job
 from .doctor_routes import Doctor
@@ -70,11 +70,11 @@ class Request(Protocol):
 
 
 def get_status(h: Request, query: Query) -> None:
-    h.send_json(200, views.status(h.service.board.now, h.service.identity, now()))
+    h.send_json(200, _status(h))
 
 
 def get_jobs(h: Request, query: Query) -> None:
-    full = views.status(h.service.board.now, h.service.identity, now())
+    full = _status(h)
     h.send_json(200, {key: full[key] for key in ("schema", "cluster", "etcd", "jobs")})
 
 
@@ -95,6 +95,8 @@ def get_job(h: Request, query: Query, job: str) -> None:
     if secrets := query_values.flag(query, "secrets"):
         h.service.authority.check_job(h.peer(), job, known.spec, "read the secrets of")
     detail = views.job_detail(snapshot, known, now(), secrets=secrets)
+    if not h.service.authority.may_change(h.peer(), known.spec):
+        detail = log_privacy.job(detail)
     h.send_json(200, detail | {"etcd": views.etcd(snapshot, h.service.identity, now())})
 
 
@@ -115,7 +117,9 @@ def get_incidents(h: Request, query: Query) -> None:
     found = views.incidents(snapshot, job, now())
     if (last := query_values.count(query, "last", 0)) > 0:
         found = found[-last:]
-    h.send_json(200, {"schema": SCHEMA, "incidents": found})
+    strange = _others_jobs(h, snapshot)
+    shown = [log_privacy.incident(row) if row["job"] in strange else row for row in found]
+    h.send_json(200, {"schema": SCHEMA, "incidents": shown})
 
 
 def get_events(h: Request, query: Query) -> None:
@@ -205,6 +209,23 @@ def post_drain(h: Request, query: Query, node: str) -> None:
         raise Refused(400, f"deadline_s = {deadline_s!r}: seconds from 0 to {MAX_DEADLINE_S:g}; 0: no deadline")
     h.service.actions.drain(node, _text(body, "reason", f"drained by {h.peer().user}"), float(deadline_s))
     h.send_json(200, {"schema": SCHEMA, "node": node})
+
+
+def _status(h: Request) -> Json:
+    """Without log lines of jobs whose logs this user may not read."""
+    snapshot = h.service.board.now
+    full = views.status(snapshot, h.service.identity, now())
+    if strange := _others_jobs(h, snapshot):
+        full["jobs"] = [log_privacy.job(row) if row["job"] in strange else row for row in full["jobs"]]
+    return full
+
+
+def _others_jobs(h: Request, snapshot: Snapshot) -> set[str]:
+    """Names of the jobs whose logs the user at the other end may not read."""
+    if not snapshot.cluster.jobs:
+        return set()
+    authority, peer = h.service.authority, h.peer()
+    return {job.name for job in snapshot.cluster.jobs.values() if not authority.may_change(peer, job.spec)}
 
 
 KINDS: Mapping[Callable[..., None], str] = {

@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..config import MAKE_TOKEN, is_loopback
 from ..errors import InvalidConfig, Refused
 from ..etcd.trust import check_secret
+from ..log import Log
 from ..settings import PageSettings
 
 FEWEST_CHARS = 16
@@ -35,12 +37,48 @@ def token(settings: PageSettings, euid: int, readable: bool = False) -> str:
     return found
 
 
-def check(headers: Mapping[str, str], wanted: str) -> None:
-    """Raise Refused (401, 403) unless the request with these headers may read the page.
+Token = Callable[[], str | None]
+"""The token that counts now; '': none is needed; None: nothing is served."""
+
+
+class TokenFile:
+    """The token, read again when its file changes. A file that cannot be used, or is gone, lets no reader in."""
+
+    def __init__(self, settings: PageSettings, euid: int, readable: bool, log: Log) -> None:
+        """Raises InvalidConfig."""
+        self._settings, self._euid, self._readable, self._log = settings, euid, readable, log
+        self._stamp = self._look()
+        self._value: str | None = token(settings, euid, readable)
+
+    def __call__(self) -> str | None:
+        if (stamp := self._look()) != self._stamp:
+            self._stamp = stamp
+            try:
+                self._value = token(self._settings, self._euid, self._readable)
+                self._log.info("page.token_changed")
+            except InvalidConfig as error:
+                self._value = None
+                self._log.error("page.token_refused", error=str(error), why="no reader is let in until it is mended")
+        return self._value
+
+    def _look(self) -> tuple[int, ...]:
+        if not self._settings.token_file:
+            return ()
+        try:
+            found = os.stat(self._settings.token_file)
+        except OSError:
+            return ()
+        return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
+
+
+def check(headers: Mapping[str, str], wanted: str | None) -> None:
+    """Raise Refused (401, 403, 503) unless the request with these headers may read the page.
 
     Without a token the name by which the page was opened must be one of this machine's own: else a page from elsewhere
     could have the browser read this one, under a name that it has made resolve to loopback.
     """
+    if wanted is None:
+        raise Refused(503, "the page's token (page.token_file) cannot be read: elasticd's log has the reason")
     if wanted:
         if not hmac.compare_digest(_given(headers.get("authorization", "")).encode(), wanted.encode()):
             raise Refused(401, "this page needs its token (page.token_file) as the password, with any user name")

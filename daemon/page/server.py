@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import unquote
 
+from .. import log_privacy
 from ..api import course, event_routes, routes, views
 from ..api.actions import no_job
 from ..api.httpd import Connection, Places, Request, Server, host_of, listen_on
@@ -60,13 +61,15 @@ class Source:
         if not job:
             newest = sorted(snapshot.cluster.events)[-live.LAST_EVENTS :]
             events = timeline.read({key: snapshot.cluster.events[key] for key in newest})
-            return live.cluster(views.status(snapshot, self.identity, instant), [timeline.as_json(e) for e in events])
+            status = views.status(snapshot, self.identity, instant)
+            status["jobs"] = [log_privacy.job(row) for row in status["jobs"]]
+            return live.cluster(status, [timeline.as_json(e) for e in events])
         known = snapshot.cluster.jobs.get(job)
         if known is None:
             raise Refused(404, no_job(job, snapshot))
         return live.job(
-            views.job_detail(snapshot, known, instant),
-            views.incidents(snapshot, job, instant),
+            log_privacy.job(views.job_detail(snapshot, known, instant)),
+            [log_privacy.incident(row) for row in views.incidents(snapshot, job, instant)],
             course.read(self.logs(job)),
             event_routes.listed(snapshot.cluster, job, "", 0.0, live.LAST_EVENTS),
             instant.wall_s,
@@ -76,7 +79,7 @@ class Source:
 class Page:
     """Answers the requests."""
 
-    def __init__(self, source: Source, token: str, log: Log) -> None:
+    def __init__(self, source: Source, token: access.Token, log: Log) -> None:
         self._source = source
         self._token = token
         self._log = log
@@ -87,7 +90,7 @@ class Page:
     def handle(self, connection: Connection) -> None:
         try:
             request = connection.receive()
-            access.check(request.headers, self._token)
+            access.check(request.headers, self._token())
             self._answer(connection, request)
         except Refused as refused:
             if not connection.awaits_answer:
@@ -125,9 +128,9 @@ class Page:
             self._streams.free(owner)
 
     def _send_changes(self, connection: Connection, job: str) -> None:
-        end_s, sent, sent_s = time.monotonic() + STREAM_S, "", 0.0
+        end_s, sent, sent_s, token = time.monotonic() + STREAM_S, "", 0.0, self._token()
         connection.stream(b"retry: 2000\n\n")
-        while (looked_s := time.monotonic()) < end_s and connection.still_there():
+        while (looked_s := time.monotonic()) < end_s and connection.still_there() and self._token() == token:
             try:
                 fragment = self._fragment(job)
             except Refused as refused:  # the job was forgotten
@@ -155,7 +158,7 @@ def _made_after(at_s: float) -> Callable[[Snapshot], bool]:
     return lambda snapshot: snapshot.turned_s >= at_s
 
 
-def page_server(settings: PageSettings, token: str, source: Source, log: Log) -> Server:
+def page_server(settings: PageSettings, token: access.Token, source: Source, log: Log) -> Server:
     """Listen at `settings.listen`. Raises CannotStart."""
     listener = listen_on("page.listen", settings.listen, MAX_REQUESTS)
     page = Page(source, token, log)

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support import pictures
 from support.door import Door
 from support.wait import eventually
 
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.node_records import EventRecord
-from elastic.contract.records import SpecRecord, decode, encode
+from elastic.contract.records import IncidentRecord, JobState, Phase, SpecRecord, WorkerError, decode, encode
 from elastic.contract.spec import JobSpec
 from elasticd.api import actions
 from elasticd.authority import UNKNOWN
@@ -94,6 +95,24 @@ def test_another_user_sees_status_and_changes_and_reads_nothing(door: Door) -> N
     answers = ask_as_other(door, *(("GET", path, {}) for path in paths))
     assert [status for status, _ in answers] == [200, 200, 403, 403]
     assert not any("a secret of the script" in body for _, body in answers)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it takes the rights of another user")
+def test_another_user_sees_incidents_without_log_lines(door: Door) -> None:
+    line = "Epoch 3: the customers' names"
+    error = WorkerError(node="a", slot=1, rank=1, message="exit code 1", traceback=f"{line}\n", last_lines=(line,))
+    record = IncidentRecord(
+        generation=2, kind="exit", node="a", ranks=(1,), detail="d", error=error, last_lines=(line,)
+    )
+    state = JobState(phase=Phase.FAILED, error=error)
+    door.board.publish(pictures.snapshot(pictures.job(incidents=(record,), state=state)))
+    paths = ("/v1/status", "/v1/jobs", "/v1/jobs/train", "/v1/incidents")
+    for status, body in ask_as_other(door, *(("GET", path, {}) for path in paths)):
+        assert status == 200
+        assert line not in body
+        assert "exit code 1" in body
+    for path in paths:
+        assert line in json.dumps(Client(str(door.path)).get(path)), path  # of its own job
 
 
 def test_owner_of_the_daemon_may_do_all_of_it(door: Door) -> None:

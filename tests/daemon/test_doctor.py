@@ -115,3 +115,10 @@ def test_every_warning_and_error_has_a_cure_on_the_screen() -> None:
         "1 error, 1 warning; 3 checks on 2 nodes",
     ]  # fmt: skip
     assert any("fine" in text for text, _ in lines(data, every=True))
+
+
+def test_a_machine_on_which_no_job_can_run_takes_no_work_and_says_the_cure(tmp_path: pathlib.Path) -> None:
+    assert doctor.blocking("lo", str(tmp_path)) == ""
+    assert doctor.blocking("", str(tmp_path)) == ""
+    assert "nosuch0 does not exist: set `interface` to one of" in doctor.blocking("nosuch0", str(tmp_path))
+    assert "then restart elasticd" in doctor.blocking("lo", str(tmp_path / "none"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -132,6 +133,29 @@ def test_receiver_that_speaks_no_http_is_a_failure() -> None:
         thread.start()
         with pytest.raises(NotSent):
             Webhook(f"http://127.0.0.1:{server.getsockname()[1]}/").send(BODY)
+        thread.join()
+
+
+def test_receiver_whose_answer_never_ends_holds_up_one_attempt_until_its_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        enough = threading.Event()
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+                while not enough.wait(0.02):  # each byte begins the time-out of the socket anew
+                    connection.sendall(b"x")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        webhook = Webhook(f"http://127.0.0.1:{server.getsockname()[1]}/", deadline_s=0.2)
+        for _ in range(2):
+            with pytest.raises(NotSent, match="no whole answer") as error:
+                webhook.send(BODY)
+            assert error.value.again
+        assert sum(each.name == "webhook" for each in threading.enumerate()) == 1, "one is left behind at most"
+        enough.set()
         thread.join()
 
 

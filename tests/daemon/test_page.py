@@ -14,13 +14,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.daemons import Nodes
+from support.door import Heard
 from support.pages import EVIL, Seen
 from support.pictures import SPEC, job, progress, row, snapshot
 from support.wait import eventually
@@ -246,10 +247,11 @@ class Quiet:
 
 
 @contextmanager
-def serving(found: server.Source, token: str = "") -> Iterator[int]:
+def serving(found: server.Source, token: str | access.Token = "") -> Iterator[int]:
     """The port of a page that is served in a thread."""
     log: Any = Quiet()
-    served = server.page_server(PageSettings(listen="127.0.0.1:0"), token, found, log)
+    counts = token if callable(token) else lambda: token
+    served = server.page_server(PageSettings(listen="127.0.0.1:0"), counts, found, log)
     thread = threading.Thread(target=served.serve, daemon=True)
     thread.start()
     try:
@@ -308,6 +310,35 @@ def test_without_the_token_nothing_of_the_cluster_is_shown(tmp_path: pathlib.Pat
         answer, said = fetch(port, "/", Authorization=basic("", TOKEN), Host="node7")
         assert answer.status == 200
         assert "train" in said
+
+
+def test_a_changed_token_counts_at_once_and_a_file_that_is_gone_lets_no_reader_in(tmp_path: pathlib.Path) -> None:
+    file, log = tmp_path / "token", Heard()
+    file.touch(mode=0o600)
+    file.write_text(f"{TOKEN}\n")
+    settings = PageSettings(listen="127.0.0.1:0", token_file=str(file))
+    held = access.TokenFile(settings, os.geteuid(), False, cast(Any, log))
+    with serving(source(published(), tmp_path), held) as port:
+        first, second = basic("", TOKEN), basic("", "another-token-of-32-characters-..")
+        assert fetch(port, "/", Authorization=first)[0].status == 200
+        stream = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        stream.request("GET", "/events", headers={"Authorization": first})
+        answer = stream.getresponse()
+        assert "train" in next_event(answer)
+
+        (tmp_path / "new").touch(mode=0o600)
+        (tmp_path / "new").write_text("another-token-of-32-characters-..\n")
+        (tmp_path / "new").rename(file)
+        assert fetch(port, "/", Authorization=first)[0].status == 401
+        assert fetch(port, "/", Authorization=second)[0].status == 200
+        assert answer.read() == b"", "the stream of the old token has ended"
+        stream.close()
+
+        file.chmod(0o644)
+        assert fetch(port, "/", Authorization=second)[0].status == 503
+        file.unlink()
+        assert fetch(port, "/", Authorization=second)[0].status == 503
+        assert log.said == ["page.token_changed", "page.token_refused", "page.token_refused"]
 
 
 def test_the_number_of_streams_is_limited_and_pages_are_still_served(

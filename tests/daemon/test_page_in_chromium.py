@@ -46,7 +46,7 @@ def test_an_open_page_shows_a_recovery_as_it_happens(tmp_path: pathlib.Path) -> 
         board.publish(replace(snapshot(known), turned_s=time.monotonic()))
 
     publish(41)
-    served = server.page_server(PageSettings(listen="127.0.0.1:0"), "", source, log)
+    served = server.page_server(PageSettings(listen="127.0.0.1:0"), lambda: "", source, log)
     threading.Thread(target=served.serve, daemon=True).start()
     try:
         with chromium.Chromium(tmp_path / "profile") as browser:

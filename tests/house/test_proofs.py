@@ -9,7 +9,7 @@ import re
 import pytest
 from support.source import ROOT
 
-PAGES = ("docs/failures.md", "docs/guarantees.md")
+PAGES = ("docs/failures.md", "docs/guarantees.md", "docs/security.md")
 _NAMED = re.compile(r"`((?:[a-z]+/)(?:test_\w+\.py)?)(?:::(\w+))?`")
 """`chaos/test_exit.py`, `contract/`, `chaos/test_exit.py::test_undisturbed`."""
 

@@ -47,7 +47,7 @@ class Door:
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.path, self.log = folder / "s", Heard()
-        board = PublishedState()
+        self.board = board = PublishedState()
         board.publish(snapshot(job()))
         self.etcd = FakeServer()
         self.client = FakeClient(self.etcd)
