@@ -15,6 +15,7 @@ from elastic.etcd.client import (
     KV,
     Delete,
     Etcd,
+    EtcdDenied,
     EtcdError,
     EtcdForged,
     EtcdUnavailable,
@@ -167,7 +168,10 @@ class Writer:
         """Check whether etcd has raised an alarm: it then answers reads and renewals, but accepts no writes."""
 
         def work() -> None:
-            alarms = self._etcd.alarms()
+            try:
+                alarms = self._etcd.alarms()
+            except EtcdDenied:
+                return  # newer members tell them to etcd's root only; a refused write says so, too
             if alarms != self.alarms:
                 self._log.warning("etcd.alarms", raised=alarms, before=self.alarms)
             self.alarms = alarms

@@ -274,7 +274,7 @@ class Etcd:
 
         An endpoint that does not answer is listed with its error; nothing is raised for it.
         """
-        from .wire import Connection
+        from .wire import Connection, why_no_quorum
 
         found = []
         for endpoint in self.access.endpoints:
@@ -285,8 +285,11 @@ class Etcd:
                 status = connection.call("Maintenance.Status", ask, within_s or self.call_s, login=False)
                 error = "" if status.leader else "has no leader"
                 found.append(MemberHealth(endpoint, status.version, bool(status.leader), error, status.dbSize / 1e6))
-            except EtcdError as failure:
+            except EtcdUnavailable as failure:
                 found.append(MemberHealth(endpoint, "", False, str(failure)))
+            except EtcdError:  # newer members tell their status to etcd's root only
+                error = why_no_quorum(connection, within_s or self.call_s)
+                found.append(MemberHealth(endpoint, "", not error, error))
             with self._lock:  # reused: a TLS handshake per query would be most of the cost
                 keep = not (connection.silent or self._closed.is_set() or endpoint in self._asking)
                 if keep:

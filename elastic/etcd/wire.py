@@ -218,6 +218,19 @@ class Connection:
         return (*leader, ("token", token)) if token else leader
 
 
+def why_no_quorum(connection: Connection, within_s: float) -> str:
+    """Why this member cannot serve; empty: it can. Without a right to anything in etcd: a member confirms with the
+    quorum that it is up to date before it looks whether a read is permitted."""
+    try:
+        ask = lambda pb: pb.RangeRequest(key=b"/", limit=1, keys_only=True)  # noqa: E731
+        connection.call("KV.Range", ask, within_s, login=False)
+    except EtcdUnavailable as error:
+        return str(error)
+    except EtcdError:
+        return ""  # denied
+    return ""
+
+
 def alarms_of(status: Any) -> tuple[str, ...]:
     """The alarms raised by a member ('NOSPACE', 'CORRUPT'), from the list of errors in its status.
 
