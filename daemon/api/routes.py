@@ -266,7 +266,7 @@ def _summary(body: Mapping[str, Any], names: Mapping[str, str]) -> tuple[dict[st
     if not target and isinstance(spec, dict) and isinstance(name := spec.get("name"), str):
         target["job"] = name[:63]
     fields = ("reason", "nodes", "deadline_s", "replace", "as") if spec is not body or names else ()
-    given = {name: body[name] for name in fields if name in body}
+    given = {name: body[name] for name in fields if body.get(name) not in (None, "", False)}
     return target, ", ".join(f"{key} = {value!r}" for key, value in given.items())
 
 

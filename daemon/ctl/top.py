@@ -33,7 +33,7 @@ def top(client: Client, job: str | None, once: bool, every_s: float, as_json: bo
 
     out = console()
     if once or not out.is_terminal:
-        return out.print(*screen(look(client, job), out.width))
+        return out.print(*screen(look(client, job), out.width, live=False))
     seen = look(client, job)  # a refusal is told on the screen that stays
     pause = threading.Event()
     out.out.write(OTHER_SCREEN)
@@ -83,7 +83,7 @@ def of_job(data: Json) -> Json:
     }
 
 
-def screen(data: Json, width: int, height: int | None = None) -> list[Text]:
+def screen(data: Json, width: int, height: int | None = None, live: bool = True) -> list[Text]:
     """The answer of `look` for a screen of `width` cells; cut at `height` lines."""
     from ..safe_text import shown
     from . import render
@@ -91,7 +91,7 @@ def screen(data: Json, width: int, height: int | None = None) -> list[Text]:
 
     data = shown(data)
     etcd = "" if data["etcd"] else "  etcd cannot be reached: all is as last seen"
-    parts = [Text(f"cluster {data['cluster']}  {render.clock(data['wall_s'])}{etcd}  Ctrl-C ends")]
+    parts = [Text(f"cluster {data['cluster']}  {render.clock(data['wall_s'])}{etcd}{'  Ctrl-C ends' if live else ''}")]
     left = None if height is None else height - 2
     for job in data["jobs"]:
         parts.append(Text())

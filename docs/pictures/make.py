@@ -66,7 +66,7 @@ def training() -> Job:
         managed=True, ranks=tuple(ranks),
     )  # fmt: skip
     spec = SpecRecord(
-        spec=msgspec.structs.replace(SPEC, script="/home/ada/train.py", args=("--lr", "3e-4"), nodes="1:2"),
+        spec=msgspec.structs.replace(SPEC, script="/data/train.py", args=("--lr", "3e-4"), nodes="1:2"),
         submitted_wall_s=NOON_S, submitted_by="ada", uid=1500, user="ada",
     )  # fmt: skip
     return job(
@@ -125,7 +125,7 @@ def make() -> None:
     seen = snapshot(known)
     detail, found = views.job_detail(seen, known, NOW), views.incidents(seen, "train", NOW)
     screen = top.screen({"schema": 1, "cluster": "main", "wall_s": NOW.wall_s, "etcd": True, "nodes": [],
-                         "jobs": [top.of_job(detail)]}, WIDTH)  # fmt: skip
+                         "jobs": [top.of_job(detail)]}, WIDTH, live=False)  # fmt: skip
     console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"))  # noqa: SIM115
     for line in screen:
         console.print(Text.from_ansi(line.styled(True)), no_wrap=True)

@@ -102,7 +102,7 @@ def test_another_user_sees_incidents_without_log_lines(door: Door) -> None:
     line = "Epoch 3: the customers' names"
     error = WorkerError(node="a", slot=1, rank=1, message="exit code 1", traceback=f"{line}\n", last_lines=(line,))
     record = IncidentRecord(
-        generation=2, kind="exit", node="a", ranks=(1,), detail="d", error=error, last_lines=(line,)
+        generation=2, kind="exit", node="a", ranks=(1,), detail="d", wall_s=9.0, error=error, last_lines=(line,)
     )
     state = JobState(phase=Phase.FAILED, error=error)
     door.board.publish(pictures.snapshot(pictures.job(incidents=(record,), state=state)))
