@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -14,7 +13,6 @@ from ..contract.records import IncidentRecord
 from ..contract.spec import JobSpec
 from ..recovery.effects import (
     AddCauses,
-    ChargeFailure,
     Effect,
     ForkPlain,
     ForkWorker,
@@ -24,7 +22,7 @@ from ..recovery.effects import (
     PutBroken,
     PutIncident,
     PutMember,
-    PutPhase,
+    PutState,
     Rejoin,
     Restore,
     SaveNow,
@@ -34,7 +32,6 @@ from ..recovery.leaving import TOO_LATE
 from ..recovery.model import Agent
 from . import worker_env
 from .etcd_writer import EtcdWriter
-from .incidents import dated
 from .pool import Pool
 
 log = structlog.get_logger()
@@ -85,11 +82,10 @@ class EffectRunner:
     def _in_etcd(self, effect: Effect, agent: Agent) -> None:
         registry = self._registry
         match effect:
-            case PutIncident():
-                record = dated(effect, time.monotonic(), time.time())
-                registry.put_incident(record, effect.key)
+            case PutIncident(key, record):
+                registry.put_incident(record, key)
                 self.on_incident(record)
-                log.info("incident", key=effect.key, **msgspec.to_builtins(record))
+                log.info("incident", key=key, **msgspec.to_builtins(record))
             case AddCauses(key, record):
                 registry.add_causes(record, key)
                 log.info("incident.causes", key=key, kind=record.kind, node=record.node, detail=record.detail)
@@ -101,10 +97,8 @@ class EffectRunner:
                 registry.put_member(record)
             case Rejoin(record):
                 registry.rejoin(record)
-            case PutPhase(phase, reason):
-                registry.put_phase(phase, reason, agent.view)
-            case ChargeFailure(record):
-                registry.charge_failure(record)
+            case PutState():
+                registry.put_state(effect)
             case Restore(generation, state, spec):
                 registry.restore(generation, state, spec)
             case _:

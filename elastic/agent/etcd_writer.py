@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -33,13 +32,12 @@ from ..contract.records import (
 )
 from ..contract.records import encode as _strictly
 from ..etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, Lease, ModIs, Op, Present, Put
-from ..recovery.effects import Publish
+from ..recovery.effects import Publish, PutState
 from ..recovery.events import Event, Joined, LeaseLost, PublishFailed
 from ..recovery.evidence import merged
 from ..recovery.generation_delta import changes
 from ..recovery.incident import supplemented
 from ..recovery.model import Policy
-from ..recovery.restart_budget import Verdict, charge
 from ..recovery.view import JobView
 from .write_queue import Write, WriteQueue
 
@@ -84,7 +82,6 @@ class EtcdWriter:
 
     def __post_init__(self) -> None:
         self._urgent, self._lazy = self.queue("urgent"), self.queue("lazy")
-        self._charges = itertools.count()
         self._beside: deque[str] = deque()
         """Keys of failed checkpoints and late exits that this agent has written, oldest first."""
         self._restored = 0
@@ -187,11 +184,7 @@ class EtcdWriter:
         self._urgent.ask("publish", order, persist=False)
 
     def _publish(self, effect: Publish, view: JobView, leader: str) -> bool:
-        verdict = self._verdict(view, effect.charge, effect.spare)
-        guards = self._guards(view)
-        if verdict.stopped:
-            log.error("job.stopped", reason=verdict.stopped)
-            return self.etcd.txn(guards, [Put(self.keys.state, encode(verdict.state))]).ok
+        guards = self._guards(view.state_revision)
         number = self._number(effect.number)
         host, port = self.stores.open(number, (self._restored, effect.expect_revision))
         record = GenerationRecord(
@@ -207,11 +200,8 @@ class EtcdWriter:
             managed=effect.managed,
         )
         ops: list[Op] = [Put(self.keys.generation, encode(record))]
-        if verdict.state.phase is not Phase.RUNNING:
-            changed = after(verdict.state, PhaseTrigger.PUBLISHED, "", self.wall())
-            ops.append(Put(self.keys.state, encode(changed)))
-        elif verdict.state != view.state:
-            ops.append(Put(self.keys.state, encode(verdict.state)))
+        if effect.state is not None:
+            ops.append(Put(self.keys.state, encode(effect.state)))
         if number > KEPT_RECORDS:
             ops += [Delete(self.keys.broken(number - KEPT_RECORDS)), Delete(self.keys.incident(number - KEPT_RECORDS))]
         expected = effect.expect_revision
@@ -246,52 +236,28 @@ class EtcdWriter:
         """Put into the job's state why it does not start, for users."""
         if not view.state.phase.over and view.state.reason != reason:
             changed = msgspec.structs.replace(view.state, reason=reason, since_wall_s=self.wall())
-            self.etcd.txn(self._guards(view), [Put(self.keys.state, encode(changed))])
+            self.etcd.txn(self._guards(view.state_revision), [Put(self.keys.state, encode(changed))])
 
-    def _guards(self, view: JobView) -> list[Compare]:
-        """Conditions for a write decided on `view`: the job's state is unchanged, and this agent is still a member.
+    def _guards(self, revision: int) -> list[Compare]:
+        """Conditions for a write decided on a view: the job's state is still at `revision`, this agent still a member.
 
         Revisions distinguish snapshots of one etcd only. An etcd that was wiped since counts from the start, and may by
         chance have reached the same revision; but it lacks this agent's member key until the agent has rejoined, a
         write that comes later in the same queue.
         """
-        state = ModIs(self.keys.state, view.state_revision) if view.state_revision else Absent(self.keys.state)
+        state = ModIs(self.keys.state, revision) if revision else Absent(self.keys.state)
         return [state, Present(self.keys.member(self.policy.node))]
-
-    def _verdict(self, view: JobView, broken: BrokenRecord | None, spare: int) -> Verdict:
-        if broken is None:
-            return Verdict(view.state)
-        return charge(view.state, broken, self.policy.spec.restarts, self.wall(), spare)
 
     # ── the job's state ─────────────────────────────────────────────────────────────────────────────────────
 
-    def put_phase(self, phase: Phase, reason: str, view: JobView) -> None:
-        changed = msgspec.structs.replace(view.state, phase=phase, reason=reason, since_wall_s=self.wall())
-
+    def put_state(self, effect: PutState) -> None:
         def order() -> None:
-            done = self.etcd.txn(self._guards(view), [Put(self.keys.state, encode(changed))]).ok
-            log.info("job.phase", phase=phase.value, reason=reason, done=done)
+            put = Put(self.keys.state, encode(effect.state))
+            done = self.etcd.txn(self._guards(effect.expect_revision), [put]).ok
+            state = effect.state
+            log.info("job.state", phase=state.phase.value, reason=state.reason, restarts=state.restarts, done=done)
 
-        self._urgent.ask("phase", order, persist=False)
-
-    def charge_failure(self, record: BrokenRecord) -> None:
-        """Count a failure outside any generation against the restart budget, once; retried until that is done, or the
-        job is over."""
-        wall_s = self.wall()
-
-        def order() -> None:
-            for _ in range(TRIES):
-                kv = self.etcd.get(self.keys.state)
-                state = decode(JobState, kv.value) if kv else JobState()
-                if state.phase.over or _booked(state, record, wall_s):
-                    return  # over, or counted by an earlier try whose answer was lost
-                verdict = charge(state, record, self.policy.spec.restarts, wall_s, None)
-                guard = ModIs(self.keys.state, kv.mod_revision) if kv else Absent(self.keys.state)
-                if self.etcd.txn([guard], [Put(self.keys.state, encode(verdict.state))]).ok:
-                    return
-            raise EtcdUnavailable(f"the job's state changed under {TRIES} tries in a row", maybe_done=False)
-
-        self._lazy.ask(f"charge {next(self._charges)}", order, persist=True)
+        self._urgent.ask("state", order, persist=False)
 
     def restore(self, generation: GenerationRecord | None, state: JobState, spec: SpecRecord | None) -> None:
         """etcd came back empty, or with older data: write back the job's spec, state and generation, unless another
@@ -421,9 +387,3 @@ def _is_over(raw: bytes) -> bool:
         return not decode(IncidentRecord, raw).open
     except (ProtocolVersionMismatch, msgspec.MsgspecError):
         return False
-
-
-def _booked(state: JobState, record: BrokenRecord, wall_s: float) -> bool:
-    """Whether this failure is counted already: `wall_s`, the time of its first report, identifies it."""
-    this = (wall_s, record.generation, record.node)
-    return any((f.wall_s, f.generation, f.node) == this for f in state.failures)

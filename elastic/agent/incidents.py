@@ -1,25 +1,9 @@
-"""Incident records as they are written: the state machine creates them, this module adds their times of day."""
+"""Incidents that break no generation: a checkpoint that could not be written, a process that did not end."""
 
 from __future__ import annotations
 
-import msgspec
-
 from ..contract.records import IncidentRecord
-from ..recovery.effects import PutIncident
 from ..recovery.model import Agent
-
-
-def dated(effect: PutIncident, now_s: float, wall_s: float) -> IncidentRecord:
-    """The record with its times of day; `now_s` (monotonic) and `wall_s` (time of day) are the present."""
-    record, noticed_wall_s = effect.record, wall_s - (now_s - effect.began_s)
-    began_wall_s = min(record.wall_s or noticed_wall_s, noticed_wall_s)
-    late_s = noticed_wall_s - began_wall_s
-    return msgspec.structs.replace(
-        record,
-        wall_s=began_wall_s,
-        timeline_s={phase: round(at_s + late_s, 4) for phase, at_s in record.timeline_s.items()},
-        ended_wall_s=None if record.open else wall_s,
-    )
 
 
 def save_failed(agent: Agent, step: int, error: str, wall_s: float) -> IncidentRecord:

@@ -372,7 +372,7 @@ class Loop:
         now_s = time.monotonic()
         if isinstance(event, WorkerUnhealthy):
             event, self._stacks = dataclasses.replace(event, stacks=self._stacks), {}
-        self.agent, effects = step(before, event, now_s, random.random())
+        self.agent, effects = step(before, event, now_s, random.random(), time.time())
         if not isinstance(event, Tick | Viewed | Progress):
             log.debug("event", what=event)
         if isinstance(event, WorkerReady) and any(s.worker_id == event.worker_id for s in self.agent.standbys):

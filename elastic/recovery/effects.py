@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..contract.messages import ToWorker
-from ..contract.records import BrokenRecord, GenerationRecord, IncidentRecord, JobState, MemberRecord, Phase, SpecRecord
+from ..contract.records import BrokenRecord, GenerationRecord, IncidentRecord, JobState, MemberRecord, SpecRecord
 from .membership import Change
 
 
@@ -63,20 +63,19 @@ class Publish:
     change: Change
     expect_revision: int
     at_step: int | None
-    charge: BrokenRecord | None
-    """The failure to count against the job's restart budget in the same transaction."""
-    spare: int = 0
-    """How many living nodes the job has beyond its minimum; with none, `charge` excludes no node."""
+    state: JobState | None
+    """The job's state, to be written in the same transaction; None: it does not change."""
+    charged: bool = False
+    """Whether `state` counts a failure against the job's restart budget."""
     managed: bool = False
     """Whether the job's workers are known to call `elastic.run`."""
 
 
 @dataclass(frozen=True, slots=True)
-class PutPhase:
-    """Change the job's phase, if its state is still at `expect_revision`."""
+class PutState:
+    """Replace the job's state, if it is still at `expect_revision`: another phase, or a failure counted."""
 
-    phase: Phase
-    reason: str
+    state: JobState
     expect_revision: int
 
 
@@ -87,9 +86,6 @@ class PutIncident:
     key: int
     """Its number in etcd: that of the generation after the one that failed first."""
     record: IncidentRecord
-    """The effect runner fills in its wall times: `wall_s` is 0 unless the incident began before this agent did."""
-    began_s: float
-    """Monotonic instant from which its timeline counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +96,6 @@ class AddCauses:
     """As in PutIncident."""
     record: IncidentRecord
     """As it would have been closed with these reports; its times are meaningless."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChargeFailure:
-    """Count a failure outside any generation (a worker that does not even start) against the job's restart budget."""
-
-    record: BrokenRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +138,9 @@ Effect = (
     | PutMember
     | PutBroken
     | Publish
-    | PutPhase
+    | PutState
     | PutIncident
     | AddCauses
-    | ChargeFailure
     | Restore
     | Rejoin
     | SaveNow

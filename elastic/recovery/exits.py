@@ -6,10 +6,10 @@ from msgspec.structs import replace
 
 from ..contract.records import Phase
 from .announce import add_evidence, broken_record, report_failure
-from .effects import ChargeFailure, PutBroken
+from .effects import PutBroken
 from .events import WorkerExited, WorkerFailed
 from .evidence import merged
-from .model import Agent, Worker, has_process
+from .model import Agent, Uncounted, Worker, has_process
 from .restart_budget import backoff_s, summary
 from .standbys import promote
 from .transitions import IN_GROUP, Stage, Trigger
@@ -149,7 +149,7 @@ def _report_exit(turn: Turn, worker: Worker, event: WorkerExited | WorkerFailed)
         fingerprint=fingerprint,
         error=event.error,
     )
-    turn.do(ChargeFailure(record))
+    turn.change(uncounted=(*turn.agent.uncounted, Uncounted(record, turn.wall_s)))
 
 
 def _report_left_out(turn: Turn, worker: Worker, detail: str) -> None:

@@ -97,6 +97,20 @@ def steps_lost(syncs: Iterable[Sync]) -> int:
     return lost
 
 
+def dated(record: IncidentRecord, began_s: float, now_s: float, wall_s: float) -> IncidentRecord:
+    """The record with its times of day; `began_s`: the monotonic instant from which its timeline counts, `now_s` and
+    `wall_s`: the present."""
+    noticed_wall_s = wall_s - (now_s - began_s)
+    began_wall_s = min(record.wall_s or noticed_wall_s, noticed_wall_s)
+    late_s = noticed_wall_s - began_wall_s
+    return msgspec.structs.replace(
+        record,
+        wall_s=began_wall_s,
+        timeline_s={phase: round(at_s + late_s, 4) for phase, at_s in record.timeline_s.items()},
+        ended_wall_s=None if record.open else wall_s,
+    )
+
+
 def drawn(incident: Incident, *, counted: bool) -> IncidentRecord:
     """The record of an incident that is not over. `counted`: the workers' steps are known (they use `elastic`)."""
     found = causes(incident)

@@ -6,10 +6,10 @@ import math
 
 from msgspec.structs import replace
 
-from ..contract.phases import PhaseTrigger, following
+from ..contract.phases import PhaseTrigger, after
 from ..contract.records import Phase, WorkerError
 from .announce import group_failed, member_record, report_failure
-from .effects import PutPhase, Rejoin
+from .effects import PutState, Rejoin
 from .events import (
     CheckpointSaved,
     Drain,
@@ -277,7 +277,7 @@ def _bad_numbers(turn: Turn, worker: Worker, event: WorkerBadNumbers) -> None:
     if mode == "stop":
         # The phase first, so that no leader forms another generation; then the failure report, for the incident.
         state, revision = turn.agent.view.state, turn.agent.view.state_revision
-        turn.do(PutPhase(following(state.phase, PhaseTrigger.FAILED), detail, revision))
+        turn.do(PutState(after(state, PhaseTrigger.FAILED, detail, turn.wall_s), revision))
     error = WorkerError(node=turn.policy.node, slot=worker.slot, rank=-1, message=detail, step=event.step)
     report_failure(
         turn, event.kind, detail, (), ranks=event.ranks, step=event.step, fingerprint=event.kind, error=error,

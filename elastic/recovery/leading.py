@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from ..contract.phases import PhaseTrigger, following
+from ..contract.phases import PhaseTrigger, after
 from ..contract.records import Phase
-from .effects import Publish, PutPhase, SaveNow
+from .effects import Publish, PutState, SaveNow
 from .membership import (
     AS_IT_SHOULD_BE,
     Change,
@@ -18,7 +18,7 @@ from .membership import (
     next_generation,
     unreached,
 )
-from .restart_budget import backoff_s, in_vain, summary
+from .restart_budget import Verdict, backoff_s, charge, in_vain, summary
 from .turn import Turn
 
 LEAD_S = 0.25
@@ -127,10 +127,22 @@ def _publish(turn: Turn, change: Change) -> None:
         number += 1  # an agent may hold one more, published just before etcd was wiped
     ahead = max(2, math.ceil(LEAD_S / agent.step_s)) if agent.step_s > 0 else 2
     at_step = agent.step + ahead if change.planned and turn.policy.managed else None
-    told = view.broken and agent.generation and view.broken.generation == agent.generation.number
-    turn.change(publishing=number, reason="", below_min=False, halted=False)
-    charge = view.broken if told else None
-    turn.do(Publish(number, change, view.generation_revision, at_step, charge, _spare(turn), turn.policy.managed))
+    broken = view.broken
+    told = broken is not None and agent.generation is not None and broken.generation == agent.generation.number
+    verdict = Verdict(view.state)
+    if broken is not None and told:
+        verdict = charge(view.state, broken, turn.policy.spec.restarts, turn.wall_s, _spare(turn))
+    turn.change(reason="", below_min=False, halted=False)
+    if verdict.stopped:
+        turn.ask(PutState(verdict.state, view.state_revision), f"failed {view.state_revision}")
+        return
+    turn.change(publishing=number)
+    state = verdict.state
+    if state.phase is not Phase.RUNNING:
+        state = after(state, PhaseTrigger.PUBLISHED, "", turn.wall_s)
+    new = state if state != view.state else None
+    counted = bool(told and broken and broken.charged)
+    turn.do(Publish(number, change, view.generation_revision, at_step, new, counted, turn.policy.managed))
 
 
 def _spare(turn: Turn) -> int:
@@ -185,5 +197,5 @@ def _wait(turn: Turn, verdict: Wait) -> None:
 
 def _put_phase(turn: Turn, trigger: PhaseTrigger, reason: str = "") -> None:
     view = turn.agent.view
-    phase = following(view.state.phase, trigger)
-    turn.ask(PutPhase(phase, reason, view.state_revision), f"{phase.value} {view.state_revision}")
+    state = after(view.state, trigger, reason, turn.wall_s)
+    turn.ask(PutState(state, view.state_revision), f"{state.phase.value} {view.state_revision}")

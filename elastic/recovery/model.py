@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from ..contract.records import BrokenRecord, GenerationRecord, JobState, MemberRecord, SpecRecord, Standing
+from ..contract.records import BrokenRecord, Failure, GenerationRecord, JobState, MemberRecord, SpecRecord, Standing
 from ..contract.spec import JobSpec
 from ..contract.timeouts import Timeouts
 from .incident import Closed, Incident
@@ -64,6 +64,16 @@ class Policy(msgspec.Struct, frozen=True):
     """In a generation of more nodes than this, a large job, not every agent watches all members: see `watch_scope`."""
     leader_candidates: int = LEADER_CANDIDATES
     """How many agents watch them in any case: the leader candidates."""
+
+
+class Uncounted(msgspec.Struct, frozen=True):
+    """A failure outside any generation (a worker that does not even start) that is to be counted: see `counting`."""
+
+    record: BrokenRecord
+    wall_s: float
+    """When it happened."""
+    written: Failure | None = None
+    """As it was last put into the job's state, perhaps in vain."""
 
 
 class Agent(msgspec.Struct, frozen=True):
@@ -145,5 +155,7 @@ class Agent(msgspec.Struct, frozen=True):
     """Key of the last incident that ended."""
     closed: Closed | None = None
     """That incident, if this agent has followed it."""
+    uncounted: tuple[Uncounted, ...] = ()
+    """Failures of this node's workers that the job's state does not show yet, oldest first."""
     asked: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Request -> when it was last made: see `Turn.ask`."""

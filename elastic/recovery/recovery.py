@@ -1,8 +1,9 @@
 """An agent's reaction to every event of its job: ``step(agent, event, now_s)``. Pure.
 
 An event changes the agent's state (`knowledge`, `exits`). Then the actual state is compared with the desired one, and
-effects are requested for the difference (`announce`, `leaving`, `workers`, `standbys`, `leading`). Last, the incident
-is updated (`reporting`). So no event depends on the ones before it, and a lost or repeated event does no harm.
+effects are requested for the difference (`announce`, `leaving`, `counting`, `workers`, `standbys`, `leading`). Last,
+the incident is updated (`reporting`). So no event depends on the ones before it, and a lost or repeated event does no
+harm.
 
 Effects are executed in the order in which they are returned, but none waits for another: the effect runner reports
 results as events. A worker is told something once, when its stage changes.
@@ -11,6 +12,7 @@ results as events. A worker is told something once, when its stage changes.
 from __future__ import annotations
 
 from .announce import adopt, check_idle, check_suspicion, settle_member
+from .counting import count_failures
 from .effects import Effect, Leave
 from .events import Event
 from .knowledge import take
@@ -23,9 +25,12 @@ from .turn import Turn
 from .workers import settle_worker
 
 
-def step(agent: Agent, event: Event, now_s: float, jitter: float = 0.5) -> tuple[Agent, tuple[Effect, ...]]:
-    """The agent after `event`, and the effects to execute. `jitter` in [0, 1) spreads pauses between agents."""
-    turn = Turn(agent, now_s, jitter)
+def step(
+    agent: Agent, event: Event, now_s: float, jitter: float = 0.5, wall_s: float = 0.0
+) -> tuple[Agent, tuple[Effect, ...]]:
+    """The agent after `event`, and the effects to execute. `jitter` in [0, 1) spreads pauses between agents;
+    `wall_s`, the time of day, dates what users read."""
+    turn = Turn(agent, now_s, jitter, wall_s)
     take(turn, event)
     _settle(turn)
     report(turn, agent, event)
@@ -39,6 +44,7 @@ def _settle(turn: Turn) -> None:
     check_idle(turn)
     check_drain(turn)
     check_end(turn)
+    count_failures(turn)
     if turn.agent.leaving is not None:
         leave(turn)
         return

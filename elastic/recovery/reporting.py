@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..contract.records import Cause, GenerationRecord, Phase, Place
+from ..contract.records import Cause, GenerationRecord, IncidentRecord, Phase, Place
 from .effects import AddCauses, PutIncident
 from .events import Event, WorkerSynced
-from .incident import Closed, Incident, Sync, causes, drawn
+from .incident import Closed, Incident, Sync, causes, dated, drawn
 from .membership import cut_off, leader, unreached
 from .model import Agent
 from .transitions import Stage
@@ -47,7 +47,7 @@ def report(turn: Turn, before: Agent, event: Event) -> None:
     if leads and sees_all:
         record = drawn(incident, counted=_counted(turn, incident))
         if incident.told != record.causes:
-            turn.do(PutIncident(incident.key, record, incident.began_s))
+            _write(turn, incident.key, record, incident.began_s)
             incident = replace(incident, told=record.causes)
     if incident is not known:
         turn.change(incident=incident)
@@ -65,7 +65,11 @@ def _close(turn: Turn, incident: Incident, outcome: str, leads: bool) -> None:
     # If the job is stopped just after a failure, the leader may have left already: the reporting node writes, too.
     mine = outcome == "given_up" and any(report.node == turn.policy.node for report in incident.reports)
     if leads or mine:
-        turn.do(PutIncident(incident.key, record, incident.began_s))
+        _write(turn, incident.key, record, incident.began_s)
+
+
+def _write(turn: Turn, key: int, record: IncidentRecord, began_s: float) -> None:
+    turn.do(PutIncident(key, dated(record, began_s, turn.now_s, turn.wall_s)))
 
 
 def _supplement(turn: Turn) -> None:
@@ -94,7 +98,8 @@ def _sweep(turn: Turn) -> None:
         record = replace(
             seen[1], open=False, timeline_s={"stepping": 0.0}, world_size_after=agent.generation.world_size
         )
-        turn.ask(PutIncident(seen[0], record, turn.now_s), f"incident {seen[0]}")
+        effect = PutIncident(seen[0], dated(record, turn.now_s, turn.now_s, turn.wall_s))
+        turn.ask(effect, f"incident {seen[0]}")
 
 
 def _counted(turn: Turn, incident: Incident) -> bool:

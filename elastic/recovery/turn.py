@@ -23,10 +23,11 @@ ASK_AGAIN_S = 1.0
 class Turn:
     """One turn: the agent's new state, and the effects so far."""
 
-    def __init__(self, agent: Agent, now_s: float, jitter: float) -> None:
+    def __init__(self, agent: Agent, now_s: float, jitter: float, wall_s: float) -> None:
         self.agent = agent
         self.now_s = now_s
         self.jitter = jitter
+        self.wall_s = wall_s
         self.effects: list[Effect] = []
 
     @property
@@ -65,7 +66,8 @@ class Turn:
         """Request an effect that only the view can confirm; a call after ASK_AGAIN_S repeats the request."""
         asked = self.agent.asked.get(key)
         if asked is None or self.now_s - asked >= ASK_AGAIN_S:
-            self.change(asked={**self.agent.asked, key: self.now_s})
+            recent = {k: at for k, at in self.agent.asked.items() if self.now_s - at < ASK_AGAIN_S}
+            self.change(asked={**recent, key: self.now_s})
             self.do(effect)
 
     def standby(self, worker_id: int) -> Worker | None:

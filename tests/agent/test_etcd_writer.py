@@ -31,7 +31,7 @@ from elastic.contract.records import (
 from elastic.contract.spec import Checkpoint, JobSpec
 from elastic.contract.timeouts import Timeouts
 from elastic.etcd.client import EtcdUnavailable
-from elastic.recovery.effects import Publish
+from elastic.recovery.effects import Publish, PutState
 from elastic.recovery.events import Event, PublishFailed
 from elastic.recovery.generation_delta import GenerationReader
 from elastic.recovery.membership import Change, Limits
@@ -99,25 +99,14 @@ class Office:
 BROKEN = BrokenRecord(generation=0, node="n", kind="exit", detail="ValueError", fingerprint="ValueError at x.py:1")
 
 
-def test_failure_charge_is_written_once_when_the_write_is_retried() -> None:
-    office = Office()
-    for _ in range(2):
-        office.registry.charge_failure(BROKEN)
-        office.now_s += 1.0
-    for order in office.queues["lazy"].orders:
-        order()
-        office.now_s += 5.0
-        order()
-    assert office.state().restarts == 2
-    assert [f.wall_s for f in office.state().failures] == [1000.0, 1001.0]
-
-
 def test_error_record_with_invalid_utf8_text_is_written() -> None:
     office = Office()
     error = WorkerError(node="n", slot=0, rank=0, message="FileNotFoundError: 'caf\udce9.png'", traceback="\udce9")
     record = msgspec.structs.replace(BROKEN, generation=1, detail="caf\udce9", error=error)
     office.registry.put_broken(record, None)
-    office.registry.charge_failure(record)
+    state = JobState(restarts=1, error=error)
+    office.client.put(KEYS.member("n"), b"")
+    office.registry.put_state(PutState(state, 0))
     for queue in office.queues.values():
         for order in queue.orders:
             order()
@@ -125,18 +114,16 @@ def test_error_record_with_invalid_utf8_text_is_written() -> None:
     assert written.error is not None
     assert (written.detail, written.error.message) == ("caf\\udce9", "FileNotFoundError: 'caf\\udce9.png'")
     assert office.state().restarts == 1
+    assert office.state().error is not None
 
 
-@pytest.mark.parametrize("phase", [Phase.SUCCEEDED, Phase.STOPPED])
-def test_a_late_failure_does_not_change_how_the_job_ended(phase: Phase) -> None:
+def test_state_is_written_only_over_the_revision_that_it_was_decided_on() -> None:
     office = Office()
-    office.client.put(KEYS.state, encode(JobState(phase=phase)))
-    for _ in range(40):
-        office.registry.charge_failure(BROKEN)
-        office.now_s += 1.0
-    for order in office.queues["lazy"].orders:
-        order()
-    assert office.state().phase is phase
+    office.client.put(KEYS.member("n"), b"")
+    office.client.put(KEYS.state, encode(JobState(phase=Phase.SUCCEEDED)))
+    office.registry.put_state(PutState(JobState(phase=Phase.FAILED), 1))
+    office.queues["urgent"].orders[-1]()
+    assert office.state().phase is Phase.SUCCEEDED
 
 
 def publish(office: Office) -> Write:
@@ -179,7 +166,7 @@ def test_only_a_member_publishes_and_changes_the_phase(member: bool) -> None:
     office = Office()
     if member:
         office.client.put(KEYS.member("n"), b"ours")
-    office.registry.put_phase(Phase.WAITING, "why", JobView())
+    office.registry.put_state(PutState(JobState(phase=Phase.WAITING), 0))
     phase = office.queues["urgent"].orders[-1]
     publish(office)()
     assert (office.client.get(KEYS.generation) is not None) is member

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from support.fake_etcd import FakeClient, FakeWatch
 
 from elastic.agent.etcd_writer import EtcdWriter
-from elastic.agent.incidents import dated
 from elastic.contract.records import ProgressRecord
 from elastic.contract.timeouts import Timeouts
 from elastic.etcd.client import EtcdError, View
@@ -16,7 +15,6 @@ from elastic.recovery import recovery
 from elastic.recovery.announce import SUSPICION_S
 from elastic.recovery.effects import (
     AddCauses,
-    ChargeFailure,
     Effect,
     ForkPlain,
     ForkWorker,
@@ -26,7 +24,7 @@ from elastic.recovery.effects import (
     PutBroken,
     PutIncident,
     PutMember,
-    PutPhase,
+    PutState,
     Rejoin,
     Restore,
     SaveNow,
@@ -329,7 +327,7 @@ class Node:
         cluster = self.cluster
         now_s = self.now_s()
         cluster.events += 1
-        self.agent, effects = recovery.step(before, event, now_s, cluster.rng.random())
+        self.agent, effects = recovery.step(before, event, now_s, cluster.rng.random(), cluster.clock.now_s)
         cluster.judge.turned(self, event, before, self.agent, effects)
         if cluster.listener is not None:
             cluster.listener(self, event, effects)
@@ -434,15 +432,12 @@ class Node:
                 registry.put_member(record)
             case Rejoin(record):
                 registry.rejoin(record)
-            case PutPhase(phase, reason):
-                registry.put_phase(phase, reason, agent.view)
-            case PutIncident():
-                wall_s = self.cluster.clock.now_s
-                registry.put_incident(dated(effect, self.now_s(), wall_s), effect.key)
+            case PutState():
+                registry.put_state(effect)
+            case PutIncident(key, record):
+                registry.put_incident(record, key)
             case AddCauses(key, record):
                 registry.add_causes(record, key)
-            case ChargeFailure(record):
-                registry.charge_failure(record)
             case Restore(generation, state, spec):
                 registry.restore(generation, state, spec)
             case SaveNow(_, stop):

@@ -123,12 +123,10 @@ def _effect(effect: does.Effect) -> str:
     match effect:
         case does.Send(slot, _, message):
             return f"Send slot {slot}: {_message(message)}"
-        case does.Publish(number, change, _, at_step, charge):
+        case does.Publish(number, change, _, at_step, _, charged):
             places = ", ".join(f"{p.node}{list(p.slots)}" for p in change.places)
             more = f" after step {at_step}" if at_step is not None else ""
-            return f"Publish generation {number}: {places}{more} ({change.why})" + (
-                ", charged" if charge and charge.charged else ""
-            )
+            return f"Publish generation {number}: {places}{more} ({change.why})" + (", charged" if charged else "")
         case does.PutMember(record):
             return f"PutMember {_member(record)}"
         case does.Rejoin(record):
@@ -137,13 +135,11 @@ def _effect(effect: does.Effect) -> str:
             return f"PutBroken {_broken(record)}"
         case does.Restore(generation):
             return f"Restore {_generation(generation)}" if generation else "Restore the spec"
-        case does.PutPhase(phase, reason):
-            return f"PutPhase {phase.value}" + (reason and f": {reason}")
+        case does.PutState(state):
+            return f"PutState {state.phase.value}" + (state.reason and f": {state.reason}")
         case does.PutIncident(_, record):
             return f"PutIncident {_incident(record)}"
         case does.AddCauses(_, record):
             return f"AddCauses {_incident(record)}"
-        case does.ChargeFailure(record):
-            return f"ChargeFailure {_broken(record)}"
         case _:
             return repr(effect)

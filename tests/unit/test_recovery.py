@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.jobs import broken, generation, member, place, view
 
 from elastic.contract import messages
-from elastic.contract.records import GenerationRecord, JobState, Phase, WorkerError
+from elastic.contract.records import Failure, GenerationRecord, JobState, Phase, WorkerError
 from elastic.contract.spec import Checkpoint, JobSpec
 from elastic.contract.timeouts import Timeouts
 from elastic.recovery.announce import IDLE_S, SUSPICION_S
 from elastic.recovery.effects import (
-    ChargeFailure,
     Effect,
     ForkPlain,
     ForkWorker,
@@ -24,7 +25,7 @@ from elastic.recovery.effects import (
     Publish,
     PutBroken,
     PutMember,
-    PutPhase,
+    PutState,
     Rejoin,
     Restore,
     SaveNow,
@@ -59,7 +60,7 @@ from elastic.recovery.model import Agent, Policy
 from elastic.recovery.recovery import step
 from elastic.recovery.transitions import Stage
 from elastic.recovery.turn import ASK_AGAIN_S, STALL_S
-from elastic.recovery.view import JobView
+from elastic.recovery.view import JobView, Member
 
 TIMES = Timeouts()
 SPEC = JobSpec(name="job", script="train.py", nodes="1:2", workers_per_node=2)
@@ -218,29 +219,6 @@ def test_a_second_death_in_a_row_pauses_and_a_step_forgives() -> None:
     assert calm.agent.workers[0].crashes == 1
     calm.take(WorkerStepping(0, 3, 0, 9))
     assert calm.agent.workers[0].crashes == 0
-
-
-def test_worker_that_fails_to_start_is_charged_to_generation_zero() -> None:
-    machine = Machine()
-    machine.take(Start(), Joined())
-    error = WorkerError(node="a", slot=0, rank=-1, message="ImportError: numpyy")
-    effect = machine.take(WorkerExited(0, 1, "exit code 1", 1, error, "ImportError at train.py:1"))[0]
-    assert isinstance(effect, ChargeFailure)
-    assert (effect.record.generation, effect.record.detail) == (0, "ImportError: numpyy")
-
-
-def test_agent_charges_a_setup_failure_of_all_its_workers_once_per_round() -> None:
-    machine = Machine()
-    machine.take(Start(), Joined())
-    charged = []
-    for _ in range(3):
-        for slot in (0, 1):
-            effects = machine.take(WorkerExited(slot, machine.worker_id(slot), "exit code 1", 1))
-            charged.append([type(e) for e in effects if isinstance(e, ChargeFailure)])
-        machine.wait(SPEC.restarts.backoff_max_s)
-    assert charged == [[ChargeFailure], []] * 3
-    machine.take(*(WorkerReady(1, machine.worker_id(1)) for _ in range(2)))
-    assert ChargeFailure in kinds(machine.take(WorkerExited(0, machine.worker_id(0), "exit code 1", 1)))
 
 
 def test_agent_reason_names_the_newest_failure_while_the_job_cannot_start() -> None:
@@ -467,18 +445,47 @@ def test_leader_publishes_once_per_view() -> None:
     machine = running(formed=FIRST)
     publish = lead_from(machine, BROKEN)[0]
     assert (publish.number, publish.expect_revision, publish.at_step) == (2, BROKEN.generation_revision, None)
-    assert publish.charge == BROKEN.broken
+    assert publish.charged
+    assert publish.state is not None
+    assert [f.node for f in publish.state.failures] == ["b"]
     assert lead_from(machine, BROKEN) == []
 
 
-def test_spare_count_excludes_dead_and_draining_nodes() -> None:
-    """On it hangs whether a node may be set aside."""
-    for others, spare in ((B, 1), (member("b", 2, ready=(0, 1), draining="maintenance"), 0)):
-        machine = running(formed=FIRST)
-        assert lead_from(machine, view(A, others, spec=SPEC, formed=FIRST, failed=broken(1, "a", 0)))[0].spare == spare
+def failed_on_a(others: Member) -> JobView:
+    """Node a has failed twice before, and now a third time."""
+    earlier = Failure(wall_s=0.0, generation=0, node="a", fingerprint="SIGKILL")
+    state = JobState(phase=Phase.RUNNING, failures=(earlier, earlier))
+    return replace(view(A, others, spec=SPEC, formed=FIRST, failed=broken(1, "a", 0)), state=state)
+
+
+def test_failing_node_is_excluded_only_if_a_living_node_that_stays_can_be_spared() -> None:
+    for others, excluded in ((B, ("a",)), (member("b", 2, ready=(0, 1), draining="maintenance"), ())):
+        state = lead_from(running(formed=FIRST), failed_on_a(others))[0].state
+        assert state is not None
+        assert state.excluded_nodes == excluded
     machine = running(formed=FIRST)
-    effects = machine.take(PeerDead("b", "b.1", "refused"))
-    assert [e.spare for e in effects if isinstance(e, Publish)] == [0]
+    machine.take(PeerDead("b", "b.1", "refused"), Viewed(failed_on_a(B), True))
+    [publish] = [e for e in machine.take(PublishFailed(2)) if isinstance(e, Publish)]
+    assert publish.state is not None
+    assert publish.state.excluded_nodes == ()
+
+
+def test_leader_stops_a_crash_loop_in_place_of_the_next_generation() -> None:
+    """The verdict is part of the decision: no generation is requested, and the view confirms the end."""
+    once = Failure(wall_s=0.0, generation=1, node="b", fingerprint="ValueError at x.py:3", step=8)
+    failed = msgspec.structs.replace(
+        broken(1, "b", 0), fingerprint=once.fingerprint, step=8,
+        error=WorkerError(node="b", slot=0, rank=0, message="ValueError: planted"),
+    )  # fmt: skip
+    again = replace(view(A, B, spec=SPEC, formed=FIRST, failed=failed), state=JobState(failures=(once, once)))
+    machine = running(formed=FIRST)
+    effects = machine.see(again)
+    assert not any(isinstance(e, Publish) for e in effects)
+    [end] = [e for e in effects if isinstance(e, PutState)]
+    assert (end.state.phase, end.expect_revision) == (Phase.FAILED, again.state_revision)
+    assert end.state.reason.startswith("crash loop: the same failure at step 8, 3 times")
+    assert not any(isinstance(e, PutState) for e in machine.wait(0.1)), "requested already"
+    assert any(isinstance(e, PutState) for e in machine.wait(1.0)), "the view does not show it: requested again"
 
 
 def test_failed_publish_is_retried_only_for_the_current_attempt() -> None:
@@ -591,7 +598,9 @@ def numbers(mode: str) -> list[Effect]:
 def test_bad_numbers_policy_stops_rolls_back_or_ignores() -> None:
     assert numbers("ignore") == []
     end, said = numbers("stop")[:2]
-    assert end == PutPhase(Phase.FAILED, "nan on rank 2 at step 9: loss is nan", 2)
+    assert isinstance(end, PutState)
+    assert (end.state.phase, end.expect_revision) == (Phase.FAILED, 2)
+    assert end.state.reason == "nan on rank 2 at step 9: loss is nan"
     assert isinstance(said, PutBroken)
     assert (said.record.rollback, said.record.ranks, said.record.slots) == (False, (2,), ())
     said = numbers("rollback")[0]
@@ -649,9 +658,10 @@ def test_leader_writes_succeeded_when_all_present_nodes_are_done() -> None:
     machine = running(formed=FIRST)
     machine.take(WorkerDone(0, 1, 1, 20), WorkerDone(1, 2, 1, 20))
     mine = member("a", 1, ready=(0, 1), done=1)
-    assert not any(isinstance(e, PutPhase) for e in machine.see(view(mine, B, spec=SPEC, formed=FIRST)))
+    assert not any(isinstance(e, PutState) for e in machine.see(view(mine, B, spec=SPEC, formed=FIRST)))
     both = view(mine, member("b", 2, ready=(0, 1), done=1), spec=SPEC, formed=FIRST)
-    assert PutPhase(Phase.SUCCEEDED, "", 2) in machine.see(both)
+    [end] = [e for e in machine.see(both) if isinstance(e, PutState)]
+    assert (end.state.phase, end.state.reason, end.expect_revision) == (Phase.SUCCEEDED, "", 2)
 
 
 # ── drains ──────────────────────────────────────────────────────────────────────────────────────────────────────────

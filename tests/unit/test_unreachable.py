@@ -9,7 +9,7 @@ from support.jobs import broken, generation, member, place, view
 from elastic.contract.records import BrokenRecord, MemberRecord, Phase, decode, encode
 from elastic.contract.spec import JobSpec
 from elastic.contract.timeouts import Timeouts
-from elastic.recovery.effects import Effect, Publish, PutMember, PutPhase
+from elastic.recovery.effects import Effect, Publish, PutMember, PutState
 from elastic.recovery.events import (
     Event,
     Joined,
@@ -178,10 +178,10 @@ def test_below_min_the_job_waits_and_runs_on_when_steps_do() -> None:
     spec = msgspec.structs.replace(SPEC, nodes="3")
     machine = Machine("a", spec)
     effects = machine.wait(5.0, Viewed(picture("ac", "bc", spec=spec), True))
-    (waits,) = [e for e in effects if isinstance(e, PutPhase)]
-    assert waits.phase is Phase.WAITING
-    assert waits.reason == "c cannot be reached by a, b; 2 of at least 3 nodes are there"
+    (waits,) = [e for e in effects if isinstance(e, PutState)]
+    assert waits.state.phase is Phase.WAITING
+    assert waits.state.reason == "c cannot be reached by a, b; 2 of at least 3 nodes are there"
     waiting = picture("ac", "bc", spec=spec, phase=Phase.WAITING)
-    assert not [e for e in machine.wait(5.0, Viewed(waiting, True)) if isinstance(e, PutPhase)]
+    assert not [e for e in machine.wait(5.0, Viewed(waiting, True)) if isinstance(e, PutState)]
     effects = machine.wait(5.0, Progress(1, 9, 0.1))
-    assert [e.phase for e in effects if isinstance(e, PutPhase)] == [Phase.RUNNING]
+    assert [e.state.phase for e in effects if isinstance(e, PutState)] == [Phase.RUNNING]

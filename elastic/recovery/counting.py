@@ -1,0 +1,41 @@
+"""Failures outside any generation, such as a worker that does not even start, are counted against the restart budget.
+
+The agent of the worker counts each in the job's state, by compare-and-swap, until a view shows it. A failure of a
+generation is counted by the leader, together with the next generation: see `leading`.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ..contract.records import Failure
+from .effects import PutState
+from .restart_budget import charge
+from .turn import Turn
+
+
+def count_failures(turn: Turn) -> None:
+    agent, state = turn.agent, turn.agent.view.state
+    if not agent.uncounted or not (agent.joined and agent.connected) or agent.view.spec is None:
+        return
+    if state.phase.over:
+        turn.change(uncounted=())
+        return
+    shown = {_key(failure) for failure in state.failures}
+    left = tuple(u for u in agent.uncounted if u.written is None or _key(u.written) not in shown)
+    if left:
+        first, later = left[0], left[1:]
+        counted = charge(state, first.record, turn.policy.spec.restarts, first.wall_s, None).state
+        effect = PutState(counted, agent.view.state_revision)
+        if counted.failures != state.failures:
+            turn.ask(effect, f"count {agent.view.state_revision}")
+            left = (replace(first, written=counted.failures[-1]), *later)
+        else:  # it follows from a failure that is counted; its error is recorded
+            turn.do(effect)
+            left = later
+    turn.change(uncounted=left)
+
+
+def _key(failure: Failure) -> tuple[object, ...]:
+    """Identifies a failure. Not its texts: etcd may have them with characters replaced."""
+    return failure.wall_s, failure.generation, failure.node, failure.slots

@@ -1,0 +1,111 @@
+"""Failures outside any generation are counted in the job's state once each, whatever other agents write meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from support.jobs import member, view
+from unit.test_recovery import SPEC, Machine
+
+from elastic.contract.records import JobState, Phase, WorkerError
+from elastic.recovery.effects import PutState
+from elastic.recovery.events import Joined, Start, Viewed, WorkerExited, WorkerReady
+from elastic.recovery.view import JobView
+
+EMPTY = view(member("a", 1, ready=()), spec=SPEC)
+
+
+def shown(state: JobState, revision: int) -> JobView:
+    return replace(EMPTY, state=state, state_revision=revision)
+
+
+def fail(machine: Machine, slot: int = 0, fingerprint: str = "ImportError at train.py:1") -> list[PutState]:
+    error = WorkerError(node="a", slot=slot, rank=-1, message="ImportError: numpyy")
+    exited = WorkerExited(slot, machine.worker_id(slot), "exit code 1", 1, error, fingerprint)
+    return [e for e in machine.take(exited) if isinstance(e, PutState)]
+
+
+def started(picture: JobView = EMPTY) -> Machine:
+    machine = Machine()
+    machine.take(Start(), Joined(), Viewed(picture, True))
+    return machine
+
+
+def states(machine: Machine, picture: JobView) -> list[PutState]:
+    return [e for e in machine.see(picture) if isinstance(e, PutState)]
+
+
+def test_worker_that_fails_to_start_is_charged_to_generation_zero() -> None:
+    [effect] = fail(started())
+    [failure] = effect.state.failures
+    assert (failure.generation, failure.node, effect.state.restarts) == (0, "a", 1)
+    assert effect.state.error is not None
+    assert effect.state.error.message == "ImportError: numpyy"
+
+
+def test_agent_charges_a_setup_failure_of_all_its_workers_once_per_round() -> None:
+    machine = started()
+    state, revision, counted = JobState(), 2, []
+    for _ in range(3):
+        for slot in (0, 1):
+            effects = fail(machine, slot)
+            counted.append(len(effects))
+            if effects:
+                state, revision = msgspec.structs.replace(effects[0].state, phase=Phase.PENDING), revision + 1
+                machine.see(shown(state, revision))
+        machine.wait(SPEC.restarts.backoff_max_s)
+    assert counted == [1, 0] * 3
+    machine.take(*(WorkerReady(1, machine.worker_id(1)) for _ in range(2)))
+    assert fail(machine)
+
+
+def test_failure_is_counted_again_until_the_view_shows_it() -> None:
+    machine = started()
+    [first] = fail(machine)
+    other = JobState(restarts=7)  # another agent wrote at the same moment
+    [second] = states(machine, shown(other, 9))
+    assert (second.expect_revision, second.state.restarts) == (9, 8)
+    assert second.state.failures == first.state.failures
+    assert not states(machine, shown(other, 9)), "requested a moment ago"
+    assert [e.state for e in machine.wait(1.0) if isinstance(e, PutState)] == [second.state], "its answer was lost"
+    assert not states(machine, shown(second.state, 10))
+    assert machine.agent.uncounted == ()
+
+
+def test_failure_whose_text_etcd_holds_escaped_is_counted_once() -> None:
+    machine = started()
+    [effect] = fail(machine, fingerprint="caf\udce9.py:1")
+    [failure] = effect.state.failures
+    escaped = msgspec.structs.replace(failure, fingerprint="caf\\udce9.py:1")
+    assert not states(machine, shown(msgspec.structs.replace(effect.state, failures=(escaped,)), 3))
+    assert machine.agent.uncounted == ()
+
+
+def test_failure_without_etcd_is_counted_when_etcd_is_back() -> None:
+    machine = started()
+    machine.take(Viewed(EMPTY, False))
+    assert not fail(machine)
+    assert len(states(machine, EMPTY)) == 1
+
+
+@pytest.mark.parametrize("phase", [Phase.SUCCEEDED, Phase.STOPPED])
+def test_late_failure_does_not_change_how_the_job_ended(phase: Phase) -> None:
+    machine = started()
+    machine.take(Viewed(EMPTY, False))
+    fail(machine)
+    assert not states(machine, shown(JobState(phase=phase), 3))
+    assert machine.agent.uncounted == ()
+
+
+def test_job_whose_workers_never_start_is_stopped_as_a_crash_loop() -> None:
+    machine = started()
+    revision, effects = 2, []
+    for _ in range(3):
+        effects = fail(machine)
+        revision += 1
+        machine.see(shown(effects[0].state, revision))
+        machine.wait(SPEC.restarts.backoff_max_s)
+    assert effects[0].state.phase is Phase.FAILED
+    assert effects[0].state.reason.startswith("crash loop")
