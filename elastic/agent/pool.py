@@ -20,6 +20,7 @@ import structlog
 from ..contract import messages
 from ..contract.beat import PAGE_BYTES, BeatPage
 from ..contract.messages import Forked, Message
+from ..contract.worker_config import ERROR_FILE
 from . import descendants
 from .children import become_subreaper, ended, exit_status, signal_group
 from .descendants import Descendants
@@ -145,7 +146,7 @@ class Pool:
     ) -> None:
         """Order a worker, which starts once the zygote is up. If descriptors, memory or disk space for it are lacking,
         `tick` reports it as exited."""
-        error_file = env.get("TORCHELASTIC_ERROR_FILE", "")
+        error_file = env.get(ERROR_FILE, "")
         order = messages.Fork(ticket=worker_id, env=dict(env), argv=tuple(argv), workdir=workdir)
         try:
             self._prepare(worker_id, slot, error_file, log_file, order)

@@ -12,11 +12,10 @@ from ..contract import messages
 from ..contract.agent_files import MARK_ENV, SYSTEMD_VARIABLES, AgentConfig, mark
 from ..contract.env_file import parse
 from ..contract.records import GenerationRecord
-from ..contract.spec import JobSpec
+from ..contract.spec import Checkpoint, JobSpec
+from ..contract.worker_config import ERROR_FILE, JOB, RankVariables, WorkerConfig
 
-PATH_ENV = "PYTHONPATH"
-DEFAULTS_ENV = "ELASTIC_PLAIN_DEFAULTS"
-"""Names of variables that are set for plain scripts only: `elastic.run` removes them."""
+NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 NO_RANK = -1
 """RANK of a process that waits for a place: a standby, or a worker of a node that is about to join."""
 
@@ -59,7 +58,7 @@ def base(config: AgentConfig, spec: JobSpec, inherited: Mapping[str, str]) -> di
         # LOCAL_RANK is an index into this job's GPUs, as NVML numbers them. dict: two slots may share one.
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, dict.fromkeys(config.gpus)))
-    env["TORCHELASTIC_RUN_ID"] = config.job
+    env[JOB] = config.job
     env.update(secrets(spec.env_file))
     env.update(spec.env)
     return env
@@ -117,52 +116,53 @@ def worker(
     """
     env = dict(zygote)
     env.update(
-        TORCHELASTIC_RUN_ID=config.job,
-        TORCHELASTIC_MAX_RESTARTS=str(spec.restarts.budget),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_ERROR_FILE=error_file,
-        LOCAL_RANK=str(slot),
-        ROLE_NAME=spec.env.get("ROLE_NAME", "default"),
-        ELASTIC_BACKEND=spec.backend,
-        ELASTIC_EXIT_TIMEOUT_S=str(spec.exit_timeout_s),
-        ELASTIC_STOP_GRACE_S=str(spec.stop_grace_s),
-        ELASTIC_FORM_TIMEOUT_S=str(config.timeouts.form_s),
-        ELASTIC_FINGERPRINT_EVERY=str(spec.fingerprint_every_steps),
-        ELASTIC_ON_BAD_NUMBERS=spec.on_bad_numbers,
-        ELASTIC_SNAPSHOTS=spec.snapshots,
+        {
+            ERROR_FILE: error_file,
+            "TORCHELASTIC_MAX_RESTARTS": str(spec.restarts.budget),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "ROLE_NAME": spec.env.get("ROLE_NAME", "default"),
+        }
     )
-    if config.gpus:
-        env["ELASTIC_GPU"] = "1"
-    if spec.checkpoint.dir:
-        env["ELASTIC_CHECKPOINT_DIR"] = spec.checkpoint.dir
-        env["ELASTIC_CHECKPOINT_REMOTE"] = spec.checkpoint.remote
-        env["ELASTIC_CHECKPOINT_EVERY_STEPS"] = str(spec.checkpoint.every_steps)
-        env["ELASTIC_CHECKPOINT_EVERY_S"] = str(spec.checkpoint.every_s)
-        env["ELASTIC_CHECKPOINT_SHARED"] = "1" if spec.checkpoint.shared else "0"
+    # For a plain script: stock torch aborts hung NCCL groups by itself only with this, and nothing else does.
+    defaults = {} if NCCL_ERRORS in env else {NCCL_ERRORS: "1"}
+    checkpoint = spec.checkpoint if spec.checkpoint.dir else Checkpoint()
+    told = WorkerConfig(
+        job=config.job,
+        slot=slot,
+        backend=spec.backend,
+        gpu=bool(config.gpus),
+        exit_timeout_s=spec.exit_timeout_s,
+        stop_grace_s=spec.stop_grace_s,
+        form_timeout_s=config.timeouts.form_s,
+        fingerprint_every_steps=spec.fingerprint_every_steps,
+        on_bad_numbers=spec.on_bad_numbers,
+        snapshots=spec.snapshots,
+        checkpoint_dir=checkpoint.dir,
+        checkpoint_remote=checkpoint.remote,
+        checkpoint_every_steps=checkpoint.every_steps,
+        checkpoint_every_s=checkpoint.every_s,
+        checkpoint_shared=checkpoint.shared,
+        plain_defaults=",".join(defaults),
+    )
+    env.update(defaults | told.environment())
     if generation is not None:
         env.update(_ranks(config, generation, slot))
-    if "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in env:
-        # For a plain script: stock torch aborts hung NCCL groups by itself only with this, and nothing else does.
-        env |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", DEFAULTS_ENV: "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
     return env
 
 
 def _ranks(config: AgentConfig, generation: GenerationRecord, slot: int) -> dict[str, str]:
     ranks = generation.ranks(config.node)
     at = generation.at(config.node)
-    rank = str(ranks.get(slot, NO_RANK))
-    return {
-        "RANK": rank,
-        "WORLD_SIZE": str(generation.world_size),
-        "LOCAL_WORLD_SIZE": str(len(ranks) or config.slots),
-        "GROUP_RANK": str(NO_RANK if at is None else at),
-        "GROUP_WORLD_SIZE": str(len(generation.places)),
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": str(generation.world_size),
-        "MASTER_ADDR": generation.store_host,
-        "MASTER_PORT": str(generation.store_port),
-        "TORCHELASTIC_RESTART_COUNT": str(generation.number - 1),
-    }
+    return RankVariables(
+        rank=ranks.get(slot, NO_RANK),
+        world_size=generation.world_size,
+        local_world_size=len(ranks) or config.slots,
+        group_rank=NO_RANK if at is None else at,
+        group_world_size=len(generation.places),
+        store_host=generation.store_host,
+        store_port=generation.store_port,
+        generation=generation.number,
+    ).environment()
 
 
 def preload(spec: JobSpec) -> messages.Preload:

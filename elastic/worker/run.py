@@ -8,8 +8,6 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -17,13 +15,14 @@ import torch.distributed as dist
 from ..checkpoint.interval import Rule
 from ..contract import messages
 from ..contract.beat import Doing
+from ..contract.worker_config import SLOT, RankVariables, WorkerConfig, variable
 from .agent_snapshots import AgentSnapshots
 from .building import build
 from .checkpoint_scheduler import CheckpointScheduler, RankPosition
 from .comm.errors import FormError, GroupAborted, is_communication_error
 from .comm.group import Group, cuda_failure
 from .job import Job, Setup, Train
-from .session import DEFAULTS_ENV, GenerationEnded, Session
+from .session import GenerationEnded, Session
 from .state.restore import Disk, Store
 from .state.state import State
 from .state.state_source import StateLostError
@@ -50,50 +49,9 @@ def run(setup: Setup, train: Train, *, checkpoint_dir: str | None = None, checkp
     if session is None:
         from .standalone import run_standalone
 
-        directory = checkpoint_dir or os.environ.get("ELASTIC_CHECKPOINT_DIR", "")
+        directory = checkpoint_dir or os.environ.get(variable("checkpoint_dir"), "")
         return run_standalone(setup, train, directory, Rule(every_steps=checkpoint_every_steps))
-    return Managed(session, setup, train, WorkerSettings.from_environment()).run()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSettings:
-    """Settings that the agent passes through the environment, read once per process."""
-
-    job: str
-    slot: int
-    backend: Literal["gloo", "nccl"]
-    form_timeout_s: float
-    fingerprint_every_steps: int
-    ignore_bad_numbers: bool
-    checkpoint_dir: str
-    checkpoint_remote: str
-    checkpoint_rule: Rule
-    checkpoint_shared: bool
-    snapshots: bool
-
-    @staticmethod
-    def from_environment() -> WorkerSettings:
-        env = os.environ
-        backend = env.get("ELASTIC_BACKEND", "auto")
-        if backend == "auto":
-            # Not torch.cuda: a query would initialise CUDA in a process that is only a standby.
-            backend = "nccl" if env.get("ELASTIC_GPU") else "gloo"
-        return WorkerSettings(
-            job=env["TORCHELASTIC_RUN_ID"],
-            slot=int(env["LOCAL_RANK"]),
-            backend="nccl" if backend == "nccl" else "gloo",
-            form_timeout_s=float(env.get("ELASTIC_FORM_TIMEOUT_S", "60")),
-            fingerprint_every_steps=int(env.get("ELASTIC_FINGERPRINT_EVERY", "0")),
-            ignore_bad_numbers=env.get("ELASTIC_ON_BAD_NUMBERS") == "ignore",
-            checkpoint_dir=env.get("ELASTIC_CHECKPOINT_DIR", ""),
-            checkpoint_remote=env.get("ELASTIC_CHECKPOINT_REMOTE", ""),
-            checkpoint_rule=Rule(
-                every_steps=int(env.get("ELASTIC_CHECKPOINT_EVERY_STEPS", "0")),
-                every_s=float(env.get("ELASTIC_CHECKPOINT_EVERY_S", "0")),
-            ),
-            checkpoint_shared=env.get("ELASTIC_CHECKPOINT_SHARED", "1") == "1",
-            snapshots=env.get("ELASTIC_SNAPSHOTS", "auto") != "off",
-        )
+    return Managed(session, setup, train, WorkerConfig.read(os.environ)).run()
 
 
 class AgentLink:
@@ -150,30 +108,33 @@ class AgentLink:
 class Managed:
     """Runs a worker that has an agent: one generation after the other."""
 
-    def __init__(self, session: Session, setup: Setup, train: Train, settings: WorkerSettings) -> None:
+    def __init__(self, session: Session, setup: Setup, train: Train, settings: WorkerConfig) -> None:
         self._session = session
         self._setup = setup
         self._train = train
         self._settings = settings
         self._state: State
-        self._link = AgentLink(session, backward_waits=settings.backend == "gloo")
+        self._link = AgentLink(session, backward_waits=settings.process_group == "gloo")
+        snapshots = settings.snapshots != "off"
         self._disk = (
             Disk(settings.checkpoint_dir, settings.job, settings.checkpoint_remote) if settings.checkpoint_dir else None
         )
         self._keeper = (
             CheckpointScheduler(
                 AgentSnapshots(session),
-                settings.checkpoint_rule if self._disk else None,
+                Rule(every_steps=settings.checkpoint_every_steps, every_s=settings.checkpoint_every_s)
+                if self._disk
+                else None,
                 shared=settings.checkpoint_shared,
-                snapshots=settings.snapshots,
+                snapshots=snapshots,
             )
-            if self._disk or settings.snapshots
+            if self._disk or snapshots
             else None
         )
 
     def run(self) -> State:
         session, settings = self._session, self._settings
-        for name in os.environ.pop(DEFAULTS_ENV, "").split(","):
+        for name in os.environ.pop(variable("plain_defaults"), "").split(","):
             os.environ.pop(name, None)  # torch reads them when a group is formed
         session.start()
         session.beat(Doing.STARTING)
@@ -185,7 +146,7 @@ class Managed:
             local_rank=slot,
             link=self._link,
             fingerprint_every_steps=settings.fingerprint_every_steps,
-            ignore_bad_numbers=settings.ignore_bad_numbers,
+            ignore_bad_numbers=settings.on_bad_numbers == "ignore",
         )
         session.on(messages.Assign, lambda message, _: self._assigned(job, message))
         if job.device.type == "cuda":
@@ -202,13 +163,13 @@ class Managed:
 
     def _device(self, slot: int) -> torch.device:
         """A standby (slot below 0) does not use the GPU until it becomes active."""
-        if self._settings.backend != "nccl" or slot < 0:
+        if self._settings.process_group != "nccl" or slot < 0:
             return torch.device("cpu")
         return torch.device("cuda", slot)
 
     def _assigned(self, job: Job, message: messages.Message) -> None:
         assert isinstance(message, messages.Assign)
-        os.environ["LOCAL_RANK"] = str(message.slot)
+        os.environ[SLOT] = str(message.slot)
         job.local_rank = message.slot
         job.device = self._device(message.slot)
 
@@ -218,7 +179,7 @@ class Managed:
         session.beat(Doing.FORMING)
         self._link.enter(form.generation, self._state.step)
         group = Group(
-            backend=self._settings.backend,
+            backend=self._settings.process_group,
             rank=form.rank,
             world_size=form.world_size,
             store_host=form.store_host,
@@ -374,19 +335,17 @@ class Managed:
 
 def _announce(form: messages.Form, job: Job) -> None:
     """Set torchrun's environment variables, for code that reads them."""
-    os.environ.update(
-        RANK=str(form.rank),
-        WORLD_SIZE=str(form.world_size),
-        LOCAL_WORLD_SIZE=str(form.local_world_size),
-        GROUP_RANK=str(form.group_rank),
-        GROUP_WORLD_SIZE=str(form.group_world_size),
-        ROLE_RANK=str(form.rank),
-        ROLE_WORLD_SIZE=str(form.world_size),
-        MASTER_ADDR=form.store_host,
-        MASTER_PORT=str(form.store_port),
-        TORCHELASTIC_RESTART_COUNT=str(form.generation - 1),
-        LOCAL_RANK=str(job.local_rank),
+    ranks = RankVariables(
+        rank=form.rank,
+        world_size=form.world_size,
+        local_world_size=form.local_world_size,
+        group_rank=form.group_rank,
+        group_world_size=form.group_world_size,
+        store_host=form.store_host,
+        store_port=form.store_port,
+        generation=form.generation,
     )
+    os.environ.update(ranks.environment() | {SLOT: str(job.local_rank)})
 
 
 def _forget(failure: BaseException) -> None:

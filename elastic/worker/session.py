@@ -35,9 +35,6 @@ WORKER_ENV = "ELASTIC_WORKER_PID"
 """The worker's process id. A child process that inherits the environment is no worker: its `elastic.run` is
 standalone."""
 
-DEFAULTS_ENV = "ELASTIC_PLAIN_DEFAULTS"
-"""Comma-separated names of variables that were set in case the script does not use elastic."""
-
 
 class Abortable(Protocol):
     def abort(self, why: str) -> None: ...

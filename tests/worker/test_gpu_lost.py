@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.checkpoint.interval import Rule
 from elastic.contract import messages
+from elastic.contract.worker_config import WorkerConfig
 from elastic.worker import run
 from elastic.worker.comm import group
-from elastic.worker.run import Managed, WorkerSettings
+from elastic.worker.run import Managed
 from elastic.worker.state.state import State
 
 DEVICE = torch.device("cuda", 0)
@@ -96,10 +96,7 @@ def test_worker_exits_on_a_peer_error_if_cuda_has_failed(
     stream.failed = failed
     monkeypatch.setattr(run, "Group", NoGroup)
     session = Session()
-    settings = WorkerSettings(
-        job="j", slot=0, backend="nccl", form_timeout_s=1.0, fingerprint_every_steps=0, ignore_bad_numbers=False,
-        checkpoint_dir="", checkpoint_remote="", checkpoint_rule=Rule(), checkpoint_shared=True, snapshots=False,
-    )  # fmt: skip
+    settings = WorkerConfig(job="j", backend="nccl", form_timeout_s=1.0, snapshots="off")
     worker = Managed(session, lambda job: State(), lambda job, state: None, settings)  # type: ignore[arg-type]
     worker._state = State()
     job = run.Job(name="j", device=DEVICE, local_rank=0, link=worker._link)

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from ...contract import messages
+from ...contract.worker_config import WorkerConfig
 from ..session import CHANNEL_ENV, PAGE_ENV, WORKER_ENV
 from . import main_module
 from .main_module import run_as_main
@@ -26,7 +27,6 @@ from .title import title, worker_title
 
 PR_SET_PDEATHSIG = 1
 ADOPTION_S = 5.0
-EXIT_ENV, GRACE_ENV = "ELASTIC_EXIT_TIMEOUT_S", "ELASTIC_STOP_GRACE_S"
 MOST_S = 1e6
 STACKS_AT = 0.9
 """The stacks of a process that does not exit are written to its log after this fraction of its time limit."""
@@ -41,16 +41,15 @@ def become(order: messages.Fork, descriptors: list[int], agent_pid: int) -> NoRe
     """
     _take_place(order, descriptors, agent_pid)
     code = _run(order.argv)
-    _say_ended(descriptors[0], code)
+    _say_ended(descriptors[0], code, WorkerConfig.read(order.env))
     sys.exit(code)
 
 
-def _say_ended(channel: int, code: int) -> None:
+def _say_ended(channel: int, code: int, told: WorkerConfig) -> None:
     """Report the exit to the agent, which starts its time limit, and schedule a stack dump shortly before that
     expires."""
     _flush()
-    limits_s = [float(os.environ.get(name, "inf")) for name in (EXIT_ENV, GRACE_ENV)]
-    limit_s = min(limits_s) if code else limits_s[0]
+    limit_s = min(told.exit_timeout_s, told.stop_grace_s) if code else told.exit_timeout_s
     if 0 < limit_s < MOST_S:
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback_later(limit_s * STACKS_AT, file=2)

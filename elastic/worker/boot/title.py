@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-JOB_ENV = "TORCHELASTIC_RUN_ID"
+from ...contract.worker_config import JOB, SLOT
 
 
 def title(text: str) -> None:
@@ -20,6 +20,6 @@ def title(text: str) -> None:
 
 
 def worker_title(env: Mapping[str, str], argv: Sequence[str]) -> str:
-    slot = env.get("LOCAL_RANK", "?")
+    slot = env.get(SLOT, "?")
     place = f"slot {slot}" if slot.isdigit() else "standby"
-    return f"elastic worker of {env.get(JOB_ENV, '?')}, {place}: {' '.join(argv)}"
+    return f"elastic worker of {env.get(JOB, '?')}, {place}: {' '.join(argv)}"

@@ -23,9 +23,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 from ...contract import messages
+from ...contract.worker_config import JOB
 from . import fork_safety
 from .script_imports import preloads
-from .title import JOB_ENV, title
+from .title import title
 
 PR_SET_PDEATHSIG = 1
 
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != agent_pid:
         return 0  # the agent died before PDEATHSIG was set
-    title(f"elastic zygote of {os.environ.get(JOB_ENV, '?')}")
+    title(f"elastic zygote of {os.environ.get(JOB, '?')}")
     control = socket.socket(fileno=control_fd)
     began_s = time.monotonic()
     for name, value in THREADLESS.items():
