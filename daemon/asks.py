@@ -26,7 +26,8 @@ import msgspec
 from elastic.contract.records import PROTOCOL
 from elastic.etcd.client import Etcd, EtcdError, EtcdUnavailable, View
 
-from .errors import Refused
+from .errors import Fault, Refused
+from .faults import our_faults
 from .log import Log
 
 PIECE_BYTES = 512 * 1024
@@ -266,13 +267,15 @@ class AnswerQueue:
         ask = self._work.get()
         began_s = time.monotonic()
         try:
-            status, body = self._answer(ask.path, ask.query, ask.by)
+            with our_faults(self._log, "ask.failed", asker=ask.asker, path=ask.path):
+                status, body = self._answer(ask.path, ask.query, ask.by)
         except Refused as refused:
             status, body = refused.status, _error(refused.status, str(refused))
-        except Exception as error:  # noqa: BLE001 - as `api.httpd` for a request: the asker gets 500, the log the traceback
-            self._log.error("ask.failed", asker=ask.asker, path=ask.path, exc_info=True)
-            what = f"elasticd failed at this request: {type(error).__name__}: {error}; its log has the traceback"
-            status, body = 500, _error(500, what)
+        except Fault as fault:
+            status, body = 500, _error(500, str(fault))
+        except OSError as error:
+            self._log.error("ask.failed", asker=ask.asker, path=ask.path, why=str(error))
+            status, body = 500, _error(500, f"elasticd cannot answer this: {error}")
         prefix = answers_to(self._cluster, ask.id)
         try:
             for number, piece in enumerate(pieces(ask.id, status, body, self._secret)):

@@ -5,6 +5,7 @@ DaemonError
 ├── AlreadyRuns        another elasticd uses this state directory (exit code 75)
 ├── EtcdUnsound        this etcd version can lose data: another one is needed (exit code 78)
 ├── CannotStart        the machine prevents it: a port, a binary, a permission (exit code 69)
+├── Fault              a bug of ours, met at a request: status 500
 └── Refused            a request that cannot be carried out; `status` is the HTTP status for it
 """
 
@@ -29,6 +30,10 @@ class EtcdUnsound(DaemonError):
 
 class CannotStart(DaemonError):
     code = 69
+
+
+class Fault(DaemonError):
+    """A bug of ours, met at a request; it is in the log."""
 
 
 class Refused(DaemonError):

@@ -24,7 +24,8 @@ from urllib.parse import parse_qs
 import h11
 
 from ..config import host_port
-from ..errors import CannotStart, Refused
+from ..errors import CannotStart, Fault, Refused
+from ..faults import our_faults
 from ..log import Log
 
 MAX_HEAD_BYTES = 32 * 1024
@@ -255,17 +256,16 @@ class Server:
 
     def _answer(self, connection: Connection) -> None:
         try:
-            self._handle(connection)
+            with our_faults(self._log, "api.failed"):
+                self._handle(connection)
         except Refused as refused:
             answer_error(connection, refused.status, str(refused))
         except OSError as error:
             if connection.status:
                 raise
             answer_error(connection, 500, f"elasticd cannot answer this: {error}")  # or the client is gone already
-        except Exception as error:  # noqa: BLE001 - a fault of ours at one request: status 500, logged with its traceback
-            self._log.error("api.failed", exc_info=True)
-            what = f"elasticd failed at this request: {type(error).__name__}; its log has the traceback"
-            answer_error(connection, 500, what)
+        except Fault as fault:
+            answer_error(connection, 500, str(fault))
 
 
 def listen_on(setting: str, address: str, backlog: int) -> socket.socket:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import msgspec
 import structlog
 
+from ..checkpoint.errors import CheckpointError
+from ..contract.records import ProtocolVersionMismatch
 from ..etcd.client import EtcdDenied, EtcdError, EtcdFull
 
 RETRY_S = 0.2
@@ -17,8 +20,14 @@ RETRY_S = 0.2
 log = structlog.get_logger()
 
 Write = Callable[[], None]
-"""Raises EtcdError when it could not be done now. Any other exception is a bug, or an error of the disk that it reads:
-the write has failed as well, and the agent keeps running."""
+"""Raises EtcdError when it could not be done now, or one of FAILURES."""
+
+FAILURES = (
+    OSError, CheckpointError,  # of the checkpoint directory that it reads, or of a socket
+    RuntimeError,  # of torch's store; or no thread can be started
+    ValueError, TypeError, msgspec.MsgspecError, ProtocolVersionMismatch,  # of a record that cannot be read or written
+)  # fmt: skip
+"""The write has failed as well, and the agent keeps running. Any other exception is a bug, and ends the agent."""
 
 
 class WriteQueue:
@@ -77,7 +86,7 @@ class WriteQueue:
                 log.warning("etcd.order_failed", order=key, error=str(error), again=persist)
             if persist:
                 return False
-        except Exception:  # one failing write must not end the workers of this node
+        except FAILURES:  # one failing write must not end the workers of this node
             if key not in self._failing:
                 self._failing.add(key)
                 log.error("etcd.order_raised", order=key, again=persist, exc_info=True)

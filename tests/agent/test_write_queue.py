@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -19,7 +20,9 @@ def queue() -> Iterator[WriteQueue]:
     made.close(5.0)
 
 
-@pytest.mark.parametrize("fault", [EtcdUnavailable("away", maybe_done=False), PermissionError("no"), RuntimeError("?")])
+@pytest.mark.parametrize(
+    "fault", [EtcdUnavailable("away", maybe_done=False), PermissionError("no"), RuntimeError("?"), ValueError("?")]
+)
 def test_orders_that_raise_are_tried_again_or_dropped(queue: WriteQueue, fault: Exception) -> None:
     tried: list[str] = []
 
@@ -39,3 +42,14 @@ def test_orders_that_raise_are_tried_again_or_dropped(queue: WriteQueue, fault: 
     eventually(lambda: "after" in tried, 5.0)
     assert tried.count("once") == 1
     assert queue._thread.is_alive()
+
+
+def test_bug_in_an_order_reaches_the_threads_excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which ends the agent: a queue without its thread would write nothing, silently."""
+    seen: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_type))
+    queue = WriteQueue("test")
+    queue.start()
+    queue.ask("bug", lambda: {}["no such key"], persist=True)
+    eventually(lambda: seen == [KeyError], 5.0)
+    queue.close(5.0)

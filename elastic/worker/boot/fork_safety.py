@@ -88,7 +88,13 @@ def _in_child(writer: int) -> None:
             weight = torch.ones(1, requires_grad=True)
             torch.autograd.backward((weight * 2.0).sum())
             said = "fit"
-    except Exception as error:  # noqa: BLE001 - whatever torch raises there, a worker's first backward would raise too
+    except (
+        RuntimeError,
+        AssertionError,
+        ImportError,
+        AttributeError,
+        OSError,
+    ) as error:  # a backward would raise it too
         said = f"{type(error).__name__}: {error}"
     finally:
         os.write(writer, said.encode()[:SAID_BYTES])
