@@ -30,7 +30,7 @@ import torch.distributed as dist
 from _harness import machine
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from elastic.worker.comm import sockets
+from elastic.util.resolver import without_dns
 from elastic.worker.comm.errors import GroupAborted
 from elastic.worker.comm.group import Group
 
@@ -120,7 +120,7 @@ class Reconfigured:
         self._wrapped: torch.nn.Module | None = None
 
     def form(self, port: int, generation: int, timeout_s: float) -> torch.nn.Module:
-        with sockets.without_dns():
+        with without_dns():
             client = TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=30), wait_for_workers=False)
         self._store.now = PrefixStore(f"g{generation}", client)
         if self._wrapped is None:
@@ -184,7 +184,7 @@ def _rank(way: str, rank: int, ports: list[int], rounds: int, pipe: Connection) 
 
 
 def _measure(way: str, rounds: int) -> dict[str, Any]:
-    with sockets.without_dns():  # torch would look up the name of each peer that connects
+    with without_dns():  # torch would look up the name of each peer that connects
         server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe() for _ in range(WORLD)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -24,6 +23,8 @@ import msgspec
 from elastic.contract.agent_files import AgentConfig, AgentOrders, AgentStatus
 from elastic.contract.keys import NAME, check_name
 from elastic.contract.records import PROTOCOL
+from elastic.util.files import read_file, replace_file
+from elastic.util.processes import wait_until_gone
 
 from . import host, job_folders, launch, leftovers
 from .authority import Account
@@ -31,7 +32,6 @@ from .errors import CannotStart
 from .etcd_grants import EtcdGrants
 from .folders import Folder
 from .log import Log
-from .ownership import read_file, replace_file
 from .threads import Threads
 
 FIRST_PAUSE_S = 0.2
@@ -314,7 +314,7 @@ class Agents:
             if child is not None:
                 code = child.wait()
             else:
-                _until_gone(pid)
+                wait_until_gone(pid)
             self._post(Gone(job, pid, code))
 
         self._threads.start(f"agent-{job}", wait)
@@ -371,16 +371,3 @@ def _kill(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         pass  # its end is about to be posted
-
-
-def _until_gone(pid: int) -> None:
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        gone = select.poll()
-        gone.register(descriptor, select.POLLIN)
-        gone.poll()
-    finally:
-        os.close(descriptor)

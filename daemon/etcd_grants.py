@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from elastic.contract.agent_files import EtcdAccess
+from elastic.util.files import replace_file
 
 from . import ownership
 from .authority import Account
@@ -71,7 +72,7 @@ class EtcdGrants:
         ownership.given(folder, uid, gid, 0o700)
         for field, name in FILES.items():
             if source := getattr(self._access, field):
-                ownership.replace_file(folder / name, Path(source).read_bytes(), (uid, gid))
+                replace_file(folder / name, Path(source).read_bytes(), (uid, gid))
         for i, endpoint in enumerate(self._access.endpoints):
             if endpoint.startswith(SOCKET):
                 _second_name(Path(endpoint.removeprefix(SOCKET)), folder / _link(i))

@@ -17,6 +17,8 @@ import os
 import time
 from pathlib import Path
 
+from elastic.util import files
+
 from . import ownership
 from .errors import CannotStart
 from .folders import Folder, open_file
@@ -86,6 +88,6 @@ def last_line(folder: Path) -> str:
     found: list[tuple[int, str]] = []
     for path in (folder / "agent" / "agent.log", folder / OUTPUT):
         with contextlib.suppress(OSError):
-            line = ownership.read_file(path, LAST_BYTES).decode(errors="replace").strip().rpartition("\n")[2]
+            line = files.last_line(path, LAST_BYTES)
             found += [(path.lstat().st_mtime_ns, line)] if line else []
     return max(found, default=(0, ""))[1]

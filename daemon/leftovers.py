@@ -7,10 +7,10 @@ everything; elsewhere a process in a session of its own outlives them all.
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 
 from elastic.contract.agent_files import MARK_ENV, mark
+from elastic.util.processes import kill_if
 
 
 def end(agent_dir: Path) -> list[int]:
@@ -29,21 +29,8 @@ def end(agent_dir: Path) -> list[int]:
 
 
 def _end(pid: int, wanted: bytes) -> bool:
-    if pid == os.getpid() or not _has(pid, wanted):
-        return False
-    try:
-        descriptor = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
-        if not _has(pid, wanted):  # its id was reused meanwhile
-            return False
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+    # The mark is read again with the process held: its id may have been reused meanwhile.
+    return pid != os.getpid() and _has(pid, wanted) and kill_if(pid, lambda: _has(pid, wanted))
 
 
 def _has(pid: int, wanted: bytes) -> bool:

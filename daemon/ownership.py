@@ -99,32 +99,3 @@ def given(folder: Path, uid: int, gid: int, mode: int) -> None:
         return
     os.chmod(folder, mode)
     os.chown(folder, uid, gid, follow_symlinks=False)
-
-
-def replace_file(path: Path, content: bytes, owner: tuple[int, int] | None = None) -> None:
-    """Replace a file atomically: its reader sees the old or the new. Readable by `owner` (uid, gid) only, or by this
-    user; links are never followed. Raises OSError."""
-    aside = path.with_name(f".{path.name}.new")
-    try:
-        os.unlink(aside)
-    except FileNotFoundError:
-        pass
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(aside, flags, 0o600), "wb") as file:
-        file.write(content)
-        if owner is not None:
-            os.fchown(file.fileno(), *owner)
-    os.replace(aside, path)
-
-
-def read_file(path: Path, last_bytes: int = 0) -> bytes:
-    """A file that another user may have written: no link, no pipe, at most MAX_READ_BYTES. `last_bytes`: only its end.
-    Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise PermissionError(f"{path} is no regular file")
-        if last_bytes:
-            file.seek(max(0, found.st_size - last_bytes))
-        return file.read(last_bytes or MAX_READ_BYTES)

@@ -28,7 +28,7 @@ LOG = re.compile(
 AGENT_FILES = frozenset(
     {
         *("config.json", "lock", "status.json", "orders.json", "history.json", "agent.log"),
-        *(".config.json.new", ".orders.json.new", "status.tmp", "history.tmp"),
+        *(".config.json.new", ".orders.json.new", ".status.json.new", ".history.json.new"),
     }
 )
 """Files in a job's `agent`: see `elastic.contract.agent_files`. The last four are left by a crash while writing."""

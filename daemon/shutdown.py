@@ -4,9 +4,10 @@ etcd running."""
 from __future__ import annotations
 
 import os
-import select
 import signal
 from pathlib import Path
+
+from elastic.util.processes import has_ended
 
 from . import host, launch, leftovers
 
@@ -52,16 +53,10 @@ def end(what: str, pid: int | None) -> list[str]:
     try:
         for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
             signal.pidfd_send_signal(descriptor, number)
-            if _gone(descriptor, wait_s):
+            if has_ended(descriptor, wait_s):
                 return [f"{what} (process {pid}, {number.name})"]
     except ProcessLookupError:
         return [f"{what} (process {pid})"]
     finally:
         os.close(descriptor)
     return [f"{what} {NOT} (process {pid}, SIGKILL)"]
-
-
-def _gone(descriptor: int, wait_s: float) -> bool:
-    waiting = select.poll()
-    waiting.register(descriptor, select.POLLIN)
-    return bool(waiting.poll(wait_s * 1000))

@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from elastic.util.files import replace_file
+
 from ..errors import CannotStart
-from ..ownership import private, replace_file
+from ..ownership import private
 
 VALID_DAYS = 3650
 CLOCK_SKEW = datetime.timedelta(days=1)

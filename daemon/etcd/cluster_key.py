@@ -11,9 +11,9 @@ import secrets
 from pathlib import Path
 
 from elastic.etcd.client import KEY_BYTES, key_id
+from elastic.util.files import replace_file
 
 from ..errors import CannotStart, InvalidConfig
-from ..ownership import replace_file
 from ..settings import Settings
 
 CREDENTIAL = "cluster.key"

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import select
 import shutil
 import socket
 import subprocess
@@ -26,6 +25,9 @@ import sys
 import threading
 import time
 from pathlib import Path
+
+from elastic.util.files import last_line
+from elastic.util.processes import wait_until_gone
 
 from .. import launch, shutdown
 from ..config import MAX_SOCKET_PATH, host_port
@@ -171,24 +173,11 @@ class EmbeddedEtcd:
                 self._log.error("etcd.cannot_start", why=str(error))
 
     def _until_gone(self, pid: int) -> None:
-        try:
-            descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
-            return
-        try:
-            gone = select.poll()
-            gone.register(descriptor, select.POLLIN)
-            while not gone.poll(500):
-                if self._closed.is_set():
-                    return
-        finally:
-            os.close(descriptor)
+        wait_until_gone(pid, 0.5, self._closed.is_set)
 
     def _last_words(self) -> str:
         try:
-            with (self.dir / "etcd.log").open("rb") as log:
-                log.seek(max(0, os.fstat(log.fileno()).st_size - 600))
-                return log.read().decode(errors="replace").strip().rpartition("\n")[2]
+            return last_line(self.dir / "etcd.log", 600)
         except OSError:
             return ""
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import select
 import time
 from pathlib import Path
 
 import structlog
+
+from ..util.processes import has_ended
 
 PR_SET_CHILD_SUBREAPER = 36
 PF_EXITING = 0x4
@@ -50,23 +51,11 @@ def exit_status(pid: int) -> int | None:
 
 def ended(pidfd: int, deadline_s: float) -> bool:
     """Wait for a child to exit, and reap it. Returns False if it has not by `deadline_s`."""
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    if not poller.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
+    if not has_ended(pidfd, deadline_s - time.monotonic()):
         return False
     with contextlib.suppress(ChildProcessError):
         os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
     return True
-
-
-def dead_in_session(pid: int) -> int | None:
-    """The session of a zombie; None: the process lives, or is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            state, _parent, _group, session = file.read().rpartition(")")[2].split()[:4]
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(session) if state == "Z" else None
 
 
 def signal_group(pid: int, number: int) -> None:
@@ -79,13 +68,3 @@ def signal_group(pid: int, number: int) -> None:
             os.kill(pid, number)
     except PermissionError:
         log.warning("worker.cannot_be_signalled", pid=pid)
-
-
-def children() -> list[int]:
-    """Pids of the children of this process."""
-    pid = os.getpid()
-    found: list[int] = []
-    for task in os.listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/task/{task}/children") as children:
-            found += map(int, children.read().split())
-    return found

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from ..util.processes import kill_if, stat_fields
+
 MARK = b"ELASTIC_WORKER_PID="
 """`worker.session.WORKER_ENV`: inherited by programs that a worker executes."""
 
@@ -63,19 +65,7 @@ class Descendants:
 
 def end(process: Seen) -> bool:
     """Send SIGKILL to this very process, not to another that has reused its pid. Returns whether it was sent."""
-    try:
-        descriptor = os.pidfd_open(process.pid)
-    except OSError:
-        return False
-    try:
-        if _seen(process.pid) != process:
-            return False
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+    return kill_if(process.pid, lambda: _seen(process.pid) == process)
 
 
 def end_all(orphans: Callable[[], list[int]], deadline_s: float) -> None:
@@ -107,35 +97,27 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _stat(pid: int) -> list[str]:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
 def _seen(pid: int) -> Seen | None:
     """None: the process is gone, or a zombie."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return Seen(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
 
 
 def started(pid: int) -> int:
     """Clock ticks since boot, of a zombie too; 0: it is gone."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return int(fields[19]) if fields else 0
 
 
 def session(pid: int) -> int:
     """0: it is gone."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return int(fields[3]) if fields else 0
 
 
 def state(pid: int) -> str:
     """The kernel's letter for its state; '': it is gone."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return fields[0] if fields else ""
 
 

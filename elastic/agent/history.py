@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from pathlib import Path
 
 import msgspec
@@ -12,6 +11,7 @@ import msgspec
 from ..contract.agent_files import History, Point
 from ..contract.records import PROTOCOL, ProgressRecord
 from ..recovery.model import Agent
+from ..util.files import replace_file
 
 KEPT_POINTS = 1000
 EVERY_S = 2.0
@@ -39,7 +39,7 @@ class HistoryFile:
     """Continues the file of this node's previous agent."""
 
     def __init__(self, folder: Path, submitted_wall_s: float) -> None:
-        self._path, self._temporary = str(folder / "history.json"), str(folder / "history.tmp")
+        self._path = folder / "history.json"
         self._history = _read(folder / "history.json", submitted_wall_s)
         self._due_s = -math.inf
 
@@ -60,10 +60,7 @@ class HistoryFile:
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # a full disk: the old file stays, and the job continues
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(self._temporary, flags, 0o640), "wb") as file:
-                file.write(msgspec.json.encode(self._history))
-            os.replace(self._temporary, self._path)
+            replace_file(self._path, msgspec.json.encode(self._history), mode=0o640)
 
 
 def _read(path: Path, submitted_wall_s: float) -> History:

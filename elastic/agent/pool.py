@@ -5,7 +5,6 @@ Everything here is called from the loop's thread. The pool returns what happens 
 
 from __future__ import annotations
 
-import array
 import contextlib
 import mmap
 import os
@@ -21,6 +20,7 @@ from ..contract import messages
 from ..contract.beat import PAGE_BYTES, BeatPage
 from ..contract.messages import Forked, Message
 from ..contract.worker_config import ERROR_FILE
+from ..util.descriptors import send
 from . import descendants
 from .children import become_subreaper, ended, exit_status, signal_group
 from .descendants import Descendants
@@ -236,9 +236,8 @@ class Pool:
         process = self.processes.get(worker_id)
         if process is None:
             return
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         try:
-            process.channel.sendmsg([messages.encode(message)], rights, socket.MSG_DONTWAIT)
+            send(process.channel, messages.encode(message), descriptors, socket.MSG_DONTWAIT)
         except (BrokenPipeError, ConnectionResetError):
             pass
         except OSError as error:  # the worker is stopped and its socket full; or too many descriptors are in flight

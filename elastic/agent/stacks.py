@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from ..recovery.collective_frames import is_blocked_in_collective
+from ..util.processes import stat_fields
 
 QUICK_S, NATIVE_S = 1.0, 2.0
 """Time limits of a dump: Python frames without pausing (takes 0.1 s), native frames too (0.5 s, more under load)."""
@@ -37,8 +38,5 @@ def _dump(tool: str, option: str, pid: int, limit_s: float) -> str:
 
 def process_state(pid: int) -> str:
     """The state letter of /proc/PID/stat; X: there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "X"
-    return stat.rpartition(")")[2].split()[0]
+    fields = stat_fields(pid)
+    return fields[0] if fields else "X"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections import deque
 from pathlib import Path
@@ -16,6 +15,7 @@ from ..contract.agent_files import AgentStatus
 from ..contract.records import ProgressRecord, RankRow
 from ..recovery.model import Agent
 from ..recovery.transitions import Stage
+from ..util.files import replace_file
 from .pool import Pool
 from .saver import SaveStatus
 
@@ -183,12 +183,9 @@ class StatusFile:
     """The status file that the daemon of this node reads."""
 
     def __init__(self, folder: Path) -> None:
-        self._path, self._temporary = str(folder / "status.json"), str(folder / "status.tmp")
+        self._path = folder / "status.json"
 
     def write(self, status: AgentStatus) -> None:
         """Replace the file; if the disk is full the old one stays, and the job continues."""
         with contextlib.suppress(OSError):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(self._temporary, flags, 0o640), "wb") as file:
-                file.write(msgspec.json.encode(status))
-            os.replace(self._temporary, self._path)
+            replace_file(self._path, msgspec.json.encode(status), mode=0o640)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
-import os
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from ..util.resolver import without_dns
 from .listening import ANY, Ports, listen
 
 OWN_HOST = "localhost"
@@ -43,7 +42,7 @@ class Stores:
         own, port = listener.getsockname()[:2]
         if ipaddress.ip_address(own).is_unspecified:
             own = OWN_HOST
-        with _without_dns():
+        with without_dns():
             store = TCPStore(
                 own, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), multi_tenant=True,
                 master_listen_fd=listener.detach(),
@@ -63,20 +62,3 @@ class Stores:
     def close(self) -> None:
         self._open.clear()
         self._bases.clear()
-
-
-@contextlib.contextmanager
-def _without_dns() -> Iterator[None]:
-    """torch's store asks DNS for the name of each peer that connects, one after another; a lost answer delays all of
-    them for seconds. glibc reads RES_OPTIONS at a thread's first look-up: the store's thread does that for its own
-    client, in here, and sends no query from then on. Other threads keep their resolver.
-    """
-    before = os.environ.get("RES_OPTIONS")
-    os.environ["RES_OPTIONS"] = "attempts:0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["RES_OPTIONS"]
-        else:
-            os.environ["RES_OPTIONS"] = before

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
+from pathlib import Path
 from typing import Any
 
 from ..contract.records import WorkerError
+from ..util.files import read_file
 from .pool import Exited
 
 MESSAGE_CHARS = 500
@@ -56,7 +56,7 @@ def fingerprint(message: str, trace: str) -> str:
 def _from_error_file(path: str) -> tuple[str, str]:
     """(message, traceback) as torch's `record` writes them; empty if the file holds anything else."""
     try:
-        raw: Any = json.loads(_read(path, ERROR_FILE_BYTES, from_end=False))
+        raw: Any = json.loads(read_file(Path(path), ERROR_FILE_BYTES))
     except (OSError, ValueError, RecursionError):
         return "", ""
     said = raw.get("message") if isinstance(raw, dict) else None
@@ -68,7 +68,7 @@ def _from_error_file(path: str) -> tuple[str, str]:
 
 def _tail(path: str, most_bytes: int = TAIL_BYTES) -> str:
     try:
-        return _read(path, most_bytes, from_end=True).decode(errors="replace")
+        return read_file(Path(path), most_bytes, from_end=True).decode(errors="replace")
     except OSError:
         return ""
 
@@ -79,19 +79,6 @@ def last_lines(log_file: str) -> tuple[str, ...]:
     text = text.rpartition("Traceback (most recent call last):")[0] or text
     lines = [line.rstrip()[:LINE_CHARS] for line in text.replace("\0", "").splitlines() if line.strip("\0 \t\r")]
     return tuple(lines[-LAST_LINES:])
-
-
-def _read(path: str, most_bytes: int, *, from_end: bool) -> bytes:
-    """The beginning or the end of a file that a worker wrote. Raises OSError, also for a link or a pipe in its place:
-    a link may lead to a file that the worker may not read, a pipe would wait for a writer."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise PermissionError(f"{path} is no regular file")
-        return os.pread(descriptor, most_bytes, max(0, found.st_size - most_bytes) if from_end else 0)
-    finally:
-        os.close(descriptor)
 
 
 def _text(value: Any) -> str:

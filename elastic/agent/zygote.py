@@ -5,7 +5,6 @@ Everything here is called from the loop's thread; `Pool` decides what to fork.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import os
 import selectors
@@ -19,6 +18,7 @@ import structlog
 
 from ..contract import messages
 from ..contract.messages import Fork, Forked, Preload, Refused, ZygoteReady
+from ..util.descriptors import send
 
 RESTART_S, RESTART_MAX_S = 0.2, 10.0
 """Pause before a dead zygote is restarted: the first, and the longest."""
@@ -126,9 +126,8 @@ class Zygote:
     def order(self, order: Fork, descriptors: Sequence[int]) -> bool:
         """Send an order. Returns False if its socket is full: the order must be sent again later."""
         assert self._control is not None
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
         try:
-            self._control.sendmsg([messages.encode(order)], rights, socket.MSG_DONTWAIT)
+            send(self._control, messages.encode(order), descriptors, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except (BrokenPipeError, ConnectionResetError):

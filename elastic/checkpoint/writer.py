@@ -8,7 +8,6 @@ dies with the process that started it.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import select
 import signal
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from ..util.processes import die_with
 from . import orders
 from .arena import Arena
 from .errors import CheckpointError, SaveFailed
@@ -27,7 +27,6 @@ from .write import commit, shares_missing, write_share
 
 MAX_PACKET_BYTES = 64 * 1024
 _LOOK_EVERY_S = 0.05
-_PR_SET_PDEATHSIG = 1
 _FAILED_KEPT = 32
 
 
@@ -179,8 +178,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--nice", type=int, default=0)
     args = parser.parse_args()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != args.parent:  # it died before prctl
+    if not die_with(args.parent):
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole process group; the parent decides
     _step_back(args.nice)

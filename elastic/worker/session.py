@@ -7,7 +7,6 @@ registered handlers for the others.
 
 from __future__ import annotations
 
-import array
 import mmap
 import os
 import select
@@ -21,6 +20,7 @@ from typing import Protocol
 from ..contract import messages
 from ..contract.beat import PAGE_BYTES, PULSE_S, BeatPage, Doing
 from ..contract.messages import AbortGroup, Finish, Form, Message, SaveSoon, StopAtStep
+from ..util.descriptors import receive
 
 CHANNEL_ENV = "ELASTIC_CHANNEL_FD"
 PAGE_ENV = "ELASTIC_BEAT_FD"
@@ -166,18 +166,12 @@ class Session:
             if not poller.poll(PULSE_S * 1000):
                 continue
             try:
-                raw, ancillary, _, _ = self._channel.recvmsg(
-                    messages.MAX_MESSAGE_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)
-                )
+                raw, descriptors = receive(self._channel, messages.MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
             except OSError:
-                raw, ancillary = b"", []
+                raw, descriptors = b"", []
             if not raw:
                 os._exit(AGENT_GONE_EXIT)
-            descriptors = array.array("i")
-            for level, kind, data in ancillary:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-            self._take(messages.to_worker(raw), list(descriptors))
+            self._take(messages.to_worker(raw), descriptors)
 
     def _take(self, message: Message, descriptors: list[int]) -> None:
         match message:

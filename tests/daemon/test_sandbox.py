@@ -14,6 +14,7 @@ import structlog
 
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.spec import InvalidSpec, parse_job
+from elastic.util.files import read_file, replace_file
 from elasticd import job_folders, launch, ownership, sandbox
 from elasticd.agents import Agents
 from elasticd.authority import Account
@@ -157,7 +158,7 @@ def test_file_that_a_user_has_replaced_is_not_read(tmp_path: pathlib.Path, kind:
     else:
         os.mkfifo(log)
     with pytest.raises(OSError, match=r"agent\.log"):
-        ownership.read_file(log)
+        read_file(log)
     assert job_folders.last_line(tmp_path) == ""
     (tmp_path / job_folders.OUTPUT).write_text("one\ntwo\n")
     assert job_folders.last_line(tmp_path) == "two"
@@ -205,7 +206,7 @@ def test_access_is_renewed_when_its_originals_change_and_ends_with_the_last_agen
     grants = EtcdGrants(state, access, structlog.get_logger())
     grants.of(ALICE)
     grants.of(BOB)
-    ownership.replace_file(state / "etcd" / "key", b"new")
+    replace_file(state / "etcd" / "key", b"new")
     (state / "etcd" / "client:0").unlink()
     grants.renew({1500: 1600})  # etcd has just ended: kept as it is
     listen()
@@ -229,7 +230,7 @@ def test_what_one_user_puts_in_the_way_keeps_no_other_from_renewed_access(
     for user in (ALICE, BOB):
         other = BOB if user is ALICE else ALICE
         (state / "access" / str(user.uid) / ".key.pem.new").mkdir()
-        ownership.replace_file(state / "etcd" / "key", user.user.encode())
+        replace_file(state / "etcd" / "key", user.user.encode())
         grants.renew({ALICE.uid: ALICE.gid, BOB.uid: BOB.gid})
         assert (state / "access" / str(other.uid) / "key.pem").read_text() == user.user
         (state / "access" / str(user.uid) / ".key.pem.new").rmdir()

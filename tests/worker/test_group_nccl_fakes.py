@@ -22,6 +22,7 @@ import torch.distributed as dist
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch._C._distributed_c10d import ErrorType
 
+from elastic.worker import torch_private
 from elastic.worker.comm import group, nccl
 from elastic.worker.comm.errors import GroupAborted
 from elastic.worker.comm.group import Group
@@ -63,7 +64,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> dict[Any, str]:
     """torch's book of its groups, by name."""
     groups: dict[Any, str] = {}
     monkeypatch.setattr(group.dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(type(group.c10d._world), "pg_names", property(lambda self: groups))
+    monkeypatch.setattr(type(torch_private.c10d._world), "pg_names", property(lambda self: groups))
     return groups
 
 
@@ -542,7 +543,7 @@ def test_no_book_of_torchs_is_left_out_when_groups_are_struck_off() -> None:
     """Also one that a later torch has: each attribute of its world that has an entry for the default group."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     extra = dist.new_group([0])
-    world = group.c10d._world
+    world = torch_private.c10d._world
     books = {name for name in dir(type(world)) if isinstance(getattr(type(world), name), property)}
     books.discard("pg_config_info")  # made of the others for each caller
     filled = {name for name in books if hasattr(getattr(world, name), "clear") and getattr(world, name)}

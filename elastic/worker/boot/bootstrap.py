@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import os
@@ -19,13 +18,13 @@ from typing import NoReturn
 
 from ...contract import messages
 from ...contract.worker_config import WorkerConfig
+from ...util.processes import die_with
 from ..session import CHANNEL_ENV, PAGE_ENV, WORKER_ENV
 from . import main_module
 from .main_module import run_as_main
 from .program import become_program
 from .title import title, worker_title
 
-PR_SET_PDEATHSIG = 1
 ADOPTION_S = 5.0
 MOST_S = 1e6
 STACKS_AT = 0.9
@@ -86,8 +85,7 @@ def _take_place(order: messages.Fork, descriptors: list[int], agent_pid: int) ->
     deadline_s = time.monotonic() + ADOPTION_S
     while os.getppid() != agent_pid and time.monotonic() < deadline_s:
         os.sched_yield()  # the intermediate process exits within microseconds
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != agent_pid:
+    if not die_with(agent_pid):
         os._exit(1)  # the agent is gone
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)

@@ -24,9 +24,11 @@ def cpu_build() -> bool:
     """
     import torch
 
+    from ..torch_private import registered_device
+
     version = torch.version
     accelerators = (version.cuda, getattr(version, "hip", None), getattr(version, "xpu", None))
-    return not any(accelerators) and torch._C._get_privateuse1_backend_name() == "privateuseone"
+    return not any(accelerators) and not registered_device()
 
 
 def threads() -> int:
@@ -82,7 +84,9 @@ def _in_child(writer: int) -> None:
     try:
         import torch
 
-        if torch.cuda._is_in_bad_fork():
+        from ..torch_private import cuda_was_forked
+
+        if cuda_was_forked():
             said = "CUDA was started before the fork"
         else:
             weight = torch.ones(1, requires_grad=True)

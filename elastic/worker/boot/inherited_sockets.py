@@ -6,13 +6,11 @@ gone; and torch's own loader processes notice their parent's death only after se
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import socket
 import stat
 
-_PR_SET_PDEATHSIG = 1
+from ...util.processes import die_with
 
 
 def leave_parents_sockets(_loader: int = 0, *, parent: int) -> None:
@@ -20,8 +18,7 @@ def leave_parents_sockets(_loader: int = 0, *, parent: int) -> None:
 
     Replaced, not closed: C++ objects copied by the fork still hold the descriptors and must not hit another file.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the line above
+    if not die_with(parent):
         os._exit(1)
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/proc/self/fd"):

@@ -10,13 +10,11 @@ outlive this process.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import ctypes
 import gc
 import importlib
 import os
-import signal
 import socket
 import sys
 import time
@@ -24,11 +22,11 @@ from collections.abc import Mapping, Sequence
 
 from ...contract import messages
 from ...contract.worker_config import JOB
+from ...util.descriptors import receive
+from ...util.processes import die_with
 from . import fork_safety
 from .script_imports import preloads
 from .title import title
-
-PR_SET_PDEATHSIG = 1
 
 WARM_MODULES = (
     "torch",
@@ -49,9 +47,8 @@ process that imports transformers' Trainer. Set here alone; a worker gets its ow
 
 def main(argv: Sequence[str]) -> int:
     control_fd, agent_pid, wanted = int(argv[0]), int(argv[1]), messages.to_preload(argv[2].encode())
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != agent_pid:
-        return 0  # the agent died before PDEATHSIG was set
+    if not die_with(agent_pid):
+        return 0
     title(f"elastic zygote of {os.environ.get(JOB, '?')}")
     control = socket.socket(fileno=control_fd)
     began_s = time.monotonic()
@@ -76,17 +73,14 @@ def main(argv: Sequence[str]) -> int:
         ),
     )
     while True:
-        raw, ancillary, _, _ = control.recvmsg(messages.MAX_MESSAGE_BYTES, socket.CMSG_SPACE(8 * 4))
+        raw, descriptors = receive(control, messages.MAX_MESSAGE_BYTES, 8)
         if not raw:
             return 0
-        descriptors = array.array("i")
-        for _level, _kind, data in ancillary:
-            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
         order = messages.to_zygote(raw)
         if unfit := unfit or fork_safety.unfit_by_threads():
             answer: messages.Message = messages.Refused(ticket=order.ticket, why=unfit)
         else:
-            answer = messages.Forked(ticket=order.ticket, pid=_fork(control, order, list(descriptors), agent_pid))
+            answer = messages.Forked(ticket=order.ticket, pid=_fork(control, order, descriptors, agent_pid))
         for descriptor in descriptors:
             os.close(descriptor)
         _send(control, answer)

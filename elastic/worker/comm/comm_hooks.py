@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from .. import torch_private
 from .in_flight import GRADIENTS
 from .powersgd import PowerSGD
 
@@ -144,7 +145,7 @@ class GradientHook:
             self._contributed()
             # DDP's own wait for the sums is queued right after this hook; a callback queued by a callback runs after
             # it.
-            _at_end_of_backward(lambda: _at_end_of_backward(self._received))
+            torch_private.at_end_of_backward(lambda: torch_private.at_end_of_backward(self._received))
 
         failed = self._failed
 
@@ -182,10 +183,6 @@ def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> Future:
     assert work is not None  # only for ranks outside the group
     future: Future = work.get_future()
     return future
-
-
-def _at_end_of_backward(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def _first(future: Future) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import torch_private
 from .comm_hooks import Exchange, GradientHook, plain
 
 
@@ -93,7 +94,7 @@ class GradientWeight:
 def _scale(models: Sequence[nn.Module], factor: float) -> None:
     grads = [p.grad for model in models for p in model.parameters() if p.grad is not None]
     if grads and factor != 1.0:
-        torch._foreach_mul_(grads, factor)
+        torch_private.foreach_mul(grads, factor)
 
 
 class Weight(Protocol):
@@ -204,8 +205,7 @@ class _FixedLayout(_Told):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self.reducer._push_all_rebuilt_params()
-        self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
+        self._has_rebuilt_buckets = torch_private.rebuild_buckets(self.reducer)
 
     def _build_params_for_reducer(self) -> Any:
         parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]

@@ -22,8 +22,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import distributed_c10d as c10d
 
+from ...util.resolver import without_dns
+from .. import torch_private
 from . import nccl, sockets
 from .errors import FormError, GroupAborted, is_communication_error
 from .in_flight import GRADIENTS
@@ -178,13 +179,13 @@ class Group:
                 raise RuntimeError(f"this process cannot abort its NCCL group: {said}")
             return
         if self._abandoned:
-            _keep_for_ever(c10d._world.pg_map)
+            _keep_for_ever(torch_private.registered_groups())
         try:
             dist.destroy_process_group()
         except RuntimeError:
             if not self._aborted.is_set():
                 raise
-            c10d._abort_process_group()  # removes it from the registries nevertheless
+            torch_private.abort_default_group()  # removes it from the registries nevertheless
 
     # ── forming ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -253,7 +254,7 @@ class Group:
         while not self._aborted.is_set() and (left_s := deadline_s - time.monotonic()) > 0:
             try_s = timedelta(seconds=min(CONNECT_TRY_S, left_s))
             try:
-                with sockets.without_dns():
+                with without_dns():
                     store = TCPStore(next(turn), self._endpoint[1], None, False, timeout=try_s, wait_for_workers=False)
             except (dist.DistNetworkError, dist.DistStoreError):
                 self._aborted.wait(DIAL_LOOK_S)  # not up yet, or gone again: retry until the deadline
@@ -274,7 +275,7 @@ class Group:
             self._before_init = set(sockets.tcp_sockets())
         # torch names a default group by a counter, which a forming that failed half-way leaves incremented. Ranks meet
         # under that name, so ranks with such a failure would not meet new ones.
-        c10d._world.group_count = 0
+        torch_private.restart_group_names()
         hook = sys.excepthook
         try:
             dist.init_process_group(

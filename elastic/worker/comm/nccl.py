@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
-from torch.distributed import distributed_c10d as c10d
+
+from .. import torch_private
 
 OLDEST_TORCH = (2, 10)
 """Older versions were not examined for the torch internals used here and the behaviour of its threads assumed here."""
@@ -212,36 +212,23 @@ def strike_off() -> None:
     Like torch's `_abort_process_group`, but without its second abort of each backend, which would wait for the first.
     The groups themselves are destroyed when nothing references them any more.
     """
-    world = c10d._world
-    c10d._update_default_pg(None)
-    for book in BOOKS:
-        if (entries := getattr(world, book, None)) is not None:
-            entries.clear()
-    _distributed_c10d._unregister_all_process_groups()
-    world.group_count = 0
-
-
-BOOKS = (
-    "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state",
-    "pg_flight_recorder_hooks",
-)  # fmt: skip
-"""Attributes of `c10d._world` that have an entry per group."""
+    torch_private.forget_all_groups()
 
 
 def communicators() -> list[Any]:
     """The GPU backends of all groups, the newest group first, of any class except gloo's."""
     if not dist.is_nccl_available():
         return []
-    names = dict(c10d._world.pg_names)  # the main thread may create another one meanwhile
+    names = torch_private.group_names()
     found: list[Any] = []
     for group in sorted(names, key=lambda g: names[g], reverse=True):
         try:
-            backend = group._get_backend(torch.device("cuda"))
+            backend = torch_private.gpu_backend(group)
         except RuntimeError:
             continue  # a CPU-only group
         while hasattr(backend, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
             backend = backend.wrapped_pg
-        if not isinstance(backend, _distributed_c10d.ProcessGroupGloo) and all(b is not backend for b in found):
+        if not torch_private.is_gloo(backend) and all(b is not backend for b in found):
             found.append(backend)
     return found
 
@@ -276,4 +263,4 @@ def watch_time_out(
 
 
 def _timed_out(communicator: Any) -> bool:
-    return bool(communicator.get_error() == _distributed_c10d.ErrorType.TIMEOUT)
+    return torch_private.has_timed_out(communicator)

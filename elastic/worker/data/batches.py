@@ -12,11 +12,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
+from .. import torch_private
 from ..boot.inherited_sockets import leave_parents_sockets
 from ..comm.ddp import GradientWeight
+from ..torch_private import pytree
 from .sharding import BatchPlan, SampleOrder, derive, micro_sizes, share
 
 _BLOCK = 4096
@@ -357,7 +358,7 @@ def loaded(
     try:
         yield from iterator
     finally:
-        iterator._shutdown_workers()  # dropping the iterator does so too, but not while a traceback holds it
+        torch_private.shut_down_workers(iterator)  # dropping it does not while a traceback holds it
 
 
 def _as_is(loaded: Any) -> Any:

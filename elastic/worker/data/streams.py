@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset, default_collate
 
-from .. import shared_values
+from .. import shared_values, torch_private
 from ..comm.ddp import GradientWeight
+from ..torch_private import pytree
 from .batches import Batch, move, seed_everything
 from .sharding import share as part_of
 
@@ -149,8 +149,7 @@ class _Stream:
         self._iterator = None
 
     def close(self) -> None:
-        if (shut := getattr(self._iterator, "_shutdown_workers", None)) is not None:
-            shut()
+        torch_private.shut_down_workers(self._iterator)
         self._iterator = None
 
 

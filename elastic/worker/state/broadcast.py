@@ -16,6 +16,7 @@ import torch.distributed as dist
 import xxhash
 
 from ...checkpoint.memcpy import device_type, movable
+from .. import torch_private
 
 SLICE_BYTES = 8 << 20
 """Maximum size of a slice: it is hashed while still in the cache. Two are in flight; at most four staging buffers
@@ -292,7 +293,7 @@ def _pack(part: Slice, tensors: Sequence[torch.Tensor], data: torch.Tensor) -> N
     for segment, tensor in whole:
         ctypes.memmove(start + segment.offset, tensor.data_ptr(), tensor.numel() * tensor.element_size())
     if pairs := list(_pieces(strided, tensors, data)):
-        torch._foreach_copy_([staged for _, staged in pairs], [piece for piece, _ in pairs])
+        torch_private.foreach_copy([staged for _, staged in pairs], [piece for piece, _ in pairs])
 
 
 def _unpack(part: Slice, tensors: Sequence[torch.Tensor], data: torch.Tensor) -> None:
@@ -302,7 +303,7 @@ def _unpack(part: Slice, tensors: Sequence[torch.Tensor], data: torch.Tensor) ->
         ctypes.memmove(tensor.data_ptr(), start + segment.offset, tensor.numel() * tensor.element_size())
     if pairs := list(_pieces(strided, tensors, data)):
         with torch.no_grad():
-            torch._foreach_copy_([piece for piece, _ in pairs], [staged for _, staged in pairs])
+            torch_private.foreach_copy([piece for piece, _ in pairs], [staged for _, staged in pairs])
 
 
 def _sorted(

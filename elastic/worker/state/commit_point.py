@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from .. import torch_private
 from .copies import Copy, counted, equal, mark, writable
 from .parts import OptimizerPart, Part, Slot
 from .watch import Watch, versions
@@ -212,7 +213,7 @@ class SavedTensors:
             self._begin(tensors)  # resized in place
         else:
             for pair in self._always:
-                torch._foreach_copy_(*pair)
+                torch_private.foreach_copy(*pair)
             for place, (i, then) in enumerate(zip(self._counted, self._marks, strict=True)):
                 tensor, copy = tensors[i], self._copies[i]
                 if tensor is not None and copy is not None and (now := mark(tensor)) != then:

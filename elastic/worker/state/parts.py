@@ -13,6 +13,7 @@ import torch
 from ...checkpoint.dtypes import dtype_of
 from ...checkpoint.memcpy import device_type
 from ...contract.tensor_table import TensorInfo
+from .. import torch_private
 from .copies import Copy, writable
 from .json_codec import Codecs, decode, encode, tensors_named
 
@@ -128,8 +129,8 @@ class ModulePart:
         found = []
         for prefix, module in self.value.named_modules():
             path = f"{self.name}.{prefix}." if prefix else f"{self.name}."
-            params, buffers = _dictionary(module._parameters), _dictionary(module._buffers)
-            skipped = module._non_persistent_buffers_set
+            *own, skipped = torch_private.own_tensors(module)
+            params, buffers = map(_dictionary, own)
             found += [Slot(params, key, f"{path}{key}", False) for key in params]
             found += [Slot(buffers, key, f"{path}{key}", True) for key in buffers if key not in skipped]
         return found
@@ -265,18 +266,14 @@ class ScalerPart(ObjectPart):
     """torch's GradScaler. Its `state_dict()` waits for the device, which costs too much at every commit."""
 
     def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
-        held = {key: value for key, value in vars(self.value).items() if key in _SCALERS}
+        held = {key: value for key, value in vars(self.value).items() if key in torch_private.SCALER_STATE}
         return Copy(held, self.name, self._codecs, before, watched)
 
     def put_back(self, held: Any) -> None:
         vars(self.value).update(held)
 
     def settle(self) -> None:
-        for held in getattr(self.value, "_per_optimizer_states", {}).values():  # unscaled marks of the aborted step
-            held.update(torch.amp.grad_scaler._refresh_per_optimizer_state())
-
-
-_SCALERS = ("_scale", "_growth_tracker", "_init_scale", "_growth_factor", "_backoff_factor", "_growth_interval")
+        torch_private.forget_unscaled(self.value)  # the step was aborted
 
 
 class OptimizerPart:

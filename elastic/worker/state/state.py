@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ...contract.tensor_table import Table, TensorInfo
 from .. import gc_pause
+from ..torch_private import pytree
 from .commit_point import CommitPoint
 from .described import Described
 from .json_codec import Codecs, tensors_named

@@ -1,0 +1,64 @@
+"""Other processes as the kernel shows them: their state, waiting for their end, signals that cannot hit a stranger."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+from collections.abc import Callable
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> bool:
+    """Let the kernel kill this process when its parent ends. Returns False if `parent` is not its parent any more."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
+
+
+def stat_fields(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; empty: there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def has_ended(pidfd: int, wait_s: float | None = None) -> bool:
+    """Whether the process has ended, at the latest after `wait_s` seconds; None: wait until it has."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(None if wait_s is None else max(0.0, wait_s) * 1000))
+
+
+def wait_until_gone(pid: int, look_every_s: float | None = None, stop: Callable[[], bool] = lambda: False) -> None:
+    """Return when the process has ended; or, asked every `look_every_s` seconds, when `stop` says so."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        while not has_ended(pidfd, look_every_s):
+            if stop():
+                return
+    finally:
+        os.close(pidfd)
+
+
+def kill_if(pid: int, is_the_one: Callable[[], bool]) -> bool:
+    """Send SIGKILL to the process if, with its number held, it is still the one that was meant. Whether it was sent."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        if not is_the_one():
+            return False
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return False
+    finally:
+        os.close(pidfd)
+    return True

@@ -1,0 +1,120 @@
+"""The private API of torch that elasticd uses: all that a new version of torch may take away.
+
+No other module uses underscore names of torch (`tests/house/test_torch_private.py`). Not counted: a tensor's
+`_version`, which torch documents, and the stores, which are public but typed in `torch._C` alone. Two subclasses use
+what they inherit: `comm.ddp` of DistributedDataParallel, `agent.torch_agent` of torchrun's agent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d as c10d
+from torch.utils import _pytree as pytree
+
+__all__ = ["pytree"]  # and all below
+
+foreach_copy = torch._foreach_copy_
+foreach_mul = torch._foreach_mul_
+
+# ── process groups ──────────────────────────────────────────────────────────────────────────────────────────
+
+REGISTRIES = (
+    "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state",
+    "pg_flight_recorder_hooks",
+)  # fmt: skip
+"""Attributes of `c10d._world` that have an entry per group."""
+
+
+def group_names() -> dict[Any, str]:
+    """Group -> name of every group; a copy: the main thread may create another one meanwhile."""
+    return dict(c10d._world.pg_names)
+
+
+def registered_groups() -> Mapping[Any, Any]:
+    return c10d._world.pg_map
+
+
+def restart_group_names() -> None:
+    """torch names a default group by a counter; the next one gets the name of the first."""
+    c10d._world.group_count = 0
+
+
+def forget_all_groups() -> None:
+    """Remove every group from torch's registries: `_abort_process_group` without its second abort of each back end."""
+    c10d._update_default_pg(None)
+    for registry in REGISTRIES:
+        if (entries := getattr(c10d._world, registry, None)) is not None:
+            entries.clear()
+    _distributed_c10d._unregister_all_process_groups()
+    restart_group_names()
+
+
+def abort_default_group() -> None:
+    c10d._abort_process_group()
+
+
+def gpu_backend(group: dist.ProcessGroup) -> Any:
+    """Raises RuntimeError for a group without one."""
+    return group._get_backend(torch.device("cuda"))
+
+
+def has_timed_out(backend: Any) -> bool:
+    return bool(backend.get_error() == _distributed_c10d.ErrorType.TIMEOUT)
+
+
+def is_gloo(backend: object) -> bool:
+    return isinstance(backend, _distributed_c10d.ProcessGroupGloo)
+
+
+# ── autograd and DDP ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def rebuild_buckets(reducer: Any) -> Any:
+    """Give DDP's buckets their final layout now. Whether that was done."""
+    reducer._push_all_rebuilt_params()
+    return reducer._rebuild_buckets()
+
+
+# ── modules, scalers, data loaders ──────────────────────────────────────────────────────────────────────────
+
+SCALER_STATE = ("_scale", "_growth_tracker", "_init_scale", "_growth_factor", "_backoff_factor", "_growth_interval")
+"""Attributes of a GradScaler that are its state."""
+
+
+def own_tensors(module: torch.nn.Module) -> tuple[Any, Any, set[str]]:
+    """(parameters, buffers, names of the buffers that no state_dict has) of this module without its children."""
+    return module._parameters, module._buffers, module._non_persistent_buffers_set
+
+
+def forget_unscaled(scaler: object) -> None:
+    """Drop a GradScaler's marks of optimizers whose gradients it has unscaled in this step."""
+    for held in getattr(scaler, "_per_optimizer_states", {}).values():
+        held.update(torch.amp.grad_scaler._refresh_per_optimizer_state())
+
+
+def shut_down_workers(iterator: object) -> None:
+    """End the processes of a DataLoader's iterator, if it has any."""
+    if (shut := getattr(iterator, "_shutdown_workers", None)) is not None:
+        shut()
+
+
+# ── the build ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def registered_device() -> bool:
+    """Whether a third party's back end for a device is registered. Starts no driver."""
+    return bool(torch._C._get_privateuse1_backend_name() != "privateuseone")
+
+
+def cuda_was_forked() -> bool:
+    """Whether CUDA was started before this process was forked."""
+    return bool(torch.cuda._is_in_bad_fork())
