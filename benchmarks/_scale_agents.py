@@ -188,7 +188,7 @@ class Host:
         pool.attach(loop)
 
         def formed(agent: Agent, generation: GenerationRecord) -> None:
-            now_s, whole = time.monotonic(), agent.view.whole
+            now_s, whole = time.monotonic(), agent.etcd.view.whole
             self.say(
                 agent=index, generation=generation.number, world_size=generation.world_size, at_s=now_s, whole=whole
             )

@@ -116,7 +116,7 @@ def agent_at(index: int, picture: Picture, view: JobView, now_s: float) -> Agent
     agent, _ = step(Agent(policy), Start(), now_s)
     for event in (Joined(), Viewed(view, True)):
         agent, _ = step(agent, event, now_s)
-    for slot, worker in agent.workers.items():
+    for slot, worker in agent.local.workers.items():
         agent, _ = step(agent, WorkerReady(slot, worker.worker_id), now_s)
     agent, _ = step(agent, Progress(1, 5, 1.0), now_s + 100.0)
     return agent

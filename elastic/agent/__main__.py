@@ -21,7 +21,7 @@ from ..contract.keys import ClusterKeys, JobKeys
 from ..contract.records import ProtocolVersionMismatch, SpecRecord, decode
 from ..etcd.client import Etcd, EtcdError, JobSigner, scrub_environment
 from ..recovery.membership import Limits
-from ..recovery.model import Agent, Policy
+from ..recovery.model import Agent, Policy, changed
 from ..util.capped_log import LogFile
 from . import gpu_gate, worker_env
 from .etcd_writer import EtcdWriter
@@ -135,7 +135,7 @@ def _run_with(
     registry = EtcdWriter(etcd, keys, policy, stores, lambda event: loop.post(event) if loop else None, spec)
     watch_scope = WatchScope(etcd, keys, policy.crowd)
     reached, left_wall_s = left_behind(Path(config.agent_dir), spec.submitted_wall_s)
-    agent = Agent(policy, reached=reached, left_wall_s=left_wall_s)
+    agent = changed(Agent(policy), reached=reached, left_wall_s=left_wall_s)
     loop = Loop(config, agent, registry, peers, watch_scope, keys, spec, pool)
     log.info("agent.starts", job=config.job, node=config.node, incarnation=incarnation, pid=os.getpid())
     pool.gate = gpu_gate.gate(config.gpus, config.timeouts.respawn_s)

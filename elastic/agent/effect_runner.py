@@ -92,7 +92,7 @@ class EffectRunner:
             case PutBroken(record, member):
                 registry.put_broken(record, member)
             case Publish():
-                registry.publish(effect, agent.view, self._config.node)
+                registry.publish(effect, agent.etcd.view, self._config.node)
             case PutMember(record):
                 registry.put_member(record)
             case Rejoin(record):
@@ -107,7 +107,7 @@ class EffectRunner:
     def _fork(self, effect: ForkWorker | ForkPlain, agent: Agent) -> None:
         slot, worker_id, spec = effect.slot, effect.worker_id, self._spec
         files = worker_env.files(self._config, slot, worker_id, agent.policy.incarnation)
-        generation = effect.generation if isinstance(effect, ForkPlain) else agent.generation
+        generation = effect.generation if isinstance(effect, ForkPlain) else agent.formed.generation
         env = worker_env.worker(
             self._config, spec, self.env, slot=slot, error_file=files.error_file, generation=generation
         )
@@ -115,5 +115,5 @@ class EffectRunner:
         self._pool.fork(worker_id, slot, env, worker_env.argv(spec), self._workdir, files.log_file)
 
     def save_now(self, agent: Agent, reason: str, stop: bool = False) -> None:
-        for worker in agent.workers.values():
+        for worker in agent.local.workers.values():
             self._pool.tell(worker.worker_id, messages.SaveSoon(reason=reason, stop=stop))

@@ -115,7 +115,7 @@ class HangDetector:
 
     def _see(self, agent: Agent, now_s: float) -> list[LastBeat]:
         found = []
-        for worker in agent.workers.values():
+        for worker in agent.local.workers.values():
             process = self.pool.processes.get(worker.worker_id)
             if process is None or not process.pid:
                 continue
@@ -146,8 +146,8 @@ class HangDetector:
     def _waits(self, agent: Agent, one: LastBeat) -> list[RankWait]:
         """Waits of ranks that this worker may be holding up."""
         if one.worker.stage is Stage.STARTING:
-            past = agent.generation is not None or any(
-                w.stage not in (Stage.STARTING, *WITHOUT_PROCESS) for w in agent.workers.values()
+            past = agent.formed.generation is not None or any(
+                w.stage not in (Stage.STARTING, *WITHOUT_PROCESS) for w in agent.local.workers.values()
             )
             return [RankWait(FARTHEST, 0.0, self._set_up_s)] if past else []
         return [wait for k in self._not(agent, one) if (wait := k.wait()) is not None]
@@ -172,7 +172,7 @@ class HangDetector:
         if stuck and self._stuck.get(worker.worker_id) != beat.beats:
             self._stuck[worker.worker_id] = beat.beats
             self.post(GroupStuck(worker.slot, worker.worker_id, f"rank of slot {worker.slot} {stuck}"))
-        world_size = agent.generation.world_size if agent.generation else 0
+        world_size = agent.formed.generation.world_size if agent.formed.generation else 0
         here = position(beat, one.in_collective is not None)
         sick = judge(
             beat, one.state, self._waits(agent, one), self.rules, now_s,
@@ -211,21 +211,21 @@ class HangDetector:
 
     def _tell(self, agent: Agent, here: list[Standing], now_s: float) -> None:
         """Report to the other agents how far the local workers that show no progress have got."""
-        if agent.generation is None or len(agent.generation.places) < 2 or now_s - self._told_s < TELL_S:
+        if agent.formed.generation is None or len(agent.formed.generation.places) < 2 or now_s - self._told_s < TELL_S:
             return
         step_s = statistics.median(self._step_times) if self._step_times else 0.0
-        number = agent.generation.number
+        number = agent.formed.generation.number
         stopped = any(
             k.standing.stopped and k.standing.position[0] == number and k.standing.position[1] >= self._seen[1] - 1
             for k in self.known
         )  # the agent of the stopped rank requires only that another rank waits
         silent_s = max(self.rules.floor_s, 0.0 if stopped else self.rules.factor * step_s) / 2
         still = tuple(s for s in here if s.silent_s >= silent_s and s.position[0] == number)
-        at = agent.generation.at(agent.policy.node)
-        crowd = len(agent.generation.places) > agent.policy.crowd and (
+        at = agent.formed.generation.at(agent.policy.node)
+        crowd = len(agent.formed.generation.places) > agent.policy.crowd and (
             at is None or at >= agent.policy.leader_candidates
         )
-        if (news := worth_telling(still, agent.standings, crowd=crowd)) is not None:
+        if (news := worth_telling(still, agent.local.standings, crowd=crowd)) is not None:
             self._told_s = now_s
             self.post(RanksStill(news))
 
@@ -300,6 +300,6 @@ def _stacks(witnesses: list[tuple[str, int, bool]]) -> dict[str, str]:
 
 def _alone(agent: Agent) -> bool:
     """Whether the job has one rank only."""
-    if agent.generation is not None:
-        return agent.generation.world_size == 1
+    if agent.formed.generation is not None:
+        return agent.formed.generation.world_size == 1
     return agent.policy.slots == 1 and agent.policy.limits.max_nodes == 1

@@ -46,7 +46,7 @@ class HistoryFile:
     def note(self, agent: Agent, progress: ProgressRecord, now_s: float, *, last: bool = False) -> None:
         """Add the job as it is in `progress`, and write the file from time to time and at the end. An agent without a
         rank has nothing to add: its record repeats the leader's."""
-        generation, known = agent.generation, self._history
+        generation, known = agent.formed.generation, self._history
         if generation is not None and generation.ranks(agent.policy.node) and progress.step:
             loss = progress.loss if progress.loss is not None and math.isfinite(progress.loss) else None
             point = Point(

@@ -7,7 +7,9 @@ from ..recovery.model import Agent
 
 
 def save_failed(agent: Agent, step: int, error: str, wall_s: float) -> IncidentRecord:
-    number, world_size = (agent.generation.number, agent.generation.world_size) if agent.generation else (0, 0)
+    number, world_size = (
+        (agent.formed.generation.number, agent.formed.generation.world_size) if agent.formed.generation else (0, 0)
+    )
     return IncidentRecord(
         generation=number,
         kind="checkpoint",
@@ -26,7 +28,7 @@ def save_failed(agent: Agent, step: int, error: str, wall_s: float) -> IncidentR
 
 def exited_late(agent: Agent, slot: int, after_s: float, wall_s: float) -> IncidentRecord:
     """Incident of a process that was killed because it had not exited after its script ended."""
-    generation = agent.generation
+    generation = agent.formed.generation
     number, world_size = (generation.number, generation.world_size) if generation else (0, 0)
     ranks = generation.ranks(agent.policy.node) if generation else {}
     return IncidentRecord(

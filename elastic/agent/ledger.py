@@ -35,7 +35,7 @@ class LedgerKeeper:
     def turned(self, event: Event, agent: Agent, now_s: float) -> None:
         if isinstance(event, WorkerFormed):
             self._formed = max(self._formed, event.generation)
-        number = agent.generation.number if agent.generation else 0
+        number = agent.formed.generation.number if agent.formed.generation else 0
         after = seen(agent, syncing=self._formed >= number)
         if self._before is None:
             self._before = after
@@ -64,7 +64,7 @@ class LedgerKeeper:
 
     def _follow(self, agent: Agent, now: Seen) -> None:
         """Continue what another agent has published: it leads, or has led until now."""
-        progress = agent.view.progress
+        progress = agent.etcd.view.progress
         theirs = progress.ledger if progress is not None else None
         if theirs is None or theirs is self._seen:
             return

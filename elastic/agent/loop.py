@@ -43,8 +43,7 @@ from ..recovery.events import (
     WorkerUnhealthy,
 )
 from ..recovery.exits import ends_too_early
-from ..recovery.membership import leader
-from ..recovery.model import Agent
+from ..recovery.model import Agent, is_leader
 from ..recovery.recovery import step
 from ..recovery.transitions import Stage
 from ..recovery.watch_scope import watches_members
@@ -243,13 +242,13 @@ class Loop:
             log.error("protocol.unknown", error=str(error))
             self._ended = Leave(str(error), code=3)
             return
-        if view.connected != self.agent.connected:
+        if view.connected != self.agent.etcd.connected:
             log.info("etcd.connected" if view.connected else "etcd.lost")
         self._turn(Viewed(job, view.connected))
         self._look_around(time.monotonic())
 
     def _look_around(self, now_s: float) -> None:
-        if self.agent.connected:
+        if self.agent.etcd.connected:
             self._watch_scope.choose(watches_members(self.agent, now_s, self._watch_scope.narrow_for_s(now_s)), now_s)
 
     def _on_tick(self, now_s: float) -> None:
@@ -261,14 +260,14 @@ class Loop:
         self._ledger.looked(beats)
         self._step_times.look(beats, now_s)
         self._read_orders()
-        if self._terminating and self.agent.draining is None:
+        if self._terminating and self.agent.drain.draining is None:
             self._turn(Drain("the agent was told to end", now_s + self._spec.stop_grace_s))
         self._turn(progress or Tick())
         self._look_around(now_s)
         if now_s >= self._status_due_s:
             self._status_due_s = now_s + STATUS_S
             self.pool.reap()
-            self._gauge.mark(self.agent.step, now_s)
+            self._gauge.mark(self.agent.progress.step, now_s)
             self._trimmer.trim_all(process.log_file for process in self.pool.processes.values())
             self._write_status()
 
@@ -300,15 +299,15 @@ class Loop:
                 elif isinstance(message, messages.RequestSnapshot):
                     self.saver.ask_kept(worker_id, message.generation, saved=message.saved)
                 elif isinstance(message, messages.Filled):
-                    generation = self.agent.generation
-                    lead = self._leads() if self._spec.checkpoint.shared else True
+                    generation = self.agent.formed.generation
+                    lead = is_leader(self.agent) if self._spec.checkpoint.shared else True
                     self.saver.filled(slot, message, lead=lead, world_size=generation.world_size if generation else 0)
                 elif event := to_event(slot, worker_id, message):
                     self._turn(event)
 
     def _started_over(self, generation: int) -> None:
         """No rank had any state: expected at the start of a job, otherwise reported in the log and the status."""
-        step = max(self._pictures.known_step or 0, self.agent.step)
+        step = max(self._pictures.known_step or 0, self.agent.progress.step)
         if generation > 1 and step > 0:
             self._lost = (
                 f"all state was lost, and no checkpoint was ever saved: step {step} was done, begun again from 0"
@@ -317,11 +316,12 @@ class Loop:
 
     def _slot(self, worker_id: int) -> int:
         return next(
-            (s for s, w in self.agent.workers.items() if w.worker_id == worker_id), self._deeds.slots.get(worker_id, -1)
+            (s for s, w in self.agent.local.workers.items() if w.worker_id == worker_id),
+            self._deeds.slots.get(worker_id, -1),
         )
 
     def _why(self, ended: Exited, slot: int) -> tuple[WorkerError | None, str]:
-        ranks = self.agent.generation.ranks(self.config.node) if self.agent.generation else {}
+        ranks = self.agent.formed.generation.ranks(self.config.node) if self.agent.formed.generation else {}
         return read_error(ended, node=self.config.node, slot=slot, rank=ranks.get(slot, -1), step=ended.step)
 
     def _failed(self, worker_id: int, slot: int, code: int) -> None:
@@ -375,20 +375,20 @@ class Loop:
         self.agent, effects = step(before, event, now_s, random.random(), time.time())
         if not isinstance(event, Tick | Viewed | Progress):
             log.debug("event", what=event)
-        if isinstance(event, WorkerReady) and any(s.worker_id == event.worker_id for s in self.agent.standbys):
+        if isinstance(event, WorkerReady) and any(s.worker_id == event.worker_id for s in self.agent.local.standbys):
             log.info("standby.ready", worker_id=event.worker_id)
         if self.agent.policy.managed and not before.policy.managed:
             log.info("job.managed", told_by="a worker" if isinstance(event, WorkerManaged) else "another agent")
-        if self.agent.standbys != before.standbys:
+        if self.agent.local.standbys != before.local.standbys:
             self._status_due_s = 0.0  # written on the next tick
         for effect in effects:
             self._deeds.do(effect, self.agent)
         self._ledger.turned(event, self.agent, now_s)
         self._ended = self._ended or self._deeds.left
-        if self.agent.settled > before.settled:
+        if self.agent.progress.settled > before.progress.settled:
             self._status_due_s = self._progress_due_s = 0.0  # a drained node waits for this
-        if self.agent.generation is not None and self.agent.generation is not before.generation:
-            self.on_generation(self.agent, self.agent.generation)
+        if self.agent.formed.generation is not None and self.agent.formed.generation is not before.formed.generation:
+            self.on_generation(self.agent, self.agent.formed.generation)
             self.changed.set()
         self._lookout.turned(before, self.agent, self._watch_scope.whole, now_s)
 
@@ -399,10 +399,6 @@ class Loop:
     def _save_stacks(self, stacks: dict[str, str]) -> None:
         """Called in the hang detector's thread, just before it posts WorkerUnhealthy."""
         self._stacks = stacks
-
-    def _leads(self) -> bool:
-        agent = self.agent
-        return leader(agent.view, agent.dead, agent.generation, agent.policy.leader_candidates) == self.config.node
 
     # ── status ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -416,7 +412,7 @@ class Loop:
         progress = msgspec.structs.replace(
             progress, ledger=self._ledger.published(agent), slow_ranks=self._step_times.slow
         )
-        leads = self._leads()
+        leads = is_leader(self.agent)
         if (doing := status.doing(agent, self._zygote_up or bool(self.pool.why_fresh))) != self._doing[0]:
             self._doing = doing, time.time()
         record = AgentStatus(
@@ -425,14 +421,14 @@ class Loop:
             job=self.config.job,
             node=self.config.node,
             phase=status.phase_of(agent),
-            reason=self._pictures.unreadable or agent.reason or self._lost,
+            reason=self._pictures.unreadable or agent.lead.reason or self._lost,
             leader=leads,
-            generation=agent.generation.number if agent.generation else 0,
-            etcd_ok=agent.connected,
+            generation=agent.formed.generation.number if agent.formed.generation else 0,
+            etcd_ok=agent.etcd.connected,
             written_wall_s=time.time(),
             ranks=rows,
-            progress=progress if agent.generation else None,
-            standbys=sum(1 for s in agent.standbys if s.stage is Stage.READY),
+            progress=progress if agent.formed.generation else None,
+            standbys=sum(1 for s in agent.local.standbys if s.stage is Stage.READY),
             last_etcd_contact_wall_s=self._pictures.contact_wall_s,
             why_fresh=self.pool.why_fresh,
             preloaded=self._preloaded,
@@ -442,6 +438,6 @@ class Loop:
         self._status_file.write(record)
         now_s = time.monotonic()
         self._history.note(agent, progress, now_s, last=self._ended is not None)
-        if leads and agent.generation and agent.connected and now_s >= self._progress_due_s:
+        if leads and agent.formed.generation and agent.etcd.connected and now_s >= self._progress_due_s:
             self._progress_due_s = now_s + PROGRESS_S
             self._registry.put_progress(progress)

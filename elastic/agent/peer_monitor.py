@@ -22,18 +22,20 @@ class PeerMonitor:
     def turned(self, before: Agent, agent: Agent, whole: bool, now_s: float) -> None:
         """Called after each event, and so on every beat. whole: the agent's view has all members of the job."""
         if (
-            agent.generation is not before.generation
-            or agent.view.members is not before.view.members
-            or agent.dead != before.dead
-            or agent.unreachable != before.unreachable
+            agent.formed.generation is not before.formed.generation
+            or agent.etcd.view.members is not before.etcd.view.members
+            or agent.peers.dead != before.peers.dead
+            or agent.peers.unreachable != before.peers.unreachable
         ):
-            spread_s = 0.0 if whole or agent.generation is None else len(agent.generation.places) / LINES_PER_S
+            spread_s = (
+                0.0 if whole or agent.formed.generation is None else len(agent.formed.generation.places) / LINES_PER_S
+            )
             self._due_s = min(self._due_s, now_s + random.uniform(0.0, spread_s))
         if now_s >= self._due_s:
             self._due_s = float("inf")
             self._lay(agent)
 
     def _lay(self, agent: Agent) -> None:
-        complaints = {node for node, _ in agent.unreachable}
-        seen = watch_list(agent.view, agent.dead, agent.generation, agent.policy.node, complaints)
+        complaints = {node for node, _ in agent.peers.unreachable}
+        seen = watch_list(agent.etcd.view, agent.peers.dead, agent.formed.generation, agent.policy.node, complaints)
         self._peers.watch({m.id: (m.record.host, m.record.port) for m in seen})

@@ -24,8 +24,8 @@ class Others:
 
     def known(self, agent: Agent, now_s: float) -> tuple[Known, ...]:
         """Standings of the ranks of other nodes. To be called often: the first sight of a standing sets its instant."""
-        members = agent.view.members
-        if members is self._members or not agent.view.whole:
+        members = agent.etcd.view.members
+        if members is self._members or not agent.etcd.view.whole:
             return self._known
         before = {(k.node, k.standing): k for k in self._known}
         found = []
@@ -47,15 +47,23 @@ def with_stillness(
     record: ProgressRecord, agent: Agent, known: Collection[Known], rules: Hang, now_s: float, wall_s: float
 ) -> ProgressRecord:
     """`record`, with since when and why no step is made, if none is. `known`: ranks of this node and of others."""
-    generation = agent.generation
-    if generation is None or not agent.policy.managed or agent.leaving is not None or agent.view.state.phase.over:
+    generation = agent.formed.generation
+    if (
+        generation is None
+        or not agent.policy.managed
+        or agent.drain.leaving is not None
+        or agent.etcd.view.state.phase.over
+    ):
         return record
-    mine = [w for w in agent.workers.values() if w.slot in generation.ranks(agent.policy.node)]
+    mine = [w for w in agent.local.workers.values() if w.slot in generation.ranks(agent.policy.node)]
     if not mine:  # none of the ranks is here: repeat what their agents report
-        said = agent.view.progress
+        said = agent.etcd.view.progress
         return replace(record, still=said.still) if said and said.generation == generation.number else record
-    since_s = max(agent.stepped_at_s, agent.formed_at_s if agent.step_s <= 0 else agent.stepped_at_s)
-    if now_s - since_s < still_s(agent.step_s, rules) or all(w.stage is Stage.DONE for w in mine):
+    since_s = max(
+        agent.progress.stepped_at_s,
+        agent.formed.formed_at_s if agent.progress.step_s <= 0 else agent.progress.stepped_at_s,
+    )
+    if now_s - since_s < still_s(agent.progress.step_s, rules) or all(w.stage is Stage.DONE for w in mine):
         return record
     cause = _cause(record, agent, known)
     still = Stillness(
@@ -70,10 +78,10 @@ def with_stillness(
 
 
 def _cause(record: ProgressRecord, agent: Agent, known: Collection[Known]) -> StandstillCause:
-    generation = agent.generation
+    generation = agent.formed.generation
     assert generation is not None
-    if agent.broken >= generation.number:
-        why = f" ({agent.broken_record.detail})" if agent.broken_record else ""
+    if agent.formed.broken >= generation.number:
+        why = f" ({agent.formed.broken_record.detail})" if agent.formed.broken_record else ""
         waits = record.waiting_for or "the next one has not formed yet"
         return StandstillCause(f"generation {generation.number} is broken{why}: {waits}")
     nodes = {rank: place.node for place in generation.places for rank in generation.ranks(place.node).values()}

@@ -49,9 +49,9 @@ class Gauge:
 
 
 def rank_rows(agent: Agent, pool: Pool) -> tuple[RankRow, ...]:
-    ranks = agent.generation.ranks(agent.policy.node) if agent.generation else {}
+    ranks = agent.formed.generation.ranks(agent.policy.node) if agent.formed.generation else {}
     rows = []
-    for slot, worker in sorted(agent.workers.items()):
+    for slot, worker in sorted(agent.local.workers.items()):
         process = pool.processes.get(worker.worker_id)
         beat = process.page.read() if process else None
         rss_mb = None
@@ -77,29 +77,29 @@ def rank_rows(agent: Agent, pool: Pool) -> tuple[RankRow, ...]:
 
 
 def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], saved: SaveStatus) -> ProgressRecord:
-    for worker in agent.workers.values():
+    for worker in agent.local.workers.values():
         if process := pool.processes.get(worker.worker_id):
             beat = process.page.read()
             if not math.isnan(beat.loss):
                 gauge.loss = beat.loss
                 break
-    reason = "" if phase_of(agent) == "running" else agent.reason
-    known = agent.view.progress
-    mine = max((row.step for row in rows), default=agent.step)
+    reason = "" if phase_of(agent) == "running" else agent.lead.reason
+    known = agent.etcd.view.progress
+    mine = max((row.step for row in rows), default=agent.progress.step)
     step, loss = _reached(agent, mine, gauge.loss)
     repeats = known is not None and step == known.step and (step != mine or not gauge.step_wall_s)
     return ProgressRecord(
-        generation=agent.generation.number if agent.generation else 0,
-        world_size=agent.generation.world_size if agent.generation else 0,
+        generation=agent.formed.generation.number if agent.formed.generation else 0,
+        world_size=agent.formed.generation.world_size if agent.formed.generation else 0,
         step=step,
         steps_per_s=round(gauge.per_s(), 3),
         loss=loss,
         wall_s=time.time(),
         step_wall_s=known.step_wall_s if known is not None and repeats else gauge.step_wall_s,
-        stepped_in=max(agent.settled, known.stepped_in if known is not None else 0),
+        stepped_in=max(agent.progress.settled, known.stepped_in if known is not None else 0),
         waiting_for=reason or _waits_for(agent, time.monotonic()),
         ranks=rows,
-        checkpoint_step=saved.step if saved.step is not None else agent.view.saved_step or None,
+        checkpoint_step=saved.step if saved.step is not None else agent.etcd.view.saved_step or None,
         checkpoint_wall_s=saved.wall_s if saved.step is not None or known is None else known.checkpoint_wall_s,
         checkpoint_write_s=saved.seconds if saved.step is not None else known.checkpoint_write_s if known else None,
         checkpoint_error=saved.error,
@@ -115,35 +115,40 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
 def _reached(agent: Agent, step: int, loss: float | None) -> tuple[int, float | None]:
     """Step and loss to report: those of the local workers, if one of them holds the job's state. An agent whose workers
     have not received it (it joined late, perhaps when the others had finished already) repeats what is on record."""
-    known = agent.view.progress
-    number = agent.generation.number if agent.generation else 0
+    known = agent.etcd.view.progress
+    number = agent.formed.generation.number if agent.formed.generation else 0
     holding = (Stage.RUNNING, Stage.STOPPING_AT_STEP, Stage.DONE)
-    holds = any(w.generation == number and w.stage in holding for w in agent.workers.values())
+    holds = any(w.generation == number and w.stage in holding for w in agent.local.workers.values())
     if known is None:
         return step, loss
     return (step if holds else max(step, known.step)), known.loss if loss is None else loss
 
 
 def _waits_for(agent: Agent, now_s: float) -> str:
-    starting = [f"slot {w.slot} of {agent.policy.node}" for w in agent.workers.values() if w.stage is Stage.STARTING]
+    starting = [
+        f"slot {w.slot} of {agent.policy.node}" for w in agent.local.workers.values() if w.stage is Stage.STARTING
+    ]
     if starting:
         return f"{', '.join(starting)} to start"
-    slow = [w for w in agent.workers.values() if w.stage is Stage.FORMING and now_s - w.since_s > SLOW_S]
-    if slow and agent.generation is not None:  # only the agent of a missing rank can tell which one it is
-        return f"all ranks to start in generation {agent.generation.number} ({agent.generation.why})"
+    slow = [w for w in agent.local.workers.values() if w.stage is Stage.FORMING and now_s - w.since_s > SLOW_S]
+    if slow and agent.formed.generation is not None:  # only the agent of a missing rank can tell which one it is
+        return f"all ranks to start in generation {agent.formed.generation.number} ({agent.formed.generation.why})"
     return ""
 
 
 def doing(agent: Agent, zygote_up: bool) -> str:
     """What this agent does before all of its workers are at work; '' if they are, or if none is needed here."""
-    starting = [worker.slot for worker in agent.workers.values() if worker.stage is Stage.STARTING]
-    if not zygote_up and any(worker.stage is not Stage.GONE for worker in agent.workers.values()):
+    starting = [worker.slot for worker in agent.local.workers.values() if worker.stage is Stage.STARTING]
+    if not zygote_up and any(worker.stage is not Stage.GONE for worker in agent.local.workers.values()):
         return "importing torch and the script's modules"
     if starting:
         return f"running the script up to the end of setup in {_slots(starting)}"
-    if any(worker.stage is Stage.FORMING for worker in agent.workers.values()) and agent.generation is not None:
-        return f"forming the group of generation {agent.generation.number}"
-    paused = [w.slot for w in agent.workers.values() if w.stage is Stage.GONE and w.crashes > 1]
+    if (
+        any(worker.stage is Stage.FORMING for worker in agent.local.workers.values())
+        and agent.formed.generation is not None
+    ):
+        return f"forming the group of generation {agent.formed.generation.number}"
+    paused = [w.slot for w in agent.local.workers.values() if w.stage is Stage.GONE and w.crashes > 1]
     return f"pausing before the next start in {_slots(paused)}" if paused else ""
 
 
@@ -152,15 +157,15 @@ def _slots(slots: list[int]) -> str:
 
 
 def phase_of(agent: Agent) -> str:
-    stages = {w.stage for w in agent.workers.values()}
-    if agent.leaving is not None:
+    stages = {w.stage for w in agent.local.workers.values()}
+    if agent.drain.leaving is not None:
         return "finishing"
-    if agent.draining is not None:
+    if agent.drain.draining is not None:
         return "draining"
-    if agent.generation is None:
+    if agent.formed.generation is None:
         return "joining"
-    if agent.broken >= agent.generation.number:
-        return "waiting" if agent.below_min else "repairing"
+    if agent.formed.broken >= agent.formed.generation.number:
+        return "waiting" if agent.lead.below_min else "repairing"
     if stages & {Stage.RUNNING, Stage.DONE, Stage.STOPPING_AT_STEP}:
         return "running"
     return "forming"

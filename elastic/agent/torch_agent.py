@@ -70,7 +70,7 @@ class LoopRendezvous(RendezvousHandler):
         policy, deadline_s = self._loop.agent.policy, time.monotonic() + NEXT_S
         while not self.is_closed():
             self._loop.changed.clear()
-            generation = self._loop.agent.generation
+            generation = self._loop.agent.formed.generation
             if generation is not None and generation.place(policy.node, policy.incarnation) is not None:
                 return self._info(generation)
             if not self._loop.changed.wait(max(0.0, deadline_s - time.monotonic())):
@@ -85,15 +85,15 @@ class LoopRendezvous(RendezvousHandler):
         return RendezvousInfo(store, rank, len(generation.places), RendezvousStoreInfo(host, port))
 
     def is_closed(self) -> bool:
-        return self._loop.agent.view.state.phase.over
+        return self._loop.agent.etcd.view.state.phase.over
 
     def set_closed(self) -> None:
         """Does nothing: whether the job is over is part of its state, and no single node decides it."""
 
     def num_nodes_waiting(self) -> int:
         agent = self._loop.agent
-        placed = {place.node for place in agent.generation.places} if agent.generation else set()
-        return sum(1 for node, m in agent.view.members.items() if m.record.ready and node not in placed)
+        placed = {place.node for place in agent.formed.generation.places} if agent.formed.generation else set()
+        return sum(1 for node, m in agent.etcd.view.members.items() if m.record.ready and node not in placed)
 
     def shutdown(self) -> bool:
         return True
@@ -152,7 +152,9 @@ class NodeAgent(SimpleElasticAgent):
         """Returns slot -> pid of the workers, which the loop starts by itself."""
         processes = self.loop.pool.processes
         return {
-            slot: processes[w.worker_id].pid for slot, w in self.loop.agent.workers.items() if w.worker_id in processes
+            slot: processes[w.worker_id].pid
+            for slot, w in self.loop.agent.local.workers.items()
+            if w.worker_id in processes
         }
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -161,18 +163,18 @@ class NodeAgent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         agent = self.loop.agent
-        phase = agent.view.state.phase
+        phase = agent.etcd.view.state.phase
         ranks = {w.global_rank for w in worker_group.workers}
         if phase is Phase.SUCCEEDED:
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
         if phase is Phase.FAILED:
             return RunResult(WorkerState.FAILED, failures=self._failures())
-        states = {_STATES[w.stage] for w in agent.workers.values()}
+        states = {_STATES[w.stage] for w in agent.local.workers.values()}
         state = WorkerState.HEALTHY if states <= {WorkerState.HEALTHY, WorkerState.SUCCEEDED} else WorkerState.STOPPED
         return RunResult(state, return_values=dict.fromkeys(ranks))
 
     def _failures(self) -> dict[int, ProcessFailure]:
-        error = self.loop.agent.view.state.error
+        error = self.loop.agent.etcd.view.state.error
         if error is None or error.node != self.loop.agent.policy.node:
             return {}
         code = error.exit_code or 1

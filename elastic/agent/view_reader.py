@@ -34,7 +34,7 @@ class ViewReader:
 
     def pick(self, newest: View | None, agent: Agent, now_s: float) -> View | None:
         """The view to read now, if any; `newest`: the one received since the last call."""
-        return self._gathering.pick(newest, agent.generation is not None, now_s)
+        return self._gathering.pick(newest, agent.formed.generation is not None, now_s)
 
     @property
     def due_s(self) -> float:
@@ -53,7 +53,7 @@ class ViewReader:
                 told = view.kvs.get(self._progress_key)
                 self.known_step = decode(ProgressRecord, told.value).step if told else 0
         except ProtocolVersionMismatch as error:
-            if agent.generation is None:
+            if agent.formed.generation is None:
                 raise
             return self._last(agent, str(error))
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
@@ -67,4 +67,4 @@ class ViewReader:
         if why != self.unreadable:
             log.error("etcd.unreadable", error=why)
             self.unreadable = why
-        return agent.view
+        return agent.etcd.view

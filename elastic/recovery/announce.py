@@ -21,8 +21,8 @@ IDLE_S = 1.0
 def member_record(turn: Turn) -> MemberRecord:
     """Our member record as it should be now."""
     agent, policy = turn.agent, turn.policy
-    before = agent.published.ready if agent.published else ()
-    standing = tuple(s for s, w in sorted(agent.workers.items()) if _stands(turn, w))
+    before = agent.etcd.published.ready if agent.etcd.published else ()
+    standing = tuple(s for s, w in sorted(agent.local.workers.items()) if _stands(turn, w))
     # A node that has shrunk to no slots returns with all of them at once; but one that has ranks in the generation
     # offers the slots it has, so that it is not passed over meanwhile.
     takes_part = any(slot in turn.my_ranks() for slot in standing)
@@ -30,7 +30,7 @@ def member_record(turn: Turn) -> MemberRecord:
         ready = standing
     else:
         ready = tuple(range(policy.slots)) if before or len(standing) == policy.slots else ()
-    number = agent.generation.number if agent.generation else 0
+    number = agent.formed.generation.number if agent.formed.generation else 0
     return MemberRecord(
         node=policy.node,
         incarnation=policy.incarnation,
@@ -38,10 +38,10 @@ def member_record(turn: Turn) -> MemberRecord:
         port=policy.port,
         slots=policy.slots,
         ready=ready,
-        draining=agent.draining,
+        draining=agent.drain.draining,
         done=number if turn.done_here() else 0,
-        unreachable=tuple(sorted({node for node, _ in agent.unreachable})),
-        standings=agent.standings,
+        unreachable=tuple(sorted({node for node, _ in agent.peers.unreachable})),
+        standings=agent.local.standings,
         managed=policy.managed,
     )
 
@@ -49,16 +49,16 @@ def member_record(turn: Turn) -> MemberRecord:
 def _stands(turn: Turn, worker: Worker) -> bool:
     """Whether the worker's slot can be given a rank, or has one that the worker will take."""
     if worker.stage is Stage.STARTING:
-        current = turn.agent.generation
+        current = turn.agent.formed.generation
         return current is not None and worker.seat == current.number and not turn.is_broken()
     if worker.stage is Stage.READY and not turn.policy.managed and not worker.worker_id:
-        return turn.agent.view.revision > 0  # the first view may show that the job's workers are managed
+        return turn.agent.etcd.view.revision > 0  # the first view may show that the job's workers are managed
     return worker.stage not in (Stage.GONE, Stage.KILLED)
 
 
 def settle_member(turn: Turn) -> None:
     wanted = member_record(turn)
-    if turn.agent.joined and wanted != turn.agent.published:
+    if turn.agent.etcd.joined and wanted != turn.agent.etcd.published:
         turn.change(published=wanted)
         turn.do(PutMember(wanted))
 
@@ -100,14 +100,14 @@ def broken_record(
 
 def add_evidence(turn: Turn, record: BrokenRecord) -> None:
     """Report a failure of a generation that is broken already, or was left as planned, unless it is known already."""
-    known = turn.agent.broken_record
+    known = turn.agent.formed.broken_record
     if turn.is_over():
         return
     if known is not None and known.generation == record.generation:
         if (more := merged(known, record)) == known:
             return
         turn.change(broken_record=more)
-    if incident := turn.agent.incident:
+    if incident := turn.agent.incidents.incident:
         mine = next((r for r in incident.reports if r.generation == record.generation), None)
         turn.change(incident=incident.with_report(merged(mine, record) if mine else record))
     turn.do(PutBroken(record))
@@ -115,7 +115,7 @@ def add_evidence(turn: Turn, record: BrokenRecord) -> None:
 
 def report_failure(turn: Turn, kind: str, detail: str, slots: tuple[int, ...], **more: object) -> None:
     """Report the newest generation as broken; if it is already, report what this failure adds."""
-    generation = turn.agent.generation
+    generation = turn.agent.formed.generation
     if generation is None or turn.is_over():
         return
     record = broken_record(turn, generation.number, kind, detail, slots, **more)  # type: ignore[arg-type]
@@ -123,9 +123,9 @@ def report_failure(turn: Turn, kind: str, detail: str, slots: tuple[int, ...], *
         add_evidence(turn, record)
         return
     turn.change(broken=generation.number, broken_record=record, broken_at_s=turn.now_s, suspicious_since_s=None)
-    turn.change(asked={**turn.agent.asked, f"broken {generation.number}": turn.now_s})
+    turn.change(asked={**turn.agent.etcd.asked, f"broken {generation.number}": turn.now_s})
     member = None
-    if turn.policy.shrink and (wanted := member_record(turn)) != turn.agent.published:
+    if turn.policy.shrink and (wanted := member_record(turn)) != turn.agent.etcd.published:
         member = wanted
         turn.change(published=wanted)
     turn.do(PutBroken(record, member))
@@ -133,26 +133,26 @@ def report_failure(turn: Turn, kind: str, detail: str, slots: tuple[int, ...], *
 
 def adopt(turn: Turn) -> None:
     """Adopt a newer generation; restore what etcd has lost."""
-    seen, held, spec = turn.agent.view.generation, turn.agent.generation, turn.agent.view.spec
+    seen, held, spec = turn.agent.etcd.view.generation, turn.agent.formed.generation, turn.agent.etcd.view.spec
     older = held is not None and (seen is None or seen.number < held.number)
     if seen is not None and (held is None or seen.number > held.number):
         if held is not None and turn.policy.managed and _has_stepped(turn, held):
             turn.change(last_committed=held)
         turn.change(generation=seen, formed_at_s=turn.now_s, suspicious_since_s=None, publishing=0)
         _carry_over(turn, held, seen)
-    elif turn.agent.connected and (spec is None or older):  # etcd was wiped, or restored to an older revision
-        if held is None and turn.now_s < turn.agent.absence_ignored_until_s:
+    elif turn.agent.etcd.connected and (spec is None or older):  # etcd was wiped, or restored to an older revision
+        if held is None and turn.now_s < turn.agent.etcd.absence_ignored_until_s:
             return  # agents that hold a generation restore first: without the spec no agent forms another one
-        turn.ask(Restore(held, turn.agent.state, turn.agent.spec), "restore")
-    record = turn.agent.broken_record
-    if record and held and seen == held and record.generation == held.number and not turn.agent.view.broken:
+        turn.ask(Restore(held, turn.agent.etcd.state, turn.agent.etcd.spec), "restore")
+    record = turn.agent.formed.broken_record
+    if record and held and seen == held and record.generation == held.number and not turn.agent.etcd.view.broken:
         turn.ask(PutBroken(record), f"broken {held.number}")
 
 
 def _has_stepped(turn: Turn, generation: GenerationRecord) -> bool:
     """As far as is known here; an agent that had no rank in `generation` has only the progress record."""
-    progress = turn.agent.view.progress
-    return turn.agent.settled >= generation.number or (
+    progress = turn.agent.etcd.view.progress
+    return turn.agent.progress.settled >= generation.number or (
         progress is not None and progress.stepped_in >= generation.number and progress.step > 0
     )
 
@@ -160,7 +160,7 @@ def _has_stepped(turn: Turn, generation: GenerationRecord) -> bool:
 def _carry_over(turn: Turn, held: GenerationRecord | None, seen: GenerationRecord) -> None:
     """Report a failure again for a planned change that was published while this node reported it for the generation
     before: there was no step boundary, and a node that was to leave may be the only one that holds the state."""
-    record = turn.agent.broken_record
+    record = turn.agent.formed.broken_record
     planned = held is not None and seen.at_step is not None and seen.number == held.number + 1
     if held is None or record is None or not planned or record.generation != held.number:
         return
@@ -174,11 +174,11 @@ def _carry_over(turn: Turn, held: GenerationRecord | None, seen: GenerationRecor
 
 def check_suspicion(turn: Turn) -> None:
     """Report a failed collective whose cause no agent has reported in time."""
-    since = turn.agent.suspicious_since_s
+    since = turn.agent.local.suspicious_since_s
     if since is None or turn.now_s - since < SUSPICION_S:
         return
     turn.change(suspicious_since_s=None)
-    group_failed(turn, summary(turn.agent.suspicion))
+    group_failed(turn, summary(turn.agent.local.suspicion))
 
 
 def group_failed(turn: Turn, detail: str) -> None:
@@ -186,20 +186,20 @@ def group_failed(turn: Turn, detail: str) -> None:
     agent = turn.agent
     # A generation that broke before its first step may do so forever: it counts against the restart budget, and the
     # next ones are tried ever more slowly.
-    in_vain = agent.generation is not None and agent.settled < agent.generation.number
-    report_failure(turn, COMM, detail, (), charged=in_vain, step=agent.step if in_vain else None)
+    in_vain = agent.formed.generation is not None and agent.progress.settled < agent.formed.generation.number
+    report_failure(turn, COMM, detail, (), charged=in_vain, step=agent.progress.step if in_vain else None)
 
 
 def check_idle(turn: Turn) -> None:
     """Report a generation whose worker has left the group though it is not broken: the reason was called off, say."""
-    current = turn.agent.generation
+    current = turn.agent.formed.generation
     if current is None or turn.is_broken() or not turn.policy.managed:
         return
     ranks = turn.my_ranks()
-    left = (w for w in turn.agent.workers.values() if w.stage is Stage.READY and w.generation == current.number)
+    left = (w for w in turn.agent.local.workers.values() if w.stage is Stage.READY and w.generation == current.number)
     if not any(w.slot in ranks and turn.now_s - w.since_s >= IDLE_S for w in left):
         return
-    members = turn.agent.view.members.values()
+    members = turn.agent.etcd.view.members.values()
     stay = sum(1 for m in members if m.record.ready and m.record.draining is None)
     if any(m.record.draining is not None for m in members) and stay < turn.limits().min_nodes:
         return  # it waits for the draining node to leave, and the job for a replacement

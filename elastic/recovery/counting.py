@@ -15,20 +15,20 @@ from .turn import Turn
 
 
 def count_failures(turn: Turn) -> None:
-    agent, state = turn.agent, turn.agent.view.state
-    if not agent.uncounted or not (agent.joined and agent.connected) or agent.view.spec is None:
+    agent, state = turn.agent, turn.agent.etcd.view.state
+    if not agent.etcd.uncounted or not (agent.etcd.joined and agent.etcd.connected) or agent.etcd.view.spec is None:
         return
     if state.phase.over:
         turn.change(uncounted=())
         return
     shown = {_key(failure) for failure in state.failures}
-    left = tuple(u for u in agent.uncounted if u.written is None or _key(u.written) not in shown)
+    left = tuple(u for u in agent.etcd.uncounted if u.written is None or _key(u.written) not in shown)
     if left:
         first, later = left[0], left[1:]
         counted = charge(state, first.record, turn.policy.spec.restarts, first.wall_s, None).state
-        effect = PutState(counted, agent.view.state_revision)
+        effect = PutState(counted, agent.etcd.view.state_revision)
         if counted.failures != state.failures:
-            turn.ask(effect, f"count {agent.view.state_revision}")
+            turn.ask(effect, f"count {agent.etcd.view.state_revision}")
             left = (replace(first, written=counted.failures[-1]), *later)
         else:  # it follows from a failure that is counted; its error is recorded
             turn.do(effect)

@@ -29,7 +29,7 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     worker = replace(worker, step=max(worker.step, event.step))
     turn.reaches(worker.synced, event.step)
     expected = worker.stage in (Stage.KILLED, Stage.ABORTING) or turn.is_over()
-    if turn.agent.view.state.phase is Phase.STOPPING and _struck_down(turn, worker, event):
+    if turn.agent.etcd.view.state.phase is Phase.STOPPING and _struck_down(turn, worker, event):
         _report_at_the_end(turn, worker, event)
     if not turn.policy.managed:
         _plain_exited(turn, worker, event, expected)
@@ -48,8 +48,8 @@ def exited(turn: Turn, event: WorkerExited) -> None:
 
 def ends_too_early(agent: Agent, slot: int, worker_id: int) -> bool:
     """Whether a script that ends now has failed even with exit code 0, since the job is not done."""
-    worker, phase = agent.workers.get(slot), agent.view.state.phase
-    over = agent.leaving is not None or phase.over or phase is Phase.STOPPING
+    worker, phase = agent.local.workers.get(slot), agent.etcd.view.state.phase
+    over = agent.drain.leaving is not None or phase.over or phase is Phase.STOPPING
     there = (
         worker is not None
         and worker.worker_id == worker_id
@@ -90,13 +90,13 @@ def _struck_down(turn: Turn, worker: Worker, event: WorkerExited) -> bool:
 
 def _report_at_the_end(turn: Turn, worker: Worker, event: WorkerExited) -> None:
     """The job was stopped just after the failure: nothing follows from it, but it goes on record."""
-    generation = turn.agent.generation
+    generation = turn.agent.formed.generation
     if generation is None or worker.generation != generation.number or worker.slot not in turn.my_ranks():
         return
     record = broken_record(
         turn, generation.number, "exit", _detail(event), (worker.slot,), step=worker.step, charged=False
     )
-    if turn.is_broken() and (known := turn.agent.broken_record) is not None:
+    if turn.is_broken() and (known := turn.agent.formed.broken_record) is not None:
         record = merged(known, record)
     turn.change(broken=generation.number, broken_record=record)
     turn.do(PutBroken(record))
@@ -105,7 +105,7 @@ def _report_at_the_end(turn: Turn, worker: Worker, event: WorkerExited) -> None:
 def _report_fallen(turn: Turn, worker: Worker, event: WorkerExited) -> None:
     """The worker died while it aborted its group: killed together with the one that broke the generation, or because it
     did not abort in time. It does not count against the restart budget: one failure per generation does."""
-    incident = turn.agent.incident
+    incident = turn.agent.incidents.incident
     formed = next((w for w in incident.generations if w.number == worker.generation), None) if incident else None
     if incident is None or formed is None or formed.place(turn.policy.node, turn.policy.incarnation) is None:
         return
@@ -136,12 +136,12 @@ def _report_exit(turn: Turn, worker: Worker, event: WorkerExited | WorkerFailed)
         )  # fmt: skip
         return
     _report_left_out(turn, worker, detail)
-    workers = turn.agent.workers
+    workers = turn.agent.local.workers
     if any(w.crashes >= workers[worker.slot].crashes for s, w in workers.items() if s != worker.slot):
         return  # all workers of a node meet the same failure before the first step: it counts once
     record = broken_record(
         turn,
-        turn.agent.generation.number if turn.agent.generation else 0,
+        turn.agent.formed.generation.number if turn.agent.formed.generation else 0,
         "exit",
         detail,
         (worker.slot,),
@@ -149,13 +149,13 @@ def _report_exit(turn: Turn, worker: Worker, event: WorkerExited | WorkerFailed)
         fingerprint=fingerprint,
         error=event.error,
     )
-    turn.change(uncounted=(*turn.agent.uncounted, Uncounted(record, turn.wall_s)))
+    turn.change(uncounted=(*turn.agent.etcd.uncounted, Uncounted(record, turn.wall_s)))
 
 
 def _report_left_out(turn: Turn, worker: Worker, detail: str) -> None:
     """The worker died in the previous generation, which runs on to the step boundary of a planned change that leaves
     its slot without a rank: the agents that go on name it in the incident of that change. It is counted on its own."""
-    last_committed, node = turn.agent.last_committed, turn.policy.node
+    last_committed, node = turn.agent.formed.last_committed, turn.policy.node
     if last_committed is None or last_committed.number != worker.generation or worker.stage not in IN_GROUP:
         return
     if last_committed.place(node, turn.policy.incarnation) is None or worker.slot not in (

@@ -63,27 +63,28 @@ def take(turn: Turn, event: Event) -> None:
         case Viewed(view, connected):
             _viewed(turn, view, connected)
         case PublishFailed(number):
-            if turn.agent.publishing == number:
+            if turn.agent.lead.publishing == number:
                 turn.change(publishing=0)
-        case PeerDead(node, incarnation) if (node, incarnation) in turn.agent.falsely_suspected:
+        case PeerDead(node, incarnation) if (node, incarnation) in turn.agent.peers.falsely_suspected:
             _unreachable(turn, node, incarnation)
         case PeerDead(node, incarnation):
             turn.change(
-                dead=turn.agent.dead | {(node, incarnation)},
-                dead_since_s={**turn.agent.dead_since_s, (node, incarnation): turn.now_s},
-                unreachable=turn.agent.unreachable - {(node, incarnation)},
+                dead=turn.agent.peers.dead | {(node, incarnation)},
+                dead_since_s={**turn.agent.peers.dead_since_s, (node, incarnation): turn.now_s},
+                unreachable=turn.agent.peers.unreachable - {(node, incarnation)},
             )
         case PeerUnreachable(node, incarnation):
             _unreachable(turn, node, incarnation)
         case PeerReachable(node, incarnation):
             peer = {(node, incarnation)}
             turn.change(
-                unreachable=turn.agent.unreachable - peer, falsely_suspected=turn.agent.falsely_suspected - peer
+                unreachable=turn.agent.peers.unreachable - peer,
+                falsely_suspected=turn.agent.peers.falsely_suspected - peer,
             )
         case Progress(generation, at_step, step_s):
-            if at_step > turn.agent.step or generation > turn.agent.settled:
+            if at_step > turn.agent.progress.step or generation > turn.agent.progress.settled:
                 turn.change(stepped_at_s=turn.now_s)
-            turn.change(step=at_step, step_s=step_s, settled=max(turn.agent.settled, generation))
+            turn.change(step=at_step, step_s=step_s, settled=max(turn.agent.progress.settled, generation))
             turn.reaches(generation, at_step)
             _forgive(turn)  # a Progress event comes in place of a Tick
         case RanksStill(standings):
@@ -92,9 +93,9 @@ def take(turn: Turn, event: Event) -> None:
             turn.change(draining=reason, drain_deadline_s=deadline_s, drain_saved=0)
         case Undrain():
             turn.change(draining=None, drain_deadline_s=math.inf)
-            current = turn.agent.generation
+            current = turn.agent.formed.generation
             if current and any(
-                w.stage is Stage.READY and w.generation == current.number for w in turn.agent.workers.values()
+                w.stage is Stage.READY and w.generation == current.number for w in turn.agent.local.workers.values()
             ):
                 report_failure(turn, "undrain", "stopped for a drain that was called off", (), charged=False)
         case CheckpointSaved(at_step):
@@ -108,40 +109,42 @@ def take(turn: Turn, event: Event) -> None:
 def _forgive(turn: Turn) -> None:
     """An agent marked dead whose lease is still renewed after more than one TTL was falsely suspected."""
     agent = turn.agent
-    if not agent.connected or not agent.dead:
+    if not agent.etcd.connected or not agent.peers.dead:
         return
     limit_s = turn.policy.timeouts.lease_ttl_s + 1.0
-    standing = {m.id for m in agent.view.members.values()}
-    alive = {d for d in agent.dead & standing if turn.now_s - agent.dead_since_s.get(d, turn.now_s) > limit_s}
+    standing = {m.id for m in agent.etcd.view.members.values()}
+    alive = {
+        d for d in agent.peers.dead & standing if turn.now_s - agent.peers.dead_since_s.get(d, turn.now_s) > limit_s
+    }
     if alive:
-        turn.change(dead=agent.dead - alive, falsely_suspected=agent.falsely_suspected | alive)
+        turn.change(dead=agent.peers.dead - alive, falsely_suspected=agent.peers.falsely_suspected | alive)
 
 
 def _unreachable(turn: Turn, node: str, incarnation: str) -> None:
-    if (member := turn.agent.view.members.get(node)) and member.id == (node, incarnation):
-        turn.change(unreachable=turn.agent.unreachable | {member.id})
+    if (member := turn.agent.etcd.view.members.get(node)) and member.id == (node, incarnation):
+        turn.change(unreachable=turn.agent.peers.unreachable | {member.id})
 
 
 def _revive(turn: Turn) -> None:
     """The leader that has just gone on without this node is alive, even if this agent has marked it dead or is about
     to: a firewall that refuses connections looks like a dead peer from both sides. Each side would re-form alone
     forever, over the other's steps. Published as unreachable instead, the peer is judged alike by all agents."""
-    agent, formed, held = turn.agent, turn.agent.view.generation, turn.agent.generation
+    agent, formed, held = turn.agent, turn.agent.etcd.view.generation, turn.agent.formed.generation
     if formed is None or held is None or formed.number <= held.number or formed.at_step is not None:
         return
-    me, publisher = (turn.policy.node, turn.policy.incarnation), agent.view.members.get(formed.leader)
+    me, publisher = (turn.policy.node, turn.policy.incarnation), agent.etcd.view.members.get(formed.leader)
     if (
         publisher is None
         or formed.place(*publisher.id) is None
-        or all_workers_lost(held, turn.policy.node, agent.broken_record)
+        or all_workers_lost(held, turn.policy.node, agent.formed.broken_record)
     ):
         return
     if held.place(*me) is not None and formed.place(*me) is None:
         peer = {publisher.id}
         turn.change(
-            dead=agent.dead - peer,
-            falsely_suspected=agent.falsely_suspected | peer,
-            unreachable=agent.unreachable | agent.dead & peer,
+            dead=agent.peers.dead - peer,
+            falsely_suspected=agent.peers.falsely_suspected | peer,
+            unreachable=agent.peers.unreachable | agent.peers.dead & peer,
         )
 
 
@@ -176,7 +179,7 @@ def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
             if generation == worker.generation:
                 turn.put(replace(worker, step=at_step, crashes=0))
                 turn.reaches(generation, at_step)
-                turn.change(settled=max(turn.agent.settled, generation), stepped_at_s=turn.now_s)
+                turn.change(settled=max(turn.agent.progress.settled, generation), stepped_at_s=turn.now_s)
         case WorkerGroupClosed():
             _released(turn, worker, event)
         case WorkerDone(_, _, generation, at_step):
@@ -204,39 +207,39 @@ def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
 def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
     before = turn.agent
     if not connected and view.revision == 0:
-        view = before.view  # a restarted watch that has received nothing yet
-    wiped = view.revision < before.view.revision or (before.view.spec is not None and view.spec is None)
-    if connected and (wiped or not before.connected):
+        view = before.etcd.view  # a restarted watch that has received nothing yet
+    wiped = view.revision < before.etcd.view.revision or (before.etcd.view.spec is not None and view.spec is None)
+    if connected and (wiped or not before.etcd.connected):
         # etcd was wiped or unavailable, or this agent is new. The other agents register again with their next lease
         # renewals, each at its own time.
         turn.change(absence_ignored_until_s=turn.now_s + turn.policy.timeouts.lease_ttl_s)
         if wiped:  # and with it the generation that this agent may have published
-            turn.change(wiped_until_s=turn.agent.absence_ignored_until_s, publishing=0)
+            turn.change(wiped_until_s=turn.agent.etcd.absence_ignored_until_s, publishing=0)
     turn.change(view=view, connected=connected)
     learn(turn)
-    if before.dead:  # forget those that no member key and no place names any more
-        places = {p for held in (before.generation, view.generation) if held is not None for p in held.places}
+    if before.peers.dead:  # forget those that no member key and no place names any more
+        places = {p for held in (before.formed.generation, view.generation) if held is not None for p in held.places}
         known = {m.id for m in view.members.values()} | {(p.node, p.incarnation) for p in places}
-        turn.change(dead=frozenset(d for d in before.dead if d in known))
-    if before.unreachable:  # only of incarnations that are members
+        turn.change(dead=frozenset(d for d in before.peers.dead if d in known))
+    if before.peers.unreachable:  # only of incarnations that are members
         there = {node: m.id for node, m in view.members.items()}
-        turn.change(unreachable=frozenset(u for u in before.unreachable if there.get(u[0]) == u))
-    if before.falsely_suspected:
+        turn.change(unreachable=frozenset(u for u in before.peers.unreachable if there.get(u[0]) == u))
+    if before.peers.falsely_suspected:
         turn.change(
             falsely_suspected=frozenset(
-                u for u in before.falsely_suspected if (m := view.members.get(u[0])) and m.id == u
+                u for u in before.peers.falsely_suspected if (m := view.members.get(u[0])) and m.id == u
             )
         )
     _revive(turn)
-    if view.disputes - before.view.disputes:
+    if view.disputes - before.etcd.view.disputes:
         turn.change(disputed_s=turn.now_s)
     # A state or spec that etcd has lost is kept, for `Restore`.
-    turn.change(state=view.state if view.state_revision else before.state, spec=view.spec or before.spec)
+    turn.change(state=view.state if view.state_revision else before.etcd.state, spec=view.spec or before.etcd.spec)
     if view.broken and view.generation and view.broken.generation == view.generation.number:
-        if view.broken.generation > before.broken:
+        if view.broken.generation > before.formed.broken:
             turn.change(broken=view.broken.generation, broken_record=view.broken, broken_at_s=turn.now_s)
-        elif view.broken.generation == before.broken:  # other nodes have reported more
-            held = before.broken_record
+        elif view.broken.generation == before.formed.broken:  # other nodes have reported more
+            held = before.formed.broken_record
             turn.change(broken_record=view.broken if held is None else merged(view.broken, held))
 
 
@@ -259,10 +262,10 @@ def _released(turn: Turn, worker: Worker, event: WorkerGroupClosed) -> None:
     untold = worker.stage in (Stage.FORMING, Stage.RUNNING, Stage.DONE)
     turn.move(worker, Trigger.GROUP_CLOSED, step=event.step)
     turn.reaches(worker.synced, event.step)
-    current = turn.agent.generation
+    current = turn.agent.formed.generation
     if untold and event.error and current and current.number == event.generation and not turn.is_broken():
         turn.change(suspicion=event.error)
-        if turn.agent.suspicious_since_s is None:
+        if turn.agent.local.suspicious_since_s is None:
             turn.change(suspicious_since_s=turn.now_s)
 
 
@@ -270,13 +273,13 @@ def _bad_numbers(turn: Turn, worker: Worker, event: WorkerBadNumbers) -> None:
     mode = turn.policy.spec.on_bad_numbers
     if mode == "ignore" or event.generation != worker.generation:
         return
-    if mode == "stop" and turn.agent.view.state.phase is not Phase.RUNNING:
+    if mode == "stop" and turn.agent.etcd.view.state.phase is not Phase.RUNNING:
         return  # the job waits, is being stopped or has ended: that decision came first
     ranks = ", ".join(map(str, event.ranks)) or "?"
     detail = f"{event.kind} on rank {ranks} at step {event.step}: {event.detail}"
     if mode == "stop":
         # The phase first, so that no leader forms another generation; then the failure report, for the incident.
-        state, revision = turn.agent.view.state, turn.agent.view.state_revision
+        state, revision = turn.agent.etcd.view.state, turn.agent.etcd.view.state_revision
         turn.do(PutState(after(state, PhaseTrigger.FAILED, detail, turn.wall_s), revision))
     error = WorkerError(node=turn.policy.node, slot=worker.slot, rank=-1, message=detail, step=event.step)
     report_failure(

@@ -13,11 +13,11 @@ from .membership import (
     Wait,
     all_workers_lost,
     cut_off,
-    leader,
     living,
     next_generation,
     unreached,
 )
+from .model import is_leader
 from .restart_budget import Verdict, backoff_s, charge, in_vain, summary
 from .turn import Turn
 
@@ -30,19 +30,19 @@ only all reports together show which nodes are partitioned."""
 
 
 def lead(turn: Turn) -> None:
-    agent, view = turn.agent, turn.agent.view
-    if not (agent.joined and agent.connected) or agent.publishing or view.spec is None:
+    agent, view = turn.agent, turn.agent.etcd.view
+    if not (agent.etcd.joined and agent.etcd.connected) or agent.lead.publishing or view.spec is None:
         return
     if not view.whole:
         _follow(turn)
         return
-    known = agent.generation
+    known = agent.formed.generation
     if known is not None and view.generation is not known and view.generation != known:
         return  # etcd has lost it, and it is not restored yet
     me = view.members.get(turn.policy.node)
     if me is None or me.record.incarnation != turn.policy.incarnation:
         return  # the view is older than our registration: it may show the previous agent of this node
-    if leader(view, agent.dead, agent.generation, turn.policy.leader_candidates) != turn.policy.node:
+    if not is_leader(agent):
         _follow(turn)
         return
     if _all_done(turn):
@@ -60,75 +60,85 @@ def lead(turn: Turn) -> None:
 
 def _follow(turn: Turn) -> None:
     """Another agent decides; this one only shows whether its node is left out, and why."""
-    view, node = turn.agent.view, turn.policy.node
-    out = view.disputes and node in cut_off(view, turn.agent.dead, turn.agent.generation)
+    view, node = turn.agent.etcd.view, turn.policy.node
+    out = view.disputes and node in cut_off(view, turn.agent.peers.dead, turn.agent.formed.generation)
     reason = f"{unreached(view, node)}: it waits with its state" if out else ""
-    if turn.agent.reason != reason or turn.agent.below_min:
+    if turn.agent.lead.reason != reason or turn.agent.lead.below_min:
         turn.change(reason=reason, below_min=False, halted=False)
 
 
 def _verdict(turn: Turn) -> Change | Wait:
-    agent, view, limits = turn.agent, turn.agent.view, turn.limits()
+    agent, view, limits = turn.agent, turn.agent.etcd.view, turn.limits()
     ready = sum(1 for m in view.members.values() if m.record.ready)
     if ready < limits.min_nodes:
         turn.change(min_reached_s=None)
-    elif agent.min_reached_s is None:
+    elif agent.lead.min_reached_s is None:
         turn.change(min_reached_s=turn.now_s)
-    settled = not turn.policy.managed or (agent.generation is not None and agent.settled >= agent.generation.number)
+    settled = not turn.policy.managed or (
+        agent.formed.generation is not None and agent.progress.settled >= agent.formed.generation.number
+    )
     advance, blind = turn.steps_advance(), turn.now_s < _absence_ignored_until_s(turn)
     # Most ticks change nothing: with the same inputs, skip what would be a pass over all members.
-    same = view.members, view.state, view.broken, agent.generation, agent.dead
+    same = view.members, view.state, view.broken, agent.formed.generation, agent.peers.dead
     equal = view.generation_revision, limits, settled, advance, blind
-    if agent.fine and agent.fine[1] == equal and all(a is b for a, b in zip(agent.fine[0], same, strict=True)):
+    if (
+        agent.lead.fine
+        and agent.lead.fine[1] == equal
+        and all(a is b for a, b in zip(agent.lead.fine[0], same, strict=True))
+    ):
         return AS_IT_SHOULD_BE
-    reached = turn.agent.min_reached_s
+    reached = turn.agent.lead.min_reached_s
     verdict = next_generation(
         view,
-        agent.generation,
+        agent.formed.generation,
         limits,
-        agent.dead,
+        agent.peers.dead,
         steps_advance=advance,
         settled=settled,
         in_place=turn.policy.managed,
         min_reached_for_s=turn.now_s - reached if reached is not None else 0.0,
         blind=blind,
-        last_committed=agent.last_committed,
+        last_committed=agent.formed.last_committed,
     )
     if verdict == AS_IT_SHOULD_BE:
         turn.change(fine=(same, equal))
     if isinstance(verdict, Wait):
         return verdict
     if not verdict.planned:
-        unsure = view.disputes and turn.now_s - agent.disputed_s < DISPUTE_S
+        unsure = view.disputes and turn.now_s - agent.peers.disputed_s < DISPUTE_S
         return Wait("nodes are checking their connections to each other") if unsure else verdict
     if turn.done_here():
         return Wait("training is complete; the others are finishing")
-    if turn.now_s < agent.wiped_until_s:
+    if turn.now_s < agent.etcd.wiped_until_s:
         return Wait("a planned change waits: etcd has lost its data a moment ago")
     return verdict
 
 
 def _pauses(turn: Turn) -> str:
     """Why the next generation has to wait: the last ones all broke before their first step. '' when it need not."""
-    broken = turn.agent.view.broken
-    if broken is None or not turn.is_broken() or broken.generation != turn.agent.broken:
+    broken = turn.agent.etcd.view.broken
+    if broken is None or not turn.is_broken() or broken.generation != turn.agent.formed.broken:
         return ""
-    count = in_vain(turn.agent.view.state, broken)
+    count = in_vain(turn.agent.etcd.view.state, broken)
     pause_s = backoff_s(count, turn.policy.spec.restarts, jitter=1.0)
-    if turn.now_s >= turn.agent.broken_at_s + pause_s:
+    if turn.now_s >= turn.agent.formed.broken_at_s + pause_s:
         return ""
     return f"{count} generations in a row broke before their first step; again within {pause_s:g} s: {broken.detail}"
 
 
 def _publish(turn: Turn, change: Change) -> None:
-    agent, view = turn.agent, turn.agent.view
-    number = agent.generation.number + 1 if agent.generation else 1
-    if turn.now_s < agent.wiped_until_s and agent.generation:
+    agent, view = turn.agent, turn.agent.etcd.view
+    number = agent.formed.generation.number + 1 if agent.formed.generation else 1
+    if turn.now_s < agent.etcd.wiped_until_s and agent.formed.generation:
         number += 1  # an agent may hold one more, published just before etcd was wiped
-    ahead = max(2, math.ceil(LEAD_S / agent.step_s)) if agent.step_s > 0 else 2
-    at_step = agent.step + ahead if change.planned and turn.policy.managed else None
+    ahead = max(2, math.ceil(LEAD_S / agent.progress.step_s)) if agent.progress.step_s > 0 else 2
+    at_step = agent.progress.step + ahead if change.planned and turn.policy.managed else None
     broken = view.broken
-    told = broken is not None and agent.generation is not None and broken.generation == agent.generation.number
+    told = (
+        broken is not None
+        and agent.formed.generation is not None
+        and broken.generation == agent.formed.generation.number
+    )
     verdict = Verdict(view.state)
     if broken is not None and told:
         verdict = charge(view.state, broken, turn.policy.spec.restarts, turn.wall_s, _spare(turn))
@@ -147,7 +157,7 @@ def _publish(turn: Turn, change: Change) -> None:
 
 def _spare(turn: Turn) -> int:
     """Living nodes that are ready to take part, beyond the job's minimum."""
-    alive = living(turn.agent.view, turn.agent.dead).values()
+    alive = living(turn.agent.etcd.view, turn.agent.peers.dead).values()
     fit = sum(1 for m in alive if m.record.ready and m.record.draining is None)
     return max(0, fit - turn.limits().min_nodes)
 
@@ -156,20 +166,22 @@ def _absence_ignored_until_s(turn: Turn) -> float:
     """Until when absence proves nothing. Longer if all nodes that hold the job's state are absent and none is known to
     be dead: they may train on without etcd, and to go on without them costs steps."""
     agent = turn.agent
-    members = agent.view.members
-    current = agent.generation
-    places = [p for p in current.places if not all_workers_lost(current, p.node, agent.view.broken)] if current else []
-    if not places or any(p.node in members or (p.node, p.incarnation) in agent.dead for p in places):
+    members = agent.etcd.view.members
+    current = agent.formed.generation
+    places = (
+        [p for p in current.places if not all_workers_lost(current, p.node, agent.etcd.view.broken)] if current else []
+    )
+    if not places or any(p.node in members or (p.node, p.incarnation) in agent.peers.dead for p in places):
         turn.change(orphaned_s=None)
-        return agent.absence_ignored_until_s
-    if agent.orphaned_s is None:
+        return agent.etcd.absence_ignored_until_s
+    if agent.etcd.orphaned_s is None:
         turn.change(orphaned_s=turn.now_s)
-    assert turn.agent.orphaned_s is not None
-    return max(agent.absence_ignored_until_s, turn.agent.orphaned_s + turn.policy.timeouts.form_s)
+    assert turn.agent.etcd.orphaned_s is not None
+    return max(agent.etcd.absence_ignored_until_s, turn.agent.etcd.orphaned_s + turn.policy.timeouts.form_s)
 
 
 def _all_done(turn: Turn) -> bool:
-    generation, members = turn.agent.generation, turn.agent.view.members
+    generation, members = turn.agent.formed.generation, turn.agent.etcd.view.members
     if generation is None or turn.is_broken():
         return False
     # A rank is done only when all ranks have reached the end, so members that have left need not report it.
@@ -178,13 +190,13 @@ def _all_done(turn: Turn) -> bool:
 
 
 def _wait(turn: Turn, verdict: Wait) -> None:
-    view, reason = turn.agent.view, verdict.reason
-    if turn.agent.draining and verdict.below_min and not turn.policy.spec.checkpoint.dir:
+    view, reason = turn.agent.etcd.view, verdict.reason
+    if turn.agent.drain.draining and verdict.below_min and not turn.policy.spec.checkpoint.dir:
         reason += "; the job has no checkpoint.dir, so its state would be lost"
-    if turn.agent.generation is None and view.state.error is not None:
+    if turn.agent.formed.generation is None and view.state.error is not None:
         reason += f"; the newest failure, on {view.state.error.node}: {summary(view.state.error.message)}"
     lost = turn.is_broken() or not turn.steps_advance()
-    halted = verdict.below_min and lost and turn.agent.generation is not None
+    halted = verdict.below_min and lost and turn.agent.formed.generation is not None
     turn.change(reason="" if verdict.fine else reason, below_min=verdict.below_min, halted=halted)
     if verdict.below_min and any(m.record.draining for m in view.members.values()):
         # The draining node may not host rank 0, and only rank 0 acts on this request.
@@ -196,6 +208,6 @@ def _wait(turn: Turn, verdict: Wait) -> None:
 
 
 def _put_phase(turn: Turn, trigger: PhaseTrigger, reason: str = "") -> None:
-    view = turn.agent.view
+    view = turn.agent.etcd.view
     state = after(view.state, trigger, reason, turn.wall_s)
     turn.ask(PutState(state, view.state_revision), f"{state.phase.value} {view.state_revision}")

@@ -16,40 +16,40 @@ TOO_LATE = "did not end in time"
 
 def check_drain(turn: Turn) -> None:
     agent = turn.agent
-    if agent.draining is None or agent.leaving is not None:
+    if agent.drain.draining is None or agent.drain.leaving is not None:
         return
     if not turn.my_ranks():
-        free = all(w.stage not in IN_GROUP | {Stage.ABORTING} for w in agent.workers.values())
+        free = all(w.stage not in IN_GROUP | {Stage.ABORTING} for w in agent.local.workers.values())
         if free and not _is_needed(turn):
-            turn.change(leaving=f"drained: {agent.draining}")
+            turn.change(leaving=f"drained: {agent.drain.draining}")
         return
-    due = turn.now_s >= agent.drain_deadline_s
+    due = turn.now_s >= agent.drain.drain_deadline_s
     stay = [
         m
-        for m in agent.view.members.values()
+        for m in agent.etcd.view.members.values()
         if m.record.node != turn.policy.node and m.record.ready and m.record.draining is None
     ]
     if len(stay) < turn.limits().min_nodes and not due:
         due = _may_fall_below_min(turn, bool(stay))
     if due:
         settle_member(turn)  # so that the next generation is formed without this node
-        at_step = max([agent.step, *(w.step for w in agent.workers.values())])
-        report_failure(turn, "drain", agent.draining, tuple(turn.my_ranks()), step=at_step, charged=False)
-        turn.change(leaving=f"drained: {agent.draining}")
+        at_step = max([agent.progress.step, *(w.step for w in agent.local.workers.values())])
+        report_failure(turn, "drain", agent.drain.draining, tuple(turn.my_ranks()), step=at_step, charged=False)
+        turn.change(leaving=f"drained: {agent.drain.draining}")
 
 
 def _is_needed(turn: Turn) -> bool:
     """Whether the generation that goes on without this node has not stepped yet. If it breaks before it does, by a
     failure at the same moment, this node may be the only one that has committed the last step."""
-    agent, generation = turn.agent, turn.agent.generation
-    if generation is None or not turn.policy.managed or not agent.reached[1]:
+    agent, generation = turn.agent, turn.agent.formed.generation
+    if generation is None or not turn.policy.managed or not agent.progress.reached[1]:
         return False
-    if all(w.synced == 0 for w in agent.workers.values()):
+    if all(w.synced == 0 for w in agent.local.workers.values()):
         return False
-    progress = agent.view.progress
+    progress = agent.etcd.view.progress
     stepped = progress is not None and progress.stepped_in >= generation.number
-    due_s = min(agent.drain_deadline_s, agent.formed_at_s + turn.policy.timeouts.form_s)
-    return agent.view.whole and not stepped and turn.now_s < due_s
+    due_s = min(agent.drain.drain_deadline_s, agent.formed.formed_at_s + turn.policy.timeouts.form_s)
+    return agent.etcd.view.whole and not stepped and turn.now_s < due_s
 
 
 def _may_fall_below_min(turn: Turn, others: bool) -> bool:
@@ -57,25 +57,25 @@ def _may_fall_below_min(turn: Turn, others: bool) -> bool:
     agent = turn.agent
     if not turn.policy.spec.checkpoint.dir:
         return others  # the other nodes keep the state, and wait
-    stopped = all(w.stage is Stage.READY for w in agent.workers.values() if w.slot in turn.my_ranks())
-    at_step = max((w.step for w in agent.workers.values()), default=0)
-    if stopped and max(agent.drain_saved, agent.view.saved_step) >= at_step > 0:
+    stopped = all(w.stage is Stage.READY for w in agent.local.workers.values() if w.slot in turn.my_ranks())
+    at_step = max((w.step for w in agent.local.workers.values()), default=0)
+    if stopped and max(agent.drain.drain_saved, agent.etcd.view.saved_step) >= at_step > 0:
         return True
-    turn.ask(SaveNow(f"drain: {agent.draining}", stop=True), "save")
+    turn.ask(SaveNow(f"drain: {agent.drain.draining}", stop=True), "save")
     return False
 
 
 def check_end(turn: Turn) -> None:
-    phase, reason = turn.agent.view.state.phase, turn.agent.view.state.reason
-    if turn.agent.leaving is None and (phase.over or phase is Phase.STOPPING):
+    phase, reason = turn.agent.etcd.view.state.phase, turn.agent.etcd.view.state.reason
+    if turn.agent.drain.leaving is None and (phase.over or phase is Phase.STOPPING):
         turn.change(leaving=f"{phase.value}: {reason}" if reason else phase.value)
 
 
 def leave(turn: Turn) -> None:
     """End every worker, then the agent."""
-    succeeded = turn.agent.view.state.phase is Phase.SUCCEEDED
+    succeeded = turn.agent.etcd.view.state.phase is Phase.SUCCEEDED
     busy = False
-    for worker in tuple(turn.agent.workers.values()):
+    for worker in tuple(turn.agent.local.workers.values()):
         if not has_process(worker, turn.policy.managed):
             continue
         busy = True
@@ -86,12 +86,12 @@ def leave(turn: Turn) -> None:
             if turn.now_s >= worker.deadline_s:
                 turn.kill(worker, TOO_LATE)
         elif worker.stage is not Stage.KILLED:
-            turn.kill(worker, turn.agent.leaving or "", graceful=True)
-    for standby in turn.agent.standbys:
+            turn.kill(worker, turn.agent.drain.leaving or "", graceful=True)
+    for standby in turn.agent.local.standbys:
         if standby.stage in (Stage.STARTING, Stage.READY):
             turn.do(Kill(-1, standby.worker_id, "the job is over here"))
             turn.move_standby(standby, Trigger.KILL)
         busy = busy or standby.stage is not Stage.GONE
-    if not busy and turn.agent.leaving is not None and not turn.agent.reason.startswith("left"):
-        turn.change(reason=f"left: {turn.agent.leaving}")
-        turn.do(Leave(turn.agent.leaving))
+    if not busy and turn.agent.drain.leaving is not None and not turn.agent.drain.left:
+        turn.change(left=True, reason=f"left: {turn.agent.drain.leaving}")
+        turn.do(Leave(turn.agent.drain.leaving))

@@ -15,26 +15,26 @@ def seen(agent: Agent, *, syncing: bool) -> Seen:
 
     Ranks of other nodes are taken to do what those of this node do: all ranks step together, or none does.
     """
-    generation, policy, progress = agent.generation, agent.policy, agent.view.progress
+    generation, policy, progress = agent.formed.generation, agent.policy, agent.etcd.view.progress
     ranks = generation.world_size if generation else policy.slots * policy.limits.min_nodes
     holds = generation is not None and bool(generation.ranks(policy.node))
-    step = agent.step if holds or progress is None else max(agent.step, progress.step)
-    step = max([step, *(w.step for w in agent.workers.values() if w.stage is Stage.DONE)])
-    broken = generation is not None and agent.broken >= generation.number
+    step = agent.progress.step if holds or progress is None else max(agent.progress.step, progress.step)
+    step = max([step, *(w.step for w in agent.local.workers.values() if w.stage is Stage.DONE)])
+    broken = generation is not None and agent.formed.broken >= generation.number
     return Seen(_bucket(agent, broken, syncing), ranks, step, broken, policy.managed)
 
 
 def _bucket(agent: Agent, broken: bool, syncing: bool) -> Bucket:
-    generation, phase = agent.generation, agent.view.state.phase
+    generation, phase = agent.formed.generation, agent.etcd.view.state.phase
     if phase.over or phase is Phase.STOPPING:
         return Bucket.IDLE
-    if agent.below_min or agent.halted:
+    if agent.lead.below_min or agent.lead.halted:
         return Bucket.WAITING
     if generation is None:
-        members = {*agent.view.members, agent.policy.node}  # this node's own key may not be there yet
-        few = agent.view.whole and len(members) < agent.policy.limits.min_nodes
+        members = {*agent.etcd.view.members, agent.policy.node}  # this node's own key may not be there yet
+        few = agent.etcd.view.whole and len(members) < agent.policy.limits.min_nodes
         return Bucket.WAITING if few else Bucket.SETUP
-    stages = {w.stage for slot, w in agent.workers.items() if slot in generation.ranks(agent.policy.node)}
+    stages = {w.stage for slot, w in agent.local.workers.items() if slot in generation.ranks(agent.policy.node)}
     if broken:
         return Bucket.ABORT if stages & _LEAVING else Bucket.FORM
     return _forming(agent, generation, stages, syncing)
@@ -42,7 +42,7 @@ def _bucket(agent: Agent, broken: bool, syncing: bool) -> Bucket:
 
 def _forming(agent: Agent, generation: GenerationRecord, stages: set[Stage], syncing: bool) -> Bucket:
     """Of a generation that has not failed."""
-    progress = agent.view.progress
+    progress = agent.etcd.view.progress
     if stages and stages <= {Stage.DONE}:
         return Bucket.IDLE
     if stages & {Stage.RUNNING, Stage.STOPPING_AT_STEP, Stage.DONE}:

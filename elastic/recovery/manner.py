@@ -17,7 +17,7 @@ def learn(turn: Turn) -> None:
     """Switch to managed workers if the newest view shows that the job's are."""
     if turn.policy.managed:
         return
-    view = turn.agent.view
+    view = turn.agent.etcd.view
     formed, progress = view.generation, view.progress
     # Plain workers report no steps. The progress record counts, too, since all agents may have died after writing it.
     stepped = progress is not None and progress.step > 0
@@ -29,8 +29,8 @@ def manage(turn: Turn) -> None:
     """Record that this job's workers call `elastic.run`. Idempotent."""
     if turn.policy.managed:
         return
-    turn.change(policy=replace(turn.policy, managed=True))
-    for worker in tuple(turn.agent.workers.values()):
+    turn.agent = replace(turn.agent, policy=replace(turn.policy, managed=True))
+    for worker in tuple(turn.agent.local.workers.values()):
         if worker.stage is Stage.RUNNING:
             # It has its rank and is in its set-up: it forms this generation, unless that breaks meanwhile.
             turn.move(worker, Trigger.MANAGED, generation=0, seat=worker.generation)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from ..contract.records import BrokenRecord, Failure, GenerationRecord, JobState, MemberRecord, SpecRecord, Standing
 from ..contract.spec import JobSpec
 from ..contract.timeouts import Timeouts
 from .incident import Closed, Incident
-from .membership import LEADER_CANDIDATES, Dead, Limits
+from .membership import LEADER_CANDIDATES, Dead, Limits, leader
 from .transitions import Stage
 from .view import JobView
 
@@ -76,13 +78,32 @@ class Uncounted(msgspec.Struct, frozen=True):
     """As it was last put into the job's state, perhaps in vain."""
 
 
-class Agent(msgspec.Struct, frozen=True):
-    """All that an agent has learnt. A msgspec struct, since each turn replaces a few of its many fields repeatedly."""
+class EtcdState(msgspec.Struct, frozen=True):
+    """What etcd has shown, and what is requested of it."""
 
-    policy: Policy
     view: JobView = msgspec.field(default_factory=JobView)
     joined: bool = False
     connected: bool = False
+    state: JobState = msgspec.field(default_factory=JobState)
+    """The newest that etcd has shown; kept while etcd is unavailable or wiped."""
+    spec: SpecRecord | None = None
+    """The newest that etcd has shown; kept while etcd is unavailable or wiped."""
+    absence_ignored_until_s: float = float("-inf")
+    """etcd was wiped or unavailable: until then, an absent member may only not have registered again yet."""
+    wiped_until_s: float = float("-inf")
+    """etcd has lost its data: until then, an agent may still restore a newer generation than etcd shows."""
+    orphaned_s: float | None = None
+    """Since when all nodes that hold the job's state are absent from etcd, with none known to be dead; None: not so."""
+    published: MemberRecord | None = None
+    uncounted: tuple[Uncounted, ...] = ()
+    """Failures of this node's workers that the job's state does not show yet, oldest first."""
+    asked: Mapping[str, float] = msgspec.field(default_factory=dict)
+    """Request -> when it was last made: see `Turn.ask`."""
+
+
+class FormedState(msgspec.Struct, frozen=True):
+    """The newest generation, and whether it is broken."""
+
     generation: GenerationRecord | None = None
     """The newest that this agent has seen; kept while etcd is unavailable or wiped."""
     formed_at_s: float = float("-inf")
@@ -97,16 +118,11 @@ class Agent(msgspec.Struct, frozen=True):
     """Its failure report; kept while etcd is unavailable or wiped."""
     broken_at_s: float = float("-inf")
     """When this agent learnt of it."""
-    state: JobState = msgspec.field(default_factory=JobState)
-    """The newest that etcd has shown; kept while etcd is unavailable or wiped."""
-    spec: SpecRecord | None = None
-    """The newest that etcd has shown; kept while etcd is unavailable or wiped."""
-    absence_ignored_until_s: float = float("-inf")
-    """etcd was wiped or unavailable: until then, an absent member may only not have registered again yet."""
-    wiped_until_s: float = float("-inf")
-    """etcd has lost its data: until then, an agent may still restore a newer generation than etcd shows."""
-    orphaned_s: float | None = None
-    """Since when all nodes that hold the job's state are absent from etcd, with none known to be dead; None: not so."""
+
+
+class PeerState(msgspec.Struct, frozen=True):
+    """The other agents, as far as this one can tell whether they live."""
+
     dead: Dead = frozenset()
     dead_since_s: Mapping[tuple[str, str], float] = msgspec.field(default_factory=dict)
     falsely_suspected: Dead = frozenset()
@@ -115,47 +131,111 @@ class Agent(msgspec.Struct, frozen=True):
     """(node, incarnation) of members whose agents do not answer this one."""
     disputed_s: float = float("-inf")
     """When a new dispute between any two members was last seen."""
+
+
+class LocalState(msgspec.Struct, frozen=True):
+    """The workers of this node."""
+
     workers: Mapping[int, Worker] = msgspec.field(default_factory=dict)
     standbys: tuple[Worker, ...] = ()
     spawned: int = 0
-    published: MemberRecord | None = None
-    fine: tuple[tuple[object, ...], tuple[object, ...]] | None = None
-    """The inputs of the decision that last found no change to be needed: see `leading`."""
-    publishing: int = 0
-    """Number of the generation whose compare-and-swap is in flight; 0 = none."""
-    min_reached_s: float | None = None
-    step: int = 0
-    step_s: float = 0.0
-    stepped_at_s: float = float("-inf")
-    settled: int = 0
-    """The newest generation in which a local worker has committed a step."""
     standings: tuple[Standing, ...] = ()
     """How far the local workers that show no progress have got, as published to the other agents."""
     suspicious_since_s: float | None = None
     """Since when a collective that failed here has had no known cause; None: there is none."""
     suspicion: str = ""
-    draining: str | None = None
-    drain_deadline_s: float = float("inf")
-    drain_saved: int = 0
-    """Step of the newest checkpoint that became durable since the drain was ordered."""
-    leaving: str | None = None
+
+
+class ProgressState(msgspec.Struct, frozen=True):
+    """How far the job has got, as far as is known here."""
+
+    step: int = 0
+    step_s: float = 0.0
+    stepped_at_s: float = float("-inf")
+    settled: int = 0
+    """The newest generation in which a local worker has committed a step."""
+    reached: tuple[int, int] = (0, 0)
+    """(generation, step) of the newest commit known here: by this node's workers, including those that have exited and
+    those of the previous agent."""
+
+
+class LeadState(msgspec.Struct, frozen=True):
+    """What this agent decides as leader, and what it waits for."""
+
+    fine: tuple[tuple[object, ...], tuple[object, ...]] | None = None
+    """The inputs of the decision that last found no change to be needed: see `leading`."""
+    publishing: int = 0
+    """Number of the generation whose compare-and-swap is in flight; 0 = none."""
+    min_reached_s: float | None = None
     reason: str = ""
     """Why the agent waits, shown to users."""
     below_min: bool = False
     halted: bool = False
     """As leader: no step is made, and too few nodes are left to go on."""
-    reached: tuple[int, int] = (0, 0)
-    """(generation, step) of the newest commit known here: by this node's workers, including those that have exited and
-    those of the previous agent."""
-    left_wall_s: float = 0.0
-    """When the previous agent of this node was last known to be alive, by its own clock."""
+
+
+class DrainState(msgspec.Struct, frozen=True):
+    """How this agent leaves."""
+
+    draining: str | None = None
+    drain_deadline_s: float = float("inf")
+    drain_saved: int = 0
+    """Step of the newest checkpoint that became durable since the drain was ordered."""
+    leaving: str | None = None
+    left: bool = False
+    """All workers have ended, and the agent has been told to."""
+
+
+class IncidentState(msgspec.Struct, frozen=True):
+    """The incident in progress, and the last one."""
+
     incident: Incident | None = None
     """The incident in progress, as far as it is known here."""
     reported: int = 0
     """Key of the last incident that ended."""
     closed: Closed | None = None
     """That incident, if this agent has followed it."""
-    uncounted: tuple[Uncounted, ...] = ()
-    """Failures of this node's workers that the job's state does not show yet, oldest first."""
-    asked: Mapping[str, float] = msgspec.field(default_factory=dict)
-    """Request -> when it was last made: see `Turn.ask`."""
+    left_wall_s: float = 0.0
+    """When the previous agent of this node was last known to be alive, by its own clock."""
+
+
+class Agent(msgspec.Struct, frozen=True):
+    """All that an agent has learnt, by topic. msgspec structs, since each turn replaces a few fields repeatedly; a turn
+    changes them by their names alone: see `changed`."""
+
+    policy: Policy
+    etcd: EtcdState = EtcdState()
+    formed: FormedState = FormedState()
+    peers: PeerState = PeerState()
+    local: LocalState = LocalState()
+    progress: ProgressState = ProgressState()
+    lead: LeadState = LeadState()
+    drain: DrainState = DrainState()
+    incidents: IncidentState = IncidentState()
+
+
+def is_leader(agent: Agent) -> bool:
+    """Whether this agent leads the job, as far as it can see."""
+    limit = agent.policy.leader_candidates
+    return leader(agent.etcd.view, agent.peers.dead, agent.formed.generation, limit) == agent.policy.node
+
+
+GROUPS: Mapping[str, str] = {
+    field: group
+    for group, kind in Agent.__annotations__.items()
+    if group != "policy"
+    for field in globals()[kind].__struct_fields__
+}
+"""Field of one of the structs in Agent -> name of that struct in Agent."""
+
+
+def changed(agent: Agent, **fields: Any) -> Agent:
+    """The agent with other values of these fields, whichever of its structs they are in."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name, value in fields.items():
+        group = GROUPS[name]
+        if getattr(getattr(agent, group), name) is not value:  # most turns change nothing
+            parts.setdefault(group, {})[name] = value
+    if not parts:
+        return agent
+    return replace(agent, **{group: replace(getattr(agent, group), **part) for group, part in parts.items()})

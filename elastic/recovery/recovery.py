@@ -45,10 +45,10 @@ def _settle(turn: Turn) -> None:
     check_drain(turn)
     check_end(turn)
     count_failures(turn)
-    if turn.agent.leaving is not None:
+    if turn.agent.drain.leaving is not None:
         leave(turn)
         return
-    for worker in tuple(turn.agent.workers.values()):
+    for worker in tuple(turn.agent.local.workers.values()):
         settle_worker(turn, worker)
     settle_standbys(turn)
     settle_member(turn)

@@ -12,8 +12,8 @@ from ..contract.records import Cause, GenerationRecord, IncidentRecord, Phase, P
 from .effects import AddCauses, PutIncident
 from .events import Event, WorkerSynced
 from .incident import Closed, Incident, Sync, causes, dated, drawn
-from .membership import cut_off, leader, unreached
-from .model import Agent
+from .membership import cut_off, unreached
+from .model import Agent, is_leader
 from .transitions import Stage
 from .turn import Turn
 
@@ -27,23 +27,23 @@ FREE = (Stage.READY, Stage.FORMING, Stage.RUNNING, Stage.GONE, Stage.STARTING, S
 
 def report(turn: Turn, before: Agent, event: Event) -> None:
     _supplement(turn)
-    known = turn.agent.incident
+    known = turn.agent.incidents.incident
     incident = _renewed(turn, known) if known else _opened(turn, before)
     if incident is None:
         _sweep(turn)
         return
     incident = _observed(turn, before, event, incident)
     outcome = _outcome(turn, incident)
-    leads = _leads(turn)
+    leads = is_leader(turn.agent)
     if outcome:
         _close(turn, incident, outcome, leads)
         return
-    assert turn.agent.generation is not None
-    if not leads and turn.agent.generation.number > incident.generations[0].number and not turn.my_ranks():
+    assert turn.agent.formed.generation is not None
+    if not leads and turn.agent.formed.generation.number > incident.generations[0].number and not turn.my_ranks():
         turn.change(incident=None)  # the job goes on without this node, which does not observe the outcome
         return
     # Right after an etcd outage, the agents that go on without this node may only not have registered again yet.
-    sees_all = bool(turn.my_ranks()) or turn.now_s >= turn.agent.absence_ignored_until_s
+    sees_all = bool(turn.my_ranks()) or turn.now_s >= turn.agent.etcd.absence_ignored_until_s
     if leads and sees_all:
         record = drawn(incident, counted=_counted(turn, incident))
         if incident.told != record.causes:
@@ -54,7 +54,7 @@ def report(turn: Turn, before: Agent, event: Event) -> None:
 
 
 def _close(turn: Turn, incident: Incident, outcome: str, leads: bool) -> None:
-    generation, counted = turn.agent.generation, _counted(turn, incident)
+    generation, counted = turn.agent.formed.generation, _counted(turn, incident)
     assert generation is not None
     incident = incident.with_mark(outcome, turn.now_s)
     # An agent without a rank in the generation that failed may know only of steps that were lost before it.
@@ -75,28 +75,32 @@ def _write(turn: Turn, key: int, record: IncidentRecord, began_s: float) -> None
 def _supplement(turn: Turn) -> None:
     """Add what is reported of an incident that is over. An agent that cannot reach etcd at once reports late what only
     it has seen, while the reports of other nodes were enough to recover."""
-    agent, over = turn.agent, turn.agent.closed
+    agent, over = turn.agent, turn.agent.incidents.closed
     if over is None:
         return
-    for report in (*agent.view.broken_before, agent.view.broken, agent.broken_record):
+    for report in (*agent.etcd.view.broken_before, agent.etcd.view.broken, agent.formed.broken_record):
         if report is not None:
             over = over.with_report(report)
-    if over is agent.closed:
+    if over is agent.incidents.closed:
         return
     turn.change(closed=over)
-    if _leads(turn):
+    if is_leader(turn.agent):
         turn.do(AddCauses(over.incident.key, over.record()))
 
 
 def _sweep(turn: Turn) -> None:
     """Close a record that an earlier leader has left open and that no other agent closes, once the job steps."""
-    agent, seen = turn.agent, turn.agent.view.incident
-    if seen is None or agent.reported == seen[0] or agent.generation is None:
+    agent, seen = turn.agent, turn.agent.etcd.view.incident
+    if seen is None or agent.incidents.reported == seen[0] or agent.formed.generation is None:
         return  # what this agent has just closed may still look open
-    steps = agent.settled >= agent.generation.number > agent.broken and not agent.halted and turn.steps_advance()
-    if steps and turn.now_s - agent.formed_at_s > SWEEP_S and _leads(turn):
+    steps = (
+        agent.progress.settled >= agent.formed.generation.number > agent.formed.broken
+        and not agent.lead.halted
+        and turn.steps_advance()
+    )
+    if steps and turn.now_s - agent.formed.formed_at_s > SWEEP_S and is_leader(turn.agent):
         record = replace(
-            seen[1], open=False, timeline_s={"stepping": 0.0}, world_size_after=agent.generation.world_size
+            seen[1], open=False, timeline_s={"stepping": 0.0}, world_size_after=agent.formed.generation.world_size
         )
         effect = PutIncident(seen[0], dated(record, turn.now_s, turn.now_s, turn.wall_s))
         turn.ask(effect, f"incident {seen[0]}")
@@ -107,24 +111,19 @@ def _counted(turn: Turn, incident: Incident) -> bool:
     return turn.policy.managed or incident.generations[0].managed
 
 
-def _leads(turn: Turn) -> bool:
-    agent = turn.agent
-    return leader(agent.view, agent.dead, agent.generation, turn.policy.leader_candidates) == turn.policy.node
-
-
 # ── its beginning ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _opened(turn: Turn, before: Agent) -> Incident | None:
-    agent, held = turn.agent, before.generation
-    generation = agent.generation
-    if generation is None or before.view.state.phase.over:
+    agent, held = turn.agent, before.formed.generation
+    generation = agent.formed.generation
+    if generation is None or before.etcd.view.state.phase.over:
         return None
-    broke = agent.broken >= generation.number > before.broken
+    broke = agent.formed.broken >= generation.number > before.formed.broken
     replaced = held is not None and generation.number > held.number
-    halted = agent.halted and not before.halted
+    halted = agent.lead.halted and not before.lead.halted
     # A job that is stopped while a failed collective still has no known cause has had a failure all the same.
-    cut_short = turn.is_over() and before.suspicious_since_s is not None and not before.view.state.phase.over
+    cut_short = turn.is_over() and before.local.suspicious_since_s is not None and not before.etcd.view.state.phase.over
     if not (broke or replaced or halted or cut_short):
         return None
     last_committed = held if replaced and held is not None else generation
@@ -133,8 +132,8 @@ def _opened(turn: Turn, before: Agent) -> Incident | None:
         generations=(last_committed,),
         began_s=turn.now_s,
         planned=(replaced and generation.at_step is not None) or (halted and not broke and _drains(turn)),
-        why=generation.why if replaced else agent.suspicion if cut_short else agent.reason,
-        reached=agent.reached[1],
+        why=generation.why if replaced else agent.local.suspicion if cut_short else agent.lead.reason,
+        reached=agent.progress.reached[1],
     )
     return _continued(turn, incident)
 
@@ -142,7 +141,7 @@ def _opened(turn: Turn, before: Agent) -> Incident | None:
 def _renewed(turn: Turn, incident: Incident) -> Incident:
     """The incident that this agent tracks, or the newer one that is in etcd: then the job has recovered and failed
     again while this agent could not observe it."""
-    seen = turn.agent.view.incident
+    seen = turn.agent.etcd.view.incident
     if seen is None or seen[0] <= incident.key:
         return incident
     key, record = seen
@@ -153,18 +152,18 @@ def _renewed(turn: Turn, incident: Incident) -> Incident:
         began_s=incident.began_s,
         began_wall_s=record.wall_s,
         inherited=record.causes,
-        reached=max(record.step or 0, turn.agent.reached[1]),
+        reached=max(record.step or 0, turn.agent.progress.reached[1]),
     )
 
 
 def _drains(turn: Turn) -> bool:
-    return any(member.record.draining is not None for member in turn.agent.view.members.values())
+    return any(member.record.draining is not None for member in turn.agent.etcd.view.members.values())
 
 
 def _continued(turn: Turn, incident: Incident) -> Incident:
     """With what precedes this agent: the record that an earlier leader has begun, and how far the job had got."""
-    agent, seen, progress = turn.agent, turn.agent.view.incident, turn.agent.view.progress
-    if seen is not None and agent.reported < seen[0] <= incident.key:
+    agent, seen, progress = turn.agent, turn.agent.etcd.view.incident, turn.agent.etcd.view.progress
+    if seen is not None and agent.incidents.reported < seen[0] <= incident.key:
         key, record = seen
         incident = replace(
             incident,
@@ -174,15 +173,15 @@ def _continued(turn: Turn, incident: Incident) -> Incident:
             reached=max(incident.reached, record.step or 0),
         )
     here = incident.generations[0].place(turn.policy.node, turn.policy.incarnation)
-    if here is not None or agent.settled:
+    if here is not None or agent.progress.settled:
         return incident
     # This agent started after the outage had begun, or joins in this change.
     if progress is not None:
-        known = max((progress.generation, progress.step), agent.reached)[1]
+        known = max((progress.generation, progress.step), agent.progress.reached)[1]
         incident = replace(incident, reached=max(incident.reached, known))
     if incident.planned:
         return incident
-    last_seen_s = max(progress.step_wall_s if progress else 0.0, agent.left_wall_s)
+    last_seen_s = max(progress.step_wall_s if progress else 0.0, agent.incidents.left_wall_s)
     return replace(incident, began_wall_s=incident.began_wall_s or last_seen_s)
 
 
@@ -190,10 +189,10 @@ def _continued(turn: Turn, incident: Incident) -> Incident:
 
 
 def _observed(turn: Turn, before: Agent, event: Event, incident: Incident) -> Incident:
-    agent, view = turn.agent, turn.agent.view
-    if known := agent.incident:
+    agent, view = turn.agent, turn.agent.etcd.view
+    if known := agent.incidents.incident:
         incident = replace(incident, reports=known.reports)  # with the reports made in this turn
-    for record in (*view.broken_before, view.broken, agent.broken_record):
+    for record in (*view.broken_before, view.broken, agent.formed.broken_record):
         if record is not None:
             incident = incident.with_report(record)
     incident = _with_generation(turn, before, incident)
@@ -204,7 +203,7 @@ def _observed(turn: Turn, before: Agent, event: Event, incident: Incident) -> In
 
 def _with_generation(turn: Turn, before: Agent, incident: Incident) -> Incident:
     """With what a new generation, or the lack of one, shows of the nodes of the one before."""
-    agent, held, generation = turn.agent, before.generation, turn.agent.generation
+    agent, held, generation = turn.agent, before.formed.generation, turn.agent.formed.generation
     assert generation is not None
     if generation is not held:
         if held is not None and generation.at_step is None:
@@ -212,8 +211,8 @@ def _with_generation(turn: Turn, before: Agent, incident: Incident) -> Incident:
         if generation.number > incident.generations[-1].number:
             incident = replace(incident, generations=(*incident.generations, generation))
         return incident.with_mark("published", turn.now_s)
-    news = agent.dead is not before.dead or agent.halted or agent.incident is None
-    if news and (agent.halted or turn.is_broken()):
+    news = agent.peers.dead is not before.peers.dead or agent.lead.halted or agent.incidents.incident is None
+    if news and (agent.lead.halted or turn.is_broken()):
         incident = _with_gone(turn, incident, generation, generation.places)
     return incident
 
@@ -225,11 +224,11 @@ def _left_out(before: GenerationRecord, after: GenerationRecord) -> tuple[Place,
 def _with_gone(turn: Turn, incident: Incident, formed: GenerationRecord, places: tuple[Place, ...]) -> Incident:
     known = {(c.generation, c.node) for c in incident.gone}
     known |= {(r.generation, r.node) for r in incident.reports if r.kind == "drain"}  # it left as ordered
-    cut = cut_off(turn.agent.view, turn.agent.dead, formed)
+    cut = cut_off(turn.agent.etcd.view, turn.agent.peers.dead, formed)
     found = []
     for p in places:
         if (formed.number, p.node) in known or not (
-            said := _why_gone(turn, p, cut, formed is not turn.agent.generation)
+            said := _why_gone(turn, p, cut, formed is not turn.agent.formed.generation)
         ):
             continue
         kind, detail = said
@@ -241,22 +240,24 @@ def _with_gone(turn: Turn, incident: Incident, formed: GenerationRecord, places:
 def _why_gone(turn: Turn, place: Place, cut: frozenset[str], decided: bool) -> tuple[str, str] | None:
     """(kind, evidence) of a lost or unreachable node; None: it is there as far as is known, or leaves as ordered.
     `decided`: the job goes on without it."""
-    agent, member = turn.agent, turn.agent.view.members.get(place.node)
-    if (place.node, place.incarnation) in agent.dead:
+    agent, member = turn.agent, turn.agent.etcd.view.members.get(place.node)
+    if (place.node, place.incarnation) in agent.peers.dead:
         return "lost", f"node {place.node} is gone: its agent's port refuses connections"
     if place.node in cut:
-        return "unreachable", unreached(agent.view, place.node)
-    if not agent.connected or not agent.view.whole:
+        return "unreachable", unreached(agent.etcd.view, place.node)
+    if not agent.etcd.connected or not agent.etcd.view.whole:
         return None
     if member is not None and member.record.incarnation != place.incarnation:
         return "lost", f"node {place.node} is gone: its agent was started anew"
-    if member is None and (decided or turn.now_s >= agent.absence_ignored_until_s):  # before, absence proves nothing
+    if member is None and (
+        decided or turn.now_s >= agent.etcd.absence_ignored_until_s
+    ):  # before, absence proves nothing
         return "lost", f"node {place.node} is gone: its agent's lease has run out"
     return None
 
 
 def _with_sync(turn: Turn, incident: Incident, event: WorkerSynced) -> Incident:
-    number = turn.agent.generation.number if turn.agent.generation else 0
+    number = turn.agent.formed.generation.number if turn.agent.formed.generation else 0
     fresh = number > incident.generations[0].number
     if (
         event.generation != number
@@ -275,15 +276,15 @@ def _with_sync(turn: Turn, incident: Incident, event: WorkerSynced) -> Incident:
 
 def _with_marks(turn: Turn, incident: Incident) -> Incident:
     """With each phase marked at the instant when it was first complete for all workers of this node."""
-    agent, stages = turn.agent, [w.stage for w in turn.agent.workers.values()]
+    agent, stages = turn.agent, [w.stage for w in turn.agent.local.workers.values()]
     if incident.planned and not incident.marked("boundary") and Stage.READY in stages and not causes(incident):
         # Until the boundary the old generation steps on: the cost of the change is counted from there.
-        incident = replace(incident, began_s=turn.now_s, timeline_s=(), reached=agent.reached[1])
+        incident = replace(incident, began_s=turn.now_s, timeline_s=(), reached=agent.progress.reached[1])
         incident = incident.with_mark("boundary", turn.now_s)
     if not incident.marked("aborted") and all(s in FREE for s in stages):
         incident = incident.with_mark("aborted", turn.now_s)
-    number = agent.generation.number if agent.generation else 0
-    placed = [w for w in agent.workers.values() if w.generation == number]
+    number = agent.formed.generation.number if agent.formed.generation else 0
+    placed = [w for w in agent.local.workers.values() if w.generation == number]
     if not incident.marked("synced") and placed and all(w.stage in (Stage.RUNNING, Stage.DONE) for w in placed):
         incident = incident.with_mark("synced", turn.now_s)
     return incident
@@ -294,13 +295,15 @@ def _with_marks(turn: Turn, incident: Incident) -> Incident:
 
 def _outcome(turn: Turn, incident: Incident) -> str:
     """'stepping', 'given_up', or '' while it lasts."""
-    agent, phase = turn.agent, turn.agent.view.state.phase
-    generation = agent.generation
+    agent, phase = turn.agent, turn.agent.etcd.view.state.phase
+    generation = agent.formed.generation
     assert generation is not None
     followed = generation.number > incident.generations[0].number or not incident.reports
-    whole = followed and agent.broken < generation.number and not agent.halted
+    whole = followed and agent.formed.broken < generation.number and not agent.lead.halted
     if whole and (
-        agent.settled >= generation.number or turn.done_here() or (not _counted(turn, incident) and _plain_runs(turn))
+        agent.progress.settled >= generation.number
+        or turn.done_here()
+        or (not _counted(turn, incident) and _plain_runs(turn))
     ):
         return "stepping"
     if phase is Phase.SUCCEEDED:
@@ -310,7 +313,7 @@ def _outcome(turn: Turn, incident: Incident) -> str:
 
 def _plain_runs(turn: Turn) -> bool:
     """A script without `elastic` reports no steps: it has recovered when its workers run again."""
-    number = turn.agent.generation.number if turn.agent.generation else 0
-    mine = [w for s, w in turn.agent.workers.items() if s in turn.my_ranks()]
+    number = turn.agent.formed.generation.number if turn.agent.formed.generation else 0
+    mine = [w for s, w in turn.agent.local.workers.items() if s in turn.my_ranks()]
     running = all(w.stage in (Stage.RUNNING, Stage.DONE) and w.generation == number for w in mine)
     return not turn.policy.managed and bool(mine) and running

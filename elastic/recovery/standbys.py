@@ -13,13 +13,13 @@ from .turn import Turn
 
 def promote(turn: Turn, slot: int) -> bool:
     """A ready standby takes the place of `slot`'s process; False when there is none."""
-    standby = next((w for w in turn.agent.standbys if w.stage is Stage.READY), None)
+    standby = next((w for w in turn.agent.local.standbys if w.stage is Stage.READY), None)
     if standby is None or turn.is_over():
         return False
     # Its place among the standbys is empty, and a new standby is due there now.
     empty = Worker(slot=-1, worker_id=0, stage=Stage.GONE, deadline_s=turn.now_s, crashes=standby.crashes)
-    turn.change(standbys=tuple(empty if w is standby else w for w in turn.agent.standbys))
-    replaced = turn.agent.workers[slot]
+    turn.change(standbys=tuple(empty if w is standby else w for w in turn.agent.local.standbys))
+    replaced = turn.agent.local.workers[slot]
     taken = replace(standby, slot=slot, stage=after(replaced.stage, Trigger.PROMOTE), since_s=turn.now_s)
     turn.put(replace(taken, crashes=replaced.crashes))
     turn.do(Send(slot, standby.worker_id, messages.Assign(slot=slot)))
@@ -29,18 +29,18 @@ def promote(turn: Turn, slot: int) -> bool:
 def settle_standbys(turn: Turn) -> None:
     if not turn.policy.managed or not turn.policy.standbys:
         return
-    if not turn.agent.standbys:
+    if not turn.agent.local.standbys:
         # Only once the workers have started: they come first.
-        if any(w.stage in (Stage.STARTING, Stage.GONE) for w in turn.agent.workers.values()):
+        if any(w.stage in (Stage.STARTING, Stage.GONE) for w in turn.agent.local.workers.values()):
             return
         fresh = tuple(
             Worker(slot=-1, worker_id=0, stage=Stage.GONE, deadline_s=turn.now_s) for _ in range(turn.policy.standbys)
         )
         turn.change(standbys=fresh)
     _overtake(turn)
-    for standby in turn.agent.standbys:
+    for standby in turn.agent.local.standbys:
         if standby.stage is Stage.GONE and turn.now_s >= standby.deadline_s:
-            worker_id = turn.agent.spawned + 1
+            worker_id = turn.agent.local.spawned + 1
             turn.change(spawned=worker_id)
             turn.move_standby(standby, Trigger.FORK, worker_id=worker_id, since_s=turn.now_s)
             turn.do(ForkWorker(-1, worker_id, standby=True))
@@ -49,7 +49,7 @@ def settle_standbys(turn: Turn) -> None:
 def _overtake(turn: Turn) -> None:
     """A standby that is ready before a dead worker's replacement takes its place. The replacement is killed and not
     kept as a standby: its set-up may already hold the device of that slot."""
-    for worker in tuple(turn.agent.workers.values()):
+    for worker in tuple(turn.agent.local.workers.values()):
         if (
             worker.stage in (Stage.STARTING, Stage.GONE)
             and promote(turn, worker.slot)

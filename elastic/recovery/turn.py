@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from ..contract.records import Phase
 from .effects import Effect, Kill
 from .membership import Limits
-from .model import Agent, Policy, Worker
+from .model import Agent, Policy, Worker, changed
 from .transitions import Stage, Trigger, after
 
 STALL_S = 1.0
@@ -35,17 +35,17 @@ class Turn:
         return self.agent.policy
 
     def change(self, **fields: object) -> None:
-        self.agent = replace(self.agent, **fields)
+        self.agent = changed(self.agent, **fields)
 
     def do(self, effect: Effect) -> None:
         self.effects.append(effect)
 
     def put(self, worker: Worker) -> None:
-        self.change(workers={**self.agent.workers, worker.slot: worker})
+        self.change(workers={**self.agent.local.workers, worker.slot: worker})
 
     def find(self, slot: int, worker_id: int) -> Worker | None:
         """The worker with this id in `slot`; None if it has been replaced since."""
-        worker = self.agent.workers.get(slot)
+        worker = self.agent.local.workers.get(slot)
         return worker if worker and worker.worker_id == worker_id else None
 
     def move(self, worker: Worker, trigger: Trigger, deadline_s: float = math.inf, **fields: object) -> None:
@@ -59,46 +59,48 @@ class Turn:
 
     def reaches(self, generation: int, step: int) -> None:
         """Record that a worker of this node has committed `step`, or received a state of it."""
-        if generation and (generation, step) > self.agent.reached:
+        if generation and (generation, step) > self.agent.progress.reached:
             self.change(reached=(generation, step))
 
     def ask(self, effect: Effect, key: str) -> None:
         """Request an effect that only the view can confirm; a call after ASK_AGAIN_S repeats the request."""
-        asked = self.agent.asked.get(key)
+        asked = self.agent.etcd.asked.get(key)
         if asked is None or self.now_s - asked >= ASK_AGAIN_S:
-            recent = {k: at for k, at in self.agent.asked.items() if self.now_s - at < ASK_AGAIN_S}
+            recent = {k: at for k, at in self.agent.etcd.asked.items() if self.now_s - at < ASK_AGAIN_S}
             self.change(asked={**recent, key: self.now_s})
             self.do(effect)
 
     def standby(self, worker_id: int) -> Worker | None:
-        return next((w for w in self.agent.standbys if w.worker_id == worker_id), None)
+        return next((w for w in self.agent.local.standbys if w.worker_id == worker_id), None)
 
     def move_standby(self, standby: Worker, trigger: Trigger, deadline_s: float = math.inf, **fields: object) -> None:
         """As `move`, for a standby, which has no slot yet."""
         moved = replace(standby, stage=after(standby.stage, trigger), deadline_s=deadline_s, **fields)
-        self.change(standbys=tuple(moved if w is standby else w for w in self.agent.standbys))
+        self.change(standbys=tuple(moved if w is standby else w for w in self.agent.local.standbys))
 
     def is_broken(self) -> bool:
-        generation = self.agent.generation
-        return generation is not None and self.agent.broken >= generation.number
+        generation = self.agent.formed.generation
+        return generation is not None and self.agent.formed.broken >= generation.number
 
     def is_over(self) -> bool:
-        phase = self.agent.view.state.phase
-        return self.agent.leaving is not None or phase.over or phase is Phase.STOPPING
+        phase = self.agent.etcd.view.state.phase
+        return self.agent.drain.leaving is not None or phase.over or phase is Phase.STOPPING
 
     def my_ranks(self) -> Mapping[int, int]:
         """slot -> rank of our workers in the newest generation; empty if it goes on without this node."""
-        generation = self.agent.generation
+        generation = self.agent.formed.generation
         if generation is None:
             return {}
-        if self.agent.ranks[0] is not generation:  # asked in every turn, and a generation may have thousands of places
+        if (
+            self.agent.formed.ranks[0] is not generation
+        ):  # asked in every turn, and a generation may have thousands of places
             mine = generation.place(self.policy.node, self.policy.incarnation) is not None
             self.change(ranks=(generation, generation.ranks(self.policy.node) if mine else {}))
-        return self.agent.ranks[1]
+        return self.agent.formed.ranks[1]
 
     def limits(self) -> Limits:
         """How many nodes the job may have by its current spec (`elasticctl scale` changes it)."""
-        spec = self.agent.view.spec
+        spec = self.agent.etcd.view.spec
         if spec is None:
             return self.policy.limits
         return Limits(spec.spec.min_nodes, spec.spec.max_nodes, spec.spec.join_wait_s)
@@ -108,10 +110,10 @@ class Turn:
             return False
         if self.done_here():
             return True  # all ranks have reached the end; a silent one has nothing left to do
-        return self.now_s - self.agent.stepped_at_s < max(STALL_S, 3 * self.agent.step_s)
+        return self.now_s - self.agent.progress.stepped_at_s < max(STALL_S, 3 * self.agent.progress.step_s)
 
     def done_here(self) -> bool:
         """Whether all our workers have reached the end, and with them all other ranks."""
-        number = self.agent.generation.number if self.agent.generation else 0
-        mine = [w for s, w in self.agent.workers.items() if s in self.my_ranks()]
+        number = self.agent.formed.generation.number if self.agent.formed.generation else 0
+        mine = [w for s, w in self.agent.local.workers.items() if s in self.my_ranks()]
         return bool(mine) and all(w.stage is Stage.DONE and w.generation == number for w in mine)

@@ -23,28 +23,28 @@ checks again whether it has become one of the oldest members."""
 def watches_members(agent: Agent, now_s: float, narrow_for_s: float | None) -> bool:
     """Whether the agent is to watch the members. narrow_for_s: for how long it has watched only the head; None: it
     does not, or no longer."""
-    policy, formed = agent.policy, agent.generation
-    if narrow_for_s is None and not agent.view.whole:
+    policy, formed = agent.policy, agent.formed.generation
+    if narrow_for_s is None and not agent.etcd.view.whole:
         return True  # the members are still being read
-    if agent.draining is not None:
+    if agent.drain.draining is not None:
         return True  # when it may leave depends on how many others stay
     if formed is None:
         return _first(agent, narrow_for_s)
     if len(formed.places) <= policy.crowd or not policy.managed:
         return True
-    if agent.ranks[0] is not formed or not agent.ranks[1] or _deputy(agent):
+    if agent.formed.ranks[0] is not formed or not agent.formed.ranks[1] or _deputy(agent):
         return True
-    quiet_s = now_s - max(agent.stepped_at_s, agent.formed_at_s)
+    quiet_s = now_s - max(agent.progress.stepped_at_s, agent.formed.formed_at_s)
     limit_s = policy.timeouts.lease_ttl_s + GRACE_S
     if narrow_for_s is None:
-        return not (agent.settled >= formed.number > agent.broken and quiet_s <= limit_s)
+        return not (agent.progress.settled >= formed.number > agent.formed.broken and quiet_s <= limit_s)
     at = formed.at(policy.node)
     assert at is not None  # it has ranks there
     return quiet_s > limit_s + WAVE_S * (at // policy.leader_candidates)
 
 
 def _first(agent: Agent, narrow_for_s: float | None) -> bool:
-    policy, view = agent.policy, agent.view
+    policy, view = agent.policy, agent.etcd.view
     if narrow_for_s is not None:
         own = 1.0 + int.from_bytes(policy.node.encode()[-4:], "big") * 2654435761 % 2**32 / 2**32
         return narrow_for_s >= FORMING_LEASES * policy.timeouts.lease_ttl_s * own
@@ -59,9 +59,9 @@ def _first(agent: Agent, narrow_for_s: float | None) -> bool:
 
 def _deputy(agent: Agent) -> bool:
     ahead = 0
-    assert agent.generation is not None
-    for place in agent.generation.places:
+    assert agent.formed.generation is not None
+    for place in agent.formed.generation.places:
         if place.node == agent.policy.node or ahead >= agent.policy.leader_candidates:
             break
-        ahead += (place.node, place.incarnation) not in agent.dead
+        ahead += (place.node, place.incarnation) not in agent.peers.dead
     return ahead < agent.policy.leader_candidates

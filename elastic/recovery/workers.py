@@ -13,14 +13,20 @@ from .turn import Turn
 
 
 def settle_worker(turn: Turn, worker: Worker) -> None:
-    agent, generation = turn.agent, turn.agent.generation
+    agent, generation = turn.agent, turn.agent.formed.generation
     if worker.stage is Stage.GONE:
         if turn.now_s >= worker.deadline_s:
-            turn.change(spawned=agent.spawned + 1)
+            turn.change(spawned=agent.local.spawned + 1)
             turn.move(
-                worker, Trigger.FORK, worker_id=agent.spawned + 1, generation=0, synced=0, step=0, told_to_end=False
+                worker,
+                Trigger.FORK,
+                worker_id=agent.local.spawned + 1,
+                generation=0,
+                synced=0,
+                step=0,
+                told_to_end=False,
             )
-            turn.do(ForkWorker(worker.slot, agent.spawned + 1))
+            turn.do(ForkWorker(worker.slot, agent.local.spawned + 1))
         return
     if worker.stage is Stage.ABORTING and turn.now_s >= worker.deadline_s:
         turn.kill(worker, "did not abort in time")
@@ -29,7 +35,7 @@ def settle_worker(turn: Turn, worker: Worker) -> None:
         return
     if worker.stage in IN_GROUP:
         _settle_in_group(turn, worker, generation)
-        worker = turn.agent.workers[worker.slot]
+        worker = turn.agent.local.workers[worker.slot]
     ranks = turn.my_ranks()
     due = worker.stage is Stage.READY and worker.generation < generation.number
     if due and worker.slot in ranks and not turn.is_broken():
@@ -48,7 +54,7 @@ def _settle_in_group(turn: Turn, worker: Worker, generation: GenerationRecord) -
     )
     if planned and worker.stage is Stage.RUNNING:
         assert generation.at_step is not None
-        ahead_s = (generation.at_step - turn.agent.step + 1) * turn.agent.step_s
+        ahead_s = (generation.at_step - turn.agent.progress.step + 1) * turn.agent.progress.step_s
         deadline_s = turn.now_s + max(0.0, ahead_s) + 2 * turn.policy.timeouts.abort_s
         turn.move(worker, Trigger.STOP_AT_STEP, deadline_s)
         order = messages.StopAtStep(generation=worker.generation, at_step=generation.at_step, why=generation.why)
@@ -68,14 +74,14 @@ def _abort(turn: Turn, worker: Worker, why: str) -> None:
         return
     turn.do(Send(worker.slot, worker.worker_id, messages.AbortGroup(generation=worker.generation, why=why)))
     # An aborted collective raises only when the step gets to it: a long step takes as long.
-    patience_s = max(turn.policy.timeouts.abort_s, 3 * turn.agent.step_s)
+    patience_s = max(turn.policy.timeouts.abort_s, 3 * turn.agent.progress.step_s)
     turn.move(worker, Trigger.ABORT, turn.now_s + patience_s)
 
 
 def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: Mapping[int, int]) -> None:
     if not turn.policy.managed:
-        turn.change(spawned=turn.agent.spawned + 1)
-        worker_id = turn.agent.spawned
+        turn.change(spawned=turn.agent.local.spawned + 1)
+        worker_id = turn.agent.local.spawned
         turn.move(worker, Trigger.FORK_PLAIN, generation=generation.number, worker_id=worker_id)
         turn.do(ForkPlain(worker.slot, worker_id, generation))
         return
@@ -94,7 +100,7 @@ def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: Mappi
         store_port=generation.store_port,
         restore=generation.restore,
         timeout_s=turn.policy.timeouts.group_s,
-        saved_step=turn.agent.view.saved_step,
-        reached=turn.agent.reached,
+        saved_step=turn.agent.etcd.view.saved_step,
+        reached=turn.agent.progress.reached,
     )
     turn.do(Send(worker.slot, worker.worker_id, form))

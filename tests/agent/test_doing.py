@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
 from support.jobs import generation, place
 
 from elastic.agent.status import doing
 from elastic.contract.spec import JobSpec
 from elastic.contract.timeouts import Timeouts
 from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy, Worker
+from elastic.recovery.model import Agent, Policy, Worker, changed
 from elastic.recovery.transitions import Stage
 
 
@@ -24,7 +23,7 @@ def agent(*stages: Stage, crashes: int = 0) -> Agent:
         slot: Worker(slot=slot, worker_id=slot + 1, stage=stage, since_s=0.0, deadline_s=0.0, crashes=crashes)
         for slot, stage in enumerate(stages)
     }
-    return replace(Agent(policy), workers=workers, generation=generation(3, [place("a", 0, 1)]))
+    return changed(Agent(policy), workers=workers, generation=generation(3, [place("a", 0, 1)]))
 
 
 @pytest.mark.parametrize(

@@ -101,19 +101,19 @@ class Mute:
 def test_in_a_generation_the_last_view_is_kept(loop: Loop, foreign: dict[str, bytes]) -> None:
     loop._viewed(view(GOOD, 10))
     before = loop.agent
-    assert before.generation == GENERATION
+    assert before.formed.generation == GENERATION
     loop._viewed(view({**GOOD, **foreign}, 11))
     assert loop._ended is None
-    assert loop.agent.view == before.view
+    assert loop.agent.etcd.view == before.etcd.view
     loop._write_status()
     said = loop._pictures.unreadable
     assert said
     assert said in (Path(loop.config.agent_dir) / "status.json").read_text().replace('\\"', '"')
     loop._viewed(view({**GOOD, **foreign}, 12, connected=False))
-    assert not loop.agent.connected
+    assert not loop.agent.etcd.connected
     loop._viewed(view(GOOD, 13))
     assert not loop._pictures.unreadable
-    assert loop.agent.view.revision == 13
+    assert loop.agent.etcd.view.revision == 13
 
 
 def test_before_the_first_generation_another_protocol_is_the_end(loop: Loop) -> None:
@@ -129,7 +129,7 @@ def test_orders_with_a_damaged_byte_are_as_if_not_given(loop: Loop) -> None:
     orders = Path(loop.config.agent_dir) / "orders.json"
     orders.write_bytes(b'{"draining": "a new \xff"}')
     loop._read_orders()
-    assert loop.agent.draining is None
+    assert loop.agent.drain.draining is None
     orders.write_bytes(b'{"draining": "a new disk"}')
     loop._read_orders()
-    assert loop.agent.draining == "a new disk"
+    assert loop.agent.drain.draining == "a new disk"

@@ -77,11 +77,10 @@ class Scene:
         )  # fmt: skip
         record = MemberRecord(node="there", incarnation="i", host="h", port=1, slots=1, standings=self.others)
         agent: Any = types.SimpleNamespace(
-            workers={0: worker},
-            generation=generation,
+            formed=types.SimpleNamespace(generation=generation),
             policy=types.SimpleNamespace(managed=self.managed, node="here", crowd=64, leader_candidates=8),
-            view=types.SimpleNamespace(whole=True, members={"there": Member(record, 1)}),
-            standings=self.told[-1].standings if self.told else (),
+            etcd=types.SimpleNamespace(view=types.SimpleNamespace(whole=True, members={"there": Member(record, 1)})),
+            local=types.SimpleNamespace(workers={0: worker}, standings=self.told[-1].standings if self.told else ()),
         )
         self.watchman.look(agent, now_s)
 

@@ -17,7 +17,7 @@ from elastic.contract.records import ProgressRecord
 from elastic.contract.spec import JobSpec
 from elastic.contract.timeouts import Timeouts
 from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy
+from elastic.recovery.model import Agent, Policy, changed
 
 
 def point(wall_s: float, step: int = 1) -> Point:
@@ -51,7 +51,7 @@ def agent(node: str = "a") -> Agent:
         node=node, incarnation=f"{node}.1", host=node, port=1, slots=1, limits=Limits(1, 2, 0.0), shrink=False,
         standbys=0, managed=True, spec=JobSpec(name="job", script="x.py"), timeouts=Timeouts(),
     )  # fmt: skip
-    return Agent(policy, generation=generation(2, [place("a"), place("b")]))
+    return changed(Agent(policy), generation=generation(2, [place("a"), place("b")]))
 
 
 def progress(wall_s: float, loss: float | None = 0.5, step: int = 3) -> ProgressRecord:

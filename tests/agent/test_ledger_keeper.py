@@ -19,7 +19,7 @@ from elastic.contract.timeouts import Timeouts
 from elastic.recovery.events import Tick, WorkerFormed
 from elastic.recovery.ledger_view import seen
 from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy, Worker
+from elastic.recovery.model import Agent, Policy, Worker, changed
 from elastic.recovery.transitions import Stage
 
 
@@ -31,8 +31,9 @@ def agent(*stages: Stage, number: int = 2, node: str = "a", **facts: object) -> 
     )  # fmt: skip
     formed = generation(number, [place("a", 0, 1), place("b", 0, 1)]) if number else None
     workers = {slot: Worker(slot=slot, worker_id=slot + 1, stage=stage) for slot, stage in enumerate(stages)}
-    return msgspec.structs.replace(
-        Agent(policy, view=view(member("a"), member("b"), formed=formed), generation=formed, workers=workers), **facts
+    return changed(
+        changed(Agent(policy), view=view(member("a"), member("b"), formed=formed), generation=formed, workers=workers),
+        **facts,
     )
 
 
@@ -58,8 +59,8 @@ def test_what_a_job_does_follows_from_the_stages_of_the_workers(seen_agent: Agen
 
 def test_the_last_steps_are_those_of_the_workers_that_are_done() -> None:
     done = agent(Stage.DONE, step=8)
-    last = msgspec.structs.replace(done.workers[0], step=10)
-    assert seen(msgspec.structs.replace(done, workers={0: last}), syncing=False).step == 10
+    last = msgspec.structs.replace(done.local.workers[0], step=10)
+    assert seen(changed(done, workers={0: last}), syncing=False).step == 10
 
 
 def test_an_agent_knows_when_its_process_began() -> None:
@@ -80,24 +81,24 @@ def test_a_formed_group_exchanges_its_state_until_the_workers_run() -> None:
 
 
 def test_a_job_without_its_nodes_waits_for_them_and_needs_so_many_ranks() -> None:
-    alone = msgspec.structs.replace(agent(Stage.READY, number=0), view=view(member("a")))
+    alone = changed(agent(Stage.READY, number=0), view=view(member("a")))
     assert seen(alone, syncing=False).bucket is Bucket.WAITING
     assert seen(alone, syncing=False).ranks == 4
-    both = msgspec.structs.replace(agent(Stage.READY, number=0), view=view(member("b")))
+    both = changed(agent(Stage.READY, number=0), view=view(member("b")))
     assert seen(both, syncing=False).bucket is Bucket.SETUP, "this node has not seen its own key yet"
 
 
 def test_the_ranks_of_a_job_that_is_over_are_idle() -> None:
     over = agent(Stage.RUNNING)
-    stopping = view(member("a"), formed=over.generation, phase=Phase.STOPPING)
-    assert seen(msgspec.structs.replace(over, view=stopping), syncing=False).bucket is Bucket.IDLE
+    stopping = view(member("a"), formed=over.formed.generation, phase=Phase.STOPPING)
+    assert seen(changed(over, view=stopping), syncing=False).bucket is Bucket.IDLE
 
 
 def with_ledger(known: Agent, ledger: Ledger) -> Agent:
-    picture = view(member("a"), member("b"), formed=known.generation)
+    picture = view(member("a"), member("b"), formed=known.formed.generation)
     progress = ProgressRecord(generation=2, world_size=4, step=9, steps_per_s=1.0, loss=None, wall_s=1.0, ledger=ledger)
     object.__setattr__(picture, "progress", progress)
-    return msgspec.structs.replace(known, view=picture)
+    return changed(known, view=picture)
 
 
 def test_a_keeper_counts_from_the_submission_of_the_job_on() -> None:
@@ -114,7 +115,7 @@ def test_a_keeper_continues_the_ledger_of_the_leader_and_not_its_own_as_etcd_sho
     theirs = Ledger(until_ms=until_ms, ranks_ms={"stepping": 5_000_000}, wall_ms=1_250_000, step=9, by="b.1")
     keeper = LedgerKeeper(time.time(), 0.0)
     keeper.turned(Tick(), with_ledger(runs, theirs), now_s + 1)
-    keeper.turned(Tick(), with_ledger(msgspec.structs.replace(runs, step=10), theirs), now_s + 2)
+    keeper.turned(Tick(), with_ledger(changed(runs, step=10), theirs), now_s + 2)
     ours = keeper.published(runs)
     assert ours.ranks_ms["stepping"] == pytest.approx(5_008_000, abs=500), "two seconds of four ranks"
     old = msgspec.structs.replace(theirs, ranks_ms={}, by="a.1")

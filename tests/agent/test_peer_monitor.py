@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from msgspec.structs import replace
 from support.jobs import generation, member, place, view
 
 from elastic.agent.peer_monitor import LINES_PER_S, PeerMonitor
 from elastic.contract.spec import JobSpec
 from elastic.contract.timeouts import Timeouts
 from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy
+from elastic.recovery.model import Agent, Policy, changed
 
 NODES = [f"n{i}" for i in range(200)]
 POLICY = Policy(
@@ -30,7 +29,7 @@ class Seen:
 
 def agent(*nodes: str) -> Agent:
     formed = generation(1, [place(node) for node in nodes])
-    return Agent(POLICY, view=view(*(member(node, 1) for node in nodes), formed=formed), generation=formed)
+    return changed(Agent(POLICY), view=view(*(member(node, 1) for node in nodes), formed=formed), generation=formed)
 
 
 def test_peer_monitor_with_full_view_updates_watches_at_once_and_only_on_change() -> None:
@@ -42,7 +41,7 @@ def test_peer_monitor_with_full_view_updates_watches_at_once_and_only_on_change(
     for now_s in (10.1, 20.0, 30.0):
         lookout.turned(there, there, True, now_s)
     assert len(seen.watched) == 1
-    found = replace(there, dead=frozenset({("n151", "n151.1")}))
+    found = changed(there, dead=frozenset({("n151", "n151.1")}))
     lookout.turned(there, found, True, 31.0)
     assert "n151" not in seen.watched[-1]
 

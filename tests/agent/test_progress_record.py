@@ -13,7 +13,7 @@ from elastic.contract.records import ProgressRecord, encode
 from elastic.contract.spec import JobSpec
 from elastic.contract.timeouts import Timeouts
 from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy, Worker
+from elastic.recovery.model import Agent, Policy, Worker, changed
 from elastic.recovery.transitions import Stage
 from elastic.recovery.view import JobView
 
@@ -38,7 +38,7 @@ def recorded(stage: Stage, *, in_generation: int, step: int, loss: float | None 
     picture = view(member("b"), formed=formed, saved_step=40)
     object.__setattr__(picture, "progress", ON_RECORD)
     worker = Worker(slot=0, worker_id=1, stage=stage, generation=in_generation, step=step)
-    agent = Agent(policy, view=picture, generation=formed, workers={0: worker})
+    agent = changed(Agent(policy), view=picture, generation=formed, workers={0: worker})
     gauge, pool = Gauge(), NoPool()
     gauge.loss = loss
     return progress(agent, pool, gauge, rank_rows(agent, pool), SaveStatus())  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from elastic.contract.records import BrokenRecord, JobState, MemberRecord, Phase
 from elastic.contract.spec import Hang, JobSpec
 from elastic.contract.timeouts import Timeouts
 from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy, Worker
+from elastic.recovery.model import Agent, Policy, Worker, changed
 from elastic.recovery.stillness import Known
 from elastic.recovery.transitions import Stage
 from elastic.recovery.view import Member
@@ -32,11 +32,11 @@ def agent(**facts: Any) -> Agent:
     )  # fmt: skip
     formed = generation(1, [place("a"), place("b")])
     worker = Worker(slot=0, worker_id=1, stage=Stage.RUNNING, generation=1, step=40)
-    made = Agent(
-        policy, view=view(member("a"), member("b"), formed=formed), generation=formed, workers={0: worker},
+    made = changed(
+        Agent(policy), view=view(member("a"), member("b"), formed=formed), generation=formed, workers={0: worker},
         step=40, step_s=0.3, stepped_at_s=AT_S, formed_at_s=AT_S - 100.0,
     )  # fmt: skip
-    return replace(made, **facts)
+    return changed(made, **facts)
 
 
 def standing(rank: int, doing: str, place_: int, **more: bool) -> Standing:
@@ -106,7 +106,7 @@ def test_agent_without_a_rank_repeats_the_standstill_on_record() -> None:
     made = agent(generation=generation(1, [place("b"), place("c")]))
     assert said(made, 100.0) == RECORD
     still = Stillness(since_wall_s=7.0, because="x")
-    object.__setattr__(made.view, "progress", replace(RECORD, still=still))
+    object.__setattr__(made.etcd.view, "progress", replace(RECORD, still=still))
     assert said(made, 100.0).still == still
 
 
@@ -117,7 +117,9 @@ def test_standing_from_another_agent_is_timed_from_first_sight() -> None:
     def seen(now_s: float, *standings: Standing) -> list[float]:
         record = MemberRecord(node="b", incarnation="i", host="h", port=1, slots=2, standings=standings)
         picture = types.SimpleNamespace(whole=True, members={"b": Member(record, 1)})
-        looks: Any = types.SimpleNamespace(view=picture, policy=types.SimpleNamespace(node="a"))
+        looks: Any = types.SimpleNamespace(
+            etcd=types.SimpleNamespace(view=picture), policy=types.SimpleNamespace(node="a")
+        )
         return [known.since_s for known in others.known(looks, now_s)]
 
     assert seen(100.0, first) == [97.0]
@@ -127,5 +129,5 @@ def test_standing_from_another_agent_is_timed_from_first_sight() -> None:
 
 def test_a_phase_that_is_over_is_no_standstill() -> None:
     made = agent()
-    object.__setattr__(made.view, "state", JobState(phase=Phase.SUCCEEDED))
+    object.__setattr__(made.etcd.view, "state", JobState(phase=Phase.SUCCEEDED))
     assert said(made, 100.0) == RECORD

@@ -13,7 +13,7 @@ from elastic.agent.status import SLOW_S, Gauge, progress
 from elastic.contract.spec import JobSpec
 from elastic.contract.timeouts import Timeouts
 from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy, Worker
+from elastic.recovery.model import Agent, Policy, Worker, changed
 from elastic.recovery.transitions import Stage
 
 
@@ -28,7 +28,7 @@ def waits_for(stage: Stage, since_s: float) -> str:
         managed=True, spec=JobSpec(name="job", script="x.py"), timeouts=Timeouts(),
     )  # fmt: skip
     worker = Worker(slot=0, worker_id=1, stage=stage, generation=2, since_s=time.monotonic() - since_s)
-    agent = Agent(policy, generation=generation(2, [place("a"), place("b")]), workers={0: worker})
+    agent = changed(Agent(policy), generation=generation(2, [place("a"), place("b")]), workers={0: worker})
     pool: Pool = NoPool()  # type: ignore[assignment]
     return progress(agent, pool, Gauge(), (), SaveStatus()).waiting_for
 

@@ -73,21 +73,23 @@ class Judge:
     def turned(self, node: Node, event: Event, before: Agent, after: Agent, effects: tuple[Effect, ...]) -> None:
         self._deaths(node, event, after)
         self._orders(node, effects)
-        if not (before.joined and after.joined):
+        if not (before.etcd.joined and after.etcd.joined):
             self._leaseless[node.name] = self._cluster.clock.now_s
-        if after.generation is not before.generation:
-            self._generation(node, before.generation, after.generation)
+        if after.formed.generation is not before.formed.generation:
+            self._generation(node, before.formed.generation, after.formed.generation)
         steps = self._cluster.training.steps
-        done = (bool(steps) and self.top[1] >= steps) or any(w.stage is Stage.DONE for w in before.workers.values())
-        if self.only_etcd and self.commits and not after.view.state.phase.over and not done:
+        done = (bool(steps) and self.top[1] >= steps) or any(
+            w.stage is Stage.DONE for w in before.local.workers.values()
+        )
+        if self.only_etcd and self.commits and not after.etcd.view.state.phase.over and not done:
             # Who hears of a planned change after its boundary lets go of a step that nobody can commit.
-            planned = after.generation is not None and after.generation.at_step is not None
+            planned = after.formed.generation is not None and after.formed.generation.at_step is not None
             for effect in effects:
                 match effect:
                     case Send(message=messages.AbortGroup(generation=number)):
                         disturbs = number in self.newest and not planned
                     case Publish():
-                        number = after.generation.number if after.generation else 0
+                        number = after.formed.generation.number if after.formed.generation else 0
                         disturbs = number in self.newest and _drops(after, effect)
                     case _:
                         disturbs = isinstance(effect, Kill)
@@ -97,15 +99,15 @@ class Judge:
     def _deaths(self, node: Node, event: Event, after: Agent) -> None:
         """What is proven is not forgotten while it matters: as long as the dead have a place or a member record."""
         proven = self.proven.setdefault(node.incarnation, set())
-        if isinstance(event, PeerDead) and (event.node, event.incarnation) not in after.falsely_suspected:
+        if isinstance(event, PeerDead) and (event.node, event.incarnation) not in after.peers.falsely_suspected:
             proven.add((event.node, event.incarnation))
         if not proven:
             return
-        proven -= after.falsely_suspected
-        places = after.generation.places if after.generation else ()
-        matter = {m.id for m in after.view.members.values()} | {(p.node, p.incarnation) for p in places}
+        proven -= after.peers.falsely_suspected
+        places = after.formed.generation.places if after.formed.generation else ()
+        matter = {m.id for m in after.etcd.view.members.values()} | {(p.node, p.incarnation) for p in places}
         proven &= matter
-        for dead in proven - after.dead:
+        for dead in proven - after.peers.dead:
             raise Broken("G2", f"{node.name} has forgotten that {dead} is dead")
 
     def _orders(self, node: Node, effects: tuple[Effect, ...]) -> None:
@@ -134,7 +136,7 @@ class Judge:
 
     def _forgotten(self, number: int) -> bool:
         """etcd was wiped, and nobody lives who knew of that generation: no step was done in it, and none can be."""
-        held = [node.agent.generation for node in self._cluster.nodes if node.agent is not None]
+        held = [node.agent.formed.generation for node in self._cluster.nodes if node.agent is not None]
         return number not in self.newest and self.plans[number] not in held
 
     def stored(self) -> None:
@@ -192,7 +194,7 @@ class Judge:
             return True
         if cluster.clock.now_s - self._leaseless[node.name] < REJOIN_S:
             return True
-        return node.agent.leaving is not None or cluster.scaled
+        return node.agent.drain.leaving is not None or cluster.scaled
 
     def committed(self, group: Group) -> None:
         """A step is committed on some rank of `group`."""
@@ -307,5 +309,5 @@ class Judge:
 
 def _drops(agent: Agent, effect: Publish) -> bool:
     """Whether somebody who takes part would not any more."""
-    before = {p.node for p in agent.generation.places} if agent.generation else set()
+    before = {p.node for p in agent.formed.generation.places} if agent.formed.generation else set()
     return not before <= {p.node for p in effect.change.places}

@@ -32,7 +32,7 @@ from elastic.recovery.effects import (
 )
 from elastic.recovery.events import Event, Progress, Start, Tick, Viewed, WorkerExited
 from elastic.recovery.membership import Limits, leader, living
-from elastic.recovery.model import Agent, Policy
+from elastic.recovery.model import Agent, Policy, is_leader
 from elastic.recovery.transitions import Stage
 from elastic.recovery.turn import ASK_AGAIN_S
 from elastic.recovery.view import JobView
@@ -306,7 +306,7 @@ class Node:
         assert agent is not None
         newest = (0, 0)
         for worker in self.processes.values():
-            mine = agent.workers.get(worker.slot)
+            mine = agent.local.workers.get(worker.slot)
             if (
                 mine
                 and mine.worker_id == worker.worker_id
@@ -335,11 +335,14 @@ class Node:
         agent = self.agent
         if agent is None:
             return
-        if agent.generation is not before.generation or agent.view.members != before.view.members:
+        if (
+            agent.formed.generation is not before.formed.generation
+            or agent.etcd.view.members != before.etcd.view.members
+        ):
             self._watch_peers()
         self._look_around()
         self._schedule_tick()
-        if agent.settled > before.settled:
+        if agent.progress.settled > before.progress.settled:
             self._put_progress()
 
     def _tell_progress(self, incarnation: str) -> None:
@@ -349,32 +352,33 @@ class Node:
         if agent is None or incarnation != self.incarnation:
             return
         self.cluster.clock.after(PROGRESS_S, self._tell_progress, incarnation)
-        if self.paused or agent.generation is None or not agent.connected:
+        if self.paused or agent.formed.generation is None or not agent.etcd.connected:
             return
         self._look_at_pages()
         self._put_progress()
 
     def _put_progress(self) -> None:
         agent, now_s = self.agent, self.cluster.clock.now_s
-        if agent is None or agent.generation is None:
+        if agent is None or agent.formed.generation is None:
             return
-        if leader(agent.view, agent.dead, agent.generation, agent.policy.leader_candidates) != self.name:
+        if not is_leader(agent):
             return
-        known = agent.view.progress
-        mine, at_s = agent.step, now_s
-        if known is not None and known.generation > agent.reached[0]:
+        known = agent.etcd.view.progress
+        mine, at_s = agent.progress.step, now_s
+        if known is not None and known.generation > agent.progress.reached[0]:
             mine, at_s = known.step, known.step_wall_s
         self.registry.put_progress(
             ProgressRecord(
-                generation=agent.generation.number, world_size=agent.generation.world_size, step=mine, steps_per_s=0.0,
-                loss=None, wall_s=now_s, step_wall_s=at_s, stepped_in=agent.settled,
+                generation=agent.formed.generation.number, world_size=agent.formed.generation.world_size,
+                step=mine, steps_per_s=0.0, loss=None, wall_s=now_s, step_wall_s=at_s,
+                stepped_in=agent.progress.settled,
             )
         )  # fmt: skip
 
     def _look_around(self) -> None:
         """As `agent.sight.WatchScope`: in a large job a node watches the head only, while it need not lead."""
         agent, watch = self.agent, self._watch
-        if agent is None or watch is None or self._client is None or not agent.connected:
+        if agent is None or watch is None or self._client is None or not agent.etcd.connected:
             return
         root = self.cluster.keys.root
         narrow = watch.prefix != root
@@ -397,8 +401,8 @@ class Node:
     def _watch_peers(self) -> None:
         agent = self.agent
         assert agent is not None
-        others = {m.id for m in living(agent.view, agent.dead).values() if m.record.node != self.name}
-        chief = leader(agent.view, agent.dead, agent.generation, agent.policy.leader_candidates)
+        others = {m.id for m in living(agent.etcd.view, agent.peers.dead).values() if m.record.node != self.name}
+        chief = leader(agent.etcd.view, agent.peers.dead, agent.formed.generation, agent.policy.leader_candidates)
         if chief != self.name:
             others = {key for key in others if key[0] == chief}
         if others - self.watched:
@@ -427,7 +431,7 @@ class Node:
             case PutBroken(record, member):
                 registry.put_broken(record, member)
             case Publish():
-                registry.publish(effect, agent.view, self.name)
+                registry.publish(effect, agent.etcd.view, self.name)
             case PutMember(record):
                 registry.put_member(record)
             case Rejoin(record):
@@ -484,19 +488,19 @@ class Node:
         agent = self.agent
         assert agent is not None
         now_s = self.now_s()
-        due = [w.deadline_s for w in agent.workers.values()]
-        due += [w.deadline_s for w in agent.standbys]
-        if agent.suspicious_since_s is not None:
-            due.append(agent.suspicious_since_s + SUSPICION_S)
-        if agent.absence_ignored_until_s > now_s:
-            due.append(agent.absence_ignored_until_s)
-        due += [at + ASK_AGAIN_S for at in agent.asked.values() if at + ASK_AGAIN_S > now_s]
-        number = agent.generation.number if agent.generation else -1
-        if any(w.stage is Stage.READY and w.generation == number for w in agent.workers.values()):
+        due = [w.deadline_s for w in agent.local.workers.values()]
+        due += [w.deadline_s for w in agent.local.standbys]
+        if agent.local.suspicious_since_s is not None:
+            due.append(agent.local.suspicious_since_s + SUSPICION_S)
+        if agent.etcd.absence_ignored_until_s > now_s:
+            due.append(agent.etcd.absence_ignored_until_s)
+        due += [at + ASK_AGAIN_S for at in agent.etcd.asked.values() if at + ASK_AGAIN_S > now_s]
+        number = agent.formed.generation.number if agent.formed.generation else -1
+        if any(w.stage is Stage.READY and w.generation == number for w in agent.local.workers.values()):
             due.append(now_s + 0.5)
         narrow = self._watch is not None and self._watch.prefix != self.cluster.keys.root
         if narrow:  # whether it still steps
             due.append(now_s + 1.0)
-        if agent.draining is not None or agent.reason not in AT_REST:
+        if agent.drain.draining is not None or agent.lead.reason not in AT_REST:
             due.append(now_s + 0.5)
         return min(due, default=float("inf"))

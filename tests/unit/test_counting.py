@@ -71,7 +71,7 @@ def test_failure_is_counted_again_until_the_view_shows_it() -> None:
     assert not states(machine, shown(other, 9)), "requested a moment ago"
     assert [e.state for e in machine.wait(1.0) if isinstance(e, PutState)] == [second.state], "its answer was lost"
     assert not states(machine, shown(second.state, 10))
-    assert machine.agent.uncounted == ()
+    assert machine.agent.etcd.uncounted == ()
 
 
 def test_failure_whose_text_etcd_holds_escaped_is_counted_once() -> None:
@@ -80,7 +80,7 @@ def test_failure_whose_text_etcd_holds_escaped_is_counted_once() -> None:
     [failure] = effect.state.failures
     escaped = msgspec.structs.replace(failure, fingerprint="caf\\udce9.py:1")
     assert not states(machine, shown(msgspec.structs.replace(effect.state, failures=(escaped,)), 3))
-    assert machine.agent.uncounted == ()
+    assert machine.agent.etcd.uncounted == ()
 
 
 def test_failure_without_etcd_is_counted_when_etcd_is_back() -> None:
@@ -96,7 +96,7 @@ def test_late_failure_does_not_change_how_the_job_ended(phase: Phase) -> None:
     machine.take(Viewed(EMPTY, False))
     fail(machine)
     assert not states(machine, shown(JobState(phase=phase), 3))
-    assert machine.agent.uncounted == ()
+    assert machine.agent.etcd.uncounted == ()
 
 
 def test_job_whose_workers_never_start_is_stopped_as_a_crash_loop() -> None:

@@ -14,7 +14,7 @@ from elastic.recovery.effects import AddCauses
 from elastic.recovery.events import Viewed
 from elastic.recovery.incident import Closed, Incident, Sync, supplemented
 from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy
+from elastic.recovery.model import Agent, Policy, changed
 from elastic.recovery.recovery import step
 
 FAILED, FORMED = (generation(n, [place("a", 0), place("b", 0)]) for n in (1, 2))
@@ -92,7 +92,7 @@ def test_late_report_is_written_by_the_leader(leader: str) -> None:
     first, second = ("a", "b") if leader == "a" else ("b", "a")
     formed = generation(2, [place(first, 0), place(second, 0)])
     members = [member(node, create_revision, ready=(0,)) for create_revision, node in enumerate((first, second), 1)]
-    agent = Agent(policy, generation=formed, closed=over(LIVE), settled=2, reported=2)
+    agent = changed(Agent(policy), generation=formed, closed=over(LIVE), settled=2, reported=2)
     seen = view(*members, spec=spec, formed=formed)
     agent, effects = step(agent, Viewed(replace(seen, broken_before=(COLLECTIVE,)), True), 100.0)
     assert not [e for e in effects if isinstance(e, AddCauses)], "that is known"

@@ -47,7 +47,7 @@ class Machine:
         return self.take(Viewed(picture, True))
 
     def stages(self) -> list[Stage]:
-        return [worker.stage for _, worker in sorted(self.agent.workers.items())]
+        return [worker.stage for _, worker in sorted(self.agent.local.workers.items())]
 
 
 def started(**fields: object) -> Machine:
@@ -101,7 +101,7 @@ def test_worker_in_setup_keeps_its_process_when_the_generation_breaks() -> None:
     effects = machine.see(A, B, formed=second)
     assert not [e for e in effects if isinstance(e, Kill)], "its process is kept"
     assert forms(machine.take(WorkerReady(0, 1))) == [(0, 2)]
-    assert machine.agent.workers[1].worker_id == 3, "and the other one is replaced"
+    assert machine.agent.local.workers[1].worker_id == 3, "and the other one is replaced"
 
 
 def test_worker_that_exited_cleanly_is_forked_again_when_the_job_becomes_managed() -> None:
@@ -119,8 +119,8 @@ def test_new_agent_of_a_managed_job_sets_up_its_workers_before_it_is_ready() -> 
     effects = machine.see(member("a", 9), managed, formed=generation(1, [place("b", 0, 1)]))
     assert [e.slot for e in effects if isinstance(e, ForkWorker)] == [0, 1]
     assert not [e for e in effects if isinstance(e, ForkPlain)]
-    assert machine.agent.published is not None
-    assert machine.agent.published.ready == ()
+    assert machine.agent.etcd.published is not None
+    assert machine.agent.etcd.published.ready == ()
     machine.take(WorkerManaged(0, 1), WorkerReady(0, 1))
     (put,) = [e for e in machine.take(WorkerReady(1, 2)) if isinstance(e, PutMember)]
     assert put.record.ready == (0, 1)

@@ -107,10 +107,10 @@ class Machine:
         return self.take(Viewed(picture, True))
 
     def stages(self) -> list[Stage]:
-        return [worker.stage for _, worker in sorted(self.agent.workers.items())]
+        return [worker.stage for _, worker in sorted(self.agent.local.workers.items())]
 
     def worker_id(self, slot: int) -> int:
-        return self.agent.workers[slot].worker_id
+        return self.agent.local.workers[slot].worker_id
 
 
 def running(spec: JobSpec = SPEC, formed: GenerationRecord = SECOND) -> Machine:
@@ -216,9 +216,9 @@ def test_a_second_death_in_a_row_pauses_and_a_step_forgives() -> None:
     assert machine.wait(0.02) == [ForkWorker(0, 4)]
     calm = running()
     calm.take(WorkerExited(0, 1, "signal SIGKILL"), WorkerReady(0, 3))
-    assert calm.agent.workers[0].crashes == 1
+    assert calm.agent.local.workers[0].crashes == 1
     calm.take(WorkerStepping(0, 3, 0, 9))
-    assert calm.agent.workers[0].crashes == 0
+    assert calm.agent.local.workers[0].crashes == 0
 
 
 def test_agent_reason_names_the_newest_failure_while_the_job_cannot_start() -> None:
@@ -227,15 +227,15 @@ def test_agent_reason_names_the_newest_failure_while_the_job_cannot_start() -> N
     error = WorkerError(node="b", slot=0, rank=-1, message="\nValueError: two\nlines")
     picture = view(member("a", 1, ready=()), spec=SPEC)
     machine.see(dataclasses.replace(picture, state=JobState(error=error)))
-    assert machine.agent.reason == "0 of at least 1 nodes are ready; the newest failure, on b: ValueError: two"
+    assert machine.agent.lead.reason == "0 of at least 1 nodes are ready; the newest failure, on b: ValueError: two"
 
 
 def test_the_former_generation_is_the_newest_before_that_has_stepped_here() -> None:
     machine = running()
     machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.places)))
-    assert machine.agent.last_committed == SECOND
+    assert machine.agent.formed.last_committed == SECOND
     machine.see(view(A, B, spec=SPEC, formed=generation(3, SECOND.places)))
-    assert machine.agent.last_committed == SECOND
+    assert machine.agent.formed.last_committed == SECOND
 
 
 def test_agent_ignores_events_of_replaced_workers() -> None:
@@ -253,7 +253,7 @@ def test_agent_ignores_events_of_replaced_workers() -> None:
 
 def test_a_ready_standby_takes_the_place_and_its_successor_is_forked() -> None:
     machine = running(JobSpec(name="job", script="train.py", nodes="1:2", standby=1))
-    assert machine.agent.standbys[0].stage is Stage.STARTING
+    assert machine.agent.local.standbys[0].stage is Stage.STARTING
     machine.take(WorkerReady(-1, 3))
     effects = machine.take(WorkerExited(0, 1, "signal SIGKILL"))
     assert [e for e in effects if isinstance(e, (Send, ForkWorker))][:1] == [Send(0, 3, messages.Assign(slot=0))]
@@ -265,15 +265,15 @@ def test_a_standby_that_gets_ready_before_the_replacement_comes_first() -> None:
     machine = running(JobSpec(name="job", script="train.py", nodes="1:2", standby=1))
     machine.take(WorkerExited(1, machine.worker_id(1), "signal SIGKILL"))  # the standby is still in its set-up
     replacement = machine.worker_id(1)
-    assert machine.agent.workers[1].stage is Stage.STARTING
+    assert machine.agent.local.workers[1].stage is Stage.STARTING
     effects = machine.take(WorkerReady(-1, 3))
     assert Send(1, 3, messages.Assign(slot=1)) in effects
     assert Kill(1, replacement, "a standby was ready before it") in effects
-    assert (machine.worker_id(1), machine.agent.workers[1].stage) == (3, Stage.READY)
+    assert (machine.worker_id(1), machine.agent.local.workers[1].stage) == (3, Stage.READY)
     assert ForkWorker(-1, replacement + 1, standby=True) in effects
     before = machine.agent
     assert machine.take(WorkerExited(1, replacement, "signal SIGKILL")) == []  # it is nobody's any more
-    assert machine.agent.workers == before.workers
+    assert machine.agent.local.workers == before.local.workers
 
 
 def test_a_standby_that_dies_is_charged_to_nobody() -> None:
@@ -316,7 +316,7 @@ def test_its_end_was_ordered_and_is_charged_to_nobody() -> None:
     machine.wait(TIMES.abort_s)
     reported, forked = machine.take(WorkerExited(0, 1, "signal SIGKILL"))
     assert forked == ForkWorker(0, 3)
-    assert machine.agent.workers[0].crashes == 0
+    assert machine.agent.local.workers[0].crashes == 0
     assert isinstance(reported, PutBroken), "its state is lost: it is no survivor for the next generation"
     assert (reported.record.kind, reported.record.slots, reported.record.charged) == ("respawn", (0,), False)
 
@@ -354,7 +354,7 @@ def test_the_record_of_an_older_generation_says_nothing_of_the_newest_one() -> N
     machine = running()
     third = generation(3, [place("b", 0, 1), place("a", 0, 1)])
     machine.see(view(A, B, spec=SPEC, formed=third, failed=broken(2, "b", 0)))
-    assert (machine.agent.broken, machine.agent.broken_record) == (0, None)
+    assert (machine.agent.formed.broken, machine.agent.formed.broken_record) == (0, None)
 
 
 # ── suspicion ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -380,14 +380,14 @@ def test_letting_go_as_told_is_no_failure() -> None:
     machine = running()
     machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.places)))
     machine.take(WorkerGroupClosed(0, 1, 1, 8, "connection reset"))
-    assert machine.agent.suspicious_since_s is None
+    assert machine.agent.local.suspicious_since_s is None
 
 
 def test_letting_go_for_a_failure_that_is_known_raises_no_suspicion() -> None:
     machine = running()
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
     machine.take(WorkerGroupClosed(0, 1, 1, 8, "connection reset"))
-    assert machine.agent.suspicious_since_s is None
+    assert machine.agent.local.suspicious_since_s is None
 
 
 def test_worker_that_closed_its_group_without_failure_gets_an_uncharged_report() -> None:
@@ -428,7 +428,7 @@ def test_an_older_generation_in_etcd_is_set_right_and_not_taken_on() -> None:
     machine.see(view(A, B, spec=SPEC, formed=second))
     effects = machine.see(view(A, B, spec=SPEC, formed=SECOND, revision=3))
     assert [e.generation for e in effects if isinstance(e, Restore)] == [second]
-    assert machine.agent.generation == second
+    assert machine.agent.formed.generation == second
 
 
 # ── leading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -563,9 +563,9 @@ def test_peer_that_renews_its_lease_beyond_the_ttl_is_no_longer_dead() -> None:
     machine = running()
     machine.take(PeerDead("b", "b.1", "refused"))
     machine.wait(TIMES.lease_ttl_s + 1.0)
-    assert machine.agent.dead
+    assert machine.agent.peers.dead
     machine.wait(0.01)
-    assert not machine.agent.dead
+    assert not machine.agent.peers.dead
 
 
 # ── sick workers and bad numbers ────────────────────────────────────────────────────────────────────────────────────
@@ -699,9 +699,9 @@ def test_the_last_node_stays_until_its_state_is_saved() -> None:
     asked = machine.take(Drain("maintenance", machine.now_s + 600.0))
     assert [(e.reason, e.stop) for e in asked if isinstance(e, SaveNow)] == [("drain: maintenance", True)]
     machine.take(WorkerGroupClosed(0, 1, 1, 12), WorkerGroupClosed(1, 2, 1, 12), CheckpointSaved(11))
-    assert machine.agent.leaving is None
+    assert machine.agent.drain.leaving is None
     machine.take(CheckpointSaved(12))
-    assert machine.agent.leaving == "drained: maintenance"
+    assert machine.agent.drain.leaving == "drained: maintenance"
 
 
 def test_a_drain_called_off_is_withdrawn() -> None:
@@ -792,10 +792,10 @@ def test_agent_invariants_hold_in_any_order_of_events(events: list[tuple[Event, 
                     case Leave():
                         left += 1
             assert left <= 1
-            number = machine.agent.generation.number if machine.agent.generation else 0
+            number = machine.agent.formed.generation.number if machine.agent.formed.generation else 0
             assert number >= newest, "an older generation is never taken on"
             newest = number
-            assert set(machine.agent.workers) == {0, 1}
+            assert set(machine.agent.local.workers) == {0, 1}
             assert kinds(effects).count(Publish) <= 1
         before = machine.agent
         assert machine.take(Tick()) == [], "what follows does so at once"

@@ -37,7 +37,7 @@ from elastic.recovery.events import (
     WorkerUnhealthy,
 )
 from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy, Worker
+from elastic.recovery.model import Agent, Policy, Worker, changed
 from elastic.recovery.recovery import step
 from elastic.recovery.restart_budget import charge
 from elastic.recovery.transitions import TABLE, Stage, Trigger, UnknownTransition, after
@@ -117,7 +117,7 @@ def test_every_event_may_come_in_every_stage(managed: bool, standby: int) -> Non
             if is_broken:
                 picture = dataclasses.replace(picture, broken=broken(1, "b", 0))
             after_event, _ = step(before, _events(1)[index], 200.0)
-            seen.add((stage, after_event.workers[0].stage))
+            seen.add((stage, after_event.local.workers[0].stage))
             agent = after_event
             for at_s, event in ((200.1, Viewed(picture, True)), (200.2, _events(1)[index]), (900.0, Tick())):
                 agent, _ = step(agent, event, at_s)
@@ -128,9 +128,9 @@ def test_every_event_may_come_of_a_standby_in_every_stage() -> None:
     for stage, phase in itertools.product(Stage, (Phase.RUNNING, Phase.STOPPING)):
         for event in _events(1):
             agent = _agent(Stage.RUNNING, True, 1, 1)
-            there = replace(agent.standbys[0], worker_id=1, slot=-1, stage=stage)
-            mine = replace(agent.workers[0], worker_id=7)
-            agent = replace(agent, standbys=(there,), workers={0: mine, 1: agent.workers[1]})
+            there = replace(agent.local.standbys[0], worker_id=1, slot=-1, stage=stage)
+            mine = replace(agent.local.workers[0], worker_id=7)
+            agent = changed(agent, standbys=(there,), workers={0: mine, 1: agent.local.workers[1]})
             picture = view(A, B, spec=SPEC, formed=FIRST, phase=phase)
             for at_s, now in ((200.0, event), (200.1, Viewed(picture, True)), (200.2, event), (900.0, Tick())):
                 agent, _ = step(agent, now, at_s)
@@ -145,10 +145,10 @@ def _agent(stage: Stage, managed: bool, generation: int, standbys: int) -> Agent
     agent = Agent(policy)
     for event in (Start(), Joined(), Viewed(view(A, B, spec=SPEC, formed=FIRST), True), Tick()):
         agent, _ = step(agent, event, 100.0)
-    workers = {slot: replace(worker, worker_id=slot + 1) for slot, worker in agent.workers.items()}
+    workers = {slot: replace(worker, worker_id=slot + 1) for slot, worker in agent.local.workers.items()}
     workers[0] = replace(workers[0], stage=stage, generation=generation, synced=generation, deadline_s=150.0)
     ready = Worker(slot=-1, worker_id=9, stage=Stage.READY)
-    return replace(agent, workers=workers, spawned=9, standbys=(ready,) * standbys)
+    return changed(agent, workers=workers, spawned=9, standbys=(ready,) * standbys)
 
 
 def test_a_job_that_was_told_to_stop_does_not_fail_meanwhile() -> None:

@@ -131,7 +131,7 @@ def test_a_cut_is_acted_upon_when_steps_stop_and_all_have_spoken() -> None:
     assert published(machine.wait(5.0, Viewed(picture("ca"), True))) == []  # a or c?
     assert published(machine.wait(0.9 * DISPUTE_S, Viewed(picture("ca", "bc"), True))) == []
     assert published(machine.wait(0.9 * DISPUTE_S)) == []
-    assert machine.agent.reason == "nodes are checking their connections to each other"
+    assert machine.agent.lead.reason == "nodes are checking their connections to each other"
     assert published(machine.wait(0.2 * DISPUTE_S)) == ["ab"]
 
 
@@ -146,7 +146,7 @@ def test_while_steps_advance_nothing_is_torn() -> None:
     machine.take(Viewed(picture("ca", "cb"), True))
     for at in range(9, 40):
         assert published(machine.wait(STALL_S * 0.9, Progress(1, at, 0.1))) == []
-    assert machine.agent.reason == "c cannot be reached by a, b"
+    assert machine.agent.lead.reason == "c cannot be reached by a, b"
     assert published(machine.wait(STALL_S * 1.1)) == ["ab"]
 
 
@@ -168,9 +168,9 @@ def test_unreachable_leader_publishes_nothing_and_states_why_it_waits() -> None:
     machine = Machine("a")
     machine.wait(5.0, Viewed(picture("ba", "ac"), True))
     assert published(machine.wait(10.0)) == []
-    assert machine.agent.reason == "a cannot be reached by b, c: it waits with its state"
+    assert machine.agent.lead.reason == "a cannot be reached by b, c: it waits with its state"
     machine.wait(0.1, Viewed(picture(), True))
-    assert "cannot be reached" not in machine.agent.reason
+    assert "cannot be reached" not in machine.agent.lead.reason
 
 
 def test_below_min_the_job_waits_and_runs_on_when_steps_do() -> None:

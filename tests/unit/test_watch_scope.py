@@ -185,5 +185,5 @@ def test_agent_without_a_full_view_does_not_publish() -> None:
 def test_restarted_watch_without_contact_keeps_the_last_view() -> None:
     machine = running()
     machine.take(Viewed(JobView(), False))
-    assert not machine.agent.connected
-    assert machine.agent.view == WHOLE
+    assert not machine.agent.etcd.connected
+    assert machine.agent.etcd.view == WHOLE
