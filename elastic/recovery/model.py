@@ -231,11 +231,17 @@ GROUPS: Mapping[str, str] = {
 
 def changed(agent: Agent, **fields: Any) -> Agent:
     """The agent with other values of these fields, whichever of its structs they are in."""
+    group = GROUPS[next(iter(fields))]
+    part = getattr(agent, group)
+    if len(fields) == 1:
+        [(name, value)] = fields.items()
+        if getattr(part, name) is value:  # most turns change nothing
+            return agent
+        return replace(agent, **{group: replace(part, **fields)})
     parts: dict[str, dict[str, Any]] = {}
     for name, value in fields.items():
-        group = GROUPS[name]
-        if getattr(getattr(agent, group), name) is not value:  # most turns change nothing
-            parts.setdefault(group, {})[name] = value
+        if getattr(getattr(agent, GROUPS[name]), name) is not value:
+            parts.setdefault(GROUPS[name], {})[name] = value
     if not parts:
         return agent
     return replace(agent, **{group: replace(getattr(agent, group), **part) for group, part in parts.items()})

@@ -114,6 +114,10 @@ class Turn:
 
     def done_here(self) -> bool:
         """Whether all our workers have reached the end, and with them all other ranks."""
-        number = self.agent.formed.generation.number if self.agent.formed.generation else 0
-        mine = [w for s, w in self.agent.local.workers.items() if s in self.my_ranks()]
-        return bool(mine) and all(w.stage is Stage.DONE and w.generation == number for w in mine)
+        generation, ranks = self.agent.formed.generation, self.my_ranks()
+        number = generation.number if generation else 0
+        mine = [w for slot, w in self.agent.local.workers.items() if slot in ranks]
+        for worker in mine:
+            if worker.stage is not Stage.DONE or worker.generation != number:
+                return False
+        return bool(mine)
