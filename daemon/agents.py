@@ -208,7 +208,7 @@ class Agents:
             (folder / "status.json").unlink(missing_ok=True)
             write(folder / "orders.json", AgentOrders(), owner)
             write(folder / "config.json", config, owner)
-            started = self._launcher.start(
+            service = launch.Service(
                 f"elasticd-job-{job}",
                 [python or sys.executable, "-m", "elastic.agent", str(folder)],
                 launch.environment(for_another=user is not None),
@@ -216,6 +216,7 @@ class Agents:
                 folder / "agent.log" if user is None else folder.parent / job_folders.OUTPUT,
                 properties,
             )
+            started = self._launcher.start(service)
         except (CannotStart, OSError) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
             short = isinstance(cause, OSError) and cause.errno in SHORT_OF

@@ -3,7 +3,6 @@
 DaemonError
 ├── InvalidConfig      a setting is wrong: needs an operator; retrying is useless (exit code 78)
 ├── AlreadyRuns        another elasticd uses this state directory (exit code 75)
-├── EtcdUnsound        this etcd version can lose data: another one is needed (exit code 78)
 ├── CannotStart        the machine prevents it: a port, a binary, a permission (exit code 69)
 ├── Fault              a bug of ours, met at a request: status 500
 └── Refused            a request that cannot be carried out; `status` is the HTTP status for it
@@ -22,10 +21,6 @@ class InvalidConfig(DaemonError):
 
 class AlreadyRuns(DaemonError):
     code = 75
-
-
-class EtcdUnsound(DaemonError):
-    code = 78
 
 
 class CannotStart(DaemonError):

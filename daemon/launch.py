@@ -46,21 +46,26 @@ class Started:
     unit: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A process to be started."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: Path
+    output: Path
+    """stdout and stderr are appended to it."""
+    properties: Sequence[str] = ()
+    """Of its unit, such as its user and its limits, if it becomes one."""
+
+
 class Launcher(Protocol):
     switches_user: bool
     """Whether it can start a process as another user."""
 
-    def start(
-        self,
-        name: str,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        cwd: Path,
-        output: Path,
-        properties: Sequence[str] = (),
-    ) -> Started:
-        """Start `argv`; stdout and stderr are appended to `output`. `properties` of its unit, such as its user and its
-        limits, if it becomes one. Raises CannotStart."""
+    def start(self, service: Service) -> Started:
+        """Raises CannotStart."""
 
 
 class Detached:
@@ -68,24 +73,16 @@ class Detached:
 
     switches_user = False
 
-    def start(
-        self,
-        name: str,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        cwd: Path,
-        output: Path,
-        properties: Sequence[str] = (),
-    ) -> Started:
+    def start(self, service: Service) -> Started:
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(output, flags, 0o640), "ab") as log:
+            with open(os.open(service.output, flags, 0o640), "ab") as log:
                 child = subprocess.Popen(
-                    argv, env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    service.argv, env=dict(service.env), cwd=service.cwd, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                     start_new_session=True,
                 )  # fmt: skip
         except OSError as error:
-            raise CannotStart(f"{argv[0]}: {error.strerror} (to run {name})") from error
+            raise CannotStart(f"{service.argv[0]}: {error.strerror} (to run {service.name})") from error
         return Started(child.pid, child)
 
 
@@ -94,29 +91,26 @@ class TransientUnit:
 
     switches_user = True
 
-    def start(
-        self,
-        name: str,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        cwd: Path,
-        output: Path,
-        properties: Sequence[str] = (),
-    ) -> Started:
-        unit = f"{name}.service"
-        command = ["systemd-run", "--quiet", "--collect", f"--unit={unit}", f"--working-directory={cwd}"]
-        command += [f"--property={p}" for p in (*PROPERTIES, *properties)]
-        command += [f"--property=StandardOutput=append:{output}", f"--property=StandardError=append:{output}"]
-        command += [f"--setenv={key}" for key in env]  # the value is taken from `env`, so that ps does not show it
-        command += ["--", *argv]
+    def start(self, service: Service) -> Started:
+        unit = f"{service.name}.service"
+        command = ["systemd-run", "--quiet", "--collect", f"--unit={unit}", f"--working-directory={service.cwd}"]
+        command += [f"--property={p}" for p in (*PROPERTIES, *service.properties)]
+        command += [
+            f"--property=StandardOutput=append:{service.output}",
+            f"--property=StandardError=append:{service.output}",
+        ]
+        command += [
+            f"--setenv={key}" for key in service.env
+        ]  # the value is taken from `env`, so that ps does not show it
+        command += ["--", *service.argv]
         try:
-            self._run(command, env)
+            self._run(command, service.env)
         except CannotStart:
             self._clear(unit)
-            self._run(command, env)
+            self._run(command, service.env)
         pid = self._run(["systemctl", "show", "--property=MainPID", "--value", unit], os.environ).strip()
         if not pid.isdigit() or pid == "0":
-            raise CannotStart(f"{unit} ended at once; see: journalctl -u {unit}, {output}")
+            raise CannotStart(f"{unit} ended at once; see: journalctl -u {unit}, {service.output}")
         return Started(int(pid), None, unit)
 
     def _clear(self, unit: str) -> None:

@@ -118,12 +118,14 @@ class EmbeddedEtcd:
         if etcd.embedded_listen:
             argv += self._for_other_nodes(etcd.embedded_listen)
         started = self._launcher.start(
-            UNIT,
-            launch.holding(self.dir / "lock", argv),
-            launch.environment(),
-            self.dir,
-            self.dir / "etcd.log",
-            ("TasksMax=infinity", "NoNewPrivileges=yes"),
+            launch.Service(
+                UNIT,
+                launch.holding(self.dir / "lock", argv),
+                launch.environment(),
+                self.dir,
+                self.dir / "etcd.log",
+                ("TasksMax=infinity", "NoNewPrivileges=yes"),
+            )
         )
         self._log.info("etcd.started", pid=started.pid, endpoint=self.endpoint, binary=binary, unit=started.unit)
         if started.child is not None:

@@ -11,23 +11,7 @@ from ..contract import messages
 from ..contract.agent_files import AgentConfig
 from ..contract.records import IncidentRecord
 from ..contract.spec import JobSpec
-from ..recovery.effects import (
-    AddCauses,
-    Effect,
-    ForkPlain,
-    ForkWorker,
-    Kill,
-    Leave,
-    Publish,
-    PutBroken,
-    PutIncident,
-    PutMember,
-    PutState,
-    Rejoin,
-    Restore,
-    SaveNow,
-    Send,
-)
+from ..recovery.effects import AddCauses, Effect, ForkPlain, ForkWorker, Kill, Leave, PutIncident, SaveNow, Send
 from ..recovery.leaving import TOO_LATE
 from ..recovery.model import Agent
 from . import worker_env
@@ -80,29 +64,13 @@ class EffectRunner:
                 self.save_now(agent, reason, stop)
 
     def _in_etcd(self, effect: Effect, agent: Agent) -> None:
-        registry = self._registry
+        self._registry.do(effect, agent.etcd.view)
         match effect:
             case PutIncident(key, record):
-                registry.put_incident(record, key)
                 self.on_incident(record)
                 log.info("incident", key=key, **msgspec.to_builtins(record))
             case AddCauses(key, record):
-                registry.add_causes(record, key)
                 log.info("incident.causes", key=key, kind=record.kind, node=record.node, detail=record.detail)
-            case PutBroken(record, member):
-                registry.put_broken(record, member)
-            case Publish():
-                registry.publish(effect, agent.etcd.view, self._config.node)
-            case PutMember(record):
-                registry.put_member(record)
-            case Rejoin(record):
-                registry.rejoin(record)
-            case PutState():
-                registry.put_state(effect)
-            case Restore(generation, state, spec):
-                registry.restore(generation, state, spec)
-            case _:
-                raise AssertionError(f"no way to do {effect!r}")
 
     def _fork(self, effect: ForkWorker | ForkPlain, agent: Agent) -> None:
         slot, worker_id, spec = effect.slot, effect.worker_id, self._spec

@@ -32,7 +32,17 @@ from ..contract.records import (
 )
 from ..contract.records import encode as _strictly
 from ..etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, Lease, ModIs, Op, Present, Put
-from ..recovery.effects import Publish, PutState
+from ..recovery.effects import (
+    AddCauses,
+    Effect,
+    Publish,
+    PutBroken,
+    PutIncident,
+    PutMember,
+    PutState,
+    Rejoin,
+    Restore,
+)
 from ..recovery.events import Event, Joined, LeaseLost, PublishFailed
 from ..recovery.evidence import merged
 from ..recovery.generation_delta import changes
@@ -94,6 +104,28 @@ class EtcdWriter:
     def start(self) -> None:
         self._urgent.start()
         self._lazy.start()
+
+    def do(self, effect: Effect, view: JobView) -> None:
+        """Carry out an effect that concerns etcd. `view`: the one that it was decided on."""
+        match effect:
+            case PutIncident(key, record):
+                self.put_incident(record, key)
+            case AddCauses(key, record):
+                self.add_causes(record, key)
+            case PutBroken(record, member):
+                self.put_broken(record, member)
+            case Publish():
+                self.publish(effect, view)
+            case PutMember(record):
+                self.put_member(record)
+            case Rejoin(record):
+                self.rejoin(record)
+            case PutState():
+                self.put_state(effect)
+            case Restore(generation, state, spec):
+                self.restore(generation, state, spec)
+            case _:
+                raise AssertionError(f"no way to do {effect!r}")
 
     # ── membership ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -169,11 +201,11 @@ class EtcdWriter:
                 return
         raise EtcdUnavailable(f"{key} changed under {TRIES} tries in a row", maybe_done=False)
 
-    def publish(self, effect: Publish, view: JobView, leader: str) -> None:
+    def publish(self, effect: Publish, view: JobView) -> None:
         def order() -> None:
             done = False
             try:
-                done = self._publish(effect, view, leader)
+                done = self._publish(effect, view)
             except OSError as error:  # of the checkpoint directory
                 self._say(view, f"checkpoint.dir cannot be read: {error}")
                 raise
@@ -183,7 +215,7 @@ class EtcdWriter:
 
         self._urgent.ask("publish", order, persist=False)
 
-    def _publish(self, effect: Publish, view: JobView, leader: str) -> bool:
+    def _publish(self, effect: Publish, view: JobView) -> bool:
         guards = self._guards(view.state_revision)
         number = self._number(effect.number)
         host, port = self.stores.open(number, (self._restored, effect.expect_revision))
@@ -192,7 +224,7 @@ class EtcdWriter:
             places=effect.change.places,
             store_host=host,
             store_port=port,
-            leader=leader,
+            leader=self.policy.node,
             why=effect.change.why,
             at_step=effect.at_step,
             restore=effect.change.restore,

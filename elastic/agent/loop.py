@@ -429,7 +429,6 @@ class Loop:
             ranks=rows,
             progress=progress if agent.formed.generation else None,
             standbys=sum(1 for s in agent.local.standbys if s.stage is Stage.READY),
-            last_etcd_contact_wall_s=self._pictures.contact_wall_s,
             why_fresh=self.pool.why_fresh,
             preloaded=self._preloaded,
             doing=self._doing[0],

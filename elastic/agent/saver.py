@@ -221,6 +221,8 @@ class Saver:
         last.step, last.wall_s, last.seconds = result.step, time.time(), result.seconds
         last.failing = Row()
         log.info("checkpoint.saved", step=result.step, path=result.path, seconds=round(result.seconds, 3))
+        for note in result.notes:
+            log.warning("checkpoint.not_removed", why=note)
         self.on_saved(result.step)
         if self.rules.remote:
             order = orders.CopyUp(

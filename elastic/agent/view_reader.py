@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 import structlog
 
@@ -25,8 +23,6 @@ class ViewReader:
         self._gathering = ViewThrottle(keys.generation)
         self._progress_key = keys.progress
         self._head = keys.head
-        self.contact_wall_s = 0.0
-        """Time of day at which etcd last answered."""
         self.unreadable = ""
         """Why the newest view could not be read and the previous one is in use; '' when it could."""
         self.known_step: int | None = None
@@ -44,8 +40,6 @@ class ViewReader:
     def read(self, view: View, agent: Agent) -> JobView:
         """Raises ProtocolVersionMismatch while the agent is in no generation. Later it returns the previous job view
         instead: training continues as it is, and records of a newer version do not concern this agent."""
-        if view.connected:
-            self.contact_wall_s = time.time()
         try:
             whole = view.prefix != self._head
             job = self._reader.read(view.kvs, view.revision, whole)

@@ -42,10 +42,6 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     every_steps: int = 0
     every_s: float = 0.0
 
-    @property
-    def needs_agreement(self) -> bool:
-        return not self.every_steps
-
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements of the job."""

@@ -109,7 +109,6 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     """As known on this node, newer than the record in etcd."""
     standbys: int = 0
     """Those that have finished their set-up."""
-    last_etcd_contact_wall_s: float = 0.0
     why_fresh: str = ""
     """Why workers are started here as new processes, which takes seconds longer than a fork; empty: they are forks."""
     doing: str = ""

@@ -111,8 +111,6 @@ class Managed(Message, frozen=True, kw_only=True):
 class Ready(Message, frozen=True, kw_only=True):
     """Imports and `setup` are done; waiting for Form."""
 
-    state_bytes: int
-
 
 class NeedArena(Message, frozen=True, kw_only=True):
     """This worker's part of a snapshot takes `nbytes`: create two buffers of that size."""

@@ -220,7 +220,8 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
     if before.peers.dead:  # forget those that no member key and no place names any more
         places = {p for held in (before.formed.generation, view.generation) if held is not None for p in held.places}
         known = {m.id for m in view.members.values()} | {(p.node, p.incarnation) for p in places}
-        turn.change(dead=frozenset(d for d in before.peers.dead if d in known))
+        dead = frozenset(d for d in before.peers.dead if d in known)
+        turn.change(dead=dead, dead_since_s={d: at for d, at in before.peers.dead_since_s.items() if d in dead})
     if before.peers.unreachable:  # only of incarnations that are members
         there = {node: m.id for node, m in view.members.items()}
         turn.change(unreachable=frozenset(u for u in before.peers.unreachable if there.get(u[0]) == u))

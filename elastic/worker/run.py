@@ -153,7 +153,7 @@ class Managed:
             torch.cuda.set_device(job.device)  # initialises CUDA, while the survivors abort their group
         state = self._build(job)
         session.beat(Doing.WAITING)
-        session.send(messages.Ready(state_bytes=state.nbytes()))
+        session.send(messages.Ready())
         del state
         while (form := session.next_form()) is not None:
             self._one_generation(job, form)

@@ -128,7 +128,7 @@ def test_state_is_written_only_over_the_revision_that_it_was_decided_on() -> Non
 
 def publish(office: Office) -> Write:
     effect = Publish(1, Change((), "first", planned=False), 0, None, None)
-    office.registry.publish(effect, JobView(), "n")
+    office.registry.publish(effect, JobView())
     return office.queues["urgent"].orders[-1]
 
 
@@ -221,7 +221,7 @@ def test_generation_number_reused_after_etcd_wipe_gets_a_fresh_store() -> None:
     office.client.put(KEYS.member("n"), b"ours")
     state = office.client.server.kvs[KEYS.state].mod_revision
     office.registry.publish(
-        Publish(1, Change((), "first", planned=False), 0, None, None), JobView(state_revision=state), "n"
+        Publish(1, Change((), "first", planned=False), 0, None, None), JobView(state_revision=state)
     )
     office.queues["urgent"].orders[-1]()
     assert port_of(office) != there
@@ -237,7 +237,7 @@ def test_large_generation_record_contains_its_changes(nodes: int, large: bool) -
     revision = office.client.put(KEYS.generation, encode(before))
     after = before.places[1:]
     effect = Publish(2, Change(after, "n0 is gone", planned=False), revision, None, None)
-    office.registry.publish(effect, JobView(generation=before, generation_revision=revision), "n")
+    office.registry.publish(effect, JobView(generation=before, generation_revision=revision))
     office.queues["urgent"].orders[-1]()
     office.stores.close()
     written = office.client.server.kvs[KEYS.generation].value

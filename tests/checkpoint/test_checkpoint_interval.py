@@ -27,7 +27,6 @@ NOTHING = Measured()
 
 def test_fixed_steps_need_no_talk() -> None:
     rule = Rule(every_steps=20)
-    assert not rule.needs_agreement
     assert first_plan(rule, 0) == IntervalPlan(save_at=20)
     assert first_plan(rule, 39) == IntervalPlan(save_at=40)
     assert next_plan(rule, NOTHING, step=40, step_s=1, since_save_s=0) == IntervalPlan(save_at=60)

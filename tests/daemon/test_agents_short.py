@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
-from collections.abc import Sequence
 
 import pytest
 import structlog
@@ -14,7 +13,7 @@ from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.timeouts import Timeouts
 from elasticd.agents import SHORT_OF_S, Agents
 from elasticd.errors import CannotStart
-from elasticd.launch import Started
+from elasticd.launch import Service, Started
 from elasticd.reconcile import FAILED_STARTS
 from elasticd.threads import Threads
 
@@ -25,8 +24,10 @@ class Refuses:
     def __init__(self, code: int) -> None:
         self._code = code
 
-    def start(self, name: str, argv: Sequence[str], *_: object) -> Started:
-        raise CannotStart(f"{argv[0]}: {os.strerror(self._code)}") from OSError(self._code, os.strerror(self._code))
+    def start(self, service: Service) -> Started:
+        raise CannotStart(f"{service.argv[0]}: {os.strerror(self._code)}") from OSError(
+            self._code, os.strerror(self._code)
+        )
 
 
 def config(folder: pathlib.Path) -> AgentConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ class Quiet:
 
 
 class Starts:
-    def start(self, name: str, argv: Sequence[str], *_: object) -> launch.Started:
+    def start(self, service: launch.Service) -> launch.Started:
         return launch.Started(7, None)
 
 

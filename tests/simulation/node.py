@@ -14,19 +14,11 @@ from elastic.etcd.client import EtcdError, View
 from elastic.recovery import recovery
 from elastic.recovery.announce import SUSPICION_S
 from elastic.recovery.effects import (
-    AddCauses,
     Effect,
     ForkPlain,
     ForkWorker,
     Kill,
     Leave,
-    Publish,
-    PutBroken,
-    PutIncident,
-    PutMember,
-    PutState,
-    Rejoin,
-    Restore,
     SaveNow,
     Send,
 )
@@ -411,7 +403,7 @@ class Node:
         self.watched = others
 
     def _do(self, effect: Effect) -> None:
-        registry, agent = self.registry, self.agent
+        agent = self.agent
         assert agent is not None
         match effect:
             case Send(_, worker_id, message):
@@ -428,28 +420,12 @@ class Node:
                     self.cluster.clock.after(
                         0.05 if graceful else 0.002, worker.die, f"killed by {'SIGTERM' if graceful else 'SIGKILL'}"
                     )
-            case PutBroken(record, member):
-                registry.put_broken(record, member)
-            case Publish():
-                registry.publish(effect, agent.etcd.view, self.name)
-            case PutMember(record):
-                registry.put_member(record)
-            case Rejoin(record):
-                registry.rejoin(record)
-            case PutState():
-                registry.put_state(effect)
-            case PutIncident(key, record):
-                registry.put_incident(record, key)
-            case AddCauses(key, record):
-                registry.add_causes(record, key)
-            case Restore(generation, state, spec):
-                registry.restore(generation, state, spec)
             case SaveNow(_, stop):
                 self.cluster.training.save_soon(self, stop)
             case Leave():
                 self._left()
             case _:
-                raise AssertionError(f"no way to do {effect!r}")
+                self.registry.do(effect, agent.etcd.view)
 
     def _left(self) -> None:
         assert self._client is not None
