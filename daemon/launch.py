@@ -78,8 +78,8 @@ class Detached:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(service.output, flags, 0o640), "ab") as log:
                 child = subprocess.Popen(
-                    service.argv, env=dict(service.env), cwd=service.cwd, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                    start_new_session=True,
+                    service.argv, env=dict(service.env), cwd=service.cwd, stdin=subprocess.DEVNULL, stdout=log,
+                    stderr=log, start_new_session=True,
                 )  # fmt: skip
         except OSError as error:
             raise CannotStart(f"{service.argv[0]}: {error.strerror} (to run {service.name})") from error
@@ -95,13 +95,9 @@ class TransientUnit:
         unit = f"{service.name}.service"
         command = ["systemd-run", "--quiet", "--collect", f"--unit={unit}", f"--working-directory={service.cwd}"]
         command += [f"--property={p}" for p in (*PROPERTIES, *service.properties)]
-        command += [
-            f"--property=StandardOutput=append:{service.output}",
-            f"--property=StandardError=append:{service.output}",
-        ]
-        command += [
-            f"--setenv={key}" for key in service.env
-        ]  # the value is taken from `env`, so that ps does not show it
+        command += [f"--property=Standard{stream}=append:{service.output}" for stream in ("Output", "Error")]
+        # The values are taken from our environment, so that ps does not show them.
+        command += [f"--setenv={key}" for key in service.env]
         command += ["--", *service.argv]
         try:
             self._run(command, service.env)
