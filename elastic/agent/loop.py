@@ -352,6 +352,7 @@ class Loop:
                 fingerprint=fingerprint,
                 step=happening.step,
                 last_lines=last_lines(happening.log_file) if happening.signal else (),
+                signal=happening.signal or "",
             )
         )
 

@@ -16,6 +16,8 @@ TRACEBACK_CHARS = 8000
 TAIL_BYTES = 4000
 LAST_LINES, LINE_CHARS, LAST_BYTES = 12, 300, 16_000
 """Of the log, kept beside a traceback from the error file."""
+NO_STATE = "NoStateError"
+"""See `worker.state.state_source`."""
 ERROR_FILE_BYTES = 1 << 20
 """A longer error file is truncated, and so invalid JSON: the log is used instead."""
 
@@ -43,14 +45,20 @@ def read_error(ended: Exited, *, node: str, slot: int, rank: int, step: int | No
         signal=ended.signal,
         step=step,
         last_lines=lines,
+        no_state=_exception(message) == NO_STATE,
     )
     return error, fingerprint(message, trace)
 
 
 def fingerprint(message: str, trace: str) -> str:
     places = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    kind = message.split(":", 1)[0]
+    kind = _exception(message)
     return f"{kind} at {places[-1][0]}:{places[-1][1]}" if places else kind
+
+
+def _exception(message: str) -> str:
+    """The exception's type, as torch's error file and a traceback name it before the message."""
+    return message.split(":", 1)[0]
 
 
 def _from_error_file(path: str) -> tuple[str, str]:

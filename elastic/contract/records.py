@@ -74,6 +74,8 @@ class WorkerError(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     last_lines: tuple[str, ...] = ()
     """Of its log, where `traceback` is not taken from that."""
+    no_state: bool = False
+    """No rank found a state to resume from (NoStateError)."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +89,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     slots: tuple[int, ...] = ()
     """Slots of the failed workers on `node`."""
+    no_state: bool = False
+    """See WorkerError."""
 
 
 class JobState(Record, frozen=True, kw_only=True):
@@ -274,6 +278,12 @@ class BrokenRecord(Record, frozen=True, kw_only=True):
     """Hang: process -> its stack, dumped before the kill."""
     last_lines: tuple[str, ...] = ()
     """Of the log of a worker that was killed by a signal."""
+
+    @property
+    def no_state(self) -> bool:
+        """A rank found no state to resume from: that follows from an earlier failure, or the state is out of reach for
+        a while: a file system is mounted late, a store fails for a moment, the node that has the checkpoint returns."""
+        return self.error is not None and self.error.no_state
 
     def lost(self, node: str) -> frozenset[int]:
         """Slots of `node` whose workers are known to be lost."""

@@ -123,6 +123,8 @@ class WorkerExited:
     """The last step that it committed, from its beat page."""
     last_lines: tuple[str, ...] = ()
     """Of its log, if it was killed by a signal: it has left no `error` then."""
+    signal: str = ""
+    """That killed it: 'SIGKILL', …"""
 
 
 @dataclass(frozen=True, slots=True)

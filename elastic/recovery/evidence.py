@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from ..contract.records import BrokenRecord, Loss
-from .restart_budget import COMM, NO_STATE
+from .restart_budget import COMM
 
 KEPT_LOSSES = 64
 """How many further failures of one generation are listed."""
@@ -25,10 +25,9 @@ def weight(kind: str) -> int:
     return 1 if kind == "drain" else 2
 
 
-def kind_of(kind: str, fingerprint: str) -> str:
-    """The kind of a failure as an incident names it: a rank that found no state to resume from failed because of an
-    earlier failure."""
-    return "no-state" if fingerprint.startswith(NO_STATE) else kind
+def kind_of(record: BrokenRecord) -> str:
+    """The kind of a failure as an incident names it."""
+    return "no-state" if record.no_state else record.kind
 
 
 def merged(first: BrokenRecord, more: BrokenRecord) -> BrokenRecord:
@@ -51,7 +50,7 @@ def merged(first: BrokenRecord, more: BrokenRecord) -> BrokenRecord:
 
 def _weight(record: BrokenRecord) -> tuple[int, int]:
     """A rank that found no state ranks below every cause, and above a failed collective, which is less specific."""
-    return weight(kind_of(record.kind, record.fingerprint)), weight(record.kind)
+    return weight(kind_of(record)), weight(record.kind)
 
 
 def _adds(primary: BrokenRecord, also: list[Loss], loss: Loss) -> bool:
@@ -69,7 +68,7 @@ def _covers(node: str, slots: tuple[int, ...], loss: Loss) -> bool:
 def _loss(record: BrokenRecord) -> Loss:
     return Loss(
         node=record.node,
-        kind=kind_of(record.kind, record.fingerprint),
+        kind=kind_of(record),
         detail=record.detail,
         slots=record.slots,
         ranks=record.ranks,

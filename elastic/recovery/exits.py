@@ -85,7 +85,7 @@ def _struck_down(turn: Turn, worker: Worker, event: WorkerExited) -> bool:
     """Whether the worker died by a signal that its agent did not send, before or while it was told to end."""
     in_time = turn.now_s - worker.since_s < turn.policy.spec.stop_grace_s
     told = worker.stage in IN_GROUP or (worker.told_to_end and in_time)
-    return told and "SIG" in event.cause and "SIGTERM" not in event.cause
+    return told and event.signal not in ("", "SIGTERM")
 
 
 def _report_at_the_end(turn: Turn, worker: Worker, event: WorkerExited) -> None:

@@ -77,7 +77,7 @@ def causes(incident: Incident) -> tuple[Cause, ...]:
     """All failures, by generation; in each the causes before the consequences."""
     found = list(incident.inherited)
     for report in incident.reports:
-        found.append(_cause(report.generation, report.node, kind_of(report.kind, report.fingerprint), report.ranks,
+        found.append(_cause(report.generation, report.node, kind_of(report), report.ranks,
                             report.detail))  # fmt: skip
         found += [_cause(report.generation, loss.node, loss.kind, loss.ranks, loss.detail) for loss in report.also]
     found += incident.gone

@@ -26,12 +26,6 @@ KEPT_FAILURES = 200
 COMM = "comm"
 """Failure kind: a collective failed, and no agent reported a cause."""
 
-NO_STATE = "NoStateError"
-"""Prefix of the fingerprint of a rank that found no state to resume from. The state may still become available: a file
-system is mounted late, a store fails for a moment, the node that has the checkpoint returns. So this alone is never a
-crash loop."""
-
-
 NUMBERS_LEFT_OUT = 2
 """The numbers of consecutive generations differ by at most this: one number is skipped after etcd has lost its data."""
 
@@ -58,6 +52,7 @@ def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float
         fingerprint=broken.fingerprint or broken.kind,
         step=broken.step,
         slots=broken.slots,
+        no_state=broken.no_state,
     )
     if broken.error and state.failures and (last := _with_neighbour(state.failures[-1], failure)) is not None:
         return Verdict(msgspec.structs.replace(state, error=error, failures=(*state.failures[:-1], last)))
@@ -72,7 +67,7 @@ def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float
     )
     alike = sum(1 for f in recent if (f.fingerprint, f.step) == (failure.fingerprint, failure.step))
     crawling = _after_each_step(recent)
-    loop = max(alike, crawling) >= rules.same_failure and not failure.fingerprint.startswith(NO_STATE)
+    loop = max(alike, crawling) >= rules.same_failure and not failure.no_state
     if broken.error is not None and loop:
         where = f"at step {failure.step}" if failure.step else "before the first step"
         if crawling > alike:
@@ -104,9 +99,7 @@ def _stop(state: JobState, wall_s: float, reason: str) -> Verdict:
 def _follows_from_another(state: JobState, broken: BrokenRecord) -> bool:
     """Whether no state was found because of the failure of the previous generation, which is counted already. If none
     is found in the next generation either, that is a failure of its own."""
-    return broken.fingerprint.startswith(NO_STATE) and any(
-        f.generation == broken.generation - 1 and not f.fingerprint.startswith(NO_STATE) for f in state.failures
-    )
+    return broken.no_state and any(f.generation == broken.generation - 1 and not f.no_state for f in state.failures)
 
 
 def _after_each_step(failures: tuple[Failure, ...]) -> int:

@@ -35,5 +35,14 @@ def test_worker_error_falls_back_to_the_log_tail(tmp_path: Path) -> None:
     assert len(error.traceback) == 4000
 
 
+def test_a_rank_that_found_no_state_is_known_by_the_type_of_its_exception(tmp_path: Path) -> None:
+    for message, no_state in (("NoStateError: nothing to resume from", True), ("StateLostError: gone", False)):
+        (tmp_path / "error.json").write_text(json.dumps({"message": {"message": message}}))
+        ended = Exited(5, 1, None, 3, str(tmp_path / "error.json"), str(tmp_path / "log"))
+        error, _ = read_error(ended, node="n", slot=2, rank=6, step=3)
+        assert error is not None
+        assert error.no_state is no_state
+
+
 def test_a_killed_worker_says_nothing() -> None:
     assert read_error(Exited(5, None, "SIGKILL", 3), node="n", slot=0, rank=0, step=3) == (None, "killed by SIGKILL")

@@ -163,8 +163,9 @@ class Worker:
             self.node.cluster.clock.after(1.0, self.ready)
 
     def die(
-        self, cause: str = "killed by SIGKILL", code: int | None = None, error: str = "", fingerprint: str = ""
-    ) -> None:
+        self, cause: str = "killed by SIGKILL", code: int | None = None, error: str = "", fingerprint: str = "",
+        no_state: bool = False,
+    ) -> None:  # fmt: skip
         if not self.alive:
             return
         step = self.state()[0][1]
@@ -177,13 +178,16 @@ class Worker:
                 group.leave(self, None, partial=True)
                 step = self.version[1]
         self.doing = "dead"
+        signal = cause.removeprefix("killed by ") if code is None else ""
         self.node.processes.pop(self.worker_id, None)
         said = (
-            WorkerError(node=self.node.name, slot=self.slot, rank=self.rank, message=error, step=step)
+            WorkerError(
+                node=self.node.name, slot=self.slot, rank=self.rank, message=error, step=step, no_state=no_state
+            )
             if error
             else None
         )
-        self.say(WorkerExited(self.slot, self.worker_id, cause, code, said, fingerprint or cause, step))
+        self.say(WorkerExited(self.slot, self.worker_id, cause, code, said, fingerprint or cause, step, signal=signal))
 
 
 @dataclass(eq=False)
@@ -300,7 +304,7 @@ class Group:
             return
         except NoStateError as error:
             for worker in tuple(self.ranks.values()):
-                self.training.cluster.clock.after(0.001, worker.die, "exit code 1", 1, str(error), "NoStateError")
+                self.training.cluster.clock.after(0.001, worker.die, "exit code 1", 1, str(error), "NoStateError", True)
             return
         source, self.source = self.ranks[choice.source], choice.kind
         if choice.kind == "checkpoint":

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.contract.records import BrokenRecord
+from elastic.contract.records import BrokenRecord, WorkerError
 from elastic.recovery.evidence import KEPT_LOSSES, merged, weight
 
 
@@ -39,7 +39,9 @@ def test_merged_report_counts_a_worker_that_did_not_abort_as_lost() -> None:
 
 def test_a_death_takes_the_place_of_a_rank_that_found_no_state() -> None:
     """It follows from what had happened before; the budget is charged for the death."""
-    lacking = msgspec.structs.replace(report("a", 0), fingerprint="NoStateError at source.py:75")
+    lacking = msgspec.structs.replace(
+        report("a", 0), error=WorkerError(node="a", slot=0, rank=0, message="NoStateError", no_state=True)
+    )
     for record in (merged(lacking, report("b", 0)), merged(report("b", 0), lacking)):
         assert (record.node, record.fingerprint) == ("b", "")
         assert [(loss.node, loss.kind) for loss in record.also] == [("a", "no-state")]

@@ -23,7 +23,13 @@ def broken(
     charged: bool = True,
     generation: int = 1,
 ) -> BrokenRecord:
-    error = WorkerError(node=node, slot=0, rank=0, message="ValueError: planted", step=step) if bug else None
+    error = (
+        WorkerError(
+            node=node, slot=0, rank=0, message="ValueError: planted", step=step, no_state=fingerprint == LACKING
+        )
+        if bug
+        else None
+    )
     return BrokenRecord(
         generation=generation, node=node, kind="exit", detail="planted", fingerprint=fingerprint, step=step,
         charged=charged, error=error,
@@ -238,6 +244,6 @@ def test_no_state_to_go_on_from_is_charged_where_nothing_was_charged_before() ->
 
 def test_missing_state_is_charged_to_the_budget_and_not_as_crash_loop() -> None:
     rules = Restarts(budget=10, same_failure=3)
-    lacking = [(float(i), broken("NoStateError at source.py:75", step=0, bug=True)) for i in range(11)]
+    lacking = [(float(i), broken(LACKING, step=0, bug=True)) for i in range(11)]
     assert book(*lacking[:10], rules=rules)[1] == ""
     assert "restarts.budget" in book(*lacking, rules=rules)[1]
