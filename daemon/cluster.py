@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
+from elastic.contract.decoding import Decoder, Member, R, Stored
 from elastic.contract.keys import ClusterKeys, JobKeys
 from elastic.contract.node_records import AskedRecord, CordonRecord, DrainRecord, NodeRecord
 from elastic.contract.records import (
@@ -17,24 +18,14 @@ from elastic.contract.records import (
     MemberRecord,
     ProgressRecord,
     ProtocolVersionMismatch,
-    Record,
     SpecRecord,
-    decode,
 )
 from elastic.etcd.client import Refusal
 
 
-class Stored(Protocol):
-    """One key as etcd returns it."""
-
+class KeyValue(Stored, Protocol):
     @property
     def key(self) -> str: ...
-    @property
-    def value(self) -> bytes: ...
-    @property
-    def create_revision(self) -> int: ...
-    @property
-    def mod_revision(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +51,6 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class JobMember:
-    record: MemberRecord
-    create_revision: int
-
-
-@dataclass(frozen=True, slots=True)
 class Job:
     """One job. Without a `spec` it was wiped from etcd while agents ran: they will write it again."""
 
@@ -76,7 +61,7 @@ class Job:
     spec_revision: int = 0
     state: JobState = field(default_factory=JobState)
     state_revision: int = 0
-    members: Mapping[str, JobMember] = field(default_factory=dict)
+    members: Mapping[str, Member] = field(default_factory=dict)
     generation: GenerationRecord | None = None
     progress: ProgressRecord | None = None
     asked: AskedRecord = field(default_factory=AskedRecord)
@@ -111,20 +96,16 @@ class Cluster:
         return sorted(job.name for job in self.jobs.values() if node in job.members)
 
 
-R = TypeVar("R", bound=Record)
-
-
 class Reader:
     """Decodes views of one cluster; a key that did not change since the previous view is not decoded again."""
 
     def __init__(self, keys: ClusterKeys) -> None:
         self._keys = keys
-        self._known: dict[str, tuple[bytes, Record | str]] = {}
-        """By key, with the value that was decoded. The revision would not do: it can recur after etcd was wiped."""
+        self._decoder = Decoder()
 
     def read(
         self,
-        kvs: Mapping[str, Stored],
+        kvs: Mapping[str, KeyValue],
         revision: int,
         refused: Mapping[str, Refusal] | None = None,
         signed: bool = False,
@@ -132,22 +113,22 @@ class Reader:
         """`refused`: keys that are not among `kvs`, as their signatures are not valid; `signed`: whether signatures are
         checked. A job without a state is then not run: deleting the state of a finished job must not run it
         again."""
-        keys, before, self._known = self._keys, self._known, {}
+        keys = self._keys
         foreign: dict[str, str] = {}
+        self._decoder.next_view()
 
-        def take(kind: type[R], kv: Stored | None) -> R | None:
+        def take(kind: type[R], kv: KeyValue | None) -> R | None:
             if kv is None:
                 return None
-            known = before.get(kv.key)
-            record = known[1] if known is not None and known[0] == kv.value else _decode(kind, kv.value)
-            self._known[kv.key] = kv.value, record
-            if isinstance(record, str):
-                foreign[kv.key] = record
-                return None
-            assert isinstance(record, kind)
-            return record
+            try:
+                return self._decoder.read(kind, kv.key, kv)
+            except ProtocolVersionMismatch as error:
+                foreign[kv.key] = str(error)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError among them
+                foreign[kv.key] = f"is not a {kind.__name__}: {error}"
+            return None
 
-        def each(kind: type[R], prefix: str) -> dict[str, tuple[R, Stored]]:
+        def each(kind: type[R], prefix: str) -> dict[str, tuple[R, KeyValue]]:
             found = ((k.removeprefix(prefix), kv) for k, kv in kvs.items() if k.startswith(prefix))
             return {name: (r, kv) for name, kv in found if (r := take(kind, kv)) is not None}
 
@@ -173,15 +154,15 @@ class Reader:
 class _Take(Protocol):
     """Reads one record; None where there is none, or one of another protocol."""
 
-    def __call__(self, kind: type[R], kv: Stored | None) -> R | None: ...
+    def __call__(self, kind: type[R], kv: KeyValue | None) -> R | None: ...
 
 
-def _job(name: str, job: JobKeys, mine: Mapping[str, Stored], take: _Take, signed: bool) -> Job:
+def _job(name: str, job: JobKeys, mine: Mapping[str, KeyValue], take: _Take, signed: bool) -> Job:
     spec, state = mine.get(job.spec), mine.get(job.state)
     if (signed and state is None) or (state is not None and take(JobState, state) is None):
         spec = None  # an incompatible version manages this job: leave it alone
     members = {
-        k.removeprefix(job.members): JobMember(r, kv.create_revision)
+        k.removeprefix(job.members): Member(r, kv.create_revision)
         for k, kv in mine.items()
         if k.startswith(job.members) and (r := take(MemberRecord, kv)) is not None
     }
@@ -202,21 +183,12 @@ def _job(name: str, job: JobKeys, mine: Mapping[str, Stored], take: _Take, signe
     )
 
 
-def _by_job(prefix: str, kvs: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:
-    jobs: dict[str, dict[str, Stored]] = {}
+def _by_job(prefix: str, kvs: Mapping[str, KeyValue]) -> dict[str, dict[str, KeyValue]]:
+    jobs: dict[str, dict[str, KeyValue]] = {}
     for key, kv in kvs.items():
         if key.startswith(prefix):
             jobs.setdefault(key[len(prefix) :].partition("/")[0], {})[key] = kv
     return jobs
-
-
-def _decode(kind: type[R], raw: bytes) -> R | str:
-    try:
-        return decode(kind, raw)
-    except ProtocolVersionMismatch as error:
-        return str(error)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError among them
-        return f"is not a {kind.__name__}: {error}"
 
 
 def slots_wanted(spec: SpecRecord, node_slots: int) -> int:

@@ -7,12 +7,12 @@ from datetime import UTC, datetime
 
 from msgspec.structs import replace
 
+from ..contract.decoding import Member
 from ..contract.records import ProgressRecord, Standing, Stillness
 from ..contract.spec import Hang
 from ..recovery.model import Agent
 from ..recovery.stillness import Known, StandstillCause, explain, still_s
 from ..recovery.transitions import Stage
-from ..recovery.view import Member
 
 
 class Others:

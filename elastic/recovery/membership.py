@@ -6,9 +6,10 @@ import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from ..contract.decoding import Member
 from ..contract.records import BrokenRecord, GenerationRecord, Place
 from . import reachability
-from .view import JobView, Member
+from .view import JobView
 
 _seniority = operator.attrgetter("create_revision")
 

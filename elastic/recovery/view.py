@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, cast
 
+from ..contract.decoding import Decoder, Member, R, Stored
 from ..contract.keys import JobKeys
 from ..contract.records import (
     BrokenRecord,
@@ -15,28 +15,14 @@ from ..contract.records import (
     JobState,
     MemberRecord,
     ProgressRecord,
-    Record,
     SpecRecord,
     decode,
 )
 from . import reachability
 from .generation_delta import GenerationReader
 
-R = TypeVar("R", bound=Record)
-
 RECOVERY_GENERATIONS = 8
 """For how many generations back the record of an open incident, and the failure reports that belong to it, are read."""
-
-
-class Stored(Protocol):
-    """One key as etcd returns it."""
-
-    @property
-    def value(self) -> bytes: ...
-    @property
-    def create_revision(self) -> int: ...
-    @property
-    def mod_revision(self) -> int: ...
 
 
 # Cached: after an outage all member records are read again, and most are unchanged.
@@ -45,17 +31,6 @@ class Stored(Protocol):
 @functools.lru_cache(maxsize=16384)
 def _member(raw: bytes) -> MemberRecord:
     return decode(MemberRecord, raw)
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    record: MemberRecord
-    create_revision: int
-    """Create revision of its key: the oldest member has the smallest."""
-
-    @property
-    def id(self) -> tuple[str, str]:
-        return self.record.node, self.record.incarnation
 
 
 class Seats(Mapping[str, Member]):
@@ -138,7 +113,7 @@ class Reader:
         self._kvs: Mapping[str, Stored] = {}
         self._members: Mapping[str, Member] = {}
         self._seats: tuple[GenerationRecord | None, Seats] = (None, Seats(None))
-        self._records: dict[str, tuple[Stored, Record]] = {}
+        self._decoder = Decoder()
         self._generations = GenerationReader()
 
     def read(self, kvs: Mapping[str, Stored], revision: int, whole: bool = True) -> JobView:
@@ -207,9 +182,4 @@ class Reader:
 
     def _record(self, kind: type[R], kv: Stored, read: Callable[[bytes], R] | None = None, name: str = "") -> R:
         """`name`: distinguishes records of one kind that are read from different keys."""
-        known = self._records.get(name or kind.__name__)
-        if known is not None and known[0] is kv:
-            return cast(R, known[1])
-        record = read(kv.value) if read else decode(kind, kv.value)
-        self._records[name or kind.__name__] = kv, record
-        return record
+        return self._decoder.read(kind, name or kind.__name__, kv, read)

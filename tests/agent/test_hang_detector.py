@@ -22,12 +22,12 @@ from elastic.agent import hang_detector
 from elastic.agent.hang_detector import HangDetector
 from elastic.agent.pool import Process
 from elastic.contract.beat import PAGE_BYTES, BeatPage, Doing
+from elastic.contract.decoding import Member
 from elastic.contract.records import GenerationRecord, MemberRecord, Place, Standing
 from elastic.contract.spec import Hang
 from elastic.recovery.events import Event, GroupStuck, RanksStill, WorkerUnhealthy
 from elastic.recovery.model import Worker
 from elastic.recovery.transitions import Stage
-from elastic.recovery.view import Member
 
 RULES = Hang(floor_s=1.0, ceiling_s=5.0)
 

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from support.jobs import generation, member, place, view
 
 from elastic.agent.standstill import Others, with_stillness
+from elastic.contract.decoding import Member
 from elastic.contract.records import BrokenRecord, JobState, MemberRecord, Phase, ProgressRecord, Standing, Stillness
 from elastic.contract.spec import Hang, JobSpec
 from elastic.contract.timeouts import Timeouts
@@ -17,7 +18,6 @@ from elastic.recovery.membership import Limits
 from elastic.recovery.model import Agent, Policy, Worker, changed
 from elastic.recovery.stillness import Known
 from elastic.recovery.transitions import Stage
-from elastic.recovery.view import Member
 
 RULES = Hang(floor_s=2.0, ceiling_s=60.0, factor=10.0)
 RECORD = ProgressRecord(generation=1, world_size=2, step=40, steps_per_s=0.0, loss=None, wall_s=1000.0)

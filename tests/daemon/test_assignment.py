@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import pytest
 
+from elastic.contract.decoding import Member
 from elastic.contract.node_records import CordonRecord, DrainRecord, NodeRecord
 from elastic.contract.records import GenerationRecord, JobState, MemberRecord, Phase, Place, SpecRecord
 from elastic.contract.spec import JobSpec
 from elasticd.assignment import Assignment, plan
-from elasticd.cluster import Cluster, Job, JobMember, Node, slots_wanted
+from elasticd.cluster import Cluster, Job, Node, slots_wanted
 
 
 def node(name: str, slots: int = 2, create_revision: int = 0, **record: object) -> Node:
@@ -33,9 +34,9 @@ def job(
     )
 
 
-def member(name: str, slots: int = 2, create_revision: int = 0) -> JobMember:
+def member(name: str, slots: int = 2, create_revision: int = 0) -> Member:
     record = MemberRecord(node=name, incarnation="i", host=name, port=1, slots=slots)
-    return JobMember(record, create_revision or ord(name[-1]))
+    return Member(record, create_revision or ord(name[-1]))
 
 
 def cluster(nodes: list[Node], jobs: list[Job]) -> Cluster:

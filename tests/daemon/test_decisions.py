@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
+from elastic.contract.decoding import Member
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.node_records import CordonRecord, DrainRecord, NodeRecord
 from elastic.contract.records import (
@@ -24,7 +25,7 @@ from elastic.contract.records import (
 from elastic.contract.spec import JobSpec, Restarts
 from elastic.recovery.restart_budget import BAD_NODE_FAILURES, charge
 from elasticd import logs, reconcile
-from elasticd.cluster import Cluster, Job, JobMember, Node, Reader
+from elasticd.cluster import Cluster, Job, Node, Reader
 from elasticd.ctl import job_file
 from elasticd.etcd import versions as etcd_versions
 from elasticd.etcd.versions import VersionSupport
@@ -145,7 +146,7 @@ def state(of: Job, failed: str = "", here: bool = False, nodes: tuple[str, ...] 
 
 
 def test_a_stopping_job_is_stopped_when_its_last_agent_is_gone() -> None:
-    member = JobMember(MemberRecord(node="b", incarnation="i", host="h", port=1, slots=1), 1)
+    member = Member(MemberRecord(node="b", incarnation="i", host="h", port=1, slots=1), 1)
     assert state(job(Phase.STOPPING), here=True) is None
     assert state(job(Phase.STOPPING, members={"b": member})) is None
     stopped = state(job(Phase.STOPPING))

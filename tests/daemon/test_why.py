@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.pictures import job, progress, snapshot
 
+from elastic.contract.decoding import Member
 from elastic.contract.node_records import AgentRow, CordonRecord, DrainRecord, NodeRecord
 from elastic.contract.records import Failure, JobState, MemberRecord, Phase
 from elasticd.api import views
 from elasticd.api.views import Identity, Now
 from elasticd.assignment import Assignment
-from elasticd.cluster import Cluster, Job, JobMember, Node
+from elasticd.cluster import Cluster, Job, Node
 from elasticd.diagnosis.why import _clock
 from elasticd.published_state import Contact, Snapshot
 
@@ -50,8 +51,8 @@ def of_node(*nodes: Node, job: Job | None = None, name: str = "a", **facts: Any)
     return str(next(row["why"] for row in rows if row["node"] == name))
 
 
-def member(name: str, **facts: object) -> JobMember:
-    return JobMember(MemberRecord(node=name, incarnation="i", host="h", port=1, slots=2, **facts), 1)  # type: ignore[arg-type]
+def member(name: str, **facts: object) -> Member:
+    return Member(MemberRecord(node=name, incarnation="i", host="h", port=1, slots=2, **facts), 1)  # type: ignore[arg-type]
 
 
 def clock(wall_s: float) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from elastic.contract.decoding import Member
 from elastic.contract.records import BrokenRecord, GenerationRecord, JobState, MemberRecord, Phase, Place, SpecRecord
 from elastic.contract.spec import JobSpec
-from elastic.recovery.view import JobView, Member
+from elastic.recovery.view import JobView
 
 
 def member(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import msgspec
 
+from elastic.contract.decoding import Member
 from elastic.contract.node_records import NodeRecord
 from elastic.contract.records import (
     GenerationRecord,
@@ -19,7 +20,7 @@ from elastic.contract.records import (
     SpecRecord,
 )
 from elastic.contract.spec import JobSpec
-from elasticd.cluster import Cluster, Job, JobMember, Node
+from elasticd.cluster import Cluster, Job, Node
 from elasticd.published_state import Contact, Snapshot
 
 SPEC = JobSpec(name="train", script="/t.py", args=("-x",), nodes="1:2")
@@ -45,7 +46,7 @@ def job(**facts: object) -> Job:
         spec=SpecRecord(spec=SPEC, submitted_wall_s=900.0, submitted_by="ada"),
         submitted=5,
         state=JobState(phase=Phase.RUNNING, restarts=1),
-        members={n: JobMember(MemberRecord(node=n, incarnation="i", host="h", port=1, slots=2), 1) for n in "ab"},
+        members={n: Member(MemberRecord(node=n, incarnation="i", host="h", port=1, slots=2), 1) for n in "ab"},
         generation=GenerationRecord(
             number=2, places=places, store_host="h", store_port=1, leader="b", why="exit on a: killed by SIGKILL"
         ),

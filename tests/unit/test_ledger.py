@@ -29,7 +29,7 @@ def test_ledger_sums_to_the_time_of_all_ranks_and_no_bucket_ever_shrinks(
         now_ms += step_ms
         known, ledger = ledger, advance(ledger, before, after, now_ms, stall_ms)
         wall_ms += passed_ms
-        ranks_ms += passed_ms * before.formed.ranks
+        ranks_ms += passed_ms * before.ranks
         assert (ledger.wall_ms, ledger.total_ms) == (wall_ms, ranks_ms)
         assert all(ledger.ranks_ms[name] >= spent for name, spent in known.ranks_ms.items())
         assert ledger.open_ms >= 0

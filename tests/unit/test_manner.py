@@ -8,6 +8,7 @@ import msgspec
 from support.jobs import generation, member, place, view
 
 from elastic.contract import messages
+from elastic.contract.decoding import Member
 from elastic.contract.records import ProgressRecord
 from elastic.contract.spec import JobSpec
 from elastic.contract.timeouts import Timeouts
@@ -17,7 +18,7 @@ from elastic.recovery.membership import Limits
 from elastic.recovery.model import Agent, Policy
 from elastic.recovery.recovery import step
 from elastic.recovery.transitions import Stage
-from elastic.recovery.view import JobView, Member
+from elastic.recovery.view import JobView
 
 FORMED = generation(1, [place("b", 0, 1), place("a", 0, 1)])
 """We are a, and b leads."""

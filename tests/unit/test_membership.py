@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.jobs import broken, generation, member, place, view
 
+from elastic.contract.decoding import Member
 from elastic.contract.records import BrokenRecord, GenerationRecord
 from elastic.recovery.membership import (
     Change,
@@ -21,7 +22,7 @@ from elastic.recovery.membership import (
     living,
     next_generation,
 )
-from elastic.recovery.view import JobView, Member
+from elastic.recovery.view import JobView
 
 NOBODY: Dead = frozenset()
 LIMITS = Limits(min_nodes=1, max_nodes=3, join_wait_s=5.0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from elastic.contract.decoding import Member
 from elastic.contract.records import GenerationRecord, MemberRecord, Place
 from elastic.recovery.membership import Change, Limits, Wait, next_generation
-from elastic.recovery.view import JobView, Member
+from elastic.recovery.view import JobView
 
 LIMITS = Limits(min_nodes=1, max_nodes=3, join_wait_s=0.0)
 

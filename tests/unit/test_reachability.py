@@ -8,10 +8,11 @@ from collections.abc import Collection
 
 import pytest
 
+from elastic.contract.decoding import Member
 from elastic.contract.records import BrokenRecord, GenerationRecord, MemberRecord, Place
 from elastic.recovery import reachability
 from elastic.recovery.membership import Change, Limits, Wait, cut_off, leader, next_generation, watch_list
-from elastic.recovery.view import JobView, Member
+from elastic.recovery.view import JobView
 
 LIMITS = Limits(min_nodes=1, max_nodes=8, join_wait_s=0.0)
 NOBODY = frozenset[tuple[str, str]]()

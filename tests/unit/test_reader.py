@@ -120,7 +120,7 @@ def test_view_reader_reuses_unchanged_records_without_decoding(monkeypatch: pyte
     etcd.put(KEYS.state, JobState(phase=Phase.RUNNING))
     after = etcd.read(reader)
     assert after.members is before.members
-    assert after.generation is before.formed.generation
+    assert after.generation is before.generation
     etcd.put(KEYS.member("b"), _member("b"))
     changed = etcd.read(reader)
     assert changed.members["a"] is before.members["a"]

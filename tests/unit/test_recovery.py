@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.jobs import broken, generation, member, place, view
 
 from elastic.contract import messages
+from elastic.contract.decoding import Member
 from elastic.contract.records import Failure, GenerationRecord, JobState, Phase, WorkerError
 from elastic.contract.spec import Checkpoint, JobSpec
 from elastic.contract.timeouts import Timeouts
@@ -60,7 +61,7 @@ from elastic.recovery.model import Agent, Policy
 from elastic.recovery.recovery import step
 from elastic.recovery.transitions import Stage
 from elastic.recovery.turn import ASK_AGAIN_S, STALL_S
-from elastic.recovery.view import JobView, Member
+from elastic.recovery.view import JobView
 
 TIMES = Timeouts()
 SPEC = JobSpec(name="job", script="train.py", nodes="1:2", workers_per_node=2)

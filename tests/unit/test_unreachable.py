@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from support.jobs import broken, generation, member, place, view
 
+from elastic.contract.decoding import Member
 from elastic.contract.records import BrokenRecord, MemberRecord, Phase, decode, encode
 from elastic.contract.spec import JobSpec
 from elastic.contract.timeouts import Timeouts
@@ -29,7 +30,7 @@ from elastic.recovery.membership import Limits
 from elastic.recovery.model import Agent, Policy
 from elastic.recovery.recovery import step
 from elastic.recovery.turn import STALL_S
-from elastic.recovery.view import JobView, Member
+from elastic.recovery.view import JobView
 
 SPEC = JobSpec(name="job", script="train.py", nodes="1:3")
 FORMED = generation(1, [place("a"), place("b"), place("c")])
