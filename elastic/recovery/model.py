@@ -231,10 +231,9 @@ GROUPS: Mapping[str, str] = {
 
 def changed(agent: Agent, **fields: Any) -> Agent:
     """The agent with other values of these fields, whichever of its structs they are in."""
-    group = GROUPS[next(iter(fields))]
-    part = getattr(agent, group)
     if len(fields) == 1:
         [(name, value)] = fields.items()
+        part = getattr(agent, group := GROUPS[name])
         if getattr(part, name) is value:  # most turns change nothing
             return agent
         return replace(agent, **{group: replace(part, **fields)})
