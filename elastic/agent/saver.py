@@ -15,6 +15,7 @@ from ..checkpoint import orders
 from ..checkpoint.arena import Arena
 from ..checkpoint.client import Busy, WriterProcess
 from ..checkpoint.errors import ArenaError
+from ..checkpoint.failures import FailuresInRow
 from ..checkpoint.shard_plan import newest_whole
 from ..contract import messages
 from ..contract.spec import Checkpoint
@@ -26,22 +27,10 @@ KEPT_WRITE_S, KEPT_COMMIT_S = 60.0, 3.0
 nodes' shards, which may never come."""
 MAX_KEPT = 250
 """Descriptors in one message; the kernel takes 253. Part of a snapshot is useless: if more are needed none is sent."""
-ESCALATE_AFTER = 3
-"""From this many failed checkpoints in a row they are logged as errors."""
 
 log = structlog.get_logger()
 
 Tell = Callable[[int, messages.Message, tuple[int, ...]], None]
-
-
-@dataclass(slots=True)
-class Row:
-    """Failures in a row."""
-
-    error: str | None = None
-    count: int = 0
-    last: tuple[int, int] | None = None
-    """(generation, step) of the last one: its shard and its commit may both report the failure."""
 
 
 @dataclass(slots=True)
@@ -51,9 +40,9 @@ class SaveStatus:
     step: int | None = None
     wall_s: float | None = None
     seconds: float = 0.0
-    failing: Row = field(default_factory=Row)
+    failing: FailuresInRow = field(default_factory=FailuresInRow)
     """Of checkpoints."""
-    copying: Row = field(default_factory=Row)
+    copying: FailuresInRow = field(default_factory=FailuresInRow)
     """Of copies to the remote end."""
     skipped: int = 0
     """Checkpoints that were due while the previous one was still being written, over the life of a worker."""
@@ -205,7 +194,7 @@ class Saver:
         if result.error:
             self._fail(result.generation, step, result.error)
         elif (result.generation, step) not in self._committing | {self.last.failing.last}:
-            self.last.failing = Row()  # another node commits; this node's part is done
+            self.last.failing = FailuresInRow()  # another node commits; this node's part is done
         self._free(slot, step, buffer, result.error, result.seconds)
 
     def _free(self, slot: int, step: int, buffer: int, error: str, seconds: float = 0.0) -> None:
@@ -219,7 +208,7 @@ class Saver:
             return
         last = self.last
         last.step, last.wall_s, last.seconds = result.step, time.time(), result.seconds
-        last.failing = Row()
+        last.failing = FailuresInRow()
         log.info("checkpoint.saved", step=result.step, path=result.path, seconds=round(result.seconds, 3))
         for note in result.notes:
             log.warning("checkpoint.not_removed", why=note)
@@ -238,7 +227,7 @@ class Saver:
 
     def _copied(self, result: orders.Result) -> None:
         if result.ok:
-            self.last.copied, self.last.copying = result.path, Row()
+            self.last.copied, self.last.copying = result.path, FailuresInRow()
         else:
             self._copy_failed(result.generation, result.step, result.error)
 
@@ -249,14 +238,13 @@ class Saver:
         """Report a failed checkpoint, which costs the job nothing. Step 0 or less: no particular checkpoint."""
         self._count(self.last.failing, "checkpoint", generation, step, error)
 
-    def _count(self, row: Row, what: str, generation: int, step: int, error: str) -> None:
-        if step > 0 and row.last == (generation, step):
+    def _count(self, row: FailuresInRow, what: str, generation: int, step: int, error: str) -> None:
+        if not row.add(error, generation, step):
             return
-        row.last, row.count = (generation, step), row.count + 1
-        if row.count >= ESCALATE_AFTER:
+        if row.escalate:
             error = f"{error} ({row.count} in a row)"
         row.error = f"step {step}: {error}"
-        say = log.error if row.count >= ESCALATE_AFTER else log.warning
+        say = log.error if row.escalate else log.warning
         say("checkpoint.failed", step=step, what=what, error=error, in_a_row=row.count)
         self.on_failed(step, error)
 

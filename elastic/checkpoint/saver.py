@@ -9,7 +9,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..contract.tensor_table import Table
@@ -17,6 +17,7 @@ from . import orders
 from .arena import Arena
 from .client import WriterProcess
 from .errors import CheckpointError
+from .failures import FailuresInRow
 from .find import peek
 from .layout import arena_nbytes
 
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     import torch
 
     from .fill import Fill
-
-ESCALATE_AFTER = 3
-"""Consecutive failed saves from which on they are not treated as bad luck."""
 
 
 def versions() -> dict[str, str]:
@@ -55,16 +53,11 @@ class Counts:
     skipped: int = 0
     """Requested while another was in flight."""
     failed: int = 0
-    failed_in_row: int = 0
-    remote_failed: int = 0
-    """Failed remote copies; the local checkpoint is safe."""
-    last_error: str = ""
+    failing: FailuresInRow = field(default_factory=FailuresInRow)
+    copying: FailuresInRow = field(default_factory=FailuresInRow)
+    """Of remote copies; the local checkpoint is safe."""
     last_step: int | None = None
     last_seconds: float = 0.0
-
-    @property
-    def escalate(self) -> bool:
-        return self.failed_in_row >= ESCALATE_AFTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,13 +230,12 @@ class Saver:
         for result in results:
             self._in_flight.discard(result.id)
             if result.kind == "CopyUp":
-                self.counts.remote_failed += bool(result.error)
-                self.counts.last_error = result.error or self.counts.last_error
+                self._copied(result.error)
             elif result.error and result.kind == last:  # rank 0's commit carries the error of its shard
                 self._fail(result.error)
             elif result.kind == last and result.ok:
                 self.counts.durable += 1
-                self.counts.failed_in_row = 0
+                self.counts.failing = FailuresInRow()
                 self.counts.last_step, self.counts.last_seconds = result.step, result.seconds
                 if self._remote and last == "Commit":
                     self._copy_up(result.path)
@@ -254,10 +246,14 @@ class Saver:
         try:
             self._writer.submit(order)
         except (OSError, CheckpointError) as error:
-            self.counts.remote_failed += 1
-            self.counts.last_error = orders.describe(error)
+            self._copied(orders.describe(error))
+
+    def _copied(self, error: str) -> None:
+        if error:
+            self.counts.copying.add(error)
+        else:
+            self.counts.copying = FailuresInRow()
 
     def _fail(self, error: str) -> None:
         self.counts.failed += 1
-        self.counts.failed_in_row += 1
-        self.counts.last_error = error
+        self.counts.failing.add(error)

@@ -51,8 +51,9 @@ class LocalSnapshots:
         counts = self._saver.counts
         if counts.failed > self._told:
             self._told = counts.failed
-            row = f" ({counts.failed_in_row} in a row)" if counts.failed_in_row > 1 else ""
-            said = f"elastic: a checkpoint failed{row}: {counts.last_error}; the one before stays, training goes on"
+            failing = counts.failing
+            row = f" ({failing.count} in a row)" if failing.count > 1 else ""
+            said = f"elastic: a checkpoint failed{row}: {failing.error}; the one before stays, training goes on"
             print(said, file=sys.stderr, flush=True)
 
     @property

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic.agent.saver import ESCALATE_AFTER, Saver
+from elastic.agent.saver import Saver
 from elastic.checkpoint import orders
+from elastic.checkpoint.failures import ESCALATE_AFTER
 from elastic.contract import messages
 from elastic.contract.spec import Checkpoint
 

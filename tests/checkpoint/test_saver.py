@@ -11,9 +11,10 @@ import pytest
 import torch
 from support.ckpt import blank, state_at, table_of
 
+from elastic.checkpoint.failures import ESCALATE_AFTER
 from elastic.checkpoint.find import newest_good
 from elastic.checkpoint.read import resume
-from elastic.checkpoint.saver import ESCALATE_AFTER, Saver, next_generation
+from elastic.checkpoint.saver import Saver, next_generation
 from elastic.checkpoint.shard_plan import assign_shares
 
 
@@ -67,16 +68,16 @@ def test_failures_are_counted_and_said_and_a_success_ends_the_row(tmp_path: Path
     saver = Saver(str(blocked), "job", generation=1)
     try:
         for step in range(ESCALATE_AFTER):
-            assert not saver.counts.escalate
+            assert not saver.counts.failing.escalate
             save(saver, step)
             saver.wait(20)
-        assert saver.counts.failed == saver.counts.failed_in_row == ESCALATE_AFTER
-        assert saver.counts.escalate
-        assert str(blocked) in saver.counts.last_error
+        assert saver.counts.failed == saver.counts.failing.count == ESCALATE_AFTER
+        assert saver.counts.failing.escalate
+        assert str(blocked) in (saver.counts.failing.error or "")
         blocked.unlink()
         save(saver, 9)
         saver.wait(20)
-        assert (saver.counts.durable, saver.counts.failed_in_row, saver.counts.escalate) == (1, 0, False)
+        assert (saver.counts.durable, saver.counts.failing.count, saver.counts.failing.escalate) == (1, 0, False)
     finally:
         saver.close()
 
@@ -111,7 +112,7 @@ def test_saver_uploads_a_remote_copy_after_the_local_commit(tmp_path: Path) -> N
     try:
         save(saver, 10)
         saver.wait(30)
-        assert saver.counts.remote_failed == 0, saver.counts.last_error
+        assert saver.counts.copying.count == 0, saver.counts.copying.error
     finally:
         saver.close()
     found = newest_good(str(tmp_path / "remote"), "job")

@@ -1,0 +1,30 @@
+"""Failures in a row, of checkpoints or of their remote copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ESCALATE_AFTER = 3
+"""From this many in a row they are reported as errors."""
+
+
+@dataclass(slots=True)
+class FailuresInRow:
+    """Replaced by a new one after a success."""
+
+    error: str | None = None
+    """Of the last one."""
+    count: int = 0
+    last: tuple[int, int] | None = None
+    """(generation, step) of the last one: its shard and its commit may both report the failure."""
+
+    def add(self, error: str, generation: int = 0, step: int = 0) -> bool:
+        """Returns False if this one is counted already. Step 0 or less: no particular checkpoint."""
+        if step > 0 and self.last == (generation, step):
+            return False
+        self.error, self.count, self.last = error, self.count + 1, (generation, step)
+        return True
+
+    @property
+    def escalate(self) -> bool:
+        return self.count >= ESCALATE_AFTER
