@@ -48,16 +48,22 @@ def _ip(batch: Sequence[str], inside: int | None = None) -> None:
 
 
 def _claim_subnet() -> tuple[str, IO[str]]:
-    """'10.99.7' that no other test run on this machine uses, for as long as the file stays open."""
+    """'10.99.7' that no other test run on this machine uses, until the file is deleted and closed."""
     for number in range(1, 250):
         lock = pathlib.Path(f"/run/lock/elastic-test-net-{number}").open("w")  # noqa: SIM115 (held by Hosts)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            continue
-        return f"10.99.{number}", lock
+            if os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno())):
+                return f"10.99.{number}", lock
+        except (BlockingIOError, FileNotFoundError):  # the latter, as above: its holder has just deleted it
+            pass
+        lock.close()
     raise RuntimeError("all test networks are taken")
+
+
+def _release(lock: IO[str]) -> None:
+    os.unlink(lock.name)
+    lock.close()
 
 
 class Cgroup:
@@ -424,7 +430,7 @@ class Hosts:
         """End everything, whatever of it fails. Safe to call twice."""
         with contextlib.ExitStack() as last_first:
             if self._lock is not None:
-                last_first.callback(self._lock.close)
+                last_first.callback(_release, self._lock)
             last_first.callback(self._remove_link)
             for work in self._work:
                 last_first.callback(shutil.rmtree, work)
