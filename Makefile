@@ -3,12 +3,14 @@ PYTHON ?= python3
 # make test TORCH=2.15.0: the same in an environment of its own. The package index may have that torch for CUDA only:
 # some 5 GB. PYTHON=python3.13 with it: another Python.
 TORCH ?=
+# Compiled modules are kept: the tests start hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SEED ?= 1
 MINUTES ?= 2
-# Most tests wait for processes, leases and time-outs rather than for a core.
+# One for each core: what the tests start keeps the cores busy.
 TEST_PROCESSES ?= 2
 CASES ?= 300
 CASE ?=
@@ -36,9 +38,9 @@ lint: venv
 test: lint
 	@$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal --durations 15 --ignore=tests/house -m "not long"
 
-# Decisions and files alone, for the inner loop: about half a minute.
+# Decisions and files alone, for the inner loop: under half a minute.
 test-fast: venv
-	@$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal -m "not long" tests/unit tests/checkpoint
+	@$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal -m "not long and not slow" tests/unit tests/checkpoint
 
 # What `make test` leaves out: more faults, more histories, the planted mistakes. About 20 minutes on two cores.
 test-long: venv

@@ -138,6 +138,7 @@ def test_a_late_joiner_and_then_the_loss_of_the_first_node_with_its_store(lab: L
     assert second.wait(30) == 0, lab.logs()
 
 
+@pytest.mark.long
 def test_a_node_ended_by_sigterm_is_done_without_at_once(lab: Lab) -> None:
     agents = [lab.agent("1:2", 1, want_world=1, lease_s=60) for _ in range(2)]
     lab.stepped(2, 2)

@@ -13,6 +13,7 @@ from support.wait import eventually
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 
 
+@pytest.mark.long
 def test_more_failures_than_the_budget_allows_stop_the_job() -> None:
     with Cluster(nodes=2, slots=1) as cluster:
         job = cluster.submit(steps=5000, restarts={"budget": 2, "window_s": 600.0, "backoff_s": 0.1})

@@ -136,6 +136,7 @@ def fill(folder: pathlib.Path) -> pathlib.Path:
     return ballast
 
 
+@pytest.mark.long
 def test_no_descriptors_left() -> None:
     with Cluster(nodes=2, slots=1) as cluster:
         node = cluster.nodes[1]

@@ -15,6 +15,7 @@ DEMO = pathlib.Path(__file__).resolve().parents[2] / "examples" / "demo.py"
 @pytest.mark.chaos
 @pytest.mark.etcd
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_demo_runs_and_prints_each_recovery() -> None:
     done = subprocess.run([sys.executable, DEMO], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

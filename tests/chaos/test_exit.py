@@ -84,6 +84,7 @@ def test_every_other_end() -> None:
         assert final_sha256(history) == undisturbed(2, steps)
 
 
+@pytest.mark.long
 def test_again_while_a_recovery_is_under_way() -> None:
     with Cluster(nodes=2, slots=2) as cluster:
         job = cluster.submit(steps=STEPS)

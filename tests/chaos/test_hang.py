@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 STEPS = 80
 
 
+@pytest.mark.long
 def test_stopped_spinning_and_asleep() -> None:
     """SIGSTOP from outside, an endless loop and a call that does not come back, each in another rank."""
     with Cluster(nodes=2, slots=2) as cluster:

@@ -110,6 +110,7 @@ def test_two_that_cannot_reach_each_other_wait_below_min() -> None:
 
 
 @netns
+@pytest.mark.long
 def test_cut_off_while_the_group_forms() -> None:
     """The first group is still to be formed, and one of three cannot be reached."""
     with Cluster(nodes=3, slots=1, network=True) as cluster:

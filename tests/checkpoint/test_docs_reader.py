@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.ckpt import flip, save, share_paths, state_at
 
 DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
@@ -29,6 +30,7 @@ def test_documented_checkpoint_reader_is_at_most_ten_lines() -> None:
     assert len([line for line in the_ten_lines().splitlines() if line.strip()]) <= 10
 
 
+@pytest.mark.slow
 def test_documented_checkpoint_reader_reads_all_tensors_and_detects_damage(tmp_path: Path) -> None:
     path = save(str(tmp_path), 10, shares=3)
     good = run(path)

@@ -32,6 +32,7 @@ assert seen, "the hook does not see what it is there for"
 """
 
 
+@pytest.mark.slow
 def test_local_damaged_and_remote_ones(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     here, there = tmp_path / "here", tmp_path / "there"

@@ -231,6 +231,7 @@ def test_writer_process_dies_with_its_parent(how: str, tmp_path: Path) -> None:
     eventually(gone, deadline_s=20)
 
 
+@pytest.mark.slow
 def test_writer_process_killed_at_any_moment_leaves_the_newest_checkpoint_whole(
     writer: WriterProcess, tmp_path: Path
 ) -> None:

@@ -48,6 +48,23 @@ def test_a_wrong_name_is_seen() -> None:
     assert missing("chaos/test_nowhere.py", "")
 
 
+def runs_in_make_test(path: str) -> bool:
+    """Whether a file below tests/ has a test that is not marked long."""
+    found = ast.parse((ROOT / "tests" / path).read_text()).body
+    tests = [n for n in found if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
+    return any("pytest.mark.long" not in map(ast.unparse, test.decorator_list) for test in tests)
+
+
+def test_make_test_proves_every_guarantee_with_real_processes() -> None:
+    rows = [line for line in (ROOT / "docs/guarantees.md").read_text().splitlines() if re.match(r"\| G\d", line)]
+    assert len(rows) == 10
+    real = ("agent/test_", "chaos/test_", "systemd/test_", "soak/test_")
+    for row in rows:
+        named = [path for path, _ in _NAMED.findall(row) if path.startswith(real)]
+        assert any(map(runs_in_make_test, named)), row[:6]
+    assert not runs_in_make_test("chaos/test_demo.py")
+
+
 def test_every_row_of_faults_names_its_proof() -> None:
     rows = [line.strip("| ").split("|") for line in (ROOT / "docs/failures.md").read_text().splitlines()]
     faults = [cells for cells in rows if len(cells) == 4 and cells[0].strip() not in ("fault", "---")]

@@ -41,6 +41,7 @@ def test_the_gpu_tests_run() -> None:
 @pytest.mark.slow
 @pytest.mark.etcd
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_the_gpu_tests_of_agents_run() -> None:
     """On gloo: a worker killed on one of two nodes, and the state compared with an undisturbed job's."""
     out = run("-m", "pytest", "-q", "-m", "gpu", "tests/gpu/test_agents.py", "-k", "killed or nccl", timeout_s=280.0)
