@@ -189,7 +189,7 @@ def cluster_of(nodes: int, slots: int, **more: Any) -> Iterator[Cluster]:
     """Ended in one go: a second Ctrl-C does not break into it."""
     with contextlib.ExitStack() as last_first:
         last_first.callback(signal.signal, signal.SIGINT, signal.default_int_handler)
-        cluster = last_first.enter_context(Cluster(nodes=nodes, slots=slots, **more))
+        cluster = last_first.enter_context(Cluster(nodes=nodes, slots=slots, warm=False, **more))
         last_first.callback(signal.signal, signal.SIGINT, signal.SIG_IGN)
         yield cluster
 

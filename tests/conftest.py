@@ -7,13 +7,14 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
 
 import psutil
 import pytest
-from support import machine, procs
+from support import etcd_server, machine, procs, warm
 
 RUN = "ELASTIC_TEST_RUN"
 
@@ -21,6 +22,9 @@ RUN = "ELASTIC_TEST_RUN"
 def pytest_configure() -> None:
     # pytest enables faulthandler for itself; this is for the processes that tests start.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    # Else every process that tests start compiles our modules again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     if importlib.util.find_spec("hypothesis"):  # a machine with GPUs may have pytest alone
         from hypothesis import HealthCheck, settings
 
@@ -105,7 +109,22 @@ def _left_behind(run: str, shm_before: set[str]) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes that are killed leave temporary files behind: those of all that the tests start lie in one folder."""
+    tmp_path_factory.getbasetemp()  # not in it
+    with tempfile.TemporaryDirectory(prefix="elt-tmp-", ignore_cleanup_errors=True) as folder:
+        os.chmod(folder, 0o1777)
+        before = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"] = folder
+        yield
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind(temporary_files: None) -> Iterator[None]:
     """Fail the run when processes, shared memory, namespaces or cgroups of its tests outlive it."""
     run = uuid.uuid4().hex
     reaper = subprocess.Popen(  # for the case that we are killed
@@ -115,6 +134,8 @@ def nothing_left_behind() -> Iterator[None]:
     os.environ[RUN] = run  # inherited by all that tests start
     before = _shared_memory()
     yield
+    warm.end()
+    etcd_server.end_shared(os.getpid())
     reaper.communicate("bye", timeout=10)
     end_s = time.monotonic() + 3.0  # what is being ended right now may take a moment
     while (left := _left_behind(run, before)) and time.monotonic() < end_s:

@@ -18,6 +18,7 @@ import pytest
 from support.printed import printed
 from support.procs import alive
 from support.wait import eventually
+from support.warm_zygote import adopt_zygotes
 
 from elastic.agent import descendants, zygote
 from elastic.agent.children import PR_SET_CHILD_SUBREAPER, exit_status
@@ -58,6 +59,11 @@ class Bench:
 
     def exit_of(self, worker_id: int) -> Exited | None:
         return next((h for h in self.seen if isinstance(h, Exited) and h.worker_id == worker_id), None)
+
+
+@pytest.fixture(autouse=True)
+def warm_zygotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    adopt_zygotes(monkeypatch)
 
 
 @pytest.fixture

@@ -36,10 +36,12 @@ from support.incidents import Deed, check_deeds, check_written
 from support.lab import Host, Hosts
 from support.procs import Procs, alive, describe, end_all, kill, tagged
 from support.wait import eventually
+from support.warm import SOCKET_ENV, forge
 
 from elastic.recovery.evidence import weight
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "support" / "train_chaos.py"
+WARM_DAEMON = SCRIPT.with_name("warm_daemon.py")
 BIN = pathlib.Path(sys.executable).parent
 NODE = "ELASTIC_TEST_NODE"
 USER = "root"
@@ -189,8 +191,12 @@ class Node:
         (self.folder / "elasticd.toml").write_text("\n".join(lines))
         popen = self.host.popen if self.host else cluster.procs.popen
         with (self.folder / "daemon.log").open("ab") as log:
-            command = [BIN / "elasticd"] if code is None else [sys.executable, "-P", "-m", "elasticd.main"]
-            path = {} if code is None else {"PYTHONPATH": str(code)}
+            command: list[str | pathlib.Path] = [BIN / "elasticd"]
+            path: dict[str, str] = {}
+            if code is not None:
+                command, path = [sys.executable, "-P", "-m", "elasticd.main"], {"PYTHONPATH": str(code)}
+            elif cluster.warm:
+                command, path = [sys.executable, WARM_DAEMON], {SOCKET_ENV: forge().path}
             self.daemon = popen(
                 [*command, "--config", self.folder / "elasticd.toml"],
                 env={NODE: self.name, "ELASTIC_TEST_NODE_TAG": self._tag, **path, **self.env}, stdout=log, stderr=log,
@@ -392,8 +398,11 @@ class Cluster:
         signed: bool = True,
         password: str = "",
         disks_mb: Mapping[int, int] | None = None,
+        warm: bool = True,
     ) -> None:
         self.slots, self.settings = slots, dict(settings or {})
+        self.warm = warm
+        """Whether agents are forked from a process that has imported torch, see support/warm.py."""
         self._etcd_args, self._password, self._disks_mb = etcd_args, password, dict(disks_mb or {})
         self.key: dict[str, str] = {}
         """What the daemons' settings say of the cluster key."""

@@ -6,10 +6,7 @@ import contextlib
 import json
 import os
 import pathlib
-import queue
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,8 +16,9 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 from support.etcd_server import EtcdServer
-from support.procs import Procs, alive, end_all
+from support.procs import Procs, Started, alive, end_all
 from support.wait import eventually
+from support.warm import forge
 
 from elastic.contract.agent_files import AgentConfig
 from elastic.contract.keys import ClusterKeys
@@ -42,44 +40,8 @@ LAST_WORDS_S = 10.0
 """So long after one rank of the undisturbed run has failed, the others may say why they do."""
 
 
-class Forge:
-    """The process that forks, and what it has forked."""
-
-    def __init__(self, procs: Procs) -> None:
-        tests = str(LIB.parent)
-        self._process = procs.popen(
-            [sys.executable, "-m", "soak.forge"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tests,
-            env={"PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        self._born: queue.Queue[int] = queue.Queue()
-        self._ordering = threading.Lock()
-        self._codes: dict[int, int] = {}
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            message = json.loads(line)
-            if "over" in message:
-                self._codes[message["over"]] = message["code"]
-            else:
-                self._born.put(message["pid"])
-
-    def fork(self, **order: object) -> int:
-        assert self._process.stdin is not None
-        with self._ordering:
-            self._process.stdin.write((json.dumps(order) + "\n").encode())
-            self._process.stdin.flush()
-            return self._born.get(timeout=60)
-
-    def code(self, pid: int) -> int | None:
-        """Its exit code; None while it runs."""
-        return self._codes.get(pid)
-
-
 class Soak:
-    """One etcd and one forge for many cases, which may run in several threads."""
+    """One etcd for many cases, which may run in several threads."""
 
     def __init__(self, keep: pathlib.Path | None = None) -> None:
         """`keep`: where the scripts and the records of failed cases go."""
@@ -95,7 +57,7 @@ class Soak:
         self._server = EtcdServer()
         try:
             self._server.start()
-            self._forge = Forge(self._procs)
+            forge()  # before there are several threads
         except BaseException:
             self.__exit__()
             raise
@@ -149,7 +111,7 @@ class Soak:
         script, record = self._write(case, folder), folder / "alone"
         record.mkdir()
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        pids = []
+        ranks = []
         for rank in range(case.world_size):
             env = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case.world_size),
@@ -157,8 +119,9 @@ class Soak:
                 "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo",
                 **self._env(record),
             }  # fmt: skip
-            pids.append(self._forge.fork(script=str(script), out=str(record / f"{rank}.log"), env=env))
-        codes = self._codes(pids, self._limit_s(case))
+            with (record / f"{rank}.log").open("ab") as log:
+                ranks.append(self._procs.python([str(script)], output=log, env=env))
+        codes = self._codes(ranks, self._limit_s(case))
         if not any(code is None for code in codes) and not any(codes):
             return Reference(finals=_finals(record))
         failed = [rank for rank, code in enumerate(codes) if code]
@@ -166,13 +129,13 @@ class Soak:
             return Reference(error="the undisturbed run does not end")
         return Reference(error=cause([(record / f"{rank}.log").read_text(errors="replace") for rank in failed])[-3000:])
 
-    def _codes(self, pids: Sequence[int], limit_s: float) -> list[int | None]:
+    def _codes(self, ranks: Sequence[Started], limit_s: float) -> list[int | None]:
         """Exit codes; None of one that had to be ended: what it has written may be cut short, or nothing at all."""
         with contextlib.suppress(AssertionError):
-            eventually(lambda: any(map(self._forge.code, pids)) or all(self._forge.code(p) == 0 for p in pids), limit_s)
-            eventually(lambda: all(self._forge.code(p) is not None for p in pids), LAST_WORDS_S)
-        codes = [self._forge.code(pid) for pid in pids]
-        end_all([pid for pid, code in zip(pids, codes, strict=True) if code is None])
+            eventually(lambda: any(rank.poll() for rank in ranks) or all(rank.poll() == 0 for rank in ranks), limit_s)
+            eventually(lambda: all(rank.poll() is not None for rank in ranks), LAST_WORDS_S)
+        codes = [rank.poll() for rank in ranks]
+        end_all([rank.pid for rank, code in zip(ranks, codes, strict=True) if code is None])
         return codes
 
     def _write(self, case: Case, folder: pathlib.Path) -> pathlib.Path:
@@ -202,7 +165,7 @@ class Soak:
             "hang": {} if large else {"floor_s": 6.0},  # a busy machine; the large ones are there for the floor
         })  # fmt: skip
         etcd = Etcd(self._server.access)
-        agents: list[int] = []
+        agents: list[Started] = []
         try:
             put = SpecRecord(spec=spec, submitted_wall_s=time.time(), submitted_by="soak")
             etcd.put(keys.spec, encode(put))
@@ -228,16 +191,17 @@ class Soak:
             tracebacks=_tracebacks(folder),
         )
 
-    def _agent(self, job: str, folder: pathlib.Path, slots: int) -> int:
+    def _agent(self, job: str, folder: pathlib.Path, slots: int) -> Started:
         folder.mkdir()
         config = AgentConfig(
             cluster="soak", node=folder.name, job=job, address="127.0.0.1", slots=slots, interface="lo",
             etcd=self._server.access, timeouts=Timeouts(), agent_dir=str(folder), logs_dir=str(folder / "logs"),
         )  # fmt: skip
         (folder / "config.json").write_bytes(msgspec.json.encode(config))
-        return self._forge.fork(agent=str(folder), out=str(folder / "agent.out"), env={})
+        with (folder / "agent.out").open("ab") as output:
+            return self._procs.python(["-m", "elastic.agent", str(folder)], output=output)
 
-    def _wait(self, case: Case, etcd: Etcd, key: str, agents: list[int]) -> JobState:
+    def _wait(self, case: Case, etcd: Etcd, key: str, agents: list[Started]) -> JobState:
         end_s = time.monotonic() + self._limit_s(case)
         state = JobState()
         while time.monotonic() < end_s:
@@ -247,17 +211,17 @@ class Soak:
                 kv = None
             if kv is not None:
                 state = decode(JobState, kv.value)
-            if state.phase.over or all(self._forge.code(pid) is not None for pid in agents):
+            if state.phase.over or all(agent.poll() is not None for agent in agents):
                 break
             time.sleep(0.05)
         return state
 
-    def _end(self, agents: list[int]) -> None:
+    def _end(self, agents: list[Started]) -> None:
         """Let them end by themselves for a moment; their children die with them."""
         end_s = time.monotonic() + 3.0
-        while time.monotonic() < end_s and any(self._forge.code(pid) is None for pid in agents):
+        while time.monotonic() < end_s and any(agent.poll() is None for agent in agents):
             time.sleep(0.02)
-        end_all([pid for pid in agents if self._forge.code(pid) is None and alive(pid)])
+        end_all([agent.pid for agent in agents if agent.poll() is None and alive(agent.pid)])
 
 
 def plan(case: Case) -> list[list[dict[str, Any]]]:

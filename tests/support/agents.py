@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -33,7 +31,7 @@ from elastic.contract.spec import parse_job
 from elastic.contract.timeouts import Timeouts
 from elastic.etcd.client import Etcd
 
-from . import procs
+from . import etcd_server, procs
 from .etcd_server import EtcdServer
 from .wait import eventually
 
@@ -55,16 +53,17 @@ class Job:
         timeouts: Timeouts | None = None,
         server: EtcdServer | None = None,
         gpus: tuple[int, ...] = (),
+        warm: bool = True,
     ) -> None:
+        """`warm`: agents and zygotes are forked from a process that has imported torch, see support/warm.py."""
         self.folder = Path(tempfile.mkdtemp(prefix="elt-job-", dir="/dev/shm"))
         self.record = self.folder / "record"
         self.record.mkdir()
-        self._own_server = server is None
         self._procs = procs.Procs()
-        self.server = server or EtcdServer()
+        self.server = server or etcd_server.shared()
         self.workers = workers
         self._timeouts = timeouts or Timeouts()
-        self._gpus = gpus
+        self._gpus, self._warm = gpus, warm
         given = [str(x) for k, v in (args or {}).items() for x in (f"--{k.replace('_', '-')}", v)]
         self.spec = parse_job(
             {
@@ -79,12 +78,11 @@ class Job:
             }
         )
         self.count = agents if agents is not None else self.spec.max_nodes
-        self.keys = ClusterKeys("test").job("job")
-        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self._cluster = f"test-{os.urandom(4).hex()}"  # etcd is shared by all jobs of a test run
+        self.keys = ClusterKeys(self._cluster).job("job")
+        self.agents: dict[str, procs.Started] = {}
 
     def __enter__(self) -> Self:
-        if self._own_server:
-            self.server.start()
         self.etcd = Etcd(self.server.access)
         record = SpecRecord(spec=self.spec, submitted_wall_s=time.time(), submitted_by="test")
         self.etcd.put(self.keys.spec, encode(record))
@@ -99,8 +97,6 @@ class Job:
             print(self.story())
         self._procs.close()
         self.etcd.close()
-        if self._own_server:
-            self.server.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     # ── acting ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -109,7 +105,7 @@ class Job:
         folder = self.folder / node
         folder.mkdir(exist_ok=True)
         config = AgentConfig(
-            cluster="test",
+            cluster=self._cluster,
             node=node,
             job="job",
             address="127.0.0.1",
@@ -123,9 +119,7 @@ class Job:
         )
         (folder / "config.json").write_bytes(msgspec.json.encode(config))
         with open(folder / "agent.out", "ab") as output:
-            self.agents[node] = self._procs.popen(
-                [sys.executable, "-m", "elastic.agent", str(folder)], stdout=output, stderr=output
-            )
+            self.agents[node] = self._procs.python(["-m", "elastic.agent", str(folder)], output=output, warm=self._warm)
 
     def kill_rank(self, rank: int, number: int = signal.SIGKILL) -> int:
         """Returns the pid that was struck. Waits until the rank has a living process."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import os
@@ -174,6 +175,27 @@ class EtcdServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+_shared: EtcdServer | None = None
+
+
+def shared() -> EtcdServer:
+    """One for all tests of this run that do not strike it, each with keys of its own."""
+    global _shared
+    if _shared is None:
+        _shared = EtcdServer().start()
+        atexit.register(end_shared, os.getpid())  # where it is not a test run that uses it
+    return _shared
+
+
+def end_shared(started_by: int) -> None:
+    global _shared
+    if os.getpid() != started_by:
+        return
+    ours, _shared = _shared, None
+    if ours is not None:
+        ours.close()
 
 
 class EtcdCluster:

@@ -10,11 +10,15 @@ import os
 import pathlib
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
+from .warm import Process, forge
+
+Started = subprocess.Popen[Any] | Process
 TAG = "ELASTIC_TEST_TAG"
 
 
@@ -80,7 +84,7 @@ class Procs:
 
     def __init__(self) -> None:
         self.tag = uuid.uuid4().hex
-        self._started: list[subprocess.Popen[Any]] = []
+        self._started: list[Started] = []
 
     def __enter__(self) -> Procs:
         return self
@@ -101,11 +105,21 @@ class Procs:
         self._started.append(process)
         return process
 
+    def python(
+        self, argv: Sequence[str], *, output: IO[bytes], warm: bool = True, env: Mapping[str, str] | None = None
+    ) -> Started:
+        """Start `python ARGV`, all that it says to `output`; `warm`: forked, see support/warm.py."""
+        if not warm:
+            return self.popen([sys.executable, *argv], env=env, stdout=output, stderr=output)
+        process = forge().popen(argv, env=self.env(env), output=output)
+        self._started.append(process)
+        return process
+
     def pids(self) -> list[int]:
         """Living processes that we started, and their descendants."""
         return tagged(self.tag)
 
-    def end(self, process: subprocess.Popen[Any], grace_s: float = 0.0) -> int:
+    def end(self, process: Started, grace_s: float = 0.0) -> int:
         """End one process that `popen` returned: SIGTERM first when there is a grace. Returns its exit code."""
         if grace_s and process.poll() is None:
             process.terminate()

@@ -6,6 +6,7 @@ because a test took too long: then everything that carries its token is ended, a
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shutil
 import subprocess
@@ -34,6 +35,8 @@ def main() -> None:
             subprocess.run(["rmdir", folder], check=False, timeout=10)
     for folder in pathlib.Path("/run").glob(f"elt{pid}[a-z]*"):
         shutil.rmtree(folder)
+    if (folder := pathlib.Path(os.environ.get("TMPDIR", ""))).name.startswith("elt-tmp-"):
+        shutil.rmtree(folder, ignore_errors=True)
     for link in pathlib.Path("/sys/class/net").glob(f"elt{pid}[a-z]*"):
         subprocess.run(["ip", "link", "del", link.name], check=False, timeout=10)
 

@@ -5,31 +5,29 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from support import warm
 
 PROCESS = """
 import os, sys
 from elastic.contract import messages
 from elastic.worker.boot.bootstrap import become
 
-log, workdir, agent_pid = sys.argv[1:]
+log, workdir = sys.argv[1:]
 order = messages.Fork(ticket=1, argv=("script.py",), env=dict(os.environ), workdir=workdir)
 ends = os.pipe()
-become(order, [*ends, os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)], int(agent_pid))
+agent_pid = os.getpid()
+if pid := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+become(order, [*ends, os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)], agent_pid)
 """
 
 
 def exit_code(folder: pathlib.Path, script: str, log: pathlib.Path) -> int:
     (folder / "script.py").write_text(script)
-    return subprocess.run(
-        [sys.executable, "-c", PROCESS, str(log), str(folder), str(os.getpid())],
-        env=os.environ | {"TORCHELASTIC_ERROR_FILE": str(folder / "error.json")},
-        timeout=60,
-        check=False,
-    ).returncode
+    env = os.environ | {"TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
+    return warm.run(["-c", PROCESS, str(log), str(folder)], env=env).returncode
 
 
 def error(folder: pathlib.Path) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from support import warm
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -31,14 +32,7 @@ def test_the_readmes_script_runs(tmp_path: pathlib.Path) -> None:
 @pytest.mark.slow
 def test_the_small_gpt_learns_alone() -> None:
     small = ["--steps", "50", "--batch", "8", "--context", "32", "--width", "32", "--layers", "1", "--lr", "1e-2"]
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "train_gpt.py", *small],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = warm.run([str(ROOT / "examples" / "train_gpt.py"), *small])
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)  world 1", done.stdout)]
     assert len(losses) == 2

@@ -8,53 +8,79 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import elastic.agent.zygote
 import elastic.worker.boot.zygote
 
+from . import warm
+from .forge import MESSAGE_BYTES, differs, take_environment, take_streams
+
+if TYPE_CHECKING:  # the forge, and so all that it forks, must not import it
+    import pytest
+
 MODULE = "elastic.worker.boot.zygote"
-MESSAGE_BYTES = 1 << 20
 
 
-def offer() -> None:
-    """To be called in an agent's process before it does anything: its first zygote is forked here, and waits."""
+class Waiting:
+    """In the fork: to become the zygote that the agent asks for, or to end with the agent."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+
+    def run(self) -> int:
+        raw, ancillary, _, _ = self._control.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(4 * 4))
+        if not raw:
+            return 0
+        order = json.loads(raw)
+        self._control.detach()
+        os.setsid()
+        take_streams(array.array("i", ancillary[0][2]))
+        take_environment(order["env"])
+        return elastic.worker.boot.zygote.main(["3", *order["args"]])
+
+
+def offer() -> Waiting | None:
+    """To be called in an agent's process before it does anything: its first zygote is forked here, and waits. What is
+    returned in the fork is to be run there; None in the agent."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if (pid := os.fork()) == 0:
         ours.close()
-        _wait(theirs)
+        return Waiting(theirs)
     theirs.close()
     waiting: list[Forked] = [Forked(pid, ours)]
 
     def popen(argv: Sequence[str], **options: Any) -> Any:
-        if waiting and MODULE in argv:
-            return waiting.pop().take_place(list(argv), **options)
-        return subprocess.Popen(argv, **options)
+        fits = waiting and MODULE in argv and argv[0] == sys.executable and not differs(options["env"], os.environ)
+        return waiting.pop().take_place(list(argv), **options) if fits else subprocess.Popen(argv, **options)
 
     names = {**vars(subprocess), "Popen": popen}
     elastic.agent.zygote.subprocess = types.SimpleNamespace(**names)  # type: ignore[attr-defined]
+    return None
 
 
-def _wait(control: socket.socket) -> None:
-    """In the fork: become the zygote that is asked for, or end with the agent."""
-    code = 1
-    try:
-        raw, ancillary, _, _ = control.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(3 * 4))
-        if raw:
-            order = json.loads(raw)
-            descriptors = array.array("i", ancillary[0][2])
-            channel, output, null = descriptors
-            os.setsid()
-            for number, to in ((null, 0), (output, 1), (output, 2)):
-                os.dup2(number, to)
-            os.environ.clear()
-            os.environ.update(order["env"])
-            code = elastic.worker.boot.zygote.main([str(channel), *order["args"]])
-    finally:
-        os._exit(code)
+def adopt_zygotes(patch: pytest.MonkeyPatch) -> None:
+    """For a pool in the test's own process: the forge forks its zygotes, which become children of this process."""
+    if not warm.forge().ours:
+        return
+    path = warm.forge().path
+
+    def popen(argv: Sequence[str], **options: Any) -> Any:
+        if MODULE not in argv or argv[0] != sys.executable:
+            return subprocess.Popen(argv, **options)
+        streams = [options["stdout"].fileno(), options["stdout"].fileno(), *options["pass_fds"]]
+        forked = warm.ask(path, argv[1:], options["env"], os.getcwd(), streams, adopt=True)
+        if forked is None:
+            return subprocess.Popen(argv, **options)
+        pid, connection = forked
+        connection.close()
+        return Forked(pid, connection)
+
+    patch.setattr(elastic.agent.zygote, "subprocess", types.SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
 
 
 class Forked:
@@ -70,7 +96,7 @@ class Forked:
     ) -> Forked:
         args = argv[argv.index(MODULE) + 2 :]  # without the socket's number, which is another one there
         null = os.open(os.devnull, os.O_RDONLY)
-        rights = array.array("i", [*pass_fds, stdout.fileno(), null])
+        rights = array.array("i", [null, stdout.fileno(), stdout.fileno(), *pass_fds])
         message = json.dumps({"args": args, "env": env}).encode()
         self._control.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
         self._control.close()

@@ -1,0 +1,51 @@
+"""Most tests fork their agents from a process that has imported torch (support/forge.py): a fork is as a new process
+is, and agents that are really started behave the same."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+
+import pytest
+from support import warm
+from support.agents import Job
+from support.procs import Procs, describe
+from support.wait import eventually
+
+from elastic.contract.records import Phase
+
+pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
+
+
+def test_job_with_started_agents_survives_a_killed_worker() -> None:
+    with Job(nodes="2:2", workers=1, args={"steps": 60, "step-ms": 3}, warm=False) as job:
+        job.wait_step(20)
+        job.kill_rank(1)
+        job.wait_phase(Phase.SUCCEEDED)
+        assert [(i.kind, i.steps_lost) for i in job.incidents()] == [("exit", 0)]
+
+
+def test_fork_has_its_arguments_environment_folder_streams_and_exit_code(tmp_path: pathlib.Path) -> None:
+    say = "import os, sys; print(sys.argv, os.environ['MINE'], os.getcwd()); print('bad', file=sys.stderr); sys.exit(3)"
+    done = warm.run(["-c", say, "x"], env={**os.environ, "MINE": "yes"}, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (3, f"['-c', 'x'] yes {tmp_path}\n", "bad\n")
+
+
+def test_fork_is_found_by_its_tag_and_dies_by_a_signal(tmp_path: pathlib.Path) -> None:
+    with Procs() as procs, (tmp_path / "out").open("ab") as output:
+        forked = procs.python(["-c", "import time; time.sleep(60)"], output=output)
+        assert isinstance(forked, warm.Process)
+        eventually(lambda: procs.pids() == [forked.pid], 10.0, "its tag is in /proc")
+        forked.terminate()
+        assert forked.wait(10) == -signal.SIGTERM
+        assert procs.pids() == [], describe(procs.pids())
+
+
+def test_fork_is_refused_where_the_interpreter_would_start_differently(tmp_path: pathlib.Path) -> None:
+    with Procs() as procs, (tmp_path / "out").open("ab") as output:
+        argv = ["-c", "import sys; sys.exit(sys.path.count('/nowhere'))"]
+        started = procs.python(argv, output=output, env={"PYTHONPATH": "/nowhere"})
+        assert isinstance(started, subprocess.Popen)
+        assert started.wait(20) == 1
