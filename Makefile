@@ -16,7 +16,7 @@ CASES ?= 300
 CASE ?=
 SHRINK ?=
 
-.PHONY: demo test test-fast test-long lint bench chaos soak simulate venv test-compat test-gpu test-cuda-fork gpu-bundle docs dist clean
+.PHONY: demo recording test test-fast test-long lint bench chaos soak simulate venv test-compat test-gpu test-cuda-fork gpu-bundle docs dist clean
 
 venv: $(VENV)/.ready
 
@@ -28,6 +28,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: venv
 	@$(BIN)/python examples/demo.py
+
+# A kill, recorded in a terminal, as docs/kill.svg.
+recording: venv
+	@$(BIN)/python examples/record.py docs/kill.svg --shown "make demo" -- $(BIN)/python examples/demo.py --kill
 
 lint: venv
 	@$(BIN)/ruff check .
@@ -66,7 +70,7 @@ COMPAT_TESTS ?= tests/compat
 test-compat: $(if $(TORCH),venv)
 	@test -x $(COMPAT_VENV)/bin/python || $(PYTHON) -m venv $(COMPAT_VENV)
 	@$(COMPAT_VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) -c tests/compat/constraints.txt \
-		-e '.[embedded,remote,data,test,transformers,lightning]' peft datasets scikit-learn
+		-e '.[embedded,remote,data,test,transformers,lightning]' peft datasets scikit-learn webdataset
 	@$(COMPAT_VENV)/bin/pytest -q -n $(TEST_PROCESSES) --dist worksteal --durations 15 $(COMPAT_TESTS)
 
 # On a machine with a GPU and torch; what else is needed comes from .wheels, which gpu-bundle fills where there is a

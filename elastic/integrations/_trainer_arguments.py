@@ -41,11 +41,17 @@ _GLOBAL = {"help": "Samples in an optimizer step over all ranks, for any world s
 
 @dataclass
 class TrainingArguments(Alone, transformers.TrainingArguments):  # type: ignore[misc]
+    """transformers.TrainingArguments, and `global_train_batch_size`: samples in an optimizer step over all ranks, the
+    same for any world size. Default: per_device_train_batch_size × gradient_accumulation_steps × the first world size.
+    """
+
     global_train_batch_size: int = field(default=0, metadata=_GLOBAL)
 
 
 @dataclass
 class Seq2SeqTrainingArguments(Alone, transformers.Seq2SeqTrainingArguments):  # type: ignore[misc]
+    """The same for transformers.Seq2SeqTrainingArguments."""
+
     global_train_batch_size: int = field(default=0, metadata=_GLOBAL)
 
 

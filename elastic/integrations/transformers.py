@@ -348,11 +348,11 @@ class ElasticMixin:
 
 
 class Trainer(ElasticMixin, transformers.Trainer):  # type: ignore[misc]
-    pass
+    """transformers.Trainer, in which workers are replaced in place; it wants the TrainingArguments of this module."""
 
 
 class Seq2SeqTrainer(ElasticMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
-    pass
+    """The same for transformers.Seq2SeqTrainer, with Seq2SeqTrainingArguments."""
 
 
 def _seed(args: Any) -> int:

@@ -9,9 +9,10 @@ NEEDED = {
     "test_transformers.py": ("transformers",),
     "test_accelerate.py": ("accelerate",),
     "test_lightning.py": ("lightning",),
+    "test_streams.py": ("datasets", "webdataset"),
     "test_docs.py": ("transformers", "accelerate", "lightning"),
 }
-"""File -> frameworks of which one at least is needed. A file that is not named needs none, or its tests say so."""
+"""File -> packages of which one at least is needed. A file that is not named needs none, or its tests say so."""
 
 
 def _missing(path: pathlib.Path) -> bool:
