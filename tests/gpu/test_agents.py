@@ -43,7 +43,7 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def on_card(nodes: int, backend: str = "nccl", **spec: Any) -> Iterator[Job]:
+def on_card(nodes: int, backend: str = "nccl", read_loss: bool = False, **spec: Any) -> Iterator[Job]:
     """A job of one worker on each node, all on the first GPU; a gloo job there sees that GPU too."""
     given = {
         "backend": "gloo" if smoke.ON else backend,
@@ -54,7 +54,7 @@ def on_card(nodes: int, backend: str = "nccl", **spec: Any) -> Iterator[Job]:
     with Job(
         nodes=f"{nodes}:{nodes}", workers=1, script=SCRIPT, spec=given,
         gpus=(0,) if backend == "nccl" and not smoke.ON else (),
-        args={"steps": STEPS, "step-ms": 20, "record": "record"},
+        args={"steps": STEPS, "step-ms": 20, "record": "record", "read-loss": int(read_loss)},
     ) as job:  # fmt: skip
         yield job
 
@@ -103,12 +103,16 @@ def undisturbed() -> str:
     return digest
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("how", "read_loss"),
+    [(signal.SIGKILL, False), (signal.SIGSTOP, False), (signal.SIGSTOP, True)],
+    ids=["killed", "stopped", "stopped, the other reads its loss"],
+)
 def test_two_nodes_on_one_card_lose_a_worker_and_not_a_step(
-    how: signal.Signals, undisturbed: str, measured: dict[str, object]
+    how: signal.Signals, read_loss: bool, undisturbed: str, measured: dict[str, object]
 ) -> None:
     """The survivor keeps its process, and weights and BatchNorm's statistics end up as if nothing had happened."""
-    with on_card(2, **({"hang": {"floor_s": 2.0}} if how is signal.SIGSTOP else {})) as job:
+    with on_card(2, read_loss=read_loss, **({"hang": {"floor_s": 2.0}} if how is signal.SIGSTOP else {})) as job:
         job.wait_step(20, 120.0)
         before = eventually(lambda: len(found := processes(job)) == 2 and found, 10.0, "two ranks")
         job.kill_rank(1, how)

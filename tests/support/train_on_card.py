@@ -3,7 +3,9 @@
 Its ranks may share one card: each process is a host of its own to NCCL. A line in FOLDER for each commit, and at the
 end a digest of all that the job has: weights, buffers, the optimizer's state.
 
-    train_on_card.py --record FOLDER --steps N --step-ms MS
+    train_on_card.py --record FOLDER --steps N --step-ms MS --read-loss 1
+
+With --read-loss 1 the host waits for the card, and so for the other ranks, between the backward and the optimizer.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--record", required=True)
 parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--step-ms", type=float, default=20.0)
+parser.add_argument("--read-loss", type=int, default=0)
 ARGS = parser.parse_args()
 
 
@@ -53,6 +56,8 @@ def train(job: elastic.Job, state: elastic.State) -> None:
         for batch in job.batches(Numbers(), state, batch_size=16, steps=ARGS.steps):
             loss = torch.nn.functional.cross_entropy(model(batch.x), batch.y)
             loss.backward()
+            if ARGS.read_loss:
+                loss.item()
             state.optimizer.step()
             state.optimizer.zero_grad()
             time.sleep(ARGS.step_ms / 1000)

@@ -17,6 +17,9 @@ from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from elastic.contract.beat import PAGE_BYTES, BeatPage, Doing
+from elastic.recovery.stillness import standing
+from elastic.worker import torch_private
 from elastic.worker.comm import comm_hooks
 from elastic.worker.comm.errors import GroupAborted
 from elastic.worker.comm.group import Group
@@ -51,11 +54,14 @@ def test_wrong_arguments_are_refused_with_the_right_ones(given: Any, error: type
 
 
 class Bucket:
+    def __init__(self, device: str = "cpu", *, last: bool = False) -> None:
+        self._device, self._last = device, last
+
     def buffer(self) -> torch.Tensor:
-        return torch.ones(2)
+        return torch.ones(2, device=self._device)
 
     def is_last(self) -> bool:
-        return False
+        return self._last
 
 
 @pytest.mark.parametrize("exchange", ["plain", "cast"])
@@ -83,6 +89,31 @@ def test_what_runs_in_gloos_thread_does_not_keep_the_group(monkeypatch: pytest.M
     assert kept() is None
     sum_of_ranks.set_result([torch.full((2,), 3.0)])
     assert result.wait().tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cpu", False), ("meta", True)])
+def test_rank_waits_for_the_others_until_the_guard_where_a_backward_does_not(
+    monkeypatch: pytest.MonkeyPatch, device: str, waits: bool
+) -> None:
+    """On a GPU a backward returns with the sums in flight: a rank that then reads its loss waits for the others, and
+    the rank that holds them up is a hang only if another one is seen to wait."""
+    at_end: list[Any] = []
+    monkeypatch.setattr(torch_private, "at_end_of_backward", at_end.append)
+    page = BeatPage(memoryview(bytearray(PAGE_BYTES)))
+    page.clear(0.0)
+    done: torch.futures.Future[Any] = torch.futures.Future()
+    hook = comm_hooks.GradientHook(
+        lambda bucket, weight, group: (done, lambda future: future.value()),
+        object(),  # type: ignore[arg-type]
+        weight=lambda: 1.0,
+        on_contributed=lambda: page.write(Doing.EXCHANGING, 1.0),
+        on_received=lambda: page.write(Doing.COMPUTING, 2.0),
+        on_failed=list,
+    )
+    hook(Bucket(device, last=True))
+    while at_end:
+        at_end.pop(0)()
+    assert standing(page.read(), "S", None, 100.0).waits is waits
 
 
 @pytest.mark.parametrize("options", [{"matrix_rank": 0}, {"start_step": -1}, {"min_rate": float("nan")}])

@@ -141,11 +141,14 @@ class GradientHook:
             raise
         if blocks:
             self._received()
+        on_cpu = bucket.buffer().device.type == "cpu"
         if bucket.is_last():
             self._contributed()
-            # DDP's own wait for the sums is queued right after this hook; a callback queued by a callback runs after
-            # it.
-            torch_private.at_end_of_backward(lambda: torch_private.at_end_of_backward(self._received))
+            if on_cpu:
+                # DDP's own wait for the sums is queued right after this hook; a callback queued by a callback runs
+                # after it. On a GPU that wait is the device's: the backward returns with the sums in flight, and the
+                # host waits for them where it next reads a value (loss.item(), GradScaler), or in the guard.
+                torch_private.at_end_of_backward(lambda: torch_private.at_end_of_backward(self._received))
 
         failed = self._failed
 
@@ -158,7 +161,7 @@ class GradientHook:
                 failed()
                 raise
 
-        if bucket.buffer().device.type == "cpu":
+        if on_cpu:
             return GRADIENTS.follow(future, received, failed)
         return future.then(received)
 

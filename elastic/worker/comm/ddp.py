@@ -120,8 +120,8 @@ def wrap(
 
     `on_contributed` is called when the last bucket of a backward has been passed to the group: from then on this rank
     only waits for the others. `on_received` is called when the sums are complete, at the end of that backward: from
-    then on the others may wait for this rank. `on_failed` is called if the sums fail. `on_buffers` are called before
-    and after the exchange of buffers.
+    then on the others may wait for this rank. Not on a GPU, where a backward does not wait for them. `on_failed` is
+    called if the sums fail. `on_buffers` are called before and after the exchange of buffers.
 
     `sync_buffers`: as in stock DDP all ranks keep rank 0's buffers (BatchNorm's running statistics), but they are
     broadcast before the optimizer step and not at the start of the next forward. Without it each rank has its own, and
