@@ -3,7 +3,8 @@ etcd and carries out its own part, so that no two nodes take the same place.
 
     1. Running work stays: a node with a live member, or with a running agent, keeps its place in that job.
     2. Jobs are served in the order of submission. A job below its maximum takes the oldest nodes that accept work,
-       are not excluded for it, run jobs of its user, and have enough free slots.
+       are not excluded for it, run jobs of its user, and have enough free slots. With backend auto all have GPUs, or
+       none has: ranks with NCCL and ranks without do not form one group.
        Draining and excluded nodes do not count: their replacements come before they leave.
     3. A job with more members than its maximum gives up the youngest (it was scaled down), and its excluded
        nodes, if it has its minimum without them.
@@ -88,10 +89,15 @@ class _Used:
     def free_gpus(self, node: Node) -> int:
         return node.record.gpus - self._gpus[node.name]
 
-    def fits(self, job: Job, node: Node) -> bool:
+    def fits(self, job: Job, node: Node, on_gpus: bool) -> bool:
+        """`on_gpus`: whether the job's workers use GPUs."""
         assert job.spec is not None
         wanted = slots_wanted(job.spec, node.record.slots)
-        return wanted <= self.free(node) and not (_needs_gpus(job, node) and wanted > self.free_gpus(node))
+        if wanted > self.free(node):
+            return False
+        if on_gpus:
+            return wanted <= self.free_gpus(node)
+        return not (_wants_gpus(job) and node.record.gpus)
 
 
 def _wants_gpus(job: Job) -> bool:
@@ -99,10 +105,17 @@ def _wants_gpus(job: Job) -> bool:
     return job.spec is None or job.spec.spec.backend != "gloo"
 
 
-def _needs_gpus(job: Job, node: Node) -> bool:
-    """NCCL refuses two ranks on one GPU, and a job that requests nccl cannot use a node without GPUs."""
+def _on_gpus(cluster: Cluster, job: Job, mine: Mapping[str, int]) -> bool:
+    """Whether each of the job's workers is to have a GPU of its own: NCCL refuses two ranks on one.
+
+    With backend auto as on the nodes that the job has; else if any node of the cluster has GPUs, even if none is free:
+    a job that waits says why, one that trains on a CPU does not.
+    """
     assert job.spec is not None
-    return job.spec.spec.backend == "nccl" or (node.record.gpus > 0 and _wants_gpus(job))
+    if job.spec.spec.backend != "auto":
+        return job.spec.spec.backend == "nccl"
+    nodes = [cluster.nodes[name] for name in mine if name in cluster.nodes][:1] or list(cluster.nodes.values())
+    return any(node.record.gpus for node in nodes)
 
 
 def _standing(job: Job, running: Mapping[str, int], me: str) -> dict[str, int]:
@@ -139,7 +152,7 @@ def _surplus(job: Job, staying: list[str], planned: list[str]) -> dict[str, str]
 
 
 def _candidates(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used) -> list[Node]:
-    assert job.spec is not None
+    on_gpus = _on_gpus(cluster, job, mine)
     return [
         node
         for node in sorted(cluster.nodes.values(), key=lambda n: n.create_revision)
@@ -147,14 +160,14 @@ def _candidates(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used
         and not node.why_not
         and node.name not in job.state.excluded_nodes
         and job.name not in node.record.refuses
-        and used.fits(job, node)
+        and used.fits(job, node, on_gpus)
     ]
 
 
 def _why(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used) -> str:
     """The reasons, as text: why each node that the job does not have is not assigned to it."""
     assert job.spec is not None
-    spec = job.spec.spec
+    spec, on_gpus = job.spec.spec, _on_gpus(cluster, job, mine)
     reasons = []
     for node in sorted(cluster.nodes.values(), key=lambda n: n.name):
         if node.name in mine:
@@ -168,14 +181,18 @@ def _why(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used) -> st
             reasons.append(f"{node.name} does not run this job: {node.record.refuses[job.name]}")
         elif wanted > free:
             reasons.append(f"{node.name} has {free} of {node.record.slots} slots free, {wanted} are needed")
-        elif not used.fits(job, node):
+        elif not used.fits(job, node, on_gpus):
             reasons.append(_lacks_gpus(node, wanted, used.free_gpus(node), spec.backend))
     return "; ".join([f"{len(mine)} of at least {spec.min_nodes} nodes", *reasons])
 
 
 def _lacks_gpus(node: Node, wanted: int, free: int, backend: str) -> str:
-    if not node.record.gpus:
+    if not node.record.gpus and backend == "nccl":
         return f"{node.name} has no GPU, and the job asks for backend nccl"
+    if not node.record.gpus:
+        return f"{node.name} has no GPU, and other nodes have: submit with backend gloo to train on CPUs"
+    if free >= wanted:
+        return f"{node.name} has GPUs, and the job's other nodes train on their CPUs (backend auto)"
     cure = f"set slots = {node.record.gpus} on {node.name}" if node.record.slots > node.record.gpus else "wait"
     return (
         f"{node.name} has {max(0, free)} of {node.record.gpus} GPUs free, {wanted} are needed, one per worker "

@@ -134,7 +134,7 @@ class JobSpec(Table, frozen=True, kw_only=True):
     """Workers on each node; 'auto': one per GPU, else one per CPU slot."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Process group backend; 'auto': nccl where there are GPUs, else gloo."""
+    """Process group backend; 'auto': nccl on nodes with GPUs if the cluster has any, else gloo."""
 
     preload: tuple[str, ...] = ()
     """Modules imported in advance by the zygote, so that a new worker has them at once. Modules that start CUDA or

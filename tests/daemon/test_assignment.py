@@ -89,6 +89,30 @@ def test_nccl_by_name_takes_no_node_without_a_gpu() -> None:
     assert "a has no GPU, and the job asks for backend nccl" in made.waiting["j1"]
 
 
+def test_nodes_with_and_without_gpus_do_not_share_a_job() -> None:
+    """Ranks with NCCL and ranks without never form one group: each forming would end by its time-out."""
+    both = [node("a"), node("b", gpus=2), node("c", gpus=2)]
+    assert where(plan(cluster(both, [job("j1", "1:3")]), {}, "a")) == {"j1": ["b", "c"]}
+    made = plan(cluster(both, [job("j1", "3:3")]), {}, "a")
+    assert "a has no GPU, and other nodes have: submit with backend gloo to train on CPUs" in made.waiting["j1"]
+    assert where(plan(cluster(both, [job("j1", "3:3", backend="gloo")]), {}, "a")) == {"j1": ["a", "b", "c"]}
+
+
+def test_a_job_does_not_train_on_cpus_because_all_gpus_are_taken() -> None:
+    jobs = [job("j1"), job("j2")]
+    made = plan(cluster([node("a"), node("b", gpus=2)], jobs), {}, "a")
+    assert where(made) == {"j1": ["b"], "j2": []}
+    assert "a has no GPU" in made.waiting["j2"]
+    assert "b has 0 of 2 slots free" in made.waiting["j2"]
+
+
+def test_a_job_that_trains_on_cpus_takes_no_node_with_gpus_that_comes_later() -> None:
+    running = replace(job("j1", "2:2", phase="running"), members={"a": member("a")})
+    made = plan(cluster([node("a"), node("b", gpus=2)], [running]), {}, "a")
+    assert where(made) == {"j1": ["a"]}
+    assert "b has GPUs, and the job's other nodes train on their CPUs (backend auto)" in made.waiting["j1"]
+
+
 def test_auto_takes_the_whole_node() -> None:
     made = plan(cluster([node("a", 3)], [job("j1", workers="auto"), job("j2", workers=1)]), {}, "a")
     assert made.of("a") == {"j1": 3}
