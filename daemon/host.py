@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,7 +74,9 @@ class Gpus:
 
 
 def gpus(setting: str = "auto") -> Gpus:
-    """The GPUs that the driver shows; none without a driver, or if `setting` is 'none'."""
+    """The GPUs that the driver shows; none without a driver, or if `setting` is 'none'. Of these only the ones in
+    CUDA_VISIBLE_DEVICES, where elasticd has been started with it: the others belong to other programs, as with Slurm.
+    """
     if setting == "none" or not os.path.exists(NVIDIA_DRIVER):
         return Gpus()
     cure = "and restart elasticd, or set gpus = 'none' to train on its CPU"
@@ -86,11 +89,29 @@ def gpus(setting: str = "auto") -> Gpus:
     except pynvml.NVMLError as error:
         return Gpus(problem=f"GPUs cannot be seen: NVML: {error}: mend the driver {cure}")
     try:
-        return Gpus(tuple(range(pynvml.nvmlDeviceGetCount())))
+        indices = tuple(range(pynvml.nvmlDeviceGetCount()))
+        if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+            return Gpus(indices)
+        ids = [str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index))) for index in indices]
+        return _visible(given, ids)
     except pynvml.NVMLError as error:
         return Gpus(problem=f"GPUs cannot be seen: NVML: {error}: mend the driver {cure}")
     finally:
         pynvml.nvmlShutdown()
+
+
+def _visible(given: str, ids: Sequence[str]) -> Gpus:
+    """The GPUs that `given`, a value of CUDA_VISIBLE_DEVICES, names by index or by the beginning of their id."""
+    found: list[int] = []
+    for name in filter(None, map(str.strip, given.split(","))):
+        known = [index for index, uuid in enumerate(ids) if name == str(index) or uuid.startswith(name)]
+        if name == "-1":  # CUDA's own word for the end of the list
+            break
+        if len(known) != 1:
+            cure = "name them by index or id, unset it, or set gpus = 'none' to train on its CPU"
+            return Gpus(problem=f"CUDA_VISIBLE_DEVICES={given}: {name} is no GPU of this machine: {cure}")
+        found += known
+    return Gpus(tuple(dict.fromkeys(found)))
 
 
 def sickness(state_dir: str) -> str:

@@ -147,8 +147,9 @@ class Settings(Table, frozen=True, kw_only=True):
     """Workers that this node can hold; 'auto': one per GPU, without GPUs one per two CPU cores, at least two."""
 
     gpus: Literal["auto", "none"] = "auto"
-    """'auto': all GPUs that the driver shows, by NVML (package nvidia-ml-py); a node with a driver whose GPUs cannot be
-    seen takes no work. 'none': this node's GPUs are not used, and its workers train on the CPU."""
+    """'auto': all GPUs that the driver shows, by NVML (package nvidia-ml-py), or those of them that elasticd's own
+    CUDA_VISIBLE_DEVICES names; a node with a driver whose GPUs cannot be seen takes no work. 'none': this node's GPUs
+    are not used, and its workers train on the CPU."""
 
     gpu_self_test: bool = True
     """Before this node takes work: copy to each GPU and back, compute there, and compare with known results. A GPU

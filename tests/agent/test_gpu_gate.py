@@ -49,6 +49,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     exists = os.path.exists
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl" or exists(path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return fake
 
 
@@ -346,6 +347,27 @@ def test_gpus_that_cannot_be_seen_keep_the_node_out_of_work(nvml: FakeNvml, monk
     health.run()
     assert health.reason == health.sick == found.problem
     assert [(entry["event"], entry["log_level"]) for entry in logs] == [("gpu.sick", "error")]
+    assert host.gpus("none") == host.Gpus()
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [("1", (1,)), ("1,0", (1, 0)), ("GPU-b0", (1,)), ("", ()), ("-1", ()), ("0,-1,1", (0,)), (" 1 , 1 ", (1,))],
+)
+def test_gpus_that_elasticd_was_not_given_are_left_alone(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, given: str, found: tuple[int, ...]
+) -> None:
+    """As Slurm does it without a cgroup: the others are in use by other programs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert host.gpus() == host.Gpus(found)
+
+
+@pytest.mark.parametrize("given", ["2", "MIG-1", "GPU-", "0,x"])
+def test_a_gpu_that_is_named_and_not_there_keeps_the_node_out_of_work(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert "is no GPU of this machine" in host.gpus().problem
     assert host.gpus("none") == host.Gpus()
 
 

@@ -76,6 +76,9 @@ class FakeNvml(types.ModuleType):
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
 
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{'ab'[handle]}0000000-0000-0000-0000-000000000000"
+
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:
         found = self.processes.get(handle, {})
         return [types.SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in found.items()]
