@@ -327,7 +327,9 @@ class Loop:
                 job=job,
                 address=self._settings.address,
                 slots=slots,
-                gpus=reconcile.pick_gpus(self._gpus, slots, [a.config.gpus for a in self._agents.running.values()]),
+                gpus=reconcile.gpus_for(
+                    self._gpus, slots, self._cluster, {j: a.config.gpus for j, a in self._agents.running.items()}
+                ),
                 interface=self._settings.interface,
                 ports=port_range(self._settings.ports),
                 etcd=self._access,

@@ -26,17 +26,31 @@ END_AFTER_S = 10.0
 SIGKILL."""
 
 
-def pick_gpus(gpus: tuple[int, ...], slots: int, taken: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """A GPU for each slot: the least used first. Empty without GPUs."""
+def pick_gpus(
+    gpus: tuple[int, ...], slots: int, taken: Iterable[tuple[int, ...]], seen: Iterable[tuple[int, ...]] = ()
+) -> tuple[int, ...]:
+    """A GPU for each slot: the least used first. Empty without GPUs.
+
+    `taken`: the GPUs of each agent whose job uses them. `seen`: of each agent with a gloo job, which mostly does not.
+    """
     if not gpus:
         return ()
-    used = Counter(gpu for agent in taken for gpu in agent)
+    used, visible = (Counter(gpu for agent in agents for gpu in agent) for agents in (taken, seen))
     picked = []
     for _ in range(slots):
-        best = min(gpus, key=lambda gpu: (used[gpu], gpu))
+        best = min(gpus, key=lambda gpu: (used[gpu], visible[gpu], gpu))
         used[best] += 1
         picked.append(best)
     return tuple(picked)
+
+
+def gpus_for(
+    gpus: tuple[int, ...], slots: int, cluster: Cluster, running: Mapping[str, tuple[int, ...]]
+) -> tuple[int, ...]:
+    """The GPUs for a new agent with `slots` workers. `running`: job -> GPUs of its agent on this node."""
+    gloo = {name for name, job in cluster.jobs.items() if job.spec and job.spec.spec.backend == "gloo"}
+    taken = [mine for job, mine in running.items() if job not in gloo]
+    return pick_gpus(gpus, slots, taken, [mine for job, mine in running.items() if job in gloo])
 
 
 WORKERS_OF_A_JOB = 256

@@ -200,6 +200,20 @@ def test_gpus_are_shared_out(gpus: tuple[int, ...], slots: int, taken: list[tupl
     assert reconcile.pick_gpus(gpus, slots, taken) == picked
 
 
+def test_gpu_that_only_a_gloo_job_sees_is_free_for_a_job_that_uses_gpus() -> None:
+    """Counted as used, all GPUs would look alike, and two jobs would train on the first while another is idle."""
+    specs = {
+        name: JobSpec(name=name, script="t.py", backend=backend) for name, backend in (("a", "auto"), ("g", "gloo"))
+    }
+    jobs = {
+        name: Job(name=name, spec=SpecRecord(spec=spec, submitted_wall_s=0.0, submitted_by="x"))
+        for name, spec in specs.items()
+    }
+    running = {"a": (0,), "g": (1, 0, 1)}
+    assert reconcile.gpus_for((0, 1), 1, Cluster(jobs=jobs), running) == (1,)
+    assert reconcile.gpus_for((0, 1), 1, Cluster(jobs=jobs), {"g": (0,)}) == (1,)
+
+
 @pytest.mark.parametrize(
     ("version", "soundness"),
     [
