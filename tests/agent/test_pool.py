@@ -225,6 +225,7 @@ if "elastic.worker.boot.zygote" in " ".join(sys.orig_argv):
         gc.collect()
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
+    @pytest.mark.long
     def test_workers_are_new_processes(self, bench: Bench) -> None:
         bench.worker(1, "import threading\nprint('threads', threading.active_count())\nraise SystemExit(3)\n")
         bench.worker(2, "import os; os.abort()\n")

@@ -96,7 +96,7 @@ def test_a_survivor_in_the_middle_of_a_change_is_no_source(loop: str, tmp_path: 
     ("loop", "said"),
     [
         ("stranger", "SGD steps state.model.0.weight and is not part of the state"),
-        ("zero", "ZeroRedundancyOptimizer keeps a part of its state on each rank"),
+        pytest.param("zero", "ZeroRedundancyOptimizer keeps a part of its state on each rank", marks=pytest.mark.long),
         pytest.param("sharded", "is sharded (DTensor)", marks=pytest.mark.long),
         ("late", "was changed between job.commit() and the next batch"),
     ],

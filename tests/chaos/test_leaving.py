@@ -33,6 +33,7 @@ def test_a_drain_that_would_cost_all_waits_until_its_deadline() -> None:
         assert (outage["kind"], outage["node"], outage["ended_wall_s"]) == ("drain", "node0", None), outage
 
 
+@pytest.mark.long
 def test_sigterm_with_notice_leaves_at_the_boundary() -> None:
     """What a machine that is taken back does to its processes. The agent goes; the job takes no step twice."""
     with Cluster(nodes=3, slots=1) as cluster:

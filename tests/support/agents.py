@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -36,6 +37,12 @@ from .etcd_server import EtcdServer
 from .wait import eventually
 
 SCRIPT = Path(__file__).with_name("train_recorded.py")
+
+
+@dataclasses.dataclass
+class Read:
+    lines: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    nbytes: int = 0
 
 
 class Job:
@@ -81,6 +88,8 @@ class Job:
         self._cluster = f"test-{os.urandom(4).hex()}"  # etcd is shared by all jobs of a test run
         self.keys = ClusterKeys(self._cluster).job("job")
         self.agents: dict[str, procs.Started] = {}
+        self._read: dict[str, Read] = {}
+        """What has been read of each record so far: tests ask fifty times a second."""
 
     def __enter__(self) -> Self:
         self.etcd = Etcd(self.server.access)
@@ -171,8 +180,14 @@ class Job:
 
     def lines(self) -> list[dict[str, Any]]:
         """All that the workers wrote down; the last line of a killed one may be cut short."""
-        texts = [path.read_text().rpartition("\n")[0] for path in self.record.glob("*.jsonl")]
-        return [json.loads(line) for text in texts for line in text.splitlines()]
+        for path in self.record.glob("*.jsonl"):
+            known = self._read.setdefault(path.name, Read())
+            with path.open("rb") as file:
+                file.seek(known.nbytes)
+                new, end, _ = file.read().rpartition(b"\n")
+            known.lines += [json.loads(line) for line in new.splitlines()]
+            known.nbytes += len(new) + len(end)
+        return [line for known in self._read.values() for line in known.lines]
 
     def commits(self) -> list[dict[str, Any]]:
         """Every commit of every worker process, in the order of their instants."""

@@ -34,21 +34,27 @@ class Commit:
 
 
 class History:
-    """Reads the folder anew at each call of `read`."""
+    """What the folder holds as of the last call of `read`, which adds what is new."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
         self.commits: list[Commit] = []
+        self._read: dict[str, int] = {}
+        """Bytes of each file that have been read."""
 
     def read(self) -> History:
-        self.commits = []
+        new: list[Commit] = []
         for path in sorted(self.folder.glob("commits.*.jsonl")):
             process = path.name.removeprefix("commits.").removesuffix(".jsonl")
-            for line in path.read_text().splitlines(keepends=True):
-                if line.endswith("\n"):  # the writer may just have been killed
-                    raw = json.loads(line)
-                    self.commits.append(Commit(**{**raw, "ids": tuple(raw["ids"])}, process=process))
-        self.commits.sort(key=lambda c: c.at_s)
+            with path.open("rb") as file:
+                file.seek(self._read.get(path.name, 0))
+                whole, end, _ = file.read().rpartition(b"\n")  # the writer may just have been killed
+            self._read[path.name] = self._read.get(path.name, 0) + len(whole) + len(end)
+            for line in whole.splitlines():
+                raw = json.loads(line)
+                new.append(Commit(**{**raw, "ids": tuple(raw["ids"])}, process=process))
+        if new:
+            self.commits = sorted([*self.commits, *new], key=lambda c: c.at_s)
         return self
 
     def step(self) -> int:
