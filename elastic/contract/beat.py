@@ -97,11 +97,12 @@ class BeatPage:
     def write(self, doing: Doing, now_s: float) -> None:
         """One sign of progress."""
         ints, now_ns = self._ints, int(now_s * 1e9)
+        was = ints[_DOING]
         if doing is Doing.EXCHANGING:
             ints[_EXCHANGES] += 1
-        if ints[_DOING] not in WITH_OTHERS:
+        if was not in WITH_OTHERS:
             ints[_GAP_NS] = max(ints[_GAP_NS], now_ns - (ints[_BEAT_AT_NS] or now_ns))
-        ints[_SPENT_NS + ints[_DOING]] += now_ns - ints[_MARK_NS]
+        ints[_SPENT_NS + was] += now_ns - ints[_MARK_NS]
         ints[_MARK_NS] = now_ns
         ints[_DOING] = doing
         ints[_BEATS] += 1

@@ -171,6 +171,10 @@ class CheckpointScheduler:
         # After two steps the step time is known well enough to plan with it.
         self._plan = checkpoint_interval.IntervalPlan(save_at=first.save_at, keep_at=first.keep_at, agree_at=step + 2)
 
+    def exchanges_at(self, step: int) -> bool:
+        """Whether `after` does more at `step` than to settle; the same on all ranks."""
+        return step in (self._plan.save_at, self._plan.keep_at, self._plan.agree_at)
+
     def after(self, state: State, *, keep: bool = True) -> None:
         """Called after each commit, on every rank at the same step.
 
@@ -179,7 +183,7 @@ class CheckpointScheduler:
         """
         self.settle()  # no optimizer step has run since
         step = state.step
-        if step not in (self._plan.save_at, self._plan.keep_at, self._plan.agree_at):
+        if not self.exchanges_at(step):
             return
         save = step == self._plan.save_at
         take = save or step == self._plan.keep_at

@@ -52,6 +52,9 @@ class Link(Protocol):
 class CheckpointScheduler(Protocol):
     """Takes snapshots and checkpoints."""
 
+    def exchanges_at(self, step: int) -> bool:
+        """Whether `after` exchanges anything with the other ranks at `step`; the same on all ranks."""
+
     def after(self, state: State, *, keep: bool) -> None:
         """Called after each commit, on every rank at the same step; copies this rank's shard when a snapshot is due.
 
@@ -232,11 +235,14 @@ class Job(JobCalls):
             self._link.bad_numbers(state.step, "bad loss", f"loss is {value}", (self.rank,))
         if self._fingerprint_every and state.step % self._fingerprint_every == 0:
             self._compare_replicas(state)
-        if self._keeper is not None:
+        waits = self._keeper is not None and self._keeper.exchanges_at(state.step)
+        if waits:
             self._link.contributed()
+        if self._keeper is not None:
             self._keeper.after(state, keep=not bad)
         self._link.check(state.step)
-        self._link.entered()
+        if waits:
+            self._link.entered()
 
     @contextlib.contextmanager
     def quiet(self, what: str, limit_s: float = QUIET_S) -> Iterator[None]:
@@ -333,7 +339,7 @@ class _LossReader:
         if not isinstance(loss, torch.Tensor):
             return None if loss is None else float(loss)
         loss = loss.detach()
-        if loss.device.type != "cuda":
+        if not loss.is_cuda:
             return float(loss)
         value = None
         if self._event is not None and self._copy is not None and self._event.query():  # type: ignore[no-untyped-call]

@@ -18,6 +18,12 @@ from torch.utils import _pytree as pytree
 
 __all__ = ["pytree"]  # and all below
 
+
+def default_generator_address() -> int:
+    """Address of the object of the CPU's default generator."""
+    return int(torch.default_generator._cdata)  # type: ignore[attr-defined]
+
+
 foreach_copy = torch._foreach_copy_
 foreach_mul = torch._foreach_mul_
 

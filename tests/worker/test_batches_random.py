@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import default_collate
 
 from elastic.worker.data import batches
-from elastic.worker.data.batches import _Parts
+from elastic.worker.data.batches import _Parts, seed_everything
+from elastic.worker.data.draws import Draws
 from elastic.worker.data.sharding import BatchPlan
 
 COUNT, BATCH = 96, 8
@@ -80,4 +81,59 @@ def test_a_dataset_that_draws_nothing_is_not_seeded_for_each_sample(monkeypatch:
     seeds: list[int] = []
     monkeypatch.setattr(batches, "_seed", seeds.append)
     read(Drawing(KINDS["never"]), seeded=False)
-    assert len(seeds) == 1, "that of the first sample, which is looked at closely"
+    assert len(seeds) == 1 + 2 * COUNT // BATCH, "for the first sample, which is looked at closely, and for each step"
+
+
+def test_training_loop_is_seeded_alike_whatever_the_dataset_does_with_the_generators() -> None:
+    def seeds(index: int) -> float:
+        random.seed(5), np.random.seed(5), torch.manual_seed(5)
+        return 0.0
+
+    def loop(draws: Callable[[int], float], collate: Callable[[list[Any]], Any]) -> list[tuple[float, ...]]:
+        class At:
+            step = 0
+
+        found, at = [], At()
+        for _ in batches.batches(
+            Drawing(draws), at, batch_size=BATCH, rank=0, world_size=1, seed=3, epochs=1, collate=collate
+        ):
+            found.append((random.random(), float(np.random.randn()), float(torch.rand(()))))
+            at.step += 1
+        return found
+
+    expected = loop(KINDS["never"], default_collate)
+    assert len(set(expected)) == COUNT // BATCH
+    for draws in (*KINDS.values(), seeds, seldom(lambda: seeds(0))):
+        assert loop(draws, default_collate) == expected
+    assert loop(KINDS["never"], lambda samples: (default_collate(samples), random.random())) == expected
+
+
+def test_each_draw_and_each_seed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    acts: list[Callable[[], object]] = [
+        random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.randn, lambda: torch.rand(()),
+        lambda: torch.randn(()), lambda: random.seed(7), lambda: np.random.seed(7), lambda: torch.manual_seed(7),
+    ]  # fmt: skip
+    quick, exact = Draws(), Draws()
+    assert quick._views is not None, "else each look takes 50 µs: where does this Python keep its generator?"
+    monkeypatch.setattr(exact, "_views", None)
+    for drawn in (quick, exact):
+        for act in acts:
+            seed_everything(3)
+            drawn.mark()
+            assert not drawn.any()
+            act()
+            assert drawn.any()
+            for _ in range(1300):
+                act()
+                if act not in acts[-3:]:
+                    assert drawn is exact or drawn.any()
+
+
+def test_looking_for_draws_leaves_the_generators_as_they_were() -> None:
+    seed_everything(4)
+    random.gauss(0, 1), np.random.randn(), torch.randn(())  # each keeps a second number for later
+    expected = random.gauss(0, 1), np.random.randn(), float(torch.randn(()))
+    seed_everything(4)
+    random.gauss(0, 1), np.random.randn(), torch.randn(())
+    Draws().mark()
+    assert (random.gauss(0, 1), np.random.randn(), float(torch.randn(()))) == expected

@@ -150,6 +150,30 @@ def test_plain_values_schedules_and_options_go_back() -> None:
     )
 
 
+def test_options_of_an_optimizer_are_copied_again_only_when_they_may_have_changed() -> None:
+    state = build(nn.Linear(2, 2))
+    group = state.optimizer.param_groups[0]
+
+    def copied() -> object:
+        state.committed(1)
+        return state._point._rests["optimizer"]
+
+    first = copied()
+    assert copied() is first
+    group["lr"] = group["lr"] * 2
+    second = copied()
+    assert second is not first
+    assert copied() is second
+    group["tags"] = [1]
+    assert copied() is not copied(), "a list may change in place"
+    group["tags"].append(2)
+    assert state._point.differs() == "optimizer"
+    assert state.rewind() is None
+    assert group["tags"] == [1]
+    del group["tags"]
+    assert state._point.differs() == "optimizer"
+
+
 def test_a_scaler_forgets_the_step_that_was_cut_short() -> None:
     net = nn.Linear(4, 2)
     state = build(net, scaler=torch.amp.GradScaler("cpu", init_scale=8.0))

@@ -33,6 +33,9 @@ class Settles:
         self.link = link
         self.settled_in: list[list[float]] = []
 
+    def exchanges_at(self, step: int) -> bool:
+        return False
+
     def after(self, state: State, *, keep: bool) -> None: ...
 
     def settle(self) -> None:

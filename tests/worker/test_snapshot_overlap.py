@@ -255,6 +255,9 @@ class Settles:
     def __init__(self) -> None:
         self.log: list[str] = []
 
+    def exchanges_at(self, step: int) -> bool:
+        return False
+
     def after(self, state: State, *, keep: bool) -> None: ...
 
     def settle(self) -> None:

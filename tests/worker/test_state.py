@@ -472,6 +472,29 @@ def test_state_transfer_covers_tensors_that_cannot_be_written_in_place() -> None
     assert same(source, target)
 
 
+def test_buffer_that_modules_share_stays_shared_when_it_cannot_be_written_in_place() -> None:
+    def build(content: float) -> State:
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        mask = torch.full((1,), content).expand(5)
+        for layer in net:
+            layer.register_buffer("mask", mask)
+        return State(model=net)
+
+    source, target = build(1.0), build(2.0)
+    copy(source, target)
+    assert same(source, target)
+    assert target.model[0].mask is target.model[1].mask
+    assert bool((target.model[1].mask == 1.0).all())
+
+
+def test_tensor_that_nothing_here_holds_is_refused() -> None:
+    source, target = (State(model=nn.Sequential(Packed(2, 2))) for _ in range(2))
+    silent = {**source.extra(), "parts": {"model": {}}}
+    assert any(info.name == "model.0._extra_state" for info in source.table())
+    with pytest.raises(ValueError, match=r"model\.0\._extra_state is missing here"):
+        target.adopt(source.table(), silent)
+
+
 @pytest.mark.parametrize("build", [lambda: nn.LazyLinear(2), lambda: nn.Sequential(nn.LazyBatchNorm1d(affine=False))])
 def test_lazy_modules_are_refused_until_they_have_a_shape(build: Any) -> None:
     net = build()

@@ -18,6 +18,7 @@ from .. import torch_private
 from ..boot.inherited_sockets import leave_parents_sockets
 from ..comm.ddp import GradientWeight
 from ..torch_private import pytree
+from .draws import draws
 from .sharding import BatchPlan, SampleOrder, derive, micro_sizes, share
 
 _BLOCK = 4096
@@ -157,6 +158,7 @@ def batches(
     with contextlib.closing(loaded(load, range(state.step, end), num_workers, pin_memory)) as ahead:
         for step, (indices, data) in zip(range(state.step, end), ahead, strict=True):
             whole = plan.at(step)
+            load.seed_loop(step)
             batch = Batch(
                 data=move(device, data),
                 indices=indices,
@@ -166,7 +168,6 @@ def batches(
                 micro_batch=micro_batch,
                 share=share,
             )
-            seed_everything(seed, 1, step, rank)
             if share is not None:
                 share.begin(batch.weight)
             yield batch
@@ -191,34 +192,6 @@ def _seed(word: int) -> None:
     torch.default_generator.manual_seed(word)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(word)
-
-
-def _generators() -> tuple[object, ...]:
-    """The states of the three generators."""
-    numpy: Any = np.random.get_state(legacy=True)
-    return random.getstate(), numpy[0], bytes(numpy[1]), numpy[2:], bytes(torch.default_generator.get_state().numpy())
-
-
-class Untouched:
-    """Whether anything was drawn from the three generators since `rewind`. Both calls together cost a tenth of
-    comparing the full states. The check itself draws, so it leaves the generators at an arbitrary position."""
-
-    def __init__(self) -> None:
-        random.seed(0)
-        self._start = random.getstate()
-        np.random.seed(0)
-        torch.default_generator.manual_seed(0)
-        self._torch = torch.default_generator.get_state()
-        self._first = random.getrandbits(64), np.random.random_sample()
-
-    def rewind(self) -> None:
-        random.setstate(self._start)
-        np.random.seed(0)
-        torch.default_generator.manual_seed(0)
-
-    def __call__(self) -> bool:
-        same = torch.equal(torch.default_generator.get_state(), self._torch)
-        return same and (random.getrandbits(64), np.random.random_sample()) == self._first
 
 
 def _scatter(word: int) -> int:
@@ -254,8 +227,15 @@ class _Parts:
         self._draws = 0
         self._random = False
         """The dataset draws random numbers."""
-        self._untouched: Untouched | None = None
+        self._looked = False
+        self._seeded_for = -1
+        """The step for whose training loop the generators of this process are seeded, and nothing was drawn since."""
         self._block: tuple[int, tuple[int, ...]] = (-1, ())
+
+    def seed_loop(self, step: int) -> None:
+        """Seed the generators of this process for the training loop of `step`, unless they are."""
+        if self._seeded_for != step:
+            seed_everything(self._seed, 1, step, self._rank)
 
     def __getitem__(self, step: int) -> tuple[tuple[int, ...], Any]:
         whole = self._plan.at(step)
@@ -267,7 +247,7 @@ class _Parts:
         start, stop = share(whole.start, whole.stop, self._rank, self._world)
         indices = self._indices(start, stop)
         stand_in = self._indices(whole.start, whole.start + 1) if start == stop else ()
-        return indices, self._collate(self._fetch(start, indices or stand_in))
+        return indices, self._collate(self._fetch(step, start, indices or stand_in))
 
     def _indices(self, start: int, stop: int) -> tuple[int, ...]:
         if not self._shuffle:
@@ -283,13 +263,14 @@ class _Parts:
             start += len(part)
         return found
 
-    def _fetch(self, start: int, indices: tuple[int, ...]) -> list[Any]:
+    def _fetch(self, step: int, start: int, indices: tuple[int, ...]) -> list[Any]:
+        self._seeded_for = -1
         if many := getattr(self._dataset, "__getitems__", None):
             _seed(_scatter(self._draws ^ start))
             return list(many(list(indices)))
         if self._random or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return self._seeded(start, indices)
-        return self._watched(start, indices)
+        return self._watched(step, start, indices)
 
     def _seeded(self, start: int, indices: Sequence[int]) -> list[Any]:
         samples = []
@@ -298,26 +279,30 @@ class _Parts:
             samples.append(self._dataset[index])
         return samples
 
-    def _watched(self, start: int, indices: Sequence[int]) -> list[Any]:
-        """Read without seeding, if the dataset draws nothing. Seeding three generators costs more than many samples,
-        and most datasets draw nothing. So the generators are compared after the first sample of a process, and from
-        then on at the end of each batch. Once anything was drawn, that batch is read again, seeded, and so are all
-        later ones."""
+    def _watched(self, step: int, start: int, indices: Sequence[int]) -> list[Any]:
+        """Read without seeding for each sample, if the dataset draws nothing, as most do: seeding three generators
+        costs more than many samples. So they are seeded once, as for the training loop of this step, and looked at
+        after the first sample of a process and from then on at the end of each batch. Once anything was drawn, that
+        batch is read again, seeded, and so are all later ones."""
         samples = []
-        if self._untouched is None:
-            self._untouched = Untouched()
+        drawn = draws()
+        if not self._looked:
+            self._looked = True
             _seed(_scatter(self._draws ^ start))
-            before = _generators()
+            drawn.mark()
             samples.append(self._dataset[indices[0]])
-            if _generators() != before:
+            if drawn.any():
                 self._random = True
                 return samples + self._seeded(start + 1, indices[1:])
-        self._untouched.rewind()
+        seed_everything(self._seed, 1, step, self._rank)
+        drawn.mark()
         samples += [self._dataset[index] for index in indices[len(samples) :]]
-        if not self._untouched():
+        if drawn.any():
             self._random = True
             return self._seeded(start, indices)
-        if self._collate is not default_collate:  # which may draw: seed as after the last sample
+        if self._collate is default_collate:
+            self._seeded_for = step
+        else:  # it may draw: seed as after the last sample
             _seed(_scatter(self._draws ^ start + len(indices) - 1))
         return samples
 
@@ -367,7 +352,7 @@ def _as_is(loaded: Any) -> Any:
 
 def move(device: torch.device | str | None, data: Any) -> Any:
     """`data` with its tensors on `device`."""
-    if device is None or torch.device(device).type == "cpu":
+    if device is None or (device if isinstance(device, torch.device) else torch.device(device)).type == "cpu":
         return data
 
     def moved(leaf: Any) -> Any:

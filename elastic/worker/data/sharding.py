@@ -14,7 +14,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 Ints = TypeVar("Ints", bound=Any)
 """int, or a numpy array of uint64 (this module does not import numpy)."""
@@ -23,8 +23,7 @@ _ROUNDS = 8
 _WORD = 0xFFFFFFFF
 
 
-@dataclass(frozen=True, slots=True)
-class GlobalBatch:
+class GlobalBatch(NamedTuple):
     """The samples of one step, as positions within the epoch's order."""
 
     step: int
@@ -123,18 +122,22 @@ class SampleOrder:
     def permute(self, x: Ints) -> Ints:
         """One pass over the whole power of two: an alternating unbalanced Feistel network.
 
-        Takes an int, or an array of unsigned 64-bit integers (no product below is wider than that).
+        Takes an int, or an array of unsigned 64-bit integers, whose halves are 32-bit ones, several times as fast.
         """
         high, low = x >> self._low_bits, x & self._low
+        if array := hasattr(x, "astype"):
+            high, low = high.astype("uint32"), low.astype("uint32")
         keys = iter(self._keys)
         for key in keys:
             high ^= _mix(low, key) & self._high
             low ^= _mix(high, next(keys)) & self._low
+        if array:
+            high = high.astype("uint64")
         return cast("Ints", high << self._low_bits | low)
 
 
 def _mix(x: Ints, key: int) -> Ints:
-    """32 bits in, 32 bits out: the finalizer of MurmurHash3 with a key."""
+    """32 bits in, 32 bits out: the finalizer of MurmurHash3 with a key. An array of 32-bit integers wraps by itself."""
     x = (x ^ key) * 0x9E3779B1 & _WORD
     x = (x ^ x >> 16) * 0x85EBCA6B & _WORD
     x = (x ^ x >> 13) * 0xC2B2AE35 & _WORD

@@ -172,6 +172,8 @@ class CommitPoint:
         return self._large[place][0] if place < len(self._large) else "a parameter"
 
     def _promote(self, places: Sequence[int]) -> None:
+        if not places:
+            return
         slots = [self._watched[place] for place in places if place < len(self._watched)]
         fit = {s.name for s in slots if (t := s.holder.get(s.key)) is not None and t.nbytes <= PROMOTED_BYTES}
         if fit - self._promoted:
@@ -202,10 +204,12 @@ class SavedTensors:
         """(copies, tensors) that are copied each time; each pair of lists has one dtype on one device."""
         self._counted: list[int] = []
 
-    @torch.no_grad()
     def take(self) -> None:
-        if not self._slots:
-            return
+        if self._slots:
+            self._take()
+
+    @torch.no_grad()
+    def _take(self) -> None:
         tensors = [slot.holder.get(slot.key) for slot in self._slots]
         if len(tensors) != len(self._tensors) or not all(map(operator.is_, tensors, self._tensors)):
             self._begin(tensors)

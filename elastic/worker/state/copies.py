@@ -118,6 +118,13 @@ def counted(tensor: torch.Tensor) -> bool:
     return tensor.nbytes > SMALL_BYTES and not (tensor.is_floating_point() or tensor.is_complex())
 
 
+def immutable(value: Any) -> bool:
+    """Whether it stays equal to itself; False where that is not certain."""
+    if type(value) is tuple:
+        return all(map(immutable, value))
+    return value is None or type(value) in (bool, int, float, str, bytes)
+
+
 def writable(tensor: torch.Tensor) -> bool:
     """Whether its contents can be written in place: not if it is expanded, or was created under
     `torch.inference_mode`."""

@@ -1,4 +1,4 @@
-"""A tensor's description in the table of a state, created once and checked at each use."""
+"""A tensor's description in the table of a state, created once and checked at each use; and a tensor for one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import weakref
 
 import torch
 
-from ...checkpoint.dtypes import code_of, nbytes_of
+from ...checkpoint.dtypes import CODES, code_of, dtype_of, nbytes_of
+from ...checkpoint.memcpy import device_type
 from ...contract.tensor_table import TensorInfo
+from .copies import writable
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class Described:
@@ -40,6 +44,8 @@ class Described:
 
 
 def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
+    if (code := CODES.get(tensor.dtype)) is not None and type(tensor) in _PLAIN and tensor.layout is torch.strided:
+        return TensorInfo(name, code, tuple(tensor.shape), tensor.nbytes)
     if tensor.is_quantized or tensor.layout is not torch.strided or type(tensor).__name__ == "DTensor":
         odd = "quantised" if tensor.is_quantized else "sparse" if tensor.layout is not torch.strided else ""
         raise TypeError(
@@ -54,3 +60,25 @@ def _place(tensor: torch.Tensor) -> object:
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return id(tensor)
     return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def fitting(mine: torch.Tensor | None, info: TensorInfo, device: str, like: torch.Tensor | None = None) -> torch.Tensor:
+    """`mine` if the bytes of `info` can be written into it, else new storage on a device of type `device`."""
+    dtype = dtype_of(info.dtype)
+    if mine is not None:
+        fits = mine.dtype == dtype and mine.shape == info.shape and device_type(mine) == device
+        if fits and writable(mine):
+            return mine
+    if like is None or device_type(like) != device:
+        return torch.empty(info.shape, dtype=dtype, device=torch.device(device))
+    if like.shape == info.shape and writable(like):
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    return torch.empty(info.shape, dtype=dtype, device=like.device)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Address of the tensor's storage; 0: it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and subclasses without storage
+        return 0

@@ -1,20 +1,21 @@
 """The kinds of parts of a `State`, and how each hands out and receives tensors. Receiving has two steps: `adopt`
 provides storage for exactly the tensors to come (storage that exists and fits is kept, so parameters remain the
-objects that DDP and the optimizer hold), and `filled` is called when their bytes are in."""
+objects that DDP and the optimizer hold) and returns them, and `filled` is called when their bytes are in."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from ...checkpoint.dtypes import dtype_of
 from ...checkpoint.memcpy import device_type
 from ...contract.tensor_table import TensorInfo
 from .. import torch_private
-from .copies import Copy, writable
+from .copies import Copy, immutable, writable
+from .described import fitting, storage_of
 from .json_codec import Codecs, decode, encode, tensors_named
 
 Named = list[tuple[str, torch.Tensor]]
@@ -42,7 +43,10 @@ class Part(Protocol):
 
     def tensors(self) -> Named: ...
     def extra(self) -> Any: ...
-    def adopt(self, infos: Infos, extra: Any) -> None: ...
+    def adopt(self, infos: Infos, extra: Any) -> Mapping[str, torch.Tensor]:
+        """The tensors to fill, by name; those of `infos` that have no place here are missing. A module returns those
+        alone that were not in `tensors()` before."""
+
     def filled(self) -> None: ...
     def to(self, device: torch.device) -> None: ...
 
@@ -90,13 +94,17 @@ class ModulePart:
     def extra(self) -> Any:
         return self._encoded(self.split()[1], {})
 
-    def adopt(self, infos: Infos, extra: Any) -> None:
+    def adopt(self, infos: Infos, extra: Any) -> Mapping[str, torch.Tensor]:
         self._coming, self._coming_made = None, {}
+        replaced: dict[str, torch.Tensor] = {}
+        clones: dict[int, torch.Tensor] = {}
         for slot in self.slots():
             if slot.is_buffer and (tensor := slot.holder[slot.key]) is not None and not writable(tensor):
-                slot.holder[slot.key] = tensor.clone()
+                if id(tensor) not in clones:
+                    clones[id(tensor)] = tensor.clone()
+                slot.holder[slot.key] = replaced[slot.name] = clones[id(tensor)]
         if not extra:
-            return
+            return replaced
         mine: dict[str, torch.Tensor] = {}
         self._encoded(self.split()[1], mine)
         coming: dict[str, torch.Tensor] = {}
@@ -104,11 +112,12 @@ class ModulePart:
         def target(name: str, device: str) -> torch.Tensor:
             if name not in infos:
                 raise ValueError(f"{name} is named by the state that came, but is not in its table")
-            coming[name] = _fitting(None, infos[name], device, like=mine.get(name))
+            coming[name] = fitting(None, infos[name], device, like=mine.get(name))
             return coming[name]
 
         self._coming_made = {key: decode(item, target, self._codecs) for key, item in extra.items()}
         self._coming = coming
+        return {**replaced, **coming}
 
     def filled(self) -> None:
         if self._coming is not None:
@@ -170,8 +179,8 @@ class ModulePart:
         for key, item in held.items():
             if id(item) not in ids:
                 if storages is None:
-                    storages = {_storage(tensor) for tensor in mine} - {0}
-                if not (isinstance(item, torch.Tensor) and _storage(item) in storages):
+                    storages = {storage_of(tensor) for tensor in mine} - {0}
+                if not (isinstance(item, torch.Tensor) and storage_of(item) in storages):
                     made[key] = item
                     continue
             own[f"{self.name}.{key}"] = item
@@ -206,18 +215,19 @@ class ObjectPart:
     def extra(self) -> Any:
         return self._encoded()[0]
 
-    def adopt(self, infos: Infos, extra: Any) -> None:
+    def adopt(self, infos: Infos, extra: Any) -> Mapping[str, torch.Tensor]:
         mine = self._encoded()[1]
         coming: dict[str, torch.Tensor] = {}
 
         def target(name: str, device: str) -> torch.Tensor:
             if name not in infos:
                 raise ValueError(f"{name} is named by the state that came, but is not in its table")
-            coming[name] = _fitting(mine.get(name), infos[name], device)
+            coming[name] = fitting(mine.get(name), infos[name], device)
             return coming[name]
 
         self._coming_extra = decode(extra, target, self._codecs)
         self._coming = coming
+        return coming
 
     def filled(self) -> None:
         if self._coming is not None:
@@ -286,6 +296,8 @@ class OptimizerPart:
         self.name = name
         self.value = value
         self._codecs = codecs
+        self._rest: tuple[Copy | None, list[tuple[Any, ...]], list[Any]] = None, [], []
+        """A `rest`, if all of it is immutable, the keys and the items that it is of: the same objects are equal."""
 
     def held(self) -> tuple[Named, Any]:
         found: dict[str, torch.Tensor] = {}
@@ -298,15 +310,17 @@ class OptimizerPart:
     def extra(self) -> Any:
         return self.held()[1]
 
-    def adopt(self, infos: Infos, extra: Any) -> None:
+    def adopt(self, infos: Infos, extra: Any) -> Mapping[str, torch.Tensor]:
         params = self._params()
-        counts, came = [len(g["params"]) for g in self.value.param_groups], [g["params"] for g in extra["groups"]]
-        if counts != came:
-            raise ValueError(f"{self.name} has parameter groups of {counts} parameters here, {came} in the state")
+        counts, theirs = [len(g["params"]) for g in self.value.param_groups], [g["params"] for g in extra["groups"]]
+        if counts != theirs:
+            raise ValueError(f"{self.name} has parameter groups of {counts} parameters here, {theirs} in the state")
         mine = dict(self.tensors())
+        came: dict[str, torch.Tensor] = {}
 
         def target(name: str, device: str) -> torch.Tensor:
-            return _fitting(mine.get(name), infos[name], device)
+            came[name] = fitting(mine.get(name), infos[name], device)
+            return came[name]
 
         for group, held in zip(self.value.param_groups, extra["groups"], strict=True):
             options = decode(held["options"], target, self._codecs)
@@ -328,13 +342,14 @@ class OptimizerPart:
                     raise ValueError(f"{name}: there are only {len(params)} parameters here")
                 number, param = index, params[int(index)]
                 place, device = fresh.setdefault(param, {}), device_type(param)
-            place[key] = _fitting(mine.get(name), info, on.get(key, device), like=param)
+            place[key] = came[name] = fitting(mine.get(name), info, on.get(key, device), like=param)
         for index, held in extra["state"].items():
             param = params[int(index)]
             fresh.setdefault(param, {}).update(decode(held, target, self._codecs))
         fresh.update(decode(extra.get("common", {}), target, self._codecs))
         self.value.state.clear()
         self.value.state.update(fresh)
+        return came
 
     def filled(self) -> None:
         pass
@@ -349,8 +364,16 @@ class OptimizerPart:
         return []
 
     def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
-        groups = [{key: item for key, item in group.items() if key != "params"} for group in self.groups()]
-        return Copy(groups, self.name, self._codecs, before, watched)
+        groups = self.groups()
+        held = [item for group in groups for key, item in group.items() if key != "params"]
+        keys = list(map(tuple, groups))
+        known, known_keys, known_items = self._rest
+        if before is not None and before is known and keys == known_keys and all(map(operator.is_, held, known_items)):
+            return before
+        groups = [{key: item for key, item in group.items() if key != "params"} for group in groups]
+        copy = Copy(groups, self.name, self._codecs, before, watched)
+        self._rest = copy if all(map(immutable, held)) else None, keys, held
+        return copy
 
     def put_back(self, held: Any) -> None:
         for group, options in zip(self.groups(), held, strict=False):
@@ -384,12 +407,12 @@ class OptimizerPart:
             path = f"{self.name}.state.{index}"
             if (keys := sorts.get(kinds := tuple(held))) is None:
                 keys = sorts[kinds] = _texts(held, path)
-            device = param.device
+            on_cpu = param.is_cpu
             for key in keys:
                 item = held[key]
                 if isinstance(item, torch.Tensor):
                     tensors[f"{path}.{key}"] = item
-                    if item.device != device and item.device.type != device.type:
+                    if not (on_cpu and item.is_cpu) and item.device.type != param.device.type:
                         on[key] = item.device.type
                 else:
                     rest.setdefault(str(index), {})[key] = encode(item, f"{path}.{key}", tensors, self._codecs)
@@ -410,21 +433,6 @@ class OptimizerPart:
         return others
 
 
-def _fitting(
-    mine: torch.Tensor | None, info: TensorInfo, device: str, like: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`mine` if the bytes of `info` can be written into it, else new storage on a device of type `device`."""
-    dtype = dtype_of(info.dtype)
-    if mine is not None:
-        fits = mine.dtype == dtype and mine.shape == info.shape and device_type(mine) == device
-        if fits and writable(mine):
-            return mine
-    if like is not None and like.shape == info.shape and device_type(like) == device and writable(like):
-        return torch.empty_like(like, dtype=dtype, requires_grad=False)
-    where = like.device if like is not None and device_type(like) == device else torch.device(device)
-    return torch.empty(info.shape, dtype=dtype, device=where)
-
-
 def _texts(held: Mapping[Any, Any], path: str) -> list[str]:
     """The names in an optimizer's entry for a parameter, sorted. Raises TypeError for a key that is not text."""
     for key in sorted(held, key=str):
@@ -436,11 +444,3 @@ def _texts(held: Mapping[Any, Any], path: str) -> list[str]:
 def _dictionary(held: Any) -> MutableMapping[str, torch.Tensor | None]:
     """The module's own dictionary; for TorchScript a copy of its mapping, whose tensors are always the same."""
     return held if isinstance(held, dict) else dict(held.items())
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Address of the tensor's storage; 0: it has none."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse tensors, and subclasses without storage
-        return 0

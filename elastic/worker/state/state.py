@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +13,12 @@ from .. import gc_pause
 from ..torch_private import pytree
 from .commit_point import CommitPoint
 from .described import Described
-from .json_codec import Codecs, tensors_named
+from .json_codec import Codecs
 from .modes import Modes
 from .optimizers import Optimizers, is_sharded, sharded, sharded_module
 from .parts import ModulePart, ObjectPart, OptimizerPart, Part, ScalerPart, ValuePart
 from .state_source import Version
+from .survey import Survey, mismatch, own_tensors
 from .wrapped import optimizer_part
 
 FORMAT = 1
@@ -150,11 +150,12 @@ class State:
         if self._proven < PROVEN_COMMITS:
             self._prove()
         self._point.take()
-        self._step += 1
+        now = self.__dict__  # at each step: `__setattr__` costs a microsecond
+        now["_step"] += 1
         # Never backwards: a job that continued from another job's checkpoint counts its generations from the start.
-        self._commit_generation = max(self._commit_generation, generation)
-        self._changing = False
-        self._established = True
+        now["_commit_generation"] = max(self._commit_generation, generation)
+        now["_changing"] = False
+        now["_established"] = True
 
     def begin(self) -> None:
         """A generation is about to train: record the current state as the one the first step begins with."""
@@ -229,20 +230,23 @@ class State:
     # ── contents ────────────────────────────────────────────────────────────────────────────────────────────
 
     @gc_pause.paused()
-    def tensors(self, extra: dict[str, Any] | None = None) -> list[tuple[TensorInfo, torch.Tensor]]:
-        """All tensors, detached, sharing storage with the state; the order is the same on every rank.
+    def tensors(
+        self, extra: dict[str, Any] | None = None, *, own: bool = True
+    ) -> list[tuple[TensorInfo, torch.Tensor]]:
+        """All tensors, sharing storage with the state; the order is the same on every rank. None needs a gradient.
 
-        Weights that modules share (tied) appear once, under their first name. If `extra` is given, it is filled with
-        what `extra()` returns, from the same walk. Raises CannotEncodeError.
+        With `own` each is an object of its own, which keeps its memory while the state goes on; without it, quicker,
+        it may be the state's object. Weights that modules share (tied) appear once, under their first name. If `extra`
+        is given, it is filled with what `extra()` returns, from the same walk. Raises CannotEncodeError.
         """
         parts: dict[str, Any] | None = None if extra is None else {}
-        found, self._tied, self._described = self._walk(self._parts.values(), parts)
+        found, self._tied, self._described = self._walk(self._parts.values(), parts, own)
         if extra is not None:
             extra.update(self._with(parts))
         return found
 
     def _walk(
-        self, parts: Iterable[Part], extras: dict[str, Any] | None
+        self, parts: Iterable[Part], extras: dict[str, Any] | None, own: bool = False
     ) -> tuple[list[tuple[TensorInfo, torch.Tensor]], dict[str, str], dict[str, Described]]:
         """(the tensors of `parts`, tied names, descriptions by name); `extras` is filled by part."""
         first: dict[object, str] = {}
@@ -263,7 +267,7 @@ class State:
                 if module and (known := first.setdefault(was.place(tensor), name)) != name:
                     tied[name] = known
                     continue
-                found.append((was.info, tensor.detach()))
+                found.append((was.info, tensor.detach() if own or tensor.requires_grad else tensor))
         return found, tied, described
 
     def volatile(self) -> set[str]:
@@ -277,7 +281,7 @@ class State:
         return found
 
     def table(self) -> Table:
-        return tuple(info for info, _ in self.tensors())
+        return tuple(info for info, _ in self.tensors(own=False))
 
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.table())
@@ -302,8 +306,17 @@ class State:
     # ── receiving a state ───────────────────────────────────────────────────────────────────────────────────
 
     @gc_pause.paused()
-    def adopt(self, table: Table, extra: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Prepare to receive a state with this `table` and `extra`.
+    def survey(self) -> Survey:
+        """What `adopt` needs to know of the modules: taken beforehand, that work overlaps the wait for the state."""
+        modules = [part for part in self._parts.values() if isinstance(part, ModulePart)]
+        extras: dict[str, Any] = {}
+        held, self._tied, described = self._walk(modules, extras)
+        self._described.update(described)
+        return held, extras
+
+    @gc_pause.paused()
+    def adopt(self, table: Table, extra: Mapping[str, Any], survey: Survey | None = None) -> list[torch.Tensor]:
+        """Prepare to receive a state with this `table` and `extra`. `survey`: taken since the modules last changed.
 
         Returns the tensors to fill, in the order of `table`; call `filled()` once they are. The state is inconsistent
         until then. Storage that fits is reused. Raises ValueError naming the first mismatch; the state is then unusable
@@ -316,18 +329,19 @@ class State:
             raise ValueError(f"this state has the parts {_listed(self._parts)}, the one that came {_listed(theirs)}")
         by_part: dict[str, dict[str, TensorInfo]] = {name: {} for name in self._parts}
         for info in table:
-            if (held := by_part.get(_part_of(info))) is None:
-                raise ValueError(f"{info.name} belongs to no part of this state: {_listed(self._parts)}")
-            held[info.name] = info
-        self._compare_modules(by_part, theirs)
+            name = info.name
+            if (held := by_part.get(name.partition(".")[0])) is None:
+                raise ValueError(f"{name} belongs to no part of this state: {_listed(self._parts)}")
+            held[name] = info
+        places = own_tensors(survey or self.survey(), by_part, theirs)
         self._whole = False
         self._point.drop()
         for name, part in self._parts.items():
-            part.adopt(by_part[name], theirs[name])
-        found = self.tensors()
-        _compare([info for info, _ in found], table)
+            places.update(part.adopt(by_part[name], theirs[name]))
+        if missing := next((info for info in table if info.name not in places), None):
+            raise mismatch(missing.name, None, missing)
         self._coming = int(extra["commit_generation"]), int(extra["step"])
-        return [tensor for _, tensor in found]
+        return [_unrecorded(places[info.name]) for info in table]
 
     def filled(self) -> None:
         """All tensors have been filled: the state is complete, and at the step of the adopted one. Raises
@@ -370,31 +384,10 @@ class State:
         """The parts that are modules."""
         return [part.value for part in self._parts.values() if isinstance(part.value, torch.nn.Module)]
 
-    def _compare_modules(self, by_part: Mapping[str, Mapping[str, TensorInfo]], extras: Mapping[str, Any]) -> None:
-        """Check that the modules' own tensors match the received ones, before anything is changed. Raises
-        ValueError."""
-        modules = [part for part in self._parts.values() if isinstance(part, ModulePart)]
-        ours: dict[str, Any] = {}
-        held, _, described = self._walk(modules, ours)
-        self._described.update(described)
-        made = tensors_named(list(ours.values()))
-        mine = [info for info, _ in held if info.name not in made]
-        made = tensors_named([extras[part.name] for part in modules])
-        _compare(mine, [info for part in modules for info in by_part[part.name].values() if info.name not in made])
 
-
-def _compare(mine: Sequence[TensorInfo], came: Sequence[TensorInfo]) -> None:
-    """Raises ValueError naming the first difference."""
-    if len(mine) == len(came) and all(map(operator.eq, mine, came)):
-        return
-    here, there = {info.name: info for info in mine}, {info.name: info for info in came}
-    for name in [*here, *there]:
-        if here.get(name) != there.get(name):
-            raise ValueError(
-                f"{name} is {_described(here.get(name))} here and {_described(there.get(name))} in the state "
-                f"that came: setup() must build the same on every rank"
-            )
-    raise ValueError("the tensors here are in another order than in the state that came")
+def _unrecorded(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without autograd's record of what is written to it."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _refuse_sharded(name: str, module: torch.nn.Module) -> None:
@@ -412,14 +405,6 @@ def _refuse_lazy(name: str, module: torch.nn.Module) -> None:
     held = [*module.named_parameters(), *module.named_buffers()]
     if found := next((key for key, tensor in held if torch.nn.parameter.is_lazy(tensor)), ""):
         raise TypeError(f"state.{name}.{found} has no shape yet: run one forward of the lazy module in setup()")
-
-
-def _part_of(info: TensorInfo) -> str:
-    return info.name.partition(".")[0]
-
-
-def _described(info: TensorInfo | None) -> str:
-    return "missing" if info is None else f"{info.dtype} {list(info.shape)}"
 
 
 def _listed(names: Mapping[str, Any]) -> str:

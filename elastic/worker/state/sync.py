@@ -17,6 +17,7 @@ from .. import gc_pause
 from . import broadcast, pull
 from .state import State
 from .state_source import Choice, Offer, Version, choose, reached
+from .survey import Survey
 
 SavedVersions = Callable[[], tuple[Version | None, Version | None]]
 """Returns (newest snapshot, newest checkpoint) that this rank could load; may take a while."""
@@ -162,7 +163,7 @@ def _bring(
 
 def _give(state: State, said: str, choice: Choice, check: Callable[[], None]) -> None:
     extra: dict[str, Any] = {}
-    held = state.tensors(extra)
+    held = state.tensors(extra, own=False)  # nothing changes here until all ranks have it
     tensors = [tensor for _, tensor in held]
     devices = tuple(device_type(tensor) for tensor in tensors)
     with pull.open_to_readers(tensors) as window:
@@ -189,6 +190,7 @@ def _take(state: State, choice: Choice, rank: int, check: Callable[[], None]) ->
     chain = (choice.source, *choice.needs)
     previous, following = _neighbours(chain, rank)
     assert previous is not None
+    survey = state.survey()
     raw = broadcast.receive_bytes(previous)
     broadcast.send_bytes(raw, following)
     head = msgspec.json.decode(raw, type=Head)
@@ -196,7 +198,7 @@ def _take(state: State, choice: Choice, rank: int, check: Callable[[], None]) ->
     broadcast.exchange(torch.tensor([int(reads)]), target=choice.source)
     readers = torch.zeros(len(choice.needs), dtype=torch.int64)
     broadcast.exchange(readers, source=choice.source)
-    tensors = _adopt(state, head)
+    tensors = _adopt(state, head, survey)
     dense, rest = _split(tensors, head.window)
     _relay(rest, chain, rank, check)
     if reads:
@@ -214,8 +216,8 @@ def _take(state: State, choice: Choice, rank: int, check: Callable[[], None]) ->
     return head.source, sum(info.nbytes for info in head.table)
 
 
-def _adopt(state: State, head: Head) -> list[torch.Tensor]:
-    tensors = state.adopt(head.table, head.extra)
+def _adopt(state: State, head: Head, survey: Survey) -> list[torch.Tensor]:
+    tensors = state.adopt(head.table, head.extra, survey)
     for info, tensor, device in zip(head.table, tensors, head.devices, strict=True):
         if device_type(tensor) != device:
             raise ValueError(f"{info.name} lies on {tensor.device.type} here and on {device} at the source")

@@ -29,15 +29,16 @@ class WrappedOptimizerPart(OptimizerPart):
             tensors = tensors + theirs
         return tensors, {**extra, "inner": {key: theirs for key, (_, theirs) in inner.items()}}
 
-    def adopt(self, infos: Infos, extra: Any) -> None:
+    def adopt(self, infos: Infos, extra: Any) -> Mapping[str, torch.Tensor]:
         came = extra.get("inner", {})
         if set(came) != set(self._inner):
             raise ValueError(
                 f"{self.name} holds {_listed(self._inner)} here, and {_listed(came)} in the state that came"
             )
+        tensors: dict[str, torch.Tensor] = {}
         for key, part in self._inner.items():
-            part.adopt(infos, came[key])
-        super().adopt(infos, extra)
+            tensors.update(part.adopt(infos, came[key]))
+        return {**tensors, **super().adopt(infos, extra)}
 
     def to(self, device: torch.device) -> None:
         super().to(device)
