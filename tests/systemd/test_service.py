@@ -87,6 +87,17 @@ def test_started_is_ready_to_work(host: SystemdHost) -> None:
     assert mode == "660 root elasticd"
 
 
+def test_doctor_needs_no_call_that_the_unit_forbids(host: SystemdHost) -> None:
+    host.systemctl("start", "elasticd")
+    before = main_pid(host)
+    said = json.loads(host.run([CTL, "doctor", "--json"], timeout_s=60, check=False).stdout)
+    clocks = [row["text"] for row in said["findings"] if row["check"] == "clock"]
+    assert clocks
+    assert "does not say" not in clocks[0], "the kernel was asked"
+    assert main_pid(host) == before, "no system call has ended it"
+    assert host.show("elasticd", "NRestarts") == {"NRestarts": "0"}
+
+
 def test_service_without_etcd_stays_activating_and_states_why(host: SystemdHost) -> None:
     write(host, "/etc/elasticd/elasticd.toml", CONFIG + '[etcd]\nendpoints = ["127.0.0.1:23999"]\ninsecure = true\n')
     host.systemctl("start", "--no-block", "elasticd")
