@@ -204,7 +204,7 @@ def test_a_gloo_job_trains_and_takes_a_killed_worker_back(
     (tmp_path / "sitecustomize.py").write_text(ONLY_ZYGOTE if fresh else "")
     (tmp_path / "train.py").write_text(ELASTIC)
     spec = {"python": PYTHON, "env": feigned(tmp_path, library), "hang": {"floor_s": 10.0}}
-    with Job(nodes="1:1", workers=2, agents=1, script=tmp_path / "train.py", spec=spec) as job:
+    with Job(nodes="1:1", workers=2, agents=1, script=tmp_path / "train.py", spec=spec, warm=False) as job:
 
         def step() -> int:
             return max((row.step for s in job.statuses().values() for row in s.ranks), default=0)

@@ -54,6 +54,7 @@ def on_card(nodes: int, backend: str = "nccl", read_loss: bool = False, **spec: 
     with Job(
         nodes=f"{nodes}:{nodes}", workers=1, script=SCRIPT, spec=given,
         gpus=(0,) if backend == "nccl" and not smoke.ON else (),
+        warm=False,  # zygotes as the product starts them
         args={"steps": STEPS, "step-ms": 20, "record": "record", "read-loss": int(read_loss)},
     ) as job:  # fmt: skip
         yield job
