@@ -65,12 +65,12 @@ simulate: venv
 # Trainer, Accelerate, Lightning and unchanged scripts, in an environment of their own with the versions of
 # tests/compat/constraints.txt; never part of `make test`. COMPAT_TESTS=tests/compat/test_lightning.py: one file of them.
 COMPAT_VENV ?= .venv-compat
-COMPAT_TESTS ?= tests/compat
+COMPAT_TESTS ?= tests/compat tests/deploy/test_kubernetes_job.py
 
 test-compat: $(if $(TORCH),venv)
 	@test -x $(COMPAT_VENV)/bin/python || $(PYTHON) -m venv $(COMPAT_VENV)
 	@$(COMPAT_VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) -c tests/compat/constraints.txt \
-		-e '.[embedded,remote,data,test,transformers,lightning]' peft datasets scikit-learn webdataset
+		-e '.[embedded,remote,data,test,transformers,lightning]' peft datasets scikit-learn webdataset kubernetes-validate
 	@$(COMPAT_VENV)/bin/pytest -q -n $(TEST_PROCESSES) --dist worksteal --durations 15 $(COMPAT_TESTS)
 
 # On a machine with a GPU and torch; what else is needed comes from .wheels, which gpu-bundle fills where there is a
