@@ -16,7 +16,7 @@ CASES ?= 300
 CASE ?=
 SHRINK ?=
 
-.PHONY: demo recording test test-fast test-long lint bench chaos soak simulate venv test-compat test-gpu test-cuda-fork gpu-bundle docs dist clean
+.PHONY: demo recording test test-fast test-long lint bench chaos faults soak simulate venv test-compat test-gpu test-cuda-fork gpu-bundle docs dist clean
 
 venv: $(VENV)/.ready
 
@@ -55,6 +55,13 @@ bench: venv
 
 chaos: venv
 	@PYTHONPATH=tests $(BIN)/python -m chaos.random_faults --seed $(SEED) --minutes $(MINUTES)
+
+# Every kind of fault into a real job, and the verdict on it: faults TIMES=10, KINDS=spin,deadlock. About 5 s each.
+TIMES ?= 1
+KINDS ?=
+
+faults: venv
+	@PYTHONPATH=tests $(BIN)/python -m chaos.fault_kinds --times $(TIMES) $(if $(KINDS),--kinds $(KINDS))
 
 soak: $(if $(CASE),venv,test-long)
 	@PYTHONPATH=tests $(BIN)/python -m soak.run --cases $(CASES) --seed $(SEED) $(if $(CASE),--case $(CASE)) $(if $(SHRINK),--shrink)

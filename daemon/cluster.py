@@ -11,6 +11,7 @@ import msgspec
 from elastic.contract.decoding import Decoder, Member, R, Stored
 from elastic.contract.keys import ClusterKeys, JobKeys
 from elastic.contract.node_records import AskedRecord, CordonRecord, DrainRecord, NodeRecord
+from elastic.contract.rank_records import RanksRecord
 from elastic.contract.records import (
     GenerationRecord,
     IncidentRecord,
@@ -64,6 +65,8 @@ class Job:
     members: Mapping[str, Member] = field(default_factory=dict)
     generation: GenerationRecord | None = None
     progress: ProgressRecord | None = None
+    ranks: Mapping[str, RanksRecord] = field(default_factory=dict)
+    """Node -> what its agent has published of its ranks, some seconds old."""
     asked: AskedRecord = field(default_factory=AskedRecord)
     incidents: tuple[IncidentRecord, ...] = ()
     """Oldest first."""
@@ -177,10 +180,16 @@ def _job(name: str, job: JobKeys, mine: Mapping[str, KeyValue], take: _Take, sig
         members=members,
         generation=take(GenerationRecord, mine.get(job.generation)),
         progress=take(ProgressRecord, mine.get(job.progress)),
+        ranks=_ranks(job, mine, take),
         asked=take(AskedRecord, mine.get(job.asked)) or AskedRecord(),
         # The keys of failed checkpoints do not sort by step: 9 comes after 10.
         incidents=tuple(sorted((i for i in incidents if i is not None), key=lambda i: i.wall_s)),
     )
+
+
+def _ranks(job: JobKeys, mine: Mapping[str, KeyValue], take: _Take) -> dict[str, RanksRecord]:
+    found = ((k.removeprefix(job.ranks), kv) for k, kv in mine.items() if k.startswith(job.ranks))
+    return {node: record for node, kv in found if (record := take(RanksRecord, kv)) is not None}
 
 
 def _by_job(prefix: str, kvs: Mapping[str, KeyValue]) -> dict[str, dict[str, KeyValue]]:

@@ -379,6 +379,7 @@ class Loop:
                 draining=drain.reason if drain else self._gpu_reason(name) or leaving.get(name),
                 drain_deadline_s=drain.deadline_s if drain else 0.0,
                 checkpoint=job.asked.checkpoint,
+                sample_step=job.asked.sample_step,
             )
             self._agents.order(name, orders)
 

@@ -141,6 +141,15 @@ class Actions:
         )
         self._change(AskedRecord, self._job(job).asked, more, AskedRecord())
 
+    def sample(self, job: str, step: int, peer: Peer) -> None:
+        """Request a sample of the gradients of a running job at `step`."""
+        self._owned(job, peer, "debug")
+
+        def more(asked: AskedRecord) -> AskedRecord:
+            return msgspec.structs.replace(asked, sample_step=max(step, asked.sample_step + 1))
+
+        self._change(AskedRecord, self._job(job).asked, more, AskedRecord())
+
     def forget(self, job: str, peer: Peer) -> None:
         """Remove the records of a finished job. Its logs and checkpoints stay."""
         self._owned(job, peer, "forget")

@@ -71,15 +71,20 @@ def _step_times(rows: Sequence[Row]) -> Iterator[Any]:
         "elasticd_job_step_part_seconds", "Mean time of a step lately by part, over the ranks of the leader's node.",
         labels=["job", "part"],
     )  # fmt: skip
-    slow = GaugeMetricFamily("elasticd_job_slow_ranks", "Ranks of the leader's node that are slow.", labels=["job"])
+    logged = GaugeMetricFamily("elasticd_job_logged", "Newest value of each name of job.log.", labels=["job", "name"])
+    slow = GaugeMetricFamily(
+        "elasticd_job_slow_ranks", "Ranks that are slower than the median of the job.", labels=["job"]
+    )
     for row in rows:
+        for name, value in row["logged"].items():
+            logged.add_metric([row["job"], name], value)
         if (known := row["step_time"]) is None:
             continue
         for part, value in known["parts_s"].items():
             if value is not None:
                 parts.add_metric([row["job"], part], value)
         slow.add_metric([row["job"]], len(known["slow_ranks"]))
-    yield from (parts, slow)
+    yield from (parts, slow, logged)
 
 
 def _ledgers(ledgers: Mapping[str, Ledger]) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from . import routes
 from .routes import Service
 from .views import Json
 
-ANSWERED = re.compile(r"/v1/(doctor/local|config|jobs/[^/]+/(logs|stacks))")
+ANSWERED = re.compile(r"/v1/(doctor/local|config|jobs/[^/]+/(logs|stacks|gradients))")
 """Paths that another node's daemon may ask for: all of them only read."""
 
 

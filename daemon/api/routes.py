@@ -20,7 +20,17 @@ from ..errors import Refused
 from ..folders import Folder
 from ..log import Log
 from ..published_state import PublishedState, Snapshot
-from . import course, doctor_routes, event_routes, job_routes, log_routes, node_routes, query_values, views
+from . import (
+    course,
+    debug_routes,
+    doctor_routes,
+    event_routes,
+    job_routes,
+    log_routes,
+    node_routes,
+    query_values,
+    views,
+)
 from .actions import Actions, no_job
 from .doctor_routes import Doctor
 from .instant import now
@@ -234,6 +244,7 @@ KINDS: Mapping[Callable[..., None], str] = {
     post_restart: "job.restarted",
     post_scale: "job.scaled",
     post_checkpoint: "job.checkpoint_requested",
+    debug_routes.post_debug: "job.sample_requested",
     delete_job: "job.forgotten",
     post_cordon: "node.cordoned",
     post_uncordon: "node.uncordoned",
@@ -295,6 +306,8 @@ ROUTES: tuple[tuple[str, re.Pattern[str], Answer], ...] = tuple(
         ("GET", f"/v1/jobs/{_JOB}/history", get_history),
         ("GET", f"/v1/jobs/{_JOB}/logs", log_routes.get_logs),
         ("GET", f"/v1/jobs/{_JOB}/stacks", job_routes.get_stacks),
+        ("GET", f"/v1/jobs/{_JOB}/gradients", debug_routes.get_gradients),
+        ("POST", f"/v1/jobs/{_JOB}/debug", debug_routes.post_debug),
         ("GET", "/v1/doctor", doctor_routes.get_doctor),
         ("GET", "/v1/doctor/local", doctor_routes.get_doctor_local),
         ("GET", "/v1/nodes", get_nodes),

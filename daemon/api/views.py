@@ -172,7 +172,8 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> Json:
         "checkpoint": _checkpoint(progress, now),
         "snapshot": _snapshot(progress),
         "goodput": goodput.row(progress),
-        "step_time": step_time.row(progress),
+        "logged": _logged(job, progress),
+        "step_time": step_time.row(progress, job.ranks, job.generation.number if job.generation else 0),
         "managed": progress.managed if progress else None,
         "restarts": job.state.restarts,
         "waiting_for": waiting,
@@ -294,7 +295,9 @@ def _ranks(snapshot: Snapshot, job: Job) -> dict[tuple[str, int], Json]:
                 row |= {"pid": worker.pid, "incarnation": worker.incarnation}
     local = snapshot.agents.get(job.name)
     said = [*(job.progress.ranks if job.progress else ()), *(local.status.ranks if local and local.status else ())]
-    return rows | {(row.node, row.slot): msgspec.to_builtins(row) for row in said}
+    found = rows | {(row.node, row.slot): msgspec.to_builtins(row) for row in said}
+    times = goodput.of_ranks(job.ranks, local.status.rank_times if local and local.status else None)
+    return {key: row | {"time": times.get(key)} for key, row in found.items()}
 
 
 def _rank_order(row: Json) -> tuple[bool, int, str, int]:
@@ -342,6 +345,12 @@ def _snapshot(progress: ProgressRecord | None) -> Json | None:
         "memory_mb": progress.snapshot_mb,
         "interval": progress.snapshot_interval,
     }
+
+
+def _logged(job: Job, progress: ProgressRecord | None) -> dict[str, float]:
+    """An agent that is neither rank 0's nor the leader's publishes none: then those of the leader count."""
+    found = progress.logged if progress else {}
+    return dict(found or (job.progress.logged if job.progress else {}))
 
 
 def _waiting(snapshot: Snapshot, job: Job, progress: ProgressRecord | None) -> str:

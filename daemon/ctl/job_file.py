@@ -106,6 +106,8 @@ def resolve(raw: Raw, here: Path) -> None:
         raw["env_file"] = str(_absolute("env_file", env_file, here))
         if not os.path.isfile(raw["env_file"]):
             raise InvalidJob(f"env_file = {env_file!r}: there is no such file: {raw['env_file']}")
+    if isinstance(folder := raw.get("tensorboard"), str) and folder:
+        raw["tensorboard"] = str(_absolute("tensorboard", folder, here))
     checkpoint = raw.get("checkpoint")
     if isinstance(checkpoint, dict) and isinstance(folder := checkpoint.get("dir"), str) and folder:
         checkpoint["dir"] = str(_absolute("checkpoint.dir", folder, here))

@@ -87,6 +87,12 @@ def _gc() -> Commands:
     return gc_command.COMMANDS
 
 
+def _debug() -> Commands:
+    from . import debug
+
+    return debug.COMMANDS
+
+
 MODULES: Mapping[str, Callable[[], Commands]] = {
     "run": _run,
     "wait": _lifecycle,
@@ -97,6 +103,7 @@ MODULES: Mapping[str, Callable[[], Commands]] = {
     "bundle": _bundle,
     "config": _config,
     "gc": _gc,
+    "debug": _debug,
     "doctor": _doctor,
     "stacks": _doctor,
     "logs": _logs,

@@ -123,6 +123,7 @@ def job(data: Json) -> None:
         ("generation", generation if data["generation"] else "none yet"),
         ("step", f"{_or(data['step'])}" + (f", {data['steps_per_s']:.2f} a second" if data["steps_per_s"] else "")),
         ("loss", f"{data['loss']:.6g}" if data["loss"] is not None else "-"),
+        ("logged", ", ".join(f"{name} {value:.6g}" for name, value in data.get("logged", {}).items())),
         ("step time", step_time.text(data["step_time"])),
         ("goodput", goodput.text(data["goodput"])),
         ("checkpoint", _checkpoint_long(data["checkpoint"])),
@@ -280,14 +281,23 @@ def _jobs(rows: Sequence[Json]) -> Rows:
 def _ranks(rows: Sequence[Json]) -> Rows:
     found = Rows([
         Column("rank", right=True), Column("node"), Column("slot", 3, right=True), Column("pid", 4, right=True),
-        Column("phase"), Column("step", right=True), Column("worker", 2, right=True), Column("memory", 1, right=True),
+        Column("phase"), Column("step", right=True), Column("worker", 3, right=True), Column("memory", 1, right=True),
+        Column("goodput", 2, right=True),
     ])  # fmt: skip
     for row in rows:
         memory = f"{row['rss_mb']:.0f} MB" if row["rss_mb"] is not None else "-"
         rank = str(row["rank"]) if row["rank"] >= 0 else "-"
         worker_id, step = _or(row["incarnation"]), _or(row["step"])
         found.add(
-            rank, row["node"], str(row["slot"]), str(row["pid"] or "-"), row["phase"] or "-", step, worker_id, memory
+            rank,
+            row["node"],
+            str(row["slot"]),
+            str(row["pid"] or "-"),
+            row["phase"] or "-",
+            step,
+            worker_id,
+            memory,
+            goodput.percent(row["time"]["goodput"]) if (row.get("time") or {}).get("goodput") is not None else "-",
         )
     return found
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elastic.contract.rank_records import RanksRecord, RankTimes
     from elastic.contract.records import ProgressRecord
 
 Json = dict[str, Any]
@@ -40,6 +41,26 @@ def row(progress: ProgressRecord | None) -> Json | None:
         "rank_seconds": {bucket.value: ledger.ranks_ms.get(bucket.value, 0) / 1000 for bucket in Bucket},
         "open_rank_seconds": ledger.open_ms / 1000,
         "wall_s": ledger.wall_ms / 1000,
+    }
+
+
+def of_ranks(records: Mapping[str, RanksRecord], local: RanksRecord | None) -> dict[tuple[str, int], Json]:
+    """(node, slot) -> where its time went, as its own agent has counted it. `local`: of this node, newer."""
+    known = {**records, local.node: local} if local is not None else records
+    return {(node, each.slot): _of_rank(each) for node, record in known.items() for each in record.ranks}
+
+
+def _of_rank(times: RankTimes) -> Json:
+    from elastic.contract.ledger import Bucket
+
+    total_ms = times.until_ms - times.since_ms
+    stepping_ms = times.ranks_ms.get(Bucket.STEPPING, 0) + times.open_ms
+    return {
+        "since_wall_s": times.since_ms / 1000,
+        "until_wall_s": times.until_ms / 1000,
+        "goodput": stepping_ms / total_ms if total_ms > 0 else None,
+        "seconds": {bucket.value: times.ranks_ms.get(bucket.value, 0) / 1000 for bucket in Bucket},
+        "open_seconds": times.open_ms / 1000,
     }
 
 

@@ -8,25 +8,41 @@ from typing import TYPE_CHECKING, Any
 from .goodput import percent
 
 if TYPE_CHECKING:  # elasticctl imports this for `text`, and must not wait for msgspec
+    from elastic.contract.rank_records import RanksRecord
     from elastic.contract.records import ProgressRecord, RankRow
-    from elastic.contract.step_parts import StepParts
+    from elastic.contract.step_parts import SlowRank, StepParts
 
 Json = dict[str, Any]
 
 PARTS = ("data", "compute", "collectives", "optimizer", "snapshot")
 
 
-def row(progress: ProgressRecord | None) -> Json | None:
-    """Means over the ranks whose parts are known; None: none are."""
+def slow_ranks(records: Mapping[str, RanksRecord], generation: int) -> list[SlowRank]:
+    """The ranks of the whole job whose own time of a step was longer than that of the median rank, in each of their
+    newest windows. The windows of two nodes are of the same length, and begin within seconds of each other."""
+    from elastic.contract.step_parts import WINDOWS, SlowRank
+    from elastic.contract.step_parts import slow_ranks as slow
+
+    rows = [(node, each) for node, r in records.items() if r.generation == generation for each in r.ranks]
+    known = {each.rank: (node, each.own_s) for node, each in rows if each.rank >= 0 and len(each.own_s) == WINDOWS}
+    windows = [{rank: own_s[i] for rank, (_, own_s) in known.items()} for i in range(WINDOWS)]
+    return [SlowRank(rank=r, node=known[r][0], ratio=ratio) for r, ratio in slow(windows)]
+
+
+def row(progress: ProgressRecord | None, records: Mapping[str, RanksRecord] = {}, generation: int = 0) -> Json | None:
+    """Means over the ranks whose parts are known; None: none are. `records`: by node."""
     rows: Iterable[RankRow] = progress.ranks if progress else ()
     known = [each.parts for each in rows if each.parts is not None and each.parts.step_s > 0]
     if progress is None or not known:
         return None
+    of_job = slow_ranks(records, generation)
+    named = {each.rank for each in of_job}
+    slow = [*of_job, *(each for each in progress.slow_ranks if each.rank not in named)]
     return {
         "ranks": len(known),
         "step_s": _mean(known, "step"),
         "parts_s": {part: _mean(known, part) for part in PARTS},
-        "slow_ranks": [{"rank": s.rank, "node": s.node, "ratio": s.ratio} for s in progress.slow_ranks],
+        "slow_ranks": [{"rank": s.rank, "node": s.node, "ratio": s.ratio} for s in slow],
     }
 
 
@@ -46,7 +62,7 @@ def text(known: Mapping[str, Any] | None) -> str:
     shares = ", ".join(f"{name} {percent(min(1.0, value / known['step_s']))}" for name, value in largest if value > 0)
     said = [f"{known['step_s'] * 1000:.4g} ms" + (f": {shares}" if shares else "")]
     if len(measured) < len(PARTS):
-        said.append("the rest is not measured on a GPU")
+        said.append("the rest is not measured yet")
     for slow in known["slow_ranks"]:
-        said.append(f"rank {slow['rank']} on {slow['node']} takes {slow['ratio']:g} times as long as the others there")
+        said.append(f"rank {slow['rank']} on {slow['node']} takes {slow['ratio']:g} times as long as the others")
     return "; ".join(said)

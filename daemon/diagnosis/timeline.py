@@ -20,7 +20,7 @@ from elastic.etcd.client import MemberHealth, Put
 
 from .. import reconcile
 from ..cluster import Cluster, Job, Node
-from . import verdict
+from . import gradients, step_time, verdict
 
 TEXT_CHARS = 500
 PENDING = 1_000
@@ -136,10 +136,28 @@ def _of_job(old: Job | None, new: Job, wall_s: float) -> Iterator[EventRecord]:
         nodes = ", ".join(place.node for place in formed.places[:8]) + (" …" if len(formed.places) > 8 else "")
         text = f"generation {formed.number}: {formed.world_size} ranks on {nodes} ({formed.why})"
         yield _event(wall_s, "generation.formed", job=new.name, text=text)
+    if new.ranks and (old is None or old.ranks != new.ranks):
+        yield from _of_ranks(old, new, wall_s)
     if old is None or old.incidents != new.incidents:
         for incident in new.incidents:
             before = next((i for i in old.incidents if _same(i, incident)), None) if old else None
             yield from _of_incident(new, before, incident)
+
+
+def _of_ranks(old: Job | None, new: Job, wall_s: float) -> Iterator[EventRecord]:
+    """Ranks that have become slow, and what a new sample of the gradients says."""
+    formed = new.generation
+    if formed is None or new.over:
+        return
+    before = {slow.rank for slow in step_time.slow_ranks(old.ranks, formed.number)} if old else set()
+    for slow in step_time.slow_ranks(new.ranks, formed.number):
+        if slow.rank not in before:
+            text = f"rank {slow.rank} takes {slow.ratio:g} times as long for a step as the median of the others"
+            yield _event(wall_s, "rank.slow", new.name, slow.node, text)
+    step, samples = gradients.newest(new.ranks, formed.number, formed.world_size)
+    if step and (old is None or step != gradients.newest(old.ranks, formed.number, formed.world_size)[0]):
+        for text in gradients.findings(samples):
+            yield _event(wall_s, "job.gradients", new.name, text=f"step {step}: {text}")
 
 
 def _same(one: IncidentRecord, other: IncidentRecord) -> bool:

@@ -14,6 +14,7 @@ from ..contract.spec import JobSpec
 from ..recovery.effects import AddCauses, Effect, ForkPlain, ForkWorker, Kill, Leave, PutIncident, SaveNow, Send
 from ..recovery.leaving import TOO_LATE
 from ..recovery.model import Agent
+from ..recovery.transitions import Stage
 from . import worker_env
 from .etcd_writer import EtcdWriter
 from .pool import Pool
@@ -81,6 +82,11 @@ class EffectRunner:
         )
         self.slots[worker_id] = slot
         self._pool.fork(worker_id, slot, env, worker_env.argv(spec), self._workdir, files.log_file)
+
+    def sample(self, agent: Agent, step: int) -> None:
+        for worker in agent.local.workers.values():
+            if worker.stage is Stage.RUNNING:
+                self._pool.tell(worker.worker_id, messages.SampleGradients(at_step=step))
 
     def save_now(self, agent: Agent, reason: str, stop: bool = False) -> None:
         for worker in agent.local.workers.values():

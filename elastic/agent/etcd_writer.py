@@ -15,6 +15,7 @@ from ..checkpoint.find import peek
 from ..checkpoint.remote import list_remote
 from ..contract.keys import JobKeys
 from ..contract.phases import PhaseTrigger, after
+from ..contract.rank_records import RanksRecord
 from ..contract.records import (
     BrokenRecord,
     Changes,
@@ -367,6 +368,10 @@ class EtcdWriter:
 
     def put_progress(self, record: ProgressRecord) -> None:
         self._lazy.ask("progress", lambda: self._put(self.keys.progress, encode(record)), persist=False)
+
+    def put_ranks(self, record: RanksRecord) -> None:
+        key = self.keys.ranks_of(self.policy.node)
+        self._lazy.ask("ranks", lambda: self._put(key, encode(record)), persist=False)
 
     def _put(self, key: str, value: bytes) -> None:
         self.etcd.put(key, value)

@@ -10,17 +10,20 @@ import msgspec
 
 from ..contract.beat import Beat, Doing
 from ..contract.ledger import Bucket, Ledger, Seen, advance
+from ..contract.rank_records import RanksRecord
 from ..recovery.events import Event, WorkerFormed
 from ..recovery.ledger_view import seen
 from ..recovery.model import Agent
 from . import descendants
+from .rank_ledgers import RankLedgers
 
 
 class LedgerKeeper:
     """Call `turned` after each turn of the state machine, and `looked` when the beat pages were read."""
 
-    def __init__(self, submitted_wall_s: float, started_wall_s: float) -> None:
-        """`started_wall_s`: when this agent's process began. Time before that which no ledger has was spent waiting."""
+    def __init__(self, submitted_wall_s: float, started_wall_s: float, before: RanksRecord | None = None) -> None:
+        """`started_wall_s`: when this agent's process began. Time before that which no ledger has was spent waiting.
+        `before`: the account of this node's previous agent."""
         self._ahead_s = time.time() - time.monotonic()
         """Time of day less monotonic time, at the start: a clock that is set later changes no second here."""
         self._before: Seen | None = None
@@ -31,6 +34,8 @@ class LedgerKeeper:
         self._formed = 0
         self._stall_s: dict[int, float] = {}
         self._unbooked_s = 0.0
+        self.ranks = RankLedgers(self._started_ms, before)
+        """Of this node's ranks, each on its own."""
 
     def turned(self, event: Event, agent: Agent, now_s: float) -> None:
         if isinstance(event, WorkerFormed):
@@ -44,11 +49,13 @@ class LedgerKeeper:
         stall_ms, now_ms = int(self._unbooked_s * 1000), int((now_s + self._ahead_s) * 1000)
         self._unbooked_s -= stall_ms / 1000
         self._ledger = advance(self._ledger, self._before, after, now_ms, stall_ms)
+        self.ranks.turned(event, agent, now_ms)
         self._before = after
 
     def looked(self, beats: Mapping[int, Beat]) -> None:
         """`beats`: worker id -> what its page shows. Adds the mean of the time for which they stood still for a
         snapshot."""
+        self.ranks.looked(beats)
         now = {worker_id: beat.stall_s + beat.spent_s[Doing.SAVING] for worker_id, beat in beats.items()}
         grown = [max(0.0, stall_s - self._stall_s.get(worker_id, 0.0)) for worker_id, stall_s in now.items()]
         self._stall_s = now

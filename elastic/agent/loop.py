@@ -59,6 +59,7 @@ from .orders import OrdersFile
 from .peer_monitor import PeerMonitor
 from .peers import Peers
 from .pool import Exited, Pool, PoolEvent, WorkerMessage, ZygoteUp
+from .rank_ledgers import left_behind
 from .saver import Saver
 from .standstill import with_stillness
 from .step_times import StepTimes
@@ -67,6 +68,7 @@ from .view_reader import ViewReader
 from .watch_scope import WatchScope
 from .worker_error import last_lines, read_error
 from .worker_events import to_event
+from .worker_reports import WorkerReports
 from .zygote import ZygoteUnfit
 
 STATUS_S = 0.5
@@ -90,7 +92,7 @@ class Loop:
         spec: SpecRecord,
         pool: Pool,
     ) -> None:
-        self.config = config
+        self.config, folder = config, Path(config.agent_dir)
         self.agent = agent
         self._registry = registry
         self._lookout = PeerMonitor(peers)
@@ -110,11 +112,11 @@ class Loop:
         self._watchman = HangDetector(self.pool, self._spec.hang, self.post, self._save_stacks, config.timeouts.group_s)
         self._gauge = status.Gauge()
         self._step_times = StepTimes(config.node, gpu=bool(config.gpus))
-        self._ledger = LedgerKeeper(spec.submitted_wall_s, began_wall_s())
-        self._status_file = status.StatusFile(Path(config.agent_dir))
-        self._history = HistoryFile(Path(config.agent_dir), spec.submitted_wall_s)
-        self._trimmer = Trimmer(self._spec.log_limit_mb, str(Path(config.agent_dir) / "agent.log"))
-        self._orders = OrdersFile(Path(config.agent_dir))
+        self._ledger = LedgerKeeper(spec.submitted_wall_s, began_wall_s(), left_behind(folder, spec.submitted_wall_s))
+        self._status_file = status.StatusFile(folder)
+        self._history = HistoryFile(folder, spec.submitted_wall_s)
+        self._trimmer = Trimmer(self._spec.log_limit_mb, str(folder / "agent.log"))
+        self._orders = OrdersFile(folder)
         self._status_due_s = self._progress_due_s = 0.0
         for problem in untested(versions()):
             log.warning("versions.untested", problem=problem)
@@ -128,8 +130,6 @@ class Loop:
         self._zygote_up = False
         self._doing = ("", 0.0)
         """What the agent does before its workers are at work, and since what time of day."""
-        self._lost = ""
-        """Message for the status if all state was lost for good."""
         self.saver = Saver(
             self._spec.checkpoint,
             config.job,
@@ -139,6 +139,7 @@ class Loop:
             versions=versions(),
             slots=config.slots,
         )
+        self._reports = WorkerReports(config, spec, self.saver, lambda: self._pictures.known_step)
 
     # ── from any thread ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -184,6 +185,7 @@ class Loop:
         self._write_status()
         self.pool.close()
         self.saver.close()
+        self._reports.close()
         self._selector.close()
         return self._ended.code
 
@@ -287,32 +289,13 @@ class Loop:
                 self._exited(happening)
             case WorkerMessage(worker_id, message):
                 slot = self._slot(worker_id)
-                if isinstance(message, messages.Synced):
-                    if message.source == "setup":
-                        self._started_over(message.generation)
-                    log.info("worker.synced", slot=slot, step=message.step, source=message.source)
                 if isinstance(message, messages.ScriptEnded):
                     if message.code or ends_too_early(self.agent, slot, worker_id):
                         self._failed(worker_id, slot, message.code)
-                elif isinstance(message, messages.NeedArena):
-                    self.saver.need_arena(slot, worker_id, message.nbytes, optional=message.optional)
-                elif isinstance(message, messages.RequestSnapshot):
-                    self.saver.ask_kept(worker_id, message.generation, saved=message.saved)
-                elif isinstance(message, messages.Filled):
-                    generation = self.agent.formed.generation
-                    lead = is_leader(self.agent) if self._spec.checkpoint.shared else True
-                    self.saver.filled(slot, message, lead=lead, world_size=generation.world_size if generation else 0)
+                elif self._reports.take(slot, worker_id, message, self.agent):
+                    pass
                 elif event := to_event(slot, worker_id, message):
                     self._turn(event)
-
-    def _started_over(self, generation: int) -> None:
-        """No rank had any state: expected at the start of a job, otherwise reported in the log and the status."""
-        step = max(self._pictures.known_step or 0, self.agent.progress.step)
-        if generation > 1 and step > 0:
-            self._lost = (
-                f"all state was lost, and no checkpoint was ever saved: step {step} was done, begun again from 0"
-            )
-            log.error("state.lost", generation=generation, step=step)
 
     def _slot(self, worker_id: int) -> int:
         return next(
@@ -365,6 +348,8 @@ class Loop:
             self._turn(Drain(orders.draining, time.monotonic() + limit_s) if orders.draining else Undrain())
         if orders.checkpoint > before.checkpoint:
             self._deeds.save_now(self.agent, "asked")
+        if orders.sample_step > before.sample_step:
+            self._deeds.sample(self.agent, orders.sample_step)
 
     # ── state machine ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -405,15 +390,18 @@ class Loop:
 
     def _write_status(self) -> None:
         agent = self.agent
+        leads, times = is_leader(agent), self._ledger.ranks.record(agent, self._step_times.own_s, self._reports.samples)
         rows = self._step_times.with_parts(status.rank_rows(agent, self.pool))
         progress = with_stillness(
             status.progress(agent, self.pool, self._gauge, rows, self.saver.last),
             agent, self._watchman.known, self._spec.hang, time.monotonic(), time.time(),
         )  # fmt: skip
         progress = msgspec.structs.replace(
-            progress, ledger=self._ledger.published(agent), slow_ranks=self._step_times.slow
+            progress,
+            ledger=self._ledger.published(agent),
+            slow_ranks=self._step_times.slow,
+            logged=self._reports.logged(agent, leads=leads),
         )
-        leads = is_leader(self.agent)
         if (doing := status.doing(agent, self._zygote_up or bool(self.pool.why_fresh))) != self._doing[0]:
             self._doing = doing, time.time()
         record = AgentStatus(
@@ -422,13 +410,14 @@ class Loop:
             job=self.config.job,
             node=self.config.node,
             phase=status.phase_of(agent),
-            reason=self._pictures.unreadable or agent.lead.reason or self._lost,
+            reason=self._pictures.unreadable or agent.lead.reason or self._reports.lost,
             leader=leads,
             generation=agent.formed.generation.number if agent.formed.generation else 0,
             etcd_ok=agent.etcd.connected,
             written_wall_s=time.time(),
             ranks=rows,
             progress=progress if agent.formed.generation else None,
+            rank_times=times,
             standbys=sum(1 for s in agent.local.standbys if s.stage is Stage.READY),
             why_fresh=self.pool.why_fresh,
             preloaded=self._preloaded,
@@ -438,6 +427,8 @@ class Loop:
         self._status_file.write(record)
         now_s = time.monotonic()
         self._history.note(agent, progress, now_s, last=self._ended is not None)
+        if self._ledger.ranks.due(agent, now_s, last=self._ended is not None, news=self._reports.news()):
+            self._registry.put_ranks(times)
         if leads and agent.formed.generation and agent.etcd.connected and now_s >= self._progress_due_s:
             self._progress_due_s = now_s + PROGRESS_S
             self._registry.put_progress(progress)

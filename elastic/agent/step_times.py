@@ -1,28 +1,23 @@
 """Where the time of a step goes on this node's ranks, from the marks on their beat pages.
 
-The marks are taken anyway, to find hangs; here they are only added up. On a GPU the host runs ahead of the device, and
-nothing here waits for it: there only what holds up the host itself is measured, data and snapshots.
+The marks are taken anyway, to find hangs; here they are only added up. On a GPU the host runs ahead of the device:
+there the times are those between events in the stream, which are polled and never waited for. Until such a step has
+passed only what holds up the host itself is known, data and snapshots.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from ..contract.beat import Beat, Doing
 from ..contract.records import RankRow
-from ..contract.step_parts import SlowRank, StepParts
+from ..contract.step_parts import WINDOWS, SlowRank, StepParts, slow_ranks
 
 WINDOW_S = 10.0
 STEPS = 3
 """A window has this many steps of each rank at least, so that where it begins within a step matters little."""
-WINDOWS = 3
-"""A rank is slow if it was so in this many windows one after the other."""
-SLOWER = 1.3
-LEAST_S = 0.001
-"""Differences below this are not a slow rank's."""
 
 
 def parts(before: Beat, after: Beat, seconds: float, *, gpu: bool) -> StepParts | None:
@@ -35,13 +30,21 @@ def parts(before: Beat, after: Beat, seconds: float, *, gpu: bool) -> StepParts 
     def each(*doings: Doing) -> float:
         return sum(after.spent_s[doing] - before.spent_s[doing] for doing in doings) / steps
 
+    device_steps = after.device_steps - before.device_steps
+    measured = not gpu or device_steps > 0
+
+    def spent(doing: Doing) -> float:
+        if gpu:
+            return (after.device_s[doing] - before.device_s[doing]) / device_steps
+        return each(doing)
+
     data_s, stall_s = (after.data_s - before.data_s) / steps, (after.stall_s - before.stall_s) / steps
     return StepParts(
         step_s=round(seconds / steps, 6),
         data_s=_at_least_0(data_s),
-        compute_s=None if gpu else _at_least_0(each(Doing.COMPUTING) - data_s),
-        collectives_s=None if gpu else _at_least_0(each(Doing.EXCHANGING)),
-        optimizer_s=None if gpu else _at_least_0(each(Doing.APPLYING) - stall_s),
+        compute_s=_at_least_0(spent(Doing.COMPUTING) - data_s) if measured else None,
+        collectives_s=_at_least_0(spent(Doing.EXCHANGING)) if measured else None,
+        optimizer_s=_at_least_0(spent(Doing.APPLYING) - stall_s) if measured else None,
         snapshot_s=_at_least_0(each(Doing.SAVING) + stall_s),
     )
 
@@ -55,28 +58,6 @@ def own_s(of: StepParts) -> float | None:
     if of.compute_s is None or of.optimizer_s is None:
         return None
     return of.data_s + of.compute_s + of.optimizer_s
-
-
-def slow_ranks(windows: Sequence[Mapping[int, float]]) -> list[tuple[int, float]]:
-    """(rank, its time over the median of the others' in the newest window) of each rank that was slower than the others
-    by the factor SLOWER in all of the last WINDOWS `windows`, which map ranks to their own time of a step."""
-    last = windows[-WINDOWS:]
-    if len(last) < WINDOWS:
-        return []
-    found = []
-    for rank in sorted(set.intersection(*(set(window) for window in last))):
-        ratios = [_ratio(window, rank) for window in last]
-        if all(ratio >= SLOWER for ratio in ratios):
-            found.append((rank, round(ratios[-1], 2)))
-    return found
-
-
-def _ratio(window: Mapping[int, float], rank: int) -> float:
-    others = [seconds for other, seconds in window.items() if other != rank]
-    if not others:
-        return 0.0
-    median = statistics.median(others)
-    return window[rank] / max(median, 1e-6) if window[rank] - median >= LEAST_S else 0.0
 
 
 class StepTimes:
@@ -110,6 +91,10 @@ class StepTimes:
     @staticmethod
     def _of(beats: Iterable[Beat]) -> set[int]:
         return {beat.generation for beat in beats}
+
+    def own_s(self, rank: int) -> tuple[float, ...]:
+        """A rank's own time of a step in the newest windows, the newest last."""
+        return tuple(round(window[rank], 6) for window in self._windows if rank in window)
 
     def with_parts(self, rows: tuple[RankRow, ...]) -> tuple[RankRow, ...]:
         return tuple(msgspec.structs.replace(row, parts=self._known.get(row.incarnation)) for row in rows)

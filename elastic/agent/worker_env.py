@@ -137,6 +137,8 @@ def worker(
         fingerprint_every_steps=spec.fingerprint_every_steps,
         on_bad_numbers=spec.on_bad_numbers,
         snapshots=spec.snapshots,
+        debug_gradients=spec.debug.gradients_every_steps,
+        debug_layers=spec.debug.layers,
         checkpoint_dir=checkpoint.dir,
         checkpoint_remote=checkpoint.remote,
         checkpoint_every_steps=checkpoint.every_steps,

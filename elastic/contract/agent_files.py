@@ -6,6 +6,7 @@
     <state_dir>/jobs/<job>/agent/orders.json    AgentOrders, replaced by the daemon; read by the agent on SIGHUP
                                                 and once a second
     <state_dir>/jobs/<job>/agent/history.json   History, replaced by the agent every ten seconds
+    <state_dir>/jobs/<job>/agent/gradients.json GradientSamples, replaced by the agent when a sample is complete
     <state_dir>/jobs/<job>/agent/agent.log      the agent's own log, JSON lines
     <state_dir>/jobs/<job>/logs/                the workers' logs and error files, kept across restarts
 
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import msgspec
 
+from .messages import GradientRow
+from .rank_records import RanksRecord
 from .records import PROTOCOL, ProgressRecord, RankRow
 from .timeouts import Timeouts
 
@@ -89,6 +92,8 @@ class AgentOrders(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from the order until the node goes away in any case; 0: no deadline."""
     checkpoint: int = 0
     """Counts requests for a checkpoint; an increase is a request."""
+    sample_step: int = 0
+    """Sample the gradients of this step, or of the next one; an increase is a request."""
 
 
 class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +112,8 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Workers on this node."""
     progress: ProgressRecord | None = None
     """As known on this node, newer than the record in etcd."""
+    rank_times: RanksRecord | None = None
+    """Where the time of each rank here went; newer than the record in etcd."""
     standbys: int = 0
     """Those that have finished their set-up."""
     why_fresh: str = ""
@@ -137,4 +144,26 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     every_s: float
     """Shortest time between two points; doubled whenever there are too many, and every second point is dropped."""
     points: tuple[Point, ...] = ()
+    protocol: int = PROTOCOL
+
+
+class RankSample(msgspec.Struct, frozen=True, kw_only=True):
+    """Gradients and weights of one rank in one step."""
+
+    rank: int
+    node: str
+    slot: int
+    generation: int
+    step: int
+    wall_s: float
+    gradients: str
+    """Digest of its own gradients, before they were summed; '' if it has none."""
+    weights: str
+    rows: tuple[GradientRow, ...]
+
+
+class GradientSamples(msgspec.Struct, frozen=True, kw_only=True):
+    submitted_wall_s: float
+    """Of the job: a later one of the same name begins anew."""
+    ranks: tuple[RankSample, ...] = ()
     protocol: int = PROTOCOL

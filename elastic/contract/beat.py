@@ -7,6 +7,7 @@ so a reader never sees a torn value. Instants are CLOCK_MONOTONIC, which both pr
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 PAGE_BYTES = 4096
@@ -38,6 +39,9 @@ WITH_OTHERS = frozenset({Doing.WAITING, Doing.FORMING, Doing.SYNCING, Doing.EXCH
  _COPIED_BYTES, _EXCHANGES, _GAP_NS, _LAST_GAP_NS, _PULSE_NS, _MARK_NS, _DATA_NS, _STALL_NS) = range(18)  # fmt: skip
 _SPENT_NS = 32
 """From here on one field for each `Doing`: how long it has lasted, all together."""
+_DEVICE_STEPS = 63
+_DEVICE_NS = 64
+"""The same on a GPU, over so many steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,10 @@ class Beat:
     """Of those in COMPUTING, until the next batch was there."""
     stall_s: float = 0.0
     """Of those in APPLYING, until the copy of a snapshot was complete."""
+    device_steps: int = 0
+    """Steps whose time on the GPU is in `device_s`: those that its events have passed; 0 without a GPU."""
+    device_s: tuple[float, ...] = ()
+    """Seconds of the GPU in each `Doing`, over those steps. Never decrease."""
 
     @property
     def settled(self) -> bool:
@@ -112,6 +120,12 @@ class BeatPage:
         """The main thread has waited for its next batch while COMPUTING, or for a snapshot while APPLYING."""
         self._ints[_DATA_NS] += int(data_s * 1e9)
         self._ints[_STALL_NS] += int(stall_s * 1e9)
+
+    def on_device(self, spent_s: Mapping[Doing, float]) -> None:
+        """One more step has passed on the GPU."""
+        for doing, seconds in spent_s.items():
+            self._ints[_DEVICE_NS + doing] += int(seconds * 1e9)
+        self._ints[_DEVICE_STEPS] += 1
 
     def copied(self, nbytes: int, now_s: float) -> None:
         """Count `nbytes` more bytes: a sign of progress, whatever the main thread is doing."""
@@ -163,4 +177,6 @@ class BeatPage:
             spent_s=tuple(ns / 1e9 for ns in ints[_SPENT_NS : _SPENT_NS + len(Doing)]),
             data_s=ints[_DATA_NS] / 1e9,
             stall_s=ints[_STALL_NS] / 1e9,
+            device_steps=ints[_DEVICE_STEPS],
+            device_s=tuple(ns / 1e9 for ns in ints[_DEVICE_NS : _DEVICE_NS + len(Doing)]),
         )

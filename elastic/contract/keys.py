@@ -11,6 +11,7 @@
 /elastic/<cluster>/jobs/<job>/members/<node>       leased   MemberRecord
 /elastic/<cluster>/jobs/<job>/incidents/<generation>        IncidentRecord
 /elastic/<cluster>/jobs/<job>/progress                      ProgressRecord (leader, every few seconds)
+/elastic/<cluster>/jobs/<job>/ranks/<node>                  RanksRecord (each agent, every ten seconds or less often)
 /elastic/<cluster>/jobs/<job>/asked                         AskedRecord (daemons pass it on to their agents)
 
 Below `head/` are the keys that every agent of a job watches, however large the job: see `watch_scope`.
@@ -111,11 +112,15 @@ class JobKeys:
         self.progress = f"{self.root}progress"
         self.asked = f"{self.root}asked"
         self.members = f"{self.root}members/"
+        self.ranks = f"{self.root}ranks/"
         self.broken_all = f"{self.head}broken/"
         self.incidents = f"{self.root}incidents/"
 
     def member(self, node: str) -> str:
         return f"{self.members}{node}"
+
+    def ranks_of(self, node: str) -> str:
+        return f"{self.ranks}{node}"
 
     def broken(self, generation: int) -> str:
         return f"{self.broken_all}{generation:010d}"

@@ -94,11 +94,28 @@ class InMemorySnapshot(Message, frozen=True, kw_only=True):
     generation: int
 
 
+class SampleGradients(Message, frozen=True, kw_only=True):
+    """Sample the gradients and weights of step `at_step`, or of the next one."""
+
+    at_step: int
+
+
 class Finish(Message, frozen=True, kw_only=True):
     """The job has succeeded on all nodes: end with exit code 0."""
 
 
-ToWorker = Form | AbortGroup | StopAtStep | Assign | SaveSoon | Arena | SaveResult | InMemorySnapshot | Finish
+ToWorker = (
+    Form
+    | AbortGroup
+    | StopAtStep
+    | Assign
+    | SaveSoon
+    | Arena
+    | SaveResult
+    | InMemorySnapshot
+    | SampleGradients
+    | Finish
+)
 
 
 # ── worker → agent ──────────────────────────────────────────────────────────────────────────────────────────
@@ -202,6 +219,55 @@ class BadNumbers(Message, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = ()
 
 
+class LoggedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What the script logged in one step."""
+
+    step: int
+    wall_s: float
+    values: dict[str, float]
+
+
+class Logged(Message, frozen=True, kw_only=True):
+    """Rows of `job.log`, in the order of their steps; from rank 0 only."""
+
+    generation: int
+    begun: int
+    """Steps that were committed when `generation` began: later ones that were logged before are done again."""
+    rows: tuple[LoggedRow, ...]
+    repeated: bool = False
+    """Of the generations before: rank 0 of that time may have passed them on already."""
+
+
+class GradientRow(msgspec.Struct, frozen=True, array_like=True):
+    """One parameter in one step. Norms are 2-norms; None: there is none, or it is not finite."""
+
+    name: str
+    own: float | None
+    """Of the gradient over this rank's samples, before it is summed."""
+    mean: float | None
+    """Of the gradient that the optimizer got."""
+    weight: float | None
+    trained: bool
+    """`requires_grad`."""
+    bad: bool = False
+    """A gradient is not finite."""
+
+
+class GradientSample(Message, frozen=True, kw_only=True):
+    """A sample of one step; a long one in several parts."""
+
+    generation: int
+    step: int
+    rank: int
+    part: int
+    parts: int
+    rows: tuple[GradientRow, ...]
+    gradients: str
+    """Digest of this rank's own gradients; '' if it has none."""
+    weights: str
+    """Digest of the weights after the step."""
+
+
 class Done(Message, frozen=True, kw_only=True):
     """`train` has returned on all ranks at `step`; the worker stays alive as a source of state until Finish."""
 
@@ -228,6 +294,8 @@ FromWorker = (
     | CollectiveFailed
     | Filled
     | BadNumbers
+    | Logged
+    | GradientSample
     | Done
 )
 

@@ -60,6 +60,8 @@ class AskedRecord(Record, frozen=True, kw_only=True):
 
     checkpoint: int = 0
     """Counts requests for a checkpoint; see AgentOrders."""
+    sample_step: int = 0
+    """Step whose gradients are to be sampled; see AgentOrders."""
 
 
 class EventRecord(Record, frozen=True, kw_only=True):

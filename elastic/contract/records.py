@@ -395,6 +395,8 @@ class ProgressRecord(Record, frozen=True, kw_only=True):
     """Whether the script has called `elastic.run`; otherwise it is plain, and started anew in each generation."""
     slow_ranks: tuple[SlowRank, ...] = ()
     """Of the leader's node."""
+    logged: dict[str, float] = {}
+    """The newest value of each name that the script gave to `job.log`."""
     ledger: Ledger | None = None
     """What the time of all ranks went into, since the job was submitted."""
 

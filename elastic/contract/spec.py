@@ -97,6 +97,17 @@ class Limits(Table, frozen=True, kw_only=True):
     """Most processes and threads of the job on each node."""
 
 
+class Debug(Table, frozen=True, kw_only=True):
+    gradients_every_steps: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Steps between samples of the gradients' and weights' norms, per parameter and rank; 0: on request only
+    (`elasticctl debug`). Each one waits for a GPU once."""
+
+    layers: bool = False
+    """Look at each layer's output for values that are not finite, so that the incident of a loss that is NaN names the
+    first such layer and its samples. Costs a pass over every output. Without it this is done only while steps are done
+    again after such a loss (`on_bad_numbers` = 'rollback')."""
+
+
 class JobSpec(Table, frozen=True, kw_only=True):
     name: str
     """Name of the job: a-z 0-9 . _ -"""
@@ -170,6 +181,11 @@ class JobSpec(Table, frozen=True, kw_only=True):
     fingerprint_every_steps: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Steps between comparisons of the replicas' weights; 0: never."""
 
+    tensorboard: str = ""
+    """Folder for what `job.log` gives: `tensorboard`/`name` gets TensorBoard's event files and metrics.jsonl, written
+    on the node of rank 0. Give all nodes the same shared folder; otherwise each has the part that it wrote. Empty: no
+    files."""
+
     snapshots: Literal["auto", "off"] = "auto"
     """'auto': each node keeps the newest state in its agent's memory, in two buffers, as often as costs 1 % of the
     training time, with or without checkpoints. 'off': only what is being written to a checkpoint."""
@@ -178,6 +194,7 @@ class JobSpec(Table, frozen=True, kw_only=True):
     restarts: Restarts = Restarts()
     hang: Hang = Hang()
     limits: Limits = Limits()
+    debug: Debug = Debug()
 
     @property
     def min_nodes(self) -> int:

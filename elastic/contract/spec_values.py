@@ -22,7 +22,7 @@ MAX_SPEC_BYTES = 512 * 1024
 """Of a job's record in etcd, whose requests may have 1.5 MiB."""
 MAX_WORKERS_PER_NODE = 1024
 MAX_NODES = 65_536
-PATHS = frozenset({"script", "program", "workdir", "python", "env_file", "checkpoint.dir"})
+PATHS = frozenset({"script", "program", "workdir", "python", "env_file", "checkpoint.dir", "tensorboard"})
 NODES = re.compile(r"[0-9]{1,9}(:[0-9]{1,9})?")
 
 

@@ -34,6 +34,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint_every_steps: int = 0
     on_bad_numbers: str = "stop"
     snapshots: str = "auto"
+    debug_gradients: int = 0
+    """Steps between samples of the gradients; 0: none."""
+    debug_layers: bool = False
     checkpoint_dir: str = ""
     checkpoint_remote: str = ""
     checkpoint_every_steps: int = 0

@@ -21,10 +21,27 @@ def seen(agent: Agent, *, syncing: bool) -> Seen:
     step = agent.progress.step if holds or progress is None else max(agent.progress.step, progress.step)
     step = max([step, *(w.step for w in agent.local.workers.values() if w.stage is Stage.DONE)])
     broken = generation is not None and agent.formed.broken >= generation.number
-    return Seen(_bucket(agent, broken, syncing), ranks, step, broken, policy.managed)
+    mine = set(generation.ranks(policy.node)) if generation else set()
+    stages = {w.stage for slot, w in agent.local.workers.items() if slot in mine}
+    return Seen(_bucket(agent, stages, broken, syncing), ranks, step, broken, policy.managed)
 
 
-def _bucket(agent: Agent, broken: bool, syncing: bool) -> Bucket:
+def seen_slot(agent: Agent, whole: Seen, slot: int, *, syncing: bool) -> Seen:
+    """One slot of this node alone. `whole`: what is seen of all; `syncing`: the slot's worker is receiving or sending
+    the state. A slot without a rank waits for one."""
+    generation = agent.formed.generation
+    if generation is not None and slot not in generation.ranks(agent.policy.node):
+        over = whole.bucket is Bucket.IDLE
+        return Seen(Bucket.IDLE if over else Bucket.WAITING, 1, whole.step, False, whole.counted)
+    worker = agent.local.workers.get(slot)
+    stages = {worker.stage} if worker is not None else set()
+    bucket = _bucket(agent, stages, whole.broken, syncing)
+    if bucket is Bucket.STEPPING and not stages:
+        bucket = Bucket.FORM
+    return Seen(bucket, 1, whole.step, whole.broken, whole.counted)
+
+
+def _bucket(agent: Agent, stages: set[Stage], broken: bool, syncing: bool) -> Bucket:
     generation, phase = agent.formed.generation, agent.etcd.view.state.phase
     if phase.over or phase is Phase.STOPPING:
         return Bucket.IDLE
@@ -34,7 +51,6 @@ def _bucket(agent: Agent, broken: bool, syncing: bool) -> Bucket:
         members = {*agent.etcd.view.members, agent.policy.node}  # this node's own key may not be there yet
         few = agent.etcd.view.whole and len(members) < agent.policy.limits.min_nodes
         return Bucket.WAITING if few else Bucket.SETUP
-    stages = {w.stage for slot, w in agent.local.workers.items() if slot in generation.ranks(agent.policy.node)}
     if broken:
         return Bucket.ABORT if stages & _LEAVING else Bucket.FORM
     return _forming(agent, generation, stages, syncing)

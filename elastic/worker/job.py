@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..contract.messages import GradientSample, LoggedRow
 from ..contract.timeouts import QUIET_S
 from .comm import comm_hooks, ddp
 from .comm.errors import GroupAborted
 from .comm.powersgd import PowerSGD
 from .data import batches as data
 from .data import streams
+from .first_bad import FirstBad
+from .gradient_samples import GradientSampler
 from .job_calls import JobCalls
+from .logged import JobLog
 from .lr_scaling import ScaledSteps
 from .numerics import Fingerprint, disagreeing, is_bad
 from .state.state import State
@@ -44,6 +48,12 @@ class Link(Protocol):
     def committed(self, step: int, step_s: float, loss: float | None) -> None: ...
 
     def bad_numbers(self, step: int, kind: str, detail: str, ranks: tuple[int, ...]) -> None: ...
+
+    def sampled(self, sample: GradientSample) -> None:
+        """Norms of the gradients of a step."""
+
+    def logged(self, begun: int, rows: Sequence[LoggedRow], repeated: bool) -> None:
+        """Rows of `job.log`; see `messages.Logged`."""
 
     def check(self, step: int) -> None:
         """Raises GenerationEnded if this generation is over, or is to stop at `step`."""
@@ -86,7 +96,9 @@ class Job(JobCalls):
         link: Link,
         fingerprint_every_steps: int = 0,
         ignore_bad_numbers: bool = False,
+        debug: tuple[int, bool] = (0, False),
     ) -> None:
+        """`debug`: steps between samples of the gradients (0: none), and whether each layer's output is looked at."""
         self.name = name
         self.device = device
         self.local_rank = local_rank
@@ -101,6 +113,15 @@ class Job(JobCalls):
         self._ignore_bad_numbers = ignore_bad_numbers
         self._quiet_until_s = 0.0
         self._scaled = ScaledSteps()
+        self._state: State | None = None
+        self._log = JobLog(link.logged)
+        self.sampler = GradientSampler(debug[0], link.sampled)
+        self._every_layer = debug[1]
+        self._first_bad = FirstBad()
+        self._suspect = 0
+        """Step whose loss was not finite: until it is done again, each layer's output is looked at."""
+        self._batch: data.Batch | None = None
+        """The one that the script has now."""
 
     def __repr__(self) -> str:
         return f"<Job {self.name}: rank {self.rank} of {self.world_size}, generation {self.generation}>"
@@ -113,9 +134,12 @@ class Job(JobCalls):
         generation: int,
         keeper: CheckpointScheduler | None,
         group_s: float = math.inf,
+        state: State | None = None,
     ) -> None:
-        """Begin a generation: `train` is about to be called. Collectives time out after `group_s` seconds. Not for
-        scripts."""
+        """Begin a generation: `train` is about to be called with `state`. Collectives time out after `group_s` seconds.
+        Not for scripts."""
+        step = state.step if state is not None else 0
+        self._state = state
         self.rank, self.world_size, self.generation = rank, world_size, generation
         self._keeper = keeper
         self._group_s = group_s if world_size > 1 else math.inf
@@ -123,7 +147,15 @@ class Job(JobCalls):
         self._scaled.clear()
         self._fingerprint = None
         self._began_s = time.monotonic()
+        self._log.enter(step, first=rank == 0)
+        self.sampler.begin(step)
+        if state is not None and (self._every_layer or self._suspect > step):
+            self._first_bad.watch(state.modules())
         self._link.entered()
+
+    def left(self, state: State) -> None:
+        """`train` has returned on this rank. Not for scripts."""
+        self._log.finish(state.step)
 
     # ── for scripts ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -160,6 +192,7 @@ class Job(JobCalls):
             on_failed=self._share.fail,
             on_buffers=(link.contributed, link.entered),
             exchange=exchange,
+            sampler=self.sampler,
             **options,
         )
         if isinstance(compress, PowerSGD):
@@ -225,14 +258,22 @@ class Job(JobCalls):
             else:
                 self._share.share_buffers()  # a step skipped by GradScaler is committed with the buffers of its forward
         value = self._loss.read(loss)
+        empty = self._share.empty
         state.committed(self.generation)
         self._share.committed()
         now_s = time.monotonic()
         step_s, self._began_s = now_s - self._began_s, now_s
         self._link.committed(state.step, step_s, value)
+        self._log.committed(state.step)
+        if self.sampler.on:
+            self.sampler.committed(state, generation=self.generation, step=state.step, rank=self.rank, empty=empty)
+        self.sampler.begin(state.step)
         bad = value is not None and is_bad(value) and not self._ignore_bad_numbers
         if bad:
-            self._link.bad_numbers(state.step, "bad loss", f"loss is {value}", (self.rank,))
+            self._suspect = state.step
+            detail = "; ".join(filter(None, (f"loss is {value}", self._first_bad.told(self._batch))))
+            self._link.bad_numbers(state.step, "bad loss", detail, (self.rank,))
+        self._looked(state.step)
         if self._fingerprint_every and state.step % self._fingerprint_every == 0:
             self._compare_replicas(state)
         waits = self._keeper is not None and self._keeper.exchanges_at(state.step)
@@ -243,6 +284,19 @@ class Job(JobCalls):
         self._link.check(state.step)
         if waits:
             self._link.entered()
+
+    def log(self, **values: torch.Tensor | float) -> None:
+        """Log numbers by name for the step under way, such as ``job.log(accuracy=0.93, lr=1e-3)``.
+
+        They count once the step is committed. Those of rank 0 are shown by ``elasticctl status``, exported as metrics
+        and, with the job's `tensorboard` set, written to files: each step once, also if it was lost and done again.
+        All ranks should call it with the same names: if rank 0 is lost within its last step, those of another rank
+        take their place. Nothing is exchanged, and no GPU is waited for. A later value of the same name in the same
+        step replaces the earlier one; names with other characters: ``job.log(**{"loss/train": loss})``.
+
+        Raises TypeError for what is neither a number nor a tensor of one element, ValueError for more than 64 names.
+        """
+        self._log.add(values)
 
     @contextlib.contextmanager
     def quiet(self, what: str, limit_s: float = QUIET_S) -> Iterator[None]:
@@ -283,6 +337,7 @@ class Job(JobCalls):
                 began_s = time.monotonic()
                 batch = next(batches, None)
                 self._link.waited(time.monotonic() - began_s)
+                self._batch = batch
                 if batch is None:
                     return
                 yield batch
@@ -292,6 +347,13 @@ class Job(JobCalls):
         step."""
         self._link.check(state.step)
         state.turned()
+
+    def _looked(self, step: int) -> None:
+        """After the commit of `step`: the outputs of its layers are not needed any more."""
+        if self._first_bad.on:
+            self._first_bad.begin()
+            if not self._every_layer and step > self._suspect:
+                self._first_bad.off()
 
     def _queued(self) -> bool:
         """Whether kernels that an abort could interrupt may be queued on the device."""
@@ -312,6 +374,8 @@ class Job(JobCalls):
             self._link.contributed()
             torch.cuda.current_stream(self.device).synchronize()
         self._link.applying()
+        if self.sampler.on and self._state is not None:
+            self.sampler.applied(self._state)
         if self._keeper is not None:
             self._keeper.settle()
 

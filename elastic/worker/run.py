@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from .building import build
 from .checkpoint_scheduler import CheckpointScheduler, RankPosition
 from .comm.errors import FormError, GroupAborted, is_communication_error
 from .comm.group import Group, cuda_failure
+from .device_marks import DeviceMarks
 from .job import Job, Setup, Train
 from .session import GenerationEnded, Session
 from .state.restore import Disk, Store
@@ -63,24 +65,33 @@ class AgentLink:
         self._backward_waits = backward_waits
         self.generation = 0
         self._first = True
+        self.device: DeviceMarks | None = None
+        """Marks on the GPU as well; None: there is none."""
 
     def enter(self, generation: int, step: int) -> None:
         self.generation, self._first = generation, True
         self._session.step = step
         self._session.page.set_step(step)
+        if self.device is not None:
+            self.device.enter()
 
     def entered(self) -> None:
-        self._session.beat(Doing.COMPUTING)
+        self._mark(Doing.COMPUTING)
 
     def contributed(self) -> None:
-        self._session.beat(Doing.EXCHANGING)
+        self._mark(Doing.EXCHANGING)
+
+    def _mark(self, doing: Doing) -> None:
+        self._session.beat(doing)
+        if self.device is not None:
+            self.device.mark(doing)
 
     def applying(self) -> None:
         # Gradients that may come from an interrupted all-reduce must not be applied. Otherwise the step is finished:
         # the rank that died may be one that has already committed it.
         if self._session.over(self.generation) and not self._backward_waits:
             raise GenerationEnded(self._session.why())
-        self._session.beat(Doing.APPLYING)
+        self._mark(Doing.APPLYING)
 
     def quiet(self, limit_s: float) -> None:
         self._session.page.quiet_until(time.monotonic() + limit_s if limit_s else 0.0)
@@ -92,6 +103,8 @@ class AgentLink:
     def committed(self, step: int, step_s: float, loss: float | None) -> None:
         self._session.step = step
         self._session.page.committed(step, step_s, loss, time.monotonic())
+        if self.device is not None:
+            self.device.committed()
         if self._first:
             self._first = False
             self._session.send(messages.Stepping(generation=self.generation, step=step))
@@ -99,6 +112,14 @@ class AgentLink:
     def bad_numbers(self, step: int, kind: str, detail: str, ranks: tuple[int, ...]) -> None:
         self._session.send(
             messages.BadNumbers(generation=self.generation, step=step, kind=kind, detail=detail, ranks=ranks)
+        )
+
+    def sampled(self, sample: messages.GradientSample) -> None:
+        self._session.send(sample)
+
+    def logged(self, begun: int, rows: Sequence[messages.LoggedRow], repeated: bool) -> None:
+        self._session.send(
+            messages.Logged(generation=self.generation, begun=begun, rows=tuple(rows), repeated=repeated)
         )
 
     def check(self, step: int) -> None:
@@ -147,7 +168,9 @@ class Managed:
             link=self._link,
             fingerprint_every_steps=settings.fingerprint_every_steps,
             ignore_bad_numbers=settings.on_bad_numbers == "ignore",
+            debug=(settings.debug_gradients, settings.debug_layers),
         )
+        session.on(messages.SampleGradients, lambda message, _: _sample(job, message))
         session.on(messages.Assign, lambda message, _: self._assigned(job, message))
         if job.device.type == "cuda":
             torch.cuda.set_device(job.device)  # initialises CUDA, while the survivors abort their group
@@ -232,6 +255,8 @@ class Managed:
         self._state.to(job.device)
         synced = self._synchronised(job, form)
         state = self._state
+        if job.device.type == "cuda" and self._link.device is None:
+            self._link.device = DeviceMarks(session.page.on_device)
         self._link.enter(form.generation, state.step)
         session.send(
             messages.Synced(
@@ -255,10 +280,12 @@ class Managed:
             generation=form.generation,
             keeper=self._keeper,
             group_s=form.timeout_s,
+            state=state,
         )
         state.forget_gradients()
         state.begin()
         self._train(job, state)
+        job.left(state)
         session.beat(Doing.FINISHING)
         if self._keeper is not None:
             # While other ranks still train, its exchange would be matched with their gradient collectives.
@@ -331,6 +358,11 @@ class Managed:
         session.send(
             messages.CollectiveFailed(generation=form.generation, step=state.step, clean=state.clean(), error=said)
         )
+
+
+def _sample(job: Job, message: messages.Message) -> None:
+    assert isinstance(message, messages.SampleGradients)
+    job.sampler.asked_at = message.at_step
 
 
 def _announce(form: messages.Form, job: Job) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from ..checkpoint.interval import Rule
 from ..checkpoint.saver import Saver, next_generation
+from ..contract.messages import GradientSample, LoggedRow
 from .building import build
 from .checkpoint_scheduler import CheckpointScheduler, Part, RankPosition
 from .job import Job, Setup, Train
@@ -35,6 +37,10 @@ class NoLink:
 
     def bad_numbers(self, step: int, kind: str, detail: str, ranks: tuple[int, ...]) -> None:
         raise FloatingPointError(f"{kind} at step {step} on rank {', '.join(map(str, ranks))}: {detail}")
+
+    def sampled(self, sample: GradientSample) -> None: ...
+
+    def logged(self, begun: int, rows: Sequence[LoggedRow], repeated: bool) -> None: ...
 
     def check(self, step: int) -> None: ...
 
@@ -129,7 +135,7 @@ def _name() -> str:
 def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Rule) -> None:
     generation = _restore(job, state, disk)
     if disk is None:
-        job.enter(rank=job.rank, world_size=job.world_size, generation=generation, keeper=None)
+        job.enter(rank=job.rank, world_size=job.world_size, generation=generation, keeper=None, state=state)
         state.begin()
         train(job, state)
         return
@@ -137,7 +143,7 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Rule) 
     sink = LocalSnapshots(saver)
     keeper = CheckpointScheduler(sink, rule, shared=True)
     keeper.enter(RankPosition(generation, job.rank, job.world_size, job.local_rank, 1), state.step)
-    job.enter(rank=job.rank, world_size=job.world_size, generation=generation, keeper=keeper)
+    job.enter(rank=job.rank, world_size=job.world_size, generation=generation, keeper=keeper, state=state)
     state.begin()
     try:
         train(job, state)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.agent.step_times import SLOWER, WINDOW_S, StepTimes, own_s, parts, slow_ranks
+from elastic.agent.step_times import WINDOW_S, StepTimes, own_s, parts
 from elastic.contract.beat import PAGE_BYTES, Beat, BeatPage, Doing
 from elastic.contract.records import RankRow
-from elastic.contract.step_parts import StepParts
+from elastic.contract.step_parts import SLOWER, StepParts, slow_ranks
 
 
 class Worker:

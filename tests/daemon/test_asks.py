@@ -205,6 +205,8 @@ def test_a_changed_or_old_question_is_not_genuine(changed: dict[str, object]) ->
     [
         ("/v1/jobs/train/logs", True),
         ("/v1/jobs/train/stacks", True),
+        ("/v1/jobs/train/gradients", True),
+        ("/v1/jobs/train/debug", False),
         ("/v1/doctor/local", True),
         ("/v1/doctor", False),
         ("/v1/jobs/train/stop", False),

@@ -30,13 +30,13 @@ def test_shares_are_given_the_largest_first_and_what_takes_no_time_is_left_out()
 
 
 def test_what_a_gpu_does_not_tell_is_said_to_be_missing() -> None:
-    assert said(progress(ranks=ranks(GPU))) == "100 ms: data 10.0 %; the rest is not measured on a GPU"
+    assert said(progress(ranks=ranks(GPU))) == "100 ms: data 10.0 %; the rest is not measured yet"
 
 
 def test_a_slow_rank_is_named() -> None:
     slow = [{"rank": 3, "node": "b", "ratio": 1.8}]
     assert said(progress(ranks=ranks(CPU), slow_ranks=slow)).endswith(
-        "; rank 3 on b takes 1.8 times as long as the others there"
+        "; rank 3 on b takes 1.8 times as long as the others"
     )
 
 

@@ -11,7 +11,7 @@ SETTINGS = ("elasticd.settings", "elastic.contract.spec", "elastic.contract.time
 """Modules whose every field is a setting that people write."""
 
 EXEMPT = {
-    *("JobSpec.checkpoint", "JobSpec.restarts", "JobSpec.hang", "JobSpec.limits"),
+    *("JobSpec.checkpoint", "JobSpec.restarts", "JobSpec.hang", "JobSpec.limits", "JobSpec.debug"),
     *("Settings.etcd", "Settings.http", "Settings.timeouts", "Settings.run_as", "Settings.retention"),
     *("Settings.page", "Settings.notify"),
 }

@@ -9,6 +9,7 @@ Everything is told by the environment:
     WIDTH           width of the model (default 32)
     NORM            set: the model has a BatchNorm, so its buffers are exchanged before each forward
     PRELUDE_S       what `train` does before its first step takes (default 0)
+    LOG             set: each step logs its number and the rank
     ASK             set: the script has an all_reduce of its own before each forward
 
 Each process appends to RECORD_DIR/commits.<node>.<pid>.jsonl one line per committed step (see `history.Commit`), and
@@ -155,6 +156,8 @@ def train(job, state):
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         time.sleep(max(0.0, PACE_S - (time.monotonic() - began_s)))
+        if os.environ.get("LOG"):
+            job.log(number=state.step + 1, rank=job.rank)
         faults.at("commit")
         before = state.step
         try:

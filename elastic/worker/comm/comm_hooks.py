@@ -113,6 +113,14 @@ def chosen(compress: Any, hook: Hook | None, hook_state: Any) -> Exchange:
     raise ValueError(f"job.ddp: compress={compress!r}: 'bf16', 'fp16', an elastic.PowerSGD of the state, or None")
 
 
+class Sampler(Protocol):
+    """Looks at the gradients of this rank alone, while it is `on`."""
+
+    on: bool
+
+    def own(self, bucket: Any) -> None: ...
+
+
 class GradientHook:
     """Called by DDP with each bucket of a backward, in the same order on all ranks."""
 
@@ -125,12 +133,16 @@ class GradientHook:
         on_contributed: Callable[[], None],
         on_received: Callable[[], None],
         on_failed: Callable[[], None],
+        sampler: Sampler | None = None,
     ) -> None:
         """The functions are described at `ddp.wrap`."""
+        self._sampler = sampler
         self._exchange, self._group, self._weight = exchange, group, weight
         self._contributed, self._received, self._failed = on_contributed, on_received, on_failed
 
     def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        if self._sampler is not None and self._sampler.on:
+            self._sampler.own(bucket)
         blocks = isinstance(self._exchange, Blocking)
         if blocks:
             self._contributed()

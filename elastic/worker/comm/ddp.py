@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import torch_private
-from .comm_hooks import Exchange, GradientHook, plain
+from .comm_hooks import Exchange, GradientHook, Sampler, plain
 
 
 class GradientWeight:
@@ -112,6 +112,7 @@ def wrap(
     on_buffers: tuple[Callable[[], None], Callable[[], None]] = (lambda: None, lambda: None),
     sync_buffers: bool = True,
     exchange: Exchange = plain,
+    sampler: Sampler | None = None,
     **options: Any,
 ) -> DistributedDataParallel:
     """Wrap `model`, whose parameters are already equal on all ranks: only the bucket layout is communicated here.
@@ -127,7 +128,7 @@ def wrap(
     broadcast before the optimizer step and not at the start of the next forward. Without it each rank has its own, and
     those of a lost rank are replaced by the source's; switch it off for models whose buffers never change.
 
-    `exchange`: how the gradients are summed, see `comm_hooks`.
+    `exchange`: how the gradients are summed, see `comm_hooks`. `sampler`: sees each bucket before it is summed.
 
     `options` are passed to DistributedDataParallel. By default gradients are views of its buckets: that saves the copy
     back, which offsets the multiplication by the weight, and as much memory as the gradients take.
@@ -152,6 +153,7 @@ def wrap(
         on_contributed=on_contributed,
         on_received=on_received,
         on_failed=on_failed,
+        sampler=sampler,
     )
     # A lambda, because DDP rejects annotations other than the exact types it expects.
     wrapped.register_comm_hook(None, lambda _, bucket: hook(bucket))

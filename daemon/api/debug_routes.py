@@ -1,0 +1,95 @@
+"""The API's answers about a job's gradients: request a sample, and read it. See docs/api.md."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from elastic.contract.agent_files import GradientSamples
+
+from ..asks import ask_each
+from ..diagnosis import gradients
+from ..errors import Refused
+from ..folders import Folder, open_file
+from . import query_values
+from .actions import no_job
+from .job_routes import asking, other_nodes
+from .views import SCHEMA, Json, newest_progress
+
+if TYPE_CHECKING:
+    from .routes import Request
+
+AHEAD_S = 6.0
+"""A sample is requested for a step this long ahead: orders reach all nodes before it."""
+MOST_BYTES = 64 * 1024 * 1024
+"""A million parameters' names and norms; the file may be another user's."""
+
+MOST_ROWS = 12_000
+"""Of one node: its answer to another one is limited to 2 MiB. Of more parameters their layers are given."""
+
+_DECODER = msgspec.json.Decoder(GradientSamples)
+
+
+def post_debug(h: Request, query: Mapping[str, str], job: str) -> None:
+    snapshot = h.service.board.now
+    if job not in snapshot.cluster.jobs:
+        raise Refused(404, no_job(job, snapshot))
+    known = snapshot.cluster.jobs[job]
+    progress = newest_progress(snapshot, known)
+    if known.over or progress is None or not progress.step:
+        raise Refused(409, f"job {job!r} makes no steps now: there is nothing to sample")
+    if not progress.managed:
+        raise Refused(409, f"job {job!r} does not call elastic.run: its gradients cannot be sampled")
+    step = progress.step + 2 + math.ceil(progress.steps_per_s * AHEAD_S)
+    h.service.actions.sample(job, step, h.peer())
+    h.send_json(200, {"schema": SCHEMA, "job": job, "step": step, "steps_per_s": progress.steps_per_s})
+
+
+def get_gradients(h: Request, query: Mapping[str, str], job: str) -> None:
+    snapshot, me = h.service.board.now, h.service.identity.node
+    if job not in snapshot.cluster.jobs:
+        raise Refused(404, no_job(job, snapshot))
+    known = snapshot.cluster.jobs[job]
+    h.service.authority.check_job(h.peer(), job, known.spec, "read the gradients of")
+    rows, unanswered = read(h.service.logs(job), known.spec.submitted_wall_s if known.spec else 0.0), {}
+    if "here" not in query:
+        answers = ask_each(h.service.asker, other_nodes(snapshot, job, me), f"/v1/jobs/{job}/gradients", {}, asking(h))
+        for node, answer in answers.items():
+            if "error" in answer:
+                unanswered[node] = str(answer["error"])
+            else:
+                rows += answer["samples"]
+    rows.sort(key=lambda row: (row["step"], row["rank"]))
+    step = query_values.count(query, "step", 0) or max((row["step"] for row in rows), default=0)
+    chosen = [row for row in rows if row["step"] == step]
+    h.send_json(200, {
+        "schema": SCHEMA, "job": job, "step": step,
+        "world_size": known.generation.world_size if known.generation else 0,
+        "ranks": [row["rank"] for row in chosen], "layers": gradients.layers(chosen),
+        "findings": gradients.findings(gradients.in_short(chosen)), "samples": rows, "unanswered": unanswered,
+    })  # fmt: skip
+
+
+def read(logs: Folder, submitted_wall_s: float) -> list[Json]:
+    """The samples of this node's ranks. `logs`: the job's folder of logs, beside the agent's."""
+    try:
+        with Folder(logs.root, (*logs.names[:-1], "agent")).opened() as folder:
+            descriptor = open_file(folder, "gradients.json")
+            try:
+                content = b""
+                while len(content) < MOST_BYTES and (piece := os.read(descriptor, 1 << 20)):
+                    content += piece
+                found = _DECODER.decode(content)
+            finally:
+                os.close(descriptor)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
+    if found.submitted_wall_s != submitted_wall_s:
+        return []
+    rows: list[Json] = msgspec.to_builtins(found.ranks)
+    most = MOST_ROWS // max(1, len(rows))
+    return [row | {"rows": gradients.collapsed(row["rows"], most)} for row in rows]

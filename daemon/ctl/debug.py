@@ -1,0 +1,93 @@
+"""`elasticctl debug`: a job's gradients and weights in one step, by layer and rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from .. import safe_text
+from .client import Client, Failed, name
+from .complete import JOB
+from .output import Json, as_json, print_json
+
+LEAST_WAIT_S = 20.0
+POLL_S = 0.5
+
+
+@click.command()
+@JOB
+@click.option("--gradients", is_flag=True, help="Sample a step that is a few seconds ahead, and show it.")
+@click.option(
+    "--ranks", "by_rank", is_flag=True, help="The norm of each rank, instead of the smallest and the largest."
+)
+@as_json
+@click.pass_obj
+def debug(client: Client, job: str, gradients: bool, by_rank: bool, as_json: bool) -> None:
+    """Show the norms of JOB's gradients and weights by layer and rank, and what is wrong with them.
+
+    Without --gradients: the newest sample that there is, such as one that debug.gradients_every_steps has made.
+    Training is not changed, and no rank waits for another one.
+    """
+    data = _sampled(client, job) if gradients else client.get(f"/v1/jobs/{name(job)}/gradients")
+    if as_json:
+        return print_json(data)
+    if not data["ranks"]:
+        raise Failed(404, f"{job} has no sample of its gradients: elasticctl debug {job} --gradients makes one")
+    for text in table(data, by_rank=by_rank):
+        click.echo(safe_text.line(text))
+    return None
+
+
+def _sampled(client: Client, job: str) -> Json:
+    asked = client.post(f"/v1/jobs/{name(job)}/debug")
+    step, rate = asked["step"], asked["steps_per_s"]
+    wait_s = LEAST_WAIT_S + (20.0 / rate if rate else 60.0)
+    end_s, data = time.monotonic() + wait_s, dict[str, Any]()
+    while time.monotonic() < end_s:
+        time.sleep(POLL_S)
+        data = client.get(f"/v1/jobs/{name(job)}/gradients", {"step": step})
+        if data["world_size"] and len(data["ranks"]) >= data["world_size"]:
+            return data
+        if later := [row["step"] for row in data["samples"] if row["step"] > step]:
+            step = min(later)  # an order came late, or the job has formed again
+    if data and data["ranks"]:
+        return data
+    raise Failed(504, f"no rank of {job} has sampled step {step} within {wait_s:.0f} s: elasticctl status {job}")
+
+
+def table(data: Json, *, by_rank: bool) -> list[str]:
+    """The lines to print."""
+    ranks, world = data["ranks"], data["world_size"]
+    missing = f"; {world - len(ranks)} of {world} ranks have no sample of it" if len(ranks) < world else ""
+    lines = [f"{data['job']}: gradients and weights of step {data['step']}, {len(ranks)} ranks{missing}"]
+    lines += [f"  {node} does not answer: {why}" for node, why in data["unanswered"].items()]
+    wide = max([5, *(len(row["layer"]) for row in data["layers"])])
+    lines.append(f"{'layer':{wide}}  {'own gradient':>24}  {'mean':>10}  {'weights':>10}")
+    for row in data["layers"]:
+        own = _each(row["own"]) if by_rank else _span(list(row["own"].values()))
+        mean, weight = _first(row["mean"]), _first(row["weight"])
+        lines.append(f"{row['layer']:{wide}}  {own:>24}  {mean:>10}  {weight:>10}")
+    return [*lines, *(f"! {text}" for text in data["findings"] or [])] + (
+        [] if data["findings"] else ["nothing is wrong with them"]
+    )
+
+
+def _span(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    low, high = min(values), max(values)
+    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+
+
+def _each(values: Json) -> str:
+    return ", ".join(f"{rank}: {value:.4g}" for rank, value in values.items()) or "-"
+
+
+def _first(values: Json) -> str:
+    return f"{next(iter(values.values())):.4g}" if values else "-"
+
+
+COMMANDS: dict[str, click.Command] = {"debug": debug}

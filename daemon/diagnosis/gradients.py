@@ -1,0 +1,126 @@
+"""What samples of gradients and weights of one step say: layers, and what is wrong with them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from elastic.contract.rank_records import RanksRecord, Sample
+
+Json = dict[str, Any]
+
+NAMED = 4
+
+
+def layers(samples: Sequence[Json]) -> list[Json]:
+    """A row for each layer, in the model's order: norms by rank of its gradients and weights. `samples`: of one step,
+    with their rows."""
+    found: dict[str, Json] = {}
+    for sample in samples:
+        rank = str(sample["rank"])
+        squares: dict[str, dict[str, float]] = {}
+        for name, own, mean, weight, *_ in sample["rows"]:
+            layer = name.rpartition(".")[0] or name
+            held = squares.setdefault(layer, {})
+            for what, value in (("own", own), ("mean", mean), ("weight", weight)):
+                if value is not None:
+                    held[what] = held.get(what, 0.0) + value * value
+        for layer, held in squares.items():
+            row = found.setdefault(layer, {"layer": layer, "own": {}, "mean": {}, "weight": {}})
+            for what, square in held.items():
+                row[what][rank] = square**0.5
+    return list(found.values())
+
+
+def collapsed(rows: Sequence[Sequence[Any]], most: int) -> list[Any]:
+    """At most `most` rows are left as they are; of more, the parameters of a layer become one row."""
+    if len(rows) <= most:
+        return list(rows)
+    found: dict[str, list[Any]] = {}
+    for name, own, mean, weight, trained, bad in rows:
+        layer = name.rpartition(".")[0] or name
+        held = found.setdefault(layer, [f"{layer}.*", None, None, None, False, False])
+        for at, value in ((1, own), (2, mean), (3, weight)):
+            if value is not None:
+                held[at] = ((held[at] or 0.0) ** 2 + value**2) ** 0.5
+        held[4], held[5] = held[4] or trained, held[5] or bad
+    return list(found.values())
+
+
+def in_short(samples: Iterable[Json]) -> dict[int, Sample]:
+    """By rank."""
+    short = {}
+    for each in samples:
+        without = [name for name, own, mean, _, trained, bad in each["rows"] if trained and not (own or mean or bad)]
+        bad = next((row[0] for row in each["rows"] if row[5]), "")
+        short[int(each["rank"])] = Sample(
+            step=each["step"], gradients=each["gradients"], weights=each["weights"], without=tuple(without), bad=bad
+        )
+    return short
+
+
+def newest(records: Mapping[str, RanksRecord], generation: int, world_size: int) -> tuple[int, dict[int, Sample]]:
+    """(step, rank -> sample) of the newest step that all ranks have sampled; (0, {}): there is none."""
+    held = {
+        each.rank: each.sample
+        for record in records.values()
+        if record.generation == generation
+        for each in record.ranks
+        if each.rank >= 0 and each.sample is not None
+    }
+    steps = {sample.step for sample in held.values()}
+    if len(held) < world_size or len(steps) != 1:
+        return 0, {}
+    return steps.pop(), held
+
+
+def findings(samples: Mapping[int, Sample]) -> list[str]:
+    """What is wrong, one sentence each. `samples`: by rank, of one step."""
+    found = []
+    for rank, sample in sorted(samples.items()):
+        if sample.bad:
+            found.append(f"the gradient of {sample.bad} is not finite on rank {rank}")
+    found += _without(samples)
+    for ranks in _groups({rank: sample.gradients for rank, sample in samples.items() if sample.gradients}).values():
+        if len(ranks) > 1:
+            found.append(
+                f"{_ranks(ranks)} have the same gradients before they are averaged: they train on the same samples, or "
+                "on none"
+            )
+    replicas = _groups({rank: sample.weights for rank, sample in samples.items()})
+    if len(replicas) > 1:
+        most = max(replicas.values(), key=len)
+        if 2 * len(most) > len(samples):
+            others = sorted(rank for ranks in replicas.values() if ranks is not most for rank in ranks)
+            found.append(f"the weights of {_ranks(others)} differ from those of the other replicas")
+        else:
+            found.append(f"the replicas' weights differ, and no majority is equal: {_ranks(sorted(samples))}")
+    return found
+
+
+def _without(samples: Mapping[int, Sample]) -> list[str]:
+    by_name: dict[tuple[str, ...], list[int]] = {}
+    for rank, sample in sorted(samples.items()):
+        if sample.without:
+            by_name.setdefault(sample.without, []).append(rank)
+    found = []
+    for names, ranks in by_name.items():
+        shown = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+        where = "on all ranks" if len(ranks) == len(samples) else f"on {_ranks(ranks)}"
+        found.append(
+            f"no gradient reaches {shown} {where}: unused in the loss, or frozen without requires_grad = False"
+        )
+    return found
+
+
+def _groups(values: Mapping[int, str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:8]))}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

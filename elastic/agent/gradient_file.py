@@ -1,0 +1,81 @@
+"""The newest sample of the gradients of each rank here, in a file that this node's daemon reads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from ..contract import messages
+from ..contract.agent_files import GradientSamples, RankSample
+from ..contract.messages import GradientRow
+from ..contract.rank_records import Sample
+
+NAMED = 4
+"""Parameters without a gradient in the record in etcd; all are in the file."""
+
+
+class GradientFile:
+    """`take` the parts of samples, and `write` once one is complete."""
+
+    def __init__(self, folder: Path, node: str, submitted_wall_s: float) -> None:
+        self._path, self._temporary = str(folder / "gradients.json"), str(folder / "gradients.tmp")
+        self._node, self._submitted_wall_s = node, submitted_wall_s
+        self._parts: dict[int, list[messages.GradientSample]] = {}
+        self._ranks: dict[int, RankSample] = {}
+        self.samples: dict[int, Sample] = {}
+        """In short, by slot."""
+
+    def take(self, slot: int, message: messages.GradientSample) -> RankSample | None:
+        """The sample, once all of its parts are there."""
+        parts = [part for part in self._parts.pop(slot, []) if (part.step, part.parts) == (message.step, message.parts)]
+        parts.append(message)
+        if len(parts) < message.parts:
+            self._parts[slot] = parts
+            return None
+        rows = tuple(row for part in sorted(parts, key=lambda part: part.part) for row in part.rows)
+        sample = RankSample(
+            rank=message.rank, node=self._node, slot=slot, generation=message.generation, step=message.step,
+            wall_s=time.time(), gradients=message.gradients, weights=message.weights, rows=rows,
+        )  # fmt: skip
+        self._ranks = {s: each for s, each in self._ranks.items() if each.generation == message.generation}
+        self._ranks[slot] = sample
+        self.samples[slot] = in_short(sample)
+        return sample
+
+    def write(self) -> None:
+        content = GradientSamples(submitted_wall_s=self._submitted_wall_s, ranks=tuple(self._ranks.values()))
+        with contextlib.suppress(OSError):  # a full disk: the old file stays, and the job continues
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(self._temporary, flags, 0o640), "wb") as file:
+                file.write(msgspec.json.encode(content))
+            os.replace(self._temporary, self._path)
+
+
+def in_short(sample: RankSample) -> Sample:
+    without = [row.name for row in sample.rows if row.trained and not (row.own or row.mean or row.bad)]
+    bad = next((row.name for row in sample.rows if row.bad), "")
+    return Sample(
+        step=sample.step, gradients=sample.gradients, weights=sample.weights, without=tuple(without[:NAMED]), bad=bad
+    )
+
+
+def by_layer(rows: tuple[GradientRow, ...]) -> dict[str, tuple[float | None, float | None, float]]:
+    """Layer -> norms of its own and of its mean gradient (None: it has none), and of its weights."""
+    squares: dict[str, list[list[float]]] = {}
+    for row in rows:
+        layer = row.name.rpartition(".")[0] or row.name
+        held = squares.setdefault(layer, [[], [], []])
+        for place, value in zip(held, (row.own, row.mean, row.weight), strict=True):
+            if value is not None:
+                place.append(value * value)
+    return {
+        layer: (_root(own), _root(mean), _root(weight) or 0.0) for layer, (own, mean, weight) in squares.items()
+    }  # fmt: skip
+
+
+def _root(squares: list[float]) -> float | None:
+    return sum(squares) ** 0.5 if squares else None

@@ -1,0 +1,217 @@
+"""What `job.log` gives, in files: each step once, whatever has been lost and done again meanwhile.
+
+    <tensorboard>/<job>/metrics.jsonl           one line for each step: step, wall_s, values
+    <tensorboard>/<job>/events.out.tfevents.…   the same for TensorBoard, a new file for each generation
+
+The lines are the reference: in each generation the agent of rank 0 reads them, and so knows which steps are there. It
+also begins a new file of events: TensorBoard does not come back to one that it has read. Steps that were
+committed and lost are cut off, and TensorBoard's file gets the mark that takes them back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from ..contract.messages import LoggedRow
+from . import event_file
+
+KEPT_ROWS = 2000
+"""Rows in memory, for those that are repeated by the next rank 0."""
+MOST_WAITING = 100_000
+RETRY_S = 5.0
+CLOSE_S = 5.0
+
+log = structlog.get_logger()
+_ROW = msgspec.json.Decoder(LoggedRow)
+_opened = itertools.count(1)
+
+
+class MetricFiles:
+    """The files of one job, used by one thread. Raises OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lines: int | None = None
+        """Descriptor of metrics.jsonl."""
+        self._events: int | None = None
+        self._rows: dict[int, LoggedRow] = {}
+        """The newest, by step; in the order of steps."""
+        self._generation = 0
+
+    @property
+    def last(self) -> int:
+        """The newest step; -1: none."""
+        return next(reversed(self._rows), -1)
+
+    def take(self, generation: int, begun: int, row: LoggedRow, *, repeated: bool) -> None:
+        """`row` of a generation that has begun with `begun` steps committed; `repeated`: it may have been given before,
+        by another rank."""
+        if generation < self._generation:
+            return  # a worker of a generation that is over
+        if generation > self._generation:
+            self.close()  # another agent may have written in between
+        self._open()
+        if generation > self._generation:
+            self._cut(begun + 1)
+            self._generation = generation
+        known = self._rows.get(row.step)
+        if repeated and (known is not None or (len(self._rows) >= KEPT_ROWS and row.step < next(iter(self._rows)))):
+            return
+        have = known.values if known else {}
+        more = {name: value for name, value in row.values.items() if name not in have}
+        if not more:
+            return
+        later = [each for step, each in self._rows.items() if step > row.step]
+        if later:
+            self._cut(row.step + 1)
+        self._append(row, more)
+        for each in later:
+            self._append(each, each.values)
+
+    def close(self) -> None:
+        for descriptor in (self._lines, self._events):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._lines = self._events = None
+
+    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _open(self) -> None:
+        if self._lines is not None and self._events is not None:
+            return
+        self.close()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        lines = os.open(self._folder / "metrics.jsonl", flags, 0o640)
+        try:
+            self._rows = _read(lines)
+            who = f"{socket.gethostname()}.{os.getpid()}.{next(_opened)}"
+            name = f"events.out.tfevents.{int(time.time()):010d}.{who}"
+            self._events = os.open(self._folder / name, flags, 0o640)
+            _write(self._events, event_file.header(time.time()))
+        except OSError:
+            os.close(lines)
+            raise
+        self._lines = lines
+
+    def _append(self, row: LoggedRow, values: dict[str, float]) -> None:
+        assert self._lines is not None
+        assert self._events is not None
+        known = self._rows.get(row.step)
+        line = msgspec.structs.replace(row, values=values)
+        _write(self._lines, msgspec.json.encode(line) + b"\n")
+        self._rows[row.step] = msgspec.structs.replace(row, values={**(known.values if known else {}), **values})
+        while len(self._rows) > KEPT_ROWS:
+            del self._rows[next(iter(self._rows))]
+        _write(self._events, event_file.scalars(row.wall_s, row.step, values))
+
+    def _cut(self, step: int) -> None:
+        """Remove `step` and what comes after it."""
+        if step > self.last:
+            return
+        assert self._lines is not None
+        assert self._events is not None
+        os.ftruncate(self._lines, _offset(self._lines, step))
+        self._rows = {s: row for s, row in self._rows.items() if s < step} or _read(self._lines)
+        _write(self._events, event_file.restart(time.time(), step))
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _read(descriptor: int) -> dict[int, LoggedRow]:
+    """The newest rows. What follows the last whole line is cut off: its writer was killed."""
+    rows: dict[int, LoggedRow] = {}
+    end = 0
+    with open(os.dup(descriptor), "rb") as file:
+        file.seek(0)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                row = _ROW.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                break
+            end += len(line)
+            known = rows.pop(row.step, None)
+            rows[row.step] = msgspec.structs.replace(row, values={**(known.values if known else {}), **row.values})
+            if len(rows) > KEPT_ROWS:
+                del rows[next(iter(rows))]
+    os.ftruncate(descriptor, end)
+    return rows
+
+
+def _offset(descriptor: int, step: int) -> int:
+    """Where the first line of `step` or of a later one begins."""
+    offset = 0
+    with open(os.dup(descriptor), "rb") as file:
+        file.seek(0)
+        for line in file:
+            if _ROW.decode(line).step >= step:
+                break
+            offset += len(line)
+    return offset
+
+
+class MetricWriter:
+    """Writes in a thread of its own: a file system that hangs must not hold up the agent."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """`folder`: of the job; None: nothing is written."""
+        self._folder = folder
+        self.newest: dict[str, float] = {}
+        """The newest value of each name, in the order of their first appearance."""
+        self._queue: queue.Queue[tuple[int, int, LoggedRow, bool] | None] = queue.Queue(MOST_WAITING)
+        self._thread: threading.Thread | None = None
+
+    def take(self, generation: int, begun: int, rows: Sequence[LoggedRow], *, repeated: bool) -> None:
+        """From the loop's thread; returns at once."""
+        for row in rows if not repeated else ():
+            self.newest.update((name, value) for name, value in row.values.items() if math.isfinite(value))
+        if self._folder is None:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=[self._folder], name="metrics", daemon=True)
+            self._thread.start()
+        for row in rows:
+            try:
+                self._queue.put_nowait((generation, begun, row, repeated))
+            except queue.Full:
+                log.error("metrics.dropped", step=row.step, why=f"{MOST_WAITING} rows wait to be written")
+
+    def close(self) -> None:
+        """Write what waits, for CLOSE_S seconds at most."""
+        if self._thread is not None:
+            with contextlib.suppress(queue.Full):
+                self._queue.put_nowait(None)
+            self._thread.join(CLOSE_S)
+
+    def _run(self, folder: Path) -> None:
+        files, told = MetricFiles(folder), ""
+        while (order := self._queue.get()) is not None:
+            generation, begun, row, repeated = order
+            while True:
+                try:
+                    files.take(generation, begun, row, repeated=repeated)
+                    break
+                except OSError as error:
+                    if str(error) != told:
+                        told = str(error)
+                        log.warning("metrics.not_written", folder=str(folder), error=told, next="trying again")
+                    files.close()
+                    time.sleep(RETRY_S)
+        files.close()

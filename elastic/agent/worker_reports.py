@@ -1,0 +1,109 @@
+"""Messages of workers that no decision depends on: snapshots for the saver, values that the script logs, and
+samples of its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from ..contract import messages
+from ..contract.agent_files import AgentConfig
+from ..contract.rank_records import Sample
+from ..contract.records import SpecRecord
+from ..recovery.model import Agent, is_leader
+from .gradient_file import GradientFile, by_layer
+from .metric_files import MetricWriter
+from .saver import Saver
+
+log = structlog.get_logger()
+
+
+class WorkerReports:
+    def __init__(
+        self, config: AgentConfig, submitted: SpecRecord, saver: Saver, known_step: Callable[[], int | None]
+    ) -> None:
+        """`known_step`: the newest step on record."""
+        self._known_step = known_step
+        self.lost = ""
+        """Message for the status if all state was lost for good."""
+        spec = submitted.spec
+        self._shared = spec.checkpoint.shared
+        self._saver = saver
+        self._gradients = GradientFile(Path(config.agent_dir), config.node, submitted.submitted_wall_s)
+        self.samples = self._gradients.samples
+        """The newest sample of each slot's gradients, in short."""
+        self._told: dict[int, Sample] = {}
+        self._logged_in = 0
+        """The newest generation in which rank 0 was here and logged something."""
+        folder = Path(spec.tensorboard) / spec.name if spec.tensorboard else None
+        self.metrics = MetricWriter(folder)
+        self._norms = MetricWriter(folder / f"gradients-{config.node}" if folder else None)
+
+    def take(self, slot: int, worker_id: int, message: messages.FromWorker, agent: Agent) -> bool:
+        """Whether `message` is one of these."""
+        match message:
+            case messages.NeedArena(nbytes=nbytes, optional=optional):
+                self._saver.need_arena(slot, worker_id, nbytes, optional=optional)
+            case messages.RequestSnapshot(generation=generation, saved=saved):
+                self._saver.ask_kept(worker_id, generation, saved=saved)
+            case messages.Filled():
+                world_size = agent.formed.generation.world_size if agent.formed.generation else 0
+                self._saver.filled(
+                    slot, message, lead=is_leader(agent) if self._shared else True, world_size=world_size
+                )
+            case messages.Logged(generation=generation, begun=begun, rows=rows, repeated=repeated):
+                self._logged_in = max(self._logged_in, generation)
+                self.metrics.take(generation, begun, rows, repeated=repeated)
+            case messages.GradientSample():
+                self._sampled(slot, message)
+            case messages.Synced(step=step, source=source):
+                if source == "setup":
+                    self._started_over(message.generation, agent)
+                log.info("worker.synced", slot=slot, step=step, source=source)
+                return False
+            case _:
+                return False
+        return True
+
+    def _sampled(self, slot: int, message: messages.GradientSample) -> None:
+        sample = self._gradients.take(slot, message)
+        if sample is None:
+            return
+        self._gradients.write()
+        values: dict[str, float] = {}
+        for layer, (own, mean, weight) in by_layer(sample.rows).items():
+            named = (("gradient", own), ("mean gradient", mean), ("weight", weight))
+            values |= {f"{name}/{layer}/rank {sample.rank}": norm for name, norm in named if norm is not None}
+        row = messages.LoggedRow(step=sample.step, wall_s=sample.wall_s, values=values)
+        self._norms.take(sample.generation, sample.step - 1, [row], repeated=False)
+
+    def news(self) -> bool:
+        """Whether there are samples that this was not called for yet."""
+        told, self._told = self._told, dict(self.samples)
+        return told != self._told
+
+    def _started_over(self, generation: int, agent: Agent) -> None:
+        """No rank had any state: expected at the start of a job, otherwise reported in the log and the status."""
+        step = max(self._known_step() or 0, agent.progress.step)
+        if generation > 1 and step > 0:
+            self.lost = (
+                f"all state was lost, and no checkpoint was ever saved: step {step} was done, begun again from 0"
+            )
+            log.error("state.lost", generation=generation, step=step)
+
+    def logged(self, agent: Agent, *, leads: bool) -> dict[str, float]:
+        """The newest values, if rank 0 is here; else none, or those on record from the leader, which it repeats."""
+        if (
+            agent.formed.generation is not None
+            and self._logged_in == agent.formed.generation.number
+            and self.metrics.newest
+        ):
+            return self.metrics.newest
+        known = agent.etcd.view.progress if leads else None
+        return known.logged if known is not None else {}
+
+    def close(self) -> None:
+        self.metrics.close()
+        self._norms.close()

@@ -1,0 +1,171 @@
+"""The account of each rank: every millisecond is in exactly one bucket, over failures and agents that are replaced."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.jobs import generation, member, place, view
+
+from elastic.agent.rank_ledgers import RankLedgers, left_behind
+from elastic.contract.beat import PAGE_BYTES, Beat, BeatPage, Doing
+from elastic.contract.ledger import Bucket
+from elastic.contract.rank_records import RanksRecord, every_s
+from elastic.contract.records import Phase
+from elastic.contract.spec import JobSpec
+from elastic.contract.timeouts import Timeouts
+from elastic.recovery.events import Tick, WorkerFormed
+from elastic.recovery.membership import Limits
+from elastic.recovery.model import Agent, Policy, Worker, changed
+from elastic.recovery.transitions import Stage
+from elasticd.diagnosis import goodput
+
+POLICY = Policy(
+    node="a", incarnation="a.1", host="a", port=1, slots=2, limits=Limits(2, 2, 0.0), shrink=False, standbys=0,
+    managed=True, spec=JobSpec(name="job", script="x.py"), timeouts=Timeouts(),
+)  # fmt: skip
+
+
+def agent(*stages: Stage | None, slots: tuple[int, ...] = (0, 1), number: int = 2, **facts: object) -> Agent:
+    """Node a with a worker in each of `stages`, of which `slots` have a rank in the generation."""
+    formed = generation(number, [place("a", *slots), place("b", 0, 1)]) if number else None
+    workers = {at: Worker(slot=at, worker_id=at + 1, stage=stage) for at, stage in enumerate(stages) if stage}
+    seen = view(member("a"), member("b"), formed=formed, phase=facts.pop("phase", Phase.RUNNING))  # type: ignore[arg-type]
+    return changed(changed(Agent(POLICY), view=seen, generation=formed, workers=workers), **facts)
+
+
+def record(ledgers: RankLedgers, known: Agent) -> RanksRecord:
+    return ledgers.record(known, lambda rank: (), {})
+
+
+def played(*turns: tuple[Agent, int]) -> list[dict[str, int]]:
+    """Of each slot bucket -> ms, after each of `turns`: what the agent was, and for how many ms."""
+    ledgers, now_ms = RankLedgers(0), 0
+    for known, lasted_ms in turns:
+        ledgers.turned(Tick(), known, now_ms)
+        now_ms += lasted_ms
+    ledgers.turned(Tick(), turns[-1][0], now_ms)
+    rows = record(ledgers, turns[-1][0]).ranks
+    return [{**row.ranks_ms, **({"open": row.open_ms} if row.open_ms else {})} for row in rows]
+
+
+STAGES = st.sampled_from([None, *Stage])
+AGENTS = st.builds(
+    agent,
+    STAGES,
+    STAGES,
+    slots=st.sampled_from([(0, 1), (0,), (1,), ()]),
+    number=st.integers(0, 3),
+    broken=st.integers(0, 3),
+    below_min=st.booleans(),
+    step=st.integers(0, 9),
+    phase=st.sampled_from(Phase),
+)
+TURNS = st.lists(
+    st.tuples(AGENTS, st.integers(-2_000, 90_000), st.floats(0, 3), st.booleans()), min_size=1, max_size=20
+)
+
+
+def page(saving_s: float) -> Beat:
+    shown = BeatPage(memoryview(bytearray(PAGE_BYTES)))
+    shown.clear(0.0)
+    shown.write(Doing.SAVING, 0.0)
+    shown.write(Doing.COMPUTING, saving_s)
+    return shown.read()
+
+
+@given(TURNS)
+def test_every_millisecond_of_every_rank_is_in_exactly_one_bucket(
+    turns: list[tuple[Agent, int, float, bool]],
+) -> None:
+    """Whatever the agent sees, however its clock goes, however long snapshots take, and if it is replaced."""
+    began_ms = now_ms = 1_000_000
+    ledgers, before = RankLedgers(began_ms), dict[int, dict[str, int]]()
+    stalled_s = 0.0
+    for known, passed_ms, stall_s, replaced in turns:
+        now_ms += passed_ms
+        stalled_s += stall_s
+        ledgers.looked({1: page(stalled_s), 2: page(stalled_s / 2)})
+        ledgers.turned(Tick(), known, now_ms)
+        told = record(ledgers, known)
+        assert {row.slot for row in told.ranks} == {0, 1}
+        for row in told.ranks:
+            assert sum(row.ranks_ms.values()) + row.open_ms == row.until_ms - row.since_ms
+            assert row.since_ms == began_ms
+            assert set(row.ranks_ms) <= set(Bucket)
+            assert all(row.ranks_ms[name] >= spent for name, spent in before.get(row.slot, {}).items())
+            shown = goodput.of_ranks({"a": told}, None)["a", row.slot]
+            assert sum(shown["seconds"].values()) + shown["open_seconds"] == pytest.approx(
+                shown["until_wall_s"] - shown["since_wall_s"]
+            )
+        before = {row.slot: row.ranks_ms for row in told.ranks}
+        if replaced:
+            now_ms = max(now_ms, *(row.until_ms for row in told.ranks))
+            ledgers = RankLedgers(now_ms, told)
+
+
+def test_two_ranks_of_one_node_are_in_different_buckets() -> None:
+    """The survivor leaves its group while the other one is started."""
+    assert played(
+        (agent(Stage.RUNNING, Stage.RUNNING), 100),
+        (agent(Stage.ABORTING, Stage.STARTING, broken=2), 7),
+        (agent(Stage.READY, Stage.STARTING, broken=2), 900),
+        (agent(Stage.RUNNING, Stage.RUNNING, number=3), 50),
+    ) == [{"detect": 100, "abort": 7, "form": 900, "open": 50}, {"detect": 100, "form": 907, "open": 50}]
+
+
+def test_a_slot_without_a_rank_waits_for_one_and_is_idle_when_the_job_is_over() -> None:
+    alone = agent(Stage.RUNNING, Stage.READY, slots=(0,), step=1)
+    over = agent(Stage.RUNNING, Stage.READY, slots=(0,), phase=Phase.STOPPING)
+    assert played((alone, 100), (over, 40)) == [{"idle": 140}, {"waiting": 100, "idle": 40}]
+
+
+def test_the_exchange_of_state_of_one_rank_begins_when_its_own_group_stands() -> None:
+    ledgers, forming = RankLedgers(0), agent(Stage.FORMING, Stage.FORMING)
+    ledgers.turned(Tick(), forming, 0)
+    ledgers.turned(WorkerFormed(0, 1, 2), forming, 10)
+    ledgers.turned(Tick(), forming, 50)
+    assert [row.ranks_ms for row in record(ledgers, forming).ranks] == [{"form": 10, "sync": 40}, {"form": 50}]
+
+
+def test_an_agent_continues_the_account_of_its_predecessor_on_the_node(tmp_path: Path) -> None:
+    first, runs = RankLedgers(1000), agent(Stage.RUNNING, Stage.RUNNING, step=3)
+    first.turned(Tick(), runs, 1000)
+    first.turned(Tick(), changed(runs, step=4), 1400)
+    first.turned(Tick(), changed(runs, step=4), 1500)
+    told = record(first, runs)
+    status = {"pid": 1, "incarnation": "", "job": "job", "node": "a", "phase": "", "reason": "", "leader": True,
+              "generation": 1, "etcd_ok": True, "written_wall_s": 1.0}  # fmt: skip
+    assert left_behind(tmp_path, 0.5) is None
+    (tmp_path / "status.json").write_text(json.dumps(status | {"rank_times": msgspec.to_builtins(told)}))
+    before = left_behind(tmp_path, 0.5)
+    assert before == told
+    assert left_behind(tmp_path, 1.5) is None, "of an earlier job of the same name"
+    second = RankLedgers(2500, before)
+    second.turned(Tick(), agent(Stage.STARTING, Stage.STARTING, broken=2), 2500)
+    second.turned(Tick(), agent(Stage.STARTING, Stage.STARTING, broken=2), 2600)
+    row = record(second, runs).ranks[0]
+    assert row.ranks_ms == {"stepping": 400, "detect": 100, "waiting": 1000, "form": 100}
+    assert (row.since_ms, row.until_ms) == (1000, 2600)
+
+
+def test_records_are_written_as_often_as_all_watchers_together_can_bear_and_sooner_with_news() -> None:
+    assert (every_s(2), every_s(100), every_s(1000)) == (10.0, 10.0, 1000.0)
+    ledgers, runs = RankLedgers(0), changed(agent(Stage.RUNNING, Stage.RUNNING), connected=True)
+    asked = [
+        (100.0, False),
+        (105.0, False),
+        (105.0, True),
+        (106.0, True),
+        (108.0, True),
+        (117.0, False),
+        (118.5, False),
+    ]
+    due = [ledgers.due(runs, now_s, last=False, news=news) for now_s, news in asked]
+    assert due == [True, False, True, False, True, False, True]
+    assert ledgers.due(runs, 119.0, last=True, news=False)
+    assert not ledgers.due(agent(number=0), 200.0, last=True, news=False)

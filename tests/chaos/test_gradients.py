@@ -1,0 +1,103 @@
+"""Samples of gradients of a real job: what is wrong with it is named, and training is not changed by them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chaos.harness import Cluster, Job
+from support.wait import eventually
+
+pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
+
+SCRIPT = str(Path(__file__).parents[1] / "support" / "train_sampled.py")
+
+
+def sample(cluster: Cluster, job: Job) -> dict[str, Any]:
+    """Request a sample of the running job, and wait for it."""
+    eventually(lambda: (job.row()["step"] or 0) >= 8, 60.0, "it steps")
+    step = cluster.api("POST", f"/v1/jobs/{job.name}/debug", {})["step"]
+
+    def there() -> dict[str, Any] | None:
+        data = cluster.api("GET", f"/v1/jobs/{job.name}/gradients?step={step}")
+        return data if len(data["ranks"]) == 2 else None
+
+    return eventually(there, 60.0, f"step {step} is sampled")  # type: ignore[return-value]
+
+
+def submit(cluster: Cluster, bug: str, **more: Any) -> Job:
+    env = {"BUG": bug, **more.pop("env", {})}
+    return cluster.submit(f"job-{bug}", script=SCRIPT, nodes="2", steps=more.pop("steps", 100_000), env=env, **more)
+
+
+def test_what_is_wrong_with_the_gradients_is_named_on_request_and_as_events() -> None:
+    with Cluster(nodes=2, slots=1) as cluster:
+        said = {}
+        for bug in ("none", "same", "unused", "drift"):
+            job = submit(cluster, bug)
+            data = sample(cluster, job)
+            said[bug] = data["findings"]
+            layers = {row["layer"]: row for row in data["layers"]}
+            assert set(layers) - {"spare"} == {"0", "2", "3"}
+            for name in ("0", "2", "3"):
+                assert set(layers[name]["own"]) == set(layers[name]["mean"]) == {"0", "1"}
+                assert layers[name]["weight"]["0"] > 0
+            events = eventually(
+                lambda j=job, b=bug: found
+                if (found := [e for e in cluster.api("GET", f"/v1/events?job={j.name}")["events"]
+                              if e["kind"] == "job.gradients"]) or not said[b] else None,
+                30.0, "the events of it",
+            ) if said[bug] else []  # fmt: skip
+            assert [e["text"].partition(": ")[2] for e in events] == said[bug]
+            job.stop()
+        assert said["none"] == []
+        assert said["same"] == [
+            "ranks 0, 1 have the same gradients before they are averaged: they train on the same samples, or on none"
+        ]
+        assert said["unused"] == [
+            "no gradient reaches spare.weight, spare.bias on all ranks: unused in the loss, or frozen without "
+            "requires_grad = False"
+        ]
+        assert said["drift"] == ["the replicas' weights differ, and no majority is equal: ranks 0, 1"]
+
+
+def test_samples_at_an_interval_change_no_bit_of_the_training_and_are_in_files(tmp_path: Path) -> None:
+    losses = {}
+    with Cluster(nodes=2, slots=1) as cluster:
+        for name, debug in (("off", {}), ("on", {"gradients_every_steps": 3, "layers": True})):
+            job = submit(cluster, name, steps=30, debug=debug, tensorboard=str(tmp_path))
+            job.wait_over()
+            lines = (tmp_path / job.name / "metrics.jsonl").read_text().splitlines()
+            losses[name] = [json.loads(line)["values"]["loss"] for line in lines]
+            samples = cluster.api("GET", f"/v1/jobs/{job.name}/gradients")
+            assert bool(samples["ranks"]) == bool(debug)
+        assert samples["step"] == 30
+        assert losses["on"] == losses["off"]
+        assert len(losses["on"]) == 30
+        written = (tmp_path / "job-on" / "gradients-node0" / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in written] == list(range(3, 31, 3))
+        assert any("/rank " in name for name in json.loads(written[0])["values"])
+
+
+@pytest.mark.parametrize("layers", [True, False])
+def test_incident_of_a_nan_names_layer_rank_and_sample(layers: bool) -> None:
+    """With `debug.layers` at once; without it when the steps are done again after a rollback."""
+    with Cluster(nodes=2, slots=1) as cluster:
+        checkpoint = {"dir": str(cluster.folder / "ckpt"), "every_steps": 5}
+        mode: dict[str, Any] = (
+            {"debug": {"layers": True}, "env": {}}
+            if layers
+            else {"on_bad_numbers": "rollback", "checkpoint": checkpoint, "env": {"AGAIN": "1"}}
+        )
+        job = submit(cluster, "nan", steps=40, **mode)
+        eventually(lambda: job.phase() == "failed", 60.0, "the job fails")
+        incidents = [
+            i for i in cluster.api("GET", f"/v1/incidents?job={job.name}")["incidents"] if i["kind"] == "bad loss"
+        ]
+        detail = incidents[0 if layers else -1]["detail"] if layers else str(incidents)
+        second = json.loads((job.folder / "ids").read_text())[1]
+        assert f"first in layer 2 (Spoiled), for sample {second}" in detail
+        assert incidents[0]["ranks"] == [1]
+        assert incidents[0]["verdict"]["rule"] == "bad_loss"
