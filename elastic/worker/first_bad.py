@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+
+from .torch_private import pytree
 
 MOST_IDS = 16
 MOST_LAYERS = 10_000
