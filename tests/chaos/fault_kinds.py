@@ -203,7 +203,7 @@ def table(results: list[Result]) -> str:
 def run_all(names: list[str], times: int, tell: Callable[[str], None]) -> list[Result]:
     """Inject each of `names` so many times, one after the other; `tell` hears of each."""
     results: list[Result] = []
-    with Cluster(nodes=2, slots=1) as cluster:
+    with Cluster(nodes=2, slots=1, warm=False) as cluster:
         for number in range(times):
             for name in names:
                 one = inject(cluster, name, number)
