@@ -177,6 +177,7 @@ class MetricWriter:
         """The newest value of each name, in the order of their first appearance."""
         self._queue: queue.Queue[tuple[int, int, LoggedRow, bool] | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
+        self._ending = threading.Event()
 
     def take(self, generation: int, begun: int, rows: Sequence[LoggedRow], *, repeated: bool) -> None:
         """From the loop's thread; returns at once."""
@@ -199,6 +200,7 @@ class MetricWriter:
             with contextlib.suppress(queue.Full):
                 self._queue.put_nowait(None)
             self._thread.join(CLOSE_S)
+            self._ending.set()
 
     def _run(self, folder: Path) -> None:
         files, told = MetricFiles(folder), ""
@@ -213,5 +215,6 @@ class MetricWriter:
                         told = str(error)
                         log.warning("metrics.not_written", folder=str(folder), error=told, next="trying again")
                     files.close()
-                    time.sleep(RETRY_S)
+                    if self._ending.wait(RETRY_S):
+                        return
         files.close()
