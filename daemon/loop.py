@@ -150,10 +150,10 @@ class Loop:
                 raise AssertionError("the loop ends at a Stop")
 
     def _look(self, view: View) -> None:
-        self._say_contact(view)
         if view.revision or view.connected:  # an empty view before the first contact carries no information
             self._cluster = self._reader.read(view.kvs, view.revision, view.refused, self._signer is not None)
             self._timeline.look(self._cluster, time.time())
+        self._say_contact(view)
         self._timeline.contact(view.connected, view.error, time.time())
         for name in list(self._agents.trouble):
             job = self._cluster.jobs.get(name)
@@ -165,18 +165,18 @@ class Loop:
         for key, why in self._cluster.refused.items():
             self._say(f"record {key}", f"refused: {why}")
 
-    def _say_contact(self, view: View) -> None:
+    def _say_contact(self, seen: View | Contact) -> None:
         """Log that contact with etcd is gained or lost, including a first failure after the start."""
-        now_s = time.monotonic()
-        if view.connected:
+        now_s, revision = time.monotonic(), self._cluster.revision
+        if seen.connected:
             if not self._contact.connected:
-                self._log.info("etcd.contact", connected=True, error="", revision=view.revision)
+                self._log.info("etcd.contact", connected=True, error="", revision=revision)
                 self._contact_said = ("", 0.0)
             return
-        reason, until_s = self._contact_said
-        if self._contact.connected or not reason or (view.error != reason and now_s >= until_s):
-            self._log.warning("etcd.contact", connected=False, error=view.error, revision=view.revision)
-            self._contact_said = view.error or "unknown", now_s + CONTACT_S
+        (reason, until_s), error = self._contact_said, seen.error or "unknown"
+        if not reason or (error != reason and now_s >= until_s):
+            self._log.warning("etcd.contact", connected=False, error=error, revision=revision)
+            self._contact_said = error, now_s + CONTACT_S
 
     def _say(self, about: str, what: str) -> None:
         """Log a problem when it is new or has changed, not each time it occurs."""
@@ -198,6 +198,8 @@ class Loop:
             for job in self._cluster.by_age()
             if job.spec and not job.over and job.name not in running
         }
+        if self._contact_said[0]:
+            self._say_contact(self._contact)  # a view comes once for each reason, perhaps too early to be logged
         if self._contact.connected:
             self._check_version(now_s)
             self._check_alarms(now_s)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from ..contract.records import IncidentRecord
+import msgspec
+
+from ..contract.records import IncidentRecord, Phase, WorkerError
 from ..recovery.model import Agent
+from ..recovery.restart_budget import summary
+from ..recovery.transitions import Stage
+from .process import Exited
+from .worker_error import last_lines
 
 
 def save_failed(agent: Agent, step: int, error: str, wall_s: float) -> IncidentRecord:
@@ -26,8 +32,31 @@ def save_failed(agent: Agent, step: int, error: str, wall_s: float) -> IncidentR
     )
 
 
-def exited_late(agent: Agent, slot: int, after_s: float, wall_s: float) -> IncidentRecord:
-    """Incident of a process that was killed because it had not exited after its script ended."""
+def late_exit(
+    agent: Agent, slot: int, ended: Exited, error: WorkerError | None, wall_s: float
+) -> IncidentRecord | None:
+    """Incident of a process that was killed because it had not exited after its script ended, or that has failed after
+    training was complete: the job has succeeded, but the rest of the script has not run. None: it is neither."""
+    worker = agent.local.workers.get(slot)
+    told = worker is not None and worker.worker_id == ended.worker_id and worker.stage is Stage.ABORTING
+    if ended.late_s:
+        return _late_exit(
+            agent,
+            slot,
+            f"the process of slot {slot} had not ended within {ended.late_s:g} s, and was killed: its script, a thread "
+            "or an atexit handler kept it; its log has the stacks",
+            wall_s,
+        )
+    over = agent.etcd.view.state.phase is Phase.SUCCEEDED
+    if agent.policy.managed and told and over and (ended.code or ended.signal):
+        said = summary(error.message) if error else ended.cause
+        record = _late_exit(agent, slot, f"the process of slot {slot} failed after training: {said}", wall_s)
+        lines = last_lines(ended.log_file) if ended.signal else ()
+        return msgspec.structs.replace(record, error=error, last_lines=lines)
+    return None
+
+
+def _late_exit(agent: Agent, slot: int, detail: str, wall_s: float) -> IncidentRecord:
     generation = agent.formed.generation
     number, world_size = (generation.number, generation.world_size) if generation else (0, 0)
     ranks = generation.ranks(agent.policy.node) if generation else {}
@@ -36,8 +65,7 @@ def exited_late(agent: Agent, slot: int, after_s: float, wall_s: float) -> Incid
         kind="late exit",
         node=agent.policy.node,
         ranks=(ranks[slot],) if slot in ranks else (),
-        detail=f"the process of slot {slot} had not ended within {after_s:g} s, and was killed: its script, a thread "
-        "or an atexit handler kept it; its log has the stacks",
+        detail=detail,
         wall_s=wall_s,
         ended_wall_s=wall_s,
         steps_lost=0,

@@ -52,7 +52,7 @@ from .effect_runner import EffectRunner
 from .etcd_writer import EtcdWriter
 from .hang_detector import HangDetector
 from .history import HistoryFile
-from .incidents import exited_late, save_failed
+from .incidents import late_exit, save_failed
 from .ledger import LedgerKeeper, began_wall_s
 from .logs import Trimmer
 from .orders import OrdersFile
@@ -322,8 +322,7 @@ class Loop:
         log.info(
             "worker.exited", slot=slot, worker_id=happening.worker_id, cause=happening.cause, late_s=happening.late_s
         )
-        if happening.late_s:
-            record = exited_late(self.agent, slot, happening.late_s, time.time())
+        if record := late_exit(self.agent, slot, happening, error, time.time()):
             self._registry.put_exit_incident(record, happening.worker_id)
         self._turn(
             WorkerExited(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -182,9 +183,11 @@ class Saver:
         return self._take(self._writer.results())
 
     def wait(self, timeout_s: float = 600.0) -> Counts:
-        """Wait until all saves are durable or have failed: call it at the end of the script."""
+        """Wait until all saves are durable or have failed, at most `timeout_s`: call it at the end of the script."""
+        deadline_s = time.monotonic() + timeout_s
         self._take(self._writer.wait(timeout_s))
-        self._take(self._writer.wait(timeout_s))  # remote copies requested in the first round
+        # Remote copies that were ordered in the first round.
+        self._take(self._writer.wait(max(0.0, deadline_s - time.monotonic())))
         return self.counts
 
     def close(self) -> None:

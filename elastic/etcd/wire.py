@@ -154,6 +154,8 @@ class Connection:
                 threading.Thread(target=self._make, args=(self._opening, login), name=name, daemon=True).start()
             opening = self._opening
         if not opening.done.wait(within_s):
+            if login and (denied := self._denied) is not None:
+                raise denied[1]  # asked again, and until etcd answers its last answer stands
             doing = "logging in" if login else "connecting"
             raise EtcdUnavailable(f"{self.endpoint}: still {doing}", maybe_done=False)
         if opening.fault is not None:
@@ -173,6 +175,7 @@ class Connection:
             opening.fault = error
             if isinstance(error, EtcdUnavailable):
                 opening.fault = EtcdUnavailable(str(error), maybe_done=False)  # the caller's request was not sent
+                self._denied = None
             else:
                 self._denied = time.monotonic() + DENIED_S, error
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import msgspec
@@ -38,7 +39,11 @@ class Incident(msgspec.Struct, frozen=True):
     began_s: float
     planned: bool = False
     began_wall_s: float = 0.0
-    """Set if it began before this agent did."""
+    """Set if it began before this agent did, or has been recorded by an earlier leader: by that node's clock."""
+    stepped_s: float = float("-inf")
+    """Monotonic instant at which this agent last saw a step: it did not begin before. -inf: it has seen none."""
+    left_wall_s: float = 0.0
+    """The same by this node's time of day, if the previous agent of this node was there when it began; 0: unknown."""
     why: str = ""
     reached: int = 0
     """The newest step known to have been committed when it began."""
@@ -97,17 +102,33 @@ def steps_lost(syncs: Iterable[Sync]) -> int:
     return lost
 
 
-def dated(record: IncidentRecord, began_s: float, now_s: float, wall_s: float) -> IncidentRecord:
+def dated(
+    record: IncidentRecord,
+    began_s: float,
+    now_s: float,
+    wall_s: float,
+    *,
+    stepped_s: float = -math.inf,
+    left_wall_s: float = 0.0,
+) -> IncidentRecord:
     """The record with its times of day; `began_s`: the monotonic instant from which its timeline counts, `now_s` and
-    `wall_s`: the present."""
+    `wall_s`: the present. `stepped_s`, `left_wall_s`: as in `Incident`.
+
+    A beginning that another node has written stays as it is, by that node's clock, and so do the times after it. How
+    long the incident had lasted when this agent noticed it follows from that only within what this node's own clocks
+    allow: two nodes' clocks may differ.
+    """
     noticed_wall_s = wall_s - (now_s - began_s)
-    began_wall_s = min(record.wall_s or noticed_wall_s, noticed_wall_s)
-    late_s = noticed_wall_s - began_wall_s
+    began_wall_s = record.wall_s or noticed_wall_s
+    since_left_s = noticed_wall_s - left_wall_s if left_wall_s else math.inf
+    late_s = min(noticed_wall_s - began_wall_s, began_s - stepped_s, since_left_s)
+    if late_s < 0.0:  # that clock is ahead of this one
+        late_s = since_left_s if math.inf > since_left_s > 0.0 else 0.0
     return msgspec.structs.replace(
         record,
         wall_s=began_wall_s,
         timeline_s={phase: round(at_s + late_s, 4) for phase, at_s in record.timeline_s.items()},
-        ended_wall_s=None if record.open else wall_s,
+        ended_wall_s=None if record.open else began_wall_s + late_s + (now_s - began_s),
     )
 
 

@@ -47,7 +47,7 @@ def report(turn: Turn, before: Agent, event: Event) -> None:
     if leads and sees_all:
         record = drawn(incident, counted=_counted(turn, incident))
         if incident.told != record.causes:
-            _write(turn, incident.key, record, incident.began_s)
+            _write(turn, incident, record)
             incident = replace(incident, told=record.causes)
     if incident is not known:
         turn.change(incident=incident)
@@ -65,11 +65,12 @@ def _close(turn: Turn, incident: Incident, outcome: str, leads: bool) -> None:
     # If the job is stopped just after a failure, the leader may have left already: the reporting node writes, too.
     mine = outcome == "given_up" and any(report.node == turn.policy.node for report in incident.reports)
     if leads or mine:
-        _write(turn, incident.key, record, incident.began_s)
+        _write(turn, incident, record)
 
 
-def _write(turn: Turn, key: int, record: IncidentRecord, began_s: float) -> None:
-    turn.do(PutIncident(key, dated(record, began_s, turn.now_s, turn.wall_s)))
+def _write(turn: Turn, incident: Incident, record: IncidentRecord) -> None:
+    bounds = {"stepped_s": incident.stepped_s, "left_wall_s": incident.left_wall_s}
+    turn.do(PutIncident(incident.key, dated(record, incident.began_s, turn.now_s, turn.wall_s, **bounds)))
 
 
 def _supplement(turn: Turn) -> None:
@@ -134,13 +135,15 @@ def _opened(turn: Turn, before: Agent) -> Incident | None:
         planned=(replaced and generation.at_step is not None) or (halted and not broke and _drains(turn)),
         why=generation.why if replaced else agent.local.suspicion if cut_short else agent.lead.reason,
         reached=agent.progress.reached[1],
+        stepped_s=min(turn.now_s, before.progress.stepped_at_s),
     )
     return _continued(turn, incident)
 
 
 def _renewed(turn: Turn, incident: Incident) -> Incident:
     """The incident that this agent tracks, or the newer one that is in etcd: then the job has recovered and failed
-    again while this agent could not observe it."""
+    again while this agent could not observe it. What belongs to that is kept: its record may come after its hand-over,
+    which is told once."""
     seen = turn.agent.etcd.view.incident
     if seen is None or seen[0] <= incident.key:
         return incident
@@ -153,6 +156,11 @@ def _renewed(turn: Turn, incident: Incident) -> Incident:
         began_wall_s=record.wall_s,
         inherited=record.causes,
         reached=max(record.step or 0, turn.agent.progress.reached[1]),
+        stepped_s=incident.stepped_s,
+        left_wall_s=incident.left_wall_s,
+        reports=tuple(report for report in incident.reports if report.generation >= key - 1),
+        gone=tuple(cause for cause in incident.gone if cause.generation >= key - 1),
+        syncs=tuple(sync for sync in incident.syncs if sync.generation >= key),
     )
 
 
@@ -176,11 +184,13 @@ def _continued(turn: Turn, incident: Incident) -> Incident:
     if here is not None or agent.progress.settled:
         return incident
     # This agent started after the outage had begun, or joins in this change.
-    if progress is not None:
-        known = max((progress.generation, progress.step), agent.progress.reached)[1]
-        incident = replace(incident, reached=max(incident.reached, known))
+    told = (progress.generation, progress.step) if progress is not None else (0, 0)
+    incident = replace(incident, reached=max(incident.reached, max(told, agent.progress.reached)[1]))
     if incident.planned:
         return incident
+    left_wall_s = agent.incidents.left_wall_s
+    if left_wall_s and agent.progress.reached >= told:  # the clock of the node that wrote the progress may be wrong
+        return replace(incident, began_wall_s=incident.began_wall_s or left_wall_s, left_wall_s=left_wall_s)
     last_seen_s = max(progress.step_wall_s if progress else 0.0, agent.incidents.left_wall_s)
     return replace(incident, began_wall_s=incident.began_wall_s or last_seen_s)
 
@@ -191,7 +201,9 @@ def _continued(turn: Turn, incident: Incident) -> Incident:
 def _observed(turn: Turn, before: Agent, event: Event, incident: Incident) -> Incident:
     agent, view = turn.agent, turn.agent.etcd.view
     if known := agent.incidents.incident:
-        incident = replace(incident, reports=known.reports)  # with the reports made in this turn
+        first = incident.generations[0].number
+        reports = (report for report in known.reports if report.generation >= first)
+        incident = replace(incident, reports=tuple(reports))  # with those made in this turn
     for record in (*view.broken_before, view.broken, agent.formed.broken_record):
         if record is not None:
             incident = incident.with_report(record)

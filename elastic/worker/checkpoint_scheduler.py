@@ -348,6 +348,7 @@ class CheckpointScheduler:
         tensors = state.tensors(extra)
         table = tuple(info for info, _ in tensors)
         if (table, share, shares) != self._cut_for:
+            state.refuse_growth(table, extra)
             self._cut_for = table, share, shares
             cuts = assign_shares(table, shares)
             # In the order of the file: the description of tensors kept beside a shard gives the position of each.

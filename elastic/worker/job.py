@@ -216,7 +216,7 @@ class Job(JobCalls):
             on_turn=lambda: self._turned(state),
             **options,
         )
-        return self._timed(loaded)
+        return self._timed(loaded, state)
 
     def streams(
         self, make: streams.Make, state: State, *, count: int, batch_size: int, steps: int, **options: Any
@@ -239,7 +239,7 @@ class Job(JobCalls):
             on_turn=lambda: self._turned(state),
             **options,
         )
-        return self._timed(loaded)
+        return self._timed(loaded, state)
 
     def commit(self, state: State, loss: torch.Tensor | float | None = None) -> None:
         """Commit this step on this rank. Call it once per optimizer step, as the last statement.
@@ -330,8 +330,9 @@ class Job(JobCalls):
         """The function that the optimizers' pre-step hook calls: the state is about to change."""
         return self._before_optimizer
 
-    def _timed(self, loaded: Iterator[data.Batch]) -> Iterator[data.Batch]:
+    def _timed(self, loaded: Iterator[data.Batch], state: State) -> Iterator[data.Batch]:
         """`loaded`, with the time until each batch is there reported as waiting for data."""
+        state.loop_begins()
         with contextlib.closing(loaded) as batches:  # type: ignore[type-var]  # both are generators
             while True:
                 began_s = time.monotonic()

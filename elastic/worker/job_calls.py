@@ -87,7 +87,7 @@ class JobCalls(abc.ABC):
                 "job.evaluate between an optimizer's step and job.commit(): a rank that is lost meanwhile would cost "
                 "the whole state. Call it at the top of an iteration, or after job.commit()"
             )
-        modes = Modes(state.modules())
+        modes = Modes({str(number): module for number, module in enumerate(state.modules())})
         with self._collective("evaluate"):
             # A forward in evaluation mode exchanges no buffers once they are equal. It must not: ranks have different
             # numbers of batches.

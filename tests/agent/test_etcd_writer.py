@@ -11,7 +11,8 @@ from support.fake_etcd import FakeClient, FakeServer
 from support.jobs import generation, place
 
 from elastic.agent.etcd_writer import KEPT_BESIDE, EtcdWriter
-from elastic.agent.incidents import exited_late, save_failed
+from elastic.agent.incidents import late_exit, save_failed
+from elastic.agent.process import Exited
 from elastic.agent.store import Stores
 from elastic.agent.write_queue import Write
 from elastic.contract.keys import ClusterKeys
@@ -317,7 +318,9 @@ def test_late_exits_write_one_incident_each_with_no_steps_lost() -> None:
     office = Office()
     agent = Agent(office.policy)
     for worker_id, slot in ((4, 0), (5, 1)):  # before their first generation: neither has a rank
-        office.registry.put_exit_incident(exited_late(agent, slot, 3.0, 10.0), worker_id)
+        record = late_exit(agent, slot, Exited(worker_id, 0, None, 0, late_s=3.0), None, 10.0)
+        assert record is not None
+        office.registry.put_exit_incident(record, worker_id)
         office.queues["lazy"].orders[-1]()
     found = [decode(IncidentRecord, kv.value) for kv in office.client.get_prefix(KEYS.incidents).kvs.values()]
     assert sorted(i.detail.partition(" had")[0] for i in found) == ["the process of slot 0", "the process of slot 1"]

@@ -103,3 +103,23 @@ def test_a_script_that_ends_too_early_with_code_0_has_failed_before_its_process_
         assert first.detail == "exited with code 0 before the job was done"
         assert (second.kind, second.ranks) == ("late exit", (1,))
         assert "had not ended within 4 s" in second.detail
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        ("raise OSError('no space for the final model')", "OSError: no space for the final model"),
+        ("import signal; os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
+    ],
+)
+def test_failure_after_training_is_an_incident_of_a_job_that_has_succeeded(
+    tmp_path: Path, last: str, said: str
+) -> None:
+    """The state is complete on all ranks; what the script was to do with it, such as an export, is not."""
+    with job(tmp_path, last=f"if os.environ['RANK'] == '1': {last}") as made:
+        made.wait_phase(Phase.SUCCEEDED)
+        assert made.agents["n0"].wait(timeout=30) == 0
+        (incident,) = made.incidents()
+        assert (incident.kind, incident.ranks, incident.steps_lost) == ("late exit", (1,), 0)
+        assert incident.detail == f"the process of slot 1 failed after training: {said}"
+        assert made.state().phase is Phase.SUCCEEDED

@@ -11,6 +11,7 @@ import pytest
 from support.etcd_server import EtcdServer, enable_auth, free_ports
 from support.wait import eventually
 
+from elastic.etcd import wire
 from elastic.etcd.client import Etcd, EtcdAccess, EtcdDenied, EtcdError, View
 
 pytestmark = pytest.mark.etcd
@@ -87,5 +88,27 @@ def test_a_wrong_password_is_said_and_not_tried_again_at_once(server: EtcdServer
         for _ in range(20):
             assert "authentication failed" in refused()
         assert time.monotonic() - began_s < 5, "each try costs etcd a second of a core: they are remembered for a while"
+    finally:
+        etcd.close()
+
+
+def test_a_refused_login_is_said_while_it_is_tried_again(server: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not "still logging in" on one member after the other, in which the refusal was lost."""
+    monkeypatch.setattr(wire, "DENIED_S", 0.0)
+    etcd = Etcd(access(server, "wrong"), call_s=0.1)
+    said = list[str]()
+
+    def refused() -> bool:
+        try:
+            etcd.get("/t/a")
+        except EtcdError as error:
+            said.append(str(error))
+            return isinstance(error, EtcdDenied)
+        return False
+
+    try:
+        eventually(refused, 30, "a clear answer")
+        said.clear()
+        assert all(refused() for _ in range(12)), said
     finally:
         etcd.close()

@@ -133,3 +133,17 @@ def test_the_first_failure_after_the_start_is_logged_and_each_new_reason(monkeyp
         ("info", ""),
         ("warning", "connection refused"),
     ]
+
+
+def test_a_reason_that_comes_too_soon_after_another_is_logged_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watch publishes the loss once per reason: a refusal in the seconds after "still logging in" was never said."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    loop = bare_loop(0.0)
+    with structlog.testing.capture_logs() as lines:
+        for clock[0], error in ((0.0, "still logging in"), (2.0, "authentication failed")):
+            loop._say_contact(View({}, 0, False, clock[0], error))
+            loop._contact = Contact(False, clock[0], error)
+        for clock[0] in (3.0, 4.0, 5.0, 6.0, 60.0):
+            loop._say_contact(loop._contact)  # as each turn does
+    assert [line["error"] for line in lines] == ["still logging in", "authentication failed"]

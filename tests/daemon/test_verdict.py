@@ -122,6 +122,7 @@ CASES: dict[str, list[IncidentRecord]] = {
     "hang_sleep": [hung("_sleep (train.py:12)\n    sleep")],
     "hang": [hung("crunch (train.py:40)", waiting="all_reduce (distributed_c10d.py:1)"), incident("hang", "silent")],
     "late_abort": [incident("respawn", "did not abort in time")],
+    "failed_late": [incident("late exit", "the process of slot 1 failed after training: KeyError: 'name'")],
     "late_exit": [incident("late exit", "the process of slot 1 had not ended within 30 s, and was killed")],
     "idle": [incident("idle", "left its group, and nothing followed")],
     "dataloader_worker": [raised("RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly")],

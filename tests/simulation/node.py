@@ -117,6 +117,8 @@ class Node:
         self.name = f"n{index}"
         self.rate = rate
         """How fast its clock runs."""
+        self.wall_off_s = 0.0
+        """How wrong its time of day is."""
         self.agent: Agent | None = None
         self.incarnation = ""
         self.up = True
@@ -144,6 +146,9 @@ class Node:
 
     def now_s(self) -> float:
         return 100.0 * self.index + self.cluster.clock.now_s * self.rate
+
+    def wall_s(self) -> float:
+        return self.cluster.clock.now_s + self.wall_off_s
 
     # ── the process ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -189,7 +194,7 @@ class Node:
             self.soon,
             cluster.spec_record,
             queue=lambda _: WriteQueue(self),
-            wall=lambda: cluster.clock.now_s,
+            wall=self.wall_s,
         )
         self.agent = Agent(policy)
         self._watch = client.watch(cluster.keys.root, self._on_view)
@@ -319,7 +324,7 @@ class Node:
         cluster = self.cluster
         now_s = self.now_s()
         cluster.events += 1
-        self.agent, effects = recovery.step(before, event, now_s, cluster.rng.random(), cluster.clock.now_s)
+        self.agent, effects = recovery.step(before, event, now_s, cluster.rng.random(), self.wall_s())
         cluster.judge.turned(self, event, before, self.agent, effects)
         if cluster.listener is not None:
             cluster.listener(self, event, effects)
@@ -350,7 +355,7 @@ class Node:
         self._put_progress()
 
     def _put_progress(self) -> None:
-        agent, now_s = self.agent, self.cluster.clock.now_s
+        agent, now_s = self.agent, self.wall_s()
         if agent is None or agent.formed.generation is None:
             return
         if not is_leader(agent):

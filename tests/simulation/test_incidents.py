@@ -174,6 +174,28 @@ def test_incident_is_continued_by_the_next_leader() -> None:
     assert {cause.node for cause in incident.causes if cause.kind == "lost"} == {"n0", "n2"}
 
 
+@pytest.mark.parametrize("off_s", [-400.0, 400.0])
+def test_an_incident_that_another_clock_began_lasts_as_long_as_it_did(off_s: float) -> None:
+    """n0 leads, its time of day is wrong, and it is killed while the job waits for n2."""
+    cluster = Cluster(Setting(calm=True, nodes=3, slots=1, most=3, least=3))
+    cluster.nodes[0].wall_off_s = off_s
+    cluster.run(STRUCK_S)
+    cluster.power_off(2)
+    cluster.run(15.0)
+    (begun,) = incidents(cluster)
+    assert begun.open
+    assert STRUCK_S <= begun.wall_s - off_s <= 15.0, "by the clock of n0"
+    cluster.kill_agent(0)
+    cluster.power_on(2)
+    cluster.run(60.0)
+    (incident,) = failures(cluster)
+    lasted_s = max(incident.timeline_s.values())
+    assert not incident.open
+    assert 0.0 < lasted_s < 60.0 - STRUCK_S
+    assert (incident.ended_wall_s or 0.0) - incident.wall_s == pytest.approx(lasted_s, abs=0.5)
+    assert incident.wall_s == pytest.approx(begun.wall_s)
+
+
 def test_a_job_that_is_stopped_just_after_a_kill_has_had_an_incident() -> None:
     cluster = Cluster(TWO)
     cluster.run(STRUCK_S)

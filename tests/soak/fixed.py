@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .grammar import PLAIN, Case, Place, Script
+from .grammar import PLAIN, STEPS, Case, Place, Script
 
 BACKWARD, COMMIT, LOG = "loss.backward()", "job.commit(", "dist.all_reduce(mean)"
 
@@ -64,5 +64,16 @@ _LARGE: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 """They need memory and time: in `make soak SEED=0 CASE="25 26 27 28"` alone."""
 
+_EDGES: tuple[dict[str, Any], ...] = (
+    {"before": BACKWARD, "step": 0},
+    {"before": COMMIT, "step": 0, "rank": 0, "layers": ("batchnorm",)},
+    {"before": COMMIT, "step": STEPS - 1, "rank": 0, "value": "end"},
+    {"before": LOG, "step": STEPS - 1, "log": "after"},
+    {"region": "finish", "at": 0.0, "step": STEPS},
+    {"region": "finish", "at": 0.5, "step": STEPS, "rank": 0, "shape": (2, 1), "checkpoint": "steps"},
+)  # fmt: skip
+"""The first step, the last one, and after it."""
+
 FIXED = tuple(_case(number, **drawn) for number, drawn in enumerate(_DRAWN))
 LARGE = tuple(_case(number, **drawn) for number, drawn in enumerate(_LARGE, len(FIXED)))
+EDGES = tuple(_case(number, **drawn) for number, drawn in enumerate(_EDGES, len(FIXED) + len(LARGE)))

@@ -98,7 +98,8 @@ class Place:
 
     region: str
     """none: nobody is killed · loop: at a line of the script's loop · forward, backward, optimizer, elastic: at a line
-    that runs in torch's modules, in a gradient's hook, in torch's optimizers, in this package."""
+    that runs in torch's modules, in a gradient's hook, in torch's optimizers, in this package · finish: at such a line
+    of this package after `train` has returned (of the fixed cases only)."""
 
     rank: int
     """ALL: every rank kills itself there."""
@@ -162,9 +163,9 @@ PLACES_PER_SCRIPT = 3
 def draw(number: int, seed: int = 1) -> Case:
     """Case `number`. Seed 0 has the cases of `fixed` alone."""
     if seed == 0:
-        from .fixed import FIXED, LARGE
+        from .fixed import EDGES, FIXED, LARGE
 
-        return (*FIXED, *LARGE)[number % (len(FIXED) + len(LARGE))]
+        return (*FIXED, *LARGE, *EDGES)[number % (len(FIXED) + len(LARGE) + len(EDGES))]
     of_script, of_place = _Streams(f"{seed}/script/{number // PLACES_PER_SCRIPT}"), _Streams(f"{seed}/case/{number}")
     index = number // PLACES_PER_SCRIPT
     script, world_size = _script(of_script, index), of_script.pick("world_size", {2: 6, 1: 1})

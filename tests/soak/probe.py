@@ -26,10 +26,16 @@ import elastic
 RECORD = os.environ["SOAK_RECORD"]
 KILL = json.loads(os.environ.get("SOAK_KILL") or "[]")
 _TORCH, _ELASTIC = (os.path.dirname(str(module.__file__)) for module in (torch, elastic))
-PATHS = {"forward": f"{_TORCH}/nn/", "optimizer": f"{_TORCH}/optim/", "elastic": f"{_ELASTIC}/"}
+PATHS = {
+    "forward": f"{_TORCH}/nn/", "optimizer": f"{_TORCH}/optim/", "elastic": f"{_ELASTIC}/", "finish": f"{_ELASTIC}/",
+}  # fmt: skip
 """How the name of a file begins whose lines count for a region."""
 
 _log = os.open(os.path.join(RECORD, f"{os.getpid()}.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+
+_killers: list[Killer] = []
+"""Of this process and generation: one at most."""
 
 
 def note(**content: object) -> None:
@@ -49,7 +55,7 @@ class Killer:
     def missed(self) -> None:
         """At each commit: strike at the latest here when the place is not reached."""
         region, step = self._plan["region"], self._state.step
-        if step > self._plan["step"] or (self.due() and region not in ("elastic", "loop")):
+        if step > self._plan["step"] or (self.due() and region not in ("elastic", "loop", "finish")):
             self.strike("a commit, as the place was not reached")
 
     def strike(self, where: str) -> None:
@@ -59,12 +65,19 @@ class Killer:
 
     def arm(self, frame: FrameType) -> None:
         """From now on, in this thread; `frame` is that of `train`, which runs already."""
+        if self._plan["region"] == "finish":
+            return
         if self._plan["region"] == "backward":
             self._hook()
             return
         if self._plan["region"] == "loop":
             frame.f_trace = self._line
         sys.settrace(self._call)
+
+    def trained(self) -> None:
+        """`train` is about to return: what is traced from now on is how elastic finishes."""
+        finishing = self._plan["region"] == "finish" and self.due()
+        sys.settrace(self._call if finishing else None)
 
     def _hook(self) -> None:
         modules = [getattr(self._state, name, None) for name in ("model", "critic")]
@@ -96,6 +109,7 @@ def start(job: Any, state: Any) -> None:
     orders = KILL[job.generation - 1] if job.generation <= len(KILL) else []
     plan = next((order for order in orders if order["rank"] == job.rank), None)
     killer = Killer(job, state, plan) if plan else None
+    _killers[:] = [killer] if killer else []
     job.commit = lambda of, loss=None: _commit(job, of, loss, killer)
     sys.settrace(None)
     if killer is not None:
@@ -115,8 +129,6 @@ def _commit(job: Any, state: Any, loss: Any, killer: Killer | None) -> None:
 
 def finish(job: Any, state: Any, **parts: Any) -> None:
     """The last line of `train`: the fingerprint of all parts."""
-    if KILL:
-        sys.settrace(None)
     found = {"step": str(state.step)}
     for name, part in parts.items():
         held = part.state_dict() if hasattr(part, "state_dict") else part
@@ -125,6 +137,10 @@ def finish(job: Any, state: Any, **parts: Any) -> None:
     with open(half, "w") as file:
         json.dump(found, file)
     os.rename(half, os.path.join(RECORD, f"final.{job.rank}.json"))
+    if KILL:
+        sys.settrace(None)
+    for killer in _killers:
+        killer.trained()
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -32,7 +32,7 @@ from .judge import Incident, Record, Reference, Verdict, cause, judge
 from .render import loop_lines, render
 
 LIB = pathlib.Path(__file__).parent
-LINES = {"forward": 150, "optimizer": 120, "elastic": 500, "backward": 8}
+LINES = {"forward": 150, "optimizer": 120, "elastic": 500, "backward": 8, "finish": 20}
 """About how many lines run in a region in one step: `Place.at` counts within these."""
 OVER_S = 60.0
 """A case that takes longer has failed; a large one gets ten times this."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from soak.fixed import FIXED
+from soak.fixed import EDGES, FIXED
 from soak.grammar import Case
 from soak.runner import Soak
 
@@ -18,7 +18,7 @@ def soak() -> Iterator[Soak]:
         yield made
 
 
-@pytest.mark.parametrize("case", FIXED, ids=lambda case: f"case{case.number}")
+@pytest.mark.parametrize("case", [*FIXED, *EDGES], ids=lambda case: f"case{case.number}")
 def test_a_kill_loses_nothing_without_a_word(soak: Soak, case: Case) -> None:
     verdict = soak.run(case)
     assert verdict.right, f"{case}\n{verdict.said}\nmake soak SEED=0 CASE={case.number}"

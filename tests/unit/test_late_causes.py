@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as replace_struct
 from support.jobs import generation, member, place, view
 
-from elastic.contract.records import BrokenRecord, IncidentRecord, Loss
+from elastic.contract.records import BrokenRecord, Cause, IncidentRecord, Loss
 from elastic.contract.spec import JobSpec
 from elastic.contract.timeouts import Timeouts
 from elastic.recovery.effects import AddCauses
 from elastic.recovery.events import Viewed
-from elastic.recovery.incident import Closed, Incident, Sync, supplemented
+from elastic.recovery.incident import Closed, Incident, Sync, causes, supplemented
 from elastic.recovery.membership import Limits
 from elastic.recovery.model import Agent, Policy, changed
 from elastic.recovery.recovery import step
@@ -73,27 +74,52 @@ def test_a_record_that_names_fewer_causes_or_losses_changes_nothing_that_is_know
     assert (fuller.steps_lost, fuller.steps_lost_at_most, fuller.step) == (4, 4, 24)
 
 
+SPEC = JobSpec(name="job", script="train.py", nodes="1:2")
+POLICY = Policy(
+    node="a",
+    incarnation="a.1",
+    host="a",
+    port=1,
+    slots=1,
+    limits=Limits(1, 2, 0.0),
+    shrink=False,
+    standbys=0,
+    managed=True,
+    spec=SPEC,
+    timeouts=Timeouts(),
+)
+
+
+def test_a_newer_incident_keeps_the_hand_over_that_was_seen_before_its_record() -> None:
+    """Of the first recovery, and of the failure in between, this agent has seen nothing: it was cut off from etcd."""
+    one, two, three = (generation(n, [place("a", 0), place("b", 0)]) for n in (1, 2, 3))
+    members = [member(node, create_revision, ready=(0,)) for create_revision, node in enumerate(("a", "b"), 1)]
+    sync = Sync(generation=3, resumed=25, reached=25, source="live")
+    early = replace_struct(sync, generation=2)
+    incident = Incident(
+        key=2, generations=(one, two, three), began_s=90.0, reports=(DEATH,), syncs=(early, sync),
+        gone=(Cause(generation=1, node="b", kind="lost"),),
+    )  # fmt: skip
+    agent = changed(Agent(POLICY), generation=three, incident=incident, broken=2)
+    cause = Cause(generation=2, node="b", kind="exit", ranks=(1,), detail="exit code 1")
+    record = IncidentRecord(
+        generation=3, kind="exit", node="b", ranks=(1,), detail="exit code 1", wall_s=5.0, open=True, causes=(cause,)
+    )
+    seen = replace(view(*members, spec=SPEC, formed=three), incident=(3, record))
+    agent, _ = step(agent, Viewed(seen, True), 100.0)
+    kept = agent.incidents.incident
+    assert kept is not None
+    assert (kept.key, kept.syncs) == (3, (sync,))
+    assert causes(kept) == (cause,), "and none of the failure before it"
+
+
 @pytest.mark.parametrize("leader", ["a", "b"])
 def test_late_report_is_written_by_the_leader(leader: str) -> None:
-    spec = JobSpec(name="job", script="train.py", nodes="1:2")
-    policy = Policy(
-        node="a",
-        incarnation="a.1",
-        host="a",
-        port=1,
-        slots=1,
-        limits=Limits(1, 2, 0.0),
-        shrink=False,
-        standbys=0,
-        managed=True,
-        spec=spec,
-        timeouts=Timeouts(),
-    )
     first, second = ("a", "b") if leader == "a" else ("b", "a")
     formed = generation(2, [place(first, 0), place(second, 0)])
     members = [member(node, create_revision, ready=(0,)) for create_revision, node in enumerate((first, second), 1)]
-    agent = changed(Agent(policy), generation=formed, closed=over(LIVE), settled=2, reported=2)
-    seen = view(*members, spec=spec, formed=formed)
+    agent = changed(Agent(POLICY), generation=formed, closed=over(LIVE), settled=2, reported=2)
+    seen = view(*members, spec=SPEC, formed=formed)
     agent, effects = step(agent, Viewed(replace(seen, broken_before=(COLLECTIVE,)), True), 100.0)
     assert not [e for e in effects if isinstance(e, AddCauses)], "that is known"
     agent, effects = step(agent, Viewed(replace(seen, broken_before=(DEATH,)), True), 100.1)

@@ -638,3 +638,40 @@ def test_an_optimizer_that_steps_before_its_closure_is_noticed() -> None:
         state.optimizer.step(fails)
     assert state.rewind() == "model.weight"
     assert not state.clean()
+
+
+class _Counting(torch.optim.SGD):
+    """Changes its own state first, and then asks for the gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        held = self.state["global"]  # type: ignore[index]
+        held["steps"] = held.get("steps", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(("kind", "clean"), [(_Counting, False), (torch.optim.SGD, True)])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_an_optimizer_whose_own_state_changes_before_its_closure_is_noticed(
+    kind: type[torch.optim.Optimizer], clean: bool, steps: int
+) -> None:
+    """A kill within the closure left the count of a step that is taken again on survivors said to be whole."""
+    net = nn.Linear(4, 2)
+    state = State(model=net, optimizer=kind(net.parameters(), lr=0.1, momentum=0.9))  # type: ignore[call-arg]
+    state.begin()
+
+    def closure() -> torch.Tensor:
+        state.optimizer.zero_grad()
+        loss = net(torch.ones(1, 4)).sum()
+        loss.backward()
+        return loss
+
+    def fails() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    for _ in range(steps):
+        state.optimizer.step(closure)
+        state.committed(1)
+    with pytest.raises(RuntimeError):
+        state.optimizer.step(fails)
+    assert state.rewind() is None
+    assert state.clean() == clean

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from elastic.worker.comm import ddp
+from elastic.worker.comm import ddp, nccl
 from elastic.worker.comm import group as groups
 from elastic.worker.comm.errors import is_communication_error
-from elastic.worker.comm.group import Group
+from elastic.worker.comm.group import Backend, Group
 from elastic.worker.comm.in_flight import GRADIENTS, InFlight
 
 
@@ -97,12 +97,15 @@ def test_a_failure_of_gloos_reaches_the_backward() -> None:
     assert not flight.fail("later")
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_a_group_with_a_collective_that_does_not_end_is_never_destroyed(
-    alone: None, monkeypatch: pytest.MonkeyPatch
+    alone: None, monkeypatch: pytest.MonkeyPatch, backend: Backend
 ) -> None:
+    """With nccl too: its group has gloo for tensors on the CPU, and whatever drops the last reference would wait."""
     kept = list[object]()
     monkeypatch.setattr(groups, "_ABANDONED", kept)
-    group = Group(backend="gloo", rank=0, world_size=1, store_host="127.0.0.1", store_port=9, generation=1)
+    monkeypatch.setattr(nccl, "communicators", list)
+    group = Group(backend=backend, rank=0, world_size=1, store_host="127.0.0.1", store_port=9, generation=1)
     GRADIENTS.follow(torch.futures.Future(), lambda done: torch.ones(1), lambda: None)
     (formed,) = c10d._world.pg_map
     group.abort("a rank died")

@@ -1,6 +1,10 @@
-"""A survivor enters `train` in the modes in which `setup` left its modules."""
+"""Survivors and replacements enter `train` in the modes of `setup`, and their loop with what it had changed."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -62,3 +66,109 @@ def test_global_torch_modes_are_reset_for_survivors() -> None:
     finally:
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
+
+
+def _optimized() -> elastic.State:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5), torch.nn.Linear(2, 1))
+    return elastic.State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def _enter(state: elastic.State) -> None:
+    state.forget_gradients()
+    state.begin()
+
+
+def _step(state: elastic.State, change: Callable[[elastic.State], None] = lambda _: None) -> None:
+    """One turn of a loop over `job.batches`."""
+    state.loop_begins()
+    change(state)
+    state.optimizer.step()
+    state.committed(1)
+
+
+def _freeze(state: elastic.State) -> None:
+    """As a loop does at some step, once and for all."""
+    state.model[0].requires_grad_(False)
+    state.model[1].eval()
+
+
+def _modes(state: elastic.State) -> list[tuple[bool, list[bool]]]:
+    return [(inner.training, [param.requires_grad for param in inner.parameters()]) for inner in state.model]
+
+
+def _replacement(source: elastic.State) -> elastic.State:
+    state, extra = _optimized(), dict[str, Any]()
+    found = source.tensors(extra)
+    came = state.adopt(tuple(info for info, _ in found), json.loads(json.dumps(extra)))
+    for mine, (_, theirs) in zip(came, found, strict=True):
+        mine.copy_(theirs)
+    state.filled()
+    return state
+
+
+FREE = [(True, [True, True]), (True, []), (True, [True, True])]
+FROZEN = [(True, [False, False]), (False, []), (True, [True, True])]
+
+
+def _trained() -> elastic.State:
+    state = _optimized()
+    _enter(state)
+    _step(state)
+    _step(state, _freeze)
+    _step(state)
+    return state
+
+
+def test_a_survivor_keeps_what_the_loop_has_frozen() -> None:
+    """Otherwise it would train on what an undisturbed run does not, and no step would be said lost."""
+    state = _trained()
+    for _ in range(2):  # and again, after the next failure
+        state.loop_begins()
+        state.model.eval()  # an evaluation in the step that is cut short
+        state.model.requires_grad_(True)
+        assert state.rewind() is None
+        _enter(state)
+        assert _modes(state) == FREE, "the script's way into the loop, which wraps the model, is as the first time"
+        state.loop_begins()
+        assert _modes(state) == FROZEN
+        _step(state)
+
+
+def test_a_replacement_gets_what_the_loop_has_frozen() -> None:
+    state = _replacement(_replacement(_trained()))
+    _enter(state)
+    assert _modes(state) == FREE
+    _step(state)
+    assert _modes(state) == FROZEN
+
+
+def test_what_the_loop_has_unfrozen_again_is_not_frozen() -> None:
+    source = _trained()
+    _step(source, lambda state: state.model.requires_grad_(True) and None)
+    state = _replacement(source)
+    _enter(state)
+    _step(state)
+    assert _modes(state) == [(True, [True, True]), (False, []), (True, [True, True])]
+
+
+def test_what_is_frozen_before_the_loop_is_left_to_the_script() -> None:
+    """Training in two loops: a failure at the last commit of the first one freezes nothing in the second."""
+    state = _optimized()
+    _enter(state)
+    _freeze(state)
+    _step(state)
+    assert "modes" not in state.extra()
+    _enter(state)
+    _step(state)
+    assert _modes(state) == FREE
+
+
+def test_a_loop_of_the_scripts_own_enters_with_the_modes_of_setup() -> None:
+    state = _optimized()
+    _enter(state)
+    _freeze(state)
+    state.optimizer.step()
+    state.committed(1)
+    _enter(state)
+    assert _modes(state) == FREE

@@ -7,6 +7,8 @@ import enum
 import json
 import math
 import pathlib
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -739,3 +741,64 @@ def test_sharded_modules_are_refused_with_the_way_out() -> None:
 def test_state_refuses_sparse_and_quantised_tensors_by_kind(make: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         State(odd=make())
+
+
+def test_a_part_name_with_a_dot_is_refused() -> None:
+    """Its tensors could not be told from those of another part, which showed only when a replacement came."""
+    with pytest.raises(ValueError, match=r"state\.model\.head: no dot"):
+        State(**{"model": nn.Linear(1, 1), "model.head": nn.Linear(1, 1)})
+
+
+def test_optimizer_entries_whose_paths_are_alike_are_not_mixed_up() -> None:
+    states = []
+    for _ in range(2):
+        model = nn.Linear(1, 1)
+        states.append(State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)))
+    source, target = states
+    held = source.optimizer.state[source.model.weight]
+    held["a.b"], held["a"] = torch.tensor([5.0]), {"b": torch.tensor([6.0])}
+    extra: dict[str, Any] = {}
+    found = source.tensors(extra)
+    for mine, (_, theirs) in zip(target.adopt(tuple(info for info, _ in found), extra), found, strict=True):
+        mine.copy_(theirs)
+    target.filled()
+    came = target.optimizer.state[target.model.weight]
+    assert (came["a.b"].item(), came["a"]["b"].item()) == (5.0, 6.0)
+
+
+def _grow_buffer(state: State) -> None:
+    state.model.register_buffer("mask", torch.ones(3))
+
+
+def _grow_group(state: State) -> None:
+    state.optimizer.add_param_group({"params": list(state.model[0].parameters())})
+
+
+def _grow_shape(state: State) -> None:
+    state.model.seen = torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("grow", "name"),
+    [
+        (_grow_buffer, "state.model.mask was missing when training began, and is F32 [3] now"),
+        (_grow_shape, "state.model.seen was F32 [2] when training began, and is F32 [4] now"),
+        (_grow_group, "state.optimizer was groups of [2] parameters when training began"),
+    ],
+)
+def test_what_a_replacement_could_not_receive_is_refused_before_there_is_one(
+    grow: Callable[[State], None], name: str
+) -> None:
+    """Found at the first failure, it cost all of the state: no replacement could be made, from no checkpoint either."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    model.register_buffer("seen", torch.zeros(2))
+    state = State(model=model, optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1))
+    state.begin()
+    grow(state)
+    with pytest.raises(TypeError, match=re.escape(name)):
+        state.committed(1)
+    state.begin()
+    extra: dict[str, Any] = {}
+    table = tuple(info for info, _ in state.tensors(extra))
+    with pytest.raises(TypeError, match=re.escape(name)):
+        state.refuse_growth(table, extra)

@@ -172,14 +172,14 @@ class Group:
     def _strike_off(self) -> None:
         """Remove the group from torch's registries. Raises RuntimeError if NCCL's abort failed: this process can
         then form no other group."""
+        if self._abandoned:
+            _keep_for_ever(torch_private.registered_groups())
         if self.backend == "nccl" and self._aborted.is_set():
             nccl.strike_off()  # destroying it would wait for its kernels and join its watchdog
             if self._aborts.failed:
                 said = cuda_failure(self.device) or "; ".join(self._aborts.failed)
                 raise RuntimeError(f"this process cannot abort its NCCL group: {said}")
             return
-        if self._abandoned:
-            _keep_for_ever(torch_private.registered_groups())
         try:
             dist.destroy_process_group()
         except RuntimeError:

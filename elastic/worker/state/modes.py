@@ -1,32 +1,91 @@
 """Modules' training modes and parameters' requires_grad: in no state dict.
 
 A loop switches them within a step: for an evaluation, or a GAN's frozen half. If the generation ends there, a survivor
-would enter `train` again with dropout off or a network frozen, and a replacement would not. The same holds for
-`torch.set_grad_enabled(False)` before an evaluation, and for the default dtype of new tensors.
+would enter `train` again with dropout off or a network frozen, and a replacement would not. So `train` is entered with
+those that `setup` has left, as the first time. A loop may also change them for good: it freezes a part of the model at
+some step. What it had changed by the last commit belongs to the state, and is changed again before its first batch.
+
+`torch.set_grad_enabled(False)` before an evaluation and the default dtype of new tensors are reset too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+Flags = tuple[list[bool], list[bool]]
+"""(training of each module, requires_grad of each parameter)"""
+
+_TRAINING = operator.attrgetter("training")
+_WANTED = operator.attrgetter("requires_grad")
+_KINDS = ("training", "requires_grad")
+
 
 class Modes:
-    """The current flags of these modules and of torch."""
+    """The flags of these modules and of torch."""
 
-    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        found = list(modules)
-        self._training = [(inner, inner.training) for module in found for inner in module.modules()]
-        self._wanted = [(param, param.requires_grad) for module in found for param in module.parameters()]
+    def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        """`modules` by the name of their part, as `setup` has left them."""
+        inner = [(_joined(part, path), m) for part, module in modules.items() for path, m in module.named_modules()]
+        params = [(_joined(part, key), p) for part, module in modules.items() for key, p in module.named_parameters()]
+        self._names = [name for name, _ in inner], [name for name, _ in params]
+        self._modules, self._params = [module for _, module in inner], [param for _, param in params]
+        self._setup = self._now()
+        self._begun: Flags | None = None
+        """At the first batch of this generation, before `changes` was applied; None: none was taken."""
+        self.changes: dict[str, dict[str, bool]] = {}
+        """By the last commit, what the loop had changed since its first batch: kind -> name -> value."""
         self._grad, self._dtype = torch.is_grad_enabled(), torch.get_default_dtype()
 
     def put_back(self) -> None:
-        """Restore them. Modules and parameters added since keep theirs."""
+        """`train` is about to be entered: restore those of `setup`. Modules and parameters added since keep theirs."""
         torch.set_grad_enabled(self._grad)
         torch.set_default_dtype(self._dtype)
-        for module, training in self._training:
-            module.training = training
-        for param, wanted in self._wanted:
-            if param.requires_grad != wanted and param.is_leaf:
-                param.requires_grad_(wanted)
+        self._set(self._setup)
+        self._begun = None
+
+    def loop_begins(self) -> None:
+        """The loop asks for its first batch. Further calls do nothing."""
+        if self._begun is not None:
+            return
+        self._begun = self._now()
+        if self.changes:
+            kinds = zip(_KINDS, self._names, self._begun, strict=True)
+            training, wanted = (
+                [self.changes.get(kind, {}).get(name, flag) for name, flag in zip(names, flags, strict=True)]
+                for kind, names, flags in kinds
+            )
+            self._set((training, wanted))
+
+    def commit(self) -> None:
+        """A step has been committed."""
+        if self._begun is None:
+            return  # a loop of the script's own, of which it is not known where it begins
+        found: dict[str, dict[str, bool]] = {}
+        for kind, names, then, now in zip(_KINDS, self._names, self._begun, self._now(), strict=True):
+            if then != now:
+                rows = zip(names, then, now, strict=True)
+                found[kind] = {name: after for name, before, after in rows if before != after}
+        self.changes = found
+
+    def adopt(self, changes: Mapping[str, Any]) -> None:
+        """The state that comes was committed with these changes."""
+        self.changes = {kind: dict(held) for kind, held in changes.items()}
+
+    def _set(self, flags: Flags) -> None:
+        training, wanted = flags
+        for module, mode in zip(self._modules, training, strict=True):
+            module.training = mode
+        for param, want in zip(self._params, wanted, strict=True):
+            if param.requires_grad != want and param.is_leaf:
+                param.requires_grad_(want)
+
+    def _now(self) -> Flags:
+        return list(map(_TRAINING, self._modules)), list(map(_WANTED, self._params))
+
+
+def _joined(part: str, path: str) -> str:
+    return f"{part}.{path}" if path else part

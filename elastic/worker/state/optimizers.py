@@ -19,7 +19,8 @@ class Optimizers:
     of it.
 
     An optimizer that is given a closure runs the forward and the backward within its step. A rank may wait there for
-    the others while nothing has changed yet, so the state is marked when the closure has returned.
+    the others while nothing has changed yet, so the state is marked when the closure has returned; before it where the
+    optimizer changes its own state first.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Optimizers:
         self._params = params
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._waits: torch.optim.Optimizer | None = None
+        self._early: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Early] = weakref.WeakKeyDictionary()
         self._strangers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self.refuses = False
         """Set in training: an optimizer that is not part of the state is rejected. Before, it only marks the state
@@ -56,8 +58,12 @@ class Optimizers:
             self._changing()
             return None
         self._waits = optimizer
+        early = self._early.setdefault(optimizer, _Early())
+        early.begin(optimizer)
 
         def closure(*inner: Any, **options: Any) -> Any:
+            if early.changed(optimizer):
+                self._changing()
             result = given(*inner, **options)
             self._waits = None
             self._changing()
@@ -68,6 +74,8 @@ class Optimizers:
         return (args[0], closure, *args[2:]), dict(kwargs)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if early := self._early.get(optimizer):
+            early.end()
         if self._waits is optimizer:  # the closure was never called
             self._waits = None
             self._changing()
@@ -99,6 +107,48 @@ class Optimizers:
             for part in self._parts.values()
             for held in _attributes(part.value)
         )
+
+
+class _Early:
+    """Whether an optimizer changes its state before it calls the closure, as one that counts its steps first does. That
+    is found out in its first steps; the first of all may only create the state."""
+
+    def __init__(self) -> None:
+        self._looks = EARLY_LOOKS
+        self._before: dict[tuple[int, ...], Any] | None = None
+        self._changes = False
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its step begins, or that of its base class within it."""
+        if self._looks and self._before is None:
+            self._looks -= 1
+            self._before = _marks(optimizer.state)
+
+    def changed(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Its closure is called."""
+        if self._before is not None:
+            self._changes = self._before != _marks(optimizer.state)
+            self._before = None
+        return self._changes
+
+    def end(self) -> None:
+        self._before = None
+
+
+EARLY_LOOKS = 3
+
+
+def _marks(held: Any, path: tuple[int, ...] = ()) -> dict[tuple[int, ...], Any]:
+    """Changes with the contents of an optimizer's state: version counters of tensors, and plain values. What has just
+    been created, and is zero or empty, does not count."""
+    if isinstance(held, torch.Tensor):
+        version = 0 if held.is_inference() else held._version
+        return {path: (id(held), version)}
+    if isinstance(held, dict):
+        return {p: mark for key, item in held.items() for p, mark in _marks(item, (*path, id(key))).items()}
+    if isinstance(held, list | tuple):
+        return {p: mark for n, item in enumerate(held) for p, mark in _marks(item, (*path, n)).items()}
+    return {path: held} if held else {}
 
 
 def _keeps(value: Any) -> bool:

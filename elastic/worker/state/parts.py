@@ -328,8 +328,7 @@ class OptimizerPart:
                 del group[key]
             group.update(options)
         fresh: dict[Any, Any] = {}
-        prefix = f"{self.name}.state."
-        inner = tensors_named(extra)
+        prefix, inner = f"{self.name}.state.", tensors_named(extra)
         place: dict[str, torch.Tensor] = {}
         param: torch.Tensor | None = None
         number, device, on = "", "", extra["on"]
@@ -407,7 +406,7 @@ class OptimizerPart:
             path = f"{self.name}.state.{index}"
             if (keys := sorts.get(kinds := tuple(held))) is None:
                 keys = sorts[kinds] = _texts(held, path)
-            on_cpu = param.is_cpu
+            on_cpu, others = param.is_cpu, list[str]()
             for key in keys:
                 item = held[key]
                 if isinstance(item, torch.Tensor):
@@ -415,7 +414,9 @@ class OptimizerPart:
                     if not (on_cpu and item.is_cpu) and item.device.type != param.device.type:
                         on[key] = item.device.type
                 else:
-                    rest.setdefault(str(index), {})[key] = encode(item, f"{path}.{key}", tensors, self._codecs)
+                    others.append(key)
+            for key in others:  # last: a name that one of the tensors has is not given to a tensor within these
+                rest.setdefault(str(index), {})[key] = encode(held[key], f"{path}.{key}", tensors, self._codecs)
         found = {"groups": groups, "on": on, "state": rest}
         if common := self._common():
             found["common"] = encode(common, f"{self.name}.common", tensors, self._codecs)

@@ -11,6 +11,7 @@ import torch
 from ...contract.tensor_table import Table, TensorInfo
 from .. import gc_pause
 from ..torch_private import pytree
+from .built import Built
 from .commit_point import CommitPoint
 from .described import Described
 from .json_codec import Codecs
@@ -62,9 +63,12 @@ class State:
         self._point = CommitPoint(self._parts)
         self._optimizers = Optimizers(self.changing, self._parts, self._parameters)
         self._modes: Modes | None = None
+        self._built: Built | None = None
         for name, value in parts.items():
             if name.startswith("_") or hasattr(type(self), name):
                 raise ValueError(f"state.{name}: this name is taken; choose another")
+            if "." in name:  # tensors are named by part and path
+                raise ValueError(f"state.{name}: no dot in the name of a part; choose another")
             self._parts[name] = self._part(name, value)
         self.table()  # raises now, not at the first checkpoint, for what cannot be encoded
         self.extra()
@@ -156,11 +160,21 @@ class State:
         now["_commit_generation"] = max(self._commit_generation, generation)
         now["_changing"] = False
         now["_established"] = True
+        if self._modes is not None:
+            self._modes.commit()
 
     def begin(self) -> None:
         """A generation is about to train: record the current state as the one the first step begins with."""
         self._point.drop()
         self._point.take()
+        if self._built is None:
+            extra: dict[str, Any] = {}
+            table = tuple(info for info, _ in self.tensors(extra))
+            self._built = Built(table, extra)
+
+    def loop_begins(self) -> None:
+        """The loop asks for its first batch, in this generation."""
+        self._flags().loop_begins()
 
     def turned(self) -> None:
         """The loop asks for its next batch. Raises RuntimeError if the state was changed after the commit.
@@ -224,8 +238,15 @@ class State:
         for part in self._parts.values():
             if isinstance(part, ModulePart):
                 _refuse_sharded(part.name, part.value)
-        self.extra()
-        self.table()
+        extra: dict[str, Any] = {}
+        table = tuple(info for info, _ in self.tensors(extra))
+        self.refuse_growth(table, extra)
+
+    def refuse_growth(self, table: Table, extra: Mapping[str, Any]) -> None:
+        """`table` and `extra`: the present contents. Raises TypeError if a replacement could not receive them, as
+        `setup` has built something else."""
+        if self._built is not None:
+            self._built.refuse_others(table, extra)
 
     # ── contents ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -294,7 +315,9 @@ class State:
         return self._with({name: part.extra() for name, part in self._parts.items()})
 
     def _with(self, parts: dict[str, Any] | None) -> dict[str, Any]:
+        flags = self._modes.changes if self._modes is not None else {}
         return {
+            **({"modes": flags} if flags else {}),
             "format": FORMAT,
             "step": self._step,
             "commit_generation": self._commit_generation,
@@ -340,6 +363,7 @@ class State:
             places.update(part.adopt(by_part[name], theirs[name]))
         if missing := next((info for info in table if info.name not in places), None):
             raise mismatch(missing.name, None, missing)
+        self._flags().adopt(extra.get("modes", {}))
         self._coming = int(extra["commit_generation"]), int(extra["step"])
         return [_unrecorded(places[info.name]) for info in table]
 
@@ -370,15 +394,19 @@ class State:
     def forget_gradients(self) -> None:
         """`train` is about to be entered: drop what an interrupted step has left behind.
 
-        Gradients are dropped, as the next backward would add to them. From the second call on, the modules' `training`
-        and the parameters' `requires_grad` are reset to their values at the first call, as they are in a replacement.
+        Gradients are dropped, as the next backward would add to them. The modules' `training` and the parameters'
+        `requires_grad` are reset to those of `setup`, until the first batch.
         """
         for part in self._parts.values():
             if isinstance(part.value, torch.nn.Module | torch.optim.Optimizer):
                 part.value.zero_grad(set_to_none=True)
+        self._flags().put_back()
+
+    def _flags(self) -> Modes:
+        """Made when `setup` has returned, which may set flags of modules that it has put into the state."""
         if self._modes is None:
-            self._modes = Modes(self.modules())
-        self._modes.put_back()
+            self._modes = Modes({n: p.value for n, p in self._parts.items() if isinstance(p, ModulePart)})
+        return self._modes
 
     def modules(self) -> list[torch.nn.Module]:
         """The parts that are modules."""
