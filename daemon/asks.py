@@ -274,8 +274,9 @@ class AnswerQueue:
         except Fault as fault:
             status, body = 500, _error(500, str(fault))
         except OSError as error:
-            self._log.error("ask.failed", asker=ask.asker, path=ask.path, why=str(error))
-            status, body = 500, _error(500, f"elasticd cannot answer this: {error}")
+            self._log.error("ask.failed", asker=ask.asker, path=ask.path, exc_info=True)
+            what = f"elasticd failed at this request: {type(error).__name__}: {error}; its log has the traceback"
+            status, body = 500, _error(500, what)
         prefix = answers_to(self._cluster, ask.id)
         try:
             for number, piece in enumerate(pieces(ask.id, status, body, self._secret)):
