@@ -1,11 +1,13 @@
-"""A worker of a Trainer, or of Accelerate's loop, is killed: how long until all ranks step again, and what is lost.
+"""A worker of a Trainer, of Accelerate's loop, of Lightning's Trainer or of Fabric's loop is killed: how long until all
+ranks step again, and what is lost.
 
-1 node × 2 workers on this machine, gloo, a GPT-2 of about 3 MB; SIGKILL of a random rank at a random step. Ours uses
+1 node × 2 workers on this machine, gloo, a GPT-2 of about 3 MB (Lightning: a network of 1 MB); SIGKILL of a random rank
+at a random step. Ours uses
 elastic.integrations; beside it, in the same run, the unchanged script under stock torchrun (one agent, standalone),
 which resumes from a checkpoint taken every 20 steps. Needs the environment of `make test-compat`. The last line is one
 of JSON.
 
-    .venv-compat/bin/python benchmarks/frameworks.py [--quick] [--seed N]
+    .venv-compat/bin/python benchmarks/frameworks.py [--quick] [--only KIND] [--kills N] [--seed N]
 """
 
 from __future__ import annotations
@@ -35,12 +37,17 @@ from _harness import (
     workplace,
 )
 
-SCRIPT = HERE / "_frameworks_train.py"
+SCRIPTS = {
+    "trainer": HERE / "_frameworks_train.py",
+    "accelerate": HERE / "_frameworks_train.py",
+    "lightning": HERE / "_lightning_train.py",
+    "fabric": HERE / "_lightning_train.py",
+}
 WORLD = 2
-STOCK_KILLS = 5
-KINDS = ("trainer", "accelerate")
+KILLS, STOCK_KILLS = 20, 3
+QUICK = ("trainer", "accelerate")
 QUICK_S, QUICK_LIMIT_S = 48.0, 12.0
-"""With --quick: so long after the start, and again after as long, no worker of the first and the second of KINDS is
+"""With --quick: so long after the start, and again after as long, no worker of the first and the second of QUICK is
 killed any more; and how long a recovery may take."""
 
 
@@ -51,7 +58,7 @@ def ours(
     words = json.dumps(["--kind", kind, "--record", str(record.folder), "--out", str(folder / f"out-{kind}")])
     job = folder / f"{kind}.toml"
     job.write_text(
-        f'name = "{kind}"\nscript = "{SCRIPT}"\nargs = {words}\nnodes = "1"\nworkers_per_node = {WORLD}\n'
+        f'name = "{kind}"\nscript = "{SCRIPTS[kind]}"\nargs = {words}\nnodes = "1"\nworkers_per_node = {WORLD}\n'
         f'workdir = "{folder}"\npython = "{sys.executable}"\n[restarts]\nbudget = 1000\n'
     )
     node.ctl("submit", job)
@@ -75,8 +82,8 @@ def torchrun(folder: pathlib.Path, processes: Processes, kind: str, kills: int, 
     tag = processes.start(
         record.folder.name,
         [
-            BIN / "torchrun", "--standalone", f"--nproc-per-node={WORLD}", "--max-restarts=100", SCRIPT, "--stock",
-            "--kind", kind, "--record", record.folder, "--out", folder / f"stock-{kind}",
+            BIN / "torchrun", "--standalone", f"--nproc-per-node={WORLD}", "--max-restarts=100", SCRIPTS[kind],
+            "--stock", "--kind", kind, "--record", record.folder, "--out", folder / f"stock-{kind}",
         ],
     )  # fmt: skip
     try:
@@ -130,27 +137,31 @@ def summary(name: str, found: list[Recovery]) -> dict[str, float | int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="without torchrun; under two minutes")
+    parser.add_argument("--only", choices=list(SCRIPTS))
+    parser.add_argument("--kills", type=int, default=KILLS, help="of ours; of torchrun's at most 3")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
     args = parser.parse_args()
-    if importlib.util.find_spec("transformers") is None:
-        print(json.dumps({"skipped": "transformers is not installed: see make test-compat"}))
-        return
-    kills = 4 if args.quick else 20
+    for name in ("transformers", "lightning"):
+        if importlib.util.find_spec(name) is None:
+            print(json.dumps({"skipped": f"{name} is not installed: see make test-compat"}))
+            return
+    kinds = QUICK if args.quick else [args.only] if args.only else list(SCRIPTS)
+    kills = 4 if args.quick else args.kills
     rng, began_s = random.Random(args.seed), time.monotonic()
     print(f"machine: {machine()}; seed {args.seed}")
     result: dict[str, float | int] = {}
     with workplace(args.keep) as (folder, processes):
         node = Node(folder, processes, "a", slots=WORLD)
         node.start()
-        for number, kind in enumerate(KINDS, 1):
+        for number, kind in enumerate(kinds, 1):
             say(f"elasticd, {kind}:")
             end_s = began_s + number * QUICK_S if args.quick else math.inf
             measured = {"elasticd": ours(node, folder, kind, kills, rng, end_s)}
             if not args.quick:
                 say(f"torchrun, {kind}:")
                 try:
-                    measured["torchrun"] = torchrun(folder, processes, kind, STOCK_KILLS, rng)
+                    measured["torchrun"] = torchrun(folder, processes, kind, min(kills, STOCK_KILLS), rng)
                 except TooLate as late:
                     say(f"  {late}")
                     measured["torchrun"] = []

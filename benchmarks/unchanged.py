@@ -1,11 +1,12 @@
 """Scripts that know nothing of elastic lose a worker: under `elasticctl run`, and under stock torchrun in the same run.
 
-One node × 2 workers, gloo; rank 1 kills itself right after an optimizer step. The time is from the kill until new
+One node × 2 workers, or with --nodes 2 two nodes of this machine × 1 worker, then also under torchrun with our
+rendezvous; gloo. Rank 1 kills itself right after an optimizer step. The time is from the kill until new
 processes of all ranks have made a step; the steps between the script's own last checkpoint and the kill are done again.
-The scripts are those of tests/compat/scripts/unchanged; those of Lightning need `make test-compat`'s environment.
+The scripts are those of tests/compat/scripts/unchanged; those of a framework need `make test-compat`'s environment.
 The last line is one of JSON.
 
-    python benchmarks/unchanged.py [--quick | --only SCRIPT] [--json FILE]
+    python benchmarks/unchanged.py [--quick | --only SCRIPT] [--nodes 2] [--json FILE]
 """
 
 from __future__ import annotations
@@ -19,12 +20,19 @@ import re
 import sys
 from dataclasses import asdict, dataclass, replace
 
-from _harness import BIN, HERE, Node, Processes, TooLate, machine, wait_for, workplace
+from _harness import BIN, HERE, Node, Processes, TooLate, free_port, machine, wait_for, workplace
 
 SCRIPTS = HERE.parent / "tests" / "compat" / "scripts" / "unchanged"
-KILL_AT = {"ddp_tutorial": 30, "mingpt_ddp": 30, "lightning_plain": 30, "fabric_plain": 30}
+KILL_AT = {
+    "ddp_tutorial": 30, "mingpt_ddp": 30, "trainer_plain": 30, "accelerate_plain": 30, "lightning_plain": 30,
+    "fabric_plain": 30,
+}  # fmt: skip
+ON_TWO_NODES = ("ddp_tutorial", "mingpt_ddp", "trainer_plain", "accelerate_plain")
+"""The others name the number of their node's workers themselves."""
+FRAMEWORKS = re.compile(r"^(?:from|import) (transformers|accelerate|lightning)\b", re.MULTILINE)
 QUICK = "ddp_tutorial"
 LIMIT_S = {"elasticd": 90.0, "torchrun": 90.0}
+LIMIT_TWO_NODES_S = {"elasticd": 90.0, "torchrun": 90.0, "torchrun with elastic": 90.0}
 """From the start of a run until it counts as not recovering."""
 QUICK_LIMIT_S = {"elasticd": 30.0, "torchrun": 50.0}
 """torchrun gives the survivor 30 s after SIGTERM."""
@@ -44,7 +52,8 @@ class Result:
     """Sum of the final weights."""
 
     def __str__(self) -> str:
-        return f"not in {self.limit_s:.0f} s     " if self.seconds is None else f"{self.seconds:9.2f} s {self.again:4}"
+        found = f"not in {self.limit_s:.0f} s" if self.seconds is None else f"{self.seconds:.2f} s, {self.again:2}"
+        return f"{found:>21}"
 
 
 def lines(folder: pathlib.Path) -> list[dict[str, float]]:
@@ -72,38 +81,55 @@ def result(unknown: Result, folder: pathlib.Path) -> Result | None:
     return replace(unknown, seconds=seconds, again=again, final=finals[0])
 
 
-def measure(unknown: Result, node: Node, folder: pathlib.Path, processes: Processes) -> Result:
+def measure(unknown: Result, nodes: list[Node], folder: pathlib.Path, processes: Processes) -> Result:
     """One run of its script by its launcher."""
-    probe = folder / f"{unknown.script}-{unknown.launcher}"
+    probe = folder / f"{unknown.script}-{unknown.launcher}".replace(" ", "-")
     probe.mkdir()
     path, name = SCRIPTS / f"{unknown.script}.py", probe.name.replace("_", "-")
-    words = ["--standalone", f"--nproc-per-node={WORLD}", "--max-restarts=3"]
     settings = {"PROBE": str(probe), "PROBE_KILL_AT": str(KILL_AT[unknown.script])}
+    tags = []
     if unknown.launcher == "elasticd":
         env = [word for pair in settings.items() for word in ("-e", "=".join(pair))]
-        node.ctl("run", "--detach", "--name", name, *env, *words, path)
+        words = [f"--nnodes={len(nodes)}", f"--nproc-per-node={WORLD // len(nodes)}", "--max-restarts=3"]
+        nodes[0].ctl("run", "--detach", "--name", name, *env, *words, path)
     else:
-        tag = processes.start(probe.name, [BIN / "torchrun", *words, path], {**os.environ, **settings})
+        words = torchruns(unknown.launcher, nodes, name)
+        tags = [
+            processes.start(f"{probe.name}-{number}", [BIN / "torchrun", *words, path], {**os.environ, **settings})
+            for number in range(len(nodes))
+        ]
     try:
         return wait_for(lambda: result(unknown, probe), unknown.limit_s, "", every_s=0.1)
     except TooLate:
         return unknown
     finally:
-        if unknown.launcher == "torchrun":
+        for tag in tags:
             processes.end(tag)
-        else:
-            node.ctl("stop", name, check=False)
+        if unknown.launcher == "elasticd":
+            nodes[0].ctl("stop", name, check=False)
 
 
-def row(ours: Result, stock: Result) -> str:
-    known = None not in (ours.seconds, stock.seconds)
-    same = "" if not known else "the same" if ours.final == stock.final else f"{ours.final!r} / {stock.final!r}"
-    return f"{ours.script:16} {ours} {stock}   {same}"
+def torchruns(launcher: str, nodes: list[Node], name: str) -> list[str]:
+    """The options of each of its agents."""
+    words = [f"--nproc-per-node={WORLD // len(nodes)}", "--max-restarts=3"]
+    if len(nodes) == 1:
+        return ["--standalone", *words]
+    words += [f"--nnodes={len(nodes)}", f"--rdzv-id={name}"]
+    if launcher == "torchrun":
+        return [*words, "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    return [*words, "--rdzv-backend=elastic", f"--rdzv-endpoint={nodes[0].etcd}"]
 
 
-def runnable(script: str) -> bool:
-    imports = re.search(r"^(from|import) lightning\b", (SCRIPTS / f"{script}.py").read_text(), re.MULTILINE)
-    return imports is None or importlib.util.find_spec("lightning") is not None
+def row(results: list[Result]) -> str:
+    finals = {found.final for found in results if found.seconds is not None}
+    same = "the same" if len(finals) == 1 else " / ".join(repr(final) for final in finals)
+    return f"{results[0].script:23} {'  '.join(str(found) for found in results)}   {same}"
+
+
+def missing(script: str) -> str:
+    """The framework that this script needs and that is not installed; '' if there is none."""
+    found = FRAMEWORKS.findall((SCRIPTS / f"{script}.py").read_text())
+    return next((name for name in found if importlib.util.find_spec(name) is None), "")
 
 
 def summary(results: list[Result]) -> dict[str, float | None]:
@@ -111,8 +137,9 @@ def summary(results: list[Result]) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for each in results:
         known = each.seconds is not None
-        found[f"{each.script}_{each.launcher}_s"] = round(each.seconds, 3) if known else None
-        found[f"{each.script}_{each.launcher}_steps_again"] = each.again if known else None
+        name = f"{each.script}_{each.launcher}".replace(" ", "_")
+        found[f"{name}_s"] = round(each.seconds, 3) if known and each.seconds is not None else None
+        found[f"{name}_steps_again"] = each.again if known else None
     return found
 
 
@@ -121,26 +148,31 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--only", choices=sorted(KILL_AT))
     which.add_argument("--quick", action="store_true", help=f"{QUICK} alone; under two minutes")
+    parser.add_argument("--nodes", type=int, choices=(1, 2), default=1)
     parser.add_argument("--json", type=pathlib.Path, help="write the results there, too")
     args = parser.parse_args()
-    limits_s = QUICK_LIMIT_S if args.quick else LIMIT_S
+    limits_s = QUICK_LIMIT_S if args.quick else LIMIT_S if args.nodes == 1 else LIMIT_TWO_NODES_S
     only = QUICK if args.quick else args.only
+    scripts = [name for name in (KILL_AT if args.nodes == 1 else ON_TWO_NODES) if only in (None, name)]
     results = []
     print(machine())
-    print(f"{'script':16} {'elasticd':>11} {'again':>4} {'torchrun':>9}   again   final weights")
+    print(f"{'time, steps done again':23} {'  '.join(f'{how:>21}' for how in limits_s)}   final weights")
     with workplace() as (folder, processes):
-        node = Node(folder, processes, "n0", slots=WORLD)
-        node.start()
-        for script in (script for script in KILL_AT if only in (None, script)):
-            if not runnable(script):
-                print(f"{script:16} needs lightning: see make test-compat")
+        nodes = [Node(folder, processes, "n0", slots=WORLD // args.nodes)]
+        nodes += [Node(folder, processes, "n1", slots=1, etcd=nodes[0].etcd)] * (args.nodes - 1)
+        for node in nodes:
+            node.start()
+        for script in scripts:
+            if name := missing(script):
+                print(f"{script:23} needs {name}: see make test-compat")
                 continue
-            pair = [measure(Result(script, how, limits_s[how]), node, folder, processes) for how in limits_s]
-            print(row(*pair), flush=True)
-            results += pair
+            measured = [measure(Result(script, how, limits_s[how]), nodes, folder, processes) for how in limits_s]
+            print(row(measured), flush=True)
+            results += measured
+    print(machine())
     if args.json:
         args.json.write_text(json.dumps([asdict(found) for found in results]))
-    print(json.dumps(summary(results) or {"skipped": "lightning is not installed: see make test-compat"}))
+    print(json.dumps(summary(results) or {"skipped": "a framework is not installed: see make test-compat"}))
     return 0
 
 

@@ -91,12 +91,13 @@ def test_a_trainer_survives_a_death_at_every_place_of_its_loop() -> None:
     [
         ("lora", {}),
         ("stream", {}),
+        ("datasets", {}),
         ("seq2seq", {}),
         ("causal", {"bf16": True, "lr_scheduler_type": "reduce_lr_on_plateau", "weight_decay": 0.1}),
         ("causal", {"train_sampling_strategy": "group_by_length", "dataloader_num_workers": 1, "eval_steps": 5,
                     "save_strategy": "epoch", "eval_strategy": "epoch", "logging_strategy": "epoch"}),
     ],
-    ids=["lora", "stream", "seq2seq", "bf16-plateau", "by-length-epochs"],
+    ids=["lora", "stream", "datasets", "seq2seq", "bf16-plateau", "by-length-epochs"],
 )  # fmt: skip
 @pytest.mark.timeout(500)
 def test_a_trainer_recovers_with_other_models_data_and_schedules(kind: str, more: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -22,8 +23,10 @@ SCRIPTS = sorted(path.stem for path in FOLDER.glob("*_*.py"))
 def test_unchanged_script_survives_a_killed_worker_sooner_than_under_torchrun(
     script: str, tmp_path: pathlib.Path
 ) -> None:
-    if "lightning" in (FOLDER / f"{script}.py").read_text() and importlib.util.find_spec("lightning") is None:
-        pytest.skip("lightning is not installed: make test-compat")
+    text = (FOLDER / f"{script}.py").read_text()
+    for name in re.findall(r"^(?:from|import) (transformers|accelerate|lightning)\b", text, re.MULTILINE):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: make test-compat")
     found = tmp_path / "found.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "unchanged.py"), "--only", script, "--json", str(found)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)

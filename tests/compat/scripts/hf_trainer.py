@@ -64,6 +64,17 @@ class Stream(torch.utils.data.IterableDataset):
         return (self.text[index] for index in range(len(self.text)))
 
 
+def streamed(text: Text) -> torch.utils.data.IterableDataset:
+    """The same, as a streaming dataset of Hugging Face's `datasets`."""
+    import datasets
+
+    def samples():
+        for index in range(len(text)):
+            yield {name: value.tolist() for name, value in text[index].items()}
+
+    return datasets.IterableDataset.from_generator(samples)
+
+
 def die(place: str, step: int) -> None:
     rank = int(os.environ.get("RANK", "0"))
     for number, kill in enumerate(KILLS):
@@ -129,8 +140,9 @@ def main() -> None:
     first = next(p for p in model.parameters() if p.requires_grad)
     first.register_hook(lambda grad: die("backward", Probe.step))
     train = Text(argparse, 150)
+    data = Stream(train) if ARGS.kind == "stream" else streamed(train) if ARGS.kind == "datasets" else train
     trainer = (Seq2SeqTrainer if seq2seq else Trainer)(
-        model=model, args=args, train_dataset=Stream(train) if ARGS.kind == "stream" else train,
+        model=model, args=args, train_dataset=data,
         eval_dataset=Text(inspect, 20), callbacks=[EarlyStoppingCallback(5), Probe()],
     )  # fmt: skip
     register_optimizer_step_post_hook(lambda *_: die("optimizer", Probe.step))
