@@ -23,6 +23,7 @@ from . import addresses, config, host, launch, lean, ownership, shutdown
 from .api.views import SCHEMA, Identity, Json
 from .errors import AlreadyRuns, CannotStart, DaemonError, InvalidConfig
 from .etcd import cluster_key, trust
+from .first_process import become_init
 from .masking import masked_setting
 from .notify import Notify
 from .page import access
@@ -37,6 +38,8 @@ FLAGS = ("cluster", "node", "address", "state_dir", "socket", "slots", "log_leve
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code; see `errors`."""
     args = _parser().parse_args(argv)
+    if not (args.stop or args.make_cluster_key or args.check):
+        become_init()
     started_s = time.monotonic()
     try:
         loaded = config.load(args.config, os.environ, _flags(args))

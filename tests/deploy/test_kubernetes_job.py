@@ -34,6 +34,7 @@ def setup(job):
 def train(job, state):
     model = job.ddp(state.model)
     if job.rank == 0:
+        print("entered at", state.step, flush=True)
         print(state.step, job.world_size, file=open("SHARED/entered", "a"))
     while not job.broadcast(os.path.exists("SHARED/end") if job.rank == 0 else None):
         model(torch.ones(1, 2)).sum().backward()
@@ -122,6 +123,7 @@ def test_job_runs_on_its_pods_outlives_head_and_eviction_and_ends_them_all(pods:
 
     (pods.shared / "end").touch()
     assert head.wait(90) == 0, pods.said("head")
+    assert "entered at" in pods.said("head")
     assert [node.wait(60) for node in nodes.values()] == [0, 0]
     assert {path.name for path in (pods.shared / ".elasticd").iterdir()} == {"checkpoints", "over"}  # no key
 
