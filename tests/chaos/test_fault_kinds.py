@@ -13,9 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed.elastic.multiprocessing.errors  # noqa: F401 - each child would import it
 from chaos.fault_kinds import KINDS, SCRIPT, Result, table
 from support.wait import eventually
 
+import elastic  # noqa: F401 - likewise
 from elastic.agent import stacks
 from elastic.agent.process import Exited
 from elastic.agent.worker_error import last_lines, read_error
