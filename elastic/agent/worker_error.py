@@ -18,6 +18,8 @@ LAST_LINES, LINE_CHARS, LAST_BYTES = 12, 300, 16_000
 """Of the log, kept beside a traceback from the error file."""
 NO_STATE = "NoStateError"
 """See `worker.state.state_source`."""
+FATAL = "Fatal Python error: "
+"""Begins what faulthandler writes about a signal."""
 ERROR_FILE_BYTES = 1 << 20
 """A longer error file is truncated, and so invalid JSON: the log is used instead."""
 
@@ -82,11 +84,19 @@ def _tail(path: str, most_bytes: int = TAIL_BYTES) -> str:
 
 
 def last_lines(log_file: str) -> tuple[str, ...]:
-    """The last lines of a worker's log, without the traceback that it ends with: the error has that already."""
+    """The last lines of a worker's log, without the traceback that it ends with: the error has that already. Of a stack
+    that faulthandler has written the beginning is kept, and half of the lines are those before it: a library says
+    there why it aborts."""
     text = _tail(log_file, LAST_BYTES)
-    text = text.rpartition("Traceback (most recent call last):")[0] or text
-    lines = [line.rstrip()[:LINE_CHARS] for line in text.replace("\0", "").splitlines() if line.strip("\0 \t\r")]
-    return tuple(lines[-LAST_LINES:])
+    before, fatal, stack = text.rpartition(FATAL)
+    if fatal:
+        said = _lines(before)[-LAST_LINES // 2 :]
+        return (*said, *_lines(fatal + stack)[: LAST_LINES - len(said)])
+    return tuple(_lines(text.rpartition("Traceback (most recent call last):")[0] or text)[-LAST_LINES:])
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip()[:LINE_CHARS] for line in text.replace("\0", "").splitlines() if line.strip("\0 \t\r")]
 
 
 def _text(value: Any) -> str:

@@ -24,6 +24,19 @@ def test_last_lines_end_before_the_traceback_and_are_bounded(tmp_path: Path) -> 
     assert last_lines(str(tmp_path / "absent")) == ()
 
 
+def test_what_a_library_says_before_it_aborts_is_kept_beside_a_long_stack(tmp_path: Path) -> None:
+    log = tmp_path / "slot0.log"
+    stack = "".join(f'  File "t.py", line {i} in f\n' for i in range(50))
+    said = "terminate called after throwing an instance of 'std::bad_alloc'\n"
+    log.write_text(
+        "step 40\n" * 20 + said + "Fatal Python error: Aborted\n\nCurrent thread (most recent first):\n" + stack
+    )
+    lines = last_lines(str(log))
+    assert len(lines) == LAST_LINES
+    assert lines[5:8] == (said.strip(), "Fatal Python error: Aborted", "Current thread (most recent first):")
+    assert lines[-1] == '  File "t.py", line 3 in f'
+
+
 def test_incident_has_the_last_lines_of_the_first_report_that_has_any() -> None:
     formed = generation(1, [place("a", 0), place("b", 0)])
     comm = BrokenRecord(generation=1, node="a", kind="comm", detail="closed")

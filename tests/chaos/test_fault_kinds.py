@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,9 @@ def begun(folder: Path, name: str) -> int:
             signal.signal(number, signal.SIG_DFL)
         code = bootstrap._run((str(script),))
         bootstrap._flush()
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        traceback.print_exc()
+        code = 1
     finally:
         os._exit(code)
 
