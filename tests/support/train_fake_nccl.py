@@ -79,7 +79,7 @@ class Stream:
 
     broken = False
 
-    def __init__(self, *_: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None: ...
     def record(self, *_: Any) -> None: ...
 
     def synchronize(self) -> None:
@@ -91,6 +91,9 @@ class Stream:
         self.synchronize()
         return True
 
+    def elapsed_time(self, end: Any) -> float:
+        return 0.0
+
 
 def install() -> None:
     sys.path.insert(0, str(HERE.parent / "gpu"))
@@ -100,6 +103,7 @@ def install() -> None:
     torch.cuda.set_device = lambda device: (RECORD / f"cuda.{os.getpid()}").touch()
     torch.cuda.Event = torch.cuda.current_stream = Stream
     torch.cuda.synchronize = lambda device: kernels_gone.wait() and None
+    torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.is_initialized = lambda: Stream.broken
     form = Group._init
 

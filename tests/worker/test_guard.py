@@ -37,6 +37,12 @@ class FakeLink:
     def contributed(self) -> None:
         pass
 
+    def logged(self, *_: object) -> None:
+        pass
+
+    def sampled(self, *_: object) -> None:
+        pass
+
 
 class FakeStream:
     def __init__(self, log: list[str], device: torch.device) -> None:

@@ -59,6 +59,8 @@ class Trained:
     def extra(self) -> dict[str, Any]:
         return {"step": self.step}
 
+    def refuse_growth(self, *_: object) -> None: ...
+
     def forward(self) -> None:
         mean, to = self.held["running_mean"].data, self.step + 1
         self.device.launch("forward", lambda: mean.fill_(to))
@@ -274,6 +276,8 @@ class Link:
         self.log.append("asked")
 
     def entered(self) -> None: ...
+    def logged(self, *_: object) -> None: ...
+    def sampled(self, *_: object) -> None: ...
     def quiet(self, limit_s: float) -> None: ...
 
 
