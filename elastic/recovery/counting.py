@@ -6,6 +6,8 @@ generation is counted by the leader, together with the next generation: see `lea
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec.structs import replace
 
 from ..contract.records import Failure
@@ -21,8 +23,7 @@ def count_failures(turn: Turn) -> None:
     if state.phase.over:
         turn.change(uncounted=())
         return
-    shown = {_key(failure) for failure in state.failures}
-    left = tuple(u for u in agent.etcd.uncounted if u.written is None or _key(u.written) not in shown)
+    left = tuple(u for u in agent.etcd.uncounted if u.written is None or not _shown(u.written, state.failures))
     if left:
         first, later = left[0], left[1:]
         counted = charge(state, first.record, turn.policy.spec.restarts, first.wall_s, None).state
@@ -36,6 +37,7 @@ def count_failures(turn: Turn) -> None:
     turn.change(uncounted=left)
 
 
-def _key(failure: Failure) -> tuple[object, ...]:
-    """Identifies a failure. Not its texts: etcd may have them with characters replaced."""
-    return failure.wall_s, failure.generation, failure.node, failure.slots
+def _shown(written: Failure, failures: Iterable[Failure]) -> bool:
+    """Not compared by its texts: etcd may have them with characters replaced. The leader may have added slots to it."""
+    this = written.wall_s, written.generation, written.node
+    return any((f.wall_s, f.generation, f.node) == this and set(written.slots) <= set(f.slots) for f in failures)

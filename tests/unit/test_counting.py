@@ -9,9 +9,10 @@ import pytest
 from support.jobs import member, view
 from unit.test_recovery import SPEC, Machine
 
-from elastic.contract.records import JobState, Phase, WorkerError
+from elastic.contract.records import BrokenRecord, JobState, Phase, WorkerError
 from elastic.recovery.effects import PutState
 from elastic.recovery.events import Joined, Start, Viewed, WorkerExited, WorkerReady
+from elastic.recovery.restart_budget import charge
 from elastic.recovery.view import JobView
 
 EMPTY = view(member("a", 1, ready=()), spec=SPEC)
@@ -80,6 +81,20 @@ def test_failure_whose_text_etcd_holds_escaped_is_counted_once() -> None:
     [failure] = effect.state.failures
     escaped = msgspec.structs.replace(failure, fingerprint="caf\\udce9.py:1")
     assert not states(machine, shown(msgspec.structs.replace(effect.state, failures=(escaped,)), 3))
+    assert machine.agent.etcd.uncounted == ()
+
+
+def test_failure_to_which_the_leader_adds_a_slot_is_counted_once() -> None:
+    """No view came between the two writes: a leader reads, charges and publishes within milliseconds."""
+    machine = started()
+    [effect] = fail(machine)
+    charged = BrokenRecord(
+        generation=1, node="a", kind="exit", detail="ImportError: numpyy", slots=(1,),
+        fingerprint="ImportError at train.py:1", error=WorkerError(node="a", slot=1, rank=1, message="x"),
+    )  # fmt: skip
+    fuller = charge(effect.state, charged, SPEC.restarts, 0.0, 0).state
+    assert [f.slots for f in fuller.failures] == [(0, 1)]
+    assert not states(machine, shown(fuller, 5))
     assert machine.agent.etcd.uncounted == ()
 
 
