@@ -290,7 +290,8 @@ class EtcdWriter:
             state = effect.state
             log.info("job.state", phase=state.phase.value, reason=state.reason, restarts=state.restarts, done=done)
 
-        self._urgent.ask("state", order, persist=False)
+        # By phase: of two states decided on one revision the first is written. The newer must not displace it.
+        self._urgent.ask(f"state {effect.state.phase.value}", order, persist=False)
 
     def restore(self, generation: GenerationRecord | None, state: JobState, spec: SpecRecord | None) -> None:
         """etcd came back empty, or with older data: write back the job's spec, state and generation, unless another

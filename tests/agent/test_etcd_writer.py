@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from elastic.agent.etcd_writer import KEPT_BESIDE, EtcdWriter
 from elastic.agent.incidents import late_exit, save_failed
 from elastic.agent.process import Exited
 from elastic.agent.store import Stores
-from elastic.agent.write_queue import Write
+from elastic.agent.write_queue import Write, WriteQueue
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records import (
     BrokenRecord,
@@ -125,6 +126,20 @@ def test_state_is_written_only_over_the_revision_that_it_was_decided_on() -> Non
     office.registry.put_state(PutState(JobState(phase=Phase.FAILED), 1))
     office.queues["urgent"].orders[-1]()
     assert office.state().phase is Phase.SUCCEEDED
+
+
+def test_failure_counted_at_the_same_moment_does_not_displace_the_end_of_the_job() -> None:
+    """`on_bad_numbers = stop` is written once: displaced in the queue, the job would go on."""
+    office = Office()
+    office.client.put(KEYS.member("n"), b"")
+    office.client.put(KEYS.state, encode(JobState(phase=Phase.RUNNING)))
+    revision = office.client.get(KEYS.state).mod_revision  # type: ignore[union-attr]
+    registry = dataclasses.replace(office.registry, queue=WriteQueue)
+    registry.put_state(PutState(JobState(phase=Phase.FAILED, reason="nan at step 3"), revision))
+    registry.put_state(PutState(JobState(phase=Phase.RUNNING, restarts=1), revision))
+    registry.start()
+    registry.leave()
+    assert office.state().reason == "nan at step 3"
 
 
 def publish(office: Office) -> Write:
