@@ -21,6 +21,7 @@ from ..contract.beat import PAGE_BYTES, BeatPage
 from ..contract.messages import Forked, Message
 from ..contract.worker_config import ERROR_FILE
 from ..util.descriptors import send
+from ..util.processes import signal_name
 from . import descendants
 from .children import become_subreaper, ended, exit_status, signal_group
 from .descendants import Descendants
@@ -369,7 +370,7 @@ class Pool:
         return Exited(
             worker_id=process.worker_id,
             code=None if number else code,
-            signal=signal.Signals(number).name if number else None,
+            signal=signal_name(number) if number else None,
             late_s=process.late_s if late else 0.0,
             step=process.page.read().step,
             error_file=process.error_file,

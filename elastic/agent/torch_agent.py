@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous import (
 from ..contract.records import GenerationRecord, IncidentRecord, Phase
 from ..recovery.model import Agent
 from ..recovery.transitions import Stage
+from ..util.processes import signal_number
 from .loop import Loop
 from .store import Stores
 
@@ -179,7 +180,7 @@ class NodeAgent(SimpleElasticAgent):
             return {}
         code = error.exit_code or 1
         if error.signal:
-            code = -signal.Signals[error.signal].value
+            code = -signal_number(error.signal)
         failure = ProcessFailure(local_rank=error.slot, pid=0, exitcode=code, error_file="")
         failure.error_file_data = {"message": error.message}
         return {error.rank: failure}

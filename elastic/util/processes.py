@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1
+_REAL_TIME = "SIGRTMIN"
 
 
 def die_with(parent: int) -> bool:
@@ -62,3 +63,18 @@ def kill_if(pid: int, is_the_one: Callable[[], bool]) -> bool:
     finally:
         os.close(pidfd)
     return True
+
+
+def signal_name(number: int) -> str:
+    """'SIGKILL', 'SIGRTMIN+6'. Python names only two of the real-time signals, and raises for the others."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"{_REAL_TIME}{number - signal.SIGRTMIN:+d}"
+
+
+def signal_number(name: str) -> int:
+    """The number of a signal named by `signal_name`."""
+    if name.startswith((f"{_REAL_TIME}+", f"{_REAL_TIME}-")):
+        return signal.SIGRTMIN + int(name.removeprefix(_REAL_TIME))
+    return int(signal.Signals[name])

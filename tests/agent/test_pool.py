@@ -92,6 +92,14 @@ def test_how_workers_end(bench: Bench) -> None:
     assert printed(bench.folder / "3.log") == "hello\n"
 
 
+def test_worker_may_be_killed_by_a_signal_without_a_name_in_python(bench: Bench) -> None:
+    bench.worker(1, "import os, signal\nos.kill(os.getpid(), signal.SIGRTMIN + 6)\n")
+    bench.until(lambda: bench.exit_of(1) is not None)
+    end = bench.exit_of(1)
+    assert end is not None
+    assert (end.code, end.signal, end.cause) == (None, "SIGRTMIN+6", "killed by SIGRTMIN+6")
+
+
 def test_worker_killed_before_fork_exits_without_waiting_for_the_zygote(bench: Bench) -> None:
     bench.pool.fork(1, 0, dict(os.environ), ["x.py"], str(bench.folder), str(bench.folder / "1.log"))
     bench.pool.kill(1, graceful=True)
