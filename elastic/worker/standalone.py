@@ -134,6 +134,7 @@ def _name() -> str:
 
 def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Rule) -> None:
     generation = _restore(job, state, disk)
+    state.forget_gradients()
     if disk is None:
         job.enter(rank=job.rank, world_size=job.world_size, generation=generation, keeper=None, state=state)
         state.begin()

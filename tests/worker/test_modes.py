@@ -172,3 +172,55 @@ def test_a_loop_of_the_scripts_own_enters_with_the_modes_of_setup() -> None:
     state.committed(1)
     _enter(state)
     assert _modes(state) == FREE
+
+
+def _on_entry(state: elastic.State) -> list[bool]:
+    assert state.rewind() is None
+    _enter(state)
+    return [param.requires_grad for param in state.model[0].parameters()]
+
+
+def test_what_the_loop_has_unfrozen_wants_gradients_when_the_model_is_wrapped() -> None:
+    """DDP sums the gradients of parameters that want some when it is built: of others each rank would apply its own."""
+    state = _optimized()
+    state.model[0].requires_grad_(False)  # by setup
+    _enter(state)
+    _step(state)
+    assert _on_entry(state) == [False, False]
+    _step(state, lambda state: state.model.requires_grad_(True) and None)
+    for _ in range(2):
+        assert _on_entry(state) == [True, True]
+        _step(state)
+        assert _modes(state) == FREE
+    _step(state, lambda state: state.model[0].requires_grad_(False) and None)
+    assert _on_entry(state) == [False, False], "frozen again"
+
+
+def _only(state: elastic.State, trained: int) -> None:
+    for number in (0, 2):
+        state.model[number].requires_grad_(number == trained)
+
+
+def test_what_is_set_between_two_loops_is_left_to_the_script() -> None:
+    """Each epoch a loop of its own, and the halves of the model trained in turn: a failure in the evaluation after an
+    epoch, or a resume from its checkpoint, must not train the other half for a whole epoch."""
+    state = _optimized()
+    _enter(state)
+    for trained in (0, 2):
+        _only(state, trained)
+        _step(state)
+    for entered in (state, _replacement(state)):
+        assert entered.rewind() is None
+        _enter(entered)
+        _only(entered, 0)
+        entered.loop_begins()
+        assert [entered.model[number].weight.requires_grad for number in (0, 2)] == [True, False]
+
+
+def test_what_a_loop_has_frozen_for_good_stays_so_over_the_loops_after_it() -> None:
+    state = _trained()
+    _step(state)  # another loop
+    assert state.rewind() is None
+    _enter(state)
+    state.loop_begins()
+    assert _modes(state) == FROZEN

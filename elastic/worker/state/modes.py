@@ -3,7 +3,9 @@
 A loop switches them within a step: for an evaluation, or a GAN's frozen half. If the generation ends there, a survivor
 would enter `train` again with dropout off or a network frozen, and a replacement would not. So `train` is entered with
 those that `setup` has left, as the first time. A loop may also change them for good: it freezes a part of the model at
-some step. What it had changed by the last commit belongs to the state, and is changed again before its first batch.
+some step. What it had changed by the last commit belongs to the state, and is changed again before its first batch;
+parameters that it has unfrozen want gradients from the start, as DDP sums those alone that do when it is built. What
+the script sets between two loops is its own to set again.
 
 `torch.set_grad_enabled(False)` before an evaluation and the default dtype of new tensors are reset too.
 """
@@ -35,7 +37,10 @@ class Modes:
         self._modules, self._params = [module for _, module in inner], [param for _, param in params]
         self._setup = self._now()
         self._begun: Flags | None = None
-        """At the first batch of this generation, before `changes` was applied; None: none was taken."""
+        """At the first batch of this generation, before `changes` was applied, and what was set between loops since;
+        None: none was taken."""
+        self._last: Flags | None = None
+        """At the last commit of this generation."""
         self.changes: dict[str, dict[str, bool]] = {}
         """By the last commit, what the loop had changed since its first batch: kind -> name -> value."""
         self._grad, self._dtype = torch.is_grad_enabled(), torch.get_default_dtype()
@@ -44,14 +49,20 @@ class Modes:
         """`train` is about to be entered: restore those of `setup`. Modules and parameters added since keep theirs."""
         torch.set_grad_enabled(self._grad)
         torch.set_default_dtype(self._dtype)
-        self._set(self._setup)
-        self._begun = None
+        training, wanted = self._setup
+        self._set((training, [want or free for want, free in zip(wanted, self._unfrozen(), strict=True)]))
+        self._begun = self._last = None
 
     def loop_begins(self) -> None:
-        """The loop asks for its first batch. Further calls do nothing."""
+        """A loop asks for its first batch."""
+        training, wanted = now = self._now()
         if self._begun is not None:
+            for begun, last, flags in zip(self._begun, self._last or now, now, strict=True):
+                for place, (before, after) in enumerate(zip(last, flags, strict=True)):
+                    if before != after:
+                        begun[place] = after
             return
-        self._begun = self._now()
+        self._begun = training, [want and not free for want, free in zip(wanted, self._unfrozen(), strict=True)]
         if self.changes:
             kinds = zip(_KINDS, self._names, self._begun, strict=True)
             training, wanted = (
@@ -64,8 +75,9 @@ class Modes:
         """A step has been committed."""
         if self._begun is None:
             return  # a loop of the script's own, of which it is not known where it begins
+        self._last = self._now()
         found: dict[str, dict[str, bool]] = {}
-        for kind, names, then, now in zip(_KINDS, self._names, self._begun, self._now(), strict=True):
+        for kind, names, then, now in zip(_KINDS, self._names, self._begun, self._last, strict=True):
             if then != now:
                 rows = zip(names, then, now, strict=True)
                 found[kind] = {name: after for name, before, after in rows if before != after}
@@ -74,6 +86,11 @@ class Modes:
     def adopt(self, changes: Mapping[str, Any]) -> None:
         """The state that comes was committed with these changes."""
         self.changes = {kind: dict(held) for kind, held in changes.items()}
+
+    def _unfrozen(self) -> list[bool]:
+        """Of each parameter, whether the loop had it want gradients that it did not want before."""
+        changes = self.changes.get("requires_grad", {})
+        return [changes.get(name, False) for name in self._names[1]]
 
     def _set(self, flags: Flags) -> None:
         training, wanted = flags
