@@ -47,7 +47,7 @@ class FirstBad:
         for number, module in enumerate(modules):
             front = f"{number}." if len(modules) > 1 else ""
             for name, layer in module.named_modules():
-                if not any(layer.children()):
+                if not any(layer.children()) and not isinstance(layer, torch.jit.ScriptModule):  # has no hooks
                     called = f"{front}{name}".rstrip(".") or type(layer).__name__
                     self._handles.append(layer.register_forward_hook(self._hook(f"{called} ({type(layer).__name__})")))
 
@@ -64,7 +64,7 @@ class FirstBad:
             if not torch.is_grad_enabled():
                 return  # an evaluation
             for leaf in pytree.tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and len(self._found) < MOST_LAYERS:
+                if _has_numbers(leaf) and len(self._found) < MOST_LAYERS:
                     finite = torch.isfinite(leaf.detach())
                     self._found.append((layer, finite.flatten(1).all(1) if finite.ndim > 1 else finite.reshape(-1)))
 
@@ -102,16 +102,18 @@ class FirstBad:
 def _bad_inputs(batch: HasIndices) -> list[int]:
     bad: set[int] = set()
     for leaf in pytree.tree_leaves(batch.data):
-        if (
-            isinstance(leaf, torch.Tensor)
-            and leaf.is_floating_point()
-            and leaf.ndim
-            and len(leaf) == len(batch.indices)
-        ):
+        if _has_numbers(leaf) and leaf.ndim and len(leaf) == len(batch.indices):
             finite = torch.isfinite(leaf.detach())
             good = finite.flatten(1).all(1) if finite.ndim > 1 else finite
             bad |= {at for at, fine in enumerate(good.tolist()) if not fine}
     return [batch.indices[at] for at in sorted(bad)]
+
+
+def _has_numbers(leaf: Any) -> bool:
+    """Whether it is a dense tensor of floating-point numbers."""
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
+        return False
+    return leaf.is_floating_point()
 
 
 def _samples(ids: Sequence[int]) -> str:

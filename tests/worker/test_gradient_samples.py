@@ -177,3 +177,15 @@ def test_a_job_without_debug_sets_no_hook_and_reads_no_gradient() -> None:
     job.enter(rank=0, world_size=1, generation=1, keeper=None)
     assert not job.sampler.on
     assert not job._first_bad.on
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_scripted_and_sparse_layers_are_left_out_of_the_search() -> None:
+    """TorchScript takes no hooks: refused, the job would fail where it goes back after a bad loss."""
+    found = FirstBad()
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)), Spoils(0))
+    found.watch([model, torch.jit.script(nn.Linear(1, 1))])
+    model(torch.ones(2, 2))
+    assert "Spoils" in found.told(None)
+    sparse = torch.ones(2, 2).to_sparse()
+    assert FirstBad().told(Batch([5, 6], {"x": sparse})) == "this rank had samples 5, 6"
