@@ -35,16 +35,16 @@ class Event(Protocol):
         """Milliseconds until `end_event`, both having passed."""
 
 
-def cuda_event() -> Event | None:
-    """An event in the current stream's device; None while a graph is captured: an event would become part of it."""
-    if torch.cuda.is_current_stream_capturing():
-        return None
+def cuda_event() -> Event:
+    """An event in the current stream's device."""
     return cast(Event, torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
 
 
 class DeviceMarks:
-    def __init__(self, add: Add, new_event: Callable[[], Event | None] = cuda_event) -> None:
-        self._add, self._new = add, new_event
+    def __init__(self, add: Add, new_event: Callable[[], Event], capturing: Callable[[], bool]) -> None:
+        """`capturing`: whether a graph is captured in the current stream: an event would become part of it, and could
+        not be queried any more."""
+        self._add, self._new, self._capturing = add, new_event, capturing
         self._free: list[Event] = []
         self._marks: list[tuple[Doing, Event]] = []
         """Of the step that is being queued, from the commit before it on."""
@@ -62,13 +62,10 @@ class DeviceMarks:
         """From here on the work that is queued belongs to `doing`."""
         if self._marks and self._marks[-1][0] is doing:
             return
-        if len(self._marks) >= MOST_MARKS:
+        if len(self._marks) >= MOST_MARKS or self._capturing():
             self._broken = True
             return
         event = self._free.pop() if self._free else self._new()
-        if event is None:
-            self._broken = True
-            return
         event.record()
         self._marks.append((doing, event))
 

@@ -22,7 +22,7 @@ from .building import build
 from .checkpoint_scheduler import CheckpointScheduler, RankPosition
 from .comm.errors import FormError, GroupAborted, is_communication_error
 from .comm.group import Group, cuda_failure
-from .device_marks import DeviceMarks
+from .device_marks import DeviceMarks, cuda_event
 from .job import Job, Setup, Train
 from .session import GenerationEnded, Session
 from .state.restore import Disk, Store
@@ -256,7 +256,8 @@ class Managed:
         synced = self._synchronised(job, form)
         state = self._state
         if job.device.type == "cuda" and self._link.device is None:
-            self._link.device = DeviceMarks(session.page.on_device)
+            capturing = torch.cuda.is_current_stream_capturing
+            self._link.device = DeviceMarks(session.page.on_device, cuda_event, capturing)
         self._link.enter(form.generation, state.step)
         session.send(
             messages.Synced(
