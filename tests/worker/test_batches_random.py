@@ -137,3 +137,23 @@ def test_looking_for_draws_leaves_the_generators_as_they_were() -> None:
     random.gauss(0, 1), np.random.randn(), torch.randn(())
     Draws().mark()
     assert (random.gauss(0, 1), np.random.randn(), float(torch.randn(()))) == expected
+
+
+def test_draws_of_another_generator_in_the_place_of_pythons_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, other = Draws(), random.Random()
+    for name in ("random", "seed", "getstate", "setstate", "gauss", "getrandbits"):  # as `importlib.reload` does
+        monkeypatch.setattr(random, name, getattr(other, name))
+    seed_everything(3)
+    drawn.mark()
+    assert not drawn.any()
+    random.random()
+    assert drawn.any()
+
+
+def test_a_random_function_that_is_no_generators_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "random", lambda: 0.5)
+    drawn = Draws()
+    seed_everything(3)
+    drawn.mark()
+    np.random.rand()
+    assert drawn.any()

@@ -37,6 +37,7 @@ class Draws:
 
     def __init__(self) -> None:
         self._numpy = get_bit_generator()
+        self._python = _shared()
         self._views = self._found()
         self._before: object = None
 
@@ -47,18 +48,17 @@ class Draws:
         return self._positions() != self._before
 
     def _positions(self) -> object:
-        if self._views is None or get_bit_generator() is not self._numpy:
+        if self._views is None or get_bit_generator() is not self._numpy or _shared() is not self._python:
             return states()
         return b"".join(self._views)
 
     def _found(self) -> tuple[memoryview, ...] | None:
         """Python's position and first words, numpy's first words and its position, torch's seed and position; None if
         they are elsewhere. Leaves the generators as they were."""
-        if not isinstance(self._numpy, np.random.MT19937):
+        if not isinstance(self._numpy, np.random.MT19937) or not isinstance(self._python, random.Random):
             return None
         before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-        shared: Any = random.random
-        start = id(shared.__self__) + object.__basicsize__
+        start = id(self._python) + object.__basicsize__
         table: Any = self._numpy.ctypes.state_address
         try:
             generator = torch_private.default_generator_address()
@@ -100,6 +100,11 @@ def states() -> tuple[object, ...]:
     """The states of the three generators."""
     numpy: Any = np.random.get_state(legacy=True)
     return random.getstate(), numpy[0], bytes(numpy[1]), numpy[2:], bytes(torch.default_generator.get_state().numpy())
+
+
+def _shared() -> Any:
+    """Python's generator behind `random.random`; None if that is a function of another kind."""
+    return getattr(random.random, "__self__", None)
 
 
 def _view(address: int, nbytes: int) -> memoryview:
