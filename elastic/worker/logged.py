@@ -8,6 +8,7 @@ when training goes back, so the steps that are done again are not counted twice.
 from __future__ import annotations
 
 import math
+import numbers
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ class _Value:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
         else:
-            self._number = float(value)
+            self._number = float(value.detach() if isinstance(value, torch.Tensor) else value)
 
     def ready(self) -> bool:
         return self._event is None or bool(self._event.query())
@@ -82,7 +83,7 @@ class JobLog:
                 raise ValueError(f"job.log: {name[:40]!r}: a name has 1 to {MOST_NAME_CHARS} printable characters")
             if name not in self._values and len(self._values) >= MOST_NAMES:
                 raise ValueError(f"job.log: more than {MOST_NAMES} names in one step: {name!r} is one too many")
-            if isinstance(value, bool) or not isinstance(value, int | float | torch.Tensor):
+            if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.Tensor):
                 raise TypeError(f"job.log: {name} is {type(value).__name__}: a number, or a tensor of one element")
             if isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise TypeError(f"job.log: {name} has {value.numel()} elements: log its mean, or one name for each")

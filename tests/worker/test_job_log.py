@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -122,3 +123,18 @@ def test_every_chunk_of_rows_fits_into_a_message() -> None:
     assert [row for chunk in found for row in chunk] == rows
     for chunk in found:
         assert len(encode(Logged(generation=1, begun=0, rows=tuple(chunk)))) < MAX_MESSAGE_BYTES
+
+
+def test_numbers_of_numpy_and_a_loss_with_its_graph_are_logged_without_a_warning() -> None:
+    sent: list[LoggedRow] = []
+    log = JobLog(lambda begun, rows, repeated: sent.extend(rows))
+    log.enter(0, first=True)
+    torch.set_warn_always(True)
+    try:
+        log.add({"mean": np.float32(0.5), "right": np.int64(3), "loss": torch.ones(1, requires_grad=True).sum()})
+    finally:
+        torch.set_warn_always(False)
+    log.committed(1)
+    assert sent[0].values == {"mean": 0.5, "right": 3.0, "loss": 1.0}
+    with pytest.raises(TypeError, match="right is bool"):
+        log.add({"right": np.bool_(True)})
