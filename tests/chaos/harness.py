@@ -36,7 +36,7 @@ from support.incidents import Deed, check_deeds, check_written
 from support.lab import Host, Hosts
 from support.procs import Procs, alive, describe, end_all, kill, tagged
 from support.wait import eventually
-from support.warm import SOCKET_ENV, forge
+from support.warm import SOCKET_ENV, ready
 
 from elastic.recovery.evidence import weight
 
@@ -196,7 +196,7 @@ class Node:
             if code is not None:
                 command, path = [sys.executable, "-P", "-m", "elasticd.main"], {"PYTHONPATH": str(code)}
             elif cluster.warm:
-                command, path = [sys.executable, WARM_DAEMON], {SOCKET_ENV: forge().path}
+                command, path = [sys.executable, WARM_DAEMON], {SOCKET_ENV: ready()}
             self.daemon = popen(
                 [*command, "--config", self.folder / "elasticd.toml"],
                 env={NODE: self.name, "ELASTIC_TEST_NODE_TAG": self._tag, **path, **self.env}, stdout=log, stderr=log,

@@ -109,6 +109,7 @@ class Forge:
         self._started_by = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
         self.path = path or self._start()
+        self.ready = False
 
     def _start(self) -> str:
         self._folder = tempfile.mkdtemp(prefix="elt-forge-", dir="/dev/shm")
@@ -163,9 +164,20 @@ def forge() -> Forge:
     test's."""
     global _forge
     if _forge is None or not _forge.lives():
+        if _forge is not None:
+            _forge.close()
         _forge = Forge(os.environ.get(SOCKET_ENV, ""))
         atexit.register(end)  # where it is not a test run that uses it
     return _forge
+
+
+def ready() -> str:
+    """The socket of a forge that has imported what it is to: a daemon that asks it earlier would wait in its loop."""
+    found = forge()
+    if not found.ready:
+        run(["-c", ""])
+        found.ready = True
+    return found.path
 
 
 def end() -> None:
