@@ -115,6 +115,9 @@ def run(
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+            for stream in (process.stdout, process.stderr):
+                assert stream is not None
+                stream.close()  # else a warning of an unclosed file fails the test
     results += [{"killed": True}] * stops
     for rank, result in enumerate(results):
         assert not (check and isinstance(result, dict) and "raised" in result), f"rank {rank}: {result['raised']}"

@@ -18,6 +18,11 @@ import smoke
 import torch
 import torch.distributed as dist
 
+for needed in ("msgspec", "xxhash", "numpy"):
+    pytest.importorskip(needed, reason=f"the job needs {needed}")
+
+from elastic.worker.standalone import NoLink  # noqa: E402
+
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(400)]
 
 STEPS = 2000 if not smoke.ON else 40
@@ -27,7 +32,7 @@ GROUP_S = 600.0 if not smoke.ON else 5.0
 ROUNDS = int(os.environ.get("ELASTIC_GPU_ROUNDS", "40" if not smoke.ON else "3"))
 
 
-class Link:
+class Link(NoLink):
     """As the agent's: the flag is set before the abort begins."""
 
     def __init__(self) -> None:
@@ -41,10 +46,6 @@ class Link:
 
     def check(self, step: int) -> None:
         self.applying()
-
-    def entered(self) -> None: ...
-    def contributed(self) -> None: ...
-    def committed(self, step: int, step_s: float, loss: float | None) -> None: ...
 
 
 class Training:
@@ -221,9 +222,6 @@ def train(rank: int, world_size: int, port: int, rounds: int, steps: int, buffer
 
 
 def exact(measured: dict[str, object], *, buffers: bool) -> None:
-    pytest.importorskip("msgspec", reason="the job needs msgspec")
-    pytest.importorskip("xxhash", reason="the job needs xxhash")
-    pytest.importorskip("numpy", reason="the job needs numpy")
     env = {**cards.ONE_CARD, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     results = cards.run(
         train, world_size=2, env=env, rounds=ROUNDS, steps=STEPS, buffers=buffers, timeout_s=360.0, check=smoke.ON
