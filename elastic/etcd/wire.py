@@ -322,9 +322,14 @@ def _change(event: Any) -> KV | tuple[str, int]:
     return KV(key_text(kv.key), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
 
 
+TLS_FAILED = ("handshake failed", "handshake read failed", "handshake write failed", "unwrap failed")
+"""Signs in gRPC's message, in lower case. The last: in TLS 1.3 a client's handshake is over before the server has
+looked at its certificate, and what comes instead of data is the refusal."""
+
+
 def _tls_trouble(details: str) -> str:
     """Explanation of a failed TLS handshake, to prefix gRPC's own message; empty: it is another failure."""
-    if not any(sign in details for sign in ("handshake failed", "handshake read failed", "handshake write failed")):
+    if not any(sign in details for sign in TLS_FAILED):
         return ""
     if "alert" in details:
         return "etcd refuses the client certificate (cert_file), or wants one: "

@@ -11,7 +11,7 @@ import pytest
 from support.etcd_server import EtcdServer
 from support.wait import eventually, holds
 
-from elastic.etcd import renewal
+from elastic.etcd import renewal, wire
 from elastic.etcd.client import Etcd, EtcdAccess, EtcdUnavailable, View
 
 pytestmark = [
@@ -117,6 +117,18 @@ def test_renewed_certificates_are_used_while_the_old_connection_still_works(
         assert not any(view.error for view in views), "the watch moved without losing contact"
     finally:
         etcd.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Ssl handshake failed: SSL_ERROR_SSL: error:10000412: SSLV3_ALERT_BAD_CERTIFICATE: alert number 42",
+        "TSI_PROTOCOL_FAILURE; handshake read failed",
+        "UNAVAILABLE: ipv4:127.0.0.1:37523: Unwrap failed (TSI_DATA_CORRUPTED)",  # etcd 3.5.16
+    ],
+)
+def test_etcd_error_names_cert_file_however_grpc_reports_the_refusal(said: str) -> None:
+    assert "refuses the client certificate (cert_file)" in wire._tls_trouble(said.lower())
 
 
 @pytest.mark.parametrize("ca", [True, False])
