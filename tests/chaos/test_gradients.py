@@ -93,9 +93,10 @@ def test_incident_of_a_nan_names_layer_rank_and_sample(layers: bool) -> None:
         )
         job = submit(cluster, "nan", steps=40, **mode)
         eventually(lambda: job.phase() == "failed", 60.0, "the job fails")
-        incidents = [
-            i for i in cluster.api("GET", f"/v1/incidents?job={job.name}")["incidents"] if i["kind"] == "bad loss"
-        ]
+        url = f"/v1/incidents?job={job.name}"
+        incidents = eventually(
+            lambda: [i for i in cluster.api("GET", url)["incidents"] if i["kind"] == "bad loss"], 20.0, "its incident"
+        )
         detail = incidents[0 if layers else -1]["detail"] if layers else str(incidents)
         second = json.loads((job.folder / "ids").read_text())[1]
         assert f"first in layer 2 (Spoiled), for sample {second}" in detail
