@@ -16,15 +16,20 @@ SCRIPT = str(Path(__file__).parents[1] / "support" / "train_sampled.py")
 
 
 def sample(cluster: Cluster, job: Job) -> dict[str, Any]:
-    """Request a sample of the running job, and wait for it."""
+    """Request a sample of the running job, and wait for it. Requested again where its step had passed before the order
+    was everywhere: the rate of a job that has just begun is not known well."""
     eventually(lambda: (job.row()["step"] or 0) >= 8, 60.0, "it steps")
-    step = cluster.api("POST", f"/v1/jobs/{job.name}/debug", {})["step"]
+    step = 0
 
     def there() -> dict[str, Any] | None:
+        nonlocal step
+        if (job.row()["step"] or 0) > step + 50:
+            step = cluster.api("POST", f"/v1/jobs/{job.name}/debug", {})["step"]
         data = cluster.api("GET", f"/v1/jobs/{job.name}/gradients?step={step}")
-        return data if len(data["ranks"]) == 2 else None
+        return data if step and len(data["ranks"]) == 2 else None
 
-    return eventually(there, 60.0, f"step {step} is sampled")  # type: ignore[return-value]
+    step = cluster.api("POST", f"/v1/jobs/{job.name}/debug", {})["step"]
+    return eventually(there, 60.0, "a step is sampled", 0.1)  # type: ignore[return-value]
 
 
 def submit(cluster: Cluster, bug: str, **more: Any) -> Job:
@@ -81,7 +86,7 @@ def test_samples_at_an_interval_change_no_bit_of_the_training_and_are_in_files(t
         assert any("/rank " in name for name in json.loads(written[0])["values"])
 
 
-@pytest.mark.parametrize("layers", [True, False])
+@pytest.mark.parametrize("layers", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_incident_of_a_nan_names_layer_rank_and_sample(layers: bool) -> None:
     """With `debug.layers` at once; without it when the steps are done again after a rollback."""
     with Cluster(nodes=2, slots=1, warm=False) as cluster:
