@@ -79,7 +79,7 @@ class Uncounted(msgspec.Struct, frozen=True):
 
 
 class EtcdState(msgspec.Struct, frozen=True):
-    """What etcd has shown, and what is requested of it."""
+    """The agent's view of etcd, and its requests to etcd that are under way."""
 
     view: JobView = msgspec.field(default_factory=JobView)
     joined: bool = False

@@ -16,7 +16,7 @@ LOST = {"etcd": {"connected": False, "age_s": 40.0}}
 
 
 class Starting(Client):
-    """Gives these answers, one after another; the last one for ever."""
+    """A daemon with these answers, one for each request; the last is repeated."""
 
     def __init__(self, *answers: Any) -> None:
         super().__init__("/run/s")

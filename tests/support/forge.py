@@ -163,7 +163,8 @@ class Server:
 
 
 def orphan() -> None:
-    """Go on in a process whose parent is the next subreaper above the forge: whoever asked for it, if that is one."""
+    """Go on in a process whose parent is the next subreaper above the forge: the process that requested the fork, if
+    it is one."""
     middle = os.getpid()
     if os.fork():
         os._exit(0)
