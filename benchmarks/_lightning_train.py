@@ -87,7 +87,7 @@ def trainer() -> None:
     made = lightning.Trainer(
         strategy="ddp" if ARGS.stock else ElasticStrategy(), accelerator="cpu", devices=2 if ARGS.stock else "auto",
         max_steps=STEPS, logger=False, callbacks=callbacks, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=ARGS.stock,
+        enable_checkpointing=True,
     )  # fmt: skip
     made.fit(Module(), DataLoader(Sums(), BATCH // 2, shuffle=True), ckpt_path="last" if ARGS.stock else None)
 

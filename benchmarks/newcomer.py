@@ -47,12 +47,8 @@ def trained(out: pathlib.Path, step: int) -> bool:
 
 
 def epochs(log: pathlib.Path) -> list[float]:
-    """Of the lines that Trainer has logged."""
-    return [float(found) for found in re.findall(r"'epoch': '?([\d.]+)", log.read_text())]
-
-
-def back(values: list[float]) -> bool:
-    return any(later <= values[0] for later in values[1:])
+    """Of the lines that rank 0's Trainer has logged."""
+    return [float(found) for found in re.findall(r"^\[0\] .*'epoch': '?([\d.]+)", log.read_text(), re.MULTILINE)]
 
 
 def train(folder: pathlib.Path, venv: pathlib.Path, processes: Processes) -> dict[str, float | int]:
@@ -71,12 +67,20 @@ def train(folder: pathlib.Path, venv: pathlib.Path, processes: Processes) -> dic
     out = folder / "out"
     wait_for(lambda: trained(out, 40), LIMIT_S, f"step 40, see {log}", every_s=0.05)
     first_s = time.monotonic() - began_s
-    ranks = json.loads(ctl("status", "train", "--json").stdout)["ranks"]
-    victim = next(row["pid"] for row in ranks if row["rank"] == 1)
-    seen, killed_s = len(epochs(log)), time.monotonic()
-    kill(victim)
-    # The checkpoint lies behind what was logged last.
-    wait_for(lambda: back(epochs(log)[seen - 1 :]), LIMIT_S, f"a step of new processes, see {log}", every_s=0.02)
+
+    def pids() -> dict[int, int]:
+        return {row["rank"]: row["pid"] for row in json.loads(ctl("status", "train", "--json").stdout)["ranks"]}
+
+    def replaced() -> bool:
+        now = pids()
+        return len(now) == len(before) and not set(now.values()) & set(before.values())
+
+    before = pids()
+    killed_s = time.monotonic()
+    kill(before[1])
+    wait_for(replaced, LIMIT_S, f"new processes of both ranks, see {log}", every_s=0.05)
+    seen = len(epochs(log))
+    wait_for(lambda: len(epochs(log)) > seen, LIMIT_S, f"steps of new processes, see {log}", every_s=0.02)
     again_s = time.monotonic() - killed_s
     wait_for(lambda: "ended: " in log.read_text(), LIMIT_S, f"the end of the job, see {log}", every_s=0.05)
     all_s = time.monotonic() - began_s
@@ -86,7 +90,7 @@ def train(folder: pathlib.Path, venv: pathlib.Path, processes: Processes) -> dic
         raise RuntimeError("the job has not succeeded")
     incidents = json.loads(ctl("incidents", "train", "--json").stdout)["incidents"]
     print(ctl("incidents", "train").stdout)
-    return {"to_step_40_s": first_s, "kill_to_next_steps_s": again_s, "all_s": all_s, "incidents": len(incidents)}
+    return {"to_step_40_s": first_s, "kill_to_next_logged_step_s": again_s, "all_s": all_s, "incidents": len(incidents)}
 
 
 def main() -> int:

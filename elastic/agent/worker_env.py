@@ -16,6 +16,7 @@ from ..contract.spec import Checkpoint, JobSpec
 from ..contract.worker_config import ERROR_FILE, JOB, RankVariables, WorkerConfig
 
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+ACCELERATE_ON_CPU = "ACCELERATE_USE_CPU"
 NO_RANK = -1
 """RANK of a process that waits for a place: a standby, or a worker of a node that is about to join."""
 
@@ -123,8 +124,10 @@ def worker(
             "ROLE_NAME": spec.env.get("ROLE_NAME", "default"),
         }
     )
-    # For a plain script: stock torch aborts hung NCCL groups by itself only with this, and nothing else does.
-    defaults = {} if NCCL_ERRORS in env else {NCCL_ERRORS: "1"}
+    # For a plain script. Stock torch aborts hung NCCL groups by itself only with the first, and nothing else does.
+    # Without the second, ranks of Accelerate or Trainer on a node without GPUs form no group: each trains for itself.
+    defaults = {NCCL_ERRORS: "1"} | ({} if config.gpus else {ACCELERATE_ON_CPU: "true"})
+    defaults = {name: value for name, value in defaults.items() if name not in env}
     checkpoint = spec.checkpoint if spec.checkpoint.dir else Checkpoint()
     told = WorkerConfig(
         job=config.job,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import selectors
 import signal
@@ -90,6 +91,48 @@ def test_how_workers_end(bench: Bench) -> None:
     ends = [bench.exit_of(worker_id) for worker_id in (1, 2, 3, 4)]
     assert [(e.code, e.signal) for e in ends if e] == [(3, None), (None, "SIGABRT"), (0, None), (None, "SIGKILL")]
     assert printed(bench.folder / "3.log") == "hello\n"
+
+
+DRAWS = """\
+import json, random
+import numpy, torch
+print(json.dumps([torch.rand(1).item(), random.random(), numpy.random.rand()]), flush=True)
+"""
+
+
+def test_workers_that_set_no_seed_draw_different_numbers(bench: Bench) -> None:
+    for worker_id in (1, 2):
+        bench.worker(worker_id, DRAWS)
+    bench.until(lambda: bench.exit_of(1) and bench.exit_of(2))
+    first, second = (json.loads((bench.folder / f"{n}.log").read_text()) for n in (1, 2))
+    # Seeded by the operating system, as in a new interpreter: ranks that set no seed draw different numbers.
+    assert [a != b for a, b in zip(first, second, strict=True)] == [True, True, True]
+
+
+def test_generators_seeded_by_a_preloaded_module_stay_seeded(tmp_path: Path) -> None:
+    folder = tmp_path / "preload"
+    folder.mkdir()
+    (folder / "seeded.py").write_text(
+        "import random, numpy, torch\nfor s in random.seed, numpy.random.seed, torch.manual_seed: s(7)\n"
+    )
+    (folder / "drawn.py").write_text(
+        "import random, numpy, torch\nrandom.random(), numpy.random.rand(), torch.rand(9)\n"
+    )
+    for module, expected in (("seeded", 1), ("drawn", 2)):
+        code = (
+            f"import os, random, sys, numpy, torch\nsys.path.insert(0, {str(folder)!r})\n"
+            f"from elastic.worker.boot import random_state\n"
+            f"with random_state.watched(): import {module}\n"
+            "for _ in range(2):\n"
+            "    if (pid := os.fork()) == 0:\n"
+            "        random_state.renew()\n"
+            "        print(random.random(), numpy.random.rand(), torch.rand(1).item(), flush=True)\n"
+            "        os._exit(0)\n"
+            "    os.waitpid(pid, 0)\n"
+        )
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        said = f"{found.stdout}{found.stderr}"
+        assert len(set(said.split())) == 3 * expected, said
 
 
 def test_worker_may_be_killed_by_a_signal_without_a_name_in_python(bench: Bench) -> None:

@@ -6,12 +6,14 @@ import os
 import pathlib
 import pwd
 
+import msgspec
 import pytest
 
 from elastic.agent import worker_env
 from elastic.contract import messages
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.spec import JobSpec
+from elastic.contract.worker_config import WorkerConfig
 from elasticd import launch
 
 
@@ -56,3 +58,17 @@ def test_env_file_is_below_env_and_a_file_that_cannot_be_used_is_named(tmp_path:
     file.unlink()
     with pytest.raises(worker_env.InvalidEnvFile, match="cannot be read on this node: No such file"):
         worker_env.base(CONFIG, job, {})
+
+
+def test_accelerate_forms_a_group_on_a_node_without_gpus() -> None:
+    """Without the variable each rank of an unchanged Trainer or Accelerate script would train for itself."""
+    job = JobSpec(name="train", script="x.py")
+
+    def of_worker(config: AgentConfig, zygote: dict[str, str]) -> dict[str, str]:
+        return worker_env.worker(config, job, zygote, slot=0, error_file="/e", generation=None)
+
+    env = of_worker(CONFIG, {})
+    assert env["ACCELERATE_USE_CPU"] == "true"
+    assert "ACCELERATE_USE_CPU" in WorkerConfig.read(env).plain_defaults.split(",")  # `elastic.run` takes it back
+    assert of_worker(CONFIG, {"ACCELERATE_USE_CPU": "0"})["ACCELERATE_USE_CPU"] == "0"
+    assert "ACCELERATE_USE_CPU" not in of_worker(msgspec.structs.replace(CONFIG, gpus=(0,)), {})

@@ -20,7 +20,7 @@ from ...contract import messages
 from ...contract.worker_config import WorkerConfig
 from ...util.processes import die_with
 from ..session import CHANNEL_ENV, PAGE_ENV, WORKER_ENV
-from . import main_module
+from . import main_module, random_state
 from .main_module import run_as_main
 from .program import become_program
 from .title import title, worker_title
@@ -94,6 +94,7 @@ def _take_place(order: messages.Fork, descriptors: list[int], agent_pid: int) ->
     os.environ[CHANNEL_ENV], os.environ[PAGE_ENV] = str(channel), str(page)
     os.environ[WORKER_ENV] = str(os.getpid())
     title(worker_title(os.environ, order.argv))
+    random_state.renew()
     os.chdir(order.workdir)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - lives as long as the process
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115

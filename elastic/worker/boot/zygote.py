@@ -24,7 +24,7 @@ from ...contract import messages
 from ...contract.worker_config import JOB
 from ...util.descriptors import receive
 from ...util.processes import die_with
-from . import fork_safety
+from . import fork_safety, random_state
 from .script_imports import preloads
 from .title import title
 
@@ -56,9 +56,14 @@ def main(argv: Sequence[str]) -> int:
         os.environ.setdefault(name, value)
     imports = preloads(wanted.argv, wanted.workdir, wanted.skip)
     preload = [*wanted.modules, *(name for name in imports if name not in wanted.modules)]
-    problems, starters = _import([*WARM_MODULES, *preload], imports)
+    problems, starters = _import(WARM_MODULES, {})
+    with random_state.watched():
+        more_problems, more_starters = _import(preload, imports)
+    problems += more_problems
+    starters += more_starters
     _load_cuda_libraries(os.environ)
-    _warm()
+    with random_state.torch_unchanged():
+        _warm()
     if unfit := fork_safety.unfit():
         unfit = "; ".join([unfit, *starters])
     gc.collect()
