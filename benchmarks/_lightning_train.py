@@ -69,15 +69,14 @@ class Module(lightning.LightningModule):
 class Told(Checkpoint):
     """Checkpoint callbacks are called once the step is committed; after a recovery again, which is no new step."""
 
-    trained = False
+    step_before: int | None = None
 
-    def on_train_batch_start(self, *_: object) -> None:
-        self.trained = True
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: object) -> None:
+        self.step_before = trainer.global_step
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: object) -> None:
-        if self.trained:
+        if self.step_before is not None and trainer.global_step > self.step_before:
             commit(trainer.global_step)
-        self.trained = False
 
 
 def trainer() -> None:

@@ -3,7 +3,7 @@
 import probe
 import torch
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 LENGTH, STEPS = 32, 80
@@ -30,6 +30,7 @@ def main() -> None:
         lr_scheduler_type="cosine", logging_steps=20, save_steps=20, save_total_limit=2, report_to=[],
         disable_tqdm=True, use_cpu=True,
     )  # fmt: skip
+    set_seed(1)
     model = GPT2LMHeadModel(GPT2Config(
         vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
     ))  # fmt: skip
