@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import enum
 import inspect
 import ipaddress
 import math
@@ -43,24 +44,33 @@ EVENTS = NotifySettings().on
 Raw = dict[str, Any]
 
 
+class Source(enum.StrEnum):
+    """Of a setting's value."""
+
+    FLAG = "flag"
+    ENVIRONMENT = "environment"
+    FILE = "file"
+    DEFAULT = "default"
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     settings: Settings
-    sources: Mapping[str, str]
-    """Setting, as 'timeouts.beat_s' -> source of its value: 'flag', 'environment', 'file' or 'default'."""
+    sources: Mapping[str, Source]
+    """Setting, as 'timeouts.beat_s' -> source of its value."""
 
 
 def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, str]) -> Loaded:
     """Read and validate all settings. `flags`: 'etcd.endpoints' -> text. Raises InvalidConfig naming the setting."""
     raw = _read(path) if path else {}
-    sources = {name: "file" for name, _ in _leaves(raw)}
+    sources = {name: Source.FILE for name, _ in _leaves(raw)}
     try:
         refuse_unknown(Settings, raw)
         for name, text in _from_environment(environment):
             _put(raw, name, _value(name, text))
-            sources[name] = "environment"
+            sources[name] = Source.ENVIRONMENT
         for name, text in flags.items():
-            sources[name] = "flag"
+            sources[name] = Source.FLAG
             if name not in HINTS:
                 probe: Raw = {}
                 _put(probe, ".".join(name.split(".")[:3]), text)  # no setting is nested deeper
@@ -72,14 +82,14 @@ def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
         raise InvalidConfig(_with_source(_explain(error, raw), sources, path)) from None
     except (InvalidSpec, ValueError) as error:
         raise InvalidConfig(_with_source(str(error), sources, path)) from None
-    return Loaded(settings, {name: sources.get(name, "default") for name in HINTS})
+    return Loaded(settings, {name: sources.get(name, Source.DEFAULT) for name in HINTS})
 
 
-def _with_source(message: str, sources: Mapping[str, str], path: Path | None) -> str:
+def _with_source(message: str, sources: Mapping[str, Source], path: Path | None) -> str:
     """The message, prefixed with the sources of the settings that it names."""
     named = [name for name in sources if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", message)]
-    places = {"file": str(path), "environment": "environment", "flag": "flag"}
-    return ": ".join([*dict.fromkeys(places[sources[name]] for name in named), message])
+    places = (str(path) if sources[name] is Source.FILE else sources[name].value for name in named)
+    return ": ".join([*dict.fromkeys(places), message])
 
 
 def check(settings: Settings) -> None:

@@ -19,7 +19,7 @@ def incident(row: Json) -> Json:
     """An incident, as `views.incident` makes it."""
     shown = {**row, "last_lines": _lines(row.get("last_lines")), "error": error(row.get("error"))}
     if verdict := row.get("verdict"):
-        evidence = [{**e, "line": MASK} if e["source"].startswith("log of ") else e for e in verdict["evidence"]]
+        evidence = [{**e, "line": MASK} if e["from_log"] else e for e in verdict["evidence"]]
         shown["verdict"] = {**verdict, "evidence": evidence}
     return shown
 

@@ -91,7 +91,9 @@ def _flags(args: argparse.Namespace) -> dict[str, str]:
     return given
 
 
-def _run(settings: Settings, sources: Mapping[str, str], gpus: host.Gpus, started_s: float, address_why: str) -> int:
+def _run(
+    settings: Settings, sources: Mapping[str, config.Source], gpus: host.Gpus, started_s: float, address_why: str
+) -> int:
     # Slow imports come after the start of the embedded etcd, to overlap with it.
     notify = Notify.from_environment()
     state_dir = Path(settings.state_dir)
@@ -189,14 +191,14 @@ def _access(settings: Settings, endpoints: tuple[str, ...]) -> EtcdAccess:
     )
 
 
-def _plain(settings: Settings, sources: Mapping[str, str]) -> dict[str, object]:
-    given = ", ".join(f"{name} ({source})" for name, source in sources.items() if source != "default")
+def _plain(settings: Settings, sources: Mapping[str, config.Source]) -> dict[str, object]:
+    given = ", ".join(f"{name} ({source})" for name, source in sources.items() if source is not config.Source.DEFAULT)
     shown = msgspec.to_builtins(settings)
     shown["notify"] = {name: masked_setting(f"notify.{name}", value) for name, value in shown["notify"].items()}
     return {"settings": shown, "given": given}
 
 
-def describe(settings: Settings, sources: Mapping[str, str]) -> Json:
+def describe(settings: Settings, sources: Mapping[str, config.Source]) -> Json:
     """Every setting with its value, its source and its meaning; and the hierarchy of timeouts."""
     docs = config.explain()
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.contract.origin import Origin
 from elastic.contract.records import IncidentRecord, Phase
 
 from . import reconcile
@@ -165,7 +166,7 @@ def _same(known: Mapping[Key, Known], key: Key) -> Key:
 def _fatal(job: Job) -> IncidentRecord | None:
     """The incident with which the job failed."""
     last = next((i for i in reversed(job.incidents) if i.kind not in ("checkpoint", "late exit")), None)
-    return last if last and (last.open or last.restored_from == "nothing") else None
+    return last if last and (last.open or last.origin is Origin.NOTHING) else None
 
 
 # ── in words ────────────────────────────────────────────────────────────────────────────────────────────────

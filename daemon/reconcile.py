@@ -114,19 +114,16 @@ def job_state(
     if me in state.excluded_nodes and aside_s >= SET_ASIDE_S:
         rest = tuple(node for node in state.excluded_nodes if node != me)
         failures = tuple(failure for failure in state.failures if failure.node != me)
-        reason = "" if state.reason.startswith(_no_agent_on(me)) else state.reason
-        return msgspec.structs.replace(state, excluded_nodes=rest, failures=failures, reason=reason)
+        no_agent = {node: why for node, why in state.no_agent.items() if node != me}
+        return msgspec.structs.replace(state, excluded_nodes=rest, failures=failures, no_agent=no_agent)
     if failed and not here and me not in state.excluded_nodes and state.phase is not Phase.STOPPING:
         excluded_nodes = tuple(sorted({*state.excluded_nodes, me}))
-        reason = f"{_no_agent_on(me)}{failed}"
         hopeless = state.phase is Phase.PENDING and not job.members and set(cluster.nodes) <= set(excluded_nodes)
-        without = msgspec.structs.replace(state, reason=reason, excluded_nodes=excluded_nodes)
+        no_agent = {**state.no_agent, me: failed}
+        without = msgspec.structs.replace(state, excluded_nodes=excluded_nodes, no_agent=no_agent)
+        reason = f"no agent comes up on {me}: {failed}"
         return after(without, PhaseTrigger.FAILED, reason, wall_s) if hopeless else without
     return None
-
-
-def _no_agent_on(node: str) -> str:
-    return f"no agent comes up on {node}: "
 
 
 def signal_for(job: Job, overdue_s: float, told: bool) -> signal.Signals | None:

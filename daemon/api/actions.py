@@ -180,7 +180,8 @@ class Actions:
                 return None
             excluded_nodes = tuple(n for n in state.excluded_nodes if n != node)
             failures = tuple(f for f in state.failures if f.node != node)  # else the next one excludes it again
-            return msgspec.structs.replace(state, excluded_nodes=excluded_nodes, failures=failures)
+            no_agent = {n: why for n, why in state.no_agent.items() if n != node}
+            return msgspec.structs.replace(state, excluded_nodes=excluded_nodes, failures=failures, no_agent=no_agent)
 
         for job in self._board.now.cluster.jobs.values():
             if node in job.state.excluded_nodes and not job.over:

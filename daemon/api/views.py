@@ -182,7 +182,8 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> Json:
         "last_incident": incident(snapshot, job, job.incidents[-1], now) if job.incidents else None,
         "error": msgspec.to_builtins(job.state.error) if job.state.error else None,
     }
-    return row | {"health": _health(job, row), "why": why.of_job(snapshot, job, row, now.wall_s)}
+    starting = progress is not None and progress.starting and waiting == progress.waiting_for
+    return row | {"health": _health(job, row), "why": why.of_job(snapshot, job, row, starting, now.wall_s)}
 
 
 def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False) -> Json:

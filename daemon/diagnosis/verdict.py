@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from elastic.contract.origin import Origin
 from elastic.contract.records import Cause, IncidentRecord, Phase
 
 from .rules import RULES, Class, Rule
@@ -49,6 +50,8 @@ _BY_NAME = {rule.name: rule for rule in RULES}
 class Evidence:
     source: str  # "error of rank 1 on n1", "log of rank 1 on n1", "report of n2", "stack of slot 0 (hung)", "etcd"
     line: str
+    from_log: bool = False
+    """A line of a worker's log, which not every user may read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ def judge(record: IncidentRecord, seen: Seen = Seen()) -> Verdict:
     texts, open_ = _texts(record), record.open and not seen.phase.over
     rule, found = _rule(record, texts, seen)
     held = _held(seen) if open_ else None
-    failed = seen.phase is Phase.FAILED and record.restored_from == "nothing"
+    failed = seen.phase is Phase.FAILED and record.origin is Origin.NOTHING
     patience_s = LASTING_S if held and held[0].name != "etcd_unavailable" else PATIENCE_S
     person = failed or (open_ and seen.age_s > patience_s)
     cure = held[0].cure if held else rule.cure
@@ -149,7 +152,7 @@ def _texts(record: IncidentRecord) -> _Texts:
         of = f"rank {error.rank} on {error.node}" if error.rank >= 0 else f"slot {error.slot} on {error.node}"
         says += [Evidence(f"error of {of}", error.message)] if error.message else []
         lines = error.last_lines or tuple(line for line in error.traceback.splitlines() if line.strip())
-        logs = [Evidence(f"log of {of}", line.strip()) for line in lines[-LAST_LINES:]]
+        logs = [Evidence(f"log of {of}", line.strip(), True) for line in lines[-LAST_LINES:]]
         says += [line for line in reversed(logs) if signal not in KILLED and _EXCEPTION.match(line.line)][:1]
     says.append(report)
     if error is not None and (frames := _FRAME.findall(error.traceback)):
@@ -157,9 +160,10 @@ def _texts(record: IncidentRecord) -> _Texts:
         says.append(Evidence(f"traceback of {of}", (own or frames)[-1]))
     stacks = tuple(Evidence(f"stack of {who}", _main_thread(stack)) for who, stack in record.stacks.items())
     if record.last_lines:
-        logs = [Evidence(f"log of {_ranks(record.ranks)} on {record.node}", line) for line in record.last_lines]
+        log = f"log of {_ranks(record.ranks)} on {record.node}"
+        logs = [Evidence(log, line, True) for line in record.last_lines]
     if signal in KILLED:
-        says = [Evidence(e.source, _WITHOUT_LOG.sub(r"\1", e.line)) for e in says]
+        says = [replace(e, line=_WITHOUT_LOG.sub(r"\1", e.line)) for e in says]
     return _Texts(tuple(says), tuple(logs), stacks, signal)
 
 
@@ -182,7 +186,7 @@ def _match(rule: Rule, texts: _Texts) -> Evidence | None:
     for pattern, where in ((rule.says, texts.says), (rule.logs, logs), (rule.stacks, texts.stacks[:1])):
         for evidence in where if pattern else ():
             if hit := re.search(pattern, evidence.line):
-                return Evidence(evidence.source, _line_of(evidence.line, hit.start()))
+                return replace(evidence, line=_line_of(evidence.line, hit.start()))
     return None
 
 
@@ -247,8 +251,8 @@ def _evidence(
     if error := record.error:
         how = error.signal or (f"exit code {error.exit_code}" if error.exit_code is not None else "")
         lines += [Evidence(f"exit of rank {error.rank} on {error.node}", how)] if how and error.rank >= 0 else []
-    lines += [Evidence(e.source, _line_of(e.line.strip(), 0)) for e in texts.says if e.line]
-    lines += [Evidence(e.source, _innermost(e.line)) for e in texts.stacks[:1]]
+    lines += [replace(e, line=_line_of(e.line.strip(), 0)) for e in texts.says if e.line]
+    lines += [replace(e, line=_innermost(e.line)) for e in texts.stacks[:1]]
     lines += [Evidence("etcd", etcd)] if etcd else []
     kept: dict[str, Evidence] = {}
     for evidence in lines:
@@ -292,7 +296,7 @@ def _done(record: IncidentRecord, open_: bool, phase: Phase) -> str:
     if record.kind in ("checkpoint", "late exit"):
         return "training was not interrupted"
     before, after = record.world_size_before, record.world_size_after
-    if record.restored_from == "nothing":
+    if record.origin is Origin.NOTHING:
         return "the job was stopped" if phase is Phase.STOPPED else "the job was given up"
     world = f"world {before} → {after}" if before != after else f"world {after} as before"
     if record.step is None:
@@ -306,7 +310,7 @@ def _done(record: IncidentRecord, open_: bool, phase: Phase) -> str:
     if not again and kept:
         who = f"{'all' if not lost else 'the other'} {kept} ranks" if kept > 1 else "the other rank"
         parts.append(f"{who} kept {'their' if kept > 1 else 'its'} process")
-    if source := _SOURCES.get(record.restored_from):
+    if record.origin is not None and (source := _SOURCES.get(record.origin)):
         parts.append(source)
     return "; ".join([*parts, world])
 
@@ -316,10 +320,10 @@ def _first(record: IncidentRecord, cause: Cause) -> bool:
 
 
 _SOURCES = {
-    "live": "state from a living rank",
-    "snapshot": "state from the newest snapshot in memory",
-    "checkpoint": "state from the newest checkpoint",
-    "setup": "training began again at step 0",
+    Origin.LIVE: "state from a living rank",
+    Origin.SNAPSHOT: "state from the newest snapshot in memory",
+    Origin.CHECKPOINT: "state from the newest checkpoint",
+    Origin.SETUP: "training began again at step 0",
 }
 
 

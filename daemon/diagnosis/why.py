@@ -15,9 +15,9 @@ from ..reconcile import SET_ASIDE_S
 Json = dict[str, Any]
 
 
-def of_job(snapshot: Snapshot, job: Job, row: Mapping[str, Any], wall_s: float) -> str:
-    """`row`: the rest of its summary, as `views.job_row` makes it."""
-    said = _over(job, row, wall_s) if job.over else _alive(snapshot, job, row, wall_s)
+def of_job(snapshot: Snapshot, job: Job, row: Mapping[str, Any], starting: bool, wall_s: float) -> str:
+    """`row`: the rest of its summary, as `views.job_row` makes it; `starting`: as `ProgressRecord.starting`."""
+    said = _over(job, row, wall_s) if job.over else _alive(snapshot, job, row, starting, wall_s)
     contact = snapshot.contact
     if job.over or contact.connected:
         return said
@@ -51,7 +51,7 @@ def _over(job: Job, row: Mapping[str, Any], wall_s: float) -> str:
     return f"{ended}: {reason}" if reason else ended
 
 
-def _alive(snapshot: Snapshot, job: Job, row: Mapping[str, Any], wall_s: float) -> str:
+def _alive(snapshot: Snapshot, job: Job, row: Mapping[str, Any], waits_for_start: bool, wall_s: float) -> str:
     cluster = snapshot.cluster
     unusable = {**cluster.foreign, **cluster.refused}
     if bad := next((f"{key}: {why}" for key, why in sorted(unusable.items()) if f"/jobs/{job.name}/" in key), ""):
@@ -62,17 +62,17 @@ def _alive(snapshot: Snapshot, job: Job, row: Mapping[str, Any], wall_s: float) 
         reason = f" ({job.state.reason})" if job.state.reason else ""
         return f"stopping{reason}: the workers on {_names(job.members) or 'no node'} end"
     parts = []
+    starting = list(_starts(snapshot, job, wall_s))
     if still := row["no_progress"]:
         parts.append(_still(still))
     elif (last := row["last_incident"]) and last["open"]:
         verdict = last["verdict"]
         held = f"; waits for {verdict['held_by']}" if verdict["held_by"] else ""
         parts.append(f"recovering for {_age(last['age_s'])} from {verdict['class']}: {verdict['what']}{held}")
-    elif row["waiting_for"] and not (row["waiting_for"].endswith(" to start") and any(_starts(snapshot, job, wall_s))):
+    elif row["waiting_for"] and not (waits_for_start and starting):
         parts.append(f"waiting for: {row['waiting_for']}")
     elif job.state.phase in (Phase.PENDING, Phase.WAITING) and job.state.reason:
         parts.append(f"waiting: {job.state.reason}")
-    starting = list(_starts(snapshot, job, wall_s))
     disputes = [text for name in job.members for text in _disputes(cluster, name, only=job.name)]
     if not parts and not starting:
         parts.append(_runs(row) if job.generation else _unplaced(snapshot, job, wall_s))
@@ -119,10 +119,12 @@ def _still(still: Mapping[str, Any]) -> str:
 
 def _excluded(job: Job, node: str, wall_s: float) -> str:
     """Its daemon takes it back SET_ASIDE_S after it has seen the exclusion, which follows the last failure there."""
+    until = f"for at most {SET_ASIDE_S / 60:.0f} min"
+    if node in job.state.no_agent:
+        return f"{node} is excluded {until}, because no agent of {job.name} starts there: {job.state.no_agent[node]}"
     failures = [failure for failure in job.state.failures if failure.node == node]
     if not failures:
-        until = f"for at most {SET_ASIDE_S / 60:.0f} min"
-        return f"{node} is excluded {until}, because no agent of {job.name} starts there"
+        return f"{node} is excluded {until}, because workers of {job.name} failed there"
     end_s = max(failure.wall_s for failure in failures) + SET_ASIDE_S
     times = "once" if len(failures) == 1 else f"{len(failures)} times"
     until = _clock(max(end_s, wall_s))

@@ -23,6 +23,7 @@ from rich.text import Text  # noqa: E402
 from support.pictures import SPEC, job, row, snapshot  # noqa: E402
 
 from elastic.contract.ledger import Bucket, Ledger  # noqa: E402
+from elastic.contract.origin import Origin  # noqa: E402
 from elastic.contract.records import (  # noqa: E402
     Cause,
     GenerationRecord,
@@ -90,17 +91,18 @@ def incidents() -> tuple[IncidentRecord, ...]:
             generation=2, kind="exit", node="b", ranks=(3,), detail=killed.detail, wall_s=NOON_S + 1130, step=9_120,
             timeline_s={"published": 0.012, "let_go": 0.031, "formed": 0.19, "synced": 0.21, "stepping": 0.288},
             steps_lost=0, steps_lost_at_most=0, world_size_before=4, world_size_after=4, restored_from="live",
-            causes=(killed,), error=died,
+            origin=Origin.LIVE, causes=(killed,), error=died,
         ),
         IncidentRecord(
             generation=3, kind="lost", node="b", ranks=(2, 3), detail="b is gone: its agent refuses connections",
             wall_s=NOON_S + 2200, step=17_655, timeline_s={"published": 3.1, "formed": 3.4, "stepping": 3.62},
             steps_lost=0, steps_lost_at_most=0, world_size_before=4, world_size_after=2, restored_from="live",
+            origin=Origin.LIVE,
         ),
         IncidentRecord(
             generation=4, kind="planned", node="b", ranks=(), detail="b joins", wall_s=NOON_S + 2262, step=17_990,
             timeline_s={"published": 0.02, "formed": 0.22, "stepping": 0.41}, steps_lost=0, steps_lost_at_most=0,
-            world_size_before=2, world_size_after=4, restored_from="live",
+            world_size_before=2, world_size_after=4, restored_from="live", origin=Origin.LIVE,
         ),
     )  # fmt: skip
 

@@ -84,6 +84,7 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
                 gauge.loss = beat.loss
                 break
     reason = "" if phase_of(agent) == "running" else agent.lead.reason
+    starting = [] if reason else _starting(agent)
     known = agent.etcd.view.progress
     mine = max((row.step for row in rows), default=agent.progress.step)
     step, loss = _reached(agent, mine, gauge.loss)
@@ -97,7 +98,8 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
         wall_s=time.time(),
         step_wall_s=known.step_wall_s if known is not None and repeats else gauge.step_wall_s,
         stepped_in=max(agent.progress.settled, known.stepped_in if known is not None else 0),
-        waiting_for=reason or _waits_for(agent, time.monotonic()),
+        waiting_for=reason or _waits_for(agent, starting, time.monotonic()),
+        starting=bool(starting),
         ranks=rows,
         checkpoint_step=saved.step if saved.step is not None else agent.etcd.view.saved_step or None,
         checkpoint_wall_s=saved.wall_s if saved.step is not None or known is None else known.checkpoint_wall_s,
@@ -124,12 +126,13 @@ def _reached(agent: Agent, step: int, loss: float | None) -> tuple[int, float | 
     return (step if holds else max(step, known.step)), known.loss if loss is None else loss
 
 
-def _waits_for(agent: Agent, now_s: float) -> str:
-    starting = [
-        f"slot {w.slot} of {agent.policy.node}" for w in agent.local.workers.values() if w.stage is Stage.STARTING
-    ]
+def _starting(agent: Agent) -> list[int]:
+    return [worker.slot for worker in agent.local.workers.values() if worker.stage is Stage.STARTING]
+
+
+def _waits_for(agent: Agent, starting: list[int], now_s: float) -> str:
     if starting:
-        return f"{', '.join(starting)} to start"
+        return f"{', '.join(f'slot {slot} of {agent.policy.node}' for slot in starting)} to start"
     slow = [w for w in agent.local.workers.values() if w.stage is Stage.FORMING and now_s - w.since_s > SLOW_S]
     if slow and agent.formed.generation is not None:  # only the agent of a missing rank can tell which one it is
         return f"all ranks to start in generation {agent.formed.generation.number} ({agent.formed.generation.why})"
@@ -138,7 +141,7 @@ def _waits_for(agent: Agent, now_s: float) -> str:
 
 def doing(agent: Agent, zygote_up: bool) -> str:
     """What this agent does before all of its workers are at work; '' if they are, or if none is needed here."""
-    starting = [worker.slot for worker in agent.local.workers.values() if worker.stage is Stage.STARTING]
+    starting = _starting(agent)
     if not zygote_up and any(worker.stage is not Stage.GONE for worker in agent.local.workers.values()):
         return "importing torch and the script's modules"
     if starting:

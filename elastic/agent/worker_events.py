@@ -25,8 +25,8 @@ def to_event(slot: int, worker_id: int, message: messages.FromWorker) -> Event |
             return WorkerReady(slot, worker_id)
         case messages.Formed(generation=generation):
             return WorkerFormed(slot, worker_id, generation)
-        case messages.Synced(generation=generation, step=at, source=source, reached=reached):
-            return WorkerSynced(slot, worker_id, generation, at, source, reached)
+        case messages.Synced(generation=generation, step=at, origin=origin, source=source, reached=reached):
+            return WorkerSynced(slot, worker_id, generation, at, origin, source, reached)
         case messages.Stepping(generation=generation, step=at):
             return WorkerStepping(slot, worker_id, generation, at)
         case messages.GroupClosed(generation=generation, step=at):

@@ -10,6 +10,7 @@ import structlog
 
 from ..contract import messages
 from ..contract.agent_files import AgentConfig
+from ..contract.origin import Origin
 from ..contract.rank_records import Sample
 from ..contract.records import SpecRecord
 from ..recovery.model import Agent, is_leader
@@ -58,8 +59,8 @@ class WorkerReports:
                 self.metrics.take(generation, begun, rows, repeated=repeated)
             case messages.GradientSample():
                 self._sampled(slot, message)
-            case messages.Synced(step=step, source=source):
-                if source == "setup":
+            case messages.Synced(step=step, origin=origin, source=source):
+                if origin is Origin.SETUP:
                     self._started_over(message.generation, agent)
                 log.info("worker.synced", slot=slot, step=step, source=source)
                 return False

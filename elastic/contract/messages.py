@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from .origin import Origin
+
 MAX_MESSAGE_BYTES = 192 * 1024
 """Below the default socket buffer (212,992), so that a packet never fails with EMSGSIZE."""
 
@@ -156,8 +158,9 @@ class Synced(Message, frozen=True, kw_only=True):
 
     generation: int
     step: int
+    origin: Origin
     source: str
-    """'live', 'snapshot', 'checkpoint step 40 at PATH', 'setup'."""
+    """The same in words, as 'checkpoint step 40 at PATH'."""
     seconds: float = 0.0
     nbytes: int = 0
     reached: int = 0

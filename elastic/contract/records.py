@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from .ledger import Ledger
+from .origin import Origin
 from .spec import JobSpec
 from .step_parts import SlowRank, StepParts
 
@@ -105,6 +106,8 @@ class JobState(Record, frozen=True, kw_only=True):
     """Of the first failing rank of the newest failure."""
     excluded_nodes: tuple[str, ...] = ()
     """Nodes excluded from this job: its workers die there more often than elsewhere, or no agent of it starts there."""
+    no_agent: dict[str, str] = {}
+    """Of these, the nodes on which no agent of it starts -> why."""
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -332,7 +335,8 @@ class IncidentRecord(Record, frozen=True, kw_only=True):
     world_size_before: int = 0
     world_size_after: int = 0
     restored_from: str = ""
-    """As `messages.Synced.source`; 'nothing' if the job was given up, '' while it is open or if it is not known."""
+    """In words, as `messages.Synced.source`; '' while it is open or if it is not known."""
+    origin: Origin | None = None  # the same as a value
     stacks: dict[str, str] = {}
     """Hang: process -> its stack, dumped before the kill."""
     last_lines: tuple[str, ...] = ()
@@ -388,6 +392,8 @@ class ProgressRecord(Record, frozen=True, kw_only=True):
     """Memory used by snapshots on the leader's node."""
     snapshot_interval: str = ""
     waiting_for: str = ""
+    starting: bool = False
+    """`waiting_for` names nothing but workers of the leader's node that have not finished their `setup`."""
     still: Stillness | None = None
     """Set while no step is made."""
     ranks: tuple[RankRow, ...] = ()

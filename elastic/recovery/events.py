@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..contract.origin import Origin
 from ..contract.records import Standing, WorkerError
 from .view import JobView
 
@@ -64,6 +65,7 @@ class WorkerSynced:
     worker_id: int
     generation: int
     step: int
+    origin: Origin = Origin.LIVE
     source: str = "live"
     """See messages.Synced."""
     reached: int = 0

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from ..contract.origin import Origin
 from ..contract.records import BrokenRecord, Cause, GenerationRecord, IncidentRecord, Loss, Place
 from .evidence import kind_of, merged, weight
 
@@ -26,6 +27,7 @@ class Sync(msgspec.Struct, frozen=True):
     """The step it resumed from."""
     reached: int
     """The newest step that was committed before, as far as is known."""
+    origin: Origin
     source: str
 
 
@@ -160,7 +162,7 @@ def drawn(incident: Incident, *, counted: bool) -> IncidentRecord:
 
 
 def _begun_anew(sync: Sync) -> str:
-    if sync.source != "setup" or sync.reached <= 0:
+    if sync.origin is not Origin.SETUP or sync.reached <= 0:
         return ""
     return f"; all state was lost, and no checkpoint was ever saved: step {sync.reached} was done, begun again from 0"
 
@@ -183,7 +185,7 @@ def closed(
     most = least
     if least is not None and not _certain(incident, generation):
         # A rank commits a step only after all others have contributed to it: it is at most one step ahead of them.
-        live = all(sync.source == "live" for sync in incident.syncs)
+        live = all(sync.origin is Origin.LIVE for sync in incident.syncs)
         most = least + 1 if live else None
     return msgspec.structs.replace(
         drawing,
@@ -194,7 +196,8 @@ def closed(
         steps_lost=least,
         steps_lost_at_most=most,
         world_size_after=generation.world_size if recovered else 0,
-        restored_from=(worst.source if worst else "") if recovered else "nothing",
+        restored_from=(worst.source if worst else "") if recovered else Origin.NOTHING.value,
+        origin=(worst.origin if worst else None) if recovered else Origin.NOTHING,
     )
 
 

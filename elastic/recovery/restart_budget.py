@@ -127,13 +127,11 @@ def _with_neighbour(last: Failure, new: Failure) -> Failure | None:
 
 def _set_aside(state: JobState, failures: tuple[Failure, ...], other_nodes: int | None) -> tuple[str, ...]:
     """Excluded nodes: those that fail more than others, where one can be spared, and those that a node's daemon has
-    excluded because no agent starts there, which are the ones that the failures counted so far do not explain. The
-    daemon ends either exclusion after a while."""
-    by_daemon = set(state.excluded_nodes) - set(_avoid(state.failures))
+    excluded because no agent starts there. The daemon ends either exclusion after a while."""
     by_failures = set(_avoid(failures) if other_nodes != 0 else ())
     if other_nodes is None:
         by_failures &= set(state.excluded_nodes)
-    return tuple(sorted(by_daemon | by_failures))
+    return tuple(sorted({*state.no_agent, *by_failures}))
 
 
 def _avoid(failures: tuple[Failure, ...]) -> tuple[str, ...]:

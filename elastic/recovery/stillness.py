@@ -127,7 +127,7 @@ def _suspect(ranks: Mapping[int, Known], furthest: Position) -> StandstillCause 
             doing = "in a span declared with job.quiet" if k.standing.quiet else k.standing.doing
             said = f"it is {doing} in {_place(k.standing.position)}{also}"
             return StandstillCause(said, k.standing.rank, k.node, declared=k.standing.quiet)
-    early = [k for k in in_order if k.standing.doing == "finishing"]
+    early = [k for k in in_order if k.standing.doing == Doing.FINISHING.name.lower()]
     if early and len(early) < len(ranks):
         k = early[0]
         return StandstillCause(

@@ -263,6 +263,7 @@ class Managed:
             messages.Synced(
                 generation=form.generation,
                 step=state.step,
+                origin=synced.origin,
                 source=synced.source,
                 seconds=synced.seconds,
                 nbytes=synced.nbytes,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..checkpoint.interval import Rule
 from ..checkpoint.saver import Saver, next_generation
 from ..contract.messages import GradientSample, LoggedRow
+from ..contract.origin import Origin
 from .building import build
 from .checkpoint_scheduler import CheckpointScheduler, Part, RankPosition
 from .job import Job, Setup, Train
@@ -159,16 +160,16 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Rule) 
 
 def _restore(job: Job, state: State, disk: Disk | None) -> int:
     """Bring all ranks to the newest state. Returns the generation of this run: above that of every checkpoint."""
-    source = synchronise(
+    synced = synchronise(
         state,
         rank=job.rank,
         world_size=job.world_size,
         restore="newest",
         saved=(lambda: (None, disk.newest())) if disk else None,
         load=(lambda _: disk.load(state)) if disk else None,
-    ).source
-    if source.startswith("checkpoint") and job.rank == 0:
-        print(f"elastic: resumed from {source}", flush=True)
+    )
+    if synced.origin is Origin.CHECKPOINT and job.rank == 0:
+        print(f"elastic: resumed from {synced.source}", flush=True)
     number = torch.tensor([next_generation(disk.directory, disk.job) if disk else 1])
     if job.world_size > 1:
         dist.all_reduce(number, dist.ReduceOp.MAX)

@@ -10,6 +10,7 @@ from support.jobs import generation, place
 from elastic.agent.pool import Pool
 from elastic.agent.saver import SaveStatus
 from elastic.agent.status import SLOW_S, Gauge, progress
+from elastic.contract.records import ProgressRecord
 from elastic.contract.spec import JobSpec
 from elastic.contract.timeouts import Timeouts
 from elastic.recovery.membership import Limits
@@ -22,7 +23,7 @@ class NoPool:
         self.processes: dict[int, object] = {}
 
 
-def waits_for(stage: Stage, since_s: float) -> str:
+def waits_for(stage: Stage, since_s: float) -> ProgressRecord:
     policy = Policy(
         node="a", incarnation="a.1", host="a", port=1, slots=1, limits=Limits(1, 2, 0.0), shrink=False, standbys=0,
         managed=True, spec=JobSpec(name="job", script="x.py"), timeouts=Timeouts(),
@@ -30,7 +31,7 @@ def waits_for(stage: Stage, since_s: float) -> str:
     worker = Worker(slot=0, worker_id=1, stage=stage, generation=2, since_s=time.monotonic() - since_s)
     agent = changed(Agent(policy), generation=generation(2, [place("a"), place("b")]), workers={0: worker})
     pool: Pool = NoPool()  # type: ignore[assignment]
-    return progress(agent, pool, Gauge(), (), SaveStatus()).waiting_for
+    return progress(agent, pool, Gauge(), (), SaveStatus())
 
 
 @pytest.mark.parametrize(
@@ -43,4 +44,5 @@ def waits_for(stage: Stage, since_s: float) -> str:
     ],
 )
 def test_waits_for_text_names_what_the_stage_waits_for(stage: Stage, since_s: float, said: str) -> None:
-    assert waits_for(stage, since_s) == said
+    record = waits_for(stage, since_s)
+    assert (record.waiting_for, record.starting) == (said, stage is Stage.STARTING)

@@ -230,7 +230,8 @@ def test_uncordon_readmits_an_excluded_node(writes: WriteQueue) -> None:
     writes.actions.submit(RAW, ADA, ADA)
     writes.client.put(KEYS.node("a"), encode(NODE))
     failures = tuple(Failure(wall_s=1.0, generation=1, node=n, fingerprint="x") for n in "aab")
-    aside = JobState(phase=Phase.RUNNING, excluded_nodes=("a", "c"), failures=failures, restarts=3)
+    no_agent = {"a": "no torch", "c": "no python"}
+    aside = JobState(phase=Phase.RUNNING, excluded_nodes=("a", "c"), no_agent=no_agent, failures=failures, restarts=3)
     writes.client.put(JOB.state, encode(aside))
     writes.board.publish(Snapshot(cluster=Reader(KEYS).read(writes.server.kvs, 1)))
     writes.actions.cordon("a", "look at it")
@@ -242,6 +243,7 @@ def test_uncordon_readmits_an_excluded_node(writes: WriteQueue) -> None:
         ["b"],
         3,
     )
+    assert writes.state().no_agent == {"c": "no python"}
 
 
 # ── the writer ──────────────────────────────────────────────────────────────────────────────────────────────

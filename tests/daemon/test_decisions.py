@@ -161,9 +161,9 @@ def test_job_fails_only_if_no_node_can_start_it_else_the_node_is_excluded() -> N
     assert alone.reason == "no agent comes up on a: no torch"
     others = state(job(Phase.PENDING), failed="no torch", nodes=("a", "b"))
     assert others is not None
-    assert (others.phase, others.excluded_nodes) == (Phase.PENDING, ("a",))
+    assert (others.phase, others.excluded_nodes, others.reason) == (Phase.PENDING, ("a",), "")
     assert state(job(Phase.RUNNING), failed="x") == msgspec.structs.replace(
-        JobState(phase=Phase.RUNNING), excluded_nodes=("a",), reason="no agent comes up on a: x"
+        JobState(phase=Phase.RUNNING), excluded_nodes=("a",), no_agent={"a": "x"}
     )
 
 
@@ -380,7 +380,11 @@ def test_a_job_file_takes_its_own_name(tmp_path: pathlib.Path) -> None:
 def test_node_excluded_by_its_daemon_is_retried_after_a_while() -> None:
     failures = tuple(Failure(wall_s=1.0, generation=1, node=n, fingerprint="f") for n in ("a", "b"))
     aside = JobState(
-        phase=Phase.RUNNING, excluded_nodes=("a", "b"), failures=failures, reason="no agent comes up on a: so"
+        phase=Phase.WAITING,
+        excluded_nodes=("a", "b"),
+        failures=failures,
+        no_agent={"a": "so", "b": "no torch"},
+        reason="no agent comes up on a: as the leader says",
     )
     of = Job(name="j", spec=SPEC, state=aside)
     cluster = Cluster(nodes={"a": Node(NODE, 1)})
@@ -391,7 +395,8 @@ def test_node_excluded_by_its_daemon_is_retried_after_a_while() -> None:
     assert after(reconcile.SET_ASIDE_S - 1) is None
     again = after(reconcile.SET_ASIDE_S)
     assert again is not None
-    assert (again.excluded_nodes, again.failures, again.reason) == (("b",), failures[1:], "")
+    assert (again.excluded_nodes, again.failures, again.no_agent) == (("b",), failures[1:], {"b": "no torch"})
+    assert again.reason == aside.reason, "the leader's"
     assert reconcile.job_state(of, cluster, "c", False, "", 5.0, reconcile.SET_ASIDE_S) is None
 
 

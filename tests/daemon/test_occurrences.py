@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import pictures
 
+from elastic.contract.origin import Origin
 from elastic.contract.records import Failure, IncidentRecord, JobState, Phase
 from elasticd.cluster import Job, Node
 from elasticd.occurrences import (
@@ -145,7 +146,7 @@ def test_failed_job_is_told_with_the_verdict_of_its_last_incident() -> None:
     daemon = Daemon(settings=NotifySettings(on=("job_failed",)))
     ended = in_phase(Phase.FAILED, 1010.0, "RuntimeError: boom, 4 times")
     assert daemon.sees(seen(ended), 1010.1) == []
-    ended = replace(ended, incidents=(crash(1009.9, restored_from="nothing"),))
+    ended = replace(ended, incidents=(crash(1009.9, origin=Origin.NOTHING),))
     assert daemon.sees(seen(ended), 1010.2 + FAILED_SETTLE_S) == [FAILED]
     told = daemon.sent[0]
     assert told.why == "RuntimeError: boom, 4 times"

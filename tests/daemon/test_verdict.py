@@ -15,7 +15,7 @@ from elasticd.diagnosis.verdict import Class, Seen, Verdict, judge
 def incident(kind: str = "exit", detail: str = "", **facts: object) -> IncidentRecord:
     base = {"generation": 2, "node": "n1", "ranks": (1,), "wall_s": 900.0, "timeline_s": {"stepping": 0.25}}
     base |= {"ended_wall_s": 900.25, "step": 40, "steps_lost": 0, "steps_lost_at_most": 0}
-    base |= {"world_size_before": 4, "world_size_after": 4, "restored_from": "live", "kind": kind, "detail": detail}
+    base |= {"world_size_before": 4, "world_size_after": 4, "origin": "live", "kind": kind, "detail": detail}
     return msgspec.convert(base | facts, IncidentRecord)
 
 
@@ -278,8 +278,12 @@ def test_failed_collectives_are_folded_into_the_death_they_follow_from() -> None
         ({"step": None}, "all workers were started again (the script does not call elastic.run); world 4 as before"),
         ({"open": True}, "the recovery is under way"),
         ({"kind": "checkpoint"}, "training was not interrupted"),
-        ({"restored_from": "nothing"}, "the job was given up"),
-        ({"restored_from": "checkpoint", "ranks": (0, 1, 2, 3)},
+        ({"origin": "nothing"}, "the job was given up"),
+        ({"origin": "snapshot", "ranks": (0, 1, 2, 3)},
+         "ranks 0 to 3 replaced; state from the newest snapshot in memory; world 4 as before"),
+        ({"origin": "setup", "ranks": (0, 1, 2, 3)},
+         "ranks 0 to 3 replaced; training began again at step 0; world 4 as before"),
+        ({"origin": "checkpoint", "restored_from": "checkpoint step 40 at /c/step-40", "ranks": (0, 1, 2, 3)},
          "ranks 0 to 3 replaced; state from the newest checkpoint; world 4 as before"),
     ],
 )  # fmt: skip
@@ -298,7 +302,7 @@ def test_cost_counts_ranks_times_seconds_and_leaves_the_unknown_unknown() -> Non
 
 
 def test_person_is_needed_only_where_the_job_failed_or_does_not_recover() -> None:
-    given_up = incident(detail="KeyError: 1", restored_from="nothing")
+    given_up = incident(detail="KeyError: 1", origin="nothing")
     assert judge(given_up, Seen(phase=Phase.FAILED)).person
     assert not judge(given_up, Seen(phase=Phase.STOPPED)).person, "a person stopped it"
     recovered = incident(detail="KeyError: 1")

@@ -107,6 +107,11 @@ def test_job_that_starts_says_what_each_agent_does_and_for_how_long() -> None:
     short = Assignment(waiting={"train": "0 of at least 1 nodes; a has 0 of 2 slots free"})
     assert of_job(PENDING, plan=short) == "waiting for: 0 of at least 1 nodes; a has 0 of 2 slots free"
     there = replace(PENDING, members={"a": member("a")})
+    setting_up = {"waiting_for": "slot 0 of a (which runs setup)", "starting": True}
+    assert of_job(replace(there, progress=progress(**setting_up)), nodes=(IMPORTS,)) == "a is importing torch for 14 s"
+    assert of_job(replace(there, progress=progress(**setting_up))) == "waiting for: slot 0 of a (which runs setup)"
+    for_more = progress(waiting_for="node c to start")
+    assert of_job(replace(there, progress=for_more), nodes=(IMPORTS,)).startswith("waiting for: node c to start; a is")
     assert of_job(there) == "waiting for the first generation: agents are there on a"
 
 
@@ -137,8 +142,10 @@ def test_why_of_a_node(why: str, made: Node) -> None:
 def test_node_says_who_cannot_reach_it_and_which_jobs_exclude_it() -> None:
     cut = job(members={"a": member("a"), "b": member("b", unreachable=("a",))})
     assert of_node(job=cut) == "unreachable by b (train)"
-    aside = job(state=JobState(phase=Phase.RUNNING, excluded_nodes=("a",)))
-    assert of_node(job=aside) == "excluded for train for at most 10 min, because no agent of train starts there"
+    aside = job(state=JobState(phase=Phase.RUNNING, excluded_nodes=("a",), no_agent={"a": "torch?"}))
+    assert of_node(job=aside) == "excluded for train for at most 10 min, because no agent of train starts there: torch?"
+    late = job(state=JobState(phase=Phase.RUNNING, excluded_nodes=("a",)))
+    assert of_node(job=late) == "excluded for train for at most 10 min, because workers of train failed there"
     assert of_node(job=job()) == "ready: 2 of 2 slots used"
     assert of_node(job=job(), name="b") == "elasticd is down on this node; its agents of train keep running"
     assert of_node(contact=LOST) == (

@@ -164,15 +164,15 @@ class Judge:
 
     def chosen(self, group: Group, choice: Choice) -> None:
         """A generation has chosen the state that it goes on from."""
-        version = choice.version if choice.kind != "setup" else (0, 0)
-        if choice.kind == "live" and not group.ranks[choice.source].whole:
+        version = choice.version if choice.origin != "setup" else (0, 0)
+        if choice.origin == "live" and not group.ranks[choice.source].whole:
             raise Broken("G1", f"generation {group.generation} goes on from half a state, of rank {choice.source}")
         for rank, worker in group.ranks.items():
             if rank != choice.source and rank not in choice.needs and not worker.whole:
                 raise Broken("G1", f"rank {rank} of generation {group.generation} goes on with half a state")
-        if choice.kind == "live" and group.ranks[choice.source].chain in self.condemned:
+        if choice.origin == "live" and group.ranks[choice.source].chain in self.condemned:
             raise Broken("rollback", f"generation {group.generation} goes on from a state that was gone back from")
-        if self.plain_deaths and choice.kind == "live" and not group.ranks[0].established:
+        if self.plain_deaths and choice.origin == "live" and not group.ranks[0].established:
             raise Broken("survivors first", f"rank 0 of generation {group.generation} is a newcomer")
         if group.restore != "newest":
             return
@@ -184,7 +184,8 @@ class Judge:
                 if worker.group is group or not self._unreachable(worker, group):
                     raise Broken(
                         "G1",
-                        f"generation {group.generation} goes on from {choice.kind} {version}; {worker.name} has {held}",
+                        f"generation {group.generation} goes on from {choice.origin} {version}; "
+                        f"{worker.name} has {held}",
                     )
 
     def _unreachable(self, worker: Worker, group: Group) -> bool:

@@ -13,6 +13,7 @@ from simulation.cluster import Cluster, Setting
 from simulation.run import silent
 from support.incidents import check_incident
 
+from elastic.contract.origin import Origin
 from elastic.contract.records import IncidentRecord, decode, encode
 from elastic.etcd.client import Put
 
@@ -127,7 +128,7 @@ def test_all_workers_are_killed(every: int) -> None:
     (incident,) = incidents(cluster)
     check_incident(incident, kind="exit", nodes=["n0", "n1"], ranks=[0, 1], redone=cluster.judge.redone())
     assert incident.steps_lost == incident.steps_lost_at_most == (at if every == 0 else at % every)
-    assert incident.restored_from == ("checkpoint" if every else "setup")
+    assert incident.origin is (Origin.CHECKPOINT if every else Origin.SETUP)
     assert ("all state was lost" in incident.detail) == (every == 0)
 
 
@@ -205,7 +206,7 @@ def test_a_job_that_is_stopped_just_after_a_kill_has_had_an_incident() -> None:
     cluster.run(20.0)
     (incident,) = incidents(cluster)
     assert (incident.open, incident.kind, incident.ranks) == (False, "exit", (2,))
-    assert (incident.world_size_after, incident.restored_from, incident.steps_lost) == (0, "nothing", None)
+    assert (incident.world_size_after, incident.origin, incident.steps_lost) == (0, Origin.NOTHING, None)
 
 
 def test_a_planned_change_and_a_kill_at_the_same_moment() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from elastic.contract import messages
+from elastic.contract.origin import Origin
 from elastic.contract.records import WorkerError
 from elastic.recovery.events import (
     CheckpointSaved,
@@ -204,7 +205,7 @@ class Group:
     phase: str = "arriving"  # arriving, forming, syncing, running, broken, done
     version: Version = (0, 0)
     chain: int = SETUP
-    source: str = "live"
+    origin: Origin = Origin.LIVE
     reached: int = 0
     """The newest step that its ranks, or their agents, knew of when it formed."""
     fresh: bool = True
@@ -306,11 +307,11 @@ class Group:
             for worker in tuple(self.ranks.values()):
                 self.training.cluster.clock.after(0.001, worker.die, "exit code 1", 1, str(error), "NoStateError", True)
             return
-        source, self.source = self.ranks[choice.source], choice.kind
-        if choice.kind == "checkpoint":
+        source, self.origin = self.ranks[choice.source], choice.origin
+        if choice.origin == "checkpoint":
             assert checkpoint is not None
             self.version, self.chain = checkpoint
-        elif choice.kind == "setup":
+        elif choice.origin == "setup":
             self.version, self.chain = (self.generation, 0), SETUP
         else:
             self.version, self.chain = source.version, source.chain
@@ -319,8 +320,8 @@ class Group:
             self.ranks[rank].whole = False
         if choice.needs:
             self.training.cluster.handing_over(source, [self.ranks[rank] for rank in choice.needs])
-        if choice.kind != "live":
-            source.whole = choice.kind == "setup"
+        if choice.origin != "live":
+            source.whole = choice.origin == "setup"
         self._next(self.training.cluster.delay(0.01, 0.1 if choice.needs else 0.02))
 
     def _run(self) -> None:
@@ -328,7 +329,7 @@ class Group:
         for worker in self.ranks.values():
             worker.doing, worker.whole, worker.established = "running", True, True
             worker.version, worker.chain = self.version, self.chain
-            synced = self.generation, self.version[1], self.source, self.reached
+            synced = self.generation, self.version[1], self.origin, f"{self.origin} in words", self.reached
             worker.say(WorkerSynced(worker.slot, worker.worker_id, *synced))
         self._leavers()
         if self.phase == "running":

@@ -8,6 +8,7 @@ import msgspec
 
 from elastic.contract.decoding import Member
 from elastic.contract.node_records import NodeRecord
+from elastic.contract.origin import Origin
 from elastic.contract.records import (
     GenerationRecord,
     IncidentRecord,
@@ -55,7 +56,7 @@ def job(**facts: object) -> Job:
             IncidentRecord(
                 generation=2, kind="exit", node="a", ranks=(1,), detail="killed by SIGKILL", wall_s=990.0,
                 timeline_s={"aborted": 0.01, "stepping": 0.144}, steps_lost=0, steps_lost_at_most=0,
-                world_size_before=3, world_size_after=3, restored_from="live",
+                world_size_before=3, world_size_after=3, restored_from="live", origin=Origin.LIVE,
             ),
         ),
     )  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace as replace_struct
 from support.jobs import generation, member, place, view
 
+from elastic.contract.origin import Origin
 from elastic.contract.records import BrokenRecord, Cause, IncidentRecord, Loss
 from elastic.contract.spec import JobSpec
 from elastic.contract.timeouts import Timeouts
@@ -28,7 +29,7 @@ def over(*syncs: Sync) -> Closed:
     return Closed(incident, FORMED, recovered=True, counted=True, witnessed=True)
 
 
-LIVE = Sync(generation=2, resumed=20, reached=20, source="live")
+LIVE = Sync(generation=2, resumed=20, reached=20, origin=Origin.LIVE, source="live")
 
 
 def test_a_death_that_is_reported_late_is_the_cause() -> None:
@@ -94,7 +95,7 @@ def test_a_newer_incident_keeps_the_hand_over_that_was_seen_before_its_record() 
     """Of the first recovery, and of the failure in between, this agent has seen nothing: it was cut off from etcd."""
     one, two, three = (generation(n, [place("a", 0), place("b", 0)]) for n in (1, 2, 3))
     members = [member(node, create_revision, ready=(0,)) for create_revision, node in enumerate(("a", "b"), 1)]
-    sync = Sync(generation=3, resumed=25, reached=25, source="live")
+    sync = Sync(generation=3, resumed=25, reached=25, origin=Origin.LIVE, source="live")
     early = replace_struct(sync, generation=2)
     incident = Incident(
         key=2, generations=(one, two, three), began_s=90.0, reports=(DEATH,), syncs=(early, sync),

@@ -164,7 +164,7 @@ def test_excluded_node_returns_when_no_node_can_be_spared() -> None:
 
 @pytest.mark.parametrize("spare", [0, 1, None])
 def test_node_excluded_by_its_daemon_stays_excluded_on_failures_elsewhere(spare: int | None) -> None:
-    aside = JobState(phase=Phase.RUNNING, excluded_nodes=("d",))
+    aside = JobState(phase=Phase.RUNNING, excluded_nodes=("d",), no_agent={"d": "no torch"})
     for count in range(1, BAD_NODE_FAILURES + 3):
         aside = charge(aside, broken(step=count), Restarts(), float(count), spare).state
         assert "d" in aside.excluded_nodes
@@ -173,7 +173,7 @@ def test_node_excluded_by_its_daemon_stays_excluded_on_failures_elsewhere(spare:
 
 def test_excluded_node_returns_when_its_failures_leave_the_window() -> None:
     bad, _ = book(*((float(i), broken(step=i)) for i in range(BAD_NODE_FAILURES)), rules=Restarts(window_s=100.0))
-    aside = msgspec.structs.replace(bad, excluded_nodes=("a", "d"))
+    aside = msgspec.structs.replace(bad, excluded_nodes=("a", "d"), no_agent={"d": "no torch"})
     after = charge(aside, broken(node="b"), Restarts(window_s=100.0), 500.0, 1).state
     assert after.excluded_nodes == ("d",)
 

@@ -17,7 +17,7 @@ def offer(rank: int, version: tuple[int, int] = (0, 0), **fields: object) -> Off
 
 def test_survivors_keep_theirs_and_the_newcomer_receives_from_the_lowest() -> None:
     choice = choose([offer(0, (3, 40)), offer(1, (3, 40)), offer(2)])
-    assert (choice.kind, choice.source, choice.version, choice.needs) == ("live", 0, (3, 40), (2,))
+    assert (choice.origin, choice.source, choice.version, choice.needs) == ("live", 0, (3, 40), (2,))
 
 
 def test_state_source_is_the_rank_one_step_ahead() -> None:
@@ -43,12 +43,12 @@ def test_equal_steps_of_different_lineages_are_not_the_same_state() -> None:
 
 def test_a_set_up_that_was_handed_out_is_live_state() -> None:
     choice = choose([offer(0), offer(1, (2, 0), established=True)])
-    assert (choice.kind, choice.source, choice.needs) == ("live", 1, (0,))
+    assert (choice.origin, choice.source, choice.needs) == ("live", 1, (0,))
 
 
 def test_nothing_anywhere_takes_the_first_whole_set_up_to_all_others() -> None:
     choice = choose([offer(0, clean=False), offer(1), offer(2)])
-    assert (choice.kind, choice.source, choice.needs) == ("setup", 1, (0, 2))
+    assert (choice.origin, choice.source, choice.needs) == ("setup", 1, (0, 2))
 
 
 def test_state_source_refuses_a_fresh_start_if_a_checkpoint_is_known() -> None:
@@ -61,7 +61,7 @@ def test_state_source_refuses_a_fresh_start_if_a_checkpoint_is_known() -> None:
 
 def test_a_checkpoint_newer_than_the_live_state_of_a_straggler_wins() -> None:
     choice = choose([offer(0, (3, 40)), offer(1, checkpoint=(5, 60))])
-    assert (choice.kind, choice.source, choice.version, choice.needs) == ("checkpoint", 1, (5, 60), (0,))
+    assert (choice.origin, choice.source, choice.version, choice.needs) == ("checkpoint", 1, (5, 60), (0,))
 
 
 def test_among_equals_live_beats_snapshot_beats_checkpoint() -> None:
@@ -72,7 +72,7 @@ def test_among_equals_live_beats_snapshot_beats_checkpoint() -> None:
 def test_state_source_in_a_rollback_ignores_live_state_and_all_others_receive() -> None:
     offers = [offer(0, (3, 44), checkpoint=(3, 20)), offer(1, (3, 44), snapshot=(3, 40))]
     choice = choose(offers, "snapshot")
-    assert (choice.kind, choice.source, choice.version, choice.needs) == ("snapshot", 1, (3, 40), (0,))
+    assert (choice.origin, choice.source, choice.version, choice.needs) == ("snapshot", 1, (3, 40), (0,))
 
 
 @pytest.mark.parametrize("restore", ["newest", "snapshot"])
@@ -116,15 +116,15 @@ def test_the_rule_holds_in_every_small_world() -> None:
             assert any(o.established for o in offers) or not any(o.clean for o in offers)
             continue
         if not live | snapshots:
-            assert choice.kind == "setup"
+            assert choice.origin == "setup"
             assert len(choice.needs) == 2
             continue
         newest = max(live | snapshots)
         assert choice.version == newest
-        assert choice.kind == ("live" if newest in live else "snapshot")
+        assert choice.origin == ("live" if newest in live else "snapshot")
         source = offers[choice.source]
-        assert (source.version if choice.kind == "live" else source.snapshot) == newest
-        if choice.kind == "live":
+        assert (source.version if choice.origin == "live" else source.snapshot) == newest
+        if choice.origin == "live":
             assert source.clean
             assert choice.source == min(o.rank for o in offers if o.clean and o.established and o.version == newest)
             has = {o.rank for o in offers if o.clean and o.established and o.version == newest}

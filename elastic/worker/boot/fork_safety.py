@@ -15,6 +15,8 @@ from collections.abc import Sequence
 TRIAL_S = 30.0
 """Limit of the wait for the trial fork. On a machine with GPUs it starts the driver, which may take seconds."""
 SAID_BYTES = 500
+UNFIT = 3
+"""Exit code of a trial fork that says what is wrong."""
 
 
 def cpu_build() -> bool:
@@ -73,14 +75,15 @@ def _trial() -> str:
     _, status = os.waitpid(pid, 0)
     if not readable:
         return f"a trial fork of it did not run a backward within {TRIAL_S:g} s"
-    if os.waitstatus_to_exitcode(status) != 0 or not said:
-        return f"a trial fork of it died with status {os.waitstatus_to_exitcode(status)}"
-    return "" if said == "fit" else f"a trial fork of it failed: {said}"
+    code = os.waitstatus_to_exitcode(status)
+    if code == UNFIT:
+        return f"a trial fork of it failed: {said}"
+    return f"a trial fork of it died with status {code}" if code else ""
 
 
 def _in_child(writer: int) -> None:
     """Never returns."""
-    said = "no answer"
+    code, said = UNFIT, "no answer"
     try:
         import torch
 
@@ -91,7 +94,7 @@ def _in_child(writer: int) -> None:
         else:
             weight = torch.ones(1, requires_grad=True)
             torch.autograd.backward((weight * 2.0).sum())
-            said = "fit"
+            code, said = 0, ""
     except (
         RuntimeError,
         AssertionError,
@@ -102,7 +105,7 @@ def _in_child(writer: int) -> None:
         said = f"{type(error).__name__}: {error}"
     finally:
         os.write(writer, said.encode()[:SAID_BYTES])
-        os._exit(0)
+        os._exit(code)
 
 
 def _open_files() -> Sequence[str]:

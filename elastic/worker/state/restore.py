@@ -7,13 +7,14 @@ import os
 import queue
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ...checkpoint import find, read
 from ...checkpoint.arena import Arena
 from ...checkpoint.progress import Progress, unreported
 from ...checkpoint.remote import list_remote
 from ...contract import messages
+from ...contract.origin import Origin
 from ...contract.tensor_table import Table, TensorInfo
 from .. import gc_pause
 from ..session import Session
@@ -149,8 +150,8 @@ class Store:
             with contextlib.suppress(queue.Empty):  # the other thread was faster
                 _close_all(self._answers.get_nowait())
 
-    def load(self, kind: Literal["snapshot", "checkpoint"]) -> str:
-        if kind == "snapshot":
+    def load(self, origin: Origin) -> str:
+        if origin is Origin.SNAPSHOT:
             return self._kept.load(self._state, self._session.copied)
         assert self._disk is not None, "a job without a checkpoint directory offers no checkpoint"
         return self._disk.load(self._state, self._session.copied)

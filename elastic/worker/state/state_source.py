@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
+
+from ...contract.origin import Origin
 
 Version = tuple[int, int]
 """(generation of the last commit, steps committed): states with equal versions are bit-identical."""
 
-Kind = Literal["live", "snapshot", "checkpoint", "setup"]
-
-_RANKING: tuple[Kind, ...] = ("checkpoint", "snapshot", "live")
+_RANKING = (Origin.CHECKPOINT, Origin.SNAPSHOT, Origin.LIVE)
 """Preference among equally new states: live state needs no read, a snapshot no disk."""
 
 
@@ -37,7 +36,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    kind: Kind
+    origin: Origin
     source: int
     """The rank that has the state, or loads it, and sends it to `needs`."""
     version: Version
@@ -73,14 +72,13 @@ def choose(offers: Sequence[Offer], restore: str = "newest") -> Choice:
         raise ValueError(f"restore = {restore!r}: 'newest' or 'snapshot'")
     best: tuple[Version, int, int] | None = None
     for offer in offers:
-        for kind, version in _candidates(offer, restore):
-            key = (version, _RANKING.index(kind), -offer.rank)
+        for origin, version in _candidates(offer, restore):
+            key = (version, _RANKING.index(origin), -offer.rank)
             if best is None or key > best:
                 best = key
     if best is not None:
         version, ranking, minus_rank = best
-        kind = _RANKING[ranking]
-        return _choice(kind, -minus_rank, version, offers)
+        return _choice(_RANKING[ranking], -minus_rank, version, offers)
     known = max(offer.known_step for offer in offers)
     if any(offer.established for offer in offers):
         kind_of_error = StateLostError if restore == "newest" and not known else NoStateError
@@ -93,32 +91,32 @@ def choose(offers: Sequence[Offer], restore: str = "newest") -> Choice:
         )
     for offer in sorted(offers, key=lambda o: o.rank):
         if offer.clean:
-            return _choice("setup", offer.rank, offer.version, offers)
+            return _choice(Origin.SETUP, offer.rank, offer.version, offers)
     raise StateLostError(f"nothing to go on from: {'; '.join(map(_lacks, offers))}")
 
 
-def _candidates(offer: Offer, restore: str) -> list[tuple[Kind, Version]]:
-    found: list[tuple[Kind, Version]] = []
+def _candidates(offer: Offer, restore: str) -> list[tuple[Origin, Version]]:
+    found: list[tuple[Origin, Version]] = []
     if restore == "newest" and offer.clean and offer.established:
-        found.append(("live", offer.version))
+        found.append((Origin.LIVE, offer.version))
     if offer.snapshot is not None:
-        found.append(("snapshot", offer.snapshot))
+        found.append((Origin.SNAPSHOT, offer.snapshot))
     if offer.checkpoint is not None:
-        found.append(("checkpoint", offer.checkpoint))
+        found.append((Origin.CHECKPOINT, offer.checkpoint))
     return found
 
 
-def _choice(kind: Kind, source: int, version: Version, offers: Sequence[Offer]) -> Choice:
+def _choice(origin: Origin, source: int, version: Version, offers: Sequence[Offer]) -> Choice:
     def has_it(offer: Offer) -> bool:
-        return kind == "live" and offer.clean and offer.established and offer.version == version
+        return origin is Origin.LIVE and offer.clean and offer.established and offer.version == version
 
     needs = tuple(sorted(o.rank for o in offers if o.rank != source and not has_it(o)))
     reason = (
-        f"{kind} state of rank {source}, step {version[1]} of generation {version[0]}, is the newest of {len(offers)}"
+        f"{origin} state of rank {source}, step {version[1]} of generation {version[0]}, is the newest of {len(offers)}"
     )
-    if kind == "setup":
+    if origin is Origin.SETUP:
         reason = f"no rank has state, snapshot or checkpoint: rank {source}'s set-up goes to all"
-    return Choice(kind=kind, source=source, version=version, needs=needs, reason=reason)
+    return Choice(origin=origin, source=source, version=version, needs=needs, reason=reason)
 
 
 def _lacks(offer: Offer) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from ...checkpoint.memcpy import device_type
+from ...contract.origin import Origin
 from ...contract.tensor_table import Table
 from .. import gc_pause
 from . import broadcast, pull
@@ -22,7 +23,7 @@ from .survey import Survey
 SavedVersions = Callable[[], tuple[Version | None, Version | None]]
 """Returns (newest snapshot, newest checkpoint) that this rank could load; may take a while."""
 
-Load = Callable[[Literal["snapshot", "checkpoint"]], str]
+Load = Callable[[Origin], str]
 """Load this rank's newest snapshot or checkpoint into the state (adopt, fill, filled). Returns a description, such
 as 'checkpoint step 40 at /ckpt/step-40'. Raises if nothing can be loaded."""
 
@@ -32,8 +33,9 @@ _NONE: Version = (-1, -1)
 @dataclass(frozen=True, slots=True)
 class Synced:
     step: int
+    origin: Origin
     source: str
-    """'live', 'snapshot …', 'checkpoint step 40 at PATH', 'setup'."""
+    """The same in words, as 'checkpoint step 40 at PATH'."""
     seconds: float
     nbytes: int
     """Bytes received by this rank; 0 if it had the state."""
@@ -104,6 +106,7 @@ def synchronise(
     seconds = time.monotonic() - begun_s
     return Synced(
         step=state.step,
+        origin=choice.origin,
         source=source,
         seconds=seconds,
         nbytes=nbytes,
@@ -144,14 +147,14 @@ def _bring(
     state: State, choice: Choice, rank: int, generation: int, load: Load | None, check: Callable[[], None]
 ) -> tuple[str, int]:
     """Returns (description of the source, bytes received by this rank)."""
-    said: str = choice.kind
+    said: str = choice.origin.value
     if rank == choice.source:
-        if choice.kind == "setup":
+        if choice.origin is Origin.SETUP:
             state.establish(generation)
-        elif choice.kind != "live":
+        elif choice.origin is not Origin.LIVE:
             if load is None:
                 raise AssertionError("a rank without `load` offers nothing to load")
-            said = load(choice.kind)
+            said = load(choice.origin)
     elif rank not in choice.needs:
         return said, 0
     if rank == choice.source:
