@@ -11,8 +11,6 @@ from .errors import CannotStart
 
 MAX_READ_BYTES = 4 * 1024 * 1024
 
-STICKY_WRITABLE = stat.S_ISVTX | stat.S_IWOTH
-
 
 def private(folder: Path) -> None:
     """Create `folder`, if it does not exist, for this user only (mode 0700). Raises CannotStart if it is a link or

@@ -118,7 +118,7 @@ def judge(record: IncidentRecord, seen: Seen = Seen()) -> Verdict:
         cls=rule.cls,
         cause=_cause(record, rule),
         what=_what(record, rule),
-        evidence=_evidence(record, rule, texts, found, held[1] if held else ""),
+        evidence=_evidence(record, texts, found, held[1] if held else ""),
         followed=_followed(record),
         done=_done(record, open_, seen.phase),
         cost=_cost(record, seen, open_),
@@ -243,9 +243,7 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"ranks {shown}" + (f" and {len(found) - RANKS_SHOWN} more" if len(found) > RANKS_SHOWN else "")
 
 
-def _evidence(
-    record: IncidentRecord, rule: Rule, texts: _Texts, found: Evidence | None, etcd: str
-) -> tuple[Evidence, ...]:
+def _evidence(record: IncidentRecord, texts: _Texts, found: Evidence | None, etcd: str) -> tuple[Evidence, ...]:
     """The line that decided first; then the exit, the report, the suspect's stack, and etcd's own words."""
     lines = [found] if found else []
     if error := record.error:

@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 def of_job(snapshot: Snapshot, job: Job, row: Mapping[str, Any], starting: bool, wall_s: float) -> str:
     """`row`: the rest of its summary, as `views.job_row` makes it; `starting`: as `ProgressRecord.starting`."""
-    said = _over(job, row, wall_s) if job.over else _alive(snapshot, job, row, starting, wall_s)
+    said = _over(job, wall_s) if job.over else _alive(snapshot, job, row, starting, wall_s)
     contact = snapshot.contact
     if job.over or contact.connected:
         return said
@@ -45,7 +45,7 @@ def of_node(snapshot: Snapshot, name: str, row: Mapping[str, Any], me: str, wall
 # ── jobs ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _over(job: Job, row: Mapping[str, Any], wall_s: float) -> str:
+def _over(job: Job, wall_s: float) -> str:
     ended = f"{job.state.phase} {_age(wall_s - job.state.since_wall_s)} ago"
     reason = job.state.reason
     return f"{ended}: {reason}" if reason else ended

@@ -174,7 +174,6 @@ class Arena:
     def layout(
         self,
         table: Table,
-        metadata: Mapping[str, str] | None = None,
         *,
         share: int = 0,
         shares: int = 1,
@@ -188,10 +187,10 @@ class Arena:
         default the same. Raises ArenaError if the arena is too small.
         """
         part, parts = share if part is None else part, shares if parts is None else parts
-        key = (table, tuple(sorted((metadata or {}).items())), share, shares, beside, part, parts)
+        key = (table, share, shares, beside, part, parts)
         if self._layout is not None and key == self._key:
             return
-        layout = plan(table, metadata)
+        layout = plan(table)
         offsets, end = offsets_beside(beside.table)
         if (nbytes := pad(layout.nbytes) + end if beside.table else layout.nbytes) > self.capacity:
             raise ArenaError(f"the state takes {nbytes} bytes, the arena has {self.capacity}")

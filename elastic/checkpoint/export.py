@@ -23,9 +23,9 @@ from .plain import plain
 from .read import load
 
 
-def read_all(path: str, job: str | None = None) -> dict[str, Any]:
+def read_all(path: str) -> dict[str, Any]:
     """The whole checkpoint in memory. Raises Damaged."""
-    manifest = verify(path, job, hashes=False)
+    manifest = verify(path, None, hashes=False)
     state: dict[str, torch.Tensor] = {}
 
     def into(info: TensorInfo) -> torch.Tensor:

@@ -8,7 +8,7 @@ one is aligned for its type.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -56,7 +56,7 @@ def file_order(table: Sequence[TensorInfo]) -> tuple[int, ...]:
     return tuple(sorted(range(len(table)), key=lambda i: -ITEM_BYTES[table[i].dtype]))
 
 
-def plan(table: Table, metadata: Mapping[str, str] | None = None) -> Layout:
+def plan(table: Table) -> Layout:
     """Lay `table` out. Raises ValueError if a name occurs twice, or is the one that safetensors reserves."""
     names = {tensor.name for tensor in table}
     if len(names) != len(table) or "__metadata__" in names:
@@ -64,7 +64,7 @@ def plan(table: Table, metadata: Mapping[str, str] | None = None) -> Layout:
     order = file_order(table)
     placed = tuple(table[i] for i in order)
     ends = list(itertools.accumulate((tensor.nbytes for tensor in placed), initial=0))
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, object] = {}
     for tensor, (begin, end) in zip(placed, itertools.pairwise(ends), strict=True):
         code, last = STORED_AS.get(tensor.dtype, (tensor.dtype, ()))
         header[tensor.name] = {"dtype": code, "shape": (*tensor.shape, *last), "data_offsets": (begin, end)}
@@ -84,6 +84,6 @@ def offsets_beside(table: Table) -> tuple[list[int], int]:
     return offsets, end
 
 
-def arena_nbytes(table: Table, metadata: Mapping[str, str] | None = None, beside: Table = ()) -> int:
+def arena_nbytes(table: Table, beside: Table = ()) -> int:
     """Size to pass to `Arena.create` for a file of `table` with `beside` behind it."""
-    return pad(plan(table, metadata).nbytes) + offsets_beside(beside)[1]
+    return pad(plan(table).nbytes) + offsets_beside(beside)[1]

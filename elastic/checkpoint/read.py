@@ -22,7 +22,7 @@ from .files import REAL, Files
 from .find import READ_THREADS, Aside, Found, Spare, newest_good, read_piece, set_aside
 from .progress import Progress, unreported
 
-__all__ = ["Mismatch", "load", "load_newest", "resume"]
+__all__ = ["Mismatch", "load", "load_newest"]
 
 Into = Callable[[TensorInfo], torch.Tensor | None]
 """Destination of a tensor of the checkpoint; None: it is not wanted."""
@@ -30,11 +30,6 @@ Into = Callable[[TensorInfo], torch.Tensor | None]
 
 class Mismatch(CheckpointError):
     """The checkpoint is good, but one of its tensors has another dtype or shape than the caller's."""
-
-
-def resume(directory: str, job: str, into: Into, *, threads: int = READ_THREADS, files: Files = REAL) -> Found | None:
-    """`load_newest` into existing tensors, whatever the checkpoint holds."""
-    return load_newest(directory, job, lambda _: into, threads=threads, files=files)
 
 
 def load_newest(

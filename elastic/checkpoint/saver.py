@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -55,8 +54,6 @@ class Counts:
     """Requested while another was in flight."""
     failed: int = 0
     failing: FailuresInRow = field(default_factory=FailuresInRow)
-    copying: FailuresInRow = field(default_factory=FailuresInRow)
-    """Of remote copies; the local checkpoint is safe."""
     last_step: int | None = None
     last_seconds: float = 0.0
 
@@ -86,13 +83,11 @@ class Saver:
         keep: int = 3,
         keep_every_steps: int = 0,
         wait_for_others_s: float = 60.0,
-        remote: str = "",
     ) -> None:
         self._directory = os.path.abspath(directory)
         self._job, self._generation, self._rank, self._world = job, generation, rank, world_size
         self._keep, self._keep_every_steps = keep, keep_every_steps
         self._wait_for_others_s = wait_for_others_s
-        self._remote = remote
         self._writer = WriterProcess()
         self._arenas: list[Arena] = []
         self._turn = 0
@@ -184,10 +179,7 @@ class Saver:
 
     def wait(self, timeout_s: float = 600.0) -> Counts:
         """Wait until all saves are durable or have failed, at most `timeout_s`: call it at the end of the script."""
-        deadline_s = time.monotonic() + timeout_s
         self._take(self._writer.wait(timeout_s))
-        # Remote copies that were ordered in the first round.
-        self._take(self._writer.wait(max(0.0, deadline_s - time.monotonic())))
         return self.counts
 
     def close(self) -> None:
@@ -232,30 +224,13 @@ class Saver:
         last = "Commit" if self._rank == 0 else "Write"
         for result in results:
             self._in_flight.discard(result.id)
-            if result.kind == "CopyUp":
-                self._copied(result.error)
-            elif result.error and result.kind == last:  # rank 0's commit carries the error of its shard
+            if result.error and result.kind == last:  # rank 0's commit carries the error of its shard
                 self._fail(result.error)
             elif result.kind == last and result.ok:
                 self.counts.durable += 1
                 self.counts.failing = FailuresInRow()
                 self.counts.last_step, self.counts.last_seconds = result.step, result.seconds
-                if self._remote and last == "Commit":
-                    self._copy_up(result.path)
         return results
-
-    def _copy_up(self, path: str) -> None:
-        order = orders.CopyUp(path=path, url=self._remote, keep=self._keep, keep_every_steps=self._keep_every_steps)
-        try:
-            self._writer.submit(order)
-        except (OSError, CheckpointError) as error:
-            self._copied(orders.describe(error))
-
-    def _copied(self, error: str) -> None:
-        if error:
-            self.counts.copying.add(error)
-        else:
-            self.counts.copying = FailuresInRow()
 
     def _fail(self, error: str) -> None:
         self.counts.failed += 1

@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import msgspec
 import xxhash
@@ -45,12 +44,11 @@ def write_share(
     files: Files = REAL,
     threads: int = WRITE_THREADS,
     piece_nbytes: int = m.PIECE_BYTES,
-    extra: Mapping[str, Any] | None = None,
 ) -> m.Share:
     """Write the shard that `arena` holds to its place below `directory`, durably, then its note.
 
-    `extra`, if given, replaces the arena's. Raises OSError (the disk), IncompleteSnapshot, and SaveFailed if the arena
-    was filled again meanwhile; the shard's disk space is then freed.
+    Raises OSError (the disk), IncompleteSnapshot, and SaveFailed if the arena was filled again meanwhile; the shard's
+    disk space is then freed.
     """
     before = arena.header()
     data = arena.view(padded=True)
@@ -65,7 +63,7 @@ def write_share(
         data_at=before.data_at,
         piece_nbytes=piece_nbytes,
         tensors=msgspec.json.decode(arena.table_json(), type=Table),
-        extra=dict(extra) if extra is not None else arena.extra(),
+        extra=arena.extra(),
     )
     path = os.path.join(folder, share.file)
     _make_folder(directory, files)

@@ -20,7 +20,6 @@ from ..contract.messages import GradientRow, GradientSample
 
 ROWS = 300
 """Parameters in one message."""
-MOST_NAMED = 8
 
 
 class HasModules(Protocol):

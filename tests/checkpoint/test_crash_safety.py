@@ -18,11 +18,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.ckpt import blank, save, state_at
+from support.ckpt import blank, resume, save, state_at
 
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.files import Files
-from elastic.checkpoint.read import resume
 from elastic.checkpoint.retention import prune
 
 ROOT = "/disk/checkpoints"

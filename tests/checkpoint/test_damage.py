@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.ckpt import blank, flip, save, share_paths, state_at
+from support.ckpt import blank, flip, resume, save, share_paths, state_at
 
 from elastic.checkpoint import manifest as m
 from elastic.checkpoint.errors import Damaged, NoGoodCheckpoint
 from elastic.checkpoint.find import newest_good, peek, verify
-from elastic.checkpoint.read import Mismatch, load, resume
+from elastic.checkpoint.read import Mismatch, load
 from elastic.checkpoint.write import digest
 
 

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.ckpt import blank, state_at, table_of
+from support.ckpt import blank, resume, state_at, table_of
 
 from elastic.checkpoint import orders
 from elastic.checkpoint.failures import ESCALATE_AFTER
 from elastic.checkpoint.find import newest_good
-from elastic.checkpoint.read import resume
 from elastic.checkpoint.saver import Saver, next_generation
 from elastic.checkpoint.shard_plan import assign_shares
 
@@ -122,16 +121,3 @@ def test_two_ranks_without_a_collective(tmp_path: Path) -> None:
     found = newest_good(str(tmp_path), "job")
     assert found is not None
     assert [share.extra for share in found.manifest.shares] == [{"rank": 0}, {"rank": 1}]
-
-
-def test_saver_uploads_a_remote_copy_after_the_local_commit(tmp_path: Path) -> None:
-    saver = Saver(str(tmp_path / "local"), "job", generation=1, remote=f"file://{tmp_path}/remote")
-    try:
-        save(saver, 10)
-        saver.wait(30)
-        assert saver.counts.copying.count == 0, saver.counts.copying.error
-    finally:
-        saver.close()
-    found = newest_good(str(tmp_path / "remote"), "job")
-    assert found is not None
-    assert found.step == 10

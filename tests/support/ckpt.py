@@ -12,7 +12,9 @@ import torch
 from elastic.checkpoint.arena import Arena
 from elastic.checkpoint.dtypes import code_of, nbytes_of
 from elastic.checkpoint.files import REAL, Files
+from elastic.checkpoint.find import READ_THREADS, Found
 from elastic.checkpoint.layout import arena_nbytes
+from elastic.checkpoint.read import Into, load_newest
 from elastic.checkpoint.shard_plan import assign_shares
 from elastic.checkpoint.write import commit, write_share
 from elastic.contract.tensor_table import Table, TensorInfo
@@ -93,3 +95,8 @@ def flip(path: str, at: int) -> None:
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 0x10]))
+
+
+def resume(directory: str, job: str, into: Into, *, threads: int = READ_THREADS) -> Found | None:
+    """Load the newest checkpoint into existing tensors, whatever it holds."""
+    return load_newest(directory, job, lambda _: into, threads=threads)

@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from elastic.worker.boot import zygote
-from elastic.worker.boot.script_imports import preloadable, preloads
+from elastic.worker.boot.script_imports import preloads
 
 
 def found(folder: pathlib.Path, text: str, *skip: str) -> list[str]:
     (folder / "train.py").write_text(text)
-    return preloadable(["train.py"], str(folder), skip)
+    return list(preloads(["train.py"], str(folder), skip))
 
 
 def test_leading_imports_of_installed_modules(tmp_path: pathlib.Path) -> None:
@@ -58,8 +58,8 @@ def test_preload_skips_the_listed_modules(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("text", ["import (", "import json\0"])
 def test_preload_of_an_unreadable_script_is_empty(tmp_path: pathlib.Path, text: str) -> None:
     assert found(tmp_path, text) == []
-    assert preloadable(["absent.py"], str(tmp_path), ()) == []
-    assert preloadable([], str(tmp_path), ()) == []
+    assert list(preloads(["absent.py"], str(tmp_path), ())) == []
+    assert list(preloads([], str(tmp_path), ())) == []
 
 
 def test_of_a_module(tmp_path: pathlib.Path) -> None:
@@ -68,11 +68,11 @@ def test_of_a_module(tmp_path: pathlib.Path) -> None:
     (package / "__init__.py").write_text("raise SystemExit('imported')\n")
     (package / "train.py").write_text("import csv\n")
     (package / "__main__.py").write_text("import json\n")
-    assert preloadable(["-m", "pkg.train"], str(tmp_path), ()) == ["csv"]
-    assert preloadable(["-m", "pkg"], str(tmp_path), ()) == ["json"]
-    assert preloadable(["-m", "pkg.absent"], str(tmp_path), ()) == []
-    assert preloadable(["-m", "absent.train"], str(tmp_path), ()) == []
-    assert preloadable(["-m", "timeit"], str(tmp_path), ())[0] == "gc"
+    assert list(preloads(["-m", "pkg.train"], str(tmp_path), ())) == ["csv"]
+    assert list(preloads(["-m", "pkg"], str(tmp_path), ())) == ["json"]
+    assert list(preloads(["-m", "pkg.absent"], str(tmp_path), ())) == []
+    assert list(preloads(["-m", "absent.train"], str(tmp_path), ())) == []
+    assert next(iter(preloads(["-m", "timeit"], str(tmp_path), ()))) == "gc"
 
 
 def test_integrations_are_imported_ahead_and_elastic_is_not(tmp_path: pathlib.Path) -> None:

@@ -23,14 +23,9 @@ INTEGRATIONS = "elastic.integrations"
 """But not these: each imports a framework, which takes seconds."""
 
 
-def preloadable(argv: Sequence[str], workdir: str, skip: Sequence[str]) -> list[str]:
-    """Names of modules to import ahead for ``python ARGV`` in `workdir`, in the script's order."""
-    return list(preloads(argv, workdir, skip))
-
-
 def preloads(argv: Sequence[str], workdir: str, skip: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """As `preloadable`: module -> the names that the script imports from it. Some packages, such as transformers, load
-    a part of theirs only when a name in it is asked for."""
+    """Modules to import ahead for ``python ARGV`` in `workdir`, in the script's order -> the names that the script
+    imports from each. Some packages, such as transformers, load a part of theirs only when a name in it is used."""
     if "*" in skip or not argv or argv[0] == PROGRAM:
         return {}
     path = _module_file(argv[1], workdir) if argv[0] == "-m" and len(argv) > 1 else os.path.join(workdir, argv[0])
