@@ -1,4 +1,4 @@
-"""The agents on this node: start, adoption after a daemon restart, orders, supervision, end. See core/agentfile.
+"""The agents on this node: start, adoption after a daemon restart, orders, supervision, end.
 
 Owned by the loop's thread, except for `retire`. The only helper threads wait for an agent's end and post it.
 """

@@ -1,6 +1,6 @@
 """The verdict on an incident: what failed first, of which class, on what evidence, and what to do about it. Pure.
 
-Made by rules (`verdict_rules`) from the incident's record and from what the daemon sees now. A verdict never advises
+Made by rules (`rules`) from the incident's record and from what the daemon sees now. A verdict never advises
 to stop a job: a person is needed only where the job has ended with a failure, or where the recovery does not end.
 """
 

@@ -1,4 +1,4 @@
-"""The strategy for `lightning.Trainer`: see `lightning.py`."""
+"""The strategy for `lightning.Trainer`: see `integrations.lightning`."""
 
 from __future__ import annotations
 

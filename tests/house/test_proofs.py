@@ -70,3 +70,19 @@ def test_every_row_of_faults_names_its_proof() -> None:
     faults = [cells for cells in rows if len(cells) == 4 and cells[0].strip() not in ("fault", "---")]
     assert len(faults) > 20
     assert not [cells[0] for cells in faults if not _NAMED.search(cells[3])]
+
+
+_PLACE = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.py)(?:::(\w+))?`")
+
+
+def test_every_place_that_the_architecture_names_exists() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and line.endswith("` |")]
+    assert len(rows) > 30
+    found = {place for row in rows for place in _PLACE.findall(row)}
+    absent = []
+    for path, name in found:
+        file = ROOT / (path if path.startswith("daemon/") else f"elastic/{path}")
+        there = {n.name for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        absent += [] if not name or name in there else [f"{path} has no {name}"]
+    assert not absent

@@ -19,7 +19,7 @@ def member(
     draining: str | None = None,
     done: int = 0,
 ) -> Member:
-    """`life`: counts the agents of this node."""
+    """`worker_id`: counts the agents of this node."""
     record = MemberRecord(
         node=node,
         incarnation=f"{node}.{worker_id}",
