@@ -27,7 +27,7 @@ from elastic.checkpoint.client import WriterProcess
 from elastic.checkpoint.dtypes import code_of, nbytes_of
 from elastic.checkpoint.files import Files
 from elastic.checkpoint.layout import arena_nbytes
-from elastic.checkpoint.read import resume
+from elastic.checkpoint.read import load_newest
 from elastic.contract.tensor_table import Table, TensorInfo
 
 PIECE = 16 * 2**20
@@ -392,7 +392,7 @@ def measure_resume(
             load()
 
     def load() -> None:
-        assert resume(ours.directory, "j", lambda info: back[info.name]) is not None
+        assert load_newest(ours.directory, "j", lambda _: lambda info: back[info.name]) is not None
 
     for number in range(options.runs + 1):
         for how in ("cold", "warm"):

@@ -77,7 +77,7 @@ def _alive(snapshot: Snapshot, job: Job, row: Mapping[str, Any], waits_for_start
     if not parts and not starting:
         parts.append(_runs(row) if job.generation else _unplaced(snapshot, job, wall_s))
     parts += starting + disputes
-    parts += [_excluded(job, name, wall_s) for name in job.state.excluded_nodes]
+    parts += [f"{name} is excluded {_excluded(job, name, wall_s)}" for name in job.state.excluded_nodes]
     if error := (row["checkpoint"] or {}).get("error"):
         parts.append(f"the newest checkpoint failed: {error}")
     return "; ".join(dict.fromkeys(parts))
@@ -121,14 +121,13 @@ def _excluded(job: Job, node: str, wall_s: float) -> str:
     """Its daemon takes it back SET_ASIDE_S after it has seen the exclusion, which follows the last failure there."""
     until = f"for at most {SET_ASIDE_S / 60:.0f} min"
     if node in job.state.no_agent:
-        return f"{node} is excluded {until}, because no agent of {job.name} starts there: {job.state.no_agent[node]}"
+        return f"{until}, because no agent of {job.name} starts there: {job.state.no_agent[node]}"
     failures = [failure for failure in job.state.failures if failure.node == node]
     if not failures:
-        return f"{node} is excluded {until}, because workers of {job.name} failed there"
+        return f"{until}, because workers of {job.name} failed there"
     end_s = max(failure.wall_s for failure in failures) + SET_ASIDE_S
     times = "once" if len(failures) == 1 else f"{len(failures)} times"
-    until = _clock(max(end_s, wall_s))
-    return f"{node} is excluded until about {until}, because workers of {job.name} failed there {times}"
+    return f"until about {_clock(max(end_s, wall_s))}, because workers of {job.name} failed there {times}"
 
 
 # ── nodes ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -148,7 +147,7 @@ def _blocked(cluster: Cluster, node: Node, row: Mapping[str, Any], wall_s: float
         yield f"cordoned for {_age(wall_s - node.cordon.since_wall_s)}: {node.cordon.reason}"
     for job in cluster.jobs.values():
         if node.name in job.state.excluded_nodes and not job.over:
-            yield _excluded(job, "it", wall_s).replace("it is excluded", f"excluded for {job.name}", 1)
+            yield f"excluded for {job.name} {_excluded(job, node.name, wall_s)}"
 
 
 def _disputes(cluster: Cluster, node: str, only: str = "") -> Iterator[str]:

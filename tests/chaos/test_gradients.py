@@ -38,7 +38,7 @@ def submit(cluster: Cluster, bug: str, **more: Any) -> Job:
 
 
 def test_what_is_wrong_with_the_gradients_is_named_on_request_and_as_events() -> None:
-    with Cluster(nodes=2, slots=1, warm=False) as cluster:
+    with Cluster(nodes=2, slots=1) as cluster:
         said = {}
         for bug in ("none", "same", "unused", "drift"):
             job = submit(cluster, bug)
@@ -70,7 +70,7 @@ def test_what_is_wrong_with_the_gradients_is_named_on_request_and_as_events() ->
 
 def test_samples_at_an_interval_change_no_bit_of_the_training_and_are_in_files(tmp_path: Path) -> None:
     losses = {}
-    with Cluster(nodes=2, slots=1, warm=False) as cluster:
+    with Cluster(nodes=2, slots=1) as cluster:
         for name, debug in (("off", {}), ("on", {"gradients_every_steps": 3, "layers": True})):
             job = submit(cluster, name, steps=30, debug=debug, tensorboard=str(tmp_path))
             job.wait_over()
@@ -89,7 +89,7 @@ def test_samples_at_an_interval_change_no_bit_of_the_training_and_are_in_files(t
 @pytest.mark.parametrize("layers", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_incident_of_a_nan_names_layer_rank_and_sample(layers: bool) -> None:
     """With `debug.layers` at once; without it when the steps are done again after a rollback."""
-    with Cluster(nodes=2, slots=1, warm=False) as cluster:
+    with Cluster(nodes=2, slots=1) as cluster:
         checkpoint = {"dir": str(cluster.folder / "ckpt"), "every_steps": 5}
         mode: dict[str, Any] = (
             {"debug": {"layers": True}, "env": {}}

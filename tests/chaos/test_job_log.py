@@ -15,7 +15,7 @@ STEPS = 60
 
 @pytest.mark.parametrize("place", ["forward", "commit", "committed"])
 def test_a_killed_rank_0_leaves_no_gap_and_no_double(place: str) -> None:
-    with Cluster(nodes=2, slots=1, warm=False) as cluster:
+    with Cluster(nodes=2, slots=1) as cluster:
         folder = cluster.folder / "tensorboard"
         job = cluster.submit(steps=STEPS, env={"LOG": "1"}, tensorboard=str(folder))
         job.order("kill", rank=0, step=20, do="SIGKILL", place=place)
@@ -34,7 +34,7 @@ def test_a_killed_rank_0_leaves_no_gap_and_no_double(place: str) -> None:
 
 
 def test_a_lost_node_of_rank_0_leaves_no_gap_and_no_double() -> None:
-    with Cluster(nodes=2, slots=1, warm=False) as cluster:
+    with Cluster(nodes=2, slots=1) as cluster:
         folder = cluster.folder / "tensorboard"
         job = cluster.submit(steps=STEPS, env={"LOG": "1"}, tensorboard=str(folder), nodes="1:2")
         job.wait_step(20)

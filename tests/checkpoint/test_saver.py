@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from support.ckpt import blank, resume, state_at, table_of
 
-from elastic.checkpoint import orders
 from elastic.checkpoint.failures import ESCALATE_AFTER
 from elastic.checkpoint.find import newest_good
 from elastic.checkpoint.saver import Saver, next_generation
@@ -48,21 +46,6 @@ def test_saver_saves_in_background_keeps_two_checkpoints_and_resumes(saver: Save
     assert sorted(os.listdir(tmp_path)) == ["step-30", "step-40"]
     assert next_generation(str(tmp_path), "job") == 2
     assert next_generation(str(tmp_path), "another") == 1
-
-
-def test_the_wait_for_remote_copies_has_what_is_left_of_the_time(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, waits = [100.0], list[float]()
-
-    def wait(timeout_s: float) -> list[orders.Result]:
-        waits.append(timeout_s)
-        clock[0] += 3.0
-        return []
-
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(saver._writer, "wait", wait)
-    saver.wait(5.0)
-    saver.wait(1.0)
-    assert waits == [5.0, 2.0, 1.0, 0.0]
 
 
 def test_saver_skips_and_counts_a_save_while_one_is_in_flight(saver: Saver, tmp_path: Path) -> None:

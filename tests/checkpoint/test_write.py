@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.ckpt import PIECE, blank, filled, save, state_at
+from support.ckpt import PIECE, blank, filled, resume, save, state_at
 
 from elastic.checkpoint import manifest as m
 from elastic.checkpoint.errors import SaveFailed, SharesMissing
 from elastic.checkpoint.files import Files
 from elastic.checkpoint.find import newest_good, verify
-from elastic.checkpoint.read import resume
 from elastic.checkpoint.write import commit, shares_missing, write_share
 
 NOBODY = 65534

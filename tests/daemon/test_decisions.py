@@ -402,7 +402,7 @@ def test_node_excluded_by_its_daemon_is_retried_after_a_while() -> None:
 
 def test_node_excluded_for_worker_failures_is_retried_after_a_while() -> None:
     """And one more failure there is not enough to set it aside once more."""
-    state, rules = JobState(phase=Phase.RUNNING, excluded_nodes=("b",)), Restarts()
+    state, rules = JobState(phase=Phase.RUNNING, excluded_nodes=("b",), no_agent={"b": "no torch"}), Restarts()
 
     def failed(step: int) -> JobState:
         record = BrokenRecord(generation=step, node="a", kind="exit", detail="SIGKILL", step=step)

@@ -146,6 +146,11 @@ def test_node_says_who_cannot_reach_it_and_which_jobs_exclude_it() -> None:
     assert of_node(job=aside) == "excluded for train for at most 10 min, because no agent of train starts there: torch?"
     late = job(state=JobState(phase=Phase.RUNNING, excluded_nodes=("a",)))
     assert of_node(job=late) == "excluded for train for at most 10 min, because workers of train failed there"
+    failures = (Failure(wall_s=950.0, generation=1, node="a", fingerprint="x"),)
+    failing = job(state=JobState(phase=Phase.RUNNING, excluded_nodes=("a",), failures=failures))
+    assert of_node(job=failing) == (
+        f"excluded for train until about {clock(1550.0)}, because workers of train failed there once"
+    )
     assert of_node(job=job()) == "ready: 2 of 2 slots used"
     assert of_node(job=job(), name="b") == "elasticd is down on this node; its agents of train keep running"
     assert of_node(contact=LOST) == (

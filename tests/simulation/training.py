@@ -329,7 +329,7 @@ class Group:
         for worker in self.ranks.values():
             worker.doing, worker.whole, worker.established = "running", True, True
             worker.version, worker.chain = self.version, self.chain
-            synced = self.generation, self.version[1], self.origin, f"{self.origin} in words", self.reached
+            synced = self.generation, self.version[1], self.origin, str(self.origin), self.reached
             worker.say(WorkerSynced(worker.slot, worker.worker_id, *synced))
         self._leavers()
         if self.phase == "running":

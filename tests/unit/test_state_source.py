@@ -55,8 +55,8 @@ def test_state_source_refuses_a_fresh_start_if_a_checkpoint_is_known() -> None:
     offers = [offer(0), offer(1, known_step=40), offer(2, known_step=20)]
     with pytest.raises(NoStateError, match=r"a checkpoint of step 40.*submit the job again"):
         choose(offers)
-    assert choose([*offers, offer(3, checkpoint=(1, 20))]).kind == "checkpoint"
-    assert choose([*offers, offer(3, (1, 41))]).kind == "live"
+    assert choose([*offers, offer(3, checkpoint=(1, 20))]).origin == "checkpoint"
+    assert choose([*offers, offer(3, (1, 41))]).origin == "live"
 
 
 def test_a_checkpoint_newer_than_the_live_state_of_a_straggler_wins() -> None:
@@ -66,7 +66,7 @@ def test_a_checkpoint_newer_than_the_live_state_of_a_straggler_wins() -> None:
 
 def test_among_equals_live_beats_snapshot_beats_checkpoint() -> None:
     everything = [offer(0, checkpoint=(3, 40)), offer(1, snapshot=(3, 40)), offer(2, (3, 40))]
-    assert [choose(everything[:n]).kind for n in (1, 2, 3)] == ["checkpoint", "snapshot", "live"]
+    assert [choose(everything[:n]).origin for n in (1, 2, 3)] == ["checkpoint", "snapshot", "live"]
 
 
 def test_state_source_in_a_rollback_ignores_live_state_and_all_others_receive() -> None:
