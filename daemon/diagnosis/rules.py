@@ -174,6 +174,14 @@ RULES = (
          logs=r"(?i)can't start new thread|pthread_create failed",
          cure="raise the limit (ulimit -u, TasksMax), or use fewer threads: OMP_NUM_THREADS, num_workers"),
     # ── network ─────────────────────────────────────────────────────────────────────────────────────────────
+    Rule("store_altered", Class.NETWORK, "a host without the job's secret wrote into the store where ranks meet",
+         kinds=("store",), says=r"no rank of this generation wrote",
+         cure="find the host that reaches the ports of the nodes, and close them with a firewall (docs/security.md): "
+              "the value was refused, but gloo and NCCL do not know a stranger"),
+    Rule("store_overfull", Class.NETWORK, "the store where ranks meet was filled beyond its limit, and closed",
+         kinds=("store",),
+         cure="if the script keeps large values there, use a collective or a file; else a host that is no node reaches "
+              "the ports of the nodes: close them with a firewall (docs/security.md)"),
     Rule("loopback", Class.NETWORK, "a rank announced a loopback address to the other nodes",
          kinds=(*_COMM, "exit"), says=r"(?i)(remote|connect\w*|address|peer)\W*\[?(127\.\d+\.\d+\.\d+|::1)\b",
          cure="set `interface` in elasticd.toml of that node, and remove its host name from the 127.0.1.1 line of "

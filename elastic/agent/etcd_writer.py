@@ -50,6 +50,7 @@ from ..recovery.generation_delta import changes
 from ..recovery.incident import supplemented
 from ..recovery.model import Policy
 from ..recovery.view import JobView
+from ..util import store_secret
 from .write_queue import Write, WriteQueue
 
 log = structlog.get_logger()
@@ -225,6 +226,7 @@ class EtcdWriter:
             places=effect.change.places,
             store_host=host,
             store_port=port,
+            store_secret=store_secret.new(),
             leader=self.policy.node,
             why=effect.change.why,
             at_step=effect.at_step,

@@ -126,6 +126,7 @@ class Loop:
         """Set at each new generation, for threads that wait for one."""
         self.on_generation: Callable[[Agent, GenerationRecord], None] = lambda agent, generation: None
         self.on_incident: Callable[[IncidentRecord], None] = lambda incident: None
+        self.on_tick: Callable[[Agent], Event | None] = lambda agent: None
         self._preloaded: tuple[str, ...] = ()
         self._zygote_up = False
         self._doing = ("", 0.0)
@@ -265,6 +266,8 @@ class Loop:
         if self._terminating and self.agent.drain.draining is None:
             self._turn(Drain("the agent was told to end", now_s + self._spec.stop_grace_s))
         self._turn(progress or Tick())
+        if event := self.on_tick(self.agent):
+            self._turn(event)
         self._look_around(now_s)
         if now_s >= self._status_due_s:
             self._status_due_s = now_s + STATUS_S

@@ -1,32 +1,54 @@
-"""The TCPStore of a generation, hosted here when this agent leads."""
+"""The TCPStore of a generation, hosted here when this agent leads, and closed when it takes too much memory."""
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
+import os
+import threading
 from collections.abc import Hashable
 from datetime import timedelta
 
+import structlog
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from ..contract.records import GenerationRecord
 from ..util.resolver import without_dns
+from ..util.sealed_store import SealedStore
 from .listening import ANY, Ports, listen
+
+log = structlog.get_logger()
 
 OWN_HOST = "localhost"
 """Where the store's own client connects if it listens on every address: no dead link or changed address affects it."""
 KEPT = 2
 """The current generation's and the one before: clients of the latter may still be aborting their group."""
 
+LIMIT_NBYTES = 256 * 2**20
+"""By so much this process may grow while a store is open. Every host that reaches the port can write into it, and
+torch offers no limit."""
+LIMIT_PER_PAIR_NBYTES = 512
+"""And by this for each pair of ranks: each rank of gloo writes an address of some 140 bytes for each other rank."""
+
 
 class Stores:
-    """Opens a new store for each generation; never reuses that of another generation."""
+    """Opens a new store for each generation; never reuses that of another generation.
+
+    `open` is called in a thread of the writer's, `overfull` in that of the loop.
+    """
 
     def __init__(self, host: str, bind: str = "", ports: Ports = ANY) -> None:
         """`host`: to publish; `bind`: the address to listen on, '' for every one; `ports`: see `listen`."""
         self._host = host
         self._bind = bind
         self._ports = ports
+        self._lock = threading.Lock()
         self._open: dict[int, TCPStore] = {}
         self._bases: dict[int, Hashable] = {}
+        self._closed: dict[int, str] = {}
+        """Generation -> why its store was closed."""
+        self._before_nbytes = 0
+        """Memory of this process when the newest store was opened."""
 
     def open(self, generation: int, basis: Hashable = None) -> tuple[str, int]:
         """Returns (host, port) to publish. `basis`: what the publication is based on.
@@ -35,9 +57,10 @@ class Stores:
         succeeded without an answer. On another basis etcd has lost its data in between, and the number is used a second
         time: nodes that came to the first store still count there, and would be waited for, or taken for new ranks.
         """
-        known = self._open.get(generation)
-        if known is not None and self._bases[generation] == basis:
-            return self._host, known.port
+        with self._lock:
+            known = self._open.get(generation)
+            if known is not None and self._bases[generation] == basis:
+                return self._host, known.port
         listener = listen(self._bind, self._ports)
         own, port = listener.getsockname()[:2]
         if ipaddress.ip_address(own).is_unspecified:
@@ -47,18 +70,46 @@ class Stores:
                 own, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), multi_tenant=True,
                 master_listen_fd=listener.detach(),
             )  # fmt: skip
-        self._open[generation], self._bases[generation] = store, basis
-        for old in sorted(self._open)[:-KEPT]:
-            del self._open[old], self._bases[old]
+        with self._lock:
+            self._open[generation], self._bases[generation] = store, basis
+            for old in sorted(self._open)[:-KEPT]:
+                del self._open[old], self._bases[old]
+            self._closed = {n: why for n, why in self._closed.items() if generation - KEPT < n < generation}
+            self._before_nbytes = own_nbytes()
         return self._host, store.port
 
-    def client(self, generation: int, host: str, port: int) -> Store:
+    def overfull(self, generation: int, ranks: int) -> str:
+        """Why the store of `generation`, which has so many ranks, was closed here; empty: it was not. Closes it, and
+        that of the generation before, if this process has grown beyond the limit since."""
+        with self._lock:
+            grown, limit = own_nbytes() - self._before_nbytes, LIMIT_NBYTES + LIMIT_PER_PAIR_NBYTES * ranks**2
+            if self._open and grown > limit:
+                said = f"its store grew by {grown >> 20} MiB, {limit >> 20} are allowed, and was closed"
+                log.error("store.overfull", generations=sorted(self._open), grown_mb=grown >> 20, limit_mb=limit >> 20)
+                self._closed.update(dict.fromkeys(self._open, said))
+                self._open.clear()
+                self._bases.clear()
+                ctypes.CDLL(None).malloc_trim(0)  # else the next store's growth would go unseen up to this size
+            return self._closed.get(generation, "")
+
+    def client(self, generation: GenerationRecord) -> SealedStore:
         """The store of `generation`, local or remote, with its keys under a prefix of their own."""
-        store = self._open.get(generation) or TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
-        return PrefixStore(f"agents/{generation}", store)
+        store: Store | None = self._open.get(generation.number)
+        if store is None:
+            store = TCPStore(
+                generation.store_host, generation.store_port, is_master=False, wait_for_workers=False,
+                timeout=timedelta(seconds=60),
+            )  # fmt: skip
+        return SealedStore(PrefixStore(f"agents/{generation.number}", store), generation.store_secret)
 
     def close(self) -> None:
-        self._open.clear()
-        self._bases.clear()
+        with self._lock:
+            self._open.clear()
+            self._bases.clear()
+
+
+def own_nbytes() -> int:
+    """Memory of this process that it shares with no file and no other process: snapshots do not count."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        resident, shared = map(int, file.read().split()[1:3])
+    return (resident - shared) * os.sysconf("SC_PAGESIZE")

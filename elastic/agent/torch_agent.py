@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ..contract.records import GenerationRecord, IncidentRecord, Phase
+from ..recovery.events import StoreClosed
 from ..recovery.model import Agent
 from ..recovery.transitions import Stage
 from ..util.processes import signal_number
@@ -81,9 +82,8 @@ class LoopRendezvous(RendezvousHandler):
     def _info(self, generation: GenerationRecord) -> RendezvousInfo:
         node = self._loop.agent.policy.node
         rank = next(i for i, place in enumerate(generation.places) if place.node == node)
-        host, port = generation.store_host, generation.store_port
-        store = self._stores.client(generation.number, host, port)
-        return RendezvousInfo(store, rank, len(generation.places), RendezvousStoreInfo(host, port))
+        where = RendezvousStoreInfo(generation.store_host, generation.store_port)
+        return RendezvousInfo(self._stores.client(generation), rank, len(generation.places), where)
 
     def is_closed(self) -> bool:
         return self._loop.agent.etcd.view.state.phase.over
@@ -116,8 +116,10 @@ class NodeAgent(SimpleElasticAgent):
         super().__init__(spec)
         self.loop = loop
         self._env = env
+        self._stores = stores
         loop.on_generation = self._adopted
         loop.on_incident = self._metered
+        loop.on_tick = self._store_closed
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         put_metric("agent.starts", 1, METRICS)
@@ -140,6 +142,13 @@ class NodeAgent(SimpleElasticAgent):
             )
             for slot, rank in ranks.items()
         ]
+
+    def _store_closed(self, agent: Agent) -> StoreClosed | None:
+        generation = agent.formed.generation
+        if generation is None or agent.formed.broken >= generation.number:
+            return None
+        why = self._stores.overfull(generation.number, generation.world_size)
+        return StoreClosed(generation.number, why) if why else None
 
     def _metered(self, incident: IncidentRecord) -> None:
         put_metric("recovery.count", 1, METRICS)

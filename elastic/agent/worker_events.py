@@ -31,8 +31,8 @@ def to_event(slot: int, worker_id: int, message: messages.FromWorker) -> Event |
             return WorkerStepping(slot, worker_id, generation, at)
         case messages.GroupClosed(generation=generation, step=at):
             return WorkerGroupClosed(slot, worker_id, generation, at)
-        case messages.CollectiveFailed(generation=generation, step=at, error=error):
-            return WorkerGroupClosed(slot, worker_id, generation, at, error or "a collective failed")
+        case messages.CollectiveFailed(generation=generation, step=at, error=error, altered=altered):
+            return WorkerGroupClosed(slot, worker_id, generation, at, error or "a collective failed", altered)
         case messages.Done(generation=generation, step=at):
             return WorkerDone(slot, worker_id, generation, at)
         case messages.BadNumbers(generation=generation, step=at, kind=kind, detail=detail, ranks=ranks):

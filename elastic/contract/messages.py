@@ -34,6 +34,8 @@ class Form(Message, frozen=True, kw_only=True):
     local_world_size: int
     store_host: str
     store_port: int
+    store_secret: str = ""
+    """See `GenerationHead`."""
     restore: str = "newest"
     timeout_s: float = 600.0
     """Timeout of the process group's collectives."""
@@ -190,6 +192,8 @@ class CollectiveFailed(Message, frozen=True, kw_only=True):
     step: int
     clean: bool
     error: str
+    altered: str = ""
+    """What was wrong with a value in the generation's store that this rank has refused; empty: nothing was."""
 
 
 class Filled(Message, frozen=True, kw_only=True):

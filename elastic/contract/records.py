@@ -18,7 +18,7 @@ from .origin import Origin
 from .spec import JobSpec
 from .step_parts import SlowRank, StepParts
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of every record and message. A reader that finds another version takes no part, and reports that."""
 
 
@@ -178,8 +178,8 @@ class GenerationHead(Record, frozen=True, kw_only=True):
 
     number: int
     store_host: str
-    store_port: int
-    """The TCPStore of this generation, hosted by the leader's agent."""
+    store_port: int  # of the TCPStore of this generation, hosted by the leader's agent
+    store_secret: str = ""  # seals the values in the store (`util.sealed_store`); never logged or shown
     leader: str
     why: str
     at_step: int | None = None
@@ -263,7 +263,7 @@ class BrokenRecord(Record, frozen=True, kw_only=True):
     generation: int
     node: str
     kind: str
-    """exit, hang, comm, form, drain, undrain, idle, respawn, or of the numerics: nan, inf, drift, …"""
+    """exit, hang, comm, store, form, drain, undrain, idle, respawn, or of the numerics: nan, inf, drift, …"""
     detail: str
     slots: tuple[int, ...] = ()
     """Slots of `node` whose workers are lost: their state is gone, and they are ranked behind survivors."""

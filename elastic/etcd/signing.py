@@ -2,7 +2,7 @@
 
 A signed value is the record's JSON followed by one line, so that `etcdctl get` stays readable:
 
-    {"protocol":2,…}
+    {"protocol":3,…}
     elasticd-signed-1 <key id> <submission> <stamp> <cluster MAC> <job MAC>
 
 Each MAC is HMAC-SHA256 over the etcd key, the submission, the stamp and the JSON, so that a record is valid under its

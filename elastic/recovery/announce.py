@@ -181,13 +181,13 @@ def check_suspicion(turn: Turn) -> None:
     group_failed(turn, summary(turn.agent.local.suspicion))
 
 
-def group_failed(turn: Turn, detail: str) -> None:
+def group_failed(turn: Turn, detail: str, kind: str = COMM) -> None:
     """The generation is broken, and no worker is known to be the cause."""
     agent = turn.agent
     # A generation that broke before its first step may do so forever: it counts against the restart budget, and the
     # next ones are tried ever more slowly.
     in_vain = agent.formed.generation is not None and agent.progress.settled < agent.formed.generation.number
-    report_failure(turn, COMM, detail, (), charged=in_vain, step=agent.progress.step if in_vain else None)
+    report_failure(turn, kind, detail, (), charged=in_vain, step=agent.progress.step if in_vain else None)
 
 
 def check_idle(turn: Turn) -> None:

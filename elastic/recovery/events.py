@@ -39,6 +39,14 @@ class PublishFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreClosed:
+    """The store of a generation, which this agent hosted, had grown beyond its limit."""
+
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerManaged:
     """Its script has called `elastic.run`."""
 
@@ -88,6 +96,8 @@ class WorkerGroupClosed:
     step: int
     error: str = ""
     """Set if the worker had no order to abort or stop: a collective failed there."""
+    altered: str = ""
+    """See messages.CollectiveFailed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +274,7 @@ Event = (
     | RanksStill
     | Drain
     | Undrain
+    | StoreClosed
     | CheckpointSaved
     | Tick
 )

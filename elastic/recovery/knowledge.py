@@ -25,6 +25,7 @@ from .events import (
     RanksStill,
     Start,
     StillBusy,
+    StoreClosed,
     Tick,
     Undrain,
     Viewed,
@@ -46,6 +47,7 @@ from .exits import exited, failed
 from .manner import learn, manage
 from .membership import all_workers_lost
 from .model import Worker
+from .restart_budget import STORE
 from .transitions import IN_GROUP, Stage, Trigger
 from .turn import Turn
 from .view import JobView
@@ -98,6 +100,9 @@ def take(turn: Turn, event: Event) -> None:
                 w.stage is Stage.READY and w.generation == current.number for w in turn.agent.local.workers.values()
             ):
                 report_failure(turn, "undrain", "stopped for a drain that was called off", (), charged=False)
+        case StoreClosed(number, why):
+            if (held := turn.agent.formed.generation) and held.number == number:
+                group_failed(turn, why, STORE)
         case CheckpointSaved(at_step):
             turn.change(drain_saved=at_step)
         case Tick():
@@ -264,7 +269,11 @@ def _released(turn: Turn, worker: Worker, event: WorkerGroupClosed) -> None:
     turn.move(worker, Trigger.GROUP_CLOSED, step=event.step)
     turn.reaches(worker.synced, event.step)
     current = turn.agent.formed.generation
-    if untold and event.error and current and current.number == event.generation and not turn.is_broken():
+    if current is None or current.number != event.generation:
+        return
+    if event.altered:
+        group_failed(turn, event.altered, STORE)
+    elif untold and event.error and not turn.is_broken():
         turn.change(suspicion=event.error)
         if turn.agent.local.suspicious_since_s is None:
             turn.change(suspicious_since_s=turn.now_s)

@@ -26,6 +26,12 @@ KEPT_FAILURES = 200
 COMM = "comm"
 """Failure kind: a collective failed, and no agent reported a cause."""
 
+STORE = "store"
+"""Failure kind: the generation's store held a value that none of its ranks wrote, or was closed for its size."""
+
+OF_THE_NETWORK = frozenset({COMM, STORE})
+"""Kinds that no node is charged with, and not the job either once it has stepped."""
+
 NUMBERS_LEFT_OUT = 2
 """The numbers of consecutive generations differ by at most this: one number is skipped after etcd has lost its data."""
 
@@ -48,7 +54,7 @@ def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float
     failure = Failure(
         wall_s=wall_s,
         generation=broken.generation,
-        node="" if broken.kind == COMM else broken.node,  # the node that reports it need not have caused it
+        node="" if broken.kind in OF_THE_NETWORK else broken.node,  # the node that reports it need not have caused it
         fingerprint=broken.fingerprint or broken.kind,
         step=broken.step,
         slots=broken.slots,
@@ -74,7 +80,7 @@ def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float
             where, alike = "after each step", crawling
         return _stop(charged, wall_s, f"crash loop: the same failure {where}, {alike} times: {broken.detail}")
     # A failed collective of a job that has stepped before is not the job's fault but the network's: the job retries.
-    counted = sum(1 for f in recent if f.fingerprint != COMM or not f.step)
+    counted = sum(1 for f in recent if f.fingerprint not in OF_THE_NETWORK or not f.step)
     if counted > rules.budget:
         return _stop(
             charged,
@@ -141,13 +147,13 @@ def _avoid(failures: tuple[Failure, ...]) -> tuple[str, ...]:
 
 def in_vain(state: JobState, broken: BrokenRecord | None) -> int:
     """How many generations in a row, up to `broken`, ended before their first step with a failed collective."""
-    if broken is None or broken.kind != COMM or not broken.charged:
+    if broken is None or broken.kind not in OF_THE_NETWORK or not broken.charged:
         return 0
     count, number = 1, broken.generation
     for failure in reversed(state.failures):
         if failure.generation >= number:
             continue  # `broken` itself, counted already
-        if failure.fingerprint != COMM or failure.generation < number - NUMBERS_LEFT_OUT:
+        if failure.fingerprint not in OF_THE_NETWORK or failure.generation < number - NUMBERS_LEFT_OUT:
             break
         count, number = count + 1, failure.generation
     return count

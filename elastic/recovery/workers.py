@@ -98,6 +98,7 @@ def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: Mappi
         local_world_size=len(ranks),
         store_host=generation.store_host,
         store_port=generation.store_port,
+        store_secret=generation.store_secret,
         restore=generation.restore,
         timeout_s=turn.policy.timeouts.group_s,
         saved_step=turn.agent.etcd.view.saved_step,

@@ -19,11 +19,19 @@ import msgspec
 from ..agent.store import Stores
 from ..contract.keys import ClusterKeys
 from ..contract.phases import PhaseTrigger, after
-from ..contract.records import BrokenRecord, GenerationRecord, MemberRecord, ProtocolVersionMismatch, decode, encode
+from ..contract.records import (
+    BrokenRecord,
+    GenerationRecord,
+    MemberRecord,
+    ProtocolVersionMismatch,
+    decode,
+    encode,
+)
 from ..etcd.client import Absent, Compare, Delete, Etcd, EtcdError, Lease, ModIs, Op, Present, Put, View
 from ..recovery import membership
 from ..recovery.membership import Change, Limits
 from ..recovery.view import JobView
+from ..util import store_secret
 from .settings import TorchrunSettings
 
 # As torch logs, without structlog: this runs inside torchrun, whose output is the user's.
@@ -295,8 +303,9 @@ class RendezvousParticipant:
                 self._again_s = time.monotonic() + 1
             return
         record = GenerationRecord(
-            number=number, places=change.places, store_host=host, store_port=port, leader=self.node, why=change.why
-        )
+            number=number, places=change.places, store_host=host, store_port=port, leader=self.node, why=change.why,
+            store_secret=store_secret.new(),
+        )  # fmt: skip
         then: list[Op] = [Put(self.keys.generation, encode(record))]
         if view.broken is not None:
             then.append(Delete(self.keys.broken(view.broken.generation)))

@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from ..contract.records import GenerationRecord, JobState, ProtocolVersionMismatch, decode
 from ..etcd.client import Etcd, EtcdDenied, EtcdError
+from ..util.sealed_store import SealedStore
 from .participant import RendezvousParticipant
 from .settings import BACKEND, TorchrunSettings
 
@@ -175,7 +176,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         full = running is not None and len(running.places) >= self._settings.max_nodes
         return running is not None and full and not self._party.trouble(running)
 
-    def _meet(self, generation: GenerationRecord) -> TCPStore | None:
+    def _meet(self, generation: GenerationRecord) -> SealedStore | None:
         """Wait on the generation's store until all its nodes have arrived. None: they will not."""
         party = self._party
 
@@ -187,7 +188,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 raise self._too_late(f"not all {len(generation.places)} nodes came to generation {generation.number}")
             return going
 
-        store: TCPStore | None = None
+        store: SealedStore | None = None
         while store is None:
             if not worth_it():
                 return None
@@ -208,12 +209,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
             pause_s = min(2 * pause_s, 0.1)
         return store
 
-    def _connect(self, generation: GenerationRecord) -> TCPStore:
+    def _connect(self, generation: GenerationRecord) -> SealedStore:
         timeout = timedelta(seconds=_CONNECT_S)
         host, port = generation.store_host, generation.store_port
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         store.set_timeout(timedelta(seconds=self._settings.conf.read_timeout))
-        return store
+        return SealedStore(store, generation.store_secret)
 
 
 def _attempt(act: Callable[[], T]) -> T | None:

@@ -207,6 +207,7 @@ class Managed:
             world_size=form.world_size,
             store_host=form.store_host,
             store_port=form.store_port,
+            store_secret=form.store_secret,
             generation=form.generation,
             device=job.device,
             timeout_s=form.timeout_s,
@@ -244,7 +245,7 @@ class Managed:
                     file=sys.stderr,
                     flush=True,
                 )
-            self._released(state, form, failure)
+            self._released(state, form, failure, group.altered)
 
     def _train_in(self, group: Group, job: Job, form: messages.Form) -> None:
         session = self._session
@@ -351,14 +352,16 @@ class Managed:
         self._session.copied(0)
         self._session.check(generation, -1)
 
-    def _released(self, state: State, form: messages.Form, failure: BaseException) -> None:
+    def _released(self, state: State, form: messages.Form, failure: BaseException, altered: str) -> None:
         session = self._session
-        if session.over(form.generation) or isinstance(failure, GenerationEnded):
+        if not altered and (session.over(form.generation) or isinstance(failure, GenerationEnded)):
             session.send(messages.GroupClosed(generation=form.generation, step=state.step, clean=state.clean()))
             return
         said = f"{type(failure).__name__}: {failure}"[:COMPLAINT_CHARS]
         session.send(
-            messages.CollectiveFailed(generation=form.generation, step=state.step, clean=state.clean(), error=said)
+            messages.CollectiveFailed(
+                generation=form.generation, step=state.step, clean=state.clean(), error=said, altered=altered
+            )
         )
 
 

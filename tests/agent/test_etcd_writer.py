@@ -39,6 +39,7 @@ from elastic.recovery.generation_delta import GenerationReader
 from elastic.recovery.membership import Change, Limits
 from elastic.recovery.model import CROWD, Agent, Policy
 from elastic.recovery.view import JobView
+from elastic.util import store_secret
 from elasticd.api.views import steps_lost
 
 KEYS = ClusterKeys("c").job("job")
@@ -191,6 +192,20 @@ def test_only_a_member_publishes_and_changes_the_phase(member: bool) -> None:
     phase()
     assert office.state().phase is (Phase.WAITING if member else Phase.PENDING)
     office.stores.close()
+
+
+def test_each_generation_has_a_secret_of_its_own() -> None:
+    found = []
+    for _ in range(2):
+        office = Office()
+        office.client.put(KEYS.member("n"), b"ours")
+        publish(office)()
+        kv = office.client.get(KEYS.generation)
+        assert kv is not None
+        found.append(decode(GenerationRecord, kv.value).store_secret)
+        office.stores.close()
+    assert [len(bytes.fromhex(secret)) for secret in found] == [store_secret.NBYTES] * 2
+    assert found[0] != found[1]
 
 
 def test_a_store_opens_whether_its_address_can_be_reached_or_not() -> None:

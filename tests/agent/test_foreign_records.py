@@ -43,10 +43,10 @@ GOOD = {
     KEYS.member("b"): encode(MemberRecord(node="b", incarnation="j", host="h", port=1, slots=1, ready=(0,))),
 }
 FOREIGN = {
-    "another protocol": {KEYS.state: b'{"protocol": 3}'},
-    "no such record": {KEYS.member("c"): b'{"protocol": 2, "node": 7}'},
+    "another protocol": {KEYS.state: b'{"protocol": 4}'},
+    "no such record": {KEYS.member("c"): b'{"protocol": 3, "node": 7}'},
     "no JSON": {KEYS.generation: b"\xff{"},
-    "no UTF-8": {KEYS.member("c"): b'{"protocol": 2, "node": "\xff"}'},
+    "no UTF-8": {KEYS.member("c"): b'{"protocol": 3, "node": "\xff"}'},
     "too deep": {KEYS.member("c"): b'{"deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"},
 }
 
@@ -121,7 +121,7 @@ def test_before_the_first_generation_another_protocol_is_the_end(loop: Loop) -> 
     assert loop._ended is None
     loop._viewed(view({**GOOD, **FOREIGN["another protocol"]}, 11))
     assert loop._ended is not None
-    assert "protocol 3" in loop._ended.reason
+    assert "protocol 4" in loop._ended.reason
 
 
 def test_orders_with_a_damaged_byte_are_as_if_not_given(loop: Loop) -> None:

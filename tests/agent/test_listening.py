@@ -5,10 +5,13 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 
+import msgspec
 import pytest
 from support.etcd_server import free_ports
+from support.jobs import generation, place
 from torch._C._distributed_c10d import TCPStore
 
+from elastic.agent import store
 from elastic.agent.listening import listen
 from elastic.agent.peers import Peers
 from elastic.agent.store import Stores
@@ -30,10 +33,38 @@ def test_a_store_is_reached_by_the_nodes_address_only() -> None:
         assert (answers(HERE, port), answers(ELSEWHERE, port)) == (True, False)
         client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
         client.set("k", "v")
-        stores.client(1, host, port).set("own", "v")
-        assert client.get("agents/1/own") == b"v"
+        record = msgspec.structs.replace(generation(1, [place("a")]), store_host=host, store_port=port)
+        stores.client(record).set("own", "v")
+        assert client.get("agents/1/own").endswith(b"v"), "sealed, under a prefix of its own"
+        assert Stores(HERE).client(record).get("own") == b"v", "another agent reads it"
     finally:
         stores.close()
+
+
+def test_a_store_that_makes_its_process_grow_beyond_the_limit_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = [1000]
+    monkeypatch.setattr(store, "own_nbytes", lambda: memory[0])
+    stores = Stores(HERE, HERE)
+    _, first = stores.open(1)
+    memory[0] += 100
+    _, second = stores.open(2)
+    memory[0] += store.LIMIT_NBYTES
+    assert (stores.overfull(2, 4), answers(HERE, first), answers(HERE, second)) == ("", True, True), "many addresses"
+    memory[0] += store.LIMIT_PER_PAIR_NBYTES + 1
+    said = stores.overfull(2, 1)
+    assert said == "its store grew by 256 MiB, 256 are allowed, and was closed"
+    assert (answers(HERE, first), answers(HERE, second)) == (False, False)
+    assert stores.overfull(2, 1) == said, "until the generation is known to be broken"
+    _, third = stores.open(3)
+    assert (stores.overfull(3, 1), stores.overfull(2, 1), answers(HERE, third)) == ("", said, True), "a measure anew"
+    stores.close()
+
+
+def test_own_memory_is_counted_without_what_is_shared() -> None:
+    before = store.own_nbytes()
+    kept = bytearray(b"x" * 64 * 2**20)
+    grown = store.own_nbytes() - before
+    assert 60 * 2**20 < grown < 100 * 2**20, len(kept)
 
 
 def test_other_agents_reach_the_agent_by_the_nodes_address_only() -> None:

@@ -96,6 +96,8 @@ CASES: dict[str, list[IncidentRecord]] = {
     ],
     "open_files": [raised("OSError: [Errno 24] Too many open files: '/data/7'")],
     "processes": [raised("RuntimeError: can't start new thread")],
+    "store_altered": [incident("store", "the store holds a value that no rank of this generation wrote: g2/0//cpu//1")],
+    "store_overfull": [incident("store", "its store grew by 300 MiB, 256 are allowed, and was closed")],
     "loopback": [incident("comm", "FormError: generation 3, rank 1: connect failed, remote=[127.0.0.1]:52625")],
     "name_resolution": [raised("gaierror: [Errno -2] Name or service not known")],
     "nccl_timeout": [died("SIGABRT", "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)")],

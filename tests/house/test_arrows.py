@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "etcd": {"etcd", "contract"},
     "checkpoint": {"checkpoint", "contract", "util"},
     "agent": {"agent", "recovery", "contract", "util", "etcd", "checkpoint", "elastic"},
-    "torchrun": {"torchrun", "agent", "recovery", "contract", "etcd"},
+    "torchrun": {"torchrun", "agent", "recovery", "contract", "etcd", "util"},
     "worker": {"worker", "contract", "util", "checkpoint", "elastic"},
     "integrations": {"integrations", "worker", "contract", "elastic"},
     "elasticd": {"elasticd", "contract", "util", "etcd", "elastic"},

@@ -6,7 +6,7 @@ import msgspec
 
 from elastic.contract.records import BrokenRecord, JobState, Phase
 from elastic.contract.spec import Restarts
-from elastic.recovery.restart_budget import COMM, charge, in_vain
+from elastic.recovery.restart_budget import COMM, STORE, charge, in_vain
 
 RULES = Restarts(budget=4)
 
@@ -52,6 +52,14 @@ def test_a_job_that_has_stepped_outlives_its_network() -> None:
     assert in_vain(state, broken(50, step=40)) == 50, "it is tried ever slower"
     others = booked(*(broken(i, kind="exit") for i in range(1, 5)), *(broken(i, step=40) for i in range(5, 50)))
     assert others.phase is Phase.RUNNING, "what the network did is not counted with the rest"
+
+
+def test_an_attack_on_the_store_is_no_fault_of_a_node_nor_of_a_job_that_has_stepped() -> None:
+    state = booked(*(broken(i, kind=STORE, step=40) for i in range(1, 50)))
+    assert (state.phase, state.excluded_nodes) == (Phase.RUNNING, ())
+    assert in_vain(state, broken(50, kind=STORE, step=40)) == 50, "it is tried ever slower"
+    verdict = charge(booked(*(broken(i, kind=STORE) for i in range(1, 5))), broken(5, kind=STORE), RULES, 100.0, 3)
+    assert verdict.stopped.endswith("store!"), "one that has never stepped ends by its budget"
 
 
 def test_uncharged_futile_generation_leaves_the_state_unchanged() -> None:

@@ -44,6 +44,7 @@ from elastic.recovery.events import (
     PublishFailed,
     Start,
     StillBusy,
+    StoreClosed,
     Tick,
     Undrain,
     Viewed,
@@ -382,6 +383,30 @@ def test_letting_go_as_told_is_no_failure() -> None:
     machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.places)))
     machine.take(WorkerGroupClosed(0, 1, 1, 8, "connection reset"))
     assert machine.agent.local.suspicious_since_s is None
+
+
+def test_a_refused_value_of_the_store_is_reported_at_once_and_names_itself() -> None:
+    """Also where a failed collective is on record already: that follows from it."""
+    machine = running()
+    refused = WorkerGroupClosed(0, 1, 1, 8, "FormError: it", "no rank of this generation wrote: k")
+    said = machine.take(refused)[0]
+    assert isinstance(said, PutBroken)
+    assert (said.record.kind, said.record.detail, said.record.slots) == (
+        "store", "no rank of this generation wrote: k", (),
+    )  # fmt: skip
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", kind="comm")))
+    said = next(e for e in machine.take(refused) if isinstance(e, PutBroken))
+    assert said.record.kind == "store"
+    assert machine.take(dataclasses.replace(refused, slot=1, worker_id=2, generation=0)) == [], "an old one"
+
+
+def test_a_store_that_was_closed_breaks_its_own_generation_only() -> None:
+    machine = running()
+    assert machine.take(StoreClosed(2, "grew")) == []
+    said = machine.take(StoreClosed(1, "grew"))[0]
+    assert isinstance(said, PutBroken)
+    assert (said.record.kind, said.record.detail, said.record.charged) == ("store", "grew", False)
 
 
 def test_letting_go_for_a_failure_that_is_known_raises_no_suspicion() -> None:
@@ -759,7 +784,15 @@ happenings: st.SearchStrategy[Event] = st.one_of(
     st.builds(WorkerReady, slots, worker_ids),
     st.builds(WorkerSynced, slots, worker_ids, numbers_, steps),
     st.builds(WorkerStepping, slots, worker_ids, numbers_, steps),
-    st.builds(WorkerGroupClosed, slots, worker_ids, numbers_, steps, st.sampled_from(["", "reset"])),
+    st.builds(
+        WorkerGroupClosed,
+        slots,
+        worker_ids,
+        numbers_,
+        steps,
+        st.sampled_from(["", "reset"]),
+        st.sampled_from(["", "", "altered"]),
+    ),
     st.builds(WorkerDone, slots, worker_ids, numbers_, steps),
     st.builds(WorkerExited, slots, worker_ids, st.just("signal SIGKILL")),
     st.builds(WorkerUnhealthy, slots, worker_ids, st.just("hang"), st.just("stopped")),
@@ -770,6 +803,7 @@ happenings: st.SearchStrategy[Event] = st.one_of(
     st.builds(Drain, st.just("off"), st.floats(100.0, 200.0)),
     st.builds(Undrain),
     st.builds(CheckpointSaved, steps),
+    st.builds(StoreClosed, st.integers(0, 5), st.just("grew")),
     st.builds(Tick),
 )
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ...util.resolver import without_dns
+from ...util.sealed_store import SealedStore
 from .. import torch_private
 from . import nccl, sockets
 from .errors import FormError, GroupAborted, is_communication_error
@@ -67,12 +68,13 @@ class Group:
         store_host: str,
         store_port: int,
         generation: int,
+        store_secret: str = "",
         device: torch.device | None = None,
         timeout_s: float = 600.0,
         form_timeout_s: float = 60.0,
     ) -> None:
         """`timeout_s`: for collectives, and for the wait for all ranks. `form_timeout_s`: for reaching the store,
-        and again for forming once all ranks have arrived."""
+        and again for forming once all ranks have arrived. `store_secret`: of the generation; see `SealedStore`."""
         self.backend = backend
         self.rank = rank
         self.world_size = world_size
@@ -81,7 +83,9 @@ class Group:
         self._endpoint = (store_host, store_port)
         self._timeout_s = timeout_s
         self._form_timeout_s = form_timeout_s
+        self._store_secret = store_secret
         self._store_addresses: set[Any] = set()
+        self._sealed: SealedStore | None = None
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._aborted = threading.Event()
@@ -100,6 +104,11 @@ class Group:
     @property
     def aborted(self) -> bool:
         return self._aborted.is_set()
+
+    @property
+    def altered(self) -> str:
+        """What was wrong with a value in the store that this rank has refused; empty: nothing was."""
+        return self._sealed.altered if self._sealed else ""
 
     def check(self) -> None:
         """Raises GroupAborted once the group was aborted."""
@@ -132,6 +141,8 @@ class Group:
             # only here is it certain that it was cut. Errors with another cause are raised unchanged.
             if self._aborted.is_set():
                 raise GroupAborted(self.why) from error
+            if self.altered:
+                raise FormError(self.altered) from error
             if is_communication_error(error):
                 raise FormError(f"generation {self.generation}, rank {self.rank}: {error}") from error
             raise
@@ -193,7 +204,8 @@ class Group:
         deadline_s = time.monotonic() + self._timeout_s
         # The store is up before its generation is published: a rank that cannot reach it does not delay the others.
         client = self._connect(min(self._timeout_s, self._form_timeout_s), interrupted)
-        store = PrefixStore(f"g{self.generation}", client)
+        self._sealed = SealedStore(client, self._store_secret)
+        store = PrefixStore(f"g{self.generation}", self._sealed)
         if store.add("arrived", 1) == self.world_size:
             store.set("all", "1")
         try:

@@ -1,0 +1,116 @@
+"""A store whose values carry a seal: only a holder of the generation's secret can write one that is accepted.
+
+torch's TCPStore takes every client's word. A rank's address in it decides with whom its peers exchange the model's
+state, so a value is refused unless it was sealed under its key with the secret of its generation. The secret is new in
+each generation, so a value of an earlier one is refused too.
+
+Not sealed: counters (`add`), and whether a key exists (`check`, `wait`, `delete_key`, `num_keys`). The server itself
+adds, and answers. A false answer makes ranks start too early or wait too long, which fails and is repaired; it changes
+no value that they use. `append` and the queues are not offered: their values are joined by the server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+SEAL_NBYTES = 16
+
+
+class StoreAltered(dist.DistStoreError):
+    """A value in the store was written by none of the generation's ranks."""
+
+
+class SealedStore(Store):
+    """`store` with sealed values, for Python and for torch's back ends, which call these methods from C++.
+
+    The object must live as long as a group that uses it: torch's C++ code does not keep it alive.
+    """
+
+    def __init__(self, store: Store, secret: str) -> None:
+        super().__init__()
+        self._store = store
+        self._secret = secret.encode()
+        self.altered = ""
+        """What was wrong with the first value that was refused; empty: none was. Back ends report an exception of a
+        store in words of their own."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, self._sealed(key, value))  # type: ignore[arg-type]  # takes bytes as well
+
+    def get(self, key: str) -> bytes:
+        return self._opened(key, self._store.get(key))
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self._opened(*found) for found in zip(keys, self._store.multi_get(list(keys)), strict=True)]
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """`expected_value` '': the key is expected to be absent."""
+        expected = self._sealed(key, expected_value) if expected_value else b""
+        desired = self._sealed(key, desired_value)
+        return self._opened(key, self._store.compare_set(key, expected, desired))  # type: ignore[arg-type]
+
+    def _sealed(self, key: str, value: str | bytes) -> bytes:
+        raw = value.encode() if isinstance(value, str) else bytes(value)
+        return self._seal(key, raw) + raw
+
+    def _opened(self, key: str, sealed: bytes) -> bytes:
+        raw = sealed[SEAL_NBYTES:]
+        if hmac.compare_digest(sealed[:SEAL_NBYTES], self._seal(key, raw)):
+            return raw
+        said = f"the store holds a value that no rank of this generation wrote: {key}"
+        self.altered = self.altered or said
+        raise StoreAltered(said)
+
+    def _seal(self, key: str, raw: bytes) -> bytes:
+        name = key.encode()
+        seal = hashlib.blake2b(len(name).to_bytes(4, "big") + name, digest_size=SEAL_NBYTES, key=self._secret)
+        seal.update(raw)
+        return seal.digest()
+
+    # ── not sealed ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            self._store.wait(keys)
+        else:
+            self._store.wait(keys, timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._store.num_keys()
+
+    def list_keys(self) -> list[str]:
+        return self._store.list_keys()
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        found: timedelta = self._store.timeout  # type: ignore[attr-defined]
+        return found
+
+    def clone(self) -> Store:
+        """Itself: torch's C++ code would not keep another object of Python alive. It may be used by several threads."""
+        return self
