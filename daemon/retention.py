@@ -25,13 +25,9 @@ LOG = re.compile(
     r"\.(?:log|error\.json)"
 )
 """A file in a job's `logs`: see `elastic.agent.worker_env.files`."""
-AGENT_FILES = frozenset(
-    {
-        *("config.json", "lock", "status.json", "orders.json", "history.json", "agent.log"),
-        *(".config.json.new", ".orders.json.new", ".status.json.new", ".history.json.new"),
-    }
-)
-"""Files in a job's `agent`: see `elastic.contract.agent_files`. The last four are left by a crash while writing."""
+_REPLACED = ("config.json", "orders.json", "status.json", "history.json", "gradients.json")
+AGENT_FILES = frozenset({"lock", "agent.log", *_REPLACED, *(f".{name}.new" for name in _REPLACED)})
+"""Files in a job's `agent`: see `elastic.contract.agent_files`. A crash while one is replaced leaves the new one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from ..contract import messages
 from ..contract.agent_files import GradientSamples, RankSample
 from ..contract.messages import GradientRow
 from ..contract.rank_records import Sample
+from ..util.files import replace_file
 
 NAMED = 4
 """Parameters without a gradient in the record in etcd; all are in the file."""
@@ -22,7 +22,7 @@ class GradientFile:
     """`take` the parts of samples, and `write` once one is complete."""
 
     def __init__(self, folder: Path, node: str, submitted_wall_s: float) -> None:
-        self._path, self._temporary = str(folder / "gradients.json"), str(folder / "gradients.tmp")
+        self._path = folder / "gradients.json"
         self._node, self._submitted_wall_s = node, submitted_wall_s
         self._parts: dict[int, list[messages.GradientSample]] = {}
         self._ranks: dict[int, RankSample] = {}
@@ -49,10 +49,7 @@ class GradientFile:
     def write(self) -> None:
         content = GradientSamples(submitted_wall_s=self._submitted_wall_s, ranks=tuple(self._ranks.values()))
         with contextlib.suppress(OSError):  # a full disk: the old file stays, and the job continues
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(self._temporary, flags, 0o640), "wb") as file:
-                file.write(msgspec.json.encode(content))
-            os.replace(self._temporary, self._path)
+            replace_file(self._path, msgspec.json.encode(content), mode=0o640)
 
 
 def in_short(sample: RankSample) -> Sample:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.retention import DAY_S, YOUNG_S, Found, JobFolder, Removal, removals
+from elastic.contract import agent_files
+from elasticd.retention import AGENT_FILES, DAY_S, YOUNG_S, Found, JobFolder, Removal, removals
 from elasticd.settings import RetentionSettings
 
 NOW_S = 1_000_000_000.0
@@ -36,6 +38,15 @@ def test_the_folder_of_a_job_that_etcd_no_longer_has_goes_after_its_days() -> No
     (removal,) = plan(gone())
     assert (removal.folder, removal.whole, removal.disk_bytes) == ("train", True, 15)
     assert removal.files == ("agent.log", "slot0.0a1b2c3d.0001.log")
+
+
+def test_each_file_in_an_agents_folder_is_known_also_while_it_is_replaced() -> None:
+    """A folder with any other file stays for ever."""
+    documented = re.findall(r"/agent/([a-z.]+) ", agent_files.__doc__ or "")
+    assert "gradients.json" in documented
+    assert set(documented) == {name for name in AGENT_FILES if not name.startswith(".")}
+    replaced = {name for name in documented if name.endswith(".json")}
+    assert {f".{name}.new" for name in replaced} == {name for name in AGENT_FILES if name.startswith(".")}
 
 
 KEPT: dict[str, tuple[JobFolder, frozenset[str] | None, RetentionSettings]] = {
