@@ -149,7 +149,7 @@ def worker(
         checkpoint_shared=checkpoint.shared,
         plain_defaults=",".join(defaults),
     )
-    env.update(defaults | told.environment())
+    env = told.environment(env | defaults)
     if generation is not None:
         env.update(_ranks(config, generation, slot))
     return env

@@ -25,7 +25,9 @@ Write = Callable[[], None]
 FAILURES = (
     OSError, CheckpointError,  # of the checkpoint directory that it reads, or of a socket
     RuntimeError,  # of torch's store; or no thread can be started
-    ValueError, TypeError, msgspec.MsgspecError, ProtocolVersionMismatch,  # of a record that cannot be read or written
+    MemoryError,  # a node that is full for a moment
+    ValueError, TypeError, OverflowError,  # of a record that cannot be read or written
+    msgspec.MsgspecError, ProtocolVersionMismatch,
 )  # fmt: skip
 """The write has failed as well, and the agent keeps running. Any other exception is a bug, and ends the agent."""
 

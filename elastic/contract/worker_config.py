@@ -50,9 +50,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The back end, chosen."""
         return "nccl" if self.backend == "nccl" or (self.backend == "auto" and self.gpu) else "gloo"
 
-    def environment(self) -> dict[str, str]:
-        values = {name: getattr(self, name) for name in self.__struct_fields__}
-        return {variable(name): _text(value) for name, value in values.items() if value != ""}
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """`inherited` with these settings: a variable of an empty one is removed, or a worker would take it for the
+        job's."""
+        values = {variable(name): getattr(self, name) for name in self.__struct_fields__}
+        env = {name: value for name, value in inherited.items() if name not in values}
+        return env | {name: _text(value) for name, value in values.items() if value != ""}
 
     @staticmethod
     def read(environment: Mapping[str, str]) -> WorkerConfig:

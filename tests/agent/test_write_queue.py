@@ -21,7 +21,15 @@ def queue() -> Iterator[WriteQueue]:
 
 
 @pytest.mark.parametrize(
-    "fault", [EtcdUnavailable("away", maybe_done=False), PermissionError("no"), RuntimeError("?"), ValueError("?")]
+    "fault",
+    [
+        EtcdUnavailable("away", maybe_done=False),
+        PermissionError("no"),
+        RuntimeError("?"),
+        ValueError("?"),
+        MemoryError(),
+        OverflowError("?"),
+    ],
 )
 def test_orders_that_raise_are_tried_again_or_dropped(queue: WriteQueue, fault: Exception) -> None:
     tried: list[str] = []

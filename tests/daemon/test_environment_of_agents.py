@@ -12,7 +12,7 @@ import pytest
 from elastic.agent import worker_env
 from elastic.contract import messages
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
-from elastic.contract.spec import JobSpec
+from elastic.contract.spec import Checkpoint, JobSpec
 from elastic.contract.worker_config import WorkerConfig
 from elasticd import launch
 
@@ -72,3 +72,11 @@ def test_accelerate_forms_a_group_on_a_node_without_gpus() -> None:
     assert "ACCELERATE_USE_CPU" in WorkerConfig.read(env).plain_defaults.split(",")  # `elastic.run` takes it back
     assert of_worker(CONFIG, {"ACCELERATE_USE_CPU": "0"})["ACCELERATE_USE_CPU"] == "0"
     assert "ACCELERATE_USE_CPU" not in of_worker(msgspec.structs.replace(CONFIG, gpus=(0,)), {})
+
+
+def test_a_setting_that_the_job_leaves_empty_is_not_inherited_by_its_workers() -> None:
+    job = JobSpec(name="train", script="x.py", checkpoint=Checkpoint(dir="/ckpt"))
+    inherited = {"ELASTIC_CHECKPOINT_REMOTE": "s3://of-another-job", "PATH": "/bin"}
+    env = worker_env.worker(CONFIG, job, inherited, slot=0, error_file="/l/e.json", generation=None)
+    assert WorkerConfig.read(env).checkpoint_remote == ""
+    assert (env["ELASTIC_CHECKPOINT_DIR"], env["PATH"]) == ("/ckpt", "/bin")

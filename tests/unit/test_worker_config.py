@@ -24,7 +24,14 @@ CONFIGS = st.builds(
 
 @given(CONFIGS)
 def test_worker_reads_the_config_that_the_agent_writes(config: WorkerConfig) -> None:
-    assert WorkerConfig.read(config.environment()) == config
+    assert WorkerConfig.read(config.environment({})) == config
+
+
+@given(CONFIGS, CONFIGS)
+def test_nothing_that_was_inherited_reaches_the_worker(config: WorkerConfig, inherited: WorkerConfig) -> None:
+    """Such as a remote end in the environment of the agent, for a job that has none."""
+    env = config.environment({"PATH": "/bin", **inherited.environment({})})
+    assert (WorkerConfig.read(env), env["PATH"]) == (config, "/bin")
 
 
 def test_missing_variables_have_their_defaults_and_wrong_ones_are_refused() -> None:
