@@ -141,14 +141,19 @@ class Actions:
         )
         self._change(AskedRecord, self._job(job).asked, more, AskedRecord())
 
-    def sample(self, job: str, step: int, peer: Peer) -> None:
-        """Request a sample of the gradients of a running job at `step`."""
+    def sample(self, job: str, step: int, peer: Peer, *, next_step: int) -> int:
+        """Request a sample of the gradients of a running job at `step`; returns the step. It is that of an earlier
+        request which `next_step`, the job's next one, has not passed: a second one would take its place."""
         self._owned(job, peer, "debug")
+        chosen = step
 
-        def more(asked: AskedRecord) -> AskedRecord:
-            return msgspec.structs.replace(asked, sample_step=max(step, asked.sample_step + 1))
+        def more(asked: AskedRecord) -> AskedRecord | None:
+            nonlocal chosen
+            chosen = asked.sample_step if next_step <= asked.sample_step <= step else step
+            return msgspec.structs.replace(asked, sample_step=step) if chosen != asked.sample_step else None
 
         self._change(AskedRecord, self._job(job).asked, more, AskedRecord())
+        return chosen
 
     def forget(self, job: str, peer: Peer) -> None:
         """Remove the records of a finished job. Its logs and checkpoints stay."""

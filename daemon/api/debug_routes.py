@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from elastic.contract.agent_files import GradientSamples
+from elastic.contract.records import ProgressRecord
 
 from ..asks import ask_each
 from ..diagnosis import gradients
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 AHEAD_S = 6.0
 """A sample is requested for a step this long ahead: orders reach all nodes before it."""
+LATE_S = 1.0
+"""So long after a step each rank's sample of it is in its file."""
 MOST_BYTES = 64 * 1024 * 1024
 """A million parameters' names and norms; the file may be another user's."""
 
@@ -45,7 +49,7 @@ def post_debug(h: Request, query: Mapping[str, str], job: str) -> None:
     if not progress.managed:
         raise Refused(409, f"job {job!r} does not call elastic.run: its gradients cannot be sampled")
     step = progress.step + 2 + math.ceil(progress.steps_per_s * AHEAD_S)
-    h.service.actions.sample(job, step, h.peer())
+    step = h.service.actions.sample(job, step, h.peer(), next_step=progress.step + 1)
     h.send_json(200, {"schema": SCHEMA, "job": job, "step": step, "steps_per_s": progress.steps_per_s})
 
 
@@ -64,14 +68,28 @@ def get_gradients(h: Request, query: Mapping[str, str], job: str) -> None:
             else:
                 rows += answer["samples"]
     rows.sort(key=lambda row: (row["step"], row["rank"]))
-    step = query_values.count(query, "step", 0) or max((row["step"] for row in rows), default=0)
+    world_size = known.generation.world_size if known.generation else 0
+    step = _shown(rows, query_values.count(query, "step", 0), world_size)
     chosen = [row for row in rows if row["step"] == step]
     h.send_json(200, {
-        "schema": SCHEMA, "job": job, "step": step,
-        "world_size": known.generation.world_size if known.generation else 0,
+        "schema": SCHEMA, "job": job, "step": step, "world_size": world_size,
+        "passed": len(chosen) < world_size and _passed(step, newest_progress(snapshot, known)),
         "ranks": [row["rank"] for row in chosen], "layers": gradients.layers(chosen),
         "findings": gradients.findings(gradients.in_short(chosen)), "samples": rows, "unanswered": unanswered,
     })  # fmt: skip
+
+
+def _shown(rows: Sequence[Json], wanted: int, world_size: int) -> int:
+    """`wanted`, or where an order came too late the first step after it that all ranks have sampled. 0: the newest."""
+    steps = Counter(row["step"] for row in rows)
+    if not wanted:
+        return max(steps, default=0)
+    return min((step for step, ranks in steps.items() if step >= wanted and ranks >= world_size > 0), default=wanted)
+
+
+def _passed(step: int, progress: ProgressRecord | None) -> bool:
+    """Whether the job is beyond `step`: a rank that has no sample of it has had the order too late."""
+    return progress is not None and progress.step > step + progress.steps_per_s * LATE_S
 
 
 def read(logs: Folder, submitted_wall_s: float) -> list[Json]:

@@ -350,7 +350,7 @@ class Loop:
             self._turn(Drain(orders.draining, time.monotonic() + limit_s) if orders.draining else Undrain())
         if orders.checkpoint > before.checkpoint:
             self._deeds.save_now(self.agent, "asked")
-        if orders.sample_step > before.sample_step:
+        if orders.sample_step != before.sample_step:
             self._deeds.sample(self.agent, orders.sample_step)
 
     # ── state machine ───────────────────────────────────────────────────────────────────────────────────────

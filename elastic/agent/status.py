@@ -35,6 +35,8 @@ class Gauge:
         """Time of day at which the step was last seen to change; 0: not yet."""
 
     def mark(self, step: int, now_s: float) -> None:
+        if step == 0:
+            self._marks.clear()  # the time until training begins is no part of its rate
         if not self._marks or self._marks[-1][1] != step:
             self.step_wall_s = time.time() if step else 0.0
         self._marks.append((now_s, step))

@@ -93,7 +93,7 @@ class AgentOrders(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: int = 0
     """Counts requests for a checkpoint; an increase is a request."""
     sample_step: int = 0
-    """Sample the gradients of this step, or of the next one; an increase is a request."""
+    """Sample the gradients of this step, or of the next one; a change is a request."""
 
 
 class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):

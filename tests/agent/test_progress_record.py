@@ -70,3 +70,12 @@ def test_the_view_carries_the_progress_record() -> None:
         mod_revision: int = 1
 
     assert JobView.read(keys, {keys.progress: Stored(encode(ON_RECORD))}, 1).progress == ON_RECORD
+
+
+def test_the_rate_of_a_job_that_has_just_begun_leaves_out_the_time_before_it() -> None:
+    gauge = Gauge()
+    for tenth in range(90):
+        gauge.mark(0, tenth / 10)  # importing, forming
+    gauge.mark(8, 9.0)
+    gauge.mark(24, 9.4)
+    assert gauge.per_s() == pytest.approx(24 / 0.5)

@@ -10,26 +10,20 @@ import pytest
 from chaos.harness import Cluster, Job
 from support.wait import eventually
 
+from elasticd.ctl.client import Client
+from elasticd.ctl.debug import sampled
+
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "train_sampled.py")
 
 
 def sample(cluster: Cluster, job: Job) -> dict[str, Any]:
-    """Request a sample of the running job, and wait for it. Requested again where its step had passed before the order
-    was everywhere: the rate of a job that has just begun is not known well."""
+    """What `elasticctl debug --gradients` has of a job that has just begun."""
     eventually(lambda: (job.row()["step"] or 0) >= 8, 60.0, "it steps")
-    step = 0
-
-    def there() -> dict[str, Any] | None:
-        nonlocal step
-        if (job.row()["step"] or 0) > step + 50:
-            step = cluster.api("POST", f"/v1/jobs/{job.name}/debug", {})["step"]
-        data = cluster.api("GET", f"/v1/jobs/{job.name}/gradients?step={step}")
-        return data if step and len(data["ranks"]) == 2 else None
-
-    step = cluster.api("POST", f"/v1/jobs/{job.name}/debug", {})["step"]
-    return eventually(there, 60.0, "a step is sampled", 0.1)  # type: ignore[return-value]
+    data = sampled(Client(cluster.nodes[0].socket), job.name)
+    assert data["ranks"] == [0, 1]
+    return data
 
 
 def submit(cluster: Cluster, bug: str, **more: Any) -> Job:

@@ -72,6 +72,18 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> WriteQueue:
     return WriteQueue(monkeypatch)
 
 
+def test_a_sample_is_taken_over_from_an_earlier_request_that_is_still_ahead(writes: WriteQueue) -> None:
+    """Else the second request would replace the first one in the agents' orders, which would wait in vain."""
+    writes.actions.submit(RAW, ADA, ADA)
+    sample = lambda step, next_step: writes.actions.sample("j", step, ADA, next_step=next_step)  # noqa: E731
+    assert sample(40, 11) == 40
+    assert sample(46, 17) == 40
+    assert writes.job().asked.sample_step == 40
+    assert sample(70, 41) == 70, "the job has passed it"
+    assert sample(30, 5) == 30, "the job has gone back"
+    assert writes.job().asked.sample_step == 30
+
+
 def test_submit_writes_spec_and_state_at_once(writes: WriteQueue) -> None:
     assert writes.actions.submit(RAW, ADA, ADA) == "j"
     assert (writes.spec().submitted_by, writes.state().phase) == ("ada", Phase.PENDING)

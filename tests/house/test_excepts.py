@@ -19,7 +19,7 @@ BROAD = {
 MAX_BROAD = 4
 
 SLEEPS = {
-    "elasticd.ctl.debug:_sampled": "a command that asks again until a step is made; with a deadline",
+    "elasticd.ctl.debug:_asked": "a command that asks again until a step is made; with a deadline",
     "elastic.checkpoint.write:commit": "files of other hosts on a shared folder: there is no event; with a deadline",
 }
 """module:function -> why it may sleep. Everything else waits for an event, with a deadline."""
