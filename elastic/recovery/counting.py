@@ -30,7 +30,8 @@ def count_failures(turn: Turn) -> None:
         effect = PutState(counted, agent.etcd.view.state_revision)
         if counted.failures != state.failures:
             turn.ask(effect, f"count {agent.etcd.view.state_revision}")
-            left = (replace(first, written=counted.failures[-1]), *later)
+            changed = (f for f in reversed(counted.failures) if f not in state.failures)
+            left = (replace(first, written=next(changed, counted.failures[-1])), *later)
         else:  # it follows from a failure that is counted; its error is recorded
             turn.do(effect)
             left = later

@@ -57,12 +57,16 @@ def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float
         node="" if broken.kind in OF_THE_NETWORK else broken.node,  # the node that reports it need not have caused it
         fingerprint=broken.fingerprint or broken.kind,
         step=broken.step,
-        slots=broken.slots,
+        slots=_alike(broken),
         no_state=broken.no_state,
     )
-    if broken.error and state.failures and (last := _with_neighbour(state.failures[-1], failure)) is not None:
-        return Verdict(msgspec.structs.replace(state, error=error, failures=(*state.failures[:-1], last)))
-    recent = (*(f for f in state.failures if abs(wall_s - f.wall_s) < rules.window_s), failure)
+    known = state.failures
+    if broken.error:
+        known, further = _in_earlier_tries(known, failure)
+        if further is None:
+            return Verdict(msgspec.structs.replace(state, error=error, failures=known))
+        failure = further
+    recent = (*(f for f in known if abs(wall_s - f.wall_s) < rules.window_s), failure)
     kept = recent[-max(KEPT_FAILURES, rules.budget) :]
     charged = msgspec.structs.replace(
         state,
@@ -120,15 +124,35 @@ def _after_each_step(failures: tuple[Failure, ...]) -> int:
     return times
 
 
-def _with_neighbour(last: Failure, new: Failure) -> Failure | None:
-    """`last` with the slots of `new` added, if `new` is the same failure in other workers of the node; None otherwise.
+def _alike(broken: BrokenRecord) -> tuple[int, ...]:
+    """The slots of the failing node in which the same has happened in this generation."""
+    same = (
+        loss for loss in broken.also if (loss.node, loss.kind, loss.detail) == (broken.node, broken.kind, broken.detail)
+    )
+    return tuple(dict.fromkeys([*broken.slots, *(slot for loss in same for slot in loss.slots)]))
 
-    A failing setup fails in each worker of a node, in one worker after the other, each in a generation of its own.
+
+def _in_earlier_tries(failures: tuple[Failure, ...], new: Failure) -> tuple[tuple[Failure, ...], Failure | None]:
+    """A failing setup fails in each worker of a node: together, or in one after the other, each in a generation of its
+    own, and a quick worker may have failed again before a slow one has failed once. So a try is one failure, with the
+    slots that have failed in it.
+
+    Returns `failures` with the slots of `new` added to the tries that lack them, and `new` with those that have failed
+    once more than in all of these; None: there is none.
     """
-    alike = (last.node, last.fingerprint) == (new.node, new.fingerprint) and not last.step and not new.step
-    if not alike or not new.slots or not last.slots or set(new.slots) & set(last.slots):
-        return None
-    return msgspec.structs.replace(last, slots=(*last.slots, *new.slots))
+    known, left = list(failures), new.slots
+    if new.step or not left:
+        return failures, new
+    first = len(known)
+    while first and (known[first - 1].node, known[first - 1].fingerprint) == (new.node, new.fingerprint):
+        if known[first - 1].step or not known[first - 1].slots:
+            break
+        first -= 1
+    for at in range(first, len(known)):
+        there = known[at].slots
+        known[at] = msgspec.structs.replace(known[at], slots=(*there, *(slot for slot in left if slot not in there)))
+        left = tuple(slot for slot in left if slot in there)
+    return tuple(known), msgspec.structs.replace(new, slots=left) if left else None
 
 
 def _set_aside(state: JobState, failures: tuple[Failure, ...], other_nodes: int | None) -> tuple[str, ...]:

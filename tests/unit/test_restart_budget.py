@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.contract.records import BrokenRecord, JobState, Phase, WorkerError
+from elastic.contract.records import BrokenRecord, JobState, Loss, Phase, WorkerError
 from elastic.contract.spec import Restarts
 from elastic.recovery.restart_budget import BAD_NODE_FAILURES, backoff_s, charge
 
@@ -136,6 +136,28 @@ def test_setup_failing_in_each_worker_of_a_node_is_charged_once_per_try() -> Non
     assert book((0.0, tries[0]), (1.0, other))[0].restarts == 2
     later = [msgspec.structs.replace(record, step=4) for record in tries[:3]]
     assert book(*((float(i), record) for i, record in enumerate(later)))[0].restarts == 3
+
+
+@pytest.mark.parametrize(
+    "order",
+    [(0, 1, 2, 0, 1, 2), (0, 0, 1, 1, 2, 2), (0, 0, 2, 1, 2, 1), (1, 0, 1, 2, 0, 2)],
+)
+def test_a_try_of_setup_is_charged_once_whichever_worker_is_quick(order: tuple[int, ...]) -> None:
+    planted = broken("LookupError", step=None, bug=True)
+    tries = [msgspec.structs.replace(planted, generation=n + 1, slots=(slot,)) for n, slot in enumerate(order)]
+    state, stopped = book(*((float(n), record) for n, record in enumerate(tries)))
+    assert (state.restarts, stopped, [sorted(f.slots) for f in state.failures]) == (2, "", [[0, 1, 2]] * 2)
+
+
+def test_workers_whose_setup_fails_in_one_generation_are_one_try() -> None:
+    lost = [Loss(node="a", kind="exit", detail="planted", slots=(slot,), ranks=(slot,)) for slot in (0, 2)]
+    planted = msgspec.structs.replace(broken("LookupError", step=None, bug=True), slots=(1,), also=tuple(lost))
+    again = msgspec.structs.replace(planted, generation=2, slots=(0,), also=(lost[1],))
+    state, _ = book((0.0, planted), (1.0, again))
+    assert (state.restarts, [f.slots for f in state.failures]) == (2, [(1, 0, 2), (0, 2)])
+    killed = msgspec.structs.replace(lost[0], kind="respawn", detail="did not abort in time")
+    state, _ = book((0.0, msgspec.structs.replace(planted, also=(killed,))))
+    assert state.failures[0].slots == (1,)
 
 
 def test_the_last_error_stays_to_be_shown() -> None:
