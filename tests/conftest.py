@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from support import etcd_server, machine, procs, warm
+from support import etcd_server, machine, procs, scratch, warm
 
 RUN = "ELASTIC_TEST_RUN"
 
@@ -127,6 +127,7 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def nothing_left_behind(temporary_files: None) -> Iterator[None]:
     """Fail the run when processes, shared memory, namespaces or cgroups of its tests outlive it."""
     run = uuid.uuid4().hex
+    scratch.remove_orphans()
     reaper = subprocess.Popen(  # for the case that we are killed
         [sys.executable, pathlib.Path(__file__).parent / "support" / "reaper.py", run, str(os.getpid())],
         stdin=subprocess.PIPE, text=True, process_group=0,  # in our session: a pool under test ends orphans in others

@@ -22,14 +22,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import psutil
-from support import api
+from support import api, scratch
 from support.etcd_server import etcd_binary, free_ports
 from support.history import History, check
 from support.incidents import Deed, check_deeds, check_written
@@ -420,7 +419,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         count, members = self._sizes
         try:
-            self.folder = pathlib.Path(tempfile.mkdtemp(prefix="elt-", dir="/dev/shm"))
+            self.folder = pathlib.Path(scratch.folder("cluster"))
             self._stack.callback(shutil.rmtree, self.folder)
             if self._signed:
                 file = self.folder / "cluster.key"

@@ -9,12 +9,11 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support import api
+from support import api, scratch
 from support.etcd_server import etcd_binary
 from support.lab import Host, Hosts
 from support.wait import eventually
@@ -111,7 +110,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="elt-", dir="/dev/shm"))
+    folder = pathlib.Path(scratch.folder("networks"))
     try:
         with Hosts(3) as hosts:
             made = Site(hosts, folder)

@@ -9,12 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import scratch
 from support.procs import Procs
 from support.source import ROOT
 from support.wait import eventually
@@ -136,7 +136,7 @@ class Slurm:
 
 @pytest.fixture
 def slurm() -> Iterator[Slurm]:
-    folder = Path(tempfile.mkdtemp(prefix="elt-slurm-", dir="/tmp"))
+    folder = Path(scratch.folder("slurm", "/tmp"))
     folder.chmod(0o755)  # munged checks the path of its socket
     try:
         with Procs() as procs:

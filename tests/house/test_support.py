@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import pathlib
+import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
+from support import scratch
 from support.procs import Procs, alive, end_all, tagged
 from support.wait import eventually, holds
 
@@ -80,3 +84,24 @@ def test_a_stopped_process_is_ended_too() -> None:
         eventually(lambda: os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT | os.WNOHANG), 5.0)
         end_all([process.pid])
         assert process.wait(5) == -9
+
+
+def test_folders_of_a_run_that_was_killed_are_removed_and_those_of_a_living_one_stay() -> None:
+    make = "import sys; from support import scratch; print(scratch.folder('gone'), flush=True); sys.stdin.read()"
+    mine = pathlib.Path(scratch.folder("mine"))
+    try:
+        with Procs() as procs:
+            env = {"PYTHONPATH": os.pathsep.join(sys.path)}
+            other = procs.popen([sys.executable, "-c", make], env=env, stdin=-1, stdout=-1, text=True)
+            assert other.stdout is not None
+            theirs = pathlib.Path(other.stdout.readline().strip())
+            (theirs / "data").mkdir()
+            assert str(theirs) not in scratch.remove_orphans()
+            other.send_signal(signal.SIGKILL)
+            other.wait(10)
+            assert theirs.is_dir()
+            assert str(theirs) in scratch.remove_orphans()
+        assert not theirs.exists()
+        assert mine.is_dir()
+    finally:
+        shutil.rmtree(mine)

@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 import msgspec
 import torch.distributed as dist
+from support import scratch
 from support.etcd_server import EtcdServer
 from support.procs import Procs, Started, alive, end_all
 from support.wait import eventually
@@ -52,7 +52,8 @@ class Soak:
         """One at a time: they need some ten gigabytes."""
 
     def __enter__(self) -> Soak:
-        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="elt-soak-", dir="/dev/shm"))
+        scratch.remove_orphans()
+        self._folder = pathlib.Path(scratch.folder("soak"))
         self._procs = Procs()
         self._server = EtcdServer()
         try:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +31,7 @@ from elastic.contract.spec import parse_job
 from elastic.contract.timeouts import Timeouts
 from elastic.etcd.client import Etcd
 
-from . import etcd_server, procs
+from . import etcd_server, procs, scratch
 from .etcd_server import EtcdServer
 from .wait import eventually
 
@@ -63,7 +62,7 @@ class Job:
         warm: bool = True,
     ) -> None:
         """`warm`: agents and zygotes are forked from a process that has imported torch, see support/warm.py."""
-        self.folder = Path(tempfile.mkdtemp(prefix="elt-job-", dir="/dev/shm"))
+        self.folder = Path(scratch.folder("job"))
         self.record = self.folder / "record"
         self.record.mkdir()
         self._procs = procs.Procs()

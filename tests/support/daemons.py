@@ -9,12 +9,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from types import TracebackType
 from typing import Any, Self
 
-from . import procs
+from . import procs, scratch
 from .api import call
 from .wait import eventually
 
@@ -115,7 +114,7 @@ class Nodes:
 
     def __init__(self) -> None:
         self._procs = procs.Procs()
-        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="elt-", dir="/tmp"))
+        self.folder = pathlib.Path(scratch.folder("daemons", "/tmp"))
 
     def add(self, name: str, *, start: bool = True, **settings: Any) -> Node:
         """A daemon; settings as etcd__endpoints="host:port"."""

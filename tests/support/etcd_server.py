@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import urllib.error
 import urllib.request
@@ -21,7 +20,7 @@ from typing import Self
 
 from elastic.contract.agent_files import EtcdAccess
 
-from . import procs
+from . import procs, scratch
 from .wait import eventually
 
 
@@ -67,7 +66,7 @@ class EtcdServer:
         self.endpoint = f"127.0.0.1:{self.port}"
         self._cluster = cluster or f"{name}=http://127.0.0.1:{self.peer_port}"
         self._args = tuple(args)
-        self._folder = tempfile.mkdtemp(prefix="elt-etcd-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        self._folder = scratch.folder("etcd")
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -1,7 +1,8 @@
 """Cleans up after a test run that could not: reaper.py TOKEN PID, with a pipe from the run as stdin.
 
 The run says `bye` when it ends well. A pipe that closes without it means that the run was killed, or ended itself
-because a test took too long: then everything that carries its token is ended, and its cgroups and links removed.
+because a test took too long: then everything that carries its token is ended, and its cgroups, links and folders
+removed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
+from support import scratch
 from support.machine import cgroup2
 from support.procs import end_all, tagged
 
@@ -37,6 +39,7 @@ def main() -> None:
         shutil.rmtree(folder)
     if (folder := pathlib.Path(os.environ.get("TMPDIR", ""))).name.startswith("elt-tmp-"):
         shutil.rmtree(folder, ignore_errors=True)
+    scratch.remove_orphans()
     for link in pathlib.Path("/sys/class/net").glob(f"elt{pid}[a-z]*"):
         subprocess.run(["ip", "link", "del", link.name], check=False, timeout=10)
 

@@ -19,6 +19,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+from . import scratch
+
 SOCKET_ENV = "ELASTIC_TEST_FORGE"
 ROOM = 16_000
 """Bytes for the environment of a fork, where /proc shows it."""
@@ -112,7 +114,7 @@ class Forge:
         self.ready = False
 
     def _start(self) -> str:
-        self._folder = tempfile.mkdtemp(prefix="elt-forge-", dir="/dev/shm")
+        self._folder = scratch.folder("forge")
         path = f"{self._folder}/socket"
         quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
                  "GRPC_ENABLE_FORK_SUPPORT": "0", "RES_OPTIONS": "timeout:1 attempts:1"}  # fmt: skip

@@ -1,0 +1,47 @@
+"""Folders of tests outside of pytest's own, named after the process that made them: one that is killed cannot remove
+them, and the next run does."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+
+from elastic.util.processes import stat_fields
+
+ROOTS = tuple(root for root in ("/dev/shm", "/tmp") if os.path.isdir(root))
+"""The first is memory, on Linux."""
+_OWNED = re.compile(r"elt-[a-z]+-(?P<pid>[0-9]+)\.(?P<began>[0-9]+)-.*")
+_BEGAN = 19
+"""Field of /proc/PID/stat from the state on: when the process began. No later process with its id has the same."""
+
+
+def folder(kind: str, root: str = ROOTS[0]) -> str:
+    """A new folder `elt-KIND-…`, for this process to remove."""
+    return tempfile.mkdtemp(prefix=f"elt-{kind}-{os.getpid()}.{_began(os.getpid())}-", dir=root)
+
+
+def remove_orphans() -> list[str]:
+    """Remove those whose process has ended; returns their paths."""
+    found = [
+        os.path.join(root, name)
+        for root in ROOTS
+        for name in os.listdir(root)
+        if (owned := _OWNED.fullmatch(name)) and _began(int(owned["pid"])) != owned["began"]
+    ]
+    if found:
+        mounts = [line.split()[4] for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines()]
+        for mount in sorted((m for m in mounts for path in found if m.startswith(f"{path}/")), reverse=True):
+            subprocess.run(["umount", "-l", mount], check=False, timeout=10, capture_output=True)
+    for path in found:
+        shutil.rmtree(path, ignore_errors=True)  # another run may be at it, or it is another user's
+    return found
+
+
+def _began(pid: int) -> str:
+    """'': there is no such process, or it is dead and only not reaped."""
+    fields = stat_fields(pid)
+    return fields[_BEGAN] if fields and fields[0] not in "ZX" else ""
