@@ -139,6 +139,12 @@ def test_looking_for_draws_leaves_the_generators_as_they_were() -> None:
     assert (random.gauss(0, 1), np.random.randn(), float(torch.randn(()))) == expected
 
 
+def test_draws_are_looked_for_on_the_cpu_whatever_the_default_device_is() -> None:
+    """On a GPU the search would draw from its generator, which is not put back."""
+    with torch.device("meta"):
+        assert Draws()._views is not None
+
+
 def test_draws_of_another_generator_in_the_place_of_pythons_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn, other = Draws(), random.Random()
     for name in ("random", "seed", "getstate", "setstate", "gauss", "getrandbits"):  # as `importlib.reload` does
