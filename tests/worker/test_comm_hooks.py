@@ -114,6 +114,7 @@ def test_rank_waits_for_the_others_until_the_guard_where_a_backward_does_not(
     while at_end:
         at_end.pop(0)()
     assert standing(page.read(), "S", None, 100.0).waits is waits
+    done.set_result(torch.ones(1))
 
 
 @pytest.mark.parametrize("options", [{"matrix_rank": 0}, {"start_step": -1}, {"min_rate": float("nan")}])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from elastic.worker.comm import ddp, nccl
+from elastic.worker.comm import comm_hooks, ddp, nccl
 from elastic.worker.comm import group as groups
 from elastic.worker.comm.errors import is_communication_error
 from elastic.worker.comm.group import Backend, Group
@@ -20,13 +20,17 @@ from elastic.worker.comm.in_flight import GRADIENTS, InFlight
 
 
 class Stuck:
-    """A collective that does not end: as gloo's does whose send was kept back."""
+    """A collective that does not end: as gloo's does whose send was kept back. `followed` is called once the backward's
+    future follows it."""
 
-    def __init__(self) -> None:
-        self.future: torch.futures.Future[Any] = torch.futures.Future()
+    def __init__(self, followed: Callable[[], None]) -> None:
+        self._followed = followed
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self.future
+    def get_future(self) -> Stuck:
+        return self
+
+    def add_done_callback(self, callback: object) -> None:
+        self._followed()
 
 
 @pytest.fixture
@@ -45,25 +49,14 @@ def backward(model: nn.Module, failed: list[str]) -> None:
 
 
 def test_a_backward_is_freed(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, failed = threading.Event(), list[str]()
-
-    def stuck(*args: Any, **options: Any) -> Stuck:
-        asked.set()
-        return Stuck()
-
-    monkeypatch.setattr(dist, "all_reduce", stuck)
-
-    def abort() -> None:
-        assert asked.wait(30.0)
-        while not GRADIENTS.fail("rank 1 died"):
-            pass
-
-    thread = threading.Thread(target=abort)
-    thread.start()
+    flight, failed, found = InFlight(), list[str](), list[bool]()
+    monkeypatch.setattr(comm_hooks, "GRADIENTS", flight)  # what another test has left in flight would be failed instead
+    thread = threading.Thread(target=lambda: found.append(flight.fail("rank 1 died")))
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: Stuck(followed=thread.start))
     with pytest.raises(RuntimeError, match="rank 1 died") as caught:
         backward(nn.Linear(4, 4), failed)
     thread.join()
-    assert failed == ["failed"]
+    assert (failed, found) == (["failed"], [True])
     assert is_communication_error(caught.value)
 
 
