@@ -47,6 +47,7 @@ def test_etcd_and_daemons_come_and_go() -> None:
         etcd.cont()
 
         assert job.workers() == workers
+        job.hurry()
         job.wait_over(deadline_s=90.0)
         history = job.check(told=True)
         assert history.generations() == [1]
@@ -98,6 +99,7 @@ def test_etcd_wiped_and_started_empty() -> None:
             lambda: wanted <= set(etcd.ctl("get", "--prefix", root, "--keys-only").stdout.split()), 15.0, "all is back"
         )
         assert job.workers() == workers
+        job.hurry()
         job.wait_over()
         history = job.check()
         assert history.generations() == [1]

@@ -113,7 +113,7 @@ def test_survivor_busy_before_its_first_step_keeps_its_process_in_a_second_failu
 
 def test_job_with_a_rank_that_returned_from_train_is_not_healthy() -> None:
     with Cluster(nodes=2, slots=1) as cluster:
-        limits, folder = {"floor_s": 1.0, "ceiling_s": 4.0}, cluster.folder / "checkpoints"
+        limits, folder = {"floor_s": 1.0, "ceiling_s": 2.0}, cluster.folder / "checkpoints"
         job = cluster.submit(steps=STEPS, hang=limits, checkpoint={"dir": str(folder)})
         job.order("leave", rank=1, step=20, do="leave")
         job.wait_struck("leave")
@@ -125,7 +125,7 @@ def test_job_with_a_rank_that_returned_from_train_is_not_healthy() -> None:
         assert named["because"] == "its train has returned at step 21, others go on"
         assert row["health"] == "degraded"
         assert job.row()["waiting_for"].startswith("no progress since ")
-        eventually(lambda: job.row()["no_progress"]["for_s"] > 8.0, 20.0, "the ceiling passes")
+        eventually(lambda: job.row()["no_progress"]["for_s"] > 4.0, 20.0, "the ceiling passes")
         assert job.incidents() == []
         assert job.history.generations() == [1]
         job.stop()

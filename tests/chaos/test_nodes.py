@@ -55,6 +55,7 @@ def test_process_tree_killed_is_seen_at_once() -> None:
         cluster.nodes[1].kill_all()
         until_world(job, 1, deadline_s=15.0)
         assert job.history.back_s(struck_s, 1) < 5.0
+        job.hurry()
         job.wait_over()
         job.check(Deed("lost", nodes=("node1",), struck_s=struck_s))
 
@@ -95,10 +96,11 @@ def test_cut_off_from_etcd_alone(one_way: bool) -> None:
         workers = job.workers()
         cluster.hosts.partition(1, 2, one_way=one_way)  # host 2 is etcd's
         there = job.history.step()
-        eventually(lambda: job.history.step() >= there + 250, 40.0, "it trains on for more than two leases")
+        eventually(lambda: job.history.step() >= there + 210, 40.0, "it trains on for more than two leases")
         member = cluster.etcd[0].ctl("get", "--keys-only", "/elastic/chaos/jobs/job/members/node1").stdout
         assert not member.strip(), "its lease has not run out"
         cluster.hosts.heal()
+        job.hurry()
         job.wait_over()
         assert job.check(told=True).generations() == [1]
         assert job.workers() == workers
@@ -106,7 +108,7 @@ def test_cut_off_from_etcd_alone(one_way: bool) -> None:
 
 def test_frozen_node_is_left_out_and_does_no_harm_after_thaw() -> None:
     with Cluster(nodes=3, slots=1, network=True) as cluster:
-        job = cluster.submit(nodes="2:3", steps=900, pace_s=0.03, hang={"floor_s": 1.0, "ceiling_s": 15.0})
+        job = cluster.submit(nodes="2:3", steps=1500, pace_s=0.03, hang={"floor_s": 1.0, "ceiling_s": 15.0})
         job.wait_step(20)
         host = cluster.nodes[2].host
         assert host is not None
@@ -116,7 +118,9 @@ def test_frozen_node_is_left_out_and_does_no_harm_after_thaw() -> None:
         there = job.history.step()
         eventually(lambda: job.history.step() >= there + 20, 20.0)
         host.thaw()
-        job.wait_over(deadline_s=150.0)
+        until_world(job, 3)
+        job.hurry()
+        job.wait_over()
         within_s = cluster.timeouts["lease_ttl_s"] + 2.0
         left = Deed(("lost", "unreachable"), nodes=("node2",), struck_s=struck_s, within_s=within_s)
         job.check(left, Deed("planned"), frozen=["node2"])

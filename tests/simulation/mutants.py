@@ -142,7 +142,7 @@ MUTANTS = (
            "_report_left_out(turn, worker, detail)", "pass",
            "simulation/test_incidents.py::test_a_worker_that_is_killed_on_the_node_that_leaves_is_named"),
     Mutant("an exclusion that a daemon has set is overwritten", "recovery.restart_budget",
-           "set(state.excluded_nodes) - set(_avoid(state.failures))", "set()",
+           "sorted({*state.no_agent, *by_failures})", "sorted(by_failures)",
            "unit/test_restart_budget.py::test_node_excluded_by_its_daemon_stays_excluded_on_failures_elsewhere"),
     Mutant("a rank without state is charged beside the failure that it follows from", "recovery.restart_budget",
            "if _follows_from_another(state, broken):", "if False:",
