@@ -60,8 +60,9 @@ QUICK = Plan(kills=6, torchrun_kills=1, default_tries=1, default_limit_s=10.0, r
 class Cluster:
     """Two nodes of two slots."""
 
-    def __init__(self, folder: pathlib.Path, processes: Processes) -> None:
+    def __init__(self, folder: pathlib.Path, processes: Processes, forming: str = "new") -> None:
         self._folder = folder
+        self._forming = forming
         self.a = Node(folder, processes, "a", slots=2)
         self.b = Node(folder, processes, "b", slots=2, etcd=self.a.etcd)
         self.a.start()
@@ -72,7 +73,7 @@ class Cluster:
         words = json.dumps(["--record", str(record.folder), *args])
         job.write_text(
             f'name = "{name}"\nscript = "{SCRIPT}"\nargs = {words}\nnodes = "2:2"\nworkers_per_node = 2\n'
-            f'workdir = "{self._folder}"\n[restarts]\nbudget = 1000\n'
+            f'workdir = "{self._folder}"\nforming = "{self._forming}"\n[restarts]\nbudget = 1000\n'
         )
         self.a.ctl("submit", job)
 
@@ -208,6 +209,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="under two minutes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=["ours", "torchrun", "steady"], help="one part of it")
+    parser.add_argument("--forming", default="new", help="the job's setting; 'reconfigure' needs torch 2.14 or newer")
     parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
     args = parser.parse_args()
     plan = QUICK if args.quick else FULL
@@ -218,7 +220,7 @@ def main() -> None:
     stock: list[Recovery] = []
     with workplace(args.keep) as (folder, processes):
         if args.only != "torchrun":
-            cluster = Cluster(folder, processes)
+            cluster = Cluster(folder, processes, args.forming)
         if args.only in (None, "ours"):
             say("elasticd, 2 nodes × 2 workers:")
             with explained(cluster):

@@ -2,8 +2,8 @@
 
     python benchmarks/versions.py [--quick]
 
-In turn, so that all see the same load: rounds of `recovery.py --only ours` (a worker of 2 × 2 is killed), then
-`reform.py` (the group alone, beside torch's `reconfigure` where it has that).
+In turn, so that all see the same load: rounds of `recovery.py --only ours` (a worker of 2 × 2 is killed), with each
+setting of `forming` that this torch has, then `reform.py` (the group alone).
 """
 
 from __future__ import annotations
@@ -35,28 +35,43 @@ def run(python: pathlib.Path, *argv: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def formings(python: pathlib.Path) -> list[str]:
+    asked = "from elastic.worker import torch_private; print(torch_private.RECONFIGURABLE)"
+    can = subprocess.run([str(python), "-c", asked], stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True)
+    return ["new", "reconfigure"] if can.stdout.strip() == "True" else ["new"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="2 rounds of 6 kills for each version instead of 5")
+    parser.add_argument("--quick", action="store_true", help="2 rounds of 6 kills for each way instead of 5")
     quick = parser.parse_args().quick
-    pythons = environments()
+    ways = [(python, forming) for python in environments() for forming in formings(python)]
     print(machine())
-    kills: dict[pathlib.Path, list[float]] = {python: [] for python in pythons}
-    lost: dict[pathlib.Path, int] = dict.fromkeys(pythons, 0)
+    kills: dict[tuple[pathlib.Path, str], list[float]] = {way: [] for way in ways}
+    lost: dict[tuple[pathlib.Path, str], int] = dict.fromkeys(ways, 0)
     for number in range(2 if quick else 5):
-        for python in pythons if number % 2 == 0 else pythons[::-1]:
-            found = run(python, "recovery.py", "--only", "ours", "--quick", "--seed", str(number))
-            kills[python] += found["kill_seconds"]
-            lost[python] += found["steps_lost"]
+        for python, forming in ways if number % 2 == 0 else ways[::-1]:
+            wanted = ["--only", "ours", "--quick", "--seed", str(number), "--forming", forming]
+            found = run(python, "recovery.py", *wanted)
+            kills[python, forming] += found["kill_seconds"]
+            lost[python, forming] += found["steps_lost"]
     result: dict[str, Any] = {}
-    for python in pythons:
+    for python in dict.fromkeys(python for python, _ in ways):
         formed = run(python, "reform.py", *(["--quick"] if quick else []))
-        print(f"torch {formed['torch']}: recovery {spread(kills[python])} s, {lost[python]} steps lost")
-        ways = {way: formed[way] for way in ("ours", "reconfigure") if way in formed}
-        for way, figures in ways.items():
-            print(f"  {way}: {figures}")
-        median_s = round(statistics.median(kills[python]), 3)
-        result[formed["torch"]] = {"kill_median_s": median_s, "steps_lost": lost[python], **ways}
+        made: dict[str, Any] = {}
+        for forming in (forming for each, forming in ways if each == python):
+            seconds = kills[python, forming]
+            print(
+                f"torch {formed['torch']}, {forming}: recovery {spread(seconds)} s, {lost[python, forming]} steps lost"
+            )
+            made[forming] = {
+                "kills": len(seconds),
+                "kill_median_s": round(statistics.median(seconds), 3),
+                "steps_lost": lost[python, forming],
+            }
+        for way in (way for way in formed if way != "torch"):
+            print(f"  {way}: {formed[way]}")
+        result[formed["torch"]] = {"recovery": made, "forming": formed}
     print(json.dumps(result))
     return 0
 

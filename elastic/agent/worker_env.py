@@ -134,6 +134,7 @@ def worker(
         slot=slot,
         backend=spec.backend,
         gpu=bool(config.gpus),
+        forming=spec.forming,
         exit_timeout_s=spec.exit_timeout_s,
         stop_grace_s=spec.stop_grace_s,
         form_timeout_s=config.timeouts.form_s,

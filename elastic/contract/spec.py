@@ -147,6 +147,11 @@ class JobSpec(Table, frozen=True, kw_only=True):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Process group backend; 'auto': nccl on nodes with GPUs if the cluster has any, else gloo."""
 
+    forming: Literal["new", "reconfigure"] = "new"
+    """How the ranks form a process group again: 'new': each makes a new one. 'reconfigure': torch connects the one that
+    the rank has anew, and the group object stays the same; gloo only, and torch 2.14 or newer, which calls it
+    experimental."""
+
     preload: tuple[str, ...] = ()
     """Modules imported in advance by the zygote, so that a new worker has them at once. Modules that start CUDA or
     threads are left out again."""
@@ -250,6 +255,8 @@ def parse_job(raw: Mapping[str, Any]) -> JobSpec:
         raise InvalidSpec(f"hang.floor_s = {spec.hang.floor_s} is above hang.ceiling_s = {spec.hang.ceiling_s}")
     if spec.on_bad_numbers == "rollback" and not spec.checkpoint.dir:
         raise InvalidSpec("on_bad_numbers = 'rollback': needs checkpoint.dir, there is nothing else to go back to")
+    if spec.forming == "reconfigure" and spec.backend == "nccl":
+        raise InvalidSpec("forming = 'reconfigure': needs backend 'gloo'; with nccl each group is made anew")
     if spec.checkpoint.every_steps and spec.checkpoint.every_s:
         raise InvalidSpec("checkpoint.every_steps and checkpoint.every_s: give one of them, or neither for 'auto'")
     return spec

@@ -26,6 +26,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     gpu: bool = False
     """The node gives GPUs to the job. Not asked of torch.cuda: a query would initialise CUDA in a mere standby."""
+    forming: Literal["new", "reconfigure"] = "new"
     exit_timeout_s: float = float("inf")
     """How long a process may take to exit after its script has ended."""
     stop_grace_s: float = float("inf")

@@ -20,6 +20,7 @@ from ..contract.worker_config import SLOT, RankVariables, WorkerConfig, variable
 from .agent_snapshots import AgentSnapshots
 from .building import build
 from .checkpoint_scheduler import CheckpointScheduler, RankPosition
+from .comm import reconfigured
 from .comm.errors import FormError, GroupAborted, is_communication_error
 from .comm.group import Group, cuda_failure
 from .device_marks import DeviceMarks, cuda_event
@@ -134,6 +135,7 @@ class Managed:
         self._setup = setup
         self._train = train
         self._settings = settings
+        self._group_kind = reconfigured.group_kind(settings.forming, settings.process_group)
         self._state: State
         self._link = AgentLink(session, backward_waits=settings.process_group == "gloo")
         snapshots = settings.snapshots != "off"
@@ -178,9 +180,12 @@ class Managed:
         session.beat(Doing.WAITING)
         session.send(messages.Ready())
         del state
-        while (form := session.next_form()) is not None:
-            self._one_generation(job, form)
-            session.beat(Doing.WAITING)
+        try:
+            while (form := session.next_form()) is not None:
+                self._one_generation(job, form)
+                session.beat(Doing.WAITING)
+        finally:
+            reconfigured.release()
         session.beat(Doing.DONE)
         return self._state
 
@@ -201,7 +206,7 @@ class Managed:
         session.page.place(form.generation, form.rank)
         session.beat(Doing.FORMING)
         self._link.enter(form.generation, self._state.step)
-        group = Group(
+        group = self._group_kind(
             backend=self._settings.process_group,
             rank=form.rank,
             world_size=form.world_size,

@@ -7,8 +7,10 @@ what they inherit: `comm.ddp` of DistributedDataParallel, `agent.torch_agent` of
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,6 +77,49 @@ def has_timed_out(backend: Any) -> bool:
 
 def is_gloo(backend: object) -> bool:
     return isinstance(backend, _distributed_c10d.ProcessGroupGloo)
+
+
+# ── groups that torch forms again in place (2.14 and newer) ─────────────────────────────────────────────────
+
+RECONFIGURABLE = "enable_reconfigure" in inspect.signature(dist.init_process_group).parameters
+
+
+class Registered(NamedTuple):
+    """A default group, and what torch's registries say of it."""
+
+    group: Any
+    name: Any
+    backend: str
+    backend_config: str
+
+
+def take_out_default_group() -> Registered:
+    """Remove every group from torch's registries, and return the default one, which can be put back."""
+    group = c10d._get_default_group()
+    world = c10d._world
+    found = Registered(group, world.pg_names[group], world.pg_map[group][0], world.pg_backend_config[group])
+    forget_all_groups()
+    return found
+
+
+def put_back_default_group(known: Registered, store: Any, world_size: int) -> None:
+    """Make it torch's default group again, with its present rank, `world_size`, and `store` for groups of the script's.
+    torch itself leaves the ranks of the first forming in its registry."""
+    c10d._register_pg_in_world(
+        known.group,
+        backend_name=known.backend,
+        store=_distributed_c10d.PrefixStore(f"{known.name}/", store),
+        group_name=known.name,
+        backend_config=known.backend_config,
+        rank_mapping={rank: rank for rank in range(world_size)},
+        add_to_default_tag=True,
+    )
+    c10d._update_default_pg(known.group)
+    c10d._world.group_count = 1  # as after the creation of a default group: it is part of the names of later ones
+
+
+def reconfigure(group: Any, uuid: int, handles: list[str], timeout: timedelta) -> None:
+    getattr(c10d, "_reconfigure")(uuid=uuid, handles=handles, group=group, timeout=timeout).wait()  # noqa: B009
 
 
 # ── autograd and DDP ────────────────────────────────────────────────────────────────────────────────────────

@@ -16,9 +16,10 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8
 CONFIGS = st.builds(
     WorkerConfig,
     job=TEXT, slot=st.integers(-1, 99), backend=st.sampled_from(["auto", "gloo", "nccl"]), gpu=st.booleans(),
-    exit_timeout_s=st.floats(0.0), stop_grace_s=st.floats(0.0), form_timeout_s=st.floats(0.0),
-    fingerprint_every_steps=st.integers(0, 10**9), checkpoint_dir=TEXT, checkpoint_remote=TEXT,
-    checkpoint_every_steps=st.integers(0, 10**9), checkpoint_every_s=st.floats(0.0), checkpoint_shared=st.booleans(),
+    forming=st.sampled_from(["new", "reconfigure"]), exit_timeout_s=st.floats(0.0), stop_grace_s=st.floats(0.0),
+    form_timeout_s=st.floats(0.0), fingerprint_every_steps=st.integers(0, 10**9), checkpoint_dir=TEXT,
+    checkpoint_remote=TEXT, checkpoint_every_steps=st.integers(0, 10**9), checkpoint_every_s=st.floats(0.0),
+    checkpoint_shared=st.booleans(),
 )  # fmt: skip
 
 

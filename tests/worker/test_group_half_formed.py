@@ -9,24 +9,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.forming import both, make
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
-from elastic.worker.comm.group import Group, GroupAborted
+from elastic.worker.comm.errors import GroupAborted
 
 pytestmark = pytest.mark.slow
 
 
-def make(rank: int, world_size: int, port: int, generation: int) -> Group:
-    return Group(
-        backend="gloo", rank=rank, world_size=world_size, store_host="127.0.0.1", store_port=port,
-        generation=generation,
-        timeout_s=30.0, form_timeout_s=20.0,
-    )  # fmt: skip
+LIMITS = {"timeout_s": 30.0, "form_timeout_s": 20.0}
 
 
-def half_formed_then_whole(rank: int, world_size: int, port: int) -> Any:
+def half_formed_then_whole(rank: int, world_size: int, port: int, forming: str) -> Any:
     """In the first round the last rank arrives and never forms, as if it had died there; in the second it is new."""
-    group = make(rank, world_size, port, 1)
+    group = make(forming, rank, world_size, port, 1, **LIMITS)
     if rank == world_size - 1:
         group._arrive(lambda: False)
     else:
@@ -42,7 +38,7 @@ def half_formed_then_whole(rank: int, world_size: int, port: int) -> Any:
             group.form()
         dist.init_process_group = real
     group.close()
-    group = make(rank, world_size, port, 2)
+    group = make(forming, rank, world_size, port, 2, **LIMITS)
     group.form()
     ones = torch.ones(4)
     dist.all_reduce(ones)
@@ -50,5 +46,6 @@ def half_formed_then_whole(rank: int, world_size: int, port: int) -> Any:
     return ones.tolist()
 
 
-def test_ranks_of_a_failed_forming_form_a_group_with_new_ranks() -> None:
-    assert run_ranks(half_formed_then_whole, world_size=3) == [[3.0] * 4] * 3
+@both
+def test_ranks_of_a_failed_forming_form_a_group_with_new_ranks(forming: str) -> None:
+    assert run_ranks(half_formed_then_whole, world_size=3, forming=forming) == [[3.0] * 4] * 3

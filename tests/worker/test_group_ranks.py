@@ -1,4 +1,7 @@
-"""Groups that are let go of and formed again in the same processes: real ranks, real sockets, gloo."""
+"""Groups that are let go of and formed again in the same processes: real ranks, real sockets, gloo.
+
+The contract of `Group`, for both implementations.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.forming import both, make
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
 from elastic.worker.comm.errors import FormError, GroupAborted, is_communication_error
@@ -23,18 +27,6 @@ pytestmark = pytest.mark.slow
 
 LIMIT_S = 1.5
 """From an abort until the main thread is free; 0.01 to 0.1 on a machine with nothing else to do."""
-
-
-def make(rank: int, world_size: int, port: int, generation: int, **options: float) -> Group:
-    return Group(
-        backend="gloo",
-        rank=rank,
-        world_size=world_size,
-        store_host="127.0.0.1",
-        store_port=port,
-        generation=generation,
-        **options,  # type: ignore[arg-type]
-    )
 
 
 def summed(world_size: int) -> bool:
@@ -69,8 +61,8 @@ def block_in(what: str, rank: int, world_size: int) -> None:
                 dist.broadcast(torch.ones(1 << 20), world_size - 1)
 
 
-def lose_one(rank: int, world_size: int, port: int, what: str) -> Any:
-    group = make(rank, world_size, port, 1)
+def lose_one(rank: int, world_size: int, port: int, forming: str, what: str) -> Any:
+    group = make(forming, rank, world_size, port, 1)
     group.form()
     assert summed(world_size)
     if what == "sub-group":
@@ -90,26 +82,27 @@ def lose_one(rank: int, world_size: int, port: int, what: str) -> Any:
     freed_s = time.monotonic() - at_s[0]
     group.close()
     begun_s = time.monotonic()
-    group = make(rank, world_size - 1, port, 2)
+    group = make(forming, rank, world_size - 1, port, 2)
     group.form()
     whole = summed(world_size - 1)
     group.close()
     return {"said": said, "freed_s": freed_s, "formed_s": time.monotonic() - begun_s, "whole": whole}
 
 
+@both
 @pytest.mark.parametrize("what", ["all_reduce", "neighbour", "sub-group", "broadcast"])
-def test_survivors_of_a_kill_are_freed_and_form_again(what: str) -> None:
-    *survivors, dead = run_ranks(lose_one, world_size=4, what=what)
+def test_survivors_of_a_kill_are_freed_and_form_again(what: str, forming: str) -> None:
+    *survivors, dead = run_ranks(lose_one, world_size=4, forming=forming, what=what)
     assert dead == {"died": signal.SIGKILL}
     assert all(s["whole"] and s["said"] for s in survivors)
     assert max(s["freed_s"] for s in survivors) < LIMIT_S
 
 
-def many_rounds(rank: int, world_size: int, port: int, rounds: int) -> Any:
+def many_rounds(rank: int, world_size: int, port: int, forming: str, rounds: int) -> Any:
     hook = sys.excepthook
     counts: list[tuple[int, int]] = []
     for generation in range(rounds):
-        group = make(rank, world_size, port, generation)
+        group = make(forming, rank, world_size, port, generation)
         group.form()
         assert summed(world_size)
         if generation % 2:
@@ -123,42 +116,44 @@ def many_rounds(rank: int, world_size: int, port: int, rounds: int) -> Any:
     return {"early": max(counts[:10]), "late": min(counts[-10:]), "hook": sys.excepthook is hook}
 
 
-def test_two_hundred_rounds_leak_neither_descriptors_nor_threads() -> None:
-    for result in run_ranks(many_rounds, world_size=2, rounds=200):
+@both
+def test_two_hundred_rounds_leak_neither_descriptors_nor_threads(forming: str) -> None:
+    for result in run_ranks(many_rounds, world_size=2, forming=forming, rounds=200):
         assert result["hook"], "sys.excepthook is wrapped once more by each group"
         assert result["late"][0] <= result["early"][0] + 2
         assert result["late"][1] <= result["early"][1] + 1
 
 
-def abort_while_forming(rank: int, world_size: int, port: int, when_s: float) -> Any:
+def abort_while_forming(rank: int, world_size: int, port: int, forming: str, when_s: float) -> Any:
     """Rank 1 arrives, but never forms: rank 0 is stuck inside init_process_group."""
     if rank == 1:
         try:
-            make(rank, world_size, port, 1, timeout_s=1.0)._arrive(lambda: False)
+            make(forming, rank, world_size, port, 1, timeout_s=1.0)._arrive(lambda: False)
         except FormError:
             return 0.0  # the other one was aborted before it came
         time.sleep(when_s + 0.5)
         return 0.0
-    group = make(rank, world_size, port, 1)
+    group = make(forming, rank, world_size, port, 1)
     at_s = abort_later(group, when_s)
     with pytest.raises(GroupAborted, match="a rank died"):
         group.form()
     freed_s = time.monotonic() - at_s[0]
     group.close()
-    alone = make(0, 1, port, 2)
+    alone = make(forming, 0, 1, port, 2)
     alone.form()
     assert summed(1)
     alone.close()
     return freed_s
 
 
+@both
 @pytest.mark.parametrize("when_s", [0.0, 0.005, 0.3])
-def test_abort_while_forming(when_s: float) -> None:
-    assert run_ranks(abort_while_forming, world_size=2, when_s=when_s)[0] < LIMIT_S
+def test_abort_while_forming(when_s: float, forming: str) -> None:
+    assert run_ranks(abort_while_forming, world_size=2, forming=forming, when_s=when_s)[0] < LIMIT_S
 
 
-def abort_while_waiting(rank: int, world_size: int, port: int) -> Any:
-    group = make(0, 2, port, 1)  # the other one never comes
+def abort_while_waiting(rank: int, world_size: int, port: int, forming: str) -> Any:
+    group = make(forming, 0, 2, port, 1)  # the other one never comes
     at_s = abort_later(group, 0.2)
     with pytest.raises(GroupAborted):
         group.form()
@@ -169,14 +164,15 @@ def abort_while_waiting(rank: int, world_size: int, port: int) -> Any:
     return [freed_s, group.aborted]
 
 
-def test_abort_while_waiting_for_the_others() -> None:
-    assert run_ranks(abort_while_waiting, world_size=1)[0][0] < 0.5
+@both
+def test_abort_while_waiting_for_the_others(forming: str) -> None:
+    assert run_ranks(abort_while_waiting, world_size=1, forming=forming)[0][0] < 0.5
 
 
-def silent_store(rank: int, world_size: int, port: int) -> Any:
+def silent_store(rank: int, world_size: int, port: int, forming: str) -> Any:
     """The store's host accepts, and never answers: torch's constructor waits, but not this process."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        group = make(0, 2, silent.getsockname()[1], 1)
+        group = make(forming, 0, 2, silent.getsockname()[1], 1)
         at_s = abort_later(group, 0.2)
         with pytest.raises(GroupAborted):
             group.form()
@@ -185,34 +181,36 @@ def silent_store(rank: int, world_size: int, port: int) -> Any:
     return freed_s
 
 
-def test_abort_while_the_store_does_not_answer() -> None:
-    assert run_ranks(silent_store, world_size=1)[0] < LIMIT_S
+@both
+def test_abort_while_the_store_does_not_answer(forming: str) -> None:
+    assert run_ranks(silent_store, world_size=1, forming=forming)[0] < LIMIT_S
 
 
-def too_few(rank: int, world_size: int, port: int) -> Any:
+def too_few(rank: int, world_size: int, port: int, forming: str) -> Any:
     said = []
     for options, where in [({"timeout_s": 0.3}, port), ({"timeout_s": 0.3}, 9)]:
-        group = make(0, 3, where, 1, **options)
+        group = make(forming, 0, 3, where, 1, **options)
         with pytest.raises(FormError) as caught:
             group.form()
         group.close()
         said.append(str(caught.value))
-    overdue = make(0, 2, port, 2, form_timeout_s=0.3)
-    threading.Thread(target=make(1, 2, port, 2)._arrive, args=[lambda: False], daemon=True).start()
+    overdue = make(forming, 0, 2, port, 2, form_timeout_s=0.3)
+    threading.Thread(target=make(forming, 1, 2, port, 2)._arrive, args=[lambda: False], daemon=True).start()
     with pytest.raises(GroupAborted) as late:
         overdue.form()
     overdue.close()
     return [*said, str(late.value)]
 
 
-def test_group_forming_error_names_what_is_missing() -> None:
-    few, no_store, late = run_ranks(too_few, world_size=1)[0]
+@both
+def test_group_forming_error_names_what_is_missing(forming: str) -> None:
+    few, no_store, late = run_ranks(too_few, world_size=1, forming=forming)[0]
     assert few == "only 1 of 3 ranks came within 0.3 s"
     assert no_store == "no store at 127.0.0.1:9 within 0.3 s"
     assert late == "forming took over 0.3 s"
 
 
-def other_sockets(rank: int, world_size: int, port: int) -> Any:
+def other_sockets(rank: int, world_size: int, port: int, forming: str) -> Any:
     """The user's own connections, open before, during and after, among them an asyncio server's, stay whole."""
     import asyncio
 
@@ -225,7 +223,7 @@ def other_sockets(rank: int, world_size: int, port: int) -> Any:
     pairs = [connected()]
     loop = asyncio.new_event_loop()
     server = loop.run_until_complete(asyncio.start_server(lambda r, w: w.write(b"hi"), "127.0.0.1", 0))
-    group = make(rank, world_size, port, 1)
+    group = make(forming, rank, world_size, port, 1)
     group.form()
     pairs.append(connected())
     reader, writer = loop.run_until_complete(asyncio.open_connection(*server.sockets[0].getsockname()))
@@ -244,5 +242,6 @@ def other_sockets(rank: int, world_size: int, port: int) -> Any:
     return answer.decode()
 
 
-def test_the_users_own_sockets_are_left_alone() -> None:
-    assert run_ranks(other_sockets, world_size=2) == ["hi", "hi"]
+@both
+def test_the_users_own_sockets_are_left_alone(forming: str) -> None:
+    assert run_ranks(other_sockets, world_size=2, forming=forming) == ["hi", "hi"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.forming import both, make
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
 from elastic.worker.comm.errors import is_communication_error
@@ -41,9 +42,8 @@ def test_in_setup_it_is_refused() -> None:
         job.new_group()
 
 
-def entered(rank: int, world_size: int, port: int, generation: int) -> tuple[Group, Job]:
-    where: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "generation": generation}
-    group = Group(backend="gloo", rank=rank, world_size=world_size, **where)
+def entered(forming: str, rank: int, world_size: int, port: int, generation: int) -> tuple[Group, Job]:
+    group = make(forming, rank, world_size, port, generation)
     group.form()
     job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
     job.enter(rank=rank, world_size=world_size, generation=generation, keeper=None, group_s=77.0)
@@ -59,8 +59,8 @@ def neighbours(job: Job) -> dict[str, Any]:
     return mine
 
 
-def loses_one(rank: int, world_size: int, port: int) -> Any:
-    group, job = entered(rank, world_size, port, 1)
+def loses_one(rank: int, world_size: int, port: int, forming: str) -> Any:
+    group, job = entered(forming, rank, world_size, port, 1)
     mine = neighbours(job)
     names = list(mine)
     dist.barrier()
@@ -80,15 +80,16 @@ def loses_one(rank: int, world_size: int, port: int) -> Any:
     group.abort("a rank died")
     mine.clear()
     group.close()
-    group, job = entered(rank, world_size - 1, port, 2)
+    group, job = entered(forming, rank, world_size - 1, port, 2)
     again = list(neighbours(job))
     group.close()
     return {"lost": lost, "freed_s": freed_s, "names": names, "again": again}
 
 
 @pytest.mark.slow
-def test_an_abort_reaches_the_scripts_groups_and_the_next_are_named_alike() -> None:
-    *survivors, dead = run_ranks(loses_one, world_size=3)
+@both
+def test_an_abort_reaches_the_scripts_groups_and_the_next_are_named_alike(forming: str) -> None:
+    *survivors, dead = run_ranks(loses_one, world_size=3, forming=forming)
     assert dead == {"died": signal.SIGKILL}
     assert [s["lost"] for s in survivors] == [True, True]
     assert max(s["freed_s"] for s in survivors) < 20.0
@@ -97,8 +98,8 @@ def test_an_abort_reaches_the_scripts_groups_and_the_next_are_named_alike() -> N
     assert first["again"] == second["again"] == first["names"]
 
 
-def time_outs(rank: int, world_size: int, port: int) -> Any:
-    group, job = entered(rank, world_size, port, 1)
+def time_outs(rank: int, world_size: int, port: int, forming: str) -> Any:
+    group, job = entered(forming, rank, world_size, port, 1)
     own = job.new_group([1, 0])
     limit_s = own._get_backend(CPU).options._timeout.total_seconds()
     ordered = dist.get_process_group_ranks(own)
@@ -107,6 +108,7 @@ def time_outs(rank: int, world_size: int, port: int) -> Any:
 
 
 @pytest.mark.slow
-def test_a_group_has_the_time_out_of_the_jobs_group() -> None:
+@both
+def test_a_group_has_the_time_out_of_the_jobs_group(forming: str) -> None:
     """torch's default is 30 minutes, and a `job.quiet` may last longer."""
-    assert run_ranks(time_outs, world_size=2) == [[77.0, [0, 1]]] * 2
+    assert run_ranks(time_outs, world_size=2, forming=forming) == [[77.0, [0, 1]]] * 2

@@ -285,6 +285,13 @@ class Group:
             torch.cuda.set_device(self.device)  # for operations of the script that name no device
             options["device_id"] = self.device  # creates the communicator here and not in the first collective
             self._before_init = set(sockets.tcp_sockets())
+        assert self._store is not None
+        self._create(name, self._store, **options)
+        if self.backend == "nccl":
+            nccl.check_abortable()
+            nccl.watch_time_out(self._over, self._timeout_s, self.generation, self.rank)
+
+    def _create(self, name: str, store: Store, **options: Any) -> None:
         # torch names a default group by a counter, which a forming that failed half-way leaves incremented. Ranks meet
         # under that name, so ranks with such a failure would not meet new ones.
         torch_private.restart_group_names()
@@ -292,7 +299,7 @@ class Group:
         try:
             dist.init_process_group(
                 name,
-                store=self._store,
+                store=store,
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=timedelta(seconds=self._timeout_s),
@@ -301,9 +308,6 @@ class Group:
         finally:
             self._before_init = None
             sys.excepthook = hook  # torch wraps it once more each time, and each wrapper adds '[rank0]: ' to every line
-        if self.backend == "nccl":
-            nccl.check_abortable()
-            nccl.watch_time_out(self._over, self._timeout_s, self.generation, self.rank)
 
     def _stop_if(self, interrupted: Callable[[], bool]) -> None:
         self.check()
