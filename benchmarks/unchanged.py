@@ -121,8 +121,8 @@ def torchruns(launcher: str, nodes: list[Node], name: str) -> list[str]:
 
 
 def row(results: list[Result]) -> str:
-    finals = {found.final for found in results if found.seconds is not None}
-    same = "the same" if len(finals) == 1 else " / ".join(repr(final) for final in finals)
+    finals = [found.final for found in results if found.seconds is not None]
+    same = "the same" if len(set(finals)) == 1 < len(finals) else " / ".join(repr(final) for final in finals)
     return f"{results[0].script:23} {'  '.join(str(found) for found in results)}   {same}"
 
 
