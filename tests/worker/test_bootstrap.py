@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 from support import warm
@@ -107,3 +109,17 @@ def test_a_traceback_begins_in_the_script(tmp_path: pathlib.Path) -> None:
     lines = (tmp_path / "log").read_text().splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[1] == f'  File "{tmp_path}/script.py", line 3, in <module>'
+
+
+@pytest.mark.parametrize(("imported", "frozen"), [("triton", False), ("other", True)])
+def test_frozen_objects_are_ended_where_triton_would_report_them_as_leaked(imported: str, frozen: bool) -> None:
+    code = (
+        "import atexit, gc, sys, types\n"
+        "from elastic.worker.boot import bootstrap\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"  # the first handler is the last to run
+        f"sys.modules[{imported!r}] = types.ModuleType({imported!r})\n"
+        "gc.freeze()\n"
+        "bootstrap.unfreeze_at_exit()\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said == f"{frozen}\n"

@@ -100,8 +100,16 @@ def _take_place(order: messages.Fork, descriptors: list[int], agent_pid: int) ->
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     # As the interpreter's own: unencodable characters are written escaped.
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    atexit.register(_flush)  # the first handler of the worker, so the last to run
+    atexit.register(_flush)  # the first handlers of the worker, so the last to run
+    unfreeze_at_exit()
     gc.enable()
+
+
+def unfreeze_at_exit() -> None:
+    """Have the interpreter end what the zygote froze, if triton is in it. Triton's bindings (nanobind) log each object
+    that outlives the interpreter as leaked, some dozen lines. It costs about a second: not without a reason."""
+    if "triton" in sys.modules:
+        atexit.register(gc.unfreeze)
 
 
 def _run(argv: tuple[str, ...]) -> int:
