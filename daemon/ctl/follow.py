@@ -131,13 +131,20 @@ def _tell_error(data: Json) -> None:
         click.echo(safe_text.block(error["traceback"].rstrip() or error["message"]), err=True)
 
 
-def until_over(client: Client, job: str, as_json: bool, slots: Container[int] | None = None) -> int:
-    """Follow `job` to its end; returns its result as an exit code. Ctrl-C prompts. `slots` as for `show`."""
+def until_over(
+    client: Client, job: str, as_json: bool, slots: Container[int] | None = None, began_s: float | None = None
+) -> int:
+    """Follow `job` to its end; returns its result as an exit code. Ctrl-C prompts. `slots` as for `show`. `began_s`:
+    instant (monotonic) before its submission: logs of an earlier job of that name are not shown."""
     tail, gone_s = 1000, None
     with _terminated_in_words(job):
         while True:
             try:
-                end = show(client, job, follow=True, rank=None, tail=tail, as_json=as_json, notes=True, slots=slots)
+                chosen = {} if began_s is None else {"since_s": time.monotonic() - began_s}
+                end = show(
+                    client, job, follow=True, rank=None, tail=tail, as_json=as_json, notes=True, slots=slots,
+                    chosen=chosen,
+                )  # fmt: skip
                 data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": 30}, timeout_s=40)
                 gone_s, tail = None, 0
                 if end and data["phase"] in RESULTS:

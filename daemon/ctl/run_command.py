@@ -93,14 +93,16 @@ def run(
     by_id = "" if job_name else meant.name and job_file.job_name(meant.name)
     known = [row["job"] for row in cluster["jobs"] if not by_id or row["phase"] in OVER]
     raw["name"] = job_name or job_file.free_name(by_id or raw["name"], known)
+    began_s: float | None = time.monotonic()
     try:
         say(client.post("/v1/jobs", {"spec": raw, "as": user}), as_json, f"{raw['name']} is submitted", err=True)
     except Failed as error:
         if not by_id or error.status != 409:
             raise
         say({"job": by_id}, as_json, f"{raw['name']} runs already, with this --rdzv-id: following it", err=True)
+        began_s = None
     if not detach:
-        sys.exit(follow.until_over(client, raw["name"], as_json, meant.local_ranks))
+        sys.exit(follow.until_over(client, raw["name"], as_json, meant.local_ranks, began_s))
 
 
 def ready_cluster(client: Client, wait_s: float = STARTING_S) -> Json:

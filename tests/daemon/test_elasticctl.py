@@ -83,7 +83,10 @@ def test_run_follows_and_ends_with_the_jobs_result(node: Node, script: pathlib.P
     (node.state / "fake.json").write_text(json.dumps({"silent": True, "exit_after_s": 0.2, "exit_code": 9}))
     run = ["run", "-w", "1", "--set", f"python={FAKE_AGENT}", "--", "train.py", "--lr", "1"]
     done = node.ctl(*run, cwd=script.parent)
+    assert node.ctl("forget", "train").returncode == 0
+    again = node.ctl(*run, cwd=script.parent)
     (node.state / "fake.json").unlink()
+    assert again.stdout.count("step 1\n") == done.stdout.count("step 1\n"), "lines of the job before, of the same name"
     assert done.returncode == 4, done
     assert "[slot 0] step 1" in done.stdout
     assert "train is submitted" in done.stderr
