@@ -55,9 +55,10 @@ def test_the_same_exception_at_the_same_step_stops_the_job() -> None:
 
 def failures(job: Job) -> list[dict[str, Any]]:
     """Without processes that took their time to end after their script had, on a busy machine."""
-    late = [incident for incident in job.incidents() if incident["kind"] == "late exit"]
+    told = job.incidents()  # once: on a busy machine more of them may follow
+    late = [incident for incident in told if incident["kind"] == "late exit"]
     assert all("within 1 s" in incident["detail"] for incident in late), late  # their `stop_grace_s`
-    return [incident for incident in job.incidents() if incident not in late]
+    return [incident for incident in told if incident not in late]
 
 
 SETUP = """
