@@ -5,11 +5,18 @@ from __future__ import annotations
 import msgspec
 
 from ..contract.records import IncidentRecord, Phase, WorkerError
-from ..recovery.model import Agent
+from ..recovery.model import Agent, FormedState
 from ..recovery.restart_budget import summary
 from ..recovery.transitions import Stage
 from .process import Exited
 from .worker_error import last_lines
+
+
+def has_failed(formed: FormedState, generation: int) -> bool:
+    """Whether the job has left this generation for a failure, as far as this agent has seen."""
+    newest = formed.generation
+    unplanned = newest is not None and newest.number > generation and newest.at_step is None
+    return unplanned or formed.broken >= generation
 
 
 def save_failed(agent: Agent, step: int, error: str, wall_s: float) -> IncidentRecord:

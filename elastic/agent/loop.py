@@ -52,7 +52,7 @@ from .effect_runner import EffectRunner
 from .etcd_writer import EtcdWriter
 from .hang_detector import HangDetector
 from .history import HistoryFile
-from .incidents import late_exit, save_failed
+from .incidents import has_failed, late_exit, save_failed
 from .ledger import LedgerKeeper, began_wall_s
 from .logs import Trimmer
 from .orders import OrdersFile
@@ -132,14 +132,11 @@ class Loop:
         self._doing = ("", 0.0)
         """What the agent does before its workers are at work, and since what time of day."""
         self.saver = Saver(
-            self._spec.checkpoint,
-            config.job,
-            self.pool.tell,
-            on_saved=lambda step: self.post(CheckpointSaved(step)),
-            on_failed=self._save_failed,
-            versions=versions(),
-            slots=config.slots,
-        )
+            self._spec.checkpoint, config.job, self.pool.tell,
+            on_saved=lambda step: self.post(CheckpointSaved(step)), on_failed=self._save_failed,
+            cut=lambda generation: has_failed(self.agent.formed, generation),
+            versions=versions(), slots=config.slots,
+        )  # fmt: skip
         self._reports = WorkerReports(config, spec, self.saver, lambda: self._pictures.known_step)
 
     # ── from any thread ─────────────────────────────────────────────────────────────────────────────────────

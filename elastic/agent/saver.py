@@ -71,13 +71,15 @@ class _Slot:
 
 @dataclass
 class Saver:
-    """`on_saved(step)` is called when a checkpoint has become durable, `on_failed(step, error)` when one failed."""
+    """`on_saved(step)` is called when a checkpoint has become durable, `on_failed(step, error)` when one failed: not if
+    shards of it are missing and `cut(generation)` says that the job has left that generation for a failure."""
 
     rules: Checkpoint
     job: str
     tell: Tell
     on_saved: Callable[[int], None]
     on_failed: Callable[[int, str], None]
+    cut: Callable[[int], bool] = lambda generation: False
     versions: dict[str, str] = field(default_factory=dict)
     slots: int = 1
     """Workers of this node; each of them requests the same memory."""
@@ -203,6 +205,9 @@ class Saver:
 
     def _committed(self, result: orders.Result) -> None:
         self._committing.discard((result.generation, result.step))
+        if result.missing and self.cut(result.generation):
+            log.warning("checkpoint.cut", step=result.step, why=result.error)  # the incident is that of the failure
+            return
         if result.error:
             self._fail(result.generation, result.step, result.error)
             return

@@ -64,6 +64,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Empty: the write is durable."""
     path: str = ""
     """Commit: the checkpoint's directory; CopyUp: its URL; Write: the shard's file."""
+    missing: tuple[int, ...] = ()
+    """Commit: shards that no process has written."""
     nbytes: int = 0
     seconds: float = 0.0
     notes: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ import msgspec
 from ..util.processes import die_with
 from . import orders
 from .arena import Arena
-from .errors import CheckpointError, SaveFailed
+from .errors import CheckpointError, SaveFailed, SharesMissing
 from .retention import discard, prune
 from .write import commit, shares_missing, write_share
 
@@ -131,7 +131,8 @@ class Writer:
                 created_wall_s=time.time(),
             )
         except (OSError, CheckpointError) as error:
-            result = _with(result, error=orders.describe(error))
+            missing = error.missing if isinstance(error, SharesMissing) else ()
+            result = _with(result, error=orders.describe(error), missing=missing)
         else:
             result = _with(result, path=path, notes=self._notes)
         self._reply(_with(result, seconds=time.monotonic() - pending.started_s))

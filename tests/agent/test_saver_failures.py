@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
+from support.jobs import generation, place
 
+from elastic.agent.incidents import has_failed
 from elastic.agent.saver import Saver
 from elastic.checkpoint import orders
 from elastic.checkpoint.failures import ESCALATE_AFTER
 from elastic.contract import messages
 from elastic.contract.spec import Checkpoint
+from elastic.recovery.model import FormedState
 
 
 class Writer:
@@ -32,12 +36,14 @@ class Writer:
 class Bench:
     def __init__(self) -> None:
         self.failed: list[str] = []
+        self.broken = 0
         self.saver = Saver(
             Checkpoint(dir="/nowhere", remote="memory://there"),
             "job",
             lambda worker_id, message, fds: None,
             on_saved=lambda step: None,
             on_failed=lambda step, error: self.failed.append(f"{step}: {error}"),
+            cut=lambda generation: generation <= self.broken,
         )
         self.saver.writer.close()
         self.writer = Writer()
@@ -108,3 +114,25 @@ def test_where_another_node_commits_a_share_that_was_written_ends_the_row(bench:
     assert bench.saver.last.error == "step 7: no space"
     bench.save(8, lead=False)
     assert bench.saver.last.error is None
+
+
+@pytest.mark.parametrize(("broken", "missing", "told"), [(2, (1,), False), (1, (1,), True), (2, (), True)])
+def test_a_checkpoint_that_lost_its_ranks_is_no_incident_beside_their_failure(
+    bench: Bench, broken: int, missing: tuple[int, ...], told: bool
+) -> None:
+    bench.broken = broken
+    error = "step 7: 1 of 2 shares were not written: 1"
+    bench.writer.answers.append(orders.Result(id=9, kind="Commit", step=7, generation=2, error=error, missing=missing))
+    bench.saver.readable()
+    assert bench.failed == ([f"7: {error}"] if told else [])
+    assert (bench.saver.last.error is not None) is told
+
+
+def test_a_generation_has_failed_once_it_is_broken_or_left_at_once() -> None:
+    one, two = (generation(number, [place("a")]) for number in (1, 2))
+    planned = msgspec.structs.replace(two, at_step=9)
+    assert not has_failed(FormedState(), 1)
+    assert not has_failed(FormedState(generation=one), 1)
+    assert has_failed(FormedState(generation=one, broken=1), 1)
+    assert has_failed(FormedState(generation=two), 1), "its node is gone"
+    assert not has_failed(FormedState(generation=planned), 1)

@@ -101,6 +101,7 @@ def test_a_failed_save_gives_its_room_back(writer: WriterProcess, tmp_path: Path
         results = eventually(writer.results, deadline_s=20)
         results += eventually(writer.results, deadline_s=20)
     assert [result.error for result in results] == ["", "step 20: 1 of 2 shares were not written: 1"]
+    assert [result.missing for result in results] == [(), (1,)]
     eventually(lambda: sorted(os.listdir(tmp_path)) == ["step-10.g1.tmp", "step-90.g1.tmp"], deadline_s=20)
 
 
