@@ -101,7 +101,7 @@ def _left_behind(run: str, shm_before: set[str]) -> str:
     names = _shared_memory() - shm_before
     if names and not _another_run(run):
         held = _held()  # and a demo or a benchmark may be at work: what is in use is not left behind
-        if orphans := sorted(name for name in names if name not in held):
+        if orphans := sorted(name for name in names if name not in held and not scratch.of_another(name)):
             left.append(f"in /dev/shm: {', '.join(orphans)}")
     if names := _namespaces():
         left.append(", ".join(sorted(names)))

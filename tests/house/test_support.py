@@ -97,6 +97,7 @@ def test_folders_of_a_run_that_was_killed_are_removed_and_those_of_a_living_one_
             theirs = pathlib.Path(other.stdout.readline().strip())
             (theirs / "data").mkdir()
             assert str(theirs) not in scratch.remove_orphans()
+            assert (scratch.of_another(theirs.name), scratch.of_another(mine.name)) == (True, False)
             other.send_signal(signal.SIGKILL)
             other.wait(10)
             assert theirs.is_dir()

@@ -41,6 +41,12 @@ def remove_orphans() -> list[str]:
     return found
 
 
+def of_another(name: str) -> bool:
+    """Whether the folder of this name belongs to another process that is alive."""
+    owned = _OWNED.fullmatch(name)
+    return owned is not None and int(owned["pid"]) != os.getpid() and _began(int(owned["pid"])) == owned["began"]
+
+
 def _began(pid: int) -> str:
     """'': there is no such process, or it is dead and only not reaped."""
     fields = stat_fields(pid)
