@@ -6,8 +6,13 @@ One real elasticd with a real etcd that holds N - 1 further nodes, and a job wit
 and system time of the child, as getrusage counts it; memory is VmRSS. Nothing else should run: CPU time grows on cores
 that are shared.
 
+And what a job costs beside its workers: the memory of elasticd, agent and zygote for one idle job of two workers, as
+proportional set size (Pss in /proc/PID/smaps_rollup, in MiB). It shrinks where other processes of the same installation
+run.
+
 Last line: {"nodes", "runs", "status_cpu_s", "status_cpu_s_max", "status_few_cpu_s", "python_cpu_s",
-"elasticd_rss_mb", "elasticd_few_rss_mb"}. `few`: before the records were written; the times are medians.
+"elasticd_rss_mb", "elasticd_few_rss_mb", "idle_pss_mb", "idle_pss_daemon_mb", "idle_pss_agent_mb",
+"idle_pss_zygote_mb"}. `few`: before the records were written; the times are medians.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from collections.abc import Sequence
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from _overhead_node import idle_pss_mb  # noqa: E402
 from support.daemons import Node, Nodes  # noqa: E402
 from support.etcd_server import EtcdServer  # noqa: E402
 from support.wait import eventually  # noqa: E402
@@ -144,7 +150,9 @@ def main() -> int:
         options.nodes, options.runs = 100, 3
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
     with EtcdServer() as server, Nodes() as nodes:
-        print(json.dumps(measure(nodes, server, options.nodes, options.runs)), flush=True)
+        figures = measure(nodes, server, options.nodes, options.runs)
+    figures |= {name: round(value, 1) for name, value in idle_pss_mb().items()}
+    print(json.dumps(figures), flush=True)
     return 0
 
 

@@ -108,8 +108,8 @@ class BeatPage:
         was = ints[_DOING]
         if doing is Doing.EXCHANGING:
             ints[_EXCHANGES] += 1
-        if was not in WITH_OTHERS:
-            ints[_GAP_NS] = max(ints[_GAP_NS], now_ns - (ints[_BEAT_AT_NS] or now_ns))
+        if was not in WITH_OTHERS and (since_ns := ints[_BEAT_AT_NS]) and now_ns - since_ns > ints[_GAP_NS]:
+            ints[_GAP_NS] = now_ns - since_ns
         ints[_SPENT_NS + was] += now_ns - ints[_MARK_NS]
         ints[_MARK_NS] = now_ns
         ints[_DOING] = doing
@@ -118,8 +118,10 @@ class BeatPage:
 
     def waited(self, data_s: float = 0.0, stall_s: float = 0.0) -> None:
         """The main thread has waited for its next batch while COMPUTING, or for a snapshot while APPLYING."""
-        self._ints[_DATA_NS] += int(data_s * 1e9)
-        self._ints[_STALL_NS] += int(stall_s * 1e9)
+        if data_s:
+            self._ints[_DATA_NS] += int(data_s * 1e9)
+        if stall_s:
+            self._ints[_STALL_NS] += int(stall_s * 1e9)
 
     def on_device(self, spent_s: Mapping[Doing, float]) -> None:
         """One more step has passed on the GPU."""
@@ -143,13 +145,14 @@ class BeatPage:
         self._ints[_EXCHANGES] = self._ints[_GAP_NS] = self._ints[_LAST_GAP_NS] = 0
 
     def committed(self, step: int, step_s: float, loss: float | None, now_s: float) -> None:
-        self._ints[_STEP] = step
-        self._ints[_COMMITTED_IN] = self._ints[_GENERATION]
-        self._ints[_STEP_NS] = int(step_s * 1e9)
+        ints = self._ints
+        ints[_STEP] = step
+        ints[_COMMITTED_IN] = ints[_GENERATION]
+        ints[_STEP_NS] = int(step_s * 1e9)
         if loss is not None:
             self._floats[_LOSS] = loss
         self.write(Doing.COMPUTING, now_s)
-        self._ints[_EXCHANGES], self._ints[_LAST_GAP_NS], self._ints[_GAP_NS] = 0, self._ints[_GAP_NS], 0
+        ints[_EXCHANGES], ints[_LAST_GAP_NS], ints[_GAP_NS] = 0, ints[_GAP_NS], 0
 
     def set_step(self, step: int) -> None:
         self._ints[_STEP] = step

@@ -173,7 +173,8 @@ class CheckpointScheduler:
 
     def exchanges_at(self, step: int) -> bool:
         """Whether `after` does more at `step` than to settle; the same on all ranks."""
-        return step in (self._plan.save_at, self._plan.keep_at, self._plan.agree_at)
+        plan = self._plan
+        return step == plan.agree_at or step == plan.keep_at or step == plan.save_at
 
     def after(self, state: State, *, keep: bool = True) -> None:
         """Called after each commit, on every rank at the same step.

@@ -24,7 +24,7 @@ from .gradient_samples import GradientSampler
 from .job_calls import JobCalls
 from .logged import JobLog
 from .lr_scaling import ScaledSteps
-from .numerics import Fingerprint, disagreeing, is_bad
+from .numerics import Fingerprint, disagreeing
 from .state.state import State
 
 
@@ -260,28 +260,30 @@ class Job(JobCalls):
         value = self._loss.read(loss)
         empty = self._share.empty
         state.committed(self.generation)
+        step = state.step
         self._share.committed()
         now_s = time.monotonic()
         step_s, self._began_s = now_s - self._began_s, now_s
-        self._link.committed(state.step, step_s, value)
-        self._log.committed(state.step)
+        self._link.committed(step, step_s, value)
+        self._log.committed(step)
         if self.sampler.on:
-            self.sampler.committed(state, generation=self.generation, step=state.step, rank=self.rank, empty=empty)
-        self.sampler.begin(state.step)
-        bad = value is not None and is_bad(value) and not self._ignore_bad_numbers
+            self.sampler.committed(state, generation=self.generation, step=step, rank=self.rank, empty=empty)
+        self.sampler.begin(step)
+        bad = value is not None and not math.isfinite(value) and not self._ignore_bad_numbers
         if bad:
-            self._suspect = state.step
+            self._suspect = step
             detail = "; ".join(filter(None, (f"loss is {value}", self._first_bad.told(self._batch))))
-            self._link.bad_numbers(state.step, "bad loss", detail, (self.rank,))
-        self._looked(state.step)
-        if self._fingerprint_every and state.step % self._fingerprint_every == 0:
+            self._link.bad_numbers(step, "bad loss", detail, (self.rank,))
+        if self._first_bad.on:
+            self._looked(step)
+        if self._fingerprint_every and step % self._fingerprint_every == 0:
             self._compare_replicas(state)
-        waits = self._keeper is not None and self._keeper.exchanges_at(state.step)
+        waits = self._keeper is not None and self._keeper.exchanges_at(step)
         if waits:
             self._link.contributed()
         if self._keeper is not None:
             self._keeper.after(state, keep=not bad)
-        self._link.check(state.step)
+        self._link.check(step)
         if waits:
             self._link.entered()
 
@@ -351,10 +353,9 @@ class Job(JobCalls):
 
     def _looked(self, step: int) -> None:
         """After the commit of `step`: the outputs of its layers are not needed any more."""
-        if self._first_bad.on:
-            self._first_bad.begin()
-            if not self._every_layer and step > self._suspect:
-                self._first_bad.off()
+        self._first_bad.begin()
+        if not self._every_layer and step > self._suspect:
+            self._first_bad.off()
 
     def _queued(self) -> bool:
         """Whether kernels that an abort could interrupt may be queued on the device."""
@@ -403,10 +404,9 @@ class _LossReader:
     def read(self, loss: torch.Tensor | float | None) -> float | None:
         if not isinstance(loss, torch.Tensor):
             return None if loss is None else float(loss)
-        loss = loss.detach()
         if not loss.is_cuda:
-            return float(loss)
-        value = None
+            return float(loss.item())
+        loss, value = loss.detach(), None
         if self._event is not None and self._copy is not None and self._event.query():  # type: ignore[no-untyped-call]
             value, self._event = float(self._copy), None
         if self._event is None:

@@ -1,8 +1,7 @@
-"""Cheap checks of numerics: a non-finite loss, and replicas that have diverged."""
+"""A cheap check of numerics: replicas that have diverged."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -11,11 +10,6 @@ import torch.distributed as dist
 import xxhash
 
 WINDOW_BYTES = 4 * 1024 * 1024
-
-
-def is_bad(loss: float | torch.Tensor) -> bool:
-    """Whether `loss` is NaN or infinite. Waits for a tensor on a GPU."""
-    return not math.isfinite(float(loss.detach()) if isinstance(loss, torch.Tensor) else loss)
 
 
 class Fingerprint:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
+from torch.utils.data._utils import collate
 
 __all__ = ["pytree"]  # and all below
 
@@ -150,6 +151,14 @@ def forget_unscaled(scaler: object) -> None:
     """Drop a GradScaler's marks of optimizers whose gradients it has unscaled in this step."""
     for held in getattr(scaler, "_per_optimizer_states", {}).values():
         held.update(torch.amp.grad_scaler._refresh_per_optimizer_state())
+
+
+_collate_tensors = collate.default_collate_fn_map.get(torch.Tensor)
+
+
+def collates_tensors_by_stack() -> bool:
+    """Whether `default_collate` has its own function for tensors: a script may register another."""
+    return collate.default_collate_fn_map.get(torch.Tensor) is _collate_tensors
 
 
 def shut_down_workers(iterator: object) -> None:

@@ -2,8 +2,10 @@
 
 All three are Mersenne Twisters: a table of 624 words and a position in it. A draw moves the position, and renews the
 table at its end; a seed makes another table. Copying the states to compare them (`random.getstate`,
-`numpy.random.get_state`) takes 50 µs, more than many samples take to read. So position and first words are read where
-the generators have them; where they are not found there, by trial, the states are compared after all.
+`numpy.random.get_state`) takes 50 µs, more than many samples take to read. To seed them with a known number first, and
+to draw one number from each afterwards, takes 10.7 µs (2026-11-23), as long as the seeds that each step needs anyway:
+still a sixth of what a DataLoader takes for a batch of 8 small samples. So position and first words are read where the
+generators have them, in 1 µs; where they are not found there, by trial, the states are compared after all.
 """
 
 from __future__ import annotations

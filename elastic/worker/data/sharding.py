@@ -58,9 +58,11 @@ class BatchPlan:
         """The global batch of `step`, counted from 0 at the start of training."""
         if step < 0:
             raise ValueError(f"step = {step}: steps count from 0")
-        epoch, turn = divmod(step, self.steps_per_epoch)
-        start = turn * self.batch_size
-        return GlobalBatch(step, epoch, start, min(start + self.batch_size, self.samples))
+        size, samples = self.batch_size, self.samples
+        epoch, turn = divmod(step, -(-samples // size))
+        start = turn * size
+        stop = start + size
+        return GlobalBatch(step, epoch, start, stop if stop < samples else samples)
 
     def total_steps(self, *, epochs: int | None = None, steps: int | None = None) -> int:
         """Where training ends: the smaller of the two limits; one epoch when neither is given."""
@@ -124,24 +126,33 @@ class SampleOrder:
 
         Takes an int, or an array of unsigned 64-bit integers, whose halves are 32-bit ones, several times as fast.
         """
-        high, low = x >> self._low_bits, x & self._low
+        high, low, mix = x >> self._low_bits, x & self._low, _mix
         if array := hasattr(x, "astype"):
-            high, low = high.astype("uint32"), low.astype("uint32")
+            high, low, mix = high.astype("uint32"), low.astype("uint32"), _mix_all
         keys = iter(self._keys)
         for key in keys:
-            high ^= _mix(low, key) & self._high
-            low ^= _mix(high, next(keys)) & self._low
+            high ^= mix(low, key) & self._high
+            low ^= mix(high, next(keys)) & self._low
         if array:
             high = high.astype("uint64")
         return cast("Ints", high << self._low_bits | low)
 
 
-def _mix(x: Ints, key: int) -> Ints:
-    """32 bits in, 32 bits out: the finalizer of MurmurHash3 with a key. An array of 32-bit integers wraps by itself."""
+def _mix(x: int, key: int) -> int:
+    """32 bits in, 32 bits out: the finalizer of MurmurHash3 with a key."""
     x = (x ^ key) * 0x9E3779B1 & _WORD
     x = (x ^ x >> 16) * 0x85EBCA6B & _WORD
     x = (x ^ x >> 13) * 0xC2B2AE35 & _WORD
-    return cast("Ints", x ^ x >> 16)
+    return x ^ x >> 16
+
+
+def _mix_all(x: Any, key: int) -> Any:
+    """`_mix` of an array of unsigned 32-bit integers, which wraps by itself."""
+    x = x ^ key
+    for factor, bits in ((0x9E3779B1, 16), (0x85EBCA6B, 13), (0xC2B2AE35, 16)):
+        x *= factor
+        x ^= x >> bits
+    return x
 
 
 def derive(seed: int, *path: int) -> tuple[int, ...]:

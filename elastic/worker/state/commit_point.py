@@ -9,7 +9,7 @@ the state observes; they are only watched, in order to detect changes that no op
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch
 
@@ -46,6 +46,8 @@ class CommitPoint:
         self._steps = 0
         self._stepped: set[int] = set()
         self._watched: list[Slot] = []
+        self._entries: list[tuple[MutableMapping[str, torch.Tensor | None], str]] = []
+        """Holder and key of each of them: of each slot its attributes take longer to read than the tensor."""
         self._saved = SavedTensors([])
         self._watch = Watch()
         self._large: list[tuple[str, torch.Tensor]] = []
@@ -70,7 +72,7 @@ class CommitPoint:
         self._large = [
             (name, tensor)
             for name, rest in self._rests.items()
-            if rest is not None
+            if rest is not None and rest.tensors
             for tensor, saved in zip(rest.tensors, rest.saved, strict=True)
             if saved is None
         ]
@@ -156,14 +158,16 @@ class CommitPoint:
                 total += tensor.nbytes if copied else 0
                 (saved if copied else watched).append(slot)
         self._watched, self._saved, self._watch = watched, SavedTensors(saved), Watch()
+        self._entries = [(slot.holder, slot.key) for slot in watched]
 
     def _tensors(self) -> list[torch.Tensor]:
         try:
-            found = [slot.holder[slot.key] for slot in self._watched]
+            found = [tensor for holder, key in self._entries if (tensor := holder[key]) is not None]
         except KeyError:  # a parameter was taken out of its module (pruning, parametrizations, fully_shard)
             self._stale = True
             found = []
-        return [tensor for tensor in found if tensor is not None] + [tensor for _, tensor in self._large]
+        found += [tensor for _, tensor in self._large]
+        return found
 
     def _named(self, place: int) -> str:
         if place < len(self._watched):

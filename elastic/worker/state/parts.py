@@ -11,11 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ...checkpoint.memcpy import device_type
 from ...contract.tensor_table import TensorInfo
 from .. import torch_private
 from .copies import Copy, immutable, writable
-from .described import fitting, storage_of
+from .described import Like, fitting, storage_of
 from .json_codec import Codecs, decode, encode, tensors_named
 
 Named = list[tuple[str, torch.Tensor]]
@@ -330,8 +329,7 @@ class OptimizerPart:
         fresh: dict[Any, Any] = {}
         prefix, inner = f"{self.name}.state.", tensors_named(extra)
         place: dict[str, torch.Tensor] = {}
-        param: torch.Tensor | None = None
-        number, device, on = "", "", extra["on"]
+        number, on, like = "", extra["on"], Like(torch.empty(0))
         for name, info in infos.items():
             if not name.startswith(prefix) or name in inner:
                 continue
@@ -340,8 +338,9 @@ class OptimizerPart:
                 if int(index) >= len(params):
                     raise ValueError(f"{name}: there are only {len(params)} parameters here")
                 number, param = index, params[int(index)]
-                place, device = fresh.setdefault(param, {}), device_type(param)
-            place[key] = came[name] = fitting(mine.get(name), info, on.get(key, device), like=param)
+                place, like = fresh.setdefault(param, {}), Like(param)
+            device, here = on.get(key, like.device), mine.get(name)
+            place[key] = came[name] = like.empty(info, device) if here is None else fitting(here, info, device, param)
         for index, held in extra["state"].items():
             param = params[int(index)]
             fresh.setdefault(param, {}).update(decode(held, target, self._codecs))
@@ -363,15 +362,17 @@ class OptimizerPart:
         return []
 
     def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
-        groups = self.groups()
-        held = [item for group in groups for key, item in group.items() if key != "params"]
+        groups, items = self.groups(), list[Any]()
         keys = list(map(tuple, groups))
+        for group in groups:
+            items += group.values()  # the list of parameters among them
         known, known_keys, known_items = self._rest
-        if before is not None and before is known and keys == known_keys and all(map(operator.is_, held, known_items)):
+        if before is not None and before is known and keys == known_keys and all(map(operator.is_, items, known_items)):
             return before
         groups = [{key: item for key, item in group.items() if key != "params"} for group in groups]
         copy = Copy(groups, self.name, self._codecs, before, watched)
-        self._rest = copy if all(map(immutable, held)) else None, keys, held
+        fixed = all(immutable(item) for group in groups for item in group.values())
+        self._rest = copy if fixed else None, keys, items
         return copy
 
     def put_back(self, held: Any) -> None:

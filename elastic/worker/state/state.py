@@ -212,7 +212,7 @@ class State:
             self._guard()
         if not self._changing:
             self._point.before_step()
-        self._changing = True
+            self.__dict__["_changing"] = True  # as in `committed`
 
     def watch_optimizers(self, guard: Callable[[], None] | None) -> None:
         """Call `guard` before each optimizer step; it raises if the gradients must not be applied.
@@ -365,7 +365,8 @@ class State:
             raise mismatch(missing.name, None, missing)
         self._flags().adopt(extra.get("modes", {}))
         self._coming = int(extra["commit_generation"]), int(extra["step"])
-        return [_unrecorded(places[info.name]) for info in table]
+        # Without autograd's record of what is written to them.
+        return [t.detach() if (t := places[info.name]).requires_grad else t for info in table]
 
     def filled(self) -> None:
         """All tensors have been filled: the state is complete, and at the step of the adopted one. Raises
@@ -411,11 +412,6 @@ class State:
     def modules(self) -> list[torch.nn.Module]:
         """The parts that are modules."""
         return [part.value for part in self._parts.values() if isinstance(part.value, torch.nn.Module)]
-
-
-def _unrecorded(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without autograd's record of what is written to it."""
-    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _refuse_sharded(name: str, module: torch.nn.Module) -> None:

@@ -1,0 +1,27 @@
+"""Samples into a batch, as torch's `default_collate` does it, without its general walk where samples are tuples of
+tensors: that takes as long as copying a few small tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate, get_worker_info
+
+from ..torch_private import collates_tensors_by_stack
+
+
+def collated(samples: list[Any]) -> Any:
+    """`default_collate(samples)`, with its errors."""
+    first = samples[0]
+    # In a loader's process the batch is made in shared memory: left to torch.
+    if type(first) is tuple and get_worker_info() is None and all(map(_plain, first)) and collates_tensors_by_stack():
+        try:
+            return [torch.stack(column) for column in zip(*samples, strict=True)]
+        except (TypeError, ValueError, RuntimeError):
+            pass
+    return default_collate(samples)
+
+
+def _plain(item: object) -> bool:
+    return type(item) is torch.Tensor and item.layout is torch.strided and not item.is_nested
