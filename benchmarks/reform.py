@@ -174,7 +174,8 @@ def _measure(way: Way, rounds: int) -> dict[str, Any]:
         "threads_left": left(1, "late"),
         "freed_s": round(max(f["freed_s"] for f in found), 3),
         "freed_forming_s": round(max(f["freed_forming_s"] for f in found), 3),
-        "after_half_ms": round(1000 * max(f["after_half_s"] for f in found), 1),
+        # The rank that did not come waits for the others meanwhile.
+        "after_half_ms": round(1000 * max(f["after_half_s"] for f in found[: WORLD - 1]), 1),
         "descriptors_left_by_half": left(0, "after"),
         "threads_left_by_half": left(1, "after"),
     }

@@ -8,7 +8,7 @@ import re
 
 from .. import __version__
 
-TESTED = {"torch": ((2, 10), (2, 15)), "python": ((3, 11), (3, 11))}
+TESTED = {"torch": ((2, 10), (2, 15)), "python": ((3, 11), (3, 13))}
 """Oldest and newest minor version; docs/versions.md has the table. The range of torch is pyproject.toml's."""
 
 

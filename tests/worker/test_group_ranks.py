@@ -220,9 +220,15 @@ def other_sockets(rank: int, world_size: int, port: int, forming: str) -> Any:
         client = socket.create_connection(listener.getsockname())
         return client, listener.accept()[0]
 
+    answering: list[asyncio.StreamWriter] = []
+
+    def answer_hi(_: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+        answering.append(to)
+        to.write(b"hi")
+
     pairs = [connected()]
     loop = asyncio.new_event_loop()
-    server = loop.run_until_complete(asyncio.start_server(lambda r, w: w.write(b"hi"), "127.0.0.1", 0))
+    server = loop.run_until_complete(asyncio.start_server(answer_hi, "127.0.0.1", 0))
     group = make(forming, rank, world_size, port, 1)
     group.form()
     pairs.append(connected())
@@ -232,7 +238,8 @@ def other_sockets(rank: int, world_size: int, port: int, forming: str) -> Any:
     group.abort("test")
     group.close()
     answer = loop.run_until_complete(reader.readexactly(2))
-    writer.close()
+    for end in (writer, *answering):  # Python 3.12.1 waits for both ends
+        end.close()
     server.close()
     loop.run_until_complete(server.wait_closed())
     loop.close()
