@@ -10,13 +10,13 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SEED ?= 1
 MINUTES ?= 2
-# One for each core: what the tests start keeps the cores busy.
-TEST_PROCESSES ?= 2
+# Twice the cores: for half of their time tests wait, for leases, time-outs and steps.
+TEST_PROCESSES ?= 4
 CASES ?= 300
 CASE ?=
 SHRINK ?=
 
-.PHONY: demo recording test test-fast test-long lint bench chaos faults soak simulate venv test-compat test-gpu test-cuda-fork gpu-bundle docs dist clean
+.PHONY: demo recording test test-fast test-long style lint bench chaos faults soak simulate venv test-compat test-gpu test-cuda-fork gpu-bundle docs dist clean
 
 venv: $(VENV)/.ready
 
@@ -33,18 +33,20 @@ demo: venv
 recording: venv
 	@$(BIN)/python examples/record.py docs/kill.svg --shown "make demo" -- $(BIN)/python examples/demo.py --kill
 
-lint: venv
+style: venv
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+lint: style
 	@$(BIN)/pytest -q tests/house
 
-test: lint
-	@$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal --durations 15 --ignore=tests/house -m "not long"
+test: style
+	@$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal --durations 15 -m "not long"
 
 # Decisions and files alone, for the inner loop: under half a minute.
 test-fast: venv
-	@$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal -m "not long and not slow" tests/unit tests/checkpoint
+	@$(BIN)/pytest -q -n logical --dist worksteal -m "not long and not slow" tests/unit tests/checkpoint
 
 # What `make test` leaves out: more faults, more histories, the planted mistakes. About 20 minutes on two cores.
 test-long: venv

@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from chaos.harness import WARM_DAEMON
 from support import api, scratch
 from support.etcd_server import etcd_binary
 from support.lab import Host, Hosts
 from support.wait import eventually
+from support.warm import SOCKET_ENV, ready
 
 from elastic.etcd.client import Etcd, EtcdAccess
 from elasticd.etcd import certificates
@@ -93,9 +95,9 @@ class Site:
         hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}.lan {name}\n")
         debian = f'hostname {name}; mount --bind {hosts} /etc/hosts; exec "$@"'
         argv = ["unshare", "--mount", "--uts", "sh", "-c", debian, "sh"]
-        argv += [str(pathlib.Path(sys.executable).with_name("elasticd")), "--config", str(self.folder / f"{name}.toml")]
+        argv += [sys.executable, str(WARM_DAEMON), "--config", str(self.folder / f"{name}.toml")]
         with (self.folder / f"{name}.log").open("ab") as log:
-            return self.hosts[index].popen(argv, stdout=log, stderr=log)
+            return self.hosts[index].popen(argv, env={SOCKET_ENV: ready()}, stdout=log, stderr=log)
 
     def status(self, name: str) -> dict[str, Any]:
         try:

@@ -205,15 +205,25 @@ class Job:
         return max((line["step"] for line in self.commits()), default=0)
 
     def wait_step(self, step: int, deadline_s: float = 40.0) -> None:
-        eventually(lambda: self.steps() >= step, deadline_s, f"step {step}")
+        eventually(lambda: self._agents_live() and self.steps() >= step, deadline_s, f"step {step}")
 
     def wait_phase(self, phase: Phase, deadline_s: float = 60.0) -> JobState:
         def there() -> JobState | None:
             state = self.state()
-            assert not state.phase.over or state.phase is phase, f"{state.phase.value}: {state.reason}"
-            return state if state.phase is phase else None
+            if state.phase is phase:
+                return state
+            if state.phase.over:
+                raise RuntimeError(f"the job is {state.phase}: {state.reason}")
+            return None if self._agents_live() else state
 
         return eventually(there, deadline_s, f"phase {phase.value}") or self.state()
+
+    def _agents_live(self) -> bool:
+        """Raises where all agents have ended with an error: that none could start, as a rule."""
+        codes = [agent.poll() for agent in self.agents.values()]
+        if codes and all(code is not None and code > 0 for code in codes):
+            raise RuntimeError(f"the agents have ended with {codes}")
+        return True
 
     def weights(self) -> set[str]:
         """Hashes of the final weights, as each finishing rank wrote them."""
