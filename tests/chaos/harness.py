@@ -201,7 +201,7 @@ class Node:
                 env={NODE: self.name, "ELASTIC_TEST_NODE_TAG": self._tag, **path, **self.env}, stdout=log, stderr=log,
             )  # fmt: skip
         if wait:
-            eventually(lambda: self.state() == "ready", 15.0, f"{self.name} is in the cluster")
+            eventually(lambda: self.state() == "ready", 40.0, f"{self.name} is in the cluster")
 
     def api(self, method: str, url: str, body: object = None, timeout_s: float = 10.0) -> dict[str, Any]:
         return api.call(self.socket, method, url, body, timeout_s)
@@ -448,7 +448,7 @@ class Cluster:
             for node in self.nodes:
                 node.start(wait=False)
             for node in self.nodes:
-                eventually(lambda node=node: node.state() == "ready", 15.0, f"{node.name} is ready")  # type: ignore[misc]
+                eventually(lambda node=node: node.state() == "ready", 40.0, f"{node.name} is ready")  # type: ignore[misc]
         except BaseException:
             self.tell()
             self._stack.close()

@@ -21,7 +21,7 @@ SCRIPT = str(Path(__file__).parents[1] / "support" / "train_sampled.py")
 def sample(cluster: Cluster, job: Job) -> dict[str, Any]:
     """What `elasticctl debug --gradients` has of a job that has just begun."""
     eventually(lambda: (job.row()["step"] or 0) >= 8, 60.0, "it steps")
-    data = sampled(Client(cluster.nodes[0].socket), job.name)
+    data = sampled(Client(str(cluster.nodes[0].socket)), job.name)
     assert data["ranks"] == [0, 1]
     return data
 
