@@ -36,13 +36,16 @@ recording: venv
 style: venv
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
 
 lint: style
+	@$(BIN)/mypy
 	@$(BIN)/pytest -q tests/house
 
+# mypy takes one core for half a minute, beside the tests.
 test: style
-	@$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal --durations 15 -m "not long"
+	@$(BIN)/mypy & types=$$!; \
+	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal --durations 15 -m "not long"; tests=$$?; \
+	wait $$types && exit $$tests
 
 # Decisions and files alone, for the inner loop: under half a minute.
 test-fast: venv

@@ -15,14 +15,14 @@ from support.wait import eventually, holds
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 
 
-def steps_on(job: Job, more: int = 40) -> None:
+def steps_on(job: Job, more: int = 20) -> None:
     there = job.history.step()
     eventually(lambda: job.history.step() >= there + more, 30.0, f"{more} steps after {there}")
 
 
 def test_etcd_and_daemons_come_and_go() -> None:
     """In one run: daemons killed and started, etcd killed beyond every lease, paused, and back."""
-    steps, pace_s = 600, 0.05
+    steps, pace_s = 400, 0.1
     with Cluster(nodes=2, slots=1) as cluster:
         (etcd,) = cluster.etcd
         job = cluster.submit(steps=steps, pace_s=pace_s)
@@ -81,10 +81,10 @@ def test_a_failure_while_etcd_is_away_waits_and_is_repaired() -> None:
 
 def test_etcd_wiped_and_started_empty() -> None:
     """What it forgot is written again by those who know it; no step is lost."""
-    steps = 600
+    steps = 240
     with Cluster(nodes=2, slots=1) as cluster:
         (etcd,) = cluster.etcd
-        job = cluster.submit(steps=steps)
+        job = cluster.submit(steps=steps, pace_s=0.05)
         job.wait_step(20)
         workers = job.workers()
         etcd.kill()
