@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from elastic.contract.agent_files import AgentConfig, AgentOrders, AgentStatus
+from elastic.contract.agent_files import MARK_ENV, AgentConfig, AgentOrders, AgentStatus
 from elastic.contract.keys import NAME, check_name
 from elastic.contract.records import PROTOCOL
 from elastic.util.files import read_file, replace_file
@@ -211,7 +211,7 @@ class Agents:
             service = launch.Service(
                 f"elasticd-job-{job}",
                 [python or sys.executable, "-m", "elastic.agent", str(folder)],
-                launch.environment(for_another=user is not None),
+                launch.environment(for_another=user is not None) | {MARK_ENV: leftovers.mark_of(folder)},
                 folder,  # not the job's workdir: a file in it must not be imported in place of ours
                 folder / "agent.log" if user is None else folder.parent / job_folders.OUTPUT,
                 properties,

@@ -21,11 +21,16 @@ def end(agent_dir: Path) -> list[int]:
     that the signal goes to.
     """
     try:
-        found = os.stat(agent_dir)
+        wanted = f"{MARK_ENV}={mark_of(agent_dir)}".encode()
     except OSError:
         return []
-    wanted = f"{MARK_ENV}={mark(found.st_dev, found.st_ino, os.path.abspath(agent_dir))}".encode()
     return [pid for entry in os.listdir("/proc") if entry.isdigit() and _end(pid := int(entry), wanted)]
+
+
+def mark_of(agent_dir: Path) -> str:
+    """The mark of all that the agent of this directory starts. Raises OSError."""
+    found = os.stat(agent_dir)
+    return mark(found.st_dev, found.st_ino, os.path.abspath(agent_dir))
 
 
 def _end(pid: int, wanted: bytes) -> bool:

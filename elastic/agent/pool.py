@@ -25,6 +25,7 @@ from ..util.processes import signal_name
 from . import descendants
 from .children import become_subreaper, ended, exit_status, signal_group
 from .descendants import Descendants
+from .first_zygote import FirstZygote
 from .fresh import start_fresh
 from .gpu_gate import Gate
 from .oom import OomWatch
@@ -77,10 +78,10 @@ class Pool:
 
     # ── zygote ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def start(self, env: Mapping[str, str], log_file: str) -> None:
-        """Start the zygote with `env`; its output goes to `log_file`."""
+    def start(self, env: Mapping[str, str], log_file: str, first: FirstZygote | None = None) -> None:
+        """Start the zygote with `env`, or take `first`; its output goes to `log_file`."""
         become_subreaper()
-        if died := self._zygote.start(env, log_file):
+        if died := self._zygote.start(env, log_file, first):
             self._zygote_died(died)
 
     def _zygote_event(self) -> Iterator[PoolEvent]:
@@ -122,8 +123,7 @@ class Pool:
 
     def _give_up(self, worker_id: int, why: str, log_file: str = "") -> None:
         """Report a worker that was ordered and never started as exited."""
-        _, descriptors = self._waiting.pop(worker_id)
-        for descriptor in descriptors:
+        for descriptor in self._waiting.pop(worker_id)[1]:
             os.close(descriptor)
         self._zygote.forget(worker_id)
         self._held.discard(worker_id)

@@ -19,6 +19,7 @@ import structlog
 from ..contract import messages
 from ..contract.messages import Fork, Forked, Preload, Refused, ZygoteReady
 from ..util.descriptors import send
+from .first_zygote import ZYGOTE, FirstZygote, ForkedChild
 
 RESTART_S, RESTART_MAX_S = 0.2, 10.0
 """Pause before a dead zygote is restarted: the first, and the longest."""
@@ -54,10 +55,10 @@ class Zygote:
 
     def __init__(self, selector: selectors.BaseSelector, python: str, preload: Preload) -> None:
         self._selector = selector
-        self._command = (python, "-m", "elastic.worker.boot.zygote")
+        self._python = python
         self._preload = preload
         self._started_s = 0.0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedChild | None = None
         self._control: socket.socket | None = None
         self._env: dict[str, str] = {}
         self._ordered: dict[int, float] = {}
@@ -84,15 +85,20 @@ class Zygote:
         """Whether it has received this order and not answered."""
         return ticket in self._ordered
 
-    def start(self, env: Mapping[str, str], log_file: str) -> ZygoteDied | None:
-        """Start it with `env`; its output goes to `log_file`. Returns its death if the system cannot start it."""
+    def start(self, env: Mapping[str, str], log_file: str, first: FirstZygote | None = None) -> ZygoteDied | None:
+        """Start it with `env`; its output goes to `log_file`. Returns its death if the system cannot start it. `first`
+        is taken in its place if it is for the same."""
         self._env, self.log_file = dict(env), log_file
-        return self._start()
+        if first is not None and not first.fits(self._python, env, self._preload):
+            log.info("zygote.first_is_of_no_use", pid=first.pid)
+            self._process, self._control, first = ForkedChild(first.pid), first.control, None
+            self._end()
+        return self._start(first)
 
-    def _start(self) -> ZygoteDied | None:
+    def _start(self, first: FirstZygote | None = None) -> ZygoteDied | None:
         self._restart_s = float("inf")
         try:
-            self._process, self._control = self._popen()
+            self._process, self._control = (ForkedChild(first.pid), first.control) if first else self._popen()
         except OSError as error:
             self._process = self._control = None
             return self._died(str(error))
@@ -108,7 +114,7 @@ class Zygote:
             with theirs, open(os.open(self.log_file, flags, 0o640), "ab") as output:
                 process = subprocess.Popen(
                     [
-                        *self._command,
+                        *(self._python, "-m", ZYGOTE),
                         str(theirs.fileno()),
                         str(os.getpid()),
                         messages.encode_preload(self._preload).decode(),

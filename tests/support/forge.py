@@ -38,6 +38,7 @@ WARM = (
     "torch.nn.parallel",
     "torch.utils.data",
     "elastic.agent.__main__",
+    "elastic.agent.node",
     "elastic.agent.torch_agent",
     "elastic.agent.store",
     "elastic.worker.run",

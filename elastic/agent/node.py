@@ -1,0 +1,177 @@
+"""The agent's parts, put together: one job on this node, as configured in DIR/config.json."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import selectors
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import IO, TextIO, cast
+
+import msgspec
+import structlog
+
+from ..contract.agent_files import AgentConfig
+from ..contract.keys import ClusterKeys, JobKeys
+from ..contract.records import ProtocolVersionMismatch, SpecRecord, decode
+from ..etcd.client import Etcd, EtcdError, JobSigner, scrub_environment
+from ..recovery.membership import Limits
+from ..recovery.model import Agent, Policy, changed
+from ..util.capped_log import LogFile
+from . import gpu_gate, worker_env
+from .etcd_writer import EtcdWriter
+from .first_zygote import FirstZygote, log_file
+from .listening import listen
+from .loop import Loop
+from .peers import Peers
+from .pool import Pool
+from .starting import read_spec
+from .status import left_behind
+from .watch_scope import WatchScope
+
+log = structlog.get_logger()
+
+ALREADY_RUNS_EXIT = 4
+NO_SPEC_EXIT = 5
+LOCK_S = 1.0
+
+
+def run(directory: str, first: FirstZygote | None = None) -> int:
+    """Returns the exit code. `first`: a zygote that was forked from this process."""
+    folder = Path(directory)
+    config = msgspec.json.decode((folder / "config.json").read_bytes(), type=AgentConfig)
+    Path(config.logs_dir).mkdir(parents=True, exist_ok=True, mode=0o750)
+    _log_to(folder / "agent.log")
+    lock_fd = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    lock = open(lock_fd, "w")  # noqa: SIM115 - held as long as the process lives
+    if not _take(lock):
+        log.error("agent.already_runs", folder=str(folder))
+        return ALREADY_RUNS_EXIT
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    threading.excepthook = _thread_failed
+    signer = JobSigner(config.job_key) if config.job_key else None
+    etcd = Etcd(config.etcd, call_s=config.timeouts.etcd_call_s, signer=signer)
+    keys = ClusterKeys(config.cluster).job(config.job)
+    try:
+        kv = read_spec(etcd, keys, config)
+        if kv is None:
+            log.error("agent.no_spec", key=keys.spec)
+            return NO_SPEC_EXIT
+        return _run(config, etcd, keys, decode(SpecRecord, kv.value), first)
+    except (EtcdError, ProtocolVersionMismatch, msgspec.MsgspecError, worker_env.InvalidEnvFile) as error:
+        log.error("agent.cannot_start", error=str(error))
+        return 1
+    finally:
+        etcd.close()
+
+
+def _take(lock: IO[str]) -> bool:
+    """Lock it, within LOCK_S: a starting daemon may hold the lock for a moment, to check whether an agent lives."""
+    deadline_s = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline_s:
+                return False
+            threading.Event().wait(0.02)  # flock has no time-out
+        else:
+            return True
+
+
+def _run(config: AgentConfig, etcd: Etcd, keys: JobKeys, spec: SpecRecord, first: FirstZygote | None) -> int:
+    os.environ.setdefault("RES_OPTIONS", worker_env.QUICK_DNS)
+    job = msgspec.structs.replace(spec.spec, python=spec.spec.python or sys.executable)
+    incarnation = first.incarnation if first else uuid.uuid4().hex
+    env = worker_env.base(config, job, scrub_environment(os.environ))
+    pool = Pool(selectors.DefaultSelector(), job.python, worker_env.preload(job), job.stop_grace_s, job.exit_timeout_s)
+    try:
+        pool.start(env, log_file(config, incarnation), first)
+        return _run_with(pool, env, incarnation, config, etcd, keys, msgspec.structs.replace(spec, spec=job))
+    finally:
+        pool.close()
+
+
+def _run_with(
+    pool: Pool,
+    env: dict[str, str],
+    incarnation: str,
+    config: AgentConfig,
+    etcd: Etcd,
+    keys: JobKeys,
+    spec: SpecRecord,
+) -> int:
+    # These import torch, which takes seconds; a zygote that is no fork of this process does the same in parallel.
+    from . import torch_agent
+    from .store import Stores
+
+    job = spec.spec
+    loop: Loop | None = None
+    peers = Peers(
+        incarnation,
+        lambda *dead: loop.on_dead(*dead) if loop else None,
+        lambda *heard: loop.on_reach(*heard) if loop else None,
+        listen(config.address, config.ports),
+    )
+    policy = Policy(
+        node=config.node,
+        incarnation=incarnation,
+        host=config.address,
+        port=peers.port,
+        slots=config.slots,
+        limits=Limits(job.min_nodes, job.max_nodes, job.join_wait_s),
+        shrink=job.on_loss == "shrink",
+        standbys=job.standby,
+        managed=False,
+        spec=job,
+        timeouts=config.timeouts,
+    )
+    stores = Stores(config.address, config.address, config.ports)
+    registry = EtcdWriter(etcd, keys, policy, stores, lambda event: loop.post(event) if loop else None, spec)
+    watch_scope = WatchScope(etcd, keys, policy.crowd)
+    reached, left_wall_s = left_behind(Path(config.agent_dir), spec.submitted_wall_s)
+    agent = changed(Agent(policy), reached=reached, left_wall_s=left_wall_s)
+    loop = Loop(config, agent, registry, peers, watch_scope, keys, spec, pool)
+    log.info("agent.starts", job=config.job, node=config.node, incarnation=incarnation, pid=os.getpid())
+    pool.gate = gpu_gate.gate(config.gpus, config.timeouts.respawn_s)
+    registry.start()
+    peers.start()
+    watch_scope.start(loop.post, time.monotonic())
+    try:
+        return torch_agent.run(torch_agent.NodeAgent(loop, stores, env, worker_env.argv(job)))
+    finally:
+        watch_scope.close()
+        registry.leave()
+        peers.close()
+        stores.close()
+
+
+def _thread_failed(args: threading.ExceptHookArgs) -> None:
+    """An exception in any thread ends the agent: an agent that works in part is worse than none."""
+    log.critical("thread.failed", thread=args.thread.name if args.thread else "?", exc_info=args.exc_value)
+    os._exit(70)
+
+
+def _log_to(path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
+    output = LogFile(lambda raw: os.write(descriptor, raw))
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.DEBUG if os.environ.get("ELASTIC_DEBUG") else logging.INFO
+        ),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, output)),
+        cache_logger_on_first_use=True,
+    )
