@@ -207,6 +207,7 @@ def test_a_graph_with_a_collective_is_not_compiled_again() -> None:
 def left_in_flight(rank: int, world_size: int, port: int) -> Any:
     """A sum of gradients of the first generation is never reported, as by gloo where it keeps a send."""
     group = formed(rank, world_size, port, 1)
+    gathered(rank)
     before = dist.group.WORLD
     GRADIENTS.follow(torch.futures.Future(), lambda done: torch.ones(1), lambda: None)
     group.abort("a rank died")
