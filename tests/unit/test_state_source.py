@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from elastic.worker.state.state_source import NoStateError, Offer, choose
+from elastic.worker.state.state_source import NoStateError, Offer, StateLostError, choose
 
 FRESH = Offer(rank=0, version=(0, 0), clean=True, established=False)
 
@@ -82,9 +82,13 @@ def test_never_a_silent_start_from_zero(restore: str) -> None:
         choose([offer(0, (3, 40), clean=False), offer(1)], restore)
 
 
-def test_roll_back_without_anything_saved_is_an_error() -> None:
-    with pytest.raises(NoStateError, match="not trusted"):
+def test_a_rollback_of_a_job_that_has_never_saved_begins_again_in_the_same_processes() -> None:
+    """They know the step whose loss was not finite, and look for its layer; new ones would not."""
+    with pytest.raises(StateLostError, match="not trusted"):
         choose([offer(0, (3, 40))], "snapshot")
+    with pytest.raises(NoStateError, match="not trusted") as caught:
+        choose([offer(0, (3, 40), known_step=20)], "snapshot")
+    assert not isinstance(caught.value, StateLostError)
 
 
 def test_unknown_restore() -> None:

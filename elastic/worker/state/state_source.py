@@ -56,7 +56,8 @@ class NoStateError(Exception):
 
 
 class StateLostError(NoStateError):
-    """The only state left is inconsistent, and nothing was ever saved: training can only restart from its set-up."""
+    """The only state left is inconsistent, or is what a rollback goes back from, and nothing was ever saved: training
+    can only restart from its set-up."""
 
 
 def choose(offers: Sequence[Offer], restore: str = "newest") -> Choice:
@@ -81,7 +82,7 @@ def choose(offers: Sequence[Offer], restore: str = "newest") -> Choice:
         return _choice(_RANKING[ranking], -minus_rank, version, offers)
     known = max(offer.known_step for offer in offers)
     if any(offer.established for offer in offers):
-        kind_of_error = StateLostError if restore == "newest" and not known else NoStateError
+        kind_of_error = NoStateError if known else StateLostError
         raise kind_of_error(f"nothing to go on from (restore = {restore!r}): {'; '.join(map(_lacks, offers))}")
     if known > 0:
         raise NoStateError(
