@@ -244,6 +244,7 @@ def calls_of_a_history() -> int:
     return model.calls
 
 
+@pytest.mark.slow
 def test_the_process_or_the_machine_dies_after_any_call(tmp_path: Path) -> None:
     total, points, disks = calls_of_a_history(), 0, set()
     for die_at in range(1, total + 1):

@@ -63,6 +63,7 @@ ANYTHING = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=9), ANYTHING, max_size=4))
 @settings(max_examples=400, deadline=None)
 def test_a_job_is_refused_or_can_be_written_and_read_back(fields: dict[str, Any]) -> None:
