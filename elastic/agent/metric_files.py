@@ -111,7 +111,7 @@ class MetricFiles:
         assert self._events is not None
         known = self._rows.get(row.step)
         line = msgspec.structs.replace(row, values=values)
-        _write(self._lines, msgspec.json.encode(line) + b"\n")
+        _write(self._lines, msgspec.json.encode(line.as_json()) + b"\n")
         self._rows[row.step] = msgspec.structs.replace(row, values={**(known.values if known else {}), **values})
         while len(self._rows) > KEPT_ROWS:
             del self._rows[next(iter(self._rows))]
@@ -143,7 +143,7 @@ def _read(descriptor: int) -> dict[int, LoggedRow]:
             if not line.endswith(b"\n"):
                 break
             try:
-                row = _ROW.decode(line)
+                row = _ROW.decode(line).from_json()
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 break
             end += len(line)

@@ -56,7 +56,7 @@ class WorkerReports:
                 )
             case messages.Logged(generation=generation, begun=begun, rows=rows, repeated=repeated):
                 self._logged_in = max(self._logged_in, generation)
-                self.metrics.take(generation, begun, rows, repeated=repeated)
+                self.metrics.take(generation, begun, [row.from_json() for row in rows], repeated=repeated)
             case messages.GradientSample():
                 self._sampled(slot, message)
             case messages.Synced(step=step, origin=origin, source=source):

@@ -6,6 +6,8 @@ one of an older generation than the receiver's is stale and is ignored.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from .origin import Origin
@@ -226,12 +228,23 @@ class BadNumbers(Message, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = ()
 
 
-class LoggedRow(msgspec.Struct, frozen=True, kw_only=True):
+class LoggedRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the script logged in one step."""
 
     step: int
     wall_s: float
     values: dict[str, float]
+    not_finite: dict[str, str] = {}
+    """Those of `values` for which JSON has no number, as text: in messages and files alone."""
+
+    def as_json(self) -> LoggedRow:
+        odd = {name: str(value) for name, value in self.values.items() if not math.isfinite(value)}
+        values = {name: value for name, value in self.values.items() if name not in odd}
+        return LoggedRow(step=self.step, wall_s=self.wall_s, values=values, not_finite=odd) if odd else self
+
+    def from_json(self) -> LoggedRow:
+        odd = {name: float(text) for name, text in self.not_finite.items()}
+        return LoggedRow(step=self.step, wall_s=self.wall_s, values=self.values | odd) if odd else self
 
 
 class Logged(Message, frozen=True, kw_only=True):

@@ -120,7 +120,9 @@ class AgentLink:
 
     def logged(self, begun: int, rows: Sequence[messages.LoggedRow], repeated: bool) -> None:
         self._session.send(
-            messages.Logged(generation=self.generation, begun=begun, rows=tuple(rows), repeated=repeated)
+            messages.Logged(
+                generation=self.generation, begun=begun, rows=tuple(row.as_json() for row in rows), repeated=repeated
+            )
         )
 
     def check(self, step: int) -> None:

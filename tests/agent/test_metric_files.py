@@ -14,6 +14,7 @@ from support.wait import eventually
 
 from elastic.agent import event_file, metric_files
 from elastic.agent.metric_files import MetricFiles, MetricWriter
+from elastic.contract import messages
 from elastic.contract.messages import LoggedRow
 
 
@@ -208,6 +209,24 @@ def test_a_folder_that_takes_no_writes_holds_up_nothing_and_is_tried_again(
     eventually(lambda: (tmp_path / "job" / "metrics.jsonl").exists(), 10.0, "it is written")
     writer.close()
     assert steps(tmp_path / "job") == [1]
+
+
+def test_a_loss_that_is_not_finite_passes_the_message_and_the_file(tmp_path: Path) -> None:
+    """JSON has no NaN: the agent ended at the message, and at its next start cut the file off at the line."""
+    nan, inf = row(2, loss=float("nan"), lr=0.5).as_json(), row(3, loss=float("-inf")).as_json()
+    sent = messages.Logged(generation=1, begun=0, rows=(row(1, loss=0.1), nan, inf))
+    got = messages.from_worker(messages.encode(sent))
+    assert isinstance(got, messages.Logged)
+    for begun, rows in ((0, got.rows), (3, (row(4, loss=0.2),))):
+        files = MetricFiles(tmp_path)
+        for each in rows:
+            files.take(1, begun, each.from_json(), repeated=False)
+        files.close()
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["values"], line.get("not_finite")) for line in found] == [
+        (1, {"loss": 0.1}, None), (2, {"lr": 0.5}, {"loss": "nan"}), (3, {}, {"loss": "-inf"}),
+        (4, {"loss": 0.2}, None),
+    ]  # fmt: skip
 
 
 def test_without_a_folder_the_newest_values_are_kept_and_no_thread_runs() -> None:
