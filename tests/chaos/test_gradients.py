@@ -103,4 +103,5 @@ def test_incident_of_a_nan_names_layer_rank_and_sample(layers: bool, saved_every
         second = json.loads((job.folder / "ids").read_text())[1]
         assert f"first in layer 2 (Spoiled), for sample {second}" in detail
         assert incidents[0]["ranks"] == [1]
+        assert {cause["kind"] for each in incidents for cause in each["causes"]} == {"bad loss"}, "an agent has ended"
         assert incidents[0]["verdict"]["rule"] == "bad_loss"
