@@ -313,6 +313,10 @@ RULES = (
     Rule("never_started", Class.ENVIRONMENT, "its process could not be started",
          says=r"dies before it has forked|could not be started|never began|illegal environment",
          cure="zygote.log in the job's log folder on that node has the reason"),
+    Rule("unreadable", Class.ENVIRONMENT, "its agent could not read a message of it, and ended it",
+         says=r"sent a message that its agent cannot read",
+         cure="install one version of elasticd in the job's Python and the node's; if they are equal, native code in "
+              "the script may have overwritten memory"),
     Rule("sigkill", Class.NODE, "killed by SIGKILL from outside", signal="SIGKILL",
          cure="nothing to do if an operator did it; else ask what kills processes on that node: a cgroup limit, "
               "earlyoom, a batch system (journalctl -k)"),

@@ -315,11 +315,10 @@ class Pool:
         except ConnectionResetError:
             raw = b""
         if raw:
-            process.spoke = True
-            message = messages.from_worker(raw)
-            if isinstance(message, messages.ScriptEnded):
-                process.script_code, process.late_s = message.code, self._exit_s
-                process.exit_deadline_s = time.monotonic() + self._exit_s
+            if (message := process.heard(raw, self._exit_s)) is None:
+                log.error("worker.message_unreadable", slot=process.slot, pid=process.pid, error=process.unreadable)
+                self.kill(process.worker_id)
+                return
             yield WorkerMessage(process.worker_id, message)
         else:
             self.selector.unregister(process.channel)
@@ -370,11 +369,12 @@ class Pool:
         return Exited(
             worker_id=process.worker_id,
             code=None if number else code,
-            signal=signal_name(number) if number else None,
+            signal=signal_name(number) if number and not process.unreadable else None,
             late_s=process.late_s if late else 0.0,
             step=process.page.read().step,
             error_file=process.error_file,
             log_file=process.log_file,
+            why=f"it sent a message that its agent cannot read: {process.unreadable}" if process.unreadable else "",
             oom=number == signal.SIGKILL and not process.killed and self._oom.struck(),
         )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import time
 from dataclasses import dataclass
 
+from ..contract import messages
 from ..contract.beat import BeatPage
 from ..contract.messages import FromWorker
 from .zygote import ZygoteUnfit
@@ -27,7 +29,7 @@ class Exited:
     error_file: str = ""
     log_file: str = ""
     why: str = ""
-    """Why the process was never started; empty: it was."""
+    """Why the process was never started, or could not go on; empty: `code` and `signal` say all."""
     late_s: float = 0.0
     """Above 0: its script had ended with `code` this long before, and its process was killed as it had not exited."""
     oom: bool = False
@@ -80,5 +82,20 @@ class Process:
     """How long the process has for that."""
     late: bool = False
     """It was killed because it did not exit in that time."""
+    unreadable: str = ""
+    """It was killed because of a message that cannot be decoded: the decoder's error."""
     child: subprocess.Popen[bytes] | None = None
     """Set for a worker that was started as a new process."""
+
+    def heard(self, raw: bytes, exit_s: float) -> FromWorker | None:
+        """Its message; None: it cannot be read, as from another version of elasticd. `exit_s`: see `late_s`."""
+        self.spoke = True
+        try:
+            message = messages.from_worker(raw)
+        except messages.UNREADABLE as error:
+            self.unreadable = str(error)
+            return None
+        if isinstance(message, messages.ScriptEnded):
+            self.script_code, self.late_s = message.code, exit_s
+            self.exit_deadline_s = time.monotonic() + exit_s
+        return message

@@ -405,6 +405,10 @@ def to_worker(raw: bytes) -> ToWorker:
     return _to_worker.decode(raw)
 
 
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What the decoders raise."""
+
+
 def from_worker(raw: bytes) -> FromWorker:
     return _from_worker.decode(raw)
 

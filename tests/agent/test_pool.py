@@ -28,6 +28,7 @@ from elastic.agent.pool import Exited, Pool, PoolEvent, WorkerMessage, ZygoteUp
 from elastic.agent.worker_error import read_error
 from elastic.agent.zygote import ZygoteUnfit
 from elastic.contract.messages import Forked, GroupClosed, Preload, Refused, SaveSoon, ScriptEnded, encode
+from elastic.worker.session import CHANNEL_ENV
 
 
 class Bench:
@@ -525,3 +526,15 @@ def test_a_worker_that_closes_its_channel_and_lives_on_is_ended(bench: Bench, mo
     bench.until(lambda: not alive(speaker))
     assert "closed" in (bench.folder / "2.log").read_text()
     assert alive(silent)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"{not json", b"\xff\xfe", b"[" * 30_000, b"{}"], ids=["text", "bytes", "deep", "empty"]
+)
+def test_a_worker_whose_message_cannot_be_read_is_ended_and_its_agent_is_not(bench: Bench, raw: bytes) -> None:
+    bench.worker(1, f"import os, time\nos.write(int(os.environ[{CHANNEL_ENV!r}]), {raw!r})\ntime.sleep(600)\n")
+    bench.until(lambda: bench.exit_of(1))
+    ended = bench.exit_of(1)
+    assert ended is not None
+    assert (ended.code, ended.signal) == (None, None)
+    assert ended.cause.startswith("it sent a message that its agent cannot read: ")

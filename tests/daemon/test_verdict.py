@@ -148,6 +148,9 @@ CASES: dict[str, list[IncidentRecord]] = {
                  "message": "exit code 1: ValueError: x", "traceback": "Traceback\nValueError: x"}),
     ],
     "never_started": [incident("exit", "the process that forks workers (zygote) dies before it has forked one: 1")],
+    "unreadable": [
+        incident("exit", "it sent a message that its agent cannot read: JSON is malformed: invalid character (byte 1)")
+    ],
     "sigkill": [died("SIGKILL", "CUDA out of memory was caught once, long ago"), incident("exit", "killed by SIGKILL")],
     "sigterm": [died("SIGTERM")],
     "sigsegv": [died("SIGSEGV", "Fatal Python error: Segmentation fault")],
