@@ -21,6 +21,7 @@ from support.daemons import Node, Nodes, rss_mb
 from support.etcd_server import EtcdServer
 from support.wait import eventually, holds
 
+from elastic.contract.records import PROTOCOL
 from elastic.etcd.client import Etcd
 
 pytestmark = pytest.mark.etcd
@@ -268,15 +269,15 @@ def test_systemd_is_told(nodes: Nodes, tmp_path: pathlib.Path) -> None:
 def test_a_node_that_finds_another_protocol_stays_out(nodes: Nodes) -> None:
     with EtcdServer() as server:
         etcd = Etcd(server.access)
-        etcd.put("/elastic/main/nodes/newer", b'{"protocol": 3, "node": "newer"}')
+        etcd.put("/elastic/main/nodes/newer", b'{"protocol": %d, "node": "newer"}' % (PROTOCOL + 1))
         node = nodes.add("older", start=False, etcd__endpoints=server.endpoint)
         node.start(wait_s=0)
         problems = eventually(lambda: [p for p in _problems(node) if "stays out" in p], 20)
-        assert "NodeRecord speaks protocol 3, this elasticd speaks 2" in problems[0]
+        assert f"NodeRecord speaks protocol {PROTOCOL + 1}, this elasticd speaks {PROTOCOL}" in problems[0]
         assert etcd.get("/elastic/main/nodes/older") is None
         etcd.delete("/elastic/main/nodes/newer")
         eventually(node.ready, 10)
-        etcd.put("/elastic/main/nodes/newer", b'{"protocol": 3, "node": "newer"}')
+        etcd.put("/elastic/main/nodes/newer", b'{"protocol": %d, "node": "newer"}' % (PROTOCOL + 1))
         holds(lambda: etcd.get("/elastic/main/nodes/older"), 1.5, "a member is not driven out by a newcomer")
         etcd.close()
         node.kill(signal.SIGTERM)

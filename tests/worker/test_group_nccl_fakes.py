@@ -370,7 +370,7 @@ def test_a_group_that_is_over_is_watched_no_longer(how: str, formable: dict[str,
 def formable(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Groups that skip the store. What torch was called with."""
     called: dict[str, Any] = {}
-    monkeypatch.setattr(Group, "_arrive", lambda self, interrupted: None)
+    monkeypatch.setattr(Group, "_arrive", lambda self, interrupted: setattr(self, "_store", dist.HashStore()))
     monkeypatch.setattr(nccl, "problems", list)
     monkeypatch.setattr(group.dist, "is_initialized", lambda: False)
     monkeypatch.setattr(group.dist, "is_nccl_available", lambda: False)
