@@ -81,7 +81,7 @@ def test_embedded_etcd_accepts_other_nodes_only_with_its_certificates(nodes: Nod
         "second", etcd__endpoints=listen, etcd__ca_file=ca, etcd__cert_file=cert, etcd__key_file=key,
         etcd__insecure="false", cluster_key_file=str(first.state / "cluster.key"),
     )  # fmt: skip
-    assert [row["node"] for row in first.get("/v1/nodes")["nodes"]] == ["first", "second"]
+    eventually(lambda: [row["node"] for row in first.get("/v1/nodes")["nodes"]] == ["first", "second"], 10)
     assert put_as(0, listen, ca, cert, key).stdout == "written\n"
     for tried in ((), (ca, "", "")):
         assert put_as(NOBODY, listen, *tried).stdout.startswith("refused:"), tried
