@@ -228,6 +228,7 @@ Thread 9 (idle): "elastic-monitor"
         ("clock_nanosleep (libc.so.6)", "hang_sleep"),
         ("crunch (t.py:9)", "hang"),
         ("acquire (my_pool.py:3)", "hang_lock"),
+        ("lock_PyThread_acquire_lock (libpython3.11.so.1.0)", "hang_lock"),
         ("all_reduce (torch/distributed/distributed_c10d.py:1)", "hang_collective"),
         ("_try_get_data (torch/utils/data/dataloader.py:1)", "hang_data"),
     ],
