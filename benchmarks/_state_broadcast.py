@@ -250,9 +250,9 @@ def main() -> None:
     options.add_argument("--dir", help="not used: nothing is written")
     given = options.parse_args()
     # The object list needs five times the state in every rank: with four it must be less.
-    found = measure(given.mb * 10**6 * 4 // given.world_size**2, given.runs, given.world_size)
-    report(found, given.world_size)
-    print(json.dumps(summary(found, given.world_size)))
+    found = measure(given.mb * 10**6 * 4 // given.world**2, given.runs, given.world)
+    report(found, given.world)
+    print(json.dumps(summary(found, given.world)))
 
 
 if __name__ == "__main__":
