@@ -104,6 +104,17 @@ def steps_lost(syncs: Iterable[Sync]) -> int:
     return lost
 
 
+def standing(syncs: Iterable[Sync]) -> tuple[Sync, ...]:
+    """The syncs that later ones have not made up for, by generation. A recovery may resume from setup, fail again, and
+    resume from a checkpoint of before that was still being written: what setup had cost is not lost then."""
+    kept: list[Sync] = []
+    for sync in sorted(syncs, key=lambda sync: sync.generation):
+        if sync.origin is not Origin.LIVE:  # live state has what the generations before it committed
+            kept = [earlier for earlier in kept if earlier.resumed >= sync.resumed]
+        kept.append(sync)
+    return tuple(kept)
+
+
 def dated(
     record: IncidentRecord,
     began_s: float,
@@ -176,13 +187,15 @@ def closed(
     unless no cause is worse than a drain.
     """
     drawing = drawn(incident, counted=counted)
-    worst = max(incident.syncs, key=lambda s: (s.reached - s.resumed, -s.generation), default=None)
+    syncs = standing(incident.syncs)
+    worst = max(syncs, key=lambda s: (s.reached - s.resumed, -s.generation), default=None)
     # A planned change that the end of the job interrupts costs nothing.
     cut_short = incident.planned and not causes(incident)
     as_planned = all(weight(cause.kind) <= weight("drain") for cause in causes(incident))
     known = counted and ((recovered and (witnessed or as_planned)) or cut_short)
-    least = steps_lost(incident.syncs) if known and (incident.syncs or not recovered) else None
-    most = least
+    least = steps_lost(syncs) if known and (syncs or not recovered) else None
+    # A generation whose state was replaced by newer state may have committed that itself.
+    most = least if least is None else max(least, steps_lost(incident.syncs))
     if least is not None and not _certain(incident, generation):
         # A rank commits a step only after all others have contributed to it: it is at most one step ahead of them.
         live = all(sync.origin is Origin.LIVE for sync in incident.syncs)

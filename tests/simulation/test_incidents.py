@@ -150,6 +150,32 @@ def test_all_agents_are_killed(every: int) -> None:
         assert (incident.steps_lost or 0) > 0
 
 
+def test_a_checkpoint_that_is_complete_only_after_a_first_try_from_setup_loses_nothing() -> None:
+    """The first try of the recovery found no checkpoint and died in its turn; the second resumed from one."""
+    setting = Setting(
+        seed=48704707,
+        nodes=1,
+        slots=1,
+        most=1,
+        least=1,
+        step_s=0.3,
+        standby=1,
+        checkpoint_every=7,
+        save_s=4.0,
+        setup_s=3.0,
+    )
+    cluster = Cluster(setting)
+    cluster.run(2.807)
+    cluster.kill_agent(0)
+    cluster.run(5.767)
+    cluster.kill_worker(0, 0)
+    cluster.run(40.0)
+    (incident,) = incidents(cluster)
+    assert cluster.judge.redone() == incident.steps_lost == 0
+    assert incident.origin is Origin.CHECKPOINT
+    assert "all state was lost" not in incident.detail
+
+
 def test_incident_is_open_while_the_outage_lasts() -> None:
     cluster = played(TWO, lambda c: c.power_off(1), until_s=20.0)
     (incident,) = incidents(cluster)
