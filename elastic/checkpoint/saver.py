@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..contract.tensor_table import Table
 from . import orders
 from .arena import Arena
+from .buffers import Buffers
 from .client import WriterProcess
 from .errors import CheckpointError
 from .failures import FailuresInRow
@@ -23,8 +24,6 @@ from .layout import arena_nbytes
 
 if TYPE_CHECKING:
     import torch
-
-    from .fill import Fill
 
 
 def versions() -> dict[str, str]:
@@ -58,14 +57,6 @@ class Counts:
     last_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Copying:
-    arena: Arena
-    fill: Fill
-    step: int
-    extra: Mapping[str, Any] | None
-
-
 class Saver:
     """One per rank. `rank` saves shard `rank` of `world_size`; rank 0 commits. Failures are counted, not raised.
 
@@ -89,13 +80,10 @@ class Saver:
         self._keep, self._keep_every_steps = keep, keep_every_steps
         self._wait_for_others_s = wait_for_others_s
         self._writer = WriterProcess()
-        self._arenas: list[Arena] = []
-        self._turn = 0
+        self._buffers = Buffers()
+        self._copied: tuple[int, Mapping[str, Any] | None] = 0, None
+        """Step and other state of the copy in progress."""
         self._in_flight: set[int] = set()
-        self._copying: _Copying | None = None
-        self._beside = True
-        self.beside_s = 0.0
-        """CPU seconds that the last copy took from concurrent work."""
         self._versions = versions()
         self.counts = Counts()
 
@@ -132,8 +120,7 @@ class Saver:
     ) -> bool:
         """As `save`, but a large copy is only started: call `settle` before `tensors` are changed.
 
-        Tensors whose index is in `volatile` may be changed at once (on a GPU by the current stream). Once a copy was
-        torn by a change without `settle`, later copies are complete on return.
+        Tensors whose index is in `volatile` may be changed at once (on a GPU by the current stream), see `Buffers`.
         """
         self.settle()
         self.poll()
@@ -141,32 +128,34 @@ class Saver:
             self.counts.skipped += 1
             return False
         try:
-            arena = self._arena(table)
-            arena.layout(table, share=self._rank, shares=self._world)
-            fill = arena.fill(tensors, volatile=volatile if self._beside else range(len(tensors)))
-            self._copying = _Copying(arena, fill, step, extra)
+            self._make_room(arena_nbytes(table))
+            self._buffers.arenas[0].layout(table, share=self._rank, shares=self._world)
+            self._copied = step, extra
+            done = self._buffers.begin(0, tensors, volatile=volatile)
         except (OSError, CheckpointError) as error:
             self._fail(orders.describe(error))
             return False
-        return self.settle() if self._copying.fill.done else True
+        return self.settle() if done else True
 
     @property
     def copying(self) -> bool:
         """A copy was started and is not settled."""
-        return self._copying is not None
+        return self._buffers.copying
+
+    @property
+    def beside_s(self) -> float:
+        """CPU seconds that the last copy took from concurrent work."""
+        return self._buffers.beside_s
 
     def settle(self) -> bool:
         """Wait until the copy in progress is complete, and have it written. False: that failed. Raises RuntimeError if
         the device failed: that save is dropped."""
-        copying, self._copying = self._copying, None
-        if copying is None:
+        if (buffer := self._buffers.finish()) is None:
             return True
-        copying.fill.finish()
-        self.beside_s = copying.fill.beside_s
-        self._beside = self._beside and not copying.fill.torn
+        arena, (step, extra) = self._buffers.arenas[buffer], self._copied
         try:
-            copying.arena.seal(copying.step, self._generation, copying.extra)
-            self._order(copying.arena, copying.step)
+            arena.seal(step, self._generation, extra)
+            self._order(arena, step)
         except (OSError, CheckpointError) as error:
             self._fail(orders.describe(error))
             return False
@@ -185,22 +174,14 @@ class Saver:
     def close(self) -> None:
         """Safe to call twice. Saves that are not durable yet are lost; `wait` first."""
         self._writer.close()
-        for arena in self._arenas:
-            arena.close()
-        self._arenas = []
+        self._buffers.replace(())
 
-    def _arena(self, table: Table) -> Arena:
-        """The buffer to fill next, large enough."""
-        nbytes = arena_nbytes(table)
-        if len(self._arenas) < 2 or self._arenas[0].capacity < nbytes:
+    def _make_room(self, nbytes: int) -> None:
+        """One buffer: it is filled while no save is in flight."""
+        if not self._buffers.fits(nbytes):
             self._writer.submit(orders.Forget())
-            for arena in self._arenas:
-                arena.close()
-            self._arenas = []
-            self._arenas.append(Arena.create(nbytes))
-            self._arenas.append(Arena.create(nbytes))
-        self._turn = 1 - self._turn
-        return self._arenas[self._turn]
+            self._buffers.replace(())
+            self._buffers.replace([Arena.create(nbytes)])
 
     def _order(self, arena: Arena, step: int) -> None:
         write = orders.Write(directory=self._directory, step=step, generation=self._generation)

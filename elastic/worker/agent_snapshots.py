@@ -12,13 +12,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from ..checkpoint.arena import Arena
+from ..checkpoint.buffers import Buffers
 from ..checkpoint.errors import ArenaError
-from ..checkpoint.fill import Fill
 from ..checkpoint.layout import arena_nbytes
 from ..checkpoint.memcpy import WORTH_A_THREAD_BYTES
 from ..contract import messages
@@ -33,29 +32,18 @@ ASK_AGAIN_S = 60.0
 NO_MEMORY = -1
 
 
-@dataclass(frozen=True, slots=True)
-class _Copying:
-    part: Part
-    buffer: int
-    fill: Fill
-    launched_s: float
-    """Seconds that starting the copy took."""
-
-
 class AgentSnapshots:
     """Main thread only, except that `prepare` leaves its work to a thread, which `put` joins."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._arenas: list[Arena] = []
-        self._busy: set[int] = set()
-        self._copying: _Copying | None = None
+        self._buffers = Buffers()
+        self._copied: tuple[Part, float] | None = None
+        """The copy in progress, and the seconds that starting it took."""
         self._cold: set[int] = set()
         """Indices of buffers whose pages may not be present yet."""
         self._refused_s = -math.inf
         self._sized: tuple[Table, Beside, int] = ((), ALONE, arena_nbytes(()))
-        self._beside = True
-        self._beside_s = 0.0
         self._preparing: threading.Thread | None = None
         self._awaited = True
         """The main thread waits for the work done here, which then counts as progress of this worker."""
@@ -86,10 +74,10 @@ class AgentSnapshots:
         return self._session.stop_wanted
 
     def free(self) -> bool:
-        if not self._arenas:
+        if not self._buffers.arenas:
             return True  # which buffers are busy is only learned when the agent sends them
         self._take_results()
-        return self._free_buffer() is not None
+        return self._buffers.free() is not None
 
     def wait(self, limit_s: float) -> None:
         deadline_s = time.monotonic() + limit_s
@@ -115,42 +103,33 @@ class AgentSnapshots:
             if not part.save or not self._has_room(part, optional=False):
                 return False
         self._take_results()
-        buffer = self._free_buffer()
+        buffer = self._buffers.free()
         if buffer is None:
             return False
         began_s = time.monotonic()
-        arena = self._arenas[buffer]
+        arena = self._buffers.arenas[buffer]
         if buffer in self._cold and part.tensors and part.tensors[0].is_cuda:
             arena.touch(self._session.copied)  # registering with CUDA would do that too, but without reporting progress
         arena.layout(
             part.table, share=part.share, shares=part.shares, beside=part.beside, part=part.part, parts=part.parts
         )
-        fill = arena.fill(
-            part.tensors,
-            volatile=part.volatile if self._beside else range(len(part.tensors)),
-            progress=self._session.copied,
-        )
-        self._copying = _Copying(part, buffer, fill, time.monotonic() - began_s)
-        if fill.done:
+        done = self._buffers.begin(buffer, part.tensors, volatile=part.volatile, progress=self._session.copied)
+        self._copied = part, time.monotonic() - began_s
+        if done:
             self._settle()
         return True
 
     @property
     def copying(self) -> bool:
-        return self._copying is not None
+        return self._buffers.copying
 
     @property
     def beside_s(self) -> float:
-        return self._beside_s
+        return self._buffers.beside_s
 
     def leave(self) -> None:
         """As `settle` if the copy is complete or done by a GPU; otherwise it is dropped, as the other ranks wait."""
-        if (copying := self._copying) is None:
-            return
-        self._copying = None
-        copying.fill.drop()
-        if copying.fill.done:
-            self._copying = copying
+        if self._buffers.drop():
             self.settle()
 
     def settle(self) -> None:
@@ -158,7 +137,7 @@ class AgentSnapshots:
 
         Raises RuntimeError if the device failed.
         """
-        if self._copying is None:
+        if not self._buffers.copying:
             return
         began_s = time.monotonic()
         try:
@@ -167,51 +146,44 @@ class AgentSnapshots:
             self._session.stood_still(time.monotonic() - began_s)
 
     def _settle(self) -> None:
-        copying, self._copying = self._copying, None
-        if copying is None:
-            return
-        part, arena = copying.part, self._arenas[copying.buffer]
         began_s = time.monotonic()
-        copying.fill.finish()
-        self._beside_s = copying.fill.beside_s
-        self._beside = self._beside and not copying.fill.torn  # such a script would change the tensors during each copy
+        buffer = self._buffers.finish()
+        assert buffer is not None
+        assert self._copied is not None
+        (part, launched_s), self._copied = self._copied, None
+        arena = self._buffers.arenas[buffer]
         try:
             arena.seal(part.step, part.commit_generation, extra=part.extra)
         except ArenaError as error:
             warnings.warn(f"no snapshot of step {part.step}: {error}", stacklevel=2)
             return
         if part.save:
-            self._busy.add(copying.buffer)
+            self._buffers.busy.add(buffer)
         self._session.send(
             messages.Filled(
                 generation=part.commit_generation,
                 step=part.step,
-                buffer=copying.buffer,
+                buffer=buffer,
                 nbytes=arena.header().nbytes,
                 share=part.share,
                 shares=part.shares,
-                stall_s=copying.launched_s + time.monotonic() - began_s,
+                stall_s=launched_s + time.monotonic() - began_s,
                 interval=part.interval,
                 save=part.save,
                 kept=part.kept,
                 skipped=part.skipped,
             )
         )
-        self._cold.discard(copying.buffer)
+        self._cold.discard(buffer)
         if self._cold:
             self._prepare_by_thread(self._warm, part.tensors)
-
-    def _free_buffer(self) -> int | None:
-        """The free buffer with the oldest content; None: the agent is writing from all."""
-        free = [i for i in range(len(self._arenas)) if i not in self._busy]
-        return min(free, key=lambda i: _age(self._arenas[i]), default=None)
 
     # ── the buffers ─────────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self, part: Part) -> None:
         """Get the buffers, make their pages present and register them with CUDA while training continues: on fresh
         memory that takes several times as long as a copy."""
-        if self._preparing is not None or self._arenas:
+        if self._preparing is not None or self._buffers.arenas:
             return
 
         def act(device: torch.device | None) -> None:
@@ -240,7 +212,7 @@ class AgentSnapshots:
 
     def _warm(self, device: torch.device | None) -> None:
         """Make the pages of the buffers present, and register them with CUDA."""
-        for buffer, arena in enumerate(self._arenas):
+        for buffer, arena in enumerate(self._buffers.arenas):
             with contextlib.suppress(ArenaError):  # raised again when the arena is filled
                 if buffer in self._cold:
                     arena.touch(self._touched)
@@ -252,7 +224,7 @@ class AgentSnapshots:
         if self._sized[:2] != (part.table, part.beside):
             self._sized = part.table, part.beside, arena_nbytes(part.table, beside=part.beside.table)
         nbytes = self._sized[2]
-        if self._arenas and self._arenas[0].capacity >= nbytes:
+        if self._buffers.fits(nbytes):
             return True
         if optional and time.monotonic() - self._refused_s < ASK_AGAIN_S:
             return False
@@ -264,9 +236,8 @@ class AgentSnapshots:
 
     def _make_room(self, nbytes: int, optional: bool) -> bool:
         """Get two buffers of at least `nbytes` bytes from the agent. Returns False if it does not provide them."""
-        for arena in self._arenas:
-            arena.close()
-        self._arenas, self._busy, self._cold = [], set(), set()
+        self._buffers.replace(())
+        self._cold = set()
         arenas: list[Arena] = []
         busy: set[int] = set()
         self._session.send(messages.NeedArena(nbytes=nbytes, optional=optional))
@@ -289,9 +260,8 @@ class AgentSnapshots:
                 for arena in arenas:
                     arena.close()
                 return False
-        # `_arenas` last: `free` may be called meanwhile.
-        self._busy, self._cold = busy, set() if nbytes < WORTH_A_THREAD_BYTES else set(range(len(arenas)))
-        self._arenas = arenas
+        self._cold = set() if nbytes < WORTH_A_THREAD_BYTES else set(range(len(arenas)))
+        self._buffers.replace(arenas, busy)
         return True
 
     # ── messages from the agent ─────────────────────────────────────────────────────────────────────────────
@@ -305,10 +275,5 @@ class AgentSnapshots:
             self._take(message)
 
     def _take(self, message: messages.SaveResult) -> None:
-        self._busy.discard(message.buffer)
+        self._buffers.busy.discard(message.buffer)
         self._durable_s = message.seconds or self._durable_s
-
-
-def _age(arena: Arena) -> tuple[int, int]:
-    header = arena.header()
-    return (header.generation, header.step) if header.whole else (-1, -1)

@@ -229,7 +229,7 @@ def test_buffers_come_and_are_registered_while_training_goes_on(gpu: Device, age
         one_step(state, keeper)
     assert agent.arenas is first
     assert newest(agent) == 5
-    keeper._sink._arenas[0].close()  # type: ignore[attr-defined]
+    keeper._sink._buffers.arenas[0].close()  # type: ignore[attr-defined]
     assert len(gpu.pinned) == 1
 
 

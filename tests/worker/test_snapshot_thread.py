@@ -205,7 +205,7 @@ def test_thread_snapshot_complete_at_the_abort_counts(agent: Agent, copying: Cop
     training = Training(agent)
     training.one_step()
     sink: Any = training.keeper._sink
-    for thread in sink._copying.fill._memcpy._threads:
+    for thread in sink._buffers._copying[1]._memcpy._threads:
         thread.join(LIMIT_S)
     training.keeper.leave()
     assert training.whole() == [1]
@@ -251,7 +251,7 @@ def test_thread_snapshot_detects_a_tensor_swapped_during_the_copy_and_back(agent
     weight.data.mul_(2)
     copying.let_all()
     sink: Any = training.keeper._sink
-    for thread in sink._copying.fill._memcpy._threads:
+    for thread in sink._buffers._copying[1]._memcpy._threads:
         thread.join(LIMIT_S)
     weight.data.copy_(held)
     with pytest.warns(UserWarning, match="no snapshot of step 1"):

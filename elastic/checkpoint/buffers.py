@@ -1,0 +1,97 @@
+"""The arenas that one rank fills with its snapshots: one copy at a time, concurrent with training."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from .arena import Arena
+from .progress import Progress, unreported
+
+if TYPE_CHECKING:
+    import torch
+
+    from .fill import Fill
+
+
+class Buffers:
+    """Main thread only, except `replace` and `free`. Buffers are named by their index in `arenas`."""
+
+    def __init__(self) -> None:
+        self.arenas: Sequence[Arena] = ()
+        self.busy: set[int] = set()
+        """Buffers that are being written to disk, and must not be filled."""
+        self.beside_s = 0.0
+        """CPU seconds that the last copy took from concurrent work."""
+        self._beside = True
+        self._copying: tuple[int, Fill] | None = None
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a file of `nbytes` bytes fits into each buffer."""
+        return bool(self.arenas) and self.arenas[0].capacity >= nbytes
+
+    def replace(self, arenas: Sequence[Arena], busy: Collection[int] = ()) -> None:
+        """Use `arenas`, of which those in `busy` are being written to disk, and close the present ones."""
+        # `free` may be called meanwhile.
+        before, self.arenas = self.arenas, ()
+        self.busy = set(busy)
+        self.arenas = arenas
+        for arena in before:
+            arena.close()
+
+    def free(self) -> int | None:
+        """The buffer with the oldest content that is not being written; None: all are."""
+        free = [i for i in range(len(self.arenas)) if i not in self.busy]
+        return min(free, key=lambda i: _age(self.arenas[i]), default=None)
+
+    # ── one copy ────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def copying(self) -> bool:
+        """A copy was started, and neither finished nor dropped."""
+        return self._copying is not None
+
+    def begin(
+        self,
+        buffer: int,
+        tensors: Sequence[torch.Tensor],
+        *,
+        volatile: Collection[int],
+        progress: Progress = unreported,
+    ) -> bool:
+        """Start to copy `tensors` into an arena that was laid out for them. Returns whether the copy is complete
+        already. Raises ArenaError.
+
+        Tensors whose index is in `volatile` may be changed at once (on a GPU by the current stream). Once a copy was
+        torn by a change before `finish`, all tensors are: such a script would change them during each copy.
+        """
+        eager = volatile if self._beside else range(len(tensors))
+        fill = self.arenas[buffer].fill(tensors, volatile=eager, progress=progress)
+        self._copying = buffer, fill
+        return fill.done
+
+    def finish(self) -> int | None:
+        """Wait for the copy, and return its buffer, which is still to be sealed; None: there is no copy. Raises
+        RuntimeError if the device failed; that copy is dropped."""
+        if self._copying is None:
+            return None
+        (buffer, fill), self._copying = self._copying, None
+        fill.finish()
+        self.beside_s = fill.beside_s
+        self._beside = self._beside and not fill.torn
+        return buffer
+
+    def drop(self) -> bool:
+        """Drop the copy, unless it is complete or done by a GPU, which is waited for. Returns whether there is one to
+        `finish`. Raises RuntimeError if the device failed."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying[1].drop()
+            if copying[1].done:
+                self._copying = copying
+        return self.copying
+
+
+def _age(arena: Arena) -> tuple[int, int]:
+    header = arena.header()
+    return (header.generation, header.step) if header.whole else (-1, -1)
