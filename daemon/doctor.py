@@ -7,7 +7,6 @@ cure it. Nothing is changed on the machine.
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import os
 import platform
 import resource
@@ -163,6 +162,8 @@ def worst(findings: Iterable[Finding]) -> str:
 
 def versions() -> dict[str, str]:
     """What must be alike on all nodes, without importing torch."""
+    import importlib.metadata  # with the parsers of e-mail and zip, a megabyte: imported when the node is examined
+
     found = {"python": platform.python_version(), "kernel": platform.release()}
     for what, packages in {"torch": ("torch",), "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12")}.items():
         for package in packages:

@@ -126,14 +126,12 @@ def nodes(snapshot: Snapshot, me: str, wall_s: float) -> list[Json]:
         row: Json = {"node": name, "jobs": sorted(jobs), "slots_used": sum(jobs.values())}
         if node is None:  # its agents run, its daemon does not: a restart, or a crash
             down = "its elasticd does not answer; the agents there go on"
-            rows.append({**row, "state": "no daemon", "reason": down, "slots": None, "gpus": None, "address": "",
-                         "hostname": "", "version": "", "up_since_wall_s": None})  # fmt: skip
-            continue
-        record = node.record
-        state, _, reason = node.why_not.partition(": ")
-        rows.append(
-            row
-            | {
+            row |= {"state": "no daemon", "reason": down, "slots": None, "gpus": None, "address": "",
+                    "hostname": "", "version": "", "up_since_wall_s": None}  # fmt: skip
+        else:
+            record = node.record
+            state, _, reason = node.why_not.partition(": ")
+            row |= {
                 "state": state or "ready",
                 "reason": reason,
                 "slots": record.slots,
@@ -143,8 +141,10 @@ def nodes(snapshot: Snapshot, me: str, wall_s: float) -> list[Json]:
                 "version": record.version,
                 "up_since_wall_s": record.started_wall_s,
             }
-        )
-    return [row | {"why": why.of_node(snapshot, row["node"], row, me, wall_s)} for row in rows]
+        # Each row is made once: a copy of a thousand rows stays in the daemon's memory.
+        row["why"] = why.of_node(snapshot, name, row, me, wall_s)
+        rows.append(row)
+    return rows
 
 
 def job_row(snapshot: Snapshot, job: Job, now: Now) -> Json:

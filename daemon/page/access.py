@@ -8,12 +8,15 @@ import hmac
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..config import MAKE_TOKEN, is_loopback
 from ..errors import InvalidConfig, Refused
 from ..etcd.trust import check_secret
-from ..log import Log
 from ..settings import PageSettings
+
+if TYPE_CHECKING:
+    from ..log import Log  # imports structlog, which `lean` must import first
 
 FEWEST_CHARS = 16
 """Of a token: it is the only defence against guessing."""
