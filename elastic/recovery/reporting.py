@@ -69,8 +69,12 @@ def _close(turn: Turn, incident: Incident, outcome: str, leads: bool) -> None:
 
 
 def _write(turn: Turn, incident: Incident, record: IncidentRecord) -> None:
+    turn.do(_put(turn, incident, record))
+
+
+def _put(turn: Turn, incident: Incident, record: IncidentRecord) -> PutIncident:
     bounds = {"stepped_s": incident.stepped_s, "left_wall_s": incident.left_wall_s}
-    turn.do(PutIncident(incident.key, dated(record, incident.began_s, turn.now_s, turn.wall_s, **bounds)))
+    return PutIncident(incident.key, dated(record, incident.began_s, turn.now_s, turn.wall_s, **bounds))
 
 
 def _supplement(turn: Turn) -> None:
@@ -90,21 +94,29 @@ def _supplement(turn: Turn) -> None:
 
 
 def _sweep(turn: Turn) -> None:
-    """Close a record that an earlier leader has left open and that no other agent closes, once the job steps."""
+    """Close a record that is left open though the job steps: an earlier leader is gone, or this agent closed the
+    incident while its lease had lapsed, when it did not lead."""
     agent, seen = turn.agent, turn.agent.etcd.view.incident
-    if seen is None or agent.incidents.reported == seen[0] or agent.formed.generation is None:
-        return  # what this agent has just closed may still look open
+    if seen is None or agent.formed.generation is None:
+        return
     steps = (
         agent.progress.settled >= agent.formed.generation.number > agent.formed.broken
         and not agent.lead.halted
         and turn.steps_advance()
     )
-    if steps and turn.now_s - agent.formed.formed_at_s > SWEEP_S and is_leader(turn.agent):
+    # What this agent has just closed may still look open.
+    if not steps or turn.now_s - agent.formed.formed_at_s <= SWEEP_S or not is_leader(turn.agent):
+        return
+    over = agent.incidents.closed
+    if over is not None and over.incident.key == seen[0]:
+        told = _put(turn, over.incident, over.record()).record  # with its times of day
+        record = replace(told, ended_wall_s=told.wall_s + max(told.timeline_s.values()))
+    else:
         record = replace(
             seen[1], open=False, timeline_s={"stepping": 0.0}, world_size_after=agent.formed.generation.world_size
         )
-        effect = PutIncident(seen[0], dated(record, turn.now_s, turn.now_s, turn.wall_s))
-        turn.ask(effect, f"incident {seen[0]}")
+        record = dated(record, turn.now_s, turn.now_s, turn.wall_s)
+    turn.ask(PutIncident(seen[0], record), f"incident {seen[0]}")
 
 
 def _counted(turn: Turn, incident: Incident) -> bool:

@@ -133,7 +133,7 @@ MUTANTS = (
            "turn.do(AddCauses(over.incident.key, over.record()))", "pass",
            "unit/test_late_causes.py::test_late_report_is_written_by_the_leader"),
     Mutant("an incident that a lost leader has left open stays open", "recovery.reporting",
-           "if steps and turn.now_s - agent.formed.formed_at_s > SWEEP_S and is_leader(turn.agent):", "if False:",
+           "if not steps or turn.now_s - agent.formed.formed_at_s <= SWEEP_S or not is_leader(turn.agent):", "if True:",
            "simulation/test_incidents.py::test_a_record_that_a_lost_leader_has_left_open_is_closed"),
     Mutant("the failures of a recovery's earlier generations are not read", "recovery.view",
            "range(formed.number - 1, max(0, formed.number - RECOVERY_GENERATIONS), -1)",

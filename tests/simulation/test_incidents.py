@@ -284,3 +284,18 @@ def test_a_record_that_a_lost_leader_has_left_open_is_closed() -> None:
     cluster.run(20.0)
     (incident,) = incidents(cluster)
     assert (incident.open, incident.kind, incident.world_size_after) == (False, "exit", 4)
+
+
+def test_a_recovery_that_ends_while_the_agents_lease_has_lapsed_is_closed() -> None:
+    """The agent stands still for longer than its lease; the only one, it does not lead when the job steps again."""
+    cluster = Cluster(Setting(nodes=1, slots=1, most=1, least=1, step_s=0.1, setup_s=1.0))
+    cluster.run(STRUCK_S)
+    cluster.fail_worker(0, 0)
+    cluster.run(STRUCK_S + 0.06)
+    assert cluster.record().number == 2
+    cluster.pause_agent(0, 6.0)
+    cluster.run(30.0)
+    (incident,) = incidents(cluster)
+    assert not incident.open
+    assert incident.ended_wall_s == pytest.approx(incident.wall_s + incident.timeline_s["stepping"], abs=0.01)
+    check_incident(incident, kind="exit", nodes=["n0"], ranks=[0], redone=cluster.judge.redone())
