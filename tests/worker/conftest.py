@@ -9,8 +9,8 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def no_gradients_left_in_flight() -> Iterator[None]:
+def nothing_left_in_flight() -> Iterator[None]:
     """They belong to the process: an abort in a later test would fail these in place of its own."""
     yield
     if module := sys.modules.get("elastic.worker.comm.in_flight"):
-        assert not module.GRADIENTS.fail("left behind by a test"), "gradients are still in flight"
+        assert not module.IN_FLIGHT.fail("left behind by a test"), "a collective is still in flight"

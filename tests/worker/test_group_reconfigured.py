@@ -21,7 +21,7 @@ from elastic.worker import torch_private
 from elastic.worker.comm import reconfigured
 from elastic.worker.comm.errors import GroupAborted
 from elastic.worker.comm.group import Group
-from elastic.worker.comm.in_flight import GRADIENTS
+from elastic.worker.comm.in_flight import IN_FLIGHT
 from elastic.worker.comm.reconfigured import ReconfiguredGroup, group_kind
 
 LIMITS = {"timeout_s": 30.0, "form_timeout_s": 20.0}
@@ -209,7 +209,7 @@ def left_in_flight(rank: int, world_size: int, port: int) -> Any:
     group = formed(rank, world_size, port, 1)
     gathered(rank)
     before = dist.group.WORLD
-    GRADIENTS.follow(torch.futures.Future(), lambda done: torch.ones(1), lambda: None)
+    IN_FLIGHT.follow(torch.futures.Future(), lambda done: torch.ones(1), lambda: None)
     group.abort("a rank died")
     group.close()
     assert reconfigured._kept is None

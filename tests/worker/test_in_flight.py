@@ -16,7 +16,7 @@ from elastic.worker.comm import comm_hooks, ddp, nccl
 from elastic.worker.comm import group as groups
 from elastic.worker.comm.errors import is_communication_error
 from elastic.worker.comm.group import Backend, Group
-from elastic.worker.comm.in_flight import GRADIENTS, InFlight
+from elastic.worker.comm.in_flight import IN_FLIGHT, InFlight
 
 
 class Stuck:
@@ -50,7 +50,7 @@ def backward(model: nn.Module, failed: list[str]) -> None:
 
 def test_a_backward_is_freed(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     flight, failed, found = InFlight(), list[str](), list[bool]()
-    monkeypatch.setattr(comm_hooks, "GRADIENTS", flight)  # what another test has left in flight would be failed instead
+    monkeypatch.setattr(comm_hooks, "IN_FLIGHT", flight)  # what another test has left in flight would be failed instead
     thread = threading.Thread(target=lambda: found.append(flight.fail("rank 1 died")))
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: Stuck(followed=thread.start))
     with pytest.raises(RuntimeError, match="rank 1 died") as caught:
@@ -65,7 +65,7 @@ def test_in_flight_sums_equal_those_of_gloo(alone: None) -> None:
     backward(model, failed)
     assert model.weight.grad is not None
     assert torch.equal(model.weight.grad, torch.full((4, 4), 2.0))
-    assert (failed, GRADIENTS.fail("nothing is in flight")) == ([], False)
+    assert (failed, IN_FLIGHT.fail("nothing is in flight")) == ([], False)
 
 
 def test_in_flight_result_after_the_abort_is_ignored() -> None:
@@ -99,7 +99,7 @@ def test_a_group_with_a_collective_that_does_not_end_is_never_destroyed(
     monkeypatch.setattr(groups, "_ABANDONED", kept)
     monkeypatch.setattr(nccl, "communicators", list)
     group = Group(backend=backend, rank=0, world_size=1, store_host="127.0.0.1", store_port=9, generation=1)
-    GRADIENTS.follow(torch.futures.Future(), lambda done: torch.ones(1), lambda: None)
+    IN_FLIGHT.follow(torch.futures.Future(), lambda done: torch.ones(1), lambda: None)
     (formed,) = c10d._world.pg_map
     group.abort("a rank died")
     while not group._abandoned:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .. import torch_private
-from .in_flight import GRADIENTS
+from .in_flight import IN_FLIGHT
 from .powersgd import PowerSGD
 
 Future = torch.futures.Future[Any]
@@ -174,7 +174,7 @@ class GradientHook:
                 raise
 
         if on_cpu:
-            return GRADIENTS.follow(future, received, failed)
+            return IN_FLIGHT.follow(future, received, failed)
         return future.then(received)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import torch_private
+from .buffers import broadcast_coalesced
 from .comm_hooks import Exchange, GradientHook, Sampler, plain
 
 
@@ -193,6 +194,16 @@ class _Told(DistributedDataParallel):
         waits()
         super()._sync_buffers()  # type: ignore[no-untyped-call]
         goes_on()
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        """Stock DDP waits here inside gloo, where an abort may not reach it (`in_flight`)."""
+        ours = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+        if ours:
+            broadcast_coalesced(ours, self.process_group, authoritative_rank, buffer_size)
+        if others := [tensor for tensor in tensors if tensor.device.type != "cpu"]:
+            super()._distributed_broadcast_coalesced(others, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
 
 
 class _FixedLayout(_Told):

@@ -28,7 +28,7 @@ from ...util.sealed_store import SealedStore
 from .. import torch_private
 from . import nccl, sockets
 from .errors import FormError, GroupAborted, is_communication_error
-from .in_flight import GRADIENTS
+from .in_flight import IN_FLIGHT
 
 Backend = Literal["gloo", "nccl"]
 
@@ -39,10 +39,10 @@ GENTLE_LOOKS = 10
 """Number of times that gloo's sockets are only shut for reading."""
 
 ABANDON_LOOKS = 15
-"""After so many, gradients that are still in flight are given up: see `in_flight`."""
+"""After so many, gradients and buffers that are still in flight are given up: see `in_flight`."""
 
 MOST_ABANDONED = 3
-"""Groups per process of which gloo's threads may be left behind, each with the gradients that it was to sum. With
+"""Groups per process of which gloo's threads may be left behind, each with the tensor that it was to send. With
 more, the worker does not finish its abort, and the agent replaces its process."""
 
 CONNECT_TRY_S = 2.0
@@ -165,7 +165,7 @@ class Group:
         References that remain to the group (a DDP module, a traceback) keep its threads alive, but not its connections.
         """
         if self._aborted.is_set() and not self._closed.is_set():
-            GRADIENTS.wait(None)  # `_sweep` gives up those that do not end
+            IN_FLIGHT.wait(None)  # `_sweep` gives up those that do not end
         with self._lock:  # a cut in progress must finish first, or it could hit the next group's sockets
             if self._closed.is_set():
                 return
@@ -331,7 +331,8 @@ class Group:
         # header only has arrived: they wait until the group's time-out, and no later cut reaches them, as the socket is
         # closed by then. So no write is made to fail here: with both directions shut, 4 of 26 aborts between small
         # collectives left a rank waiting; with this, 1 of 68: there the dead peer has broken the connection. Gradients
-        # that wait so are given up (`in_flight`); a rank that waits in another collective is ended after `abort_s`.
+        # and buffers that wait so are given up (`in_flight`); a rank that waits in another collective, one of the
+        # script's or SyncBatchNorm's, is ended after `abort_s`.
         how = socket.SHUT_RD if self._looks < GENTLE_LOOKS else socket.SHUT_RDWR
         self._looks += 1
         for sock in sockets.gloo_sockets():
@@ -350,7 +351,7 @@ class Group:
         while not self._closed.wait(SWEEP_S):
             self._cut()
             if self._looks >= ABANDON_LOOKS and len(_ABANDONED) < MOST_ABANDONED:
-                self._abandoned = GRADIENTS.fail(self.why) or self._abandoned
+                self._abandoned = IN_FLIGHT.fail(self.why) or self._abandoned
 
 
 _ABANDONED: list[object] = []

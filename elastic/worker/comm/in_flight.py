@@ -1,9 +1,10 @@
-"""The futures that a backward waits on, so that an abort can fail them.
+"""The futures that a backward, or an exchange of buffers, waits on, so that an abort can fail them.
 
 Gloo has no abort. Shutting down its sockets ends nearly all of its collectives, but not all: gloo keeps a send that it
 could not write when the connection broke, without an error, and the thread that waits for it wakes up only at the
 group's timeout (about one abort in fifty). DDP's backward does not wait for gloo's threads but on the future that the
-communication hook returned. Such a future is failed here, the backward raises, and the worker keeps its process.
+communication hook returned, and `buffers` waits on one too. Such a future is failed here, the wait raises, and the
+worker keeps its process.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Result = Callable[[torch.futures.Future[Any]], torch.Tensor]
 
 
 class _Pending:
-    """One future of gloo's, and the one that the backward waits on in its place."""
+    """One future of gloo's, and the one that the main thread waits on in its place."""
 
     def __init__(self, result: Result, on_failed: Callable[[], None]) -> None:
         self._result, self._on_failed = result, on_failed
@@ -80,5 +81,5 @@ class InFlight:
         pending.settle(done)
 
 
-GRADIENTS = InFlight()
-"""The all-reduces of this process's gradients."""
+IN_FLIGHT = InFlight()
+"""The all-reduces of this process's gradients and the broadcasts of its buffers."""
