@@ -216,7 +216,8 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False)
 def incident(snapshot: Snapshot, job: Job, record: IncidentRecord, now: Now) -> Json:
     row: Json = msgspec.to_builtins(record)
     del row["protocol"]
-    row["open"] = record.open and not job.over  # the end of the job ends every outage
+    if record.open and job.over and not job.members:  # no agent is left that could close it
+        row["open"], row["ended_wall_s"] = False, job.state.since_wall_s
     age_s = round(max(0.0, now.wall_s - record.wall_s), 1)
     took_s = age_s if row["open"] else max(record.timeline_s.values(), default=None)
     waits = _waiting(snapshot, job, newest_progress(snapshot, job)) if row["open"] else ""

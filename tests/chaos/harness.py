@@ -307,12 +307,14 @@ class Job:
         return True
 
     def wait_over(self, phase: str = "succeeded", deadline_s: float = 90.0) -> History:
-        """Until the job is over, which must be in `phase`."""
+        """Until the job is over, which must be in `phase`, and its agents have closed its incidents: they learn of the
+        end as we do."""
         over = eventually(
             lambda: seen if (seen := self.phase()) in ("succeeded", "failed", "stopped") else "",
             deadline_s, f"job {self.name} ends", every_s=0.1,
         )  # fmt: skip
         assert over == phase, f"job {self.name} is {over}: {self.row()['reason']}"
+        eventually(lambda: not self.open_incident(), 10.0, "its incidents are closed")
         return self.history
 
     def stop(self) -> None:

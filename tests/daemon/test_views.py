@@ -56,6 +56,16 @@ def test_a_running_job_in_short() -> None:
     assert (seen["last_incident"]["took_s"], seen["last_incident"]["age_s"]) == (0.144, 10.0)
 
 
+def test_incident_is_open_until_an_agent_has_closed_it_or_none_of_an_ended_job_is_left() -> None:
+    """Not from the end of the job on: until the leader has closed it, it does not say when it ended or what was lost."""
+    record = msgspec.structs.replace(job().incidents[0], open=True, ended_wall_s=None)
+    ended = JobState(phase=Phase.FAILED, since_wall_s=995.0)
+    running, closing = job(incidents=(record,)), job(incidents=(record,), state=ended)
+    left = replace(closing, members={})
+    seen = [views.incident(snapshot(known), known, record, NOW) for known in (running, closing, left)]
+    assert [(row["open"], row["ended_wall_s"]) for row in seen] == [(True, None), (True, None), (False, 995.0)]
+
+
 def test_status_prefers_progress_of_the_local_agent_to_etcd() -> None:
     agents = local(progress=msgspec.to_builtins(progress(44, wall_s=999.5)))
     assert status(job(), agents=agents)["jobs"][0]["step"] == 44
