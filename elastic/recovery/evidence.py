@@ -32,7 +32,7 @@ def kind_of(record: BrokenRecord) -> str:
 
 def merged(first: BrokenRecord, more: BrokenRecord) -> BrokenRecord:
     """`first` with what another report `more` of the same generation adds. Idempotent."""
-    heavier = _weight(more) > _weight(first)
+    heavier = _weight(more) > _weight(first) or _spread(more, first)
     primary, other = (more, first) if heavier else (first, more)
     also = list(first.also)
     if heavier:
@@ -51,6 +51,16 @@ def merged(first: BrokenRecord, more: BrokenRecord) -> BrokenRecord:
 def _weight(record: BrokenRecord) -> tuple[int, int]:
     """A rank that found no state ranks below every cause, and above a failed collective, which is less specific."""
     return weight(kind_of(record)), weight(record.kind)
+
+
+def _spread(cause: BrokenRecord, found: BrokenRecord) -> bool:
+    """Whether `found` is the loss that another rank's bad gradients of an earlier step, `cause`, have made."""
+    return (
+        cause.kind == found.kind == "bad loss"
+        and cause.step is not None
+        and found.step is not None
+        and cause.step < found.step
+    )
 
 
 def _adds(primary: BrokenRecord, also: list[Loss], loss: Loss) -> bool:

@@ -57,7 +57,7 @@ def test_a_running_job_in_short() -> None:
 
 
 def test_incident_is_open_until_an_agent_has_closed_it_or_none_of_an_ended_job_is_left() -> None:
-    """Not from the end of the job on: until the leader has closed it, it does not say when it ended or what was lost."""
+    """Not from the end of the job on: before the leader has closed it, it does not say when it ended."""
     record = msgspec.structs.replace(job().incidents[0], open=True, ended_wall_s=None)
     ended = JobState(phase=Phase.FAILED, since_wall_s=995.0)
     running, closing = job(incidents=(record,)), job(incidents=(record,), state=ended)

@@ -49,6 +49,16 @@ def test_a_death_takes_the_place_of_a_rank_that_found_no_state() -> None:
         assert record.node == "a", "it says why, and the failed collective does not"
 
 
+def test_a_bad_loss_of_an_earlier_step_is_the_cause_of_those_after_it() -> None:
+    """Its gradients spoil the weights of all ranks. Which rank reports first is chance."""
+    earlier = msgspec.structs.replace(report("b", 0, kind="bad loss"), step=13)
+    later = msgspec.structs.replace(report("a", 0, kind="bad loss"), step=14)
+    for record in (merged(earlier, later), merged(later, earlier)):
+        assert (record.node, record.step, [loss.node for loss in record.also]) == ("b", 13, ["a"])
+    drift = msgspec.structs.replace(earlier, kind="drift")
+    assert merged(later, drift).node == "a", "another kind of failure"
+
+
 def test_merged_report_keeps_rollback_in_any_report_order() -> None:
     assert merged(report("a", 0), report("b", kind="nan", rollback=True)).rollback
     assert merged(report("b", kind="nan", rollback=True), report("a", 0)).rollback
