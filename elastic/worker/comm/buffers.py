@@ -31,7 +31,7 @@ def broadcast_coalesced(
     for bucket, flat, future in started:
         future.wait()
         if group.rank() != source:
-            parts = flat.split([tensor.numel() for tensor in bucket])
+            parts = flat.split_with_sizes([tensor.numel() for tensor in bucket])
             shaped = [part.view(tensor.shape) for part, tensor in zip(parts, bucket, strict=True)]
             torch_private.foreach_copy(bucket, shaped)
 
