@@ -207,8 +207,8 @@ class Host:
         loop, peers, etcd, registry = self._agents.pop(index)
         loop.vanished = True
         peers.close()
-        if registry._lease is not None:
-            registry._lease.close(revoke=False)  # nobody renews it any more
+        if registry._key.lease is not None:
+            registry._key.lease.close(revoke=False)  # nobody renews it any more
         threading.Thread(target=etcd.close, daemon=True).start()
 
 

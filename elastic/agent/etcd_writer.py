@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from ..contract.records import (
     decode,
 )
 from ..contract.records import encode as _strictly
-from ..etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, Lease, ModIs, Op, Present, Put
+from ..etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, ModIs, Op, Put
 from ..recovery.effects import (
     AddCauses,
     Effect,
@@ -50,7 +50,7 @@ from ..recovery.generation_delta import changes
 from ..recovery.incident import supplemented
 from ..recovery.model import Policy
 from ..recovery.view import JobView
-from ..util import store_secret
+from .member_writes import MemberKey, OpensStores, next_record
 from .write_queue import Write, WriteQueue
 
 log = structlog.get_logger()
@@ -63,12 +63,6 @@ KEPT_RECORDS = 200
 """Failures and incidents of this many generations are kept in etcd."""
 KEPT_BESIDE = 50
 """This many failed checkpoints and late exits of one agent are kept in etcd."""
-
-
-class OpensStores(Protocol):
-    """See `store.Stores`."""
-
-    def open(self, generation: int, basis: Hashable) -> tuple[str, int]: ...
 
 
 class TakesWrites(Protocol):
@@ -98,7 +92,10 @@ class EtcdWriter:
         """Keys of failed checkpoints and late exits that this agent has written, oldest first."""
         self._restored = 0
         """Number of records that this agent has written back after etcd had lost them."""
-        self._lease: Lease | None = None
+        times, key = self.policy.timeouts, self.keys.member(self.policy.node)
+        self._key = MemberKey(
+            self.etcd, key, times.lease_ttl_s, times.lease_renew_s, lambda why: self.post(LeaseLost(why))
+        )
         self._first = True
         self._member: MemberRecord | None = None
         self._state = JobState()
@@ -141,29 +138,19 @@ class EtcdWriter:
         self._urgent.ask("member", self._write_member, persist=True)
 
     def _join(self) -> None:
-        times = self.policy.timeouts
-        if self._lease is not None:
-            self._lease.close(revoke=False)
-            self._lease = None
+        assert self._member is not None
+        self._key.drop()
         if self._first:  # else the key would keep the create revision of the previous agent, whose store is gone
-            self.etcd.delete(self.keys.member(self.policy.node))
-        lease = self.etcd.keep(times.lease_ttl_s, times.lease_renew_s, lambda why: self.post(LeaseLost(why)))
-        try:
-            self._put_member_under(lease)
-        except EtcdError:
-            lease.close()
-            raise
-        self._lease, self._first = lease, False
+            self.etcd.delete(self._key.key)
+        lease = self._key.join(encode(self._member))
+        self._first = False
         log.info("member.joined", lease=f"{lease.id:x}")
         self.post(Joined())
 
     def _write_member(self) -> None:
-        if self._lease is not None and not self._lease.lost:
-            self._put_member_under(self._lease)
-
-    def _put_member_under(self, lease: Lease) -> None:
         assert self._member is not None
-        self.etcd.put(self.keys.member(self.policy.node), encode(self._member), lease.id)
+        if (lease := self._key.held) is not None:
+            self.etcd.put(self._key.key, encode(self._member), lease.id)
 
     # ── generations ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -175,9 +162,9 @@ class EtcdWriter:
 
         def order() -> None:
             also: list[Op] = []
-            if member is not None and self._member is not None and self._lease is not None:
+            if member is not None and self._member is not None and self._key.lease is not None:
                 # The newest one: this may be a retry, and the record may have changed since.
-                also = [Put(self.keys.member(self.policy.node), encode(self._member), self._lease.id)]
+                also = [Put(self._key.key, encode(self._member), self._key.lease.id)]
             result = self.etcd.txn([Absent(key)], [Put(key, encode(record)), *also], also)
             log.info(
                 "generation.broken",
@@ -220,17 +207,13 @@ class EtcdWriter:
     def _publish(self, effect: Publish, view: JobView) -> bool:
         guards = self._guards(view.state_revision)
         number = self._number(effect.number)
-        host, port = self.stores.open(number, (self._restored, effect.expect_revision))
-        record = GenerationRecord(
-            number=number,
-            places=effect.change.places,
-            store_host=host,
-            store_port=port,
-            store_secret=store_secret.new(),
-            leader=self.policy.node,
-            why=effect.change.why,
+        record = next_record(
+            self.stores,
+            self.policy.node,
+            number,
+            effect.change,
+            basis=(self._restored, effect.expect_revision),
             at_step=effect.at_step,
-            restore=effect.change.restore,
             changes=self._changes(view.generation, effect.change.places),
             managed=effect.managed,
         )
@@ -239,8 +222,7 @@ class EtcdWriter:
             ops.append(Put(self.keys.state, encode(effect.state)))
         if number > KEPT_RECORDS:
             ops += [Delete(self.keys.broken(number - KEPT_RECORDS)), Delete(self.keys.incident(number - KEPT_RECORDS))]
-        expected = effect.expect_revision
-        guards.append(ModIs(self.keys.generation, expected) if expected else Absent(self.keys.generation))
+        guards.append(ModIs(self.keys.generation, effect.expect_revision))
         if effect.at_step is not None:  # a generation that has just broken does not reach the boundary
             guards.append(Absent(self.keys.broken(number - 1)))
         done = self.etcd.txn(guards, ops).ok
@@ -274,14 +256,8 @@ class EtcdWriter:
             self.etcd.txn(self._guards(view.state_revision), [Put(self.keys.state, encode(changed))])
 
     def _guards(self, revision: int) -> list[Compare]:
-        """Conditions for a write decided on a view: the job's state is still at `revision`, this agent still a member.
-
-        Revisions distinguish snapshots of one etcd only. An etcd that was wiped since counts from the start, and may by
-        chance have reached the same revision; but it lacks this agent's member key until the agent has rejoined, a
-        write that comes later in the same queue.
-        """
-        state = ModIs(self.keys.state, revision) if revision else Absent(self.keys.state)
-        return [state, Present(self.keys.member(self.policy.node))]
+        """The job's state is still at `revision`: see `MemberKey.guards`."""
+        return self._key.guards(self.keys.state, revision)
 
     # ── the job's state ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -387,8 +363,7 @@ class EtcdWriter:
         self._urgent.close(LEAVE_S)
         self._lazy.close(LEAVE_S)
         try:
-            if self._lease is not None:
-                self._lease.close(revoke=True)
+            self._key.drop(revoke=True)
             others = self.etcd.newest(self.keys.members).count
             kv = self.etcd.get(self.keys.state)
             if kv is None or others:

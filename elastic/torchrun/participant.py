@@ -16,6 +16,7 @@ import uuid
 
 import msgspec
 
+from ..agent.member_writes import MemberKey, next_record
 from ..agent.store import Stores
 from ..contract.keys import ClusterKeys
 from ..contract.phases import PhaseTrigger, after
@@ -27,11 +28,10 @@ from ..contract.records import (
     decode,
     encode,
 )
-from ..etcd.client import Absent, Compare, Delete, Etcd, EtcdError, Lease, ModIs, Op, Present, Put, View
+from ..etcd.client import Absent, Compare, Delete, Etcd, EtcdError, Lease, ModIs, Op, Put, View
 from ..recovery import membership
 from ..recovery.membership import Change, Limits
 from ..recovery.view import JobView
-from ..util import store_secret
 from .settings import TorchrunSettings
 
 # As torch logs, without structlog: this runs inside torchrun, whose output is the user's.
@@ -63,7 +63,8 @@ class RendezvousParticipant:
         self._settings = settings
         self._limits = Limits(settings.min_nodes, settings.max_nodes, settings.conf.last_call_timeout)
         self._stores = Stores(self.host)
-        self._lease: Lease | None = None
+        ttl_s = settings.conf.lease_ttl
+        self._key = MemberKey(etcd, self.keys.member(self.node), ttl_s, ttl_s * 0.3, self._on_lost)
         self._wanted = False
         self._give_up: BrokenRecord | None = None
         self._absence_ignored_until_s = 0.0
@@ -117,17 +118,15 @@ class RendezvousParticipant:
             self._wake()
         if self._thread.is_alive():
             self._thread.join(within_s)
-        lease, self._lease = self._lease, None
         told = True
         try:
-            if lease is not None and not lease.lost:
+            if (lease := self._key.held) is not None:
                 self.etcd.revoke(lease.id)
                 self._clean_up()
         except EtcdError as error:
             told = False
             log.warning("rendezvous.not_deregistered node=%s error=%s", self.node, error)
-        if lease is not None:
-            lease.close(revoke=False)
+        self._key.drop()
         return told
 
     def close(self) -> None:
@@ -151,7 +150,7 @@ class RendezvousParticipant:
                         self._absence_ignored_until_s = time.monotonic() + self._settings.conf.lease_ttl + 1
                         self._written_revision = 0
                     self._wipes += wiped
-                    mine = view.kvs.get(self.keys.member(self.node))
+                    mine = view.kvs.get(self._key.key)
                     self._shown_lease = mine.lease if mine is not None else 0
                     self.view, self.fault = new, ""
             self._wake()
@@ -184,10 +183,9 @@ class RendezvousParticipant:
     def _turn(self) -> None:
         if not self._wanted or self.contact or self.fault or self.view.revision == 0:
             return
-        if self._lease is None or self._lease.lost:
-            self._register()
+        lease = self._key.held or self._register()
         with self.changed:
-            view, shown = self.view, self._lease is not None and self._shown_lease == self._lease.id
+            view, shown = self.view, self._shown_lease == lease.id
         if not shown:
             return  # a view from before our record was in it, perhaps of an etcd that has been wiped since
         if self._give_up is not None:
@@ -198,16 +196,9 @@ class RendezvousParticipant:
         if membership.leader(view, frozenset(), current) == self.node:
             self._lead(view, current)
 
-    def _register(self) -> None:
-        ttl_s = self._settings.conf.lease_ttl
-        lease = self.etcd.keep(ttl_s, ttl_s * 0.3, self._on_lost)
+    def _register(self) -> Lease:
         record = MemberRecord(node=self.node, incarnation=self.incarnation, host=self.host, port=0, slots=1, ready=(0,))
-        try:
-            self.etcd.put(self.keys.member(self.node), encode(record), lease.id)
-        except EtcdError:
-            lease.close()
-            raise
-        self._lease = lease
+        return self._key.join(encode(record))
 
     def _on_lost(self, reason: str) -> None:
         log.warning("rendezvous.lease_lost node=%s reason=%s", self.node, reason)
@@ -215,10 +206,8 @@ class RendezvousParticipant:
             self._wake()
 
     def _guards(self, generation_revision: int) -> list[Compare]:
-        """Conditions for a write decided on a view that has our member record. Revisions distinguish snapshots of one
-        etcd only. An etcd that was wiped since may by chance have reached the same revision; but it lacks our record
-        until we have registered again, and then we wait for a view that shows it."""
-        return [ModIs(self.keys.generation, generation_revision), Present(self.keys.member(self.node))]
+        """The generation is still at this revision: see `MemberKey.guards`. The view has our member record."""
+        return self._key.guards(self.keys.generation, generation_revision)
 
     def _say_broken(self, view: JobView, record: BrokenRecord) -> None:
         number = view.generation.number if view.generation is not None else 0
@@ -294,18 +283,15 @@ class RendezvousParticipant:
     def _publish(self, view: JobView, current: GenerationRecord | None, change: Change) -> None:
         before = view.generation or current
         number = before.number + 1 if before else 1
+        basis = self._wipes, view.generation_revision
         try:
-            host, port = self._stores.open(number, (self._wipes, view.generation_revision))
+            record = next_record(self._stores, self.node, number, change, basis=basis)
         except (OSError, RuntimeError) as error:
             self.waiting_for = f"cannot open a store on {self.host}: {error}"
             log.warning("rendezvous.no_store host=%s error=%s", self.host, error)
             with self.changed:
                 self._again_s = time.monotonic() + 1
             return
-        record = GenerationRecord(
-            number=number, places=change.places, store_host=host, store_port=port, leader=self.node, why=change.why,
-            store_secret=store_secret.new(),
-        )  # fmt: skip
         then: list[Op] = [Put(self.keys.generation, encode(record))]
         if view.broken is not None:
             then.append(Delete(self.keys.broken(view.broken.generation)))

@@ -41,8 +41,8 @@ class Node:
 
     def lease_is_found_lost(self) -> None:
         self.server.advance(self.server.now_s + 1.0)
-        assert self.party._lease is not None
-        assert self.party._lease.lost
+        assert self.party._key.lease is not None
+        assert self.party._key.lease.lost
 
 
 @pytest.fixture
