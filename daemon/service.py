@@ -41,7 +41,7 @@ from .notify import Notify
 from .published_state import PublishedState
 from .run_as import RunAs, groups
 from .settings import Settings
-from .threads import Threads, fail_stop
+from .threads import Threads
 from .writer import Writer
 
 if TYPE_CHECKING:
@@ -116,11 +116,7 @@ class Daemon:
         self._threads.start("take-work-again", self._take_work_again)
         if self._notifier:
             self._threads.start("notifications", self._notifier.run)
-        try:
-            stop = self._loop.run()
-        except Exception:  # the second of the two places: a failed loop must not appear alive
-            fail_stop(self._log, "loop")
-            raise
+        stop = self._threads.run("loop", self._loop.run)
         (self._log.error if stop.code else self._log.info)("daemon.stopping", why=stop.why, code=stop.code)
         return stop.code
 

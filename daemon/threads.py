@@ -7,8 +7,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from typing import NoReturn, TypeVar
 
 from .log import Log
+
+T = TypeVar("T")
 
 EXIT_CODE = 70
 """EX_SOFTWARE: a bug of ours."""
@@ -19,18 +22,19 @@ class Threads:
         self._log = log
 
     def start(self, name: str, work: Callable[[], None]) -> threading.Thread:
-        def run() -> None:
-            try:
-                work()
-            except Exception:  # noqa: BLE001 - one of the two places: whatever it is, it must not go unseen
-                fail_stop(self._log, name)
-
-        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread = threading.Thread(target=self.run, args=(name, work), name=name, daemon=True)
         thread.start()
         return thread
 
+    def run(self, name: str, work: Callable[[], T]) -> T:
+        """Do `work` in this thread. If it raises, the process ends."""
+        try:
+            return work()
+        except Exception:  # noqa: BLE001 - of whatever kind: it must not go unseen
+            fail_stop(self._log, name)
 
-def fail_stop(log: Log, where: str, error: BaseException | None = None) -> None:
+
+def fail_stop(log: Log, where: str, error: BaseException | None = None) -> NoReturn:
     """Log `error`, or the exception being handled, and end the process at once."""
     log.critical("daemon.failed", where=where, exc_info=error or True)
     sys.stderr.flush()

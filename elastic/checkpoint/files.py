@@ -50,7 +50,7 @@ def open_folder(path: str) -> int:
                 todo.extendleft(reversed(rest))
             os.close(folder)
             folder = below
-    except BaseException:
+    except (OSError, ValueError):  # ValueError: a NUL in the path
         os.close(folder)
         raise
     return folder

@@ -7,7 +7,8 @@ and keeps gradients from being applied if an exchange has failed. DDP takes one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -146,11 +147,8 @@ class GradientHook:
         blocks = isinstance(self._exchange, Blocking)
         if blocks:
             self._contributed()
-        try:
+        with _failing(self._failed):
             future, result = self._exchange(bucket, self._weight(), self._group)
-        except Exception:
-            self._failed()
-            raise
         if blocks:
             self._received()
         on_cpu = bucket.buffer().device.type == "cpu"
@@ -167,11 +165,8 @@ class GradientHook:
         # Holds no reference to the group, as `self` does: it runs, and is dropped, in a thread of gloo. If that were
         # the last reference, the group would be destroyed there, join that very thread, and end the process.
         def received(done: Future) -> torch.Tensor:
-            try:
+            with _failing(failed):
                 return result(done)
-            except Exception:
-                failed()
-                raise
 
         if on_cpu:
             return IN_FLIGHT.follow(future, received, failed)
@@ -209,3 +204,13 @@ def _value(future: Future) -> torch.Tensor:
     value = future.value()
     tensor: torch.Tensor = value if isinstance(value, torch.Tensor) else value[0]
     return tensor
+
+
+@contextmanager
+def _failing(failed: Callable[[], None]) -> Iterator[None]:
+    """Calls `failed` for an exception in the block, which goes on."""
+    try:
+        yield
+    except Exception:  # torch's, or of the hook that the script gave
+        failed()
+        raise
