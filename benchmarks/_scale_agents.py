@@ -56,7 +56,6 @@ from elastic.recovery.events import (  # noqa: E402
     WorkerStepping,
     WorkerSynced,
 )
-from elastic.recovery.membership import Limits  # noqa: E402
 from elastic.recovery.model import Agent, Policy  # noqa: E402
 
 AGENTS_PER_PROCESS = 64
@@ -173,10 +172,9 @@ class Host:
         )  # fmt: skip
         loop: OneAgent | None = None
         peers = Peers(incarnation, lambda *dead: loop.on_dead(*dead) if loop else None)
-        limits = Limits(self._spec.min_nodes, self._spec.max_nodes, self._spec.join_wait_s)
         policy = Policy(
-            node=node, incarnation=incarnation, host="127.0.0.1", port=peers.port, slots=1, limits=limits,
-            shrink=False, standbys=0, managed=True, spec=self._spec, timeouts=TIMEOUTS,
+            node=node, incarnation=incarnation, host="127.0.0.1", port=peers.port, slots=1, managed=True,
+            spec=self._spec, timeouts=TIMEOUTS,
         )  # fmt: skip
         record = SpecRecord(spec=self._spec, submitted_wall_s=0.0, submitted_by="benchmark")
         registry = EtcdWriter(

@@ -29,7 +29,6 @@ from elastic.contract.timeouts import Timeouts
 from elastic.etcd.client import KV
 from elastic.recovery.events import Joined, Progress, Start, Tick, Viewed, WorkerReady
 from elastic.recovery.generation_delta import GenerationReader, changes
-from elastic.recovery.membership import Limits
 from elastic.recovery.model import Agent, Policy
 from elastic.recovery.recovery import step
 from elastic.recovery.view import JobView, Reader
@@ -109,9 +108,8 @@ def agent_at(index: int, picture: Picture, view: JobView, now_s: float) -> Agent
     """The agent of node `index`, in a generation that steps."""
     me = member(index)
     policy = Policy(
-        node=me.node, incarnation=me.incarnation, host=me.host, port=me.port, slots=me.slots, shrink=False, standbys=0,
-        limits=Limits(picture.spec.min_nodes, picture.spec.max_nodes, 0.0), managed=True, spec=picture.spec,
-        timeouts=Timeouts(),
+        node=me.node, incarnation=me.incarnation, host=me.host, port=me.port, slots=me.slots, managed=True,
+        spec=picture.spec, timeouts=Timeouts(),
     )  # fmt: skip
     agent, _ = step(Agent(policy), Start(), now_s)
     for event in (Joined(), Viewed(view, True)):

@@ -20,7 +20,6 @@ from ..contract.agent_files import AgentConfig
 from ..contract.keys import ClusterKeys, JobKeys
 from ..contract.records import ProtocolVersionMismatch, SpecRecord, decode
 from ..etcd.client import Etcd, EtcdError, JobSigner, scrub_environment
-from ..recovery.membership import Limits
 from ..recovery.model import Agent, Policy, changed
 from ..util.capped_log import LogFile
 from . import gpu_gate, worker_env
@@ -126,9 +125,6 @@ def _run_with(
         host=config.address,
         port=peers.port,
         slots=config.slots,
-        limits=Limits(job.min_nodes, job.max_nodes, job.join_wait_s),
-        shrink=job.on_loss == "shrink",
-        standbys=job.standby,
         managed=False,
         spec=job,
         timeouts=config.timeouts,

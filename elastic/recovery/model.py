@@ -54,9 +54,6 @@ class Policy(msgspec.Struct, frozen=True):
     host: str
     port: int
     slots: int
-    limits: Limits
-    shrink: bool
-    standbys: int
     managed: bool
     """The script calls `elastic.run`, so its workers survive a re-formation; plain workers are replaced each time.
     Every job starts as plain until its first worker makes the call: see `manner`."""
@@ -66,6 +63,14 @@ class Policy(msgspec.Struct, frozen=True):
     """In a generation of more nodes than this, a large job, not every agent watches all members: see `watch_scope`."""
     leader_candidates: int = LEADER_CANDIDATES
     """How many agents watch them in any case: the leader candidates."""
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.spec.min_nodes, self.spec.max_nodes, self.spec.join_wait_s)
+
+    @property
+    def shrink(self) -> bool:
+        return self.spec.on_loss == "shrink"
 
 
 class Uncounted(msgspec.Struct, frozen=True):

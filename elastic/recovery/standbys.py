@@ -27,14 +27,15 @@ def promote(turn: Turn, slot: int) -> bool:
 
 
 def settle_standbys(turn: Turn) -> None:
-    if not turn.policy.managed or not turn.policy.standbys:
+    if not turn.policy.managed or not turn.policy.spec.standby:
         return
     if not turn.agent.local.standbys:
         # Only once the workers have started: they come first.
         if any(w.stage in (Stage.STARTING, Stage.GONE) for w in turn.agent.local.workers.values()):
             return
         fresh = tuple(
-            Worker(slot=-1, worker_id=0, stage=Stage.GONE, deadline_s=turn.now_s) for _ in range(turn.policy.standbys)
+            Worker(slot=-1, worker_id=0, stage=Stage.GONE, deadline_s=turn.now_s)
+            for _ in range(turn.policy.spec.standby)
         )
         turn.change(standbys=fresh)
     _overtake(turn)

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from support.jobs import generation, place
+from support.jobs import generation, place, policy
 
 from elastic.agent.status import doing
-from elastic.contract.spec import JobSpec
-from elastic.contract.timeouts import Timeouts
-from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy, Worker, changed
+from elastic.recovery.model import Agent, Worker, changed
 from elastic.recovery.transitions import Stage
 
 
 def agent(*stages: Stage, crashes: int = 0) -> Agent:
-    spec = JobSpec(name="j", script="/t.py")
-    policy = Policy(
-        node="a", incarnation="i", host="h", port=1, slots=2, limits=Limits(1, 1, 0.0), shrink=False, standbys=0,
-        managed=True, spec=spec, timeouts=Timeouts(),
-    )  # fmt: skip
     workers = {
         slot: Worker(slot=slot, worker_id=slot + 1, stage=stage, since_s=0.0, deadline_s=0.0, crashes=crashes)
         for slot, stage in enumerate(stages)
     }
-    return changed(Agent(policy), workers=workers, generation=generation(3, [place("a", 0, 1)]))
+    return changed(Agent(policy(slots=2)), workers=workers, generation=generation(3, [place("a", 0, 1)]))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.fake_etcd import FakeClient, FakeServer
-from support.jobs import generation, place
+from support.jobs import generation, place, policy
 
 from elastic.agent.etcd_writer import KEPT_BESIDE, EtcdWriter
 from elastic.agent.incidents import late_exit, save_failed
@@ -31,13 +31,12 @@ from elastic.contract.records import (
     encode,
 )
 from elastic.contract.spec import Checkpoint, JobSpec
-from elastic.contract.timeouts import Timeouts
 from elastic.etcd.client import EtcdUnavailable
 from elastic.recovery.effects import Publish, PutState
 from elastic.recovery.events import Event, PublishFailed
 from elastic.recovery.generation_delta import GenerationReader
-from elastic.recovery.membership import Change, Limits
-from elastic.recovery.model import CROWD, Agent, Policy
+from elastic.recovery.membership import Change
+from elastic.recovery.model import CROWD, Agent
 from elastic.recovery.view import JobView
 from elastic.util import store_secret
 from elasticd.api.views import steps_lost
@@ -62,19 +61,7 @@ class AtOnce:
 class Office:
     def __init__(self, **checkpoint: object) -> None:
         spec = JobSpec(name="job", script="x.py", checkpoint=msgspec.convert(checkpoint, Checkpoint))
-        self.policy = Policy(
-            node="n",
-            incarnation="i",
-            host="127.0.0.1",
-            port=1,
-            slots=1,
-            limits=Limits(1, 1, 0.0),
-            shrink=False,
-            standbys=0,
-            managed=True,
-            spec=spec,
-            timeouts=Timeouts(),
-        )
+        self.policy = policy("n", spec=spec)
         self.client = FakeClient(FakeServer())
         self.posted: list[Event] = []
         self.queues: dict[str, AtOnce] = {}

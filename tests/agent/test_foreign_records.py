@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.jobs import policy
 
 from elastic.agent.loop import Loop
 from elastic.agent.pool import Pool
@@ -18,10 +19,8 @@ from elastic.contract.keys import ClusterKeys
 from elastic.contract.messages import Preload
 from elastic.contract.records import GenerationRecord, JobState, MemberRecord, Phase, Place, SpecRecord, encode
 from elastic.contract.spec import JobSpec
-from elastic.contract.timeouts import Timeouts
 from elastic.etcd.client import KV, View
-from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy
+from elastic.recovery.model import Agent
 
 KEYS = ClusterKeys("c").job("job")
 SPEC = SpecRecord(spec=JobSpec(name="job", script="x.py"), submitted_wall_s=0.0, submitted_by="me")
@@ -67,21 +66,8 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
         agent_dir=str(tmp_path),
         logs_dir=str(tmp_path),
     )
-    policy = Policy(
-        node="n",
-        incarnation="i",
-        host="h",
-        port=1,
-        slots=1,
-        limits=Limits(1, 2, 0.0),
-        shrink=False,
-        standbys=0,
-        managed=True,
-        spec=SPEC.spec,
-        timeouts=Timeouts(),
-    )
     pool = Pool(selectors.DefaultSelector(), "", Preload(), 1.0)
-    made = Loop(config, Agent(policy), Mute(), Mute(), Mute(), KEYS, SPEC, pool)  # type: ignore[arg-type]
+    made = Loop(config, Agent(policy("n", spec=SPEC.spec)), Mute(), Mute(), Mute(), KEYS, SPEC, pool)  # type: ignore[arg-type]
     yield made
     made.saver.close()
     made.pool.selector.close()

@@ -9,15 +9,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.jobs import generation, place
+from support.jobs import generation, place, policy
 
 from elastic.agent.history import EVERY_S, KEPT_POINTS, HistoryFile, added
 from elastic.contract.agent_files import History, Point
 from elastic.contract.records import ProgressRecord
-from elastic.contract.spec import JobSpec
-from elastic.contract.timeouts import Timeouts
-from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy, changed
+from elastic.recovery.model import Agent, changed
 
 
 def point(wall_s: float, step: int = 1) -> Point:
@@ -47,11 +44,7 @@ def test_a_clock_that_goes_back_adds_no_point_and_breaks_nothing() -> None:
 
 
 def agent(node: str = "a") -> Agent:
-    policy = Policy(
-        node=node, incarnation=f"{node}.1", host=node, port=1, slots=1, limits=Limits(1, 2, 0.0), shrink=False,
-        standbys=0, managed=True, spec=JobSpec(name="job", script="x.py"), timeouts=Timeouts(),
-    )  # fmt: skip
-    return changed(Agent(policy), generation=generation(2, [place("a"), place("b")]))
+    return changed(Agent(policy(node, nodes="1:2")), generation=generation(2, [place("a"), place("b")]))
 
 
 def progress(wall_s: float, loss: float | None = 0.5, step: int = 3) -> ProgressRecord:

@@ -8,31 +8,29 @@ import time
 
 import msgspec
 import pytest
-from support.jobs import generation, member, place, view
+from support.jobs import generation, member, place, policy, view
 
 from elastic.agent.ledger import LedgerKeeper
 from elastic.contract.beat import PAGE_BYTES, Beat, BeatPage, Doing
 from elastic.contract.ledger import Bucket, Ledger
 from elastic.contract.records import Phase, ProgressRecord
-from elastic.contract.spec import JobSpec
-from elastic.contract.timeouts import Timeouts
 from elastic.recovery.events import Tick, WorkerFormed
 from elastic.recovery.ledger_view import seen
-from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy, Worker, changed
+from elastic.recovery.model import Agent, Worker, changed
 from elastic.recovery.transitions import Stage
 
 
 def agent(*stages: Stage, number: int = 2, node: str = "a", **facts: object) -> Agent:
     """Of node a, with a worker in each of `stages`; its job has nodes a and b."""
-    policy = Policy(
-        node=node, incarnation=f"{node}.1", host=node, port=1, slots=2, limits=Limits(2, 2, 0.0), shrink=False,
-        standbys=0, managed=True, spec=JobSpec(name="job", script="x.py"), timeouts=Timeouts(),
-    )  # fmt: skip
     formed = generation(number, [place("a", 0, 1), place("b", 0, 1)]) if number else None
     workers = {slot: Worker(slot=slot, worker_id=slot + 1, stage=stage) for slot, stage in enumerate(stages)}
     return changed(
-        changed(Agent(policy), view=view(member("a"), member("b"), formed=formed), generation=formed, workers=workers),
+        changed(
+            Agent(policy(node, nodes="2:2", slots=2)),
+            view=view(member("a"), member("b"), formed=formed),
+            generation=formed,
+            workers=workers,
+        ),
         **facts,
     )
 

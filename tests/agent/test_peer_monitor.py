@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from support.jobs import generation, member, place, view
+from support.jobs import generation, member, place, policy, view
 
 from elastic.agent.peer_monitor import LINES_PER_S, PeerMonitor
-from elastic.contract.spec import JobSpec
-from elastic.contract.timeouts import Timeouts
-from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy, changed
+from elastic.recovery.model import Agent, changed
 
 NODES = [f"n{i}" for i in range(200)]
-POLICY = Policy(
-    node="n150", incarnation="n150.1", host="n150", port=1, slots=1, limits=Limits(1, 200, 0.0), shrink=False,
-    standbys=0, managed=True, spec=JobSpec(name="job", script="x.py"), timeouts=Timeouts(),
-)  # fmt: skip
+POLICY = policy("n150", nodes="1:200")
 
 
 class Seen:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from support.jobs import generation, member, place, view
+from support.jobs import generation, member, place, policy, view
 
 from elastic.agent.saver import SaveStatus
 from elastic.agent.status import Gauge, progress, rank_rows
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records import ProgressRecord, encode
-from elastic.contract.spec import JobSpec
-from elastic.contract.timeouts import Timeouts
-from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy, Worker, changed
+from elastic.recovery.model import Agent, Worker, changed
 from elastic.recovery.transitions import Stage
 from elastic.recovery.view import JobView
 
@@ -30,15 +27,11 @@ class NoPool:
 
 def recorded(stage: Stage, *, in_generation: int, step: int, loss: float | None = None) -> ProgressRecord:
     """What the agent of node b, with one worker, writes where ON_RECORD stands."""
-    policy = Policy(
-        node="b", incarnation="b.1", host="b", port=1, slots=1, limits=Limits(1, 2, 0.0), shrink=False, standbys=0,
-        managed=True, spec=JobSpec(name="job", script="x.py"), timeouts=Timeouts(),
-    )  # fmt: skip
     formed = generation(3, [place("a"), place("b")])
     picture = view(member("b"), formed=formed, saved_step=40)
     object.__setattr__(picture, "progress", ON_RECORD)
     worker = Worker(slot=0, worker_id=1, stage=stage, generation=in_generation, step=step)
-    agent = changed(Agent(policy), view=picture, generation=formed, workers={0: worker})
+    agent = changed(Agent(policy("b", nodes="1:2")), view=picture, generation=formed, workers={0: worker})
     gauge, pool = Gauge(), NoPool()
     gauge.loss = loss
     return progress(agent, pool, gauge, rank_rows(agent, pool), SaveStatus())  # type: ignore[arg-type]

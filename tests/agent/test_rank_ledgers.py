@@ -9,25 +9,19 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.jobs import generation, member, place, view
+from support.jobs import generation, member, place, policy, view
 
 from elastic.agent.rank_ledgers import RankLedgers, left_behind
 from elastic.contract.beat import PAGE_BYTES, Beat, BeatPage, Doing
 from elastic.contract.ledger import Bucket
 from elastic.contract.rank_records import RanksRecord, every_s
 from elastic.contract.records import Phase
-from elastic.contract.spec import JobSpec
-from elastic.contract.timeouts import Timeouts
 from elastic.recovery.events import Tick, WorkerFormed
-from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy, Worker, changed
+from elastic.recovery.model import Agent, Worker, changed
 from elastic.recovery.transitions import Stage
 from elasticd.diagnosis import goodput
 
-POLICY = Policy(
-    node="a", incarnation="a.1", host="a", port=1, slots=2, limits=Limits(2, 2, 0.0), shrink=False, standbys=0,
-    managed=True, spec=JobSpec(name="job", script="x.py"), timeouts=Timeouts(),
-)  # fmt: skip
+POLICY = policy(nodes="2:2", slots=2)
 
 
 def agent(*stages: Stage | None, slots: tuple[int, ...] = (0, 1), number: int = 2, **facts: object) -> Agent:

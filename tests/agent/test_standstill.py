@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from support.jobs import generation, member, place, view
+from support.jobs import generation, member, place, policy, view
 
 from elastic.agent.standstill import Others, with_stillness
 from elastic.contract.decoding import Member
 from elastic.contract.records import BrokenRecord, JobState, MemberRecord, Phase, ProgressRecord, Standing, Stillness
-from elastic.contract.spec import Hang, JobSpec
-from elastic.contract.timeouts import Timeouts
-from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy, Worker, changed
+from elastic.contract.spec import Hang
+from elastic.recovery.model import Agent, Worker, changed
 from elastic.recovery.stillness import Known
 from elastic.recovery.transitions import Stage
 
@@ -26,15 +24,11 @@ AT_S, WALL_S = 500.0, 1000.0
 
 
 def agent(**facts: Any) -> Agent:
-    policy = Policy(
-        node="a", incarnation="a.1", host="a", port=1, slots=1, limits=Limits(2, 2, 0.0), shrink=False, standbys=0,
-        managed=True, spec=JobSpec(name="job", script="x.py"), timeouts=Timeouts(),
-    )  # fmt: skip
     formed = generation(1, [place("a"), place("b")])
     worker = Worker(slot=0, worker_id=1, stage=Stage.RUNNING, generation=1, step=40)
     made = changed(
-        Agent(policy), view=view(member("a"), member("b"), formed=formed), generation=formed, workers={0: worker},
-        step=40, step_s=0.3, stepped_at_s=AT_S, formed_at_s=AT_S - 100.0,
+        Agent(policy(nodes="2:2")), view=view(member("a"), member("b"), formed=formed), generation=formed,
+        workers={0: worker}, step=40, step_s=0.3, stepped_at_s=AT_S, formed_at_s=AT_S - 100.0,
     )  # fmt: skip
     return changed(made, **facts)
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
-from support.jobs import generation, place
+from support.jobs import generation, place, policy
 
 from elastic.agent.pool import Pool
 from elastic.agent.saver import SaveStatus
 from elastic.agent.status import SLOW_S, Gauge, progress
 from elastic.contract.records import ProgressRecord
-from elastic.contract.spec import JobSpec
-from elastic.contract.timeouts import Timeouts
-from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy, Worker, changed
+from elastic.recovery.model import Agent, Worker, changed
 from elastic.recovery.transitions import Stage
 
 
@@ -24,12 +21,8 @@ class NoPool:
 
 
 def waits_for(stage: Stage, since_s: float) -> ProgressRecord:
-    policy = Policy(
-        node="a", incarnation="a.1", host="a", port=1, slots=1, limits=Limits(1, 2, 0.0), shrink=False, standbys=0,
-        managed=True, spec=JobSpec(name="job", script="x.py"), timeouts=Timeouts(),
-    )  # fmt: skip
     worker = Worker(slot=0, worker_id=1, stage=stage, generation=2, since_s=time.monotonic() - since_s)
-    agent = changed(Agent(policy), generation=generation(2, [place("a"), place("b")]), workers={0: worker})
+    agent = changed(Agent(policy(nodes="1:2")), generation=generation(2, [place("a"), place("b")]), workers={0: worker})
     pool: Pool = NoPool()  # type: ignore[assignment]
     return progress(agent, pool, Gauge(), (), SaveStatus())
 

@@ -23,7 +23,7 @@ from elastic.recovery.effects import (
     Send,
 )
 from elastic.recovery.events import Event, Progress, Start, Tick, Viewed, WorkerExited
-from elastic.recovery.membership import Limits, leader, living
+from elastic.recovery.membership import leader, living
 from elastic.recovery.model import Agent, Policy, is_leader
 from elastic.recovery.transitions import Stage
 from elastic.recovery.turn import ASK_AGAIN_S
@@ -169,16 +169,12 @@ class Node:
         self.paused, self.effects_left, self._seen, self.watched = False, None, (0, 0), set()
         self._tick_due_s = float("inf")
         spec = cluster.spec
-        limits = Limits(spec.min_nodes, spec.max_nodes, spec.join_wait_s)
         policy = Policy(
             node=self.name,
             incarnation=self.incarnation,
             host=self.name,
             port=1,
             slots=cluster.slots,
-            limits=limits,
-            shrink=spec.on_loss == "shrink",
-            standbys=spec.standby,
             managed=cluster.setting.managed,
             spec=spec,
             timeouts=Timeouts(),

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from elastic.contract.decoding import Member
 from elastic.contract.records import BrokenRecord, GenerationRecord, JobState, MemberRecord, Phase, Place, SpecRecord
 from elastic.contract.spec import JobSpec
+from elastic.contract.timeouts import Timeouts
+from elastic.recovery.effects import Effect
+from elastic.recovery.events import Event, Tick
+from elastic.recovery.model import Agent, Policy
+from elastic.recovery.recovery import step
 from elastic.recovery.view import JobView
 
 
@@ -85,3 +91,45 @@ def view(
         saved_step=saved_step,
         revision=revision,
     )
+
+
+def policy(
+    node: str = "a",
+    *,
+    spec: JobSpec | None = None,
+    nodes: str = "1:1",
+    slots: int = 1,
+    managed: bool = True,
+    **more: Any,
+) -> Policy:
+    """`nodes`: of a job that waits for no more nodes than the minimum, if there is no `spec`."""
+    return Policy(
+        node=node,
+        incarnation=f"{node}.1",
+        host=node,
+        port=1,
+        slots=slots,
+        managed=managed,
+        spec=spec or JobSpec(name="job", script="x.py", nodes=nodes, join_wait_s=0.0),
+        timeouts=Timeouts(),
+        **more,
+    )
+
+
+class Machine:
+    """The recovery of an agent, on a clock that only `wait` moves."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.agent = Agent(policy)
+        self.now_s = 100.0
+
+    def take(self, *events: Event) -> list[Effect]:
+        effects: list[Effect] = []
+        for event in events:
+            self.agent, done = step(self.agent, event, self.now_s)
+            effects += done
+        return effects
+
+    def wait(self, seconds: float, *events: Event) -> list[Effect]:
+        self.now_s += seconds
+        return self.take(*(events or (Tick(),)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from support.jobs import member, view
-from unit.test_recovery import SPEC, Machine
+from unit.test_recovery import SPEC, Watched
 
 from elastic.contract.records import BrokenRecord, JobState, Phase, WorkerError
 from elastic.recovery.effects import PutState
@@ -22,19 +22,19 @@ def shown(state: JobState, revision: int) -> JobView:
     return replace(EMPTY, state=state, state_revision=revision)
 
 
-def fail(machine: Machine, slot: int = 0, fingerprint: str = "ImportError at train.py:1") -> list[PutState]:
+def fail(machine: Watched, slot: int = 0, fingerprint: str = "ImportError at train.py:1") -> list[PutState]:
     error = WorkerError(node="a", slot=slot, rank=-1, message="ImportError: numpyy")
     exited = WorkerExited(slot, machine.worker_id(slot), "exit code 1", 1, error, fingerprint)
     return [e for e in machine.take(exited) if isinstance(e, PutState)]
 
 
-def started(picture: JobView = EMPTY) -> Machine:
-    machine = Machine()
+def started(picture: JobView = EMPTY) -> Watched:
+    machine = Watched()
     machine.take(Start(), Joined(), Viewed(picture, True))
     return machine
 
 
-def states(machine: Machine, picture: JobView) -> list[PutState]:
+def states(machine: Watched, picture: JobView) -> list[PutState]:
     return [e for e in machine.see(picture) if isinstance(e, PutState)]
 
 

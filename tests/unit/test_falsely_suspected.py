@@ -4,28 +4,23 @@ etcd must not go on alone in turns, each over the other's steps."""
 from __future__ import annotations
 
 import pytest
-from support.jobs import broken, generation, member, place, view
+from support.jobs import Machine, broken, generation, member, place, policy, view
 
 from elastic.contract.records import GenerationRecord
 from elastic.contract.spec import JobSpec
 from elastic.contract.timeouts import Timeouts
 from elastic.recovery.effects import Effect, Publish, PutMember
 from elastic.recovery.events import (
-    Event,
     Joined,
     PeerDead,
     PeerReachable,
     Progress,
     Start,
-    Tick,
     Viewed,
     WorkerReady,
     WorkerStepping,
     WorkerSynced,
 )
-from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy
-from elastic.recovery.recovery import step
 from elastic.recovery.view import JobView
 
 SPEC = JobSpec(name="job", script="train.py", nodes="1:2")
@@ -41,30 +36,13 @@ def alone(node: str, number: int) -> GenerationRecord:
     return generation(number, [place(node)])
 
 
-class Machine:
+class Stepping(Machine):
     """The agent of b, whose worker steps in BOTH with a's."""
 
     def __init__(self) -> None:
-        limits = Limits(SPEC.min_nodes, SPEC.max_nodes, SPEC.join_wait_s)
-        policy = Policy(
-            node="b", incarnation="b.1", host="b", port=1, slots=1, limits=limits, shrink=False, standbys=0,
-            managed=True, spec=SPEC, timeouts=Timeouts(),
-        )  # fmt: skip
-        self.agent = Agent(policy)
-        self.now_s = 100.0
+        super().__init__(policy("b", spec=SPEC))
         self.take(Start(), Joined(), WorkerReady(0, 1), Viewed(picture(BOTH), True))
         self.take(WorkerSynced(0, 1, 1, 7), WorkerStepping(0, 1, 1, 8), Progress(1, 8, 0.1))
-
-    def take(self, *events: Event) -> list[Effect]:
-        effects: list[Effect] = []
-        for event in events:
-            self.agent, done = step(self.agent, event, self.now_s)
-            effects += done
-        return effects
-
-    def wait(self, seconds: float) -> list[Effect]:
-        self.now_s += seconds
-        return self.take(Tick())
 
 
 def published(effects: list[Effect]) -> list[str]:
@@ -76,9 +54,9 @@ def complaints(effects: list[Effect]) -> list[tuple[str, ...]]:
 
 
 @pytest.fixture
-def outrun() -> Machine:
+def outrun() -> Stepping:
     """It has called a dead, and a was quicker to go on without it."""
-    machine = Machine()
+    machine = Stepping()
     assert published(machine.take(PeerDead("a", "a.1", REFUSED))) == ["b"]
     effects = machine.take(Viewed(picture(alone("a", 2)), True))
     assert not published(effects)
@@ -86,14 +64,14 @@ def outrun() -> Machine:
     return machine
 
 
-def test_the_dead_that_goes_on_alone_lives_and_is_not_gone_over(outrun: Machine) -> None:
+def test_the_dead_that_goes_on_alone_lives_and_is_not_gone_over(outrun: Stepping) -> None:
     assert not published(outrun.wait(2.0))
     assert not published(outrun.take(PeerDead("a", "a.1", REFUSED)))
     assert not published(outrun.wait(60.0))
 
 
 def test_falsely_suspected_leader_that_formed_alone_is_not_excluded_by_the_left_out_node() -> None:
-    machine = Machine()
+    machine = Stepping()
     assert not published(machine.take(Viewed(picture(alone("a", 2)), True)))
     effects = machine.take(PeerDead("a", "a.1", REFUSED))
     assert not published(effects)
@@ -103,19 +81,19 @@ def test_falsely_suspected_leader_that_formed_alone_is_not_excluded_by_the_left_
 
 def test_node_left_out_by_its_own_loss_or_by_plan_accepts_a_reported_death() -> None:
     for formed, failed in ((alone("a", 2), broken(1, "b", 0)), (generation(2, [place("a")], at_step=9), None)):
-        machine = Machine()
+        machine = Stepping()
         if failed:
             machine.take(Viewed(view(member("a", 0), member("b", 1), spec=SPEC, formed=BOTH, failed=failed), True))
         machine.take(Viewed(picture(formed), True))
         assert published(machine.take(PeerDead("a", "a.1", REFUSED))) == ["b"]
 
 
-def test_peer_that_was_reachable_again_is_accepted_as_dead_on_a_new_refusal(outrun: Machine) -> None:
+def test_peer_that_was_reachable_again_is_accepted_as_dead_on_a_new_refusal(outrun: Stepping) -> None:
     assert complaints(outrun.take(PeerReachable("a", "a.1"))) == [()]
     assert published(outrun.take(PeerDead("a", "a.1", REFUSED))) == ["b"]
 
 
-def test_successor_of_a_falsely_suspected_agent_can_be_declared_dead(outrun: Machine) -> None:
+def test_successor_of_a_falsely_suspected_agent_can_be_declared_dead(outrun: Stepping) -> None:
     successor = view(
         member("a", 9, worker_id=2), member("b", 1), spec=SPEC, formed=generation(3, [place("a", worker_id=2)])
     )
@@ -124,14 +102,14 @@ def test_successor_of_a_falsely_suspected_agent_can_be_declared_dead(outrun: Mac
 
 
 def test_leader_that_died_right_after_admitting_the_node_is_declared_dead() -> None:
-    machine = Machine()
+    machine = Stepping()
     machine.take(PeerDead("a", "a.1", REFUSED))
     effects = machine.take(Viewed(picture(generation(2, [place("a"), place("b")])), True))
     assert published([*effects, *machine.wait(2.0)]) == ["b"]
 
 
 def test_peer_whose_lease_outlives_its_reported_death_is_reported_unreachable_instead() -> None:
-    machine = Machine()
+    machine = Stepping()
     machine.take(PeerDead("a", "a.1", REFUSED), Viewed(picture(alone("b", 2)), True))
     machine.wait(Timeouts().lease_ttl_s + 2.0)
     assert complaints(machine.take(PeerDead("a", "a.1", REFUSED))) == [("a",)]

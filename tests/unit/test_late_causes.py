@@ -6,17 +6,15 @@ from dataclasses import replace
 
 import pytest
 from msgspec.structs import replace as replace_struct
-from support.jobs import generation, member, place, view
+from support.jobs import generation, member, place, policy, view
 
 from elastic.contract.origin import Origin
 from elastic.contract.records import BrokenRecord, Cause, IncidentRecord, Loss
 from elastic.contract.spec import JobSpec
-from elastic.contract.timeouts import Timeouts
 from elastic.recovery.effects import AddCauses
 from elastic.recovery.events import Viewed
 from elastic.recovery.incident import Closed, Incident, Sync, causes, supplemented
-from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy, changed
+from elastic.recovery.model import Agent, changed
 from elastic.recovery.recovery import step
 
 FAILED, FORMED = (generation(n, [place("a", 0), place("b", 0)]) for n in (1, 2))
@@ -76,19 +74,7 @@ def test_a_record_that_names_fewer_causes_or_losses_changes_nothing_that_is_know
 
 
 SPEC = JobSpec(name="job", script="train.py", nodes="1:2")
-POLICY = Policy(
-    node="a",
-    incarnation="a.1",
-    host="a",
-    port=1,
-    slots=1,
-    limits=Limits(1, 2, 0.0),
-    shrink=False,
-    standbys=0,
-    managed=True,
-    spec=SPEC,
-    timeouts=Timeouts(),
-)
+POLICY = policy(spec=SPEC)
 
 
 def test_a_newer_incident_keeps_the_hand_over_that_was_seen_before_its_record() -> None:

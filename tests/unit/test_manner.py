@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
-from support.jobs import generation, member, place, view
+from support.jobs import generation, member, place, policy, view
 
 from elastic.contract import messages
 from elastic.contract.decoding import Member
 from elastic.contract.records import ProgressRecord
 from elastic.contract.spec import JobSpec
-from elastic.contract.timeouts import Timeouts
 from elastic.recovery.effects import Effect, ForkPlain, ForkWorker, Kill, PutBroken, PutMember, Rejoin, Send
 from elastic.recovery.events import Event, Joined, Start, Viewed, WorkerExited, WorkerManaged, WorkerReady
-from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy
+from elastic.recovery.model import Agent
 from elastic.recovery.recovery import step
 from elastic.recovery.transitions import Stage
 from elastic.recovery.view import JobView
@@ -28,11 +26,7 @@ A, B = member("a", 1, ready=(0, 1)), member("b", 2, ready=(0, 1))
 class Machine:
     def __init__(self, **fields: object) -> None:
         self.spec = JobSpec(name="job", script="train.py", nodes="1:2", workers_per_node=2, **fields)  # type: ignore[arg-type]
-        policy = Policy(
-            node="a", incarnation="a.1", host="a", port=1, slots=2, limits=Limits(1, 2, 0.0),
-            shrink=self.spec.on_loss == "shrink", standbys=0, managed=False, spec=self.spec, timeouts=Timeouts(),
-        )  # fmt: skip
-        self.agent = Agent(policy)
+        self.agent = Agent(policy(spec=self.spec, slots=2, managed=False))
         self.now_s = 100.0
 
     def take(self, *events: Event) -> list[Effect]:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.jobs import broken, generation, member, place, view
+from support.jobs import Machine, broken, generation, member, place, policy, view
 
 from elastic.contract import messages
 from elastic.contract.decoding import Member
@@ -57,9 +57,6 @@ from elastic.recovery.events import (
     WorkerSynced,
     WorkerUnhealthy,
 )
-from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy
-from elastic.recovery.recovery import step
 from elastic.recovery.transitions import Stage
 from elastic.recovery.turn import ASK_AGAIN_S, STALL_S
 from elastic.recovery.view import JobView
@@ -73,37 +70,12 @@ FIRST = generation(1, [place("a", 0, 1), place("b", 0, 1)])
 A, B = member("a", 1, ready=(0, 1)), member("b", 2, ready=(0, 1))
 
 
-class Machine:
-    """An agent under test, on a clock that only `wait` moves."""
+class Watched(Machine):
+    """An agent that tests show views of the job."""
 
     def __init__(self, spec: JobSpec = SPEC, *, managed: bool = True) -> None:
         self.spec = spec
-        policy = Policy(
-            node="a",
-            incarnation="a.1",
-            host="a",
-            port=1,
-            slots=2,
-            limits=Limits(spec.min_nodes, spec.max_nodes, spec.join_wait_s),
-            shrink=spec.on_loss == "shrink",
-            standbys=spec.standby,
-            managed=managed,
-            spec=spec,
-            timeouts=TIMES,
-        )
-        self.agent = Agent(policy)
-        self.now_s = 100.0
-
-    def take(self, *events: Event) -> list[Effect]:
-        effects: list[Effect] = []
-        for event in events:
-            self.agent, done = step(self.agent, event, self.now_s)
-            effects += done
-        return effects
-
-    def wait(self, seconds: float) -> list[Effect]:
-        self.now_s += seconds
-        return self.take(Tick())
+        super().__init__(policy(spec=spec, slots=2, managed=managed))
 
     def see(self, picture: JobView) -> list[Effect]:
         return self.take(Viewed(picture, True))
@@ -115,9 +87,9 @@ class Machine:
         return self.agent.local.workers[slot].worker_id
 
 
-def running(spec: JobSpec = SPEC, formed: GenerationRecord = SECOND) -> Machine:
+def running(spec: JobSpec = SPEC, formed: GenerationRecord = SECOND) -> Watched:
     """A machine whose two workers step in generation 1, together with b's."""
-    machine = Machine(spec)
+    machine = Watched(spec)
     machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
     machine.see(view(A, B, spec=spec, formed=formed))
     machine.take(WorkerSynced(0, 1, 1, 7), WorkerSynced(1, 2, 1, 7))
@@ -143,11 +115,11 @@ def only(effects: list[Effect]) -> Effect:
 
 
 def test_agent_start_requests_a_lease_and_forks_a_worker_per_slot() -> None:
-    assert kinds(Machine().take(Start())) == [Rejoin, ForkWorker, ForkWorker]
+    assert kinds(Watched().take(Start())) == [Rejoin, ForkWorker, ForkWorker]
 
 
 def test_agent_is_ready_when_all_its_workers_are_ready() -> None:
-    machine = Machine()
+    machine = Watched()
     machine.take(Start(), Joined())
     assert machine.take(WorkerReady(0, 1)) == []
     effect = only(machine.take(WorkerReady(1, 2)))
@@ -156,7 +128,7 @@ def test_agent_is_ready_when_all_its_workers_are_ready() -> None:
 
 
 def test_without_a_lease_nothing_is_put() -> None:
-    machine = Machine()
+    machine = Watched()
     machine.take(Start())
     assert machine.take(WorkerReady(0, 1), WorkerReady(1, 2)) == []
     assert kinds(machine.take(Joined())) == [PutMember]
@@ -169,7 +141,7 @@ def test_a_lost_lease_is_taken_anew_and_no_worker_hears_of_it() -> None:
 
 
 def test_each_worker_is_told_its_place_once() -> None:
-    machine = Machine()
+    machine = Watched()
     machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
     picture = view(A, B, spec=SPEC, formed=SECOND)
     forms = told(machine.see(picture))
@@ -182,7 +154,7 @@ def test_each_worker_is_told_its_place_once() -> None:
 
 
 def test_a_generation_without_us_is_none_of_our_workers_business() -> None:
-    machine = Machine()
+    machine = Watched()
     machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
     assert told(machine.see(view(A, B, spec=SPEC, formed=generation(1, [place("b", 0, 1)])))) == []
     again = generation(2, [place("b"), place("a", 0, 1, worker_id=2)])
@@ -224,7 +196,7 @@ def test_a_second_death_in_a_row_pauses_and_a_step_forgives() -> None:
 
 
 def test_agent_reason_names_the_newest_failure_while_the_job_cannot_start() -> None:
-    machine = Machine()
+    machine = Watched()
     machine.take(Start(), Joined())
     error = WorkerError(node="b", slot=0, rank=-1, message="\nValueError: two\nlines")
     picture = view(member("a", 1, ready=()), spec=SPEC)
@@ -460,7 +432,7 @@ def test_an_older_generation_in_etcd_is_set_right_and_not_taken_on() -> None:
 # ── leading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def lead_from(machine: Machine, picture: JobView) -> list[Publish]:
+def lead_from(machine: Watched, picture: JobView) -> list[Publish]:
     return [e for e in machine.see(picture) if isinstance(e, Publish)]
 
 
@@ -537,7 +509,7 @@ def test_agent_without_lease_or_connection_does_not_publish() -> None:
 
 def test_restarted_agent_not_yet_in_the_view_does_not_publish() -> None:
     """Started anew, and a picture from before: it shows the agent that was here, and led."""
-    machine = Machine()
+    machine = Watched()
     machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
     before, now = member("a", 1, worker_id=0, ready=(0, 1)), member("a", 3, ready=(0, 1))
     formed = generation(1, [place("a", 0, 1, worker_id=0), place("b", 0, 1)])
@@ -694,7 +666,7 @@ def test_leader_writes_succeeded_when_all_present_nodes_are_done() -> None:
 
 
 def test_drained_node_without_a_rank_leaves_at_once() -> None:
-    machine = Machine()
+    machine = Watched()
     machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
     assert kinds(machine.take(Drain("maintenance", 1e9))) == [Kill, Kill]
     machine.take(WorkerExited(0, 1, "signal SIGTERM"))
@@ -743,7 +715,7 @@ def test_a_drain_called_off_is_withdrawn() -> None:
 
 
 def test_its_workers_are_forked_into_each_generation_anew() -> None:
-    machine = Machine(managed=False)
+    machine = Watched(managed=False)
     assert kinds(machine.take(Start(), Joined())) == [Rejoin], "and nobody before there is a rank"
     effects = machine.see(view(A, B, spec=SPEC, formed=SECOND))
     assert [(e.slot, e.generation.number) for e in effects if isinstance(e, ForkPlain)] == [(0, 1), (1, 1)]
@@ -810,7 +782,7 @@ happenings: st.SearchStrategy[Event] = st.one_of(
 
 @given(st.lists(st.tuples(happenings, st.sampled_from([0.0, 0.0, 0.1, 1.0, 11.0])), max_size=40), st.integers(0, 1))
 def test_agent_invariants_hold_in_any_order_of_events(events: list[tuple[Event, float]], standby: int) -> None:
-    machine = Machine(JobSpec(name="job", script="train.py", nodes="1:2", standby=standby))
+    machine = Watched(JobSpec(name="job", script="train.py", nodes="1:2", standby=standby))
     worker_ids: set[int] = set()
     newest, left = 0, 0
     for event, after_s in [(Start(), 0.0), *events]:

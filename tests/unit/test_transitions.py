@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from support.jobs import broken, generation, member, place, view
+from support.jobs import broken, generation, member, place, policy, view
 
 from elastic.contract import phases
 from elastic.contract.phases import PHASES, PhaseTrigger
 from elastic.contract.records import JobState, Phase
 from elastic.contract.spec import JobSpec, Restarts
-from elastic.contract.timeouts import Timeouts
 from elastic.recovery import transitions
 from elastic.recovery.events import (
     Event,
@@ -36,8 +35,7 @@ from elastic.recovery.events import (
     WorkerSynced,
     WorkerUnhealthy,
 )
-from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy, Worker, changed
+from elastic.recovery.model import Agent, Worker, changed
 from elastic.recovery.recovery import step
 from elastic.recovery.restart_budget import charge
 from elastic.recovery.transitions import TABLE, Stage, Trigger, UnknownTransition, after
@@ -138,11 +136,7 @@ def test_every_event_may_come_of_a_standby_in_every_stage() -> None:
 
 def _agent(stage: Stage, managed: bool, generation: int, standbys: int) -> Agent:
     """One of two nodes in generation 1, whose worker of slot 0 (process 1) is in `stage`."""
-    policy = Policy(
-        node="a", incarnation="a.1", host="a", port=1, slots=2, limits=Limits(1, 2, 1.0), shrink=True,
-        standbys=standbys, managed=managed, spec=SPEC, timeouts=Timeouts(),
-    )  # fmt: skip
-    agent = Agent(policy)
+    agent = Agent(policy(spec=replace(SPEC, on_loss="shrink", standby=standbys), slots=2, managed=managed))
     for event in (Start(), Joined(), Viewed(view(A, B, spec=SPEC, formed=FIRST), True), Tick()):
         agent, _ = step(agent, event, 100.0)
     workers = {slot: replace(worker, worker_id=slot + 1) for slot, worker in agent.local.workers.items()}

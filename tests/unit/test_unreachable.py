@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from support.jobs import broken, generation, member, place, view
+from support.jobs import Machine, broken, generation, member, place, policy, view
 
 from elastic.contract.decoding import Member
 from elastic.contract.records import BrokenRecord, MemberRecord, Phase, decode, encode
 from elastic.contract.spec import JobSpec
-from elastic.contract.timeouts import Timeouts
 from elastic.recovery.effects import Effect, Publish, PutMember, PutState
 from elastic.recovery.events import (
     Event,
@@ -19,16 +18,12 @@ from elastic.recovery.events import (
     PeerUnreachable,
     Progress,
     Start,
-    Tick,
     Viewed,
     WorkerReady,
     WorkerStepping,
     WorkerSynced,
 )
 from elastic.recovery.leading import DISPUTE_S
-from elastic.recovery.membership import Limits
-from elastic.recovery.model import Agent, Policy
-from elastic.recovery.recovery import step
 from elastic.recovery.turn import STALL_S
 from elastic.recovery.view import JobView
 
@@ -50,30 +45,13 @@ def picture(
     return view(*members, spec=spec, formed=FORMED, phase=phase, failed=failed)
 
 
-class Machine:
-    """The agent of `node`, whose worker steps in FORMED, on a clock that only `wait` moves."""
+class Stepping(Machine):
+    """The agent of `node`, whose worker steps in FORMED."""
 
     def __init__(self, node: str = "a", spec: JobSpec = SPEC) -> None:
-        limits = Limits(spec.min_nodes, spec.max_nodes, spec.join_wait_s)
-        policy = Policy(
-            node=node, incarnation=f"{node}.1", host=node, port=1, slots=1, limits=limits, shrink=False, standbys=0,
-            managed=True, spec=spec, timeouts=Timeouts(),
-        )  # fmt: skip
-        self.agent = Agent(policy)
-        self.now_s = 100.0
+        super().__init__(policy(node, spec=spec))
         self.take(Start(), Joined(), WorkerReady(0, 1), Viewed(picture(spec=spec), True))
         self.take(WorkerSynced(0, 1, 1, 7), WorkerStepping(0, 1, 1, 8), Progress(1, 8, 0.1))
-
-    def take(self, *events: Event) -> list[Effect]:
-        effects: list[Effect] = []
-        for event in events:
-            self.agent, done = step(self.agent, event, self.now_s)
-            effects += done
-        return effects
-
-    def wait(self, seconds: float, *events: Event) -> list[Effect]:
-        self.now_s += seconds
-        return self.take(*(events or (Tick(),)))
 
     def said(self, *events: Event) -> list[tuple[str, ...]]:
         """Of whom it complains in the records that it then writes."""
@@ -88,7 +66,7 @@ def published(effects: list[Effect]) -> list[str]:
 
 
 def test_agent_reports_unreachable_peers_and_their_return() -> None:
-    machine = Machine()
+    machine = Stepping()
     assert machine.said(PeerUnreachable("c", "c.1", "no answer")) == [("c",)]
     assert machine.said(PeerUnreachable("c", "c.1", "no answer")) == []
     assert machine.said(PeerUnreachable("b", "b.1", "no answer")) == [("b", "c")]
@@ -98,22 +76,22 @@ def test_agent_reports_unreachable_peers_and_their_return() -> None:
 
 @pytest.mark.parametrize(("node", "incarnation"), [("c", "c.0"), ("x", "x.1")])
 def test_agent_does_not_report_absent_peers_unreachable(node: str, incarnation: str) -> None:
-    assert Machine().said(PeerUnreachable(node, incarnation, "no answer")) == []
+    assert Stepping().said(PeerUnreachable(node, incarnation, "no answer")) == []
 
 
 def test_unreachable_report_is_withdrawn_when_the_peer_is_gone() -> None:
-    machine = Machine()
+    machine = Stepping()
     machine.take(PeerUnreachable("c", "c.1", "no answer"))
     left = view(member("a", 0), member("b", 1), spec=SPEC, formed=FORMED)
     assert machine.said(Viewed(left, True)) == [()]
-    machine = Machine()
+    machine = Stepping()
     machine.take(PeerUnreachable("c", "c.1", "no answer"))
     successor = view(member("a", 0), member("b", 1), member("c", 9, worker_id=2), spec=SPEC, formed=FORMED)
     assert machine.said(Viewed(successor, True)) == [()]
 
 
 def test_the_dead_is_not_complained_of_any_more() -> None:
-    machine = Machine()
+    machine = Stepping()
     machine.take(PeerUnreachable("c", "c.1", "no answer"))
     assert machine.said(PeerDead("c", "c.1", "refused")) == [()]
 
@@ -128,7 +106,7 @@ def test_a_record_of_before_reads_well() -> None:
 
 
 def test_a_cut_is_acted_upon_when_steps_stop_and_all_have_spoken() -> None:
-    machine = Machine()
+    machine = Stepping()
     assert published(machine.wait(5.0, Viewed(picture("ca"), True))) == []  # a or c?
     assert published(machine.wait(0.9 * DISPUTE_S, Viewed(picture("ca", "bc"), True))) == []
     assert published(machine.wait(0.9 * DISPUTE_S)) == []
@@ -137,13 +115,13 @@ def test_a_cut_is_acted_upon_when_steps_stop_and_all_have_spoken() -> None:
 
 
 def test_fewer_complaints_are_no_reason_to_wait_longer() -> None:
-    machine = Machine()
+    machine = Stepping()
     machine.wait(5.0, Viewed(picture("ca", "cb", "ab"), True))
     assert published(machine.wait(1.1 * DISPUTE_S, Viewed(picture("ca", "cb"), True))) == ["ab"]
 
 
 def test_while_steps_advance_nothing_is_torn() -> None:
-    machine = Machine()
+    machine = Stepping()
     machine.take(Viewed(picture("ca", "cb"), True))
     for at in range(9, 40):
         assert published(machine.wait(STALL_S * 0.9, Progress(1, at, 0.1))) == []
@@ -152,7 +130,7 @@ def test_while_steps_advance_nothing_is_torn() -> None:
 
 
 def test_unreachable_node_is_left_out_of_the_generation_after_a_failure() -> None:
-    machine = Machine()
+    machine = Stepping()
     machine.wait(0.1, Viewed(picture("ca", "cb"), True))
     failed = broken(1, "b", kind="hang")
     machine.wait(2.0, Progress(1, 9, 0.1))
@@ -160,13 +138,13 @@ def test_unreachable_node_is_left_out_of_the_generation_after_a_failure() -> Non
 
 
 def test_leader_is_the_next_node_when_the_leader_is_unreachable() -> None:
-    machine = Machine("b")
+    machine = Stepping("b")
     machine.wait(5.0, Viewed(picture("ab", "ac"), True))
     assert published(machine.wait(1.1 * DISPUTE_S)) == ["bc"]
 
 
 def test_unreachable_leader_publishes_nothing_and_states_why_it_waits() -> None:
-    machine = Machine("a")
+    machine = Stepping("a")
     machine.wait(5.0, Viewed(picture("ba", "ac"), True))
     assert published(machine.wait(10.0)) == []
     assert machine.agent.lead.reason == "a cannot be reached by b, c: it waits with its state"
@@ -177,7 +155,7 @@ def test_unreachable_leader_publishes_nothing_and_states_why_it_waits() -> None:
 def test_below_min_the_job_waits_and_runs_on_when_steps_do() -> None:
     """Nothing was formed meanwhile: the step that hung has gone through."""
     spec = msgspec.structs.replace(SPEC, nodes="3")
-    machine = Machine("a", spec)
+    machine = Stepping("a", spec)
     effects = machine.wait(5.0, Viewed(picture("ac", "bc", spec=spec), True))
     (waits,) = [e for e in effects if isinstance(e, PutState)]
     assert waits.state.phase is Phase.WAITING

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from support.jobs import broken, generation, member, place, view
+from support.jobs import broken, generation, member, place, policy, view
 
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records import GenerationRecord, SpecRecord, encode
@@ -14,8 +14,8 @@ from elastic.contract.timeouts import Timeouts
 from elastic.etcd.client import KV
 from elastic.recovery.effects import Publish
 from elastic.recovery.events import Drain, Joined, PeerDead, Progress, Start, Tick, Viewed, WorkerReady, WorkerSynced
-from elastic.recovery.membership import Limits, leader, watch_list
-from elastic.recovery.model import Agent, Policy
+from elastic.recovery.membership import leader, watch_list
+from elastic.recovery.model import Agent
 from elastic.recovery.recovery import step
 from elastic.recovery.view import JobView, Reader
 from elastic.recovery.watch_scope import FORMING_LEASES, GRACE_S, WAVE_S, watches_members
@@ -43,12 +43,7 @@ class Machine:
     """The agent of one node, of a job in which more than 3 nodes are a crowd, and 2 are leader_candidates."""
 
     def __init__(self, node: str = "e", *, managed: bool = True) -> None:
-        limits = Limits(SPEC.min_nodes, SPEC.max_nodes, SPEC.join_wait_s)
-        policy = Policy(
-            node=node, incarnation=f"{node}.1", host=node, port=1, slots=1, limits=limits, shrink=False, standbys=0,
-            managed=managed, spec=SPEC, timeouts=Timeouts(), crowd=3, leader_candidates=2,
-        )  # fmt: skip
-        self.agent = Agent(policy)
+        self.agent = Agent(policy(node, spec=SPEC, managed=managed, crowd=3, leader_candidates=2))
         self.now_s = 100.0
         self.published: list[Publish] = []
         self.take(Start(), Joined(), WorkerReady(0, 1))
