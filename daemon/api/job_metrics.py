@@ -75,6 +75,10 @@ def _step_times(rows: Sequence[Row]) -> Iterator[Any]:
     slow = GaugeMetricFamily(
         "elasticd_job_slow_ranks", "Ranks that are slower than the median of the job.", labels=["job"]
     )
+    ratio = GaugeMetricFamily(
+        "elasticd_job_slow_rank_ratio", "A slow rank's own time of a step over the median of the others'.",
+        labels=["job", "rank", "node"],
+    )  # fmt: skip
     for row in rows:
         for name, value in row["logged"].items():
             logged.add_metric([row["job"], name], value)
@@ -84,7 +88,9 @@ def _step_times(rows: Sequence[Row]) -> Iterator[Any]:
             if value is not None:
                 parts.add_metric([row["job"], part], value)
         slow.add_metric([row["job"]], len(known["slow_ranks"]))
-    yield from (parts, slow, logged)
+        for each in known["slow_ranks"]:
+            ratio.add_metric([row["job"], str(each["rank"]), each["node"]], each["ratio"])
+    yield from (parts, slow, ratio, logged)
 
 
 def _ledgers(ledgers: Mapping[str, Ledger]) -> Iterator[Any]:

@@ -75,6 +75,7 @@ def of_job(data: Json) -> Json:
     kept = ("job", "phase", "health", "generation", "world_size", "step", "steps_per_s", "loss", "waiting_for")
     return {key: data[key] for key in kept} | {
         "step_s": round(1 / data["steps_per_s"], 4) if data["steps_per_s"] else None,
+        "slow_ranks": data["step_time"]["slow_ranks"] if data["step_time"] else [],
         "ranks": [
             {key: row.get(key) for key in ("rank", "node", "slot", "pid", "phase", "step", "rss_mb", "step_s")}
             | {"behind": first - row["step"] if first is not None and row["step"] is not None else None}
@@ -85,6 +86,7 @@ def of_job(data: Json) -> Json:
 
 def screen(data: Json, width: int, height: int | None = None, live: bool = True) -> list[Text]:
     """The answer of `look` for a screen of `width` cells; cut at `height` lines."""
+    from ..diagnosis import step_time
     from ..safe_text import shown
     from . import render
     from .table import Column, Rows
@@ -96,6 +98,9 @@ def screen(data: Json, width: int, height: int | None = None, live: bool = True)
     for job in data["jobs"]:
         parts.append(Text())
         parts.append(Text(headline(job), "bold"))
+        slow = [Text(step_time.slow_text(each), "yellow") for each in job["slow_ranks"][: 3 if live else None]]
+        parts += slow
+        left = None if left is None else left - len(slow)
         rows = Rows([
             Column("rank", right=True), Column("node"), Column("slot", 5, right=True), Column("pid", 4, right=True),
             Column("phase"), Column("step", right=True), Column("behind", 2, right=True),

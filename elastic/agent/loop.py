@@ -111,7 +111,7 @@ class Loop:
         """Dumped before a hung worker is killed; held until the hang is reported."""
         self._watchman = HangDetector(self.pool, self._spec.hang, self.post, self._save_stacks, config.timeouts.group_s)
         self._gauge = status.Gauge()
-        self._step_times = StepTimes(config.node, gpu=bool(config.gpus))
+        self._step_times = StepTimes(config.node, self._spec.debug.window_s, gpu=bool(config.gpus))
         self._ledger = LedgerKeeper(spec.submitted_wall_s, began_wall_s(), left_behind(folder, spec.submitted_wall_s))
         self._status_file = status.StatusFile(folder)
         self._history = HistoryFile(folder, spec.submitted_wall_s)

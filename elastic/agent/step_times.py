@@ -15,7 +15,6 @@ from ..contract.beat import Beat, Doing
 from ..contract.records import RankRow
 from ..contract.step_parts import WINDOWS, SlowRank, StepParts, slow_ranks
 
-WINDOW_S = 10.0
 STEPS = 3
 """A window has this many steps of each rank at least, so that where it begins within a step matters little."""
 
@@ -63,8 +62,9 @@ def own_s(of: StepParts) -> float | None:
 class StepTimes:
     """Call `look` with the pages of all workers of this node."""
 
-    def __init__(self, node: str, *, gpu: bool) -> None:
-        self._node = node
+    def __init__(self, node: str, window_s: float, *, gpu: bool) -> None:
+        """`window_s`: seconds of a window, at least."""
+        self._node, self._window_s = node, window_s
         self._gpu = gpu
         self._began_s = 0.0
         self._begin: dict[int, Beat] = {}
@@ -79,7 +79,7 @@ class StepTimes:
             self._begin, self._began_s, self._windows, self._known, self.slow = stepping, now_s, [], {}, ()
             return
         seconds = now_s - self._began_s
-        if seconds < WINDOW_S or any(b.step - self._begin[w].step < STEPS for w, b in stepping.items()):
+        if seconds < self._window_s or any(b.step - self._begin[w].step < STEPS for w, b in stepping.items()):
             return
         found = {w: parts(self._begin[w], beat, seconds, gpu=self._gpu) for w, beat in stepping.items()}
         self._known = {worker_id: each for worker_id, each in found.items() if each is not None}

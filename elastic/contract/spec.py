@@ -102,6 +102,10 @@ class Debug(Table, frozen=True, kw_only=True):
     """Steps between samples of the gradients' and weights' norms, per parameter and rank; 0: on request only
     (`elasticctl debug`). Each one waits for a GPU once."""
 
+    window_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    """Seconds over which the times of steps are averaged, at least; a rank that is slower than the others in three such
+    windows, one after the other, is named in `status` and `top`."""
+
     layers: bool = False
     """Look at each layer's output for values that are not finite, so that the incident of a loss that is NaN names the
     first such layer and its samples. Costs a pass over every output. Without it this is done only while steps are done

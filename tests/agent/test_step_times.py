@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.agent.step_times import WINDOW_S, StepTimes, own_s, parts
+from elastic.agent.step_times import StepTimes, own_s, parts
 from elastic.contract.beat import PAGE_BYTES, Beat, BeatPage, Doing
 from elastic.contract.records import RankRow
 from elastic.contract.step_parts import SLOWER, StepParts, slow_ranks
+
+WINDOW_S = 10.0
 
 
 class Worker:
@@ -87,7 +89,7 @@ def windows(times: StepTimes, workers: dict[int, Worker], count: int, **compute_
 
 
 def test_a_rank_is_named_slow_after_three_windows_and_no_longer_in_the_next_generation() -> None:
-    times, workers = StepTimes("a", gpu=False), {1: Worker(0), 2: Worker(1), 3: Worker(2)}
+    times, workers = StepTimes("a", WINDOW_S, gpu=False), {1: Worker(0), 2: Worker(1), 3: Worker(2)}
     windows(times, workers, 2, w1=0.05, w2=0.15, w3=0.05)
     assert times.slow == ()
     windows(times, workers, 3, w1=0.05, w2=0.15, w3=0.05)
@@ -98,7 +100,7 @@ def test_a_rank_is_named_slow_after_three_windows_and_no_longer_in_the_next_gene
 
 
 def test_rows_get_the_parts_of_their_worker() -> None:
-    times, workers = StepTimes("a", gpu=False), {1: Worker(0), 2: Worker(1)}
+    times, workers = StepTimes("a", WINDOW_S, gpu=False), {1: Worker(0), 2: Worker(1)}
     windows(times, workers, 1, w1=0.05, w2=0.06)
     rows = tuple(RankRow(rank=w - 1, node="a", slot=w, pid=w, phase="", step=1, incarnation=w) for w in (1, 2, 3))
     found = [row.parts.compute_s if row.parts else None for row in times.with_parts(rows)]
@@ -106,7 +108,7 @@ def test_rows_get_the_parts_of_their_worker() -> None:
 
 
 def test_a_window_lasts_until_each_rank_has_made_some_steps() -> None:
-    times, worker = StepTimes("a", gpu=False), Worker()
+    times, worker = StepTimes("a", WINDOW_S, gpu=False), Worker()
     times.look({1: worker.page.read()}, 0.0)
     times.look({1: worker.steps(2)}, 2 * WINDOW_S)
     row = RankRow(rank=0, node="a", slot=0, pid=1, phase="", step=1, incarnation=1)

@@ -58,3 +58,13 @@ def test_escape_codes_in_a_record_do_not_reach_the_screen() -> None:
 
 def test_no_job() -> None:
     assert "no job runs" in shown(whole(), 80)
+
+
+def test_a_slow_rank_is_named_below_the_line_of_its_job() -> None:
+    slow = {"rank": 3, "node": "b\x1b[2J", "ratio": 1.8}
+    data = ctl_top.of_job(detail([1] * 100) | {"step_time": {"slow_ranks": [slow] * 50}})
+    assert data["slow_ranks"] == [slow] * 50
+    text = shown(whole(data), 100, 24)
+    assert "takes 1.8 times as long as the others" in text.splitlines()[3]
+    assert "\x1b" not in text
+    assert len(text.splitlines()) <= 24

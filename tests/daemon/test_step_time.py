@@ -7,7 +7,7 @@ from support.pictures import job, progress, row, snapshot
 
 from elastic.contract.records import ProgressRecord, RankRow
 from elastic.contract.step_parts import StepParts
-from elasticd.api import views
+from elasticd.api import job_metrics, views
 from elasticd.diagnosis import step_time
 
 NOW = views.Now(monotonic_s=100.0, wall_s=1000.0)
@@ -38,6 +38,10 @@ def test_a_slow_rank_is_named() -> None:
     assert said(progress(ranks=ranks(CPU), slow_ranks=slow)).endswith(
         "; rank 3 on b takes 1.8 times as long as the others"
     )
+    row = views.job_row(snapshot(job()), job(progress=progress(ranks=ranks(CPU), slow_ranks=slow)), NOW)
+    found = {f.name: f.samples for f in job_metrics.job_families([row], {row["job"]: job()}, {}, snapshot(job()))}
+    (sample,) = found["elasticd_job_slow_rank_ratio"]
+    assert (sample.labels, sample.value) == ({"job": row["job"], "rank": "3", "node": "b"}, 1.8)
 
 
 def test_nothing_is_said_before_anything_is_measured() -> None:
