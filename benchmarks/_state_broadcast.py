@@ -40,7 +40,7 @@ class Blocks(nn.Module):
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
-        width = 1024
+        width = 1024 if nbytes >= 30e6 else 256
         layers = max(1, round(nbytes / 12 / (12 * width * width)))
         self.blocks = nn.ModuleList(
             nn.ModuleDict(
