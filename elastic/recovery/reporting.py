@@ -28,7 +28,7 @@ FREE = (Stage.READY, Stage.FORMING, Stage.RUNNING, Stage.GONE, Stage.STARTING, S
 def report(turn: Turn, before: Agent, event: Event) -> None:
     _supplement(turn)
     known = turn.agent.incidents.incident
-    incident = _renewed(turn, known) if known else _opened(turn, before)
+    incident = _renewed(turn, before, known) if known else _opened(turn, before)
     if incident is None:
         _sweep(turn)
         return
@@ -152,22 +152,40 @@ def _opened(turn: Turn, before: Agent) -> Incident | None:
     return _continued(turn, incident)
 
 
-def _renewed(turn: Turn, incident: Incident) -> Incident:
-    """The incident that this agent tracks, or the newer one that is in etcd: then the job has recovered and failed
-    again while this agent could not observe it. What belongs to that is kept: its record may come after its hand-over,
-    which is told once."""
+def _renewed(turn: Turn, before: Agent, incident: Incident) -> Incident:
+    """The incident that this agent tracks, or a newer one: the job has recovered and failed again while this agent
+    could not observe it. What belongs to that is kept: its record may come after its hand-over, which is told once."""
     seen = turn.agent.etcd.view.incident
-    if seen is None or seen[0] <= incident.key:
+    if seen is not None and seen[0] > incident.key:
+        key, record = seen
+        generations = tuple(g for g in incident.generations if g.number >= key - 1) or incident.generations[-1:]
+        return replace(
+            _since(turn, incident, generations, key),
+            began_wall_s=record.wall_s,
+            inherited=record.causes,
+            reached=max(record.step or 0, turn.agent.progress.reached[1]),
+        )
+    progress = turn.agent.etcd.view.progress
+    if progress is None or progress.stepped_in < incident.key:
         return incident
-    key, record = seen
-    generations = tuple(g for g in incident.generations if g.number >= key - 1) or incident.generations[-1:]
+    known = (*incident.generations, before.formed.generation, turn.agent.formed.generation)
+    stepped = next((g for g in known if g is not None and g.number == progress.stepped_in), None)
+    if stepped is None or stepped.at(turn.policy.node) is not None:
+        return incident  # an agent with a rank there observes the recovery itself
+    generations = (stepped, *(g for g in incident.generations if g.number > stepped.number))
+    return replace(
+        _since(turn, incident, generations, stepped.number + 1),
+        began_s=turn.now_s,
+        began_wall_s=progress.step_wall_s,
+        reached=max((progress.generation, progress.step), turn.agent.progress.reached)[1],
+    )
+
+
+def _since(turn: Turn, incident: Incident, generations: tuple[GenerationRecord, ...], key: int) -> Incident:
     return Incident(
         key=key,
         generations=generations,
         began_s=incident.began_s,
-        began_wall_s=record.wall_s,
-        inherited=record.causes,
-        reached=max(record.step or 0, turn.agent.progress.reached[1]),
         stepped_s=incident.stepped_s,
         left_wall_s=incident.left_wall_s,
         reports=tuple(report for report in incident.reports if report.generation >= key - 1),

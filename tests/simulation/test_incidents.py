@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import structlog
 from simulation.cluster import Cluster, Setting
+from simulation.histories import Fault, History, play
 from simulation.run import silent
 from support.incidents import check_incident
 
@@ -299,3 +300,21 @@ def test_a_recovery_that_ends_while_the_agents_lease_has_lapsed_is_closed() -> N
     assert not incident.open
     assert incident.ended_wall_s == pytest.approx(incident.wall_s + incident.timeline_s["stepping"], abs=0.01)
     check_incident(incident, kind="exit", nodes=["n0"], ranks=[0], redone=cluster.judge.redone())
+
+
+def test_the_loss_of_the_node_that_took_over_from_an_absent_agent_is_an_incident_of_its_own() -> None:
+    """n1 stands still while the job recovers without it; the node that goes on is lost, and n1 resumes from its own
+    older state: steps are lost, which the closed incident of the first recovery cannot say."""
+    setting = Setting(
+        seed=37923171, nodes=3, slots=1, most=2, step_s=0.6, save_s=4.0, setup_s=3.0, leader_candidates=1, managed=False
+    )
+    faults = (
+        Fault(3.671, "pause_agent", (2, 9)),
+        Fault(12.295, "lose_answers", (1,)),
+        Fault(12.491, "pause_agent", (1, 9)),
+        Fault(12.5, "fail_worker", (2, 0)),
+        Fault(14.0, "drain", (0, 1e6)),
+        Fault(20.033, "power_off", (2,)),
+        Fault(29.272, "heal_etcd_links"),
+    )
+    assert play(History(setting, faults)).failure == ""
