@@ -63,6 +63,8 @@ def job_families(
     names = [row["job"] for row in rows]
     yield from _ledgers({name: progress.ledger for name in names
                          if (progress := views.newest_progress(snapshot, jobs[name])) and progress.ledger})  # fmt: skip
+    yield from _rank_times({name: summed for name in names
+                            if (summed := views.rank_time(snapshot, jobs[name], each=False))})  # fmt: skip
     yield from _histories({name: histories[name] for name in names if name in histories})
 
 
@@ -110,6 +112,17 @@ def _ledgers(ledgers: Mapping[str, Ledger]) -> Iterator[Any]:
         _spread(took, name, ledger.steps, STEP_S)
         _spread(stalls, name, ledger.stalls, STALL_S)
     yield from (seconds, steps, took, stalls)
+
+
+def _rank_times(summed: Mapping[str, Row]) -> Iterator[Any]:
+    seconds = CounterMetricFamily(
+        "elasticd_job_rank_seconds", "Time of all ranks by their own agents' accounts, by what it went into.",
+        labels=["job", "bucket"],
+    )  # fmt: skip
+    for name, known in summed.items():
+        for bucket, spent_s in known["rank_seconds"].items():
+            seconds.add_metric([name, bucket], spent_s)
+    yield seconds
 
 
 def _spread(family: HistogramMetricFamily, job: str, spread: Spread, bounds: Sequence[float]) -> None:

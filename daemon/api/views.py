@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from elastic.contract.rank_records import RanksRecord
 from elastic.contract.records import IncidentRecord, Phase, ProgressRecord
 
 from .. import authority, masking
@@ -191,6 +192,8 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False)
     spec: Json | None = msgspec.to_builtins(job.spec.spec) if job.spec else None
     places = job.generation.places if job.generation else ()
     ranks = {} if job.over else _ranks(snapshot, job)
+    # Of a job that runs each rank's own account is in its row.
+    summed = rank_time(snapshot, job, each=job.over)
     return job_row(snapshot, job, now) | {
         "schema": SCHEMA,
         "spec": spec if secrets or spec is None else masking.masked(spec),
@@ -208,9 +211,15 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False)
             for name, m in job.members.items()
         },
         "ranks": sorted(ranks.values(), key=_rank_order),
+        "rank_time": summed,
         "agent": _agent(snapshot, job.name),
         "recent_incidents": [incident(snapshot, job, i, now) for i in job.incidents[-10:]],
     }
+
+
+def rank_time(snapshot: Snapshot, job: Job, *, each: bool) -> Json | None:
+    """Where the time of all ranks went, by their own agents' accounts; see `goodput.summed`."""
+    return goodput.summed(job.ranks, _own_ranks(snapshot, job), each=each)
 
 
 def incident(snapshot: Snapshot, job: Job, record: IncidentRecord, now: Now) -> Json:
@@ -298,8 +307,14 @@ def _ranks(snapshot: Snapshot, job: Job) -> dict[tuple[str, int], Json]:
     local = snapshot.agents.get(job.name)
     said = [*(job.progress.ranks if job.progress else ()), *(local.status.ranks if local and local.status else ())]
     found = rows | {(row.node, row.slot): msgspec.to_builtins(row) for row in said}
-    times = goodput.of_ranks(job.ranks, local.status.rank_times if local and local.status else None)
+    times = goodput.of_ranks(job.ranks, _own_ranks(snapshot, job))
     return {key: row | {"time": times.get(key)} for key, row in found.items()}
+
+
+def _own_ranks(snapshot: Snapshot, job: Job) -> RanksRecord | None:
+    """The account of this node's ranks by the agent that runs here; it is newer than the one in etcd."""
+    local = snapshot.agents.get(job.name)
+    return local.status.rank_times if local and local.status else None
 
 
 def _rank_order(row: Json) -> tuple[bool, int, str, int]:

@@ -126,6 +126,7 @@ def job(data: Json) -> None:
         ("logged", ", ".join(f"{name} {value:.6g}" for name, value in data.get("logged", {}).items())),
         ("step time", step_time.text(data["step_time"])),
         ("goodput", goodput.text(data["goodput"])),
+        ("rank time", goodput.summed_text(data.get("rank_time"))),
         ("checkpoint", _checkpoint_long(data["checkpoint"])),
         ("snapshot", _snapshot(data["snapshot"])),
         ("restarts", f"{data['restarts']}, {data['failures_in_window']} within the window"),

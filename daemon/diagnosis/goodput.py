@@ -46,8 +46,37 @@ def row(progress: ProgressRecord | None) -> Json | None:
 
 def of_ranks(records: Mapping[str, RanksRecord], local: RanksRecord | None) -> dict[tuple[str, int], Json]:
     """(node, slot) -> where its time went, as its own agent has counted it. `local`: of this node, newer."""
-    known = {**records, local.node: local} if local is not None else records
+    known = _newest(records, local)
     return {(node, each.slot): _of_rank(each) for node, record in known.items() for each in record.ranks}
+
+
+def summed(records: Mapping[str, RanksRecord], local: RanksRecord | None, *, each: bool) -> Json | None:
+    """The accounts of all ranks of all nodes that the job has had, added up: in whole milliseconds, so what the buckets
+    sum to is the time of all accounts, exactly. None: there is no account yet. `each`: with a row for each rank."""
+    from elastic.contract.ledger import Bucket
+
+    known = _newest(records, local)
+    rows = [(node, times) for node, record in known.items() for times in record.ranks]
+    spent_ms = {bucket: sum(times.ranks_ms.get(bucket, 0) for _, times in rows) for bucket in Bucket}
+    open_ms = sum(times.open_ms for _, times in rows)
+    total_ms = sum(spent_ms.values()) + open_ms
+    if total_ms <= 0:
+        return None
+    accounts = [{"rank": t.rank, "node": node, "slot": t.slot} | _of_rank(t) for node, t in rows] if each else []
+    return {
+        "ranks": len(rows),
+        "rank_wall_s": total_ms / 1000,
+        "wall_s": total_ms / 1000 / len(rows),
+        "goodput": (spent_ms[Bucket.STEPPING] + open_ms) / total_ms,
+        "badput": {b.value: ms / total_ms for b, ms in spent_ms.items() if ms and b is not Bucket.STEPPING},
+        "rank_seconds": {bucket.value: ms / 1000 for bucket, ms in spent_ms.items()},
+        "open_rank_seconds": open_ms / 1000,
+        "accounts": sorted(accounts, key=lambda row: (row["rank"] < 0, row["rank"], row["node"], row["slot"])),
+    }
+
+
+def _newest(records: Mapping[str, RanksRecord], local: RanksRecord | None) -> Mapping[str, RanksRecord]:
+    return {**records, local.node: local} if local is not None else records
 
 
 def _of_rank(times: RankTimes) -> Json:
@@ -71,6 +100,16 @@ def text(known: Mapping[str, Any] | None) -> str:
     bad = sorted(known["badput"].items(), key=lambda item: -item[1])
     causes = ", ".join(f"{WORDS.get(name, name)} {percent(share)}" for name, share in bad)
     return f"{percent(known['goodput'])} of {length(known['wall_s'])}" + (f"; badput: {causes}" if causes else "")
+
+
+def summed_text(known: Mapping[str, Any] | None) -> str:
+    """'97.1 % of 4 ranks over 2.0 h; badput: …', of what `summed` makes. '' if not known."""
+    if known is None:
+        return ""
+    of, _, causes = text(known).partition(";")
+    share, _, lasted = of.partition(" of ")
+    ranks = f"{known['ranks']} rank{'' if known['ranks'] == 1 else 's'}"
+    return f"{share} of {ranks} over {lasted}" + (f";{causes}" if causes else "")
 
 
 def percent(share: float) -> str:

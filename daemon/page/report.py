@@ -20,6 +20,8 @@ Json = dict[str, Any]
 
 BUCKETS = ("stepping", *goodput.WORDS)
 LONGEST_TEXT = 4_000
+MOST_RANKS = 64
+"""Accounts of ranks that are shown one by one."""
 OVER = ("succeeded", "failed", "stopped")
 
 STYLE = """
@@ -88,7 +90,8 @@ def parts(job: Json, incidents: Sequence[Json], history: Json | None, now_wall_s
         body += ["<h2>Steps per second</h2>", _plot(svg.curve(axis, rate, marks, "Steps per second", from_zero=True))]
     if job["step_time"]:
         body += ["<h2>Time of a step</h2>", f"<p>{text(step_time.text(job['step_time']))}</p>"]
-    body += _ledger(job["goodput"]) + _incidents(incidents) + _error(job["error"]) + _spec(job["spec"])
+    body += _ledger(job["goodput"]) + _accounts(job.get("rank_time"), job["ranks"])
+    body += _incidents(incidents) + _error(job["error"]) + _spec(job["spec"])
     return _head(job), "\n".join(body)
 
 
@@ -181,6 +184,42 @@ def _ledger(known: Json | None) -> list[str]:
         f"<table><tr><th>of {length(known['wall_s'])}, mean over the ranks<th class=n>share<th class=n>time</tr>"
         f"{rows}</table>",
     ]
+
+
+def _accounts(summed: Json | None, ranks: Sequence[Json]) -> list[str]:
+    """What the ranks' own accounts add up to, and each of those that made the least steps that count."""
+    if summed is None:
+        return []
+    rows = summed["accounts"] or [row | row["time"] for row in ranks if row.get("time")]
+    least = sorted(rows, key=lambda row: 1.0 if row["goodput"] is None else row["goodput"])[:MOST_RANKS]
+    whole = {name: seconds for name, seconds in summed["rank_seconds"].items() if name != "stepping"}
+    body = _account("all", "", summed["rank_wall_s"], summed["goodput"], whole)
+    for row in least:
+        lost = {name: seconds for name, seconds in row["seconds"].items() if name != "stepping"}
+        rank = row["rank"] if row["rank"] >= 0 else "none now"
+        spent_s = row["until_wall_s"] - row["since_wall_s"]
+        body += _account(rank, f"{row['node']}, slot {row['slot']}", spent_s, row["goodput"], lost)
+    few = f"; the {len(least)} with the least goodput" if len(least) < len(rows) else ""
+    told = f"{summed['ranks']} ranks, each by its own agent's account from the first agent of its node on{few}"
+    head = "<tr><th>rank<th>where<th class=n>time<th class=n>goodput<th>badput</tr>"
+    return [
+        f"<h2>Rank by rank: {goodput.percent(summed['goodput'])} goodput</h2>",
+        f"<p class=dim>{text(told)}</p>",
+        f"<div class=wide><table>{head}{body}</table></div>",
+    ]
+
+
+def _account(rank: object, where: str, spent_s: float, good: float | None, lost_s: Json) -> str:
+    causes = [(name, seconds) for name, seconds in lost_s.items() if seconds > 0 and spent_s > 0]
+    lost = ", ".join(
+        f"{goodput.WORDS.get(name, name)} {goodput.percent(min(1.0, seconds / spent_s))}"
+        for name, seconds in sorted(causes, key=lambda item: -item[1])
+    )
+    share = goodput.percent(good) if good is not None else "-"
+    return (
+        f"<tr><td>{text(rank)}</td><td>{text(where)}</td><td class=n>{length(spent_s)}</td>"
+        f"<td class=n>{share}</td><td>{text(lost)}</td></tr>"
+    )
 
 
 def _incidents(rows: Sequence[Json]) -> list[str]:

@@ -102,6 +102,42 @@ def test_every_millisecond_of_every_rank_is_in_exactly_one_bucket(
             ledgers = RankLedgers(now_ms, told)
 
 
+STEPS = agent(Stage.RUNNING, Stage.RUNNING)
+NODES = st.dictionaries(
+    st.sampled_from("abc"), st.tuples(st.integers(0, 100_000), TURNS), min_size=1
+)  # fmt: skip
+
+
+@given(NODES, st.booleans())
+def test_the_accounts_of_all_ranks_of_all_nodes_sum_to_the_time_of_all_ranks(
+    nodes: dict[str, tuple[int, list[tuple[Agent, int, float, bool]]]], each: bool
+) -> None:
+    """Whenever the nodes' agents began and whatever they saw: 100 % of ranks times wall time, to the millisecond."""
+    told = {}
+    for name, (began_ms, turns) in nodes.items():
+        ledgers, now_ms = RankLedgers(began_ms), began_ms
+        for known, passed_ms, stall_s, _ in turns:
+            now_ms += passed_ms
+            ledgers.looked({1: page(stall_s)})
+            ledgers.turned(Tick(), known, now_ms)
+        now_ms = max(now_ms, began_ms)
+        ledgers.turned(Tick(), STEPS, now_ms + 3)  # within a step: nothing of it is in a bucket yet
+        ledgers.turned(Tick(), STEPS, now_ms + 7)
+        told[name] = msgspec.structs.replace(record(ledgers, turns[-1][0]), node=name)
+    lasted_ms = sum(row.until_ms - row.since_ms for one in told.values() for row in one.ranks)
+    summed = goodput.summed(told, told.get("a"), each=each)
+    assert summed is not None
+    in_buckets_ms = sum(round(spent_s * 1000) for spent_s in summed["rank_seconds"].values())
+    assert in_buckets_ms + round(summed["open_rank_seconds"] * 1000) == lasted_ms
+    assert summed["ranks"] == 2 * len(nodes)
+    assert summed["ranks"] * summed["wall_s"] == pytest.approx(lasted_ms / 1000) == summed["rank_wall_s"]
+    assert summed["goodput"] + sum(summed["badput"].values()) == pytest.approx(1)
+    assert len(summed["accounts"]) == (summed["ranks"] if each else 0)
+    for row in summed["accounts"]:
+        lasted_s = row["until_wall_s"] - row["since_wall_s"]
+        assert sum(row["seconds"].values()) + row["open_seconds"] == pytest.approx(lasted_s)
+
+
 def test_two_ranks_of_one_node_are_in_different_buckets() -> None:
     """The survivor leaves its group while the other one is started."""
     assert played(

@@ -8,9 +8,12 @@ import pytest
 from support.pictures import job, progress, snapshot
 
 from elastic.contract.ledger import Bucket, Ledger
-from elasticd.api import views
+from elastic.contract.rank_records import RanksRecord, RankTimes
+from elastic.contract.records import JobState, Phase
+from elasticd.api import job_metrics, views
 from elasticd.api.views import Now
 from elasticd.diagnosis import goodput
+from elasticd.page import report
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
 LEDGER = Ledger(
@@ -28,6 +31,34 @@ def test_status_gives_goodput_and_badput_by_cause_the_largest_first() -> None:
     assert sum(seen["badput"].values()) + seen["goodput"] == pytest.approx(1)
     assert sum(seen["rank_seconds"].values()) + seen["open_rank_seconds"] == 1000.0
     json.dumps(seen, allow_nan=False)
+
+
+def ranks(node: str, *spent_ms: dict[str, int]) -> RanksRecord:
+    rows = [
+        RankTimes(slot=slot, rank=slot, since_ms=0, until_ms=sum(each.values()) + 5, ranks_ms=each, open_ms=5)
+        for slot, each in enumerate(spent_ms)
+    ]
+    return RanksRecord(node=node, generation=1, wall_s=1.0, ranks=tuple(rows))
+
+
+def test_what_all_ranks_did_is_summed_and_each_is_shown_when_the_job_is_over() -> None:
+    told = {"a": ranks("a", {"stepping": 890, "form": 105}, {"stepping": 995}), "b": ranks("b", {"waiting": 995})}
+    known = job(ranks=told)
+    summed = views.job_detail(snapshot(known), known, NOW)["rank_time"]
+    assert goodput.summed_text(summed) == (
+        "63.3 % of 3 ranks over 1 s; badput: waiting for nodes 33.2 %, forming groups 3.5 %"
+    )
+    assert (summed["rank_wall_s"], summed["accounts"]) == (3.0, [])
+    over = job(ranks=told, state=JobState(phase=Phase.SUCCEEDED))
+    data = views.job_detail(snapshot(over), over, NOW)
+    assert [(r["node"], r["slot"]) for r in data["rank_time"]["accounts"]] == [("a", 0), ("b", 0), ("a", 1)]
+    assert data["rank_time"]["rank_seconds"] == summed["rank_seconds"]
+    page = report.page(data, [], None, 1000.0)
+    assert "Rank by rank: 63.3 % goodput" in page
+    assert "waiting for nodes 99.5 %" in page
+    found = {f.name: f.samples for f in job_metrics.job_families([data], {"train": over}, {}, snapshot(over))}
+    spent = {each.labels["bucket"]: each.value for each in found["elasticd_job_rank_seconds"]}
+    assert spent == summed["rank_seconds"]
 
 
 def test_a_job_without_a_ledger_has_no_goodput() -> None:

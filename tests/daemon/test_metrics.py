@@ -16,6 +16,7 @@ from support.pictures import SPEC, job, progress, row, snapshot
 
 from elastic.contract.ledger import Ledger, Spread
 from elastic.contract.node_records import NodeRecord
+from elastic.contract.rank_records import RanksRecord, RankTimes
 from elastic.contract.records import IncidentRecord, JobState, Phase, SpecRecord
 from elastic.contract.step_parts import StepParts
 from elastic.etcd.client import MemberHealth
@@ -36,7 +37,12 @@ FULL = {
         ledger=LEDGER, still={"since_wall_s": 940.0, "because": "x"}, checkpoint_step=40, checkpoint_wall_s=990.0,
         checkpoint_write_s=0.7, ranks=[msgspec.to_builtins(msgspec.structs.replace(row(0, "a", 0), parts=PARTS))],
         checkpoint_interval="20 s", snapshot_step=40, snapshot_mb=2.0,
-    )
+    ),
+    "ranks": {
+        "a": RanksRecord(node="a", generation=2, wall_s=990.0, ranks=(
+            RankTimes(slot=0, rank=0, since_ms=0, until_ms=1500, ranks_ms={"stepping": 1500}),
+        )),
+    },
 }  # fmt: skip
 MEMBERS = (MemberHealth("h:1", "3.5", True, "", 2.0), MemberHealth("h:2", "", False, "refused"))
 
@@ -76,6 +82,7 @@ def test_a_job_has_gauges_counters_and_histograms() -> None:
         'elasticd_job_recovery_seconds_bucket{job="train",le="0.2",phase="stepping"}': 1,
         'elasticd_job_step_part_seconds{job="train",part="data"}': 0.01, 'elasticd_job_slow_ranks{job="train"}': 0,
         'elasticd_job_step_part_seconds{job="train",part="collectives"}': None,
+        'elasticd_job_rank_seconds_total{bucket="stepping",job="train"}': 1.5,
         'elasticd_job_incidents_total{job="train",kind="exit"}': 1, 'elasticd_job_steps_lost_total{job="train"}': 0,
     }  # fmt: skip
     assert {name: found.get(name) for name in wanted} == wanted
