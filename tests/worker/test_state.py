@@ -329,7 +329,9 @@ def test_other_parameter_groups_are_refused() -> None:
     source = trained()
     net = model()
     target = State(model=net, optimizer=torch.optim.AdamW(list(net.parameters())[:2]))
-    with pytest.raises(ValueError, match=r"groups of \[2\] parameters here, \[6\] in the state"):
+    with pytest.raises(
+        ValueError, match=r"groups of \[2\] parameters as setup\(\) builds it, and of \[6\] in the state"
+    ):
         target.adopt(source.table(), source.extra())
 
 

@@ -313,7 +313,8 @@ class OptimizerPart:
         params = self._params()
         counts, theirs = [len(g["params"]) for g in self.value.param_groups], [g["params"] for g in extra["groups"]]
         if counts != theirs:
-            raise ValueError(f"{self.name} has parameter groups of {counts} parameters here, {theirs} in the state")
+            said = f"{self.name} has parameter groups of {counts} parameters as setup() builds it, and of {theirs}"
+            raise ValueError(f"{said} in the state to be loaded: let setup() build all groups that training will add")
         mine = dict(self.tensors())
         came: dict[str, torch.Tensor] = {}
 
