@@ -139,7 +139,7 @@ class Ours:
             self.writer.submit(orders.Write(directory=self.directory, step=self.saves, generation=1), self.arena)
             self.writer.submit(
                 orders.Commit(
-                    directory=self.directory, job="j", step=self.saves, generation=1, shares=1, world_size=1, keep=1
+                    directory=self.directory, job="j", step=self.saves, generation=1, shards=1, world_size=1, keep=1
                 )
             )
 

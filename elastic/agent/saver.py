@@ -168,7 +168,7 @@ class Saver:
                 job=self.job,
                 step=message.step,
                 generation=message.generation,
-                shares=message.shares,
+                shards=message.shards,
                 world_size=world_size,
                 versions=self.versions,
                 wait_s=COMMIT_WAIT_S,

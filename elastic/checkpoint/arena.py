@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _MAGIC = 0x454C41_53544943  # "ELASTIC"
 _VERSION = 2
 _FIELDS = 16
-(_MAGIC_AT, _VERSION_AT, _CAPACITY, _SEQUENCE, _STATE, _STEP, _GENERATION, _NBYTES, _DATA_AT, _SHARE, _SHARES, _TABLE,
+(_MAGIC_AT, _VERSION_AT, _CAPACITY, _SEQUENCE, _STATE, _STEP, _GENERATION, _NBYTES, _DATA_AT, _SHARD, _SHARDS, _TABLE,
  _EXTRA, _PART, _PARTS, _BESIDE) = range(_FIELDS)  # fmt: skip
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise, Linux 5.14
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -64,9 +64,9 @@ class Header:
     nbytes: int
     """Length of the safetensors file in the arena."""
     data_at: int
-    share: int
-    shares: int
-    """The file is shard `share` of `shares` of a checkpoint."""
+    shard: int
+    shards: int
+    """The file is shard `shard` of `shards` of a checkpoint."""
     part: int
     parts: int
     """The arena is part `part` of `parts` of a snapshot that one node holds completely."""
@@ -160,8 +160,8 @@ class Arena:
             generation=ints[_GENERATION],
             nbytes=ints[_NBYTES],
             data_at=ints[_DATA_AT],
-            share=ints[_SHARE],
-            shares=ints[_SHARES],
+            shard=ints[_SHARD],
+            shards=ints[_SHARDS],
             part=ints[_PART],
             parts=ints[_PARTS],
         )
@@ -175,19 +175,19 @@ class Arena:
         self,
         table: Table,
         *,
-        share: int = 0,
-        shares: int = 1,
+        shard: int = 0,
+        shards: int = 1,
         beside: Beside = ALONE,
         part: int | None = None,
         parts: int | None = None,
     ) -> None:
         """Prepare for the tensors of `table` and of `beside`; does nothing if they are unchanged.
 
-        The file is shard `share` of `shares` of a checkpoint; the whole arena is `part` of `parts` of a snapshot, by
+        The file is shard `shard` of `shards` of a checkpoint; the whole arena is `part` of `parts` of a snapshot, by
         default the same. Raises ArenaError if the arena is too small.
         """
-        part, parts = share if part is None else part, shares if parts is None else parts
-        key = (table, share, shares, beside, part, parts)
+        part, parts = shard if part is None else part, shards if parts is None else parts
+        key = (table, shard, shards, beside, part, parts)
         if self._layout is not None and key == self._key:
             return
         layout = plan(table)
@@ -200,7 +200,7 @@ class Arena:
         self._put(self._tail_at, raw + raw_beside)
         ints = self._ints
         ints[_TABLE], ints[_BESIDE], ints[_EXTRA] = len(raw), len(raw_beside), 0
-        ints[_NBYTES], ints[_DATA_AT], ints[_SHARE], ints[_SHARES] = layout.nbytes, layout.data_at, share, shares
+        ints[_NBYTES], ints[_DATA_AT], ints[_SHARD], ints[_SHARDS] = layout.nbytes, layout.data_at, shard, shards
         ints[_PART], ints[_PARTS] = part, parts
         self._layout, self._key, self._views = layout, key, []
         self._beside = beside.table, [pad(layout.nbytes) + at for at in offsets]

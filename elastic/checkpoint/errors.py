@@ -4,7 +4,7 @@ CheckpointError
 ├── ArenaError          the shared memory is too small, gone, or not an arena
 │   └── IncompleteSnapshot        it holds no complete snapshot (its writer died, or is filling it)
 ├── SaveFailed          this checkpoint did not become durable; training continues
-│   └── SharesMissing   some shards were never written
+│   └── ShardsMissing   some shards were never written
 ├── Damaged             a checkpoint does not match its manifest: quarantine it, use the one before
 └── NoGoodCheckpoint    there are checkpoints but none is usable: needs an operator's decision
 """
@@ -28,10 +28,10 @@ class SaveFailed(CheckpointError):
     pass
 
 
-class SharesMissing(SaveFailed):
-    def __init__(self, step: int, missing: tuple[int, ...], shares: int) -> None:
+class ShardsMissing(SaveFailed):
+    def __init__(self, step: int, missing: tuple[int, ...], shards: int) -> None:
         listed = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
-        super().__init__(f"step {step}: {len(missing)} of {shares} shares were not written: {listed}")
+        super().__init__(f"step {step}: {len(missing)} of {shards} shards were not written: {listed}")
         self.missing = missing
 
 

@@ -25,7 +25,7 @@ from .write import digest
 READ_THREADS = 2
 _LOOKS = 20
 
-KEEP_IN_PLACE = frozenset({"other-job", "newer-format", "unreadable"})
+KEEP_IN_PLACE = frozenset({"other-job", "other-format", "unreadable"})
 """Not damage: a checkpoint of another job or version, or one that this process cannot read at the moment."""
 
 
@@ -36,7 +36,7 @@ class Aside:
     path: str
     """Its current path."""
     reason: str
-    """manifest-missing, manifest-damaged, share-missing, share-size, share-hash, other-job, newer-format, unreadable"""
+    """manifest-missing, manifest-damaged, shard-missing, shard-size, shard-hash, other-job, other-format, unreadable"""
     detail: str
 
     def __str__(self) -> str:
@@ -136,25 +136,25 @@ def verify(
         raise Damaged("unreadable", f"its manifest cannot be read: {error.strerror}") from error
     if job is not None and manifest.job != job:
         raise Damaged("other-job", f"it belongs to job {manifest.job!r}, not {job!r}")
-    for share in manifest.shares:
+    for shard in manifest.shards:
         try:
-            size = files.size(os.path.join(path, share.file))
+            size = files.size(os.path.join(path, shard.file))
         except FileNotFoundError:
-            raise Damaged("share-missing", f"{share.file} is missing") from None
+            raise Damaged("shard-missing", f"{shard.file} is missing") from None
         except OSError as error:
-            raise Damaged("unreadable", f"{share.file} cannot be read: {error.strerror}") from error
-        if size != share.nbytes:
-            raise Damaged("share-size", f"{share.file} has {size} bytes instead of {share.nbytes}")
+            raise Damaged("unreadable", f"{shard.file} cannot be read: {error.strerror}") from error
+        if size != shard.nbytes:
+            raise Damaged("shard-size", f"{shard.file} has {size} bytes instead of {shard.nbytes}")
     if hashes:
         spare = Spare()
 
-        def check(piece: tuple[m.Share, int]) -> None:
-            share, index = piece
-            nbytes = min(share.piece_nbytes, share.nbytes - index * share.piece_nbytes)
-            read_piece(path, share, index, [spare.take(nbytes)])
+        def check(piece: tuple[m.Shard, int]) -> None:
+            shard, index = piece
+            nbytes = min(shard.piece_nbytes, shard.nbytes - index * shard.piece_nbytes)
+            read_piece(path, shard, index, [spare.take(nbytes)])
 
         with ThreadPoolExecutor(max(1, threads)) as pool:
-            for _ in pool.map(check, ((share, i) for share in manifest.shares for i in range(len(share.xxh3)))):
+            for _ in pool.map(check, ((shard, i) for shard in manifest.shards for i in range(len(shard.xxh3)))):
                 pass
     return manifest
 
@@ -172,36 +172,36 @@ class Spare(threading.local):
         return memoryview(self._buffer)[:nbytes]
 
 
-def read_piece(path: str, share: m.Share, index: int, into: list[memoryview]) -> None:
+def read_piece(path: str, shard: m.Shard, index: int, into: list[memoryview]) -> None:
     """Read piece `index` of a shard into the buffers `into`, in order, and check its hash. Raises Damaged."""
-    file = os.path.join(path, share.file)
-    at = index * share.piece_nbytes
+    file = os.path.join(path, shard.file)
+    at = index * shard.piece_nbytes
     try:
         fd = open_file(file)
         try:
             for views in (into[i : i + _IOV_MAX] for i in range(0, len(into), _IOV_MAX)):
-                at = _read_views(fd, views, at, share)
+                at = _read_views(fd, views, at, shard)
         finally:
             os.close(fd)
     except FileNotFoundError:
-        raise Damaged("share-missing", f"{share.file} is missing") from None
+        raise Damaged("shard-missing", f"{shard.file} is missing") from None
     except OSError as error:
-        raise Damaged("unreadable", f"{share.file} cannot be read: {error.strerror}") from error
+        raise Damaged("unreadable", f"{shard.file} cannot be read: {error.strerror}") from error
     hasher = xxhash.xxh3_64()
     for view in into:
         hasher.update(view)
-    if (is_ := hasher.hexdigest()) != (should := share.xxh3[index]):
-        raise Damaged("share-hash", f"piece {index} of {share.file} has hash {is_} instead of {should}")
+    if (is_ := hasher.hexdigest()) != (should := shard.xxh3[index]):
+        raise Damaged("shard-hash", f"piece {index} of {shard.file} has hash {is_} instead of {should}")
 
 
 _IOV_MAX = 1024
 
 
-def _read_views(fd: int, views: list[memoryview], at: int, share: m.Share) -> int:
+def _read_views(fd: int, views: list[memoryview], at: int, shard: m.Shard) -> int:
     while views:
         done = os.preadv(fd, views, at)
         if done == 0:
-            raise Damaged("share-size", f"{share.file} ends at {at} instead of {share.nbytes}")
+            raise Damaged("shard-size", f"{shard.file} ends at {at} instead of {shard.nbytes}")
         at += done
         while views and done >= len(views[0]):
             done -= len(views[0])

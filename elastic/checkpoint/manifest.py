@@ -14,8 +14,8 @@ import msgspec
 
 from ..contract.tensor_table import Table
 
-FORMAT = 1
-"""Version of the on-disk format. A reader that finds a newer one skips the checkpoint and reports that."""
+FORMAT = 2
+"""Version of the on-disk format. A reader that finds another one skips the checkpoint and reports that."""
 
 PIECE_BYTES = 16 * 1024 * 1024
 """Files are written, hashed and read in pieces of this size, each with a hash of its own."""
@@ -43,12 +43,12 @@ class BadManifest(Exception):
         self.detail = detail
 
 
-class Share(msgspec.Struct, frozen=True, kw_only=True):
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """A shard, one rank's part: a safetensors file. Also written beside it as a note, once the file is on disk."""
 
     file: str
-    share: int
-    shares: int
+    shard: int
+    shards: int
     step: int
     generation: int
     nbytes: int
@@ -68,7 +68,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     """The generation in which `step` was committed. Checkpoints are ordered by (generation, step)."""
     world_size: int
-    shares: tuple[Share, ...]
+    shards: tuple[Shard, ...]
     versions: dict[str, str] = {}
     created_wall_s: float = 0.0
     """For users; nothing is decided by it."""
@@ -76,11 +76,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def extra(self) -> dict[str, Any]:
         """State of the job that is not tensors, as JSON."""
-        return self.shares[0].extra
+        return self.shards[0].extra
 
     @property
     def nbytes(self) -> int:
-        return sum(share.nbytes for share in self.shares)
+        return sum(shard.nbytes for shard in self.shards)
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,21 +99,21 @@ class _File(msgspec.Struct):
     body: msgspec.Raw
 
 
-_share = msgspec.json.Decoder(Share)
+_shard = msgspec.json.Decoder(Shard)
 _manifest = msgspec.json.Decoder(Manifest)
 _head = msgspec.json.Decoder(Head)
 _file = msgspec.json.Decoder(_File)
 
 
-def share_file(share: int, shares: int) -> str:
-    return f"share-{share:05d}-of-{shares:05d}.safetensors"
+def shard_file(shard: int, shards: int) -> str:
+    return f"shard-{shard:05d}-of-{shards:05d}.safetensors"
 
 
-def share_note(share: int, shares: int) -> str:
-    return f"share-{share:05d}-of-{shares:05d}.json"
+def shard_note(shard: int, shards: int) -> str:
+    return f"shard-{shard:05d}-of-{shards:05d}.json"
 
 
-def encode(record: Manifest | Share, digest: Digest) -> bytes:
+def encode(record: Manifest | Shard, digest: Digest) -> bytes:
     """The bytes of a manifest's or a note's file. `digest`: xxh3-64 as 16 hexadecimal digits."""
     body = msgspec.json.encode(record)
     return msgspec.json.encode(_File(FORMAT, digest(body), msgspec.Raw(body))) + b"\n"
@@ -129,14 +129,14 @@ def decode(raw: bytes, digest: Digest) -> Manifest:
     return manifest
 
 
-def decode_note(raw: bytes, digest: Digest) -> Share:
+def decode_note(raw: bytes, digest: Digest) -> Shard:
     """Read the note beside a shard. Raises BadManifest."""
     try:
-        share = _share.decode(_body(raw, digest, "note"))
+        shard = _shard.decode(_body(raw, digest, "note"))
     except msgspec.ValidationError as error:
         raise BadManifest("note-damaged", f"the note is not one: {error}") from None
-    _check_share(share)
-    return share
+    _check_shard(shard)
+    return shard
 
 
 def decode_head(raw: bytes, digest: Digest) -> Head:
@@ -152,8 +152,8 @@ def _body(raw: bytes, digest: Digest, what: str) -> bytes:
         file = _file.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadManifest(f"{what}-damaged", f"the {what} cannot be read: {error}") from None
-    if file.format > FORMAT:
-        raise BadManifest("newer-format", f"format {file.format}; this version reads up to {FORMAT}")
+    if file.format != FORMAT:
+        raise BadManifest("other-format", f"format {file.format}; this version reads {FORMAT}")
     body = bytes(file.body)
     if (found := digest(body)) != file.xxh3:
         raise BadManifest(f"{what}-damaged", f"the {what}'s hash is {found}, it says {file.xxh3}")
@@ -161,28 +161,28 @@ def _body(raw: bytes, digest: Digest, what: str) -> bytes:
 
 
 def _check(manifest: Manifest) -> None:
-    count = len(manifest.shares)
-    if not count or [(s.share, s.shares) for s in manifest.shares] != [(i, count) for i in range(count)]:
-        raise BadManifest("manifest-damaged", "the manifest does not list each share once, in order")
-    for share in manifest.shares:
-        if (share.step, share.generation) != (manifest.step, manifest.generation):
-            raise BadManifest("manifest-damaged", f"{share.file} is of step {share.step}, not {manifest.step}")
-        _check_share(share)
-    names = [tensor.name for share in manifest.shares for tensor in share.tensors]
+    count = len(manifest.shards)
+    if not count or [(s.shard, s.shards) for s in manifest.shards] != [(i, count) for i in range(count)]:
+        raise BadManifest("manifest-damaged", "the manifest does not list each shard once, in order")
+    for shard in manifest.shards:
+        if (shard.step, shard.generation) != (manifest.step, manifest.generation):
+            raise BadManifest("manifest-damaged", f"{shard.file} is of step {shard.step}, not {manifest.step}")
+        _check_shard(shard)
+    names = [tensor.name for shard in manifest.shards for tensor in shard.tensors]
     if len(names) != len(set(names)):
         raise BadManifest("manifest-damaged", "a tensor is listed twice")
 
 
-def _check_share(share: Share) -> None:
-    bad = BadManifest("manifest-damaged", f"share {share.share} of {share.shares} contradicts itself")
-    if share.file != share_file(share.share, share.shares) or share.piece_nbytes < 1:
+def _check_shard(shard: Shard) -> None:
+    bad = BadManifest("manifest-damaged", f"shard {shard.shard} of {shard.shards} contradicts itself")
+    if shard.file != shard_file(shard.shard, shard.shards) or shard.piece_nbytes < 1:
         raise bad
-    if len(share.xxh3) != -(-share.nbytes // share.piece_nbytes):
+    if len(shard.xxh3) != -(-shard.nbytes // shard.piece_nbytes):
         raise bad
-    if share.data_at + sum(tensor.nbytes for tensor in share.tensors) != share.nbytes:
+    if shard.data_at + sum(tensor.nbytes for tensor in shard.tensors) != shard.nbytes:
         raise bad
-    for tensor in share.tensors:
+    for tensor in shard.tensors:
         if tensor.dtype not in ITEM_BYTES:
-            raise BadManifest("newer-format", f"{tensor.name} is {tensor.dtype}, which this version does not know")
+            raise BadManifest("other-format", f"{tensor.name} is {tensor.dtype}, which this version does not know")
         if tensor.nbytes != math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] or min(tensor.shape, default=0) < 0:
             raise bad

@@ -3,7 +3,7 @@
 step-40                      a checkpoint
 step-40.g7                   another one of the same step, committed in generation 7 (after a roll-back)
 step-40.g7.tmp               being written, or left over from a crash
-step-40.damaged-share-hash   quarantined because it failed a check; never deleted by elastic
+step-40.damaged-shard-hash   quarantined because it failed a check; never deleted by elastic
 step-40.fetch-…              being fetched from remote storage, or left over from a crash
 step-40.gone                 being removed by retention
 """

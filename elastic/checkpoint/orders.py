@@ -27,7 +27,7 @@ class Commit(Order, frozen=True, kw_only=True):
     job: str
     step: int
     generation: int
-    shares: int
+    shards: int
     world_size: int
     versions: dict[str, str] = {}
     wait_s: float = 60.0

@@ -84,15 +84,15 @@ def load(found: Found, into: Into, *, threads: int = READ_THREADS, progress: Pro
     Raises Mismatch, and Damaged: part of `into` is then overwritten.
     """
     targets = [
-        _Target(share, [_place(tensor, into(tensor)) for tensor in share.tensors]) for share in found.manifest.shares
+        _Target(shard, [_place(tensor, into(tensor)) for tensor in shard.tensors]) for shard in found.manifest.shards
     ]
-    pieces = [(target, index) for target in targets for index in range(len(target.share.xxh3))]
+    pieces = [(target, index) for target in targets for index in range(len(target.shard.xxh3))]
     spare = Spare()
 
     def piece(job: tuple[_Target, int]) -> None:
         target, index = job
         views = target.views(index, spare)
-        read_piece(found.path, target.share, index, views)
+        read_piece(found.path, target.shard, index, views)
         target.done(index)
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
@@ -100,7 +100,7 @@ def load(found: Found, into: Into, *, threads: int = READ_THREADS, progress: Pro
         try:
             for future, (target, _) in zip(running, pieces, strict=True):
                 future.result()
-                progress(target.share.piece_nbytes)
+                progress(target.shard.piece_nbytes)
         finally:
             pool.shutdown(cancel_futures=True)  # after a failure, the other pieces need not be read
 
@@ -133,11 +133,11 @@ def _place(info: TensorInfo, target: torch.Tensor | None) -> _Place:
 class _Target:
     """The destinations of one shard, by their offsets in its file."""
 
-    def __init__(self, share: m.Share, places: list[_Place]) -> None:
-        self.share = share
+    def __init__(self, shard: m.Shard, places: list[_Place]) -> None:
+        self.shard = shard
         self._places = places
         self._starts: list[int] = []
-        at = share.data_at
+        at = shard.data_at
         for place in places:
             self._starts.append(at)
             at += place.nbytes
@@ -145,12 +145,12 @@ class _Target:
 
     def views(self, index: int, spare: Spare) -> list[memoryview]:
         """The buffers into which piece `index` is read, in order."""
-        at = index * self.share.piece_nbytes
-        end = min(at + self.share.piece_nbytes, self.share.nbytes)
+        at = index * self.shard.piece_nbytes
+        end = min(at + self.shard.piece_nbytes, self.shard.nbytes)
         rest = spare.take(end - at)
         views = []
-        if at < self.share.data_at:
-            head = min(end, self.share.data_at) - at
+        if at < self.shard.data_at:
+            head = min(end, self.shard.data_at) - at
             views.append(rest[:head])
             rest = rest[head:]
         for place, begin, to in self._overlaps(at, end):
@@ -163,8 +163,8 @@ class _Target:
 
     def done(self, index: int) -> None:
         """Piece `index` is read and verified: copy the buffers that are complete."""
-        at = index * self.share.piece_nbytes
-        for place, begin, to in self._overlaps(at, min(at + self.share.piece_nbytes, self.share.nbytes)):
+        at = index * self.shard.piece_nbytes
+        for place, begin, to in self._overlaps(at, min(at + self.shard.piece_nbytes, self.shard.nbytes)):
             if place.straight or place.target is None:
                 continue
             with self._lock:

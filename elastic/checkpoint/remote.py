@@ -63,12 +63,12 @@ def copy_up(path: str, url: str, *, keep: int = 0, keep_every_steps: int = 0) ->
         filesystem.makedirs(target, exist_ok=True)
         if filesystem.exists(posixpath.join(target, m.MANIFEST)):  # of another run: invalid until it is replaced
             filesystem.rm_file(posixpath.join(target, m.MANIFEST))
-        for share in manifest.shares:
-            there = posixpath.join(target, share.file)
-            filesystem.put_file(os.path.join(path, share.file), there)
+        for shard in manifest.shards:
+            there = posixpath.join(target, shard.file)
+            filesystem.put_file(os.path.join(path, shard.file), there)
             filesystem.invalidate_cache()
-            if (size := filesystem.size(there)) != share.nbytes:
-                raise SaveFailed(f"{there} has {size} bytes there, {share.nbytes} here")
+            if (size := filesystem.size(there)) != shard.nbytes:
+                raise SaveFailed(f"{there} has {size} bytes there, {shard.nbytes} here")
         filesystem.put_file(os.path.join(path, m.MANIFEST), posixpath.join(target, m.MANIFEST))
         if keep:
             for doomed in plan(list_remote(url, manifest.job), keep, keep_every_steps, lambda _: True):

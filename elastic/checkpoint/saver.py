@@ -129,7 +129,7 @@ class Saver:
             return False
         try:
             self._make_room(arena_nbytes(table))
-            self._buffers.arenas[0].layout(table, share=self._rank, shares=self._world)
+            self._buffers.arenas[0].layout(table, shard=self._rank, shards=self._world)
             self._copied = step, extra
             done = self._buffers.begin(0, tensors, volatile=volatile)
         except (OSError, CheckpointError) as error:
@@ -192,7 +192,7 @@ class Saver:
                 job=self._job,
                 step=step,
                 generation=self._generation,
-                shares=self._world,
+                shards=self._world,
                 world_size=self._world,
                 versions=self._versions,
                 wait_s=self._wait_for_others_s if self._world > 1 else 0.0,

@@ -15,30 +15,30 @@ Snapshot = tuple[int, int, int, int]
 """(generation, step, part, parts) of one complete arena."""
 
 
-def assign_shares(table: Table, count: int) -> tuple[tuple[int, ...], ...]:
+def assign_shards(table: Table, count: int) -> tuple[tuple[int, ...], ...]:
     """Indices into `table` per shard, ascending; balanced by bytes, deterministic, possibly empty.
 
     Largest first, each to the shard that is smallest so far (the lowest number among equals).
     """
     if count < 1:
-        raise ValueError(f"count = {count}: state is cut into at least one share")
-    shares: list[list[int]] = [[] for _ in range(count)]
-    lightest = [(0, share) for share in range(count)]
+        raise ValueError(f"count = {count}: state is cut into at least one shard")
+    shards: list[list[int]] = [[] for _ in range(count)]
+    lightest = [(0, shard) for shard in range(count)]
     for index in sorted(range(len(table)), key=lambda i: (-table[i].nbytes, i)):
-        load, share = lightest[0]
-        shares[share].append(index)
-        heapq.heapreplace(lightest, (load + table[index].nbytes, share))
-    return tuple(tuple(sorted(share)) for share in shares)
+        load, shard = lightest[0]
+        shards[shard].append(index)
+        heapq.heapreplace(lightest, (load + table[index].nbytes, shard))
+    return tuple(tuple(sorted(shard)) for shard in shards)
 
 
-def beside_shares(share: int, shares: int, part: int, parts: int) -> tuple[int, ...]:
-    """Shards of other nodes that the rank which saves shard `share` of `shares` also keeps in memory.
+def beside_shards(shard: int, shards: int, part: int, parts: int) -> tuple[int, ...]:
+    """Shards of other nodes that the rank which saves shard `shard` of `shards` also keeps in memory.
 
     It is rank `part` of the `parts` ranks of its node, whose shards are numbered consecutively. Together the ranks of
     a node keep every shard.
     """
-    first = share - part
-    others = [k for k in range(shares) if not first <= k < first + parts]
+    first = shard - part
+    others = [k for k in range(shards) if not first <= k < first + parts]
     return tuple(others[part::parts])
 
 

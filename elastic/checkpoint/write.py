@@ -1,9 +1,9 @@
 """From arenas to a checkpoint on disk: each process writes the shard that it holds, then one rename commits them.
 
     step-40.g3.tmp/                         created by the first writer
-        share-00000-of-00002.safetensors    space reserved, written past the page cache, hashed, fsynced
-        share-00000-of-00002.json           its note: sizes, hashes, tensors. Written aside and renamed, last
-        share-00001-of-00002.…
+        shard-00000-of-00002.safetensors    space reserved, written past the page cache, hashed, fsynced
+        shard-00000-of-00002.json           its note: sizes, hashes, tensors. Written aside and renamed, last
+        shard-00001-of-00002.…
         manifest.json                       when all notes exist. Written aside, fsynced, renamed; directory fsynced
     step-40/                                the rename is the commit; then the parent is fsynced
 
@@ -23,7 +23,7 @@ import xxhash
 from ..contract.tensor_table import Table
 from . import manifest as m
 from .arena import Arena
-from .errors import SaveFailed, SharesMissing
+from .errors import SaveFailed, ShardsMissing
 from .files import REAL, Files
 from .layout import pad
 from .names import final_name, head_of, tmp_name
@@ -37,14 +37,14 @@ def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def write_share(
+def write_shard(
     arena: Arena,
     directory: str,
     *,
     files: Files = REAL,
     threads: int = WRITE_THREADS,
     piece_nbytes: int = m.PIECE_BYTES,
-) -> m.Share:
+) -> m.Shard:
     """Write the shard that `arena` holds to its place below `directory`, durably, then its note.
 
     Raises OSError (the disk), IncompleteSnapshot, and SaveFailed if the arena was filled again meanwhile; the shard's
@@ -53,10 +53,10 @@ def write_share(
     before = arena.header()
     data = arena.view(padded=True)
     folder = os.path.join(directory, tmp_name(before.step, before.generation))
-    share = m.Share(
-        file=m.share_file(before.share, before.shares),
-        share=before.share,
-        shares=before.shares,
+    shard = m.Shard(
+        file=m.shard_file(before.shard, before.shards),
+        shard=before.shard,
+        shards=before.shards,
         step=before.step,
         generation=before.generation,
         nbytes=before.nbytes,
@@ -65,24 +65,24 @@ def write_share(
         tensors=msgspec.json.decode(arena.table_json(), type=Table),
         extra=arena.extra(),
     )
-    path = os.path.join(folder, share.file)
+    path = os.path.join(folder, shard.file)
     _make_folder(directory, files)
     files.mkdir(folder)  # its name need not be durable before the commit
     try:
-        hashes = _write_pieces(path, data, share, files, threads)
+        hashes = _write_pieces(path, data, shard, files, threads)
     except OSError:
         _give_back(path, files)
         raise
     if arena.header() != before:
         _give_back(path, files)
         raise SaveFailed(f"step {before.step}: the arena was filled again while it was written")
-    share = msgspec.structs.replace(share, xxh3=hashes)
+    shard = msgspec.structs.replace(shard, xxh3=hashes)
     files.sync_dir(folder)
     # A visible note implies a durable shard. The note itself need not survive a crash, which ends the save.
     _write_whole(
-        os.path.join(folder, m.share_note(share.share, share.shares)), m.encode(share, digest), files, safe=False
+        os.path.join(folder, m.shard_note(shard.shard, shard.shards)), m.encode(shard, digest), files, safe=False
     )
-    return share
+    return shard
 
 
 def _make_folder(path: str, files: Files) -> None:
@@ -95,24 +95,24 @@ def _make_folder(path: str, files: Files) -> None:
         files.sync_dir(parent)
 
 
-def _write_pieces(path: str, data: memoryview, share: m.Share, files: Files, threads: int) -> tuple[str, ...]:
+def _write_pieces(path: str, data: memoryview, shard: m.Shard, files: Files, threads: int) -> tuple[str, ...]:
     """Write the file and return the hash of each piece. `data` extends to a page boundary, the file does not."""
     fd = files.create(path, direct=True)
     try:
-        files.reserve(fd, pad(share.nbytes))
+        files.reserve(fd, pad(shard.nbytes))
 
         def piece(at: int) -> str:
-            end = at + share.piece_nbytes
+            end = at + shard.piece_nbytes
             files.write_at(fd, data[at:end], at)
-            return digest(data[at : min(end, share.nbytes)])
+            return digest(data[at : min(end, shard.nbytes)])
 
-        starts = range(0, share.nbytes, share.piece_nbytes)
+        starts = range(0, shard.nbytes, shard.piece_nbytes)
         if threads > 1 and len(starts) > 1:
             with ThreadPoolExecutor(min(threads, len(starts))) as pool:
                 hashes = tuple(pool.map(piece, starts))
         else:
             hashes = tuple(map(piece, starts))
-        files.truncate(fd, share.nbytes)
+        files.truncate(fd, shard.nbytes)
         files.sync(fd)
     finally:
         files.close(fd)
@@ -140,10 +140,10 @@ def _give_back(path: str, files: Files) -> None:
         pass
 
 
-def shares_missing(directory: str, step: int, generation: int, shares: int, *, files: Files = REAL) -> tuple[int, ...]:
+def shards_missing(directory: str, step: int, generation: int, shards: int, *, files: Files = REAL) -> tuple[int, ...]:
     """Shards without a note so far. Does not wait."""
     names = set(files.names(os.path.join(directory, tmp_name(step, generation))))
-    return tuple(share for share in range(shares) if m.share_note(share, shares) not in names)
+    return tuple(shard for shard in range(shards) if m.shard_note(shard, shards) not in names)
 
 
 def commit(
@@ -152,7 +152,7 @@ def commit(
     *,
     step: int,
     generation: int,
-    shares: int,
+    shards: int,
     world_size: int,
     versions: Mapping[str, str] | None = None,
     created_wall_s: float = 0.0,
@@ -163,18 +163,18 @@ def commit(
     """Commit the checkpoint of `step`, and return its directory.
 
     Waits up to `wait_s` for the notes of shards (files of other hosts: there is no event to wait for). Raises
-    SharesMissing, SaveFailed for an invalid note, OSError. Doing it twice is harmless.
+    ShardsMissing, SaveFailed for an invalid note, OSError. Doing it twice is harmless.
     """
     deadline_s = clock() + wait_s
-    while missing := shares_missing(directory, step, generation, shares, files=files):
+    while missing := shards_missing(directory, step, generation, shards, files=files):
         if done := _committed(directory, job, step, generation, files):
             return done
         if clock() >= deadline_s:
-            raise SharesMissing(step, missing, shares)
+            raise ShardsMissing(step, missing, shards)
         time.sleep(min(_LOOK_EVERY_S, max(0.0, deadline_s - clock())))
     try:
         return _put_together(
-            directory, job, step, generation, shares, world_size, versions or {}, created_wall_s, files
+            directory, job, step, generation, shards, world_size, versions or {}, created_wall_s, files
         )
     except FileNotFoundError:
         # Another leader was faster: the directory has its final name already.
@@ -188,7 +188,7 @@ def _put_together(
     job: str,
     step: int,
     generation: int,
-    shares: int,
+    shards: int,
     world_size: int,
     versions: Mapping[str, str],
     created_wall_s: float,
@@ -200,7 +200,7 @@ def _put_together(
         step=step,
         generation=generation,
         world_size=world_size,
-        shares=tuple(_note(folder, share, shares, files) for share in range(shares)),
+        shards=tuple(_note(folder, shard, shards, files) for shard in range(shards)),
         versions=dict(versions),
         created_wall_s=created_wall_s,
     )
@@ -217,11 +217,11 @@ def _put_together(
     return target
 
 
-def _note(folder: str, share: int, shares: int, files: Files) -> m.Share:
+def _note(folder: str, shard: int, shards: int, files: Files) -> m.Shard:
     try:
-        return m.decode_note(files.read(os.path.join(folder, m.share_note(share, shares))), digest)
+        return m.decode_note(files.read(os.path.join(folder, m.shard_note(shard, shards))), digest)
     except m.BadManifest as error:
-        raise SaveFailed(f"share {share} of {shares}: {error.detail}") from error
+        raise SaveFailed(f"shard {shard} of {shards}: {error.detail}") from error
 
 
 def _committed(directory: str, job: str, step: int, generation: int, files: Files) -> str | None:

@@ -21,9 +21,9 @@ import msgspec
 from ..util.processes import die_with
 from . import orders
 from .arena import Arena
-from .errors import CheckpointError, SaveFailed, SharesMissing
+from .errors import CheckpointError, SaveFailed, ShardsMissing
 from .retention import discard, prune
-from .write import commit, shares_missing, write_share
+from .write import commit, shards_missing, write_shard
 
 MAX_PACKET_BYTES = 64 * 1024
 _LOOK_EVERY_S = 0.05
@@ -84,13 +84,13 @@ class Writer:
             if not header.whole or (header.step, header.generation) != (order.step, order.generation):
                 state = header.state.name.lower()
                 raise SaveFailed(f"the arena is {state} with step {header.step} of generation {header.generation}")
-            share = write_share(arena, order.directory, threads=order.threads)
+            shard = write_shard(arena, order.directory, threads=order.threads)
         except (OSError, CheckpointError) as error:
             why = orders.describe(error)
             self._failed = {**dict(list(self._failed.items())[-_FAILED_KEPT:]), (order.step, order.generation): why}
             return _with(result, error=why, seconds=time.monotonic() - started_s)
         self._failed.pop((order.step, order.generation), None)
-        return _with(result, path=share.file, nbytes=share.nbytes, seconds=time.monotonic() - started_s)
+        return _with(result, path=shard.file, nbytes=shard.nbytes, seconds=time.monotonic() - started_s)
 
     def _arena(self, fd: int) -> Arena:
         inode = os.fstat(fd).st_ino
@@ -114,7 +114,7 @@ class Writer:
             return True
         waited_s = time.monotonic() - pending.started_s
         try:
-            missing = shares_missing(order.directory, order.step, order.generation, order.shares)
+            missing = shards_missing(order.directory, order.step, order.generation, order.shards)
             if missing and waited_s < order.wait_s:
                 return False
         except OSError:
@@ -125,13 +125,13 @@ class Writer:
                 order.job,
                 step=order.step,
                 generation=order.generation,
-                shares=order.shares,
+                shards=order.shards,
                 world_size=order.world_size,
                 versions=order.versions,
                 created_wall_s=time.time(),
             )
         except (OSError, CheckpointError) as error:
-            missing = error.missing if isinstance(error, SharesMissing) else ()
+            missing = error.missing if isinstance(error, ShardsMissing) else ()
             result = _with(result, error=orders.describe(error), missing=missing)
         else:
             result = _with(result, path=path, notes=self._notes)

@@ -205,8 +205,8 @@ class Filled(Message, frozen=True, kw_only=True):
     step: int
     buffer: int
     nbytes: int
-    share: int
-    shares: int
+    shard: int
+    shards: int
     stall_s: float
     interval: str = ""
     """The checkpoint interval, in words."""

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from ..worker.boot.inherited_sockets import leave_parents_sockets
 from ..worker.data.batches import seed_everything, take_many
-from ..worker.data.sharding import BatchPlan, SampleOrder, share
+from ..worker.data.sharding import BatchPlan, SampleOrder, rank_range
 
 Key = tuple[int, int]
 """(step from the start of training, number of the micro-batch)"""
@@ -60,8 +60,8 @@ class Steps:
     def part(self, step: int, number: int) -> tuple[int, int]:
         """Positions [start, stop) of micro-batch `number` of this rank; equal: it is empty."""
         _, start, stop = self.whole(step)
-        start, stop = share(start, stop, self.rank, self.world_size)
-        return share(start, stop, number, self.parts)
+        start, stop = rank_range(start, stop, self.rank, self.world_size)
+        return rank_range(start, stop, number, self.parts)
 
     def sizes(self, step: int) -> list[int]:
         """Samples in each micro-batch of this rank."""

@@ -111,7 +111,7 @@ class AgentSnapshots:
         if buffer in self._cold and part.tensors and part.tensors[0].is_cuda:
             arena.touch(self._session.copied)  # registering with CUDA would do that too, but without reporting progress
         arena.layout(
-            part.table, share=part.share, shares=part.shares, beside=part.beside, part=part.part, parts=part.parts
+            part.table, shard=part.shard, shards=part.shards, beside=part.beside, part=part.part, parts=part.parts
         )
         done = self._buffers.begin(buffer, part.tensors, volatile=part.volatile, progress=self._session.copied)
         self._copied = part, time.monotonic() - began_s
@@ -165,8 +165,8 @@ class AgentSnapshots:
                 step=part.step,
                 buffer=buffer,
                 nbytes=arena.header().nbytes,
-                share=part.share,
-                shares=part.shares,
+                shard=part.shard,
+                shards=part.shards,
                 stall_s=launched_s + time.monotonic() - began_s,
                 interval=part.interval,
                 save=part.save,

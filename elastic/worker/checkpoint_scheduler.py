@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ..checkpoint import interval as checkpoint_interval
 from ..checkpoint.layout import file_order
-from ..checkpoint.shard_plan import assign_shares, beside_shares
+from ..checkpoint.shard_plan import assign_shards, beside_shards
 from ..contract.tensor_table import ALONE, Beside, Table
 from . import gc_pause
 from .session import GenerationEnded
@@ -52,8 +52,8 @@ class Part:
 
     step: int
     commit_generation: int
-    share: int
-    shares: int
+    shard: int
+    shards: int
     table: Table
     tensors: Sequence[torch.Tensor]
     """The tensors of `table`, then those of `beside`."""
@@ -65,7 +65,7 @@ class Part:
     part: int | None = None
     parts: int | None = None
     """Which piece of the node's complete snapshot this rank's tensors are (own shard and those beside it): `part` of
-    `parts`. None: as `share` of `shares`."""
+    `parts`. None: as `shard` of `shards`."""
     save: bool = True
     """Write the shard to disk; False: keep it in memory only."""
     kept: str = ""
@@ -344,19 +344,19 @@ class CheckpointScheduler:
 
     def _part(self, state: State, *, save: bool) -> Part:
         place = self._place
-        share, shares = (place.rank, place.world_size) if self._shared else (place.local_index, place.local_world_size)
+        shard, shards = (place.rank, place.world_size) if self._shared else (place.local_index, place.local_world_size)
         extra: dict[str, Any] = {}
         tensors = state.tensors(extra)
         table = tuple(info for info, _ in tensors)
-        if (table, share, shares) != self._cut_for:
+        if (table, shard, shards) != self._cut_for:
             state.refuse_growth(table, extra)
-            self._cut_for = table, share, shares
-            cuts = assign_shares(table, shares)
+            self._cut_for = table, shard, shards
+            cuts = assign_shards(table, shards)
             # In the order of the file: the description of tensors kept beside a shard gives the position of each.
-            self._cut = tuple(cuts[share][i] for i in file_order([table[i] for i in cuts[share]]))
+            self._cut = tuple(cuts[shard][i] for i in file_order([table[i] for i in cuts[shard]]))
             others: tuple[int, ...] = ()
             if self._snapshots and self._shared:
-                held = beside_shares(share, shares, place.local_index, place.local_world_size)
+                held = beside_shards(shard, shards, place.local_index, place.local_world_size)
                 others = tuple(i for k in held for i in cuts[k])
             self._beside = Beside(tuple(table[i] for i in others), others)
             changing = state.volatile()
@@ -367,8 +367,8 @@ class CheckpointScheduler:
         return Part(
             step=state.step,
             commit_generation=state.commit_generation,
-            share=share,
-            shares=shares,
+            shard=shard,
+            shards=shards,
             table=self._own,
             tensors=[tensors[i][1] for i in self._chosen],
             extra=extra_of(extra, mine),

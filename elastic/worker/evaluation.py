@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from .data.batches import Batch, MapDataset, loaded, move, seed_everything
-from .data.sharding import BatchPlan
-from .data.sharding import share as part_of
+from .data.sharding import BatchPlan, rank_range
 from .state.broadcast import control_device
 
 Measure = Callable[[Batch], Mapping[str, "torch.Tensor | float"]]
@@ -54,7 +53,7 @@ def evaluate(
     Raises ValueError for an empty dataset and if the ranks' names differ, TypeError for a value of several elements.
     """
     plan = BatchPlan(len(dataset), batch_size)
-    mine = range(*part_of(0, plan.steps_per_epoch, rank, world_size))
+    mine = range(*rank_range(0, plan.steps_per_epoch, rank, world_size))
     parts = _Parts(dataset, plan, seed, collate or default_collate)
     names: list[str] | None = None
     rows: list[torch.Tensor] = []

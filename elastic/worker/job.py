@@ -105,7 +105,7 @@ class Job(JobCalls):
         self._link = link
         self._keeper: CheckpointScheduler | None = None
         self._group_s = math.inf
-        self._share = ddp.GradientWeight()
+        self._gradient_weight = ddp.GradientWeight()
         self._began_s = 0.0
         self._loss = _LossReader()
         self._fingerprint_every = fingerprint_every_steps
@@ -143,7 +143,7 @@ class Job(JobCalls):
         self.rank, self.world_size, self.generation = rank, world_size, generation
         self._keeper = keeper
         self._group_s = group_s if world_size > 1 else math.inf
-        self._share.detach_all()
+        self._gradient_weight.detach_all()
         self._scaled.clear()
         self._fingerprint = None
         self._began_s = time.monotonic()
@@ -180,16 +180,16 @@ class Job(JobCalls):
         """
         exchange = comm_hooks.chosen(compress, hook, hook_state)
         if not torch.distributed.is_initialized():
-            self._share.attach(model)  # for `Batch.parts`
+            self._gradient_weight.attach(model)  # for `Batch.parts`
             return model
         link = self._link
         link.contributed()  # it begins with a collective that compares the parameters' shapes
         wrapped = ddp.wrap(
             model,
-            weight=self._share,
+            weight=self._gradient_weight,
             on_contributed=link.contributed,
             on_received=link.entered,
-            on_failed=self._share.fail,
+            on_failed=self._gradient_weight.fail,
             on_buffers=(link.contributed, link.entered),
             exchange=exchange,
             sampler=self.sampler,
@@ -212,7 +212,7 @@ class Job(JobCalls):
             rank=self.rank,
             world_size=self.world_size,
             device=self.device,
-            share=self._share,
+            gradient_weight=self._gradient_weight,
             on_turn=lambda: self._turned(state),
             **options,
         )
@@ -235,7 +235,7 @@ class Job(JobCalls):
             rank=self.rank,
             world_size=self.world_size,
             device=self.device,
-            share=self._share,
+            gradient_weight=self._gradient_weight,
             on_turn=lambda: self._turned(state),
             **options,
         )
@@ -256,12 +256,13 @@ class Job(JobCalls):
             if self._queued():
                 self._before_optimizer()  # gradients applied in any other way were not guarded
             else:
-                self._share.share_buffers()  # a step skipped by GradScaler is committed with the buffers of its forward
+                # A step skipped by GradScaler is committed with the buffers of its forward.
+                self._gradient_weight.share_buffers()
         value = self._loss.read(loss)
-        empty = self._share.empty
+        empty = self._gradient_weight.empty
         state.committed(self.generation)
         step = state.step
-        self._share.committed()
+        self._gradient_weight.committed()
         now_s = time.monotonic()
         step_s, self._began_s = now_s - self._began_s, now_s
         self._link.committed(step, step_s, value)
@@ -369,9 +370,9 @@ class Job(JobCalls):
         checks whether the group was aborted: the flag is set before the abort begins, so sums that an abort interrupted
         are never taken for complete.
         """
-        if self._share.failed:
+        if self._gradient_weight.failed:
             raise GroupAborted("the exchange of gradients has failed, and what is here is no mean over all ranks")
-        self._share.share_buffers()
+        self._gradient_weight.share_buffers()
         if self._queued():
             self._link.contributed()
             torch.cuda.current_stream(self.device).synchronize()

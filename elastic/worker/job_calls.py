@@ -35,7 +35,7 @@ class JobCalls(abc.ABC):
     _group_s: float
     _link: Link
     _scaled: ScaledSteps
-    _share: GradientWeight
+    _gradient_weight: GradientWeight
 
     def broadcast(self, value: Any = None) -> Any:
         """Rank 0's `value` on every rank; what the other ranks pass is ignored. All ranks call it at the same point.
@@ -48,7 +48,7 @@ class JobCalls(abc.ABC):
         no process group.
         """
         with self._collective("broadcast"):
-            return shared_values.share(value, rank=self.rank, world_size=self.world_size, device=self.device)
+            return shared_values.broadcast_value(value, rank=self.rank, world_size=self.world_size, device=self.device)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, by rank, on every rank. All ranks call it at the same point.
@@ -91,7 +91,7 @@ class JobCalls(abc.ABC):
         with self._collective("evaluate"):
             # A forward in evaluation mode exchanges no buffers once they are equal. It must not: ranks have different
             # numbers of batches.
-            self._share.share_buffers()
+            self._gradient_weight.share_buffers()
         with self.quiet("evaluation", limit_s), evaluation.unnoticed():
             try:
                 for module in state.modules():
@@ -126,7 +126,7 @@ class JobCalls(abc.ABC):
         if (count is None) == (total is None):
             raise TypeError("job.weighted: either count, of this backward alone, or total=job.total(…) of the step")
         everywhere = self.total(count) if total is None else total  # type: ignore[arg-type]  # not None, as checked
-        self._share.add_up()
+        self._gradient_weight.add_up()
         wide = loss_sum if loss_sum.dtype in (torch.float32, torch.float64) else loss_sum.float()
         return wide / torch.where(everywhere > 0, everywhere, torch.ones_like(everywhere)).to(wide)
 
@@ -134,7 +134,7 @@ class JobCalls(abc.ABC):
         """The sum of the ranks' `count`, as float64 on the job's device; for `weighted`. All ranks call it at the same
         point. A rank without samples in this step counts as 0. Raises RuntimeError in `setup`."""
         with self._collective("total"):
-            found = torch.as_tensor(0.0 if self._share.empty else count, dtype=torch.float64).detach()
+            found = torch.as_tensor(0.0 if self._gradient_weight.empty else count, dtype=torch.float64).detach()
             if self.world_size > 1:
                 found = found.to(self.device if self.device.type == "cuda" else control_device(), copy=True)
                 dist.all_reduce(found)

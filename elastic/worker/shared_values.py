@@ -82,7 +82,7 @@ def unpack(header: Header, tensors: Sequence[torch.Tensor]) -> Any:
     return decode(header.value, lambda name, _: by_name[name], {})
 
 
-def share(value: Any, *, rank: int, world_size: int, device: torch.device) -> Any:
+def broadcast_value(value: Any, *, rank: int, world_size: int, device: torch.device) -> Any:
     """Rank 0's `value`, over torch's default group; all ranks call it, and none returns before all have the value.
 
     Raises TypeError or ValueError on every rank if rank 0's value cannot be sent, broadcast.CorruptError, and what

@@ -49,10 +49,10 @@ def test_damaged_checkpoint_is_set_aside_and_the_previous_one_is_resumed(tmp_pat
     with Job(nodes="1:1", args={"steps": 60, "step-ms": 1}, spec=spec) as job:
         job.wait_phase(Phase.SUCCEEDED)
         eventually(lambda: 60 in steps_saved(tmp_path), 20.0)
-    share = next((tmp_path / "step-60").glob("*.safetensors"))
-    raw = bytearray(share.read_bytes())
+    shard = next((tmp_path / "step-60").glob("*.safetensors"))
+    raw = bytearray(shard.read_bytes())
     raw[-5] ^= 1
-    share.write_bytes(raw)
+    shard.write_bytes(raw)
     with Job(nodes="1:1", args={"steps": 80, "step-ms": 1}, spec=spec) as job:
         job.wait_phase(Phase.SUCCEEDED)
         assert min(line["step"] for line in job.commits()) == 41

@@ -134,7 +134,7 @@ def test_bad_numbers_roll_back_to_the_last_good_state(tmp_path: Path) -> None:
         job.wait_phase(Phase.SUCCEEDED)
         incident = next(i for i in job.incidents() if i.kind == "bad loss")
         assert incident.ranks == (1,)
-        assert "snapshot" in incident.restored_from, "all shares are in this node's memory"
+        assert "snapshot" in incident.restored_from, "all shards are in this node's memory"
         assert incident.steps_lost is not None
         assert 0 < incident.steps_lost <= 30
         assert job.steps() == 80

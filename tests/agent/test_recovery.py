@@ -94,7 +94,7 @@ def test_all_workers_killed_resume_from_the_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_all_workers_of_one_node_resume_from_its_memory(tmp_path: Path) -> None:
-    """Rung 4: the agent still holds every share of the newest snapshot."""
+    """Rung 4: the agent still holds every shard of the newest snapshot."""
     spec = {"checkpoint": {"dir": str(tmp_path), "every_steps": 20}}
     with Job(nodes="1:1", args={"steps": STEPS, "batch": BATCH, "step-ms": 5}, spec=spec) as job:
         job.wait_step(50)

@@ -45,7 +45,7 @@ class Bench:
         self.told.clear()
 
     def filled(self) -> None:
-        message = messages.Filled(step=7, generation=2, buffer=1, nbytes=9, share=0, shares=1, stall_s=0.0)
+        message = messages.Filled(step=7, generation=2, buffer=1, nbytes=9, shard=0, shards=1, stall_s=0.0)
         self.saver.filled(0, message, lead=True, world_size=1)
 
 
@@ -58,7 +58,7 @@ def bench() -> Iterator[Bench]:
             arena.close()
 
 
-def test_a_commit_that_found_no_room_is_tried_with_the_next_share(bench: Bench) -> None:
+def test_a_commit_that_found_no_room_is_tried_with_the_next_shard(bench: Bench) -> None:
     bench.writer.refuses = {orders.Commit}
     bench.filled()
     assert bench.failed == [7]

@@ -51,9 +51,9 @@ class Bench:
         self.saver.need_arena(0, 1, 4096)
 
     def save(self, step: int, error: str = "", *, lead: bool = True) -> None:
-        """One share, and its commit if this node leads: both answered alike."""
+        """One shard, and its commit if this node leads: both answered alike."""
         first = len(self.writer.orders)
-        filled = messages.Filled(step=step, generation=2, buffer=0, nbytes=9, share=0, shares=1, stall_s=0.0)
+        filled = messages.Filled(step=step, generation=2, buffer=0, nbytes=9, shard=0, shards=1, stall_s=0.0)
         self.saver.filled(0, filled, lead=lead, world_size=1)
         self._answer(first, step, error)
 
@@ -77,7 +77,7 @@ def bench() -> Iterator[Bench]:
             arena.close()
 
 
-def test_checkpoint_with_failed_share_and_failed_commit_counts_as_one_failure(bench: Bench) -> None:
+def test_checkpoint_with_failed_shard_and_failed_commit_counts_as_one_failure(bench: Bench) -> None:
     bench.save(7, "no space")
     assert bench.failed == ["7: no space"]
     assert bench.saver.last.error == "step 7: no space"
@@ -109,7 +109,7 @@ def test_copies_that_fail_again_and_again_are_escalated_though_the_checkpoints_a
     assert bench.saver.last.error is None
 
 
-def test_where_another_node_commits_a_share_that_was_written_ends_the_row(bench: Bench) -> None:
+def test_where_another_node_commits_a_shard_that_was_written_ends_the_row(bench: Bench) -> None:
     bench.save(7, "no space", lead=False)
     assert bench.saver.last.error == "step 7: no space"
     bench.save(8, lead=False)
@@ -121,7 +121,7 @@ def test_a_checkpoint_that_lost_its_ranks_is_no_incident_beside_their_failure(
     bench: Bench, broken: int, missing: tuple[int, ...], told: bool
 ) -> None:
     bench.broken = broken
-    error = "step 7: 1 of 2 shares were not written: 1"
+    error = "step 7: 1 of 2 shards were not written: 1"
     bench.writer.answers.append(orders.Result(id=9, kind="Commit", step=7, generation=2, error=error, missing=missing))
     bench.saver.readable()
     assert bench.failed == ([f"7: {error}"] if told else [])

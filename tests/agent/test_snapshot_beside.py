@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 def weights_in(folder: Path) -> str:
     """As the training script hashes them."""
     held: dict[str, torch.Tensor] = {}
-    for share in folder.glob("*.safetensors"):
-        assert share.stat().st_size > WORTH_A_THREAD_BYTES
-        held |= safetensors.torch.load_file(share)
+    for shard in folder.glob("*.safetensors"):
+        assert shard.stat().st_size > WORTH_A_THREAD_BYTES
+        held |= safetensors.torch.load_file(shard)
     # load_state_dict's order is that of parameters()
     names = [f"model.{layer}.{kind}" for layer in (0, 3) for kind in ("weight", "bias")]
     return hashlib.sha256(b"".join(held[name].numpy().tobytes() for name in names)).hexdigest()[:12]

@@ -14,14 +14,14 @@ import pytest
 from support.history import SAMPLES, Commit, History, check
 from support.incidents import Deed, check_deeds
 
-from elastic.worker.data.sharding import BatchPlan, SampleOrder, share
+from elastic.worker.data.sharding import BatchPlan, SampleOrder, rank_range
 
 STEPS, BATCH, WORLD = 12, 8, 3
 
 
 def commit(step: int, generation: int, rank: int, world_size: int, process: str, at_s: float) -> Commit:
     whole = BatchPlan(SAMPLES, BATCH).at(step)
-    ids = tuple(SampleOrder(SAMPLES, 0, whole.epoch).take(*share(whole.start, whole.stop, rank, world_size)))
+    ids = tuple(SampleOrder(SAMPLES, 0, whole.epoch).take(*rank_range(whole.start, whole.stop, rank, world_size)))
     return Commit(step, generation, rank, world_size, ids, at_s, 0.0, process)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.ckpt import flip, save, share_paths
+from support.ckpt import flip, save, shard_paths
 
 from elastic.checkpoint.__main__ import main
 
@@ -18,7 +18,7 @@ def test_list_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for step in (10, 20):
         path = save(str(tmp_path), step)
     (tmp_path / "step-30.g1.tmp").mkdir()
-    (tmp_path / "step-5.damaged-share-hash").mkdir()
+    (tmp_path / "step-5.damaged-shard-hash").mkdir()
     assert main(["list", str(tmp_path), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row.get("step"), row["state"]) for row in rows] == [
@@ -27,14 +27,14 @@ def test_list_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (None, "being written, or left over"),
         (None, "quarantined"),
     ]
-    flip(share_paths(path)[0], -1)
+    flip(shard_paths(path)[0], -1)
     assert main(["list", str(tmp_path)]) == 0  # sizes alone do not show it
     assert main(["verify", str(tmp_path)]) == 1
-    assert "share-hash" in capsys.readouterr().out
+    assert "shard-hash" in capsys.readouterr().out
     assert main(["verify", path]) == 1
     assert main(["verify", str(tmp_path / "step-10")]) == 0
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [
-        "step-10", "step-20", "step-30.g1.tmp", "step-5.damaged-share-hash"
+        "step-10", "step-20", "step-30.g1.tmp", "step-5.damaged-shard-hash"
     ]  # fmt: skip
 
 
@@ -46,9 +46,9 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save(str(tmp_path), 10)
     assert main(["export", path, str(tmp_path / "out.pt")]) == 0
     assert torch.load(tmp_path / "out.pt", weights_only=True)["step"] == 10
-    flip(share_paths(path)[0], -1)
+    flip(shard_paths(path)[0], -1)
     assert main(["export", path, str(tmp_path / "out2.pt")]) == 1
-    assert "share-hash" in capsys.readouterr().err
+    assert "shard-hash" in capsys.readouterr().err
 
 
 def test_looking_takes_no_torch() -> None:

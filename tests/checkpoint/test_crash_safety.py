@@ -221,7 +221,7 @@ def check(directory: str, least: int) -> int:
         return 0
     assert found.step >= least
     assert not found.aside, "a crash left something damaged under a checkpoint's name"
-    assert found.manifest.extra == {"step": found.step, "share": 0}
+    assert found.manifest.extra == {"step": found.step, "shard": 0}
     for name, tensor in state_at(found.step).items():
         assert torch.equal(tensors[name], tensor), f"{name} is not that of step {found.step}"
     return found.step

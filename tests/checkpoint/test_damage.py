@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.ckpt import blank, flip, resume, save, share_paths, state_at
+from support.ckpt import blank, flip, resume, save, shard_paths, state_at
 
 from elastic.checkpoint import manifest as m
 from elastic.checkpoint.errors import Damaged, NoGoodCheckpoint
@@ -24,17 +24,17 @@ def edit_manifest(path: str, old: bytes, new: bytes) -> None:
     """With a right hash: as someone else's program would have written it."""
     file = Path(path, m.MANIFEST)
     body = file.read_bytes().split(b'"body":', 1)[1].rstrip()[:-1].replace(old, new, 1)
-    file.write_bytes(b'{"format":1,"xxh3":"' + digest(body).encode() + b'","body":' + body + b"}")
+    file.write_bytes(b'{"format":2,"xxh3":"' + digest(body).encode() + b'","body":' + body + b"}")
 
 
 DAMAGE: dict[str, tuple[str, Callable[[str], object]]] = {
-    "truncated": ("share-size", lambda path: os.truncate(share_paths(path)[0], 5000)),
-    "emptied": ("share-size", lambda path: os.truncate(share_paths(path)[1], 0)),
-    "grown": ("share-size", lambda path: os.truncate(share_paths(path)[1], 10**6)),
-    "bit in a tensor": ("share-hash", lambda path: flip(share_paths(path)[1], -3)),
-    "bit in the file's header": ("share-hash", lambda path: flip(share_paths(path)[0], 20)),
-    "share missing": ("share-missing", lambda path: os.unlink(share_paths(path)[1])),
-    "shares swapped": ("share-size", lambda path: shutil.copy(*share_paths(path))),
+    "truncated": ("shard-size", lambda path: os.truncate(shard_paths(path)[0], 5000)),
+    "emptied": ("shard-size", lambda path: os.truncate(shard_paths(path)[1], 0)),
+    "grown": ("shard-size", lambda path: os.truncate(shard_paths(path)[1], 10**6)),
+    "bit in a tensor": ("shard-hash", lambda path: flip(shard_paths(path)[1], -3)),
+    "bit in the file's header": ("shard-hash", lambda path: flip(shard_paths(path)[0], 20)),
+    "shard missing": ("shard-missing", lambda path: os.unlink(shard_paths(path)[1])),
+    "shards swapped": ("shard-size", lambda path: shutil.copy(*shard_paths(path))),
     "manifest missing": ("manifest-missing", lambda path: os.unlink(f"{path}/{m.MANIFEST}")),
     "manifest cut short": ("manifest-damaged", lambda path: os.truncate(f"{path}/{m.MANIFEST}", 100)),
     "manifest empty": ("manifest-damaged", lambda path: os.truncate(f"{path}/{m.MANIFEST}", 0)),
@@ -75,25 +75,25 @@ def test_when_none_is_good_that_is_an_error_and_stays_one(kind: str, tmp_path: P
 
 def test_every_piece_is_checked(tmp_path: Path) -> None:
     path = save(str(tmp_path), 20)
-    for share in share_paths(path):
-        for at in range(0, os.path.getsize(share), 1024):
-            flip(share, at)
-            with pytest.raises(Damaged, match="share-hash"):
+    for shard in shard_paths(path):
+        for at in range(0, os.path.getsize(shard), 1024):
+            flip(shard, at)
+            with pytest.raises(Damaged, match="shard-hash"):
                 verify(path, "job")
-            flip(share, at)
+            flip(shard, at)
     verify(path, "job")
 
 
-def test_another_jobs_and_a_newer_formats_checkpoints_are_passed_over_and_left_alone(tmp_path: Path) -> None:
+def test_another_jobs_and_another_formats_checkpoints_are_passed_over_and_left_alone(tmp_path: Path) -> None:
     directory = str(tmp_path)
     save(directory, 10)
     save(directory, 20, job="other")
-    newer = Path(save(directory, 30), m.MANIFEST)
-    newer.write_bytes(newer.read_bytes().replace(b'"format":1', b'"format":2'))
+    older = Path(save(directory, 30), m.MANIFEST)
+    older.write_bytes(older.read_bytes().replace(b'"format":2', b'"format":1'))
     found = newest_good(directory, "job")
     assert found is not None
     assert found.step == 10
-    assert {a.reason for a in found.aside} == {"newer-format", "other-job"}
+    assert {a.reason for a in found.aside} == {"other-format", "other-job"}
     assert sorted(os.listdir(directory)) == ["step-10", "step-20", "step-30"]
     shutil.rmtree(tmp_path / "step-10")
     with pytest.raises(NoGoodCheckpoint, match="belongs to job 'other'"):
@@ -130,7 +130,7 @@ def test_damaged_checkpoint_on_a_read_only_disk_yields_the_previous_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(str(tmp_path), 10)
-    flip(share_paths(save(str(tmp_path), 20))[0], -1)
+    flip(shard_paths(save(str(tmp_path), 20))[0], -1)
 
     def refuse(old: str, new: str, **folders: int) -> None:
         raise OSError(30, "Read-only file system", old)
@@ -170,7 +170,7 @@ def test_damaged_checkpoints_can_be_set_aside_by_many_processes_at_once(tmp_path
     directory = str(tmp_path)
     save(directory, 10)
     for step in (20, 30, 40):
-        flip(share_paths(save(directory, step))[0], -1)
+        flip(shard_paths(save(directory, step))[0], -1)
     code = (
         "import sys\n"
         "from elastic.checkpoint.find import newest_good\n"
@@ -193,11 +193,11 @@ def test_damaged_checkpoints_can_be_set_aside_by_many_processes_at_once(tmp_path
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert sorted(os.listdir(directory)) == ["step-10", *(f"step-{step}.damaged-share-hash" for step in (20, 30, 40))]
+    assert sorted(os.listdir(directory)) == ["step-10", *(f"step-{step}.damaged-shard-hash" for step in (20, 30, 40))]
 
 
 def test_checkpoint_loads_into_other_strides_and_skips_unwanted_tensors(tmp_path: Path) -> None:
-    path = save(str(tmp_path), 10, shares=3)
+    path = save(str(tmp_path), 10, shards=3)
     weight = torch.zeros(40, 60).t()
     everything = torch.zeros(60, 80)
     found = newest_good(str(tmp_path), "job")

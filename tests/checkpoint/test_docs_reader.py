@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.ckpt import flip, save, share_paths, state_at
+from support.ckpt import flip, save, shard_paths, state_at
 
 DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 BLOCK_ELASTIC = "import sys; sys.modules['elastic'] = None\n"
@@ -32,9 +32,9 @@ def test_documented_checkpoint_reader_is_at_most_ten_lines() -> None:
 
 @pytest.mark.slow
 def test_documented_checkpoint_reader_reads_all_tensors_and_detects_damage(tmp_path: Path) -> None:
-    path = save(str(tmp_path), 10, shares=3)
+    path = save(str(tmp_path), 10, shards=3)
     good = run(path)
     assert good.returncode == 0, good.stderr
     assert ast.literal_eval(good.stdout) == sorted(state_at(10))
-    flip(share_paths(path)[0], -1)
+    flip(shard_paths(path)[0], -1)
     assert "AssertionError" in run(path).stderr

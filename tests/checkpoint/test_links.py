@@ -13,7 +13,7 @@ from elastic.checkpoint import manifest as m
 from elastic.checkpoint.files import REAL
 from elastic.checkpoint.find import newest_good, verify
 from elastic.checkpoint.retention import prune
-from elastic.checkpoint.write import write_share
+from elastic.checkpoint.write import write_shard
 
 ANOTHER = 65534
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: another user owns the folder")
@@ -49,10 +49,10 @@ def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(secret: Path
     folder = theirs / "step-10.g1.tmp"
     folder.mkdir()
     os.chown(folder, ANOTHER, ANOTHER)
-    names = [m.share_file(0, 1), m.share_note(0, 1), m.share_note(0, 1) + ".part", m.MANIFEST, m.MANIFEST + ".part"]
+    names = [m.shard_file(0, 1), m.shard_note(0, 1), m.shard_note(0, 1) + ".part", m.MANIFEST, m.MANIFEST + ".part"]
     for name in names[:1] + names[2:]:
         plant(folder / name, secret / "shadow")
-    path = save(str(theirs), 10, shares=1)
+    path = save(str(theirs), 10, shards=1)
     assert untouched(secret)
     verify(path, "job")
     assert not [name for name in os.listdir(path) if (Path(path) / name).is_symlink()]
@@ -61,22 +61,22 @@ def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(secret: Path
 def test_a_link_in_the_place_of_a_folder_is_refused(secret: Path, theirs: Path) -> None:
     plant(theirs / "step-10.g1.tmp", secret)
     with filled(state_at(10), 10) as arena, pytest.raises(PermissionError, match=f"link of uid {ANOTHER}"):
-        write_share(arena, str(theirs))
+        write_shard(arena, str(theirs))
     assert untouched(secret)
 
 
 def test_a_link_in_the_place_of_the_checkpoints_folder_is_refused(secret: Path, theirs: Path) -> None:
     plant(theirs / "runs", secret)
     with filled(state_at(10), 10) as arena, pytest.raises(PermissionError, match=f"link of uid {ANOTHER}"):
-        write_share(arena, str(theirs / "runs"))
+        write_shard(arena, str(theirs / "runs"))
     with filled(state_at(10), 10) as arena, pytest.raises(PermissionError, match=f"link of uid {ANOTHER}"):
-        write_share(arena, str(theirs / "runs" / "new"))
+        write_shard(arena, str(theirs / "runs" / "new"))
     assert untouched(secret)
 
 
 def test_retention_deletes_nothing_through_a_link(secret: Path, theirs: Path) -> None:
     plant(theirs / "step-1.g1.gone", secret)
-    path = save(str(theirs), 10, shares=1)
+    path = save(str(theirs), 10, shards=1)
     removed, failed = prune(str(theirs), "job", 1, trusted=path)
     assert removed == []
     assert len(failed) == 1
@@ -84,7 +84,7 @@ def test_retention_deletes_nothing_through_a_link(secret: Path, theirs: Path) ->
 
 
 def test_a_checkpoint_that_is_a_link_or_holds_a_pipe_is_not_read(secret: Path, theirs: Path) -> None:
-    good = Path(save(str(theirs), 10, shares=1))
+    good = Path(save(str(theirs), 10, shards=1))
     moved = secret / "step-20"
     good.rename(moved)
     plant(theirs / "step-20", moved)
@@ -104,13 +104,13 @@ def test_links_of_roots_own_and_a_users_to_their_own_are_followed(tmp_path: Path
     os.chown(theirs / "real", ANOTHER, ANOTHER)
     plant(theirs / "link", theirs / "real")
     for place in (tmp_path / "data", theirs / "link"):
-        save(str(place), 10, shares=1)
+        save(str(place), 10, shards=1)
         assert newest_good(str(place), "job") is not None
     assert os.listdir(disk)
     assert os.listdir(theirs / "real")
 
 
 def test_other_users_cannot_read_a_checkpoint(tmp_path: Path) -> None:
-    path = Path(save(str(tmp_path / "new"), 10, shares=1))
+    path = Path(save(str(tmp_path / "new"), 10, shards=1))
     modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in [path, *path.iterdir()]}
     assert not [name for name, mode in modes.items() if mode & stat.S_IRWXO], modes

@@ -1,4 +1,4 @@
-"""The manifest is believed only whole; shares are cut alike by every rank."""
+"""The manifest is believed only whole; shards are cut alike by every rank."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.checkpoint import manifest as m
-from elastic.checkpoint.shard_plan import assign_shares, newest_whole
+from elastic.checkpoint.shard_plan import assign_shards, newest_whole
 from elastic.checkpoint.write import digest
 from elastic.contract.tensor_table import TensorInfo
 
 
-def share(number: int = 0, shares: int = 1, name: str = "w") -> m.Share:
+def shard(number: int = 0, shards: int = 1, name: str = "w") -> m.Shard:
     info = TensorInfo(name, "F32", (3, 4), 48)
-    return m.Share(
-        file=m.share_file(number, shares), share=number, shares=shares, step=7, generation=2, nbytes=4096 + 48,
+    return m.Shard(
+        file=m.shard_file(number, shards), shard=number, shards=shards, step=7, generation=2, nbytes=4096 + 48,
         data_at=4096, xxh3=("00" * 8,), tensors=(info,), extra={"lr": 0.1},
     )  # fmt: skip
 
 
 def manifest(**changes: object) -> m.Manifest:
-    whole = m.Manifest(job="job", step=7, generation=2, world_size=2, shares=(share(0, 2), share(1, 2, "v")))
+    whole = m.Manifest(job="job", step=7, generation=2, world_size=2, shards=(shard(0, 2), shard(1, 2, "v")))
     return msgspec.structs.replace(whole, **changes)
 
 
@@ -32,7 +32,7 @@ def test_manifest_round_trips_and_is_plain_json() -> None:
     raw = m.encode(manifest(), digest)
     assert m.decode(raw, digest) == manifest()
     assert m.decode_head(raw, digest) == m.Head(job="job", step=7, generation=2, world_size=2)
-    assert json.loads(raw)["body"]["shares"][1]["tensors"][0]["name"] == "v"
+    assert json.loads(raw)["body"]["shards"][1]["tensors"][0]["name"] == "v"
 
 
 def test_no_single_flipped_bit_is_believed() -> None:
@@ -56,27 +56,28 @@ def test_manifest_truncated_at_any_length_is_rejected() -> None:
             m.decode(raw[:length], digest)
 
 
-def test_a_newer_format_says_so() -> None:
-    raw = m.encode(manifest(), digest).replace(b'"format":1', b'"format":9')
-    with pytest.raises(m.BadManifest, match="format 9; this version reads up to 1") as error:
+@pytest.mark.parametrize("format_", [m.FORMAT - 1, m.FORMAT + 1])
+def test_manifest_of_another_format_is_not_called_damaged(format_: int) -> None:
+    raw = m.encode(manifest(), digest).replace(b'"format":2', b'"format":%d' % format_)
+    with pytest.raises(m.BadManifest, match=f"format {format_}; this version reads 2") as error:
         m.decode(raw, digest)
-    assert error.value.reason == "newer-format"
+    assert error.value.reason == "other-format"
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        manifest(shares=()),
-        manifest(shares=(share(0, 2),)),
-        manifest(shares=(share(1, 2), share(0, 2, "v"))),
-        manifest(shares=(share(0, 2), share(1, 2, "w"))),
+        manifest(shards=()),
+        manifest(shards=(shard(0, 2),)),
+        manifest(shards=(shard(1, 2), shard(0, 2, "v"))),
+        manifest(shards=(shard(0, 2), shard(1, 2, "w"))),
         manifest(step=8),
         manifest(generation=3),
-        manifest(shares=(msgspec.structs.replace(share(), file="../../etc/passwd"),)),
-        manifest(shares=(msgspec.structs.replace(share(), nbytes=4096),)),
-        manifest(shares=(msgspec.structs.replace(share(), xxh3=()),)),
-        manifest(shares=(msgspec.structs.replace(share(), tensors=(TensorInfo("w", "F32", (3, 5), 48),)),)),
-        manifest(shares=(msgspec.structs.replace(share(), tensors=(TensorInfo("w", "X9", (48,), 48),)),)),
+        manifest(shards=(msgspec.structs.replace(shard(), file="../../etc/passwd"),)),
+        manifest(shards=(msgspec.structs.replace(shard(), nbytes=4096),)),
+        manifest(shards=(msgspec.structs.replace(shard(), xxh3=()),)),
+        manifest(shards=(msgspec.structs.replace(shard(), tensors=(TensorInfo("w", "F32", (3, 5), 48),)),)),
+        manifest(shards=(msgspec.structs.replace(shard(), tensors=(TensorInfo("w", "X9", (48,), 48),)),)),
     ],
 )
 def test_manifest_with_contradicting_fields_is_rejected(wrong: m.Manifest) -> None:
@@ -88,23 +89,23 @@ sizes = st.lists(st.integers(0, 1000), max_size=60)
 
 
 @given(sizes, st.integers(1, 20))
-def test_shares_contain_each_tensor_once_and_are_balanced(nbytes: list[int], count: int) -> None:
+def test_shards_contain_each_tensor_once_and_are_balanced(nbytes: list[int], count: int) -> None:
     table = tuple(TensorInfo(str(i), "U8", (n,), n) for i, n in enumerate(nbytes))
-    shares = assign_shares(table, count)
-    assert len(shares) == count
-    assert sorted(i for s in shares for i in s) == list(range(len(table)))
-    assert all(list(s) == sorted(s) for s in shares)
-    loads = [sum(nbytes[i] for i in s) for s in shares]
+    shards = assign_shards(table, count)
+    assert len(shards) == count
+    assert sorted(i for s in shards for i in s) == list(range(len(table)))
+    assert all(list(s) == sorted(s) for s in shards)
+    loads = [sum(nbytes[i] for i in s) for s in shards]
     assert max(loads) - min(loads) <= max(nbytes, default=0)
-    assert shares == assign_shares(table, count)
+    assert shards == assign_shards(table, count)
 
 
-def test_no_share_at_all_is_refused() -> None:
+def test_no_shard_at_all_is_refused() -> None:
     with pytest.raises(ValueError, match="count = 0"):
-        assign_shares((), 0)
+        assign_shards((), 0)
 
 
-def test_the_newest_whole_snapshot_counts_shares_and_generations() -> None:
+def test_the_newest_whole_snapshot_counts_shards_and_generations() -> None:
     assert newest_whole([]) is None
     whole = [(1, 50, 0, 2), (1, 50, 1, 2)]
     assert newest_whole([*whole, (1, 60, 0, 2)]) == (1, 50, 2)

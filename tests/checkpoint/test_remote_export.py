@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.ckpt import PIECE, blank, filled, flip, save, share_paths, state_at
+from support.ckpt import PIECE, blank, filled, flip, save, shard_paths, state_at
 
 from elastic.checkpoint.errors import Damaged, NoGoodCheckpoint, SaveFailed
 from elastic.checkpoint.export import to_dcp, to_torch_save
 from elastic.checkpoint.find import newest_good
 from elastic.checkpoint.read import load_newest
 from elastic.checkpoint.remote import RemoteError, copy_up, fetch, fetch_newest, list_remote
-from elastic.checkpoint.write import commit, write_share
+from elastic.checkpoint.write import commit, write_shard
 from elastic.worker.state.restore import extra_of
 from elastic.worker.state.state import State
 
@@ -58,7 +58,7 @@ def test_a_copy_that_breaks_off_is_no_checkpoint(tmp_path: Path, url: str, monke
     real = filesystem.put_file
 
     def put_file(self: Any, here: str, there: str, **more: Any) -> None:
-        if "share-00001" in there:
+        if "shard-00001" in there:
             raise ConnectionResetError("the network is gone")
         real(self, here, there, **more)
 
@@ -75,9 +75,9 @@ def test_a_copy_that_breaks_off_is_no_checkpoint(tmp_path: Path, url: str, monke
 def test_damage_there_is_found_on_the_way_back(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/remote"
     copy_up(save(str(tmp_path), 10), url)
-    flip(share_paths(str(tmp_path / "remote" / "step-10"))[0], -1)
+    flip(shard_paths(str(tmp_path / "remote" / "step-10"))[0], -1)
     (tmp_path / "back").mkdir()
-    with pytest.raises(Damaged, match="share-hash"):
+    with pytest.raises(Damaged, match="shard-hash"):
         fetch(url, "step-10", str(tmp_path / "back"))
     assert newest_good(str(tmp_path / "back"), "job") is None
 
@@ -99,19 +99,19 @@ def test_the_remote_copy_is_the_last_resort(tmp_path: Path, url: str) -> None:
     shutil.rmtree(here)
     save(str(here), 5)
     assert resumed() == 5  # the local one comes first
-    flip(share_paths(str(here / "step-5"))[0], -1)
+    flip(shard_paths(str(here / "step-5"))[0], -1)
     assert resumed() == 20  # but not when it is damaged
-    assert sorted(os.listdir(here)) == ["step-20", "step-5.damaged-share-hash"]
+    assert sorted(os.listdir(here)) == ["step-20", "step-5.damaged-shard-hash"]
 
 
 def test_remote_fetch_takes_the_newest_good_checkpoint(tmp_path: Path) -> None:
     url, there = f"file://{tmp_path}/remote", tmp_path / "remote"
     for step in (10, 20):
         copy_up(save(str(tmp_path), step), url)
-    flip(share_paths(str(there / "step-20"))[0], -1)
+    flip(shard_paths(str(there / "step-20"))[0], -1)
     assert fetch_newest(url, "job", str(tmp_path / "back")) == str(tmp_path / "back" / "step-10")
     assert os.listdir(tmp_path / "back") == ["step-10"]
-    flip(share_paths(str(there / "step-10"))[0], -1)
+    flip(shard_paths(str(there / "step-10"))[0], -1)
     with pytest.raises(NoGoodCheckpoint, match=r"step-20: piece .* has hash"):
         fetch_newest(url, "job", str(tmp_path / "again"))
     assert fetch_newest(url, "another", str(tmp_path / "again")) is None
@@ -137,7 +137,7 @@ def test_checkpoint_exports_to_one_torch_file(tmp_path: Path) -> None:
     target = str(tmp_path / "out.pt")
     to_torch_save(save(str(tmp_path), 10), target)
     found = torch.load(target, weights_only=True)
-    assert (found["step"], found["extra"]) == (10, {"step": 10, "share": 0})
+    assert (found["step"], found["extra"]) == (10, {"step": 10, "shard": 0})
     assert found["state"].keys() == state_at(10).keys()
     assert all(torch.equal(found["state"][name], tensor) for name, tensor in state_at(10).items())
     assert sorted(os.listdir(tmp_path)) == ["out.pt", "step-10"]
@@ -170,8 +170,8 @@ def test_an_exported_state_loads_into_plain_torch(tmp_path: Path) -> None:
     tensors = {info.name: tensor for info, tensor in state.tensors()}
     extra = extra_of(state.extra(), range(len(tensors)))
     with filled(tensors, 3, extra=extra) as arena:
-        write_share(arena, str(tmp_path), threads=1, piece_nbytes=PIECE)
-    path = commit(str(tmp_path), "job", step=3, generation=1, shares=1, world_size=1)
+        write_shard(arena, str(tmp_path), threads=1, piece_nbytes=PIECE)
+    path = commit(str(tmp_path), "job", step=3, generation=1, shards=1, world_size=1)
     to_torch_save(path, str(tmp_path / "out.pt"))
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert (found["step"], found["best"], found["seen"]["t"][0].tolist()) == (3, math.inf, [1.0, 1.0])
@@ -218,7 +218,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
 
 def test_nothing_damaged_is_exported(tmp_path: Path) -> None:
     path = save(str(tmp_path), 10)
-    flip(share_paths(path)[1], -1)
+    flip(shard_paths(path)[1], -1)
     with pytest.raises(Damaged):
         to_torch_save(path, str(tmp_path / "out.pt"))
     assert os.listdir(tmp_path) == ["step-10"]

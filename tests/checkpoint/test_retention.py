@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.ckpt import flip, save, share_paths
+from support.ckpt import flip, save, shard_paths
 
 from elastic.checkpoint.files import Files
 from elastic.checkpoint.find import newest_good
@@ -50,7 +50,7 @@ def test_retention_keeps_the_last_good_checkpoint_when_newer_ones_are_damaged(tm
     for step in (10, 20, 30):
         path = save(str(tmp_path), step)
         if step > 10:
-            flip(share_paths(path)[0], -1)
+            flip(shard_paths(path)[0], -1)
     assert prune(str(tmp_path), "job", 1) == ([], [])
     found = newest_good(str(tmp_path), "job")
     assert found is not None
@@ -69,13 +69,13 @@ def test_retention_removes_crash_leftovers_and_keeps_writes_in_progress(tmp_path
         "step-20.g3.tmp",
     ):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "share-00000-of-00001.safetensors").write_bytes(b"half")
-    (tmp_path / "step-15.damaged-share-hash").mkdir()
+        (tmp_path / name / "shard-00000-of-00001.safetensors").write_bytes(b"half")
+    (tmp_path / "step-15.damaged-shard-hash").mkdir()
     (tmp_path / "mine").mkdir()
     prune(str(tmp_path), "job", 3)
     assert sorted(os.listdir(tmp_path)) == [
         "mine",
-        "step-15.damaged-share-hash",
+        "step-15.damaged-shard-hash",
         "step-20",
         "step-20.g3.tmp",
         "step-30.g2.tmp",

@@ -14,7 +14,7 @@ from support.ckpt import blank, resume, state_at, table_of
 from elastic.checkpoint.failures import ESCALATE_AFTER
 from elastic.checkpoint.find import newest_good
 from elastic.checkpoint.saver import Saver, next_generation
-from elastic.checkpoint.shard_plan import assign_shares
+from elastic.checkpoint.shard_plan import assign_shards
 
 
 @pytest.fixture
@@ -94,8 +94,8 @@ def test_two_ranks_without_a_collective(tmp_path: Path) -> None:
     table = table_of(state)
     savers = [Saver(str(tmp_path), "job", generation=1, rank=rank, world_size=2) for rank in range(2)]
     try:
-        for rank, (saver, share) in enumerate(zip(savers, assign_shares(table, 2), strict=True)):
-            part = tuple(table[i] for i in share)
+        for rank, (saver, shard) in enumerate(zip(savers, assign_shards(table, 2), strict=True)):
+            part = tuple(table[i] for i in shard)
             assert saver.save(10, part, [state[info.name] for info in part], {"rank": rank})
         assert [saver.wait(20).durable for saver in savers] == [1, 1]
     finally:
@@ -103,4 +103,4 @@ def test_two_ranks_without_a_collective(tmp_path: Path) -> None:
             saver.close()
     found = newest_good(str(tmp_path), "job")
     assert found is not None
-    assert [share.extra for share in found.manifest.shares] == [{"rank": 0}, {"rank": 1}]
+    assert [shard.extra for shard in found.manifest.shards] == [{"rank": 0}, {"rank": 1}]

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.ckpt import flip, save, share_paths
+from support.ckpt import flip, save, shard_paths
 
 READ = """
 import io, pickle, sys
@@ -38,7 +38,7 @@ def test_local_damaged_and_remote_ones(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
         save(str(folder), 10)
-    flip(share_paths(save(str(here), 20))[0], -1)
+    flip(shard_paths(save(str(here), 20))[0], -1)
     argv = [sys.executable, "-c", READ, str(here), str(there), str(tmp_path / "elsewhere")]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -16,37 +16,37 @@ import torch
 from support.ckpt import PIECE, blank, filled, resume, save, state_at
 
 from elastic.checkpoint import manifest as m
-from elastic.checkpoint.errors import SaveFailed, SharesMissing
+from elastic.checkpoint.errors import SaveFailed, ShardsMissing
 from elastic.checkpoint.files import Files
 from elastic.checkpoint.find import newest_good, verify
-from elastic.checkpoint.write import commit, shares_missing, write_share
+from elastic.checkpoint.write import commit, shards_missing, write_shard
 
 NOBODY = 65534
 
 
 def commit_20(directory: str, **more: float) -> str:
-    return commit(directory, "job", step=20, generation=1, shares=2, world_size=2, **more)  # type: ignore[arg-type]
+    return commit(directory, "job", step=20, generation=1, shards=2, world_size=2, **more)  # type: ignore[arg-type]
 
 
-def write_20(directory: str, *shares: int, files: Files | None = None) -> None:
-    for share in shares:
-        with filled(state_at(20), 20, 1, share, 2) as arena:
-            write_share(arena, directory, piece_nbytes=PIECE, files=files or Files())
+def write_20(directory: str, *shards: int, files: Files | None = None) -> None:
+    for shard in shards:
+        with filled(state_at(20), 20, 1, shard, 2) as arena:
+            write_shard(arena, directory, piece_nbytes=PIECE, files=files or Files())
 
 
-def test_a_checkpoint_is_two_files_a_share_and_a_manifest(tmp_path: Path) -> None:
+def test_a_checkpoint_is_two_files_a_shard_and_a_manifest(tmp_path: Path) -> None:
     path = save(str(tmp_path), 20)
     assert sorted(os.listdir(path)) == [
         "manifest.json",
-        "share-00000-of-00002.json",
-        "share-00000-of-00002.safetensors",
-        "share-00001-of-00002.json",
-        "share-00001-of-00002.safetensors",
+        "shard-00000-of-00002.json",
+        "shard-00000-of-00002.safetensors",
+        "shard-00001-of-00002.json",
+        "shard-00001-of-00002.safetensors",
     ]
     assert os.listdir(tmp_path) == ["step-20"]
     manifest = verify(path, "job")
-    assert manifest.extra == {"step": 20, "share": 0}
-    assert manifest.shares[1].extra == {"step": 20, "share": 1}
+    assert manifest.extra == {"step": 20, "shard": 0}
+    assert manifest.shards[1].extra == {"step": 20, "shard": 1}
 
 
 def test_space_is_reserved_before_the_first_byte_and_all_is_synced_before_the_rename(tmp_path: Path) -> None:
@@ -58,8 +58,8 @@ def test_space_is_reserved_before_the_first_byte_and_all_is_synced_before_the_re
                 log.append(name)
             return super().__getattribute__(name)
 
-    save(str(tmp_path), 20, shares=1, files=Logged())
-    share = [
+    save(str(tmp_path), 20, shards=1, files=Logged())
+    shard = [
         "mkdir",
         "create",
         "reserve",
@@ -70,7 +70,7 @@ def test_space_is_reserved_before_the_first_byte_and_all_is_synced_before_the_re
         "write_at",
         "write_at",
     ]
-    assert log[:9] == share
+    assert log[:9] == shard
     assert [call for call in log[9:] if call != "write_at"] == [
         *("truncate", "sync", "close", "sync_dir"),
         *("create", "close", "rename"),  # the note: of no use after a crash
@@ -107,19 +107,19 @@ def test_a_file_system_without_o_direct_gets_plain_writes(tmp_path: Path, monkey
 
 def test_threads_write_the_same_bytes(tmp_path: Path) -> None:
     with filled(state_at(20), 20) as arena:
-        one = write_share(arena, str(tmp_path / "one"), threads=1, piece_nbytes=PIECE)
-        four = write_share(arena, str(tmp_path / "four"), threads=4, piece_nbytes=PIECE)
+        one = write_shard(arena, str(tmp_path / "one"), threads=1, piece_nbytes=PIECE)
+        four = write_shard(arena, str(tmp_path / "four"), threads=4, piece_nbytes=PIECE)
         assert one == four
         name = f"step-20.g1.tmp/{one.file}"
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "four" / name).read_bytes() == bytes(arena.view())
 
 
-def test_commit_waits_for_the_last_share(tmp_path: Path) -> None:
+def test_commit_waits_for_the_last_shard(tmp_path: Path) -> None:
     directory = str(tmp_path)
-    assert shares_missing(directory, 20, 1, 2) == (0, 1)
+    assert shards_missing(directory, 20, 1, 2) == (0, 1)
     write_20(directory, 0)
-    assert shares_missing(directory, 20, 1, 2) == (1,)
-    with pytest.raises(SharesMissing, match="step 20: 1 of 2 shares were not written: 1"):
+    assert shards_missing(directory, 20, 1, 2) == (1,)
+    with pytest.raises(ShardsMissing, match="step 20: 1 of 2 shards were not written: 1"):
         commit_20(directory, wait_s=0.1)
     assert newest_good(directory, "job") is None
     late = threading.Timer(0.1, write_20, (directory, 1))
@@ -144,7 +144,7 @@ def test_two_leaders_commit_at_once(tmp_path: Path) -> None:
             super().rename(old, new)
 
     write_20(str(tmp_path), 0, 1)
-    path = commit(str(tmp_path), "job", step=20, generation=1, shares=2, world_size=2, files=Slow())
+    path = commit(str(tmp_path), "job", step=20, generation=1, shards=2, world_size=2, files=Slow())
     assert path == str(tmp_path / "step-20")
     verify(path, "job")
 
@@ -162,24 +162,24 @@ def test_another_leader_is_faster_at_any_moment(tmp_path: Path, call: str) -> No
                 faster[0] = commit_20(str(tmp_path))
             return super().__getattribute__(name)
 
-    slower = commit(str(tmp_path), "job", step=20, generation=1, shares=2, world_size=2, files=Slower())
+    slower = commit(str(tmp_path), "job", step=20, generation=1, shards=2, world_size=2, files=Slower())
     assert slower == faster[0] == str(tmp_path / "step-20")
     assert os.listdir(tmp_path) == ["step-20"]
 
 
-def test_shares_of_two_cuts_never_become_a_checkpoint(tmp_path: Path) -> None:
+def test_shards_of_two_cuts_never_become_a_checkpoint(tmp_path: Path) -> None:
     write_20(str(tmp_path), 0)
     with filled({"moment": torch.ones(2), "weight": torch.ones(2)}, 20, 1, 1, 2) as arena:
-        write_share(arena, str(tmp_path))
+        write_shard(arena, str(tmp_path))
     with pytest.raises(SaveFailed, match="a tensor is listed twice"):
         commit_20(str(tmp_path))
 
 
 def test_a_damaged_note_is_not_believed(tmp_path: Path) -> None:
     write_20(str(tmp_path), 0, 1)
-    note = tmp_path / "step-20.g1.tmp" / m.share_note(1, 2)
+    note = tmp_path / "step-20.g1.tmp" / m.shard_note(1, 2)
     note.write_bytes(note.read_bytes().replace(b'"step":20', b'"step":21'))
-    with pytest.raises(SaveFailed, match="share 1 of 2: the note's hash"):
+    with pytest.raises(SaveFailed, match="shard 1 of 2: the note's hash"):
         commit_20(str(tmp_path))
 
 
@@ -191,7 +191,7 @@ def test_an_arena_that_is_filled_again_meanwhile_is_never_taken(tmp_path: Path) 
             super().truncate(fd, nbytes)
 
     with filled(state_at(20), 20) as arena, pytest.raises(SaveFailed, match="filled again"):
-        write_share(arena, str(tmp_path), files=Meanwhile())
+        write_shard(arena, str(tmp_path), files=Meanwhile())
     assert os.listdir(tmp_path / "step-20.g1.tmp") == []
 
 
@@ -199,7 +199,7 @@ def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     with filled(state_at(20), 20) as arena, pytest.raises(NotADirectoryError):
-        write_share(arena, str(blocked / "checkpoints"))
+        write_shard(arena, str(blocked / "checkpoints"))
 
 
 def test_permission_denied() -> None:
@@ -211,7 +211,7 @@ def test_permission_denied() -> None:
             if user == 0:
                 os.seteuid(NOBODY)  # root may write anywhere
             with filled(state_at(20), 20) as arena, pytest.raises(PermissionError, match=r"step-20\.g1\.tmp"):
-                write_share(arena, folder)
+                write_shard(arena, folder)
         finally:
             os.seteuid(user)
             os.chmod(folder, 0o700)
@@ -237,7 +237,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_costs_that_checkpoint_and_gives_its_room_back(small_disk: Path) -> None:
     save(str(small_disk), 10)
     with pytest.raises(OSError, match="No space left") as error:
-        save(str(small_disk), 20, tensors={"large": torch.ones(40000)}, shares=1)
+        save(str(small_disk), 20, tensors={"large": torch.ones(40000)}, shards=1)
     assert error.value.errno == errno.ENOSPC
     tensors = blank()
     found = resume(str(small_disk), "job", lambda info: tensors[info.name])
@@ -263,7 +263,7 @@ def test_three_thousand_tensors_take_a_handful_of_descriptors(tmp_path: Path) ->
     limit = len(os.listdir("/proc/self/fd")) + 16
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, 1024), hard))
     try:
-        save(str(tmp_path), 20, tensors=tensors, shares=4)
+        save(str(tmp_path), 20, tensors=tensors, shards=4)
         found = resume(str(tmp_path), "job", lambda info: back[info.name])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

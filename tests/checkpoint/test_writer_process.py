@@ -34,9 +34,9 @@ def write(directory: Path, step: int = 20) -> orders.Write:
     return orders.Write(directory=str(directory), step=step, generation=1)
 
 
-def commit(directory: Path, step: int = 20, shares: int = 1, wait_s: float = 0.0) -> orders.Commit:
+def commit(directory: Path, step: int = 20, shards: int = 1, wait_s: float = 0.0) -> orders.Commit:
     return orders.Commit(
-        directory=str(directory), job="job", step=step, generation=1, shares=shares, world_size=shares, wait_s=wait_s
+        directory=str(directory), job="job", step=step, generation=1, shards=shards, world_size=shards, wait_s=wait_s
     )
 
 
@@ -45,7 +45,7 @@ def submit_many(writer: WriterProcess, many: list[orders.Commit]) -> None:
         writer.submit(order)
 
 
-def test_a_share_is_written_and_committed(writer: WriterProcess, tmp_path: Path) -> None:
+def test_a_shard_is_written_and_committed(writer: WriterProcess, tmp_path: Path) -> None:
     with filled(state_at(20), 20) as arena:
         assert writer.submit(write(tmp_path), arena) == 1
         assert writer.submit(commit(tmp_path)) == 2
@@ -79,28 +79,28 @@ def test_errors_come_back_in_words(writer: WriterProcess, tmp_path: Path) -> Non
     assert second.error == "the arena is whole with step 20 of generation 1"
 
 
-def test_a_failed_share_fails_its_commit_at_once(writer: WriterProcess, tmp_path: Path) -> None:
+def test_a_failed_shard_fails_its_commit_at_once(writer: WriterProcess, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with filled(state_at(20), 20) as arena:
         writer.submit(write(tmp_path / "file"), arena)
-        writer.submit(commit(tmp_path, shares=2, wait_s=600))
+        writer.submit(commit(tmp_path, shards=2, wait_s=600))
         first, second = writer.wait(20)
     assert second.kind == "Commit"
     assert second.error == first.error != ""
 
 
 def test_a_failed_save_gives_its_room_back(writer: WriterProcess, tmp_path: Path) -> None:
-    """Else, on a full disk, the shares of failed saves would keep it full for ever."""
+    """Else, on a full disk, the shards of failed saves would keep it full for ever."""
     (tmp_path / "step-7.g1.tmp").mkdir()
     (tmp_path / "step-90.g1.tmp").mkdir()
     with filled(state_at(20), 20, 1, 0, 2) as arena:
         writer.submit(write(tmp_path), arena)
-        writer.submit(commit(tmp_path, step=10, shares=2, wait_s=60))  # under way: its folder is not touched
+        writer.submit(commit(tmp_path, step=10, shards=2, wait_s=60))  # under way: its folder is not touched
         (tmp_path / "step-10.g1.tmp").mkdir()
-        writer.submit(commit(tmp_path, shares=2, wait_s=0.1))
+        writer.submit(commit(tmp_path, shards=2, wait_s=0.1))
         results = eventually(writer.results, deadline_s=20)
         results += eventually(writer.results, deadline_s=20)
-    assert [result.error for result in results] == ["", "step 20: 1 of 2 shares were not written: 1"]
+    assert [result.error for result in results] == ["", "step 20: 1 of 2 shards were not written: 1"]
     assert [result.missing for result in results] == [(), (1,)]
     eventually(lambda: sorted(os.listdir(tmp_path)) == ["step-10.g1.tmp", "step-90.g1.tmp"], deadline_s=20)
 
@@ -108,8 +108,8 @@ def test_a_failed_save_gives_its_room_back(writer: WriterProcess, tmp_path: Path
 def test_a_commit_that_waits_for_others_holds_nothing_up(writer: WriterProcess, tmp_path: Path) -> None:
     with filled(state_at(20), 20, 1, 0, 2) as mine, filled(state_at(20), 20, 1, 1, 2) as others:
         writer.submit(write(tmp_path), mine)
-        writer.submit(commit(tmp_path, shares=2, wait_s=60))
-        writer.submit(commit(tmp_path, step=30, shares=2, wait_s=0.2))
+        writer.submit(commit(tmp_path, shards=2, wait_s=60))
+        writer.submit(commit(tmp_path, step=30, shards=2, wait_s=0.2))
         eventually(lambda: len(writer.results()) > 0, deadline_s=20)
         lonely = WriterProcess()  # another node's
         lonely.submit(write(tmp_path), others)
@@ -117,7 +117,7 @@ def test_a_commit_that_waits_for_others_holds_nothing_up(writer: WriterProcess, 
         lonely.close()
         results = {result.step: result for result in writer.wait(20)}
     assert results[20].ok
-    assert results[30].error == "step 30: 2 of 2 shares were not written: 0, 1"
+    assert results[30].error == "step 30: 2 of 2 shards were not written: 0, 1"
 
 
 def test_old_ones_that_cannot_be_removed_are_said_with_the_next_commit(writer: WriterProcess, tmp_path: Path) -> None:

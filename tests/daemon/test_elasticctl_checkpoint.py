@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from support.ckpt import flip, save, share_paths, state_at
+from support.ckpt import flip, save, shard_paths, state_at
 
 from elasticd.ctl.main import main
 
@@ -28,10 +28,10 @@ def test_list_and_verify(folder: Path) -> None:
     rows = json.loads(ctl("list", str(folder), "--json").output)["checkpoints"]
     assert [(row["step"], row["state"]) for row in rows] == [(20, "good"), (10, "good")]
     assert ctl("verify", str(folder)).exit_code == 0
-    flip(share_paths(str(folder / "step-20"))[1], -1)
+    flip(shard_paths(str(folder / "step-20"))[1], -1)
     done = ctl("verify", str(folder))
     assert done.exit_code == 1
-    assert "step-20: DAMAGED (share-hash)" in done.output
+    assert "step-20: DAMAGED (shard-hash)" in done.output
     assert "step-10: good" in done.output
 
 
@@ -42,8 +42,8 @@ def test_export(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(found["state"]["weight"], state_at(20)["weight"])
     assert ctl("export", str(folder / "step-20"), str(tmp_path / "dcp"), "--format", "dcp").exit_code == 0
     assert (tmp_path / "dcp" / ".metadata").exists()
-    flip(share_paths(str(folder / "step-20"))[0], -1)
+    flip(shard_paths(str(folder / "step-20"))[0], -1)
     done = ctl("export", str(folder / "step-20"), str(tmp_path / "bad.pt"))
     assert done.exit_code == 1
-    assert "share-hash" in done.output
+    assert "shard-hash" in done.output
     assert not (tmp_path / "bad.pt").exists()

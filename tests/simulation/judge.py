@@ -12,7 +12,7 @@ from elastic.recovery.events import Event, PeerDead
 from elastic.recovery.model import Agent
 from elastic.recovery.restart_budget import BAD_NODE_FAILURES
 from elastic.recovery.transitions import Stage
-from elastic.worker.data.sharding import BatchPlan, share
+from elastic.worker.data.sharding import BatchPlan, rank_range
 from elastic.worker.state.state_source import Choice, Version
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class Judge:
         plan = BatchPlan(SAMPLES, BATCH)
         turn = (step - 1) % PER_EPOCH
         batch = plan.at(step - 1)
-        ends = [share(batch.start, batch.stop, rank, group.world_size) for rank in range(group.world_size)]
+        ends = [rank_range(batch.start, batch.stop, rank, group.world_size) for rank in range(group.world_size)]
         taken = [sample for start, stop in ends for sample in range(start, stop)]
         if taken != list(range(turn * BATCH, min(turn * BATCH + BATCH, SAMPLES))):
             raise Broken("G7", f"step {step} in a world of {group.world_size} takes the samples {taken}")

@@ -15,8 +15,8 @@ from elastic.checkpoint.files import REAL, Files
 from elastic.checkpoint.find import READ_THREADS, Found
 from elastic.checkpoint.layout import arena_nbytes
 from elastic.checkpoint.read import Into, load_newest
-from elastic.checkpoint.shard_plan import assign_shares
-from elastic.checkpoint.write import commit, write_share
+from elastic.checkpoint.shard_plan import assign_shards
+from elastic.checkpoint.write import commit, write_shard
 from elastic.contract.tensor_table import Table, TensorInfo
 
 Tensors = dict[str, torch.Tensor]
@@ -43,17 +43,17 @@ def filled(
     tensors: Tensors,
     step: int,
     generation: int = 1,
-    share: int = 0,
-    shares: int = 1,
+    shard: int = 0,
+    shards: int = 1,
     extra: dict[str, Any] | None = None,
 ) -> Iterator[Arena]:
-    """An arena with share `share` of `tensors`, sealed."""
+    """An arena with shard `shard` of `tensors`, sealed."""
     table = table_of(tensors)
-    mine = assign_shares(table, shares)[share]
+    mine = assign_shards(table, shards)[shard]
     part = tuple(table[i] for i in mine)
     arena = Arena.create(arena_nbytes(part))
     try:
-        arena.layout(part, share=share, shares=shares)
+        arena.layout(part, shard=shard, shards=shards)
         arena.fill([tensors[info.name] for info in part])
         arena.seal(step, generation, extra)
         yield arena
@@ -66,25 +66,25 @@ def save(
     step: int,
     *,
     generation: int = 1,
-    shares: int = 2,
+    shards: int = 2,
     job: str = "job",
     tensors: Tensors | None = None,
     files: Files = REAL,
 ) -> str:
     """A complete checkpoint, in pieces of a page, by one thread."""
     tensors = state_at(step) if tensors is None else tensors
-    for share in range(shares):
-        extra = {"step": step, "share": share}
-        with filled(tensors, step, generation, share, shares, extra) as arena:
-            write_share(arena, directory, files=files, threads=1, piece_nbytes=PIECE)
-    return commit(directory, job, step=step, generation=generation, shares=shares, world_size=shares, files=files)
+    for shard in range(shards):
+        extra = {"step": step, "shard": shard}
+        with filled(tensors, step, generation, shard, shards, extra) as arena:
+            write_shard(arena, directory, files=files, threads=1, piece_nbytes=PIECE)
+    return commit(directory, job, step=step, generation=generation, shards=shards, world_size=shards, files=files)
 
 
 def blank() -> Tensors:
     return {name: torch.zeros_like(tensor) for name, tensor in state_at(0).items()}
 
 
-def share_paths(path: str) -> list[str]:
+def shard_paths(path: str) -> list[str]:
     return [os.path.join(path, name) for name in sorted(os.listdir(path)) if name.endswith(".safetensors")]
 
 

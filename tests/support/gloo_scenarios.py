@@ -59,8 +59,8 @@ def exact_gradient(
 ) -> Any:
     """The exchanged gradient, beside that of one process over the same samples; and how often we contributed."""
     join(folder, "store", rank, world_size)
-    net, share, contributed = model(), GradientWeight(), []
-    wrapped = wrap(net, weight=share, on_contributed=lambda: contributed.append(1), **ddp)
+    net, weight, contributed = model(), GradientWeight(), []
+    wrapped = wrap(net, weight=weight, on_contributed=lambda: contributed.append(1), **ddp)
     state = SimpleNamespace(step=0)
     gradients, ids = [], []
     for batch in batches(
@@ -70,7 +70,7 @@ def exact_gradient(
         rank=rank,
         world_size=world_size,
         steps=2,
-        share=share,
+        gradient_weight=weight,
         micro_batch=micro_batch,
     ):
         ids.append(batch.indices)
@@ -93,10 +93,12 @@ def exact_gradient(
 
 def without_a_group(rank: int, world_size: int, folder: str) -> Any:
     """A script that runs alone, with micro-batches of unequal size: the model is not wrapped."""
-    net, share, state = model(), GradientWeight(), SimpleNamespace(step=0)
-    share.attach(net)
+    net, weight, state = model(), GradientWeight(), SimpleNamespace(step=0)
+    weight.attach(net)
     got = []
-    for batch in batches(DATA, state, batch_size=13, rank=0, world_size=1, steps=1, share=share, micro_batch=5):
+    for batch in batches(
+        DATA, state, batch_size=13, rank=0, world_size=1, steps=1, gradient_weight=weight, micro_batch=5
+    ):
         for part in batch.parts():
             F.cross_entropy(net(part.x), part.y).backward()
         got = flat(p.grad for p in net.parameters())
@@ -109,18 +111,20 @@ def without_a_group(rank: int, world_size: int, folder: str) -> Any:
 def same_bits(rank: int, world_size: int, folder: str, *, reform_at: tuple[int, ...]) -> Any:
     """Weights after 6 steps, with new groups and new DDPs before the steps of `reform_at`."""
     torch.set_num_threads(1)
-    net, share = model(torch.float32), GradientWeight()
+    net, weight = model(torch.float32), GradientWeight()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     state = SimpleNamespace(step=0)
     for start, stop in zip((0, *reform_at), (*reform_at, 6), strict=True):
         join(folder, f"store{start}", rank, world_size)
-        wrapped = wrap(net, weight=share, on_contributed=lambda: None, bucket_cap_mb=0.0008)
-        for batch in batches(DATA, state, batch_size=11, rank=rank, world_size=world_size, steps=stop, share=share):
+        wrapped = wrap(net, weight=weight, on_contributed=lambda: None, bucket_cap_mb=0.0008)
+        for batch in batches(
+            DATA, state, batch_size=11, rank=rank, world_size=world_size, steps=stop, gradient_weight=weight
+        ):
             F.cross_entropy(wrapped(batch.x.float()), batch.y).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             state.step += 1
-        share.detach_all()
+        weight.detach_all()
         del wrapped
         dist.destroy_process_group()
     return flat(net.parameters())
@@ -142,12 +146,12 @@ def buffers_shared(rank: int, world_size: int, folder: str) -> Any:
     join(folder, "store", rank, world_size)
     net = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
     torch.manual_seed(0)
-    share, exchanges = GradientWeight(), []
+    weight, exchanges = GradientWeight(), []
     on_buffers = (lambda: exchanges.append(1), lambda: None)
-    wrapped = wrap(net, weight=share, on_contributed=lambda: None, on_buffers=on_buffers)
+    wrapped = wrap(net, weight=weight, on_contributed=lambda: None, on_buffers=on_buffers)
     for _ in range(3):
         wrapped(torch.tensor([[rank + 1.0], [rank + 1.0]])).sum().backward()
-        share.share_buffers()
+        weight.share_buffers()
     return [*net[0].running_mean.tolist(), len(exchanges)]
 
 

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from elastic.worker.data.sharding import BatchPlan, SampleOrder, share
+from elastic.worker.data.sharding import BatchPlan, SampleOrder, rank_range
 
 SAMPLES = 1000
 
@@ -140,7 +140,7 @@ def _right_samples(commits: Sequence[Commit], batch: int) -> None:
     for commit in commits:
         whole = plan.at(commit.step)
         order = orders.setdefault(whole.epoch, SampleOrder(SAMPLES, 0, whole.epoch))
-        want = order.take(*share(whole.start, whole.stop, commit.rank, commit.world_size))
+        want = order.take(*rank_range(whole.start, whole.stop, commit.rank, commit.world_size))
         assert commit.ids == tuple(want), f"wrong samples: {commit}"
 
 

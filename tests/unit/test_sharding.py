@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.worker.data.sharding import BatchPlan, SampleOrder, derive, micro_sizes, share
+from elastic.worker.data.sharding import BatchPlan, SampleOrder, derive, micro_sizes, rank_range
 
 
 @given(
@@ -28,14 +28,14 @@ def test_each_sample_of_an_epoch_is_taken_once_over_any_sequence_of_worlds(
         batch, world_size = plan.at(step), world_sizes[step % len(world_sizes)]
         order = SampleOrder(samples, seed, batch.epoch)
         for rank in range(world_size):
-            taken[batch.epoch].update(order.take(*share(batch.start, batch.stop, rank, world_size)))
+            taken[batch.epoch].update(order.take(*rank_range(batch.start, batch.stop, rank, world_size)))
     for counts in taken.values():
         assert counts == Counter(range(samples))
 
 
 @given(start=st.integers(0, 1000), size=st.integers(0, 300), world_size=st.integers(1, 40))
 def test_shares_are_contiguous_and_even(start: int, size: int, world_size: int) -> None:
-    parts = [share(start, start + size, rank, world_size) for rank in range(world_size)]
+    parts = [rank_range(start, start + size, rank, world_size) for rank in range(world_size)]
     assert parts[0][0] == start
     assert parts[-1][1] == start + size
     assert all(a[1] == b[0] for a, b in pairwise(parts))
@@ -107,7 +107,7 @@ def test_wrong_arguments_are_named() -> None:
         (lambda: BatchPlan(0, 4), "samples = 0"),
         (lambda: BatchPlan(4, 0), "batch_size = 0"),
         (lambda: BatchPlan(4, 4).at(-1), "step = -1"),
-        (lambda: share(0, 4, 2, 2), "rank = 2"),
+        (lambda: rank_range(0, 4, 2, 2), "rank = 2"),
         (lambda: micro_sizes(4, 0), "micro_batch = 0"),
         (lambda: SampleOrder(2**63, 0, 0), "more than"),
     ):

@@ -29,7 +29,7 @@ def agent() -> Iterator[Agent]:
 def part(step: int, count: int) -> Part:
     names = [f"w{number}" for number in range(count)]
     return Part(
-        step=step, commit_generation=1, share=0, shares=1, extra={}, interval="",
+        step=step, commit_generation=1, shard=0, shards=1, extra={}, interval="",
         table=tuple(TensorInfo(name, "F32", (SIZE,), SIZE * 4) for name in names),
         tensors=[torch.full((SIZE,), float(step)) for _ in names],
     )  # fmt: skip

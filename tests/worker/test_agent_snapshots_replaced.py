@@ -26,7 +26,7 @@ def agent() -> Iterator[Agent]:
 def save(sink: AgentSnapshots, step: int) -> bool:
     put = sink.put(
         Part(
-            step=step, commit_generation=1, share=0, shares=1, extra={}, interval="",
+            step=step, commit_generation=1, shard=0, shards=1, extra={}, interval="",
             table=(TensorInfo("w", "F32", (SIZE,), SIZE * 4),), tensors=[torch.full((SIZE,), float(step))],
         )
     )  # fmt: skip

@@ -134,14 +134,16 @@ def test_a_turn_without_commit_is_refused() -> None:
         next(loop)
 
 
-def test_the_share_is_set_before_the_loop_body_and_for_each_part() -> None:
-    share = GradientWeight()
+def test_the_weight_is_set_before_the_loop_body_and_for_each_part() -> None:
+    weight = GradientWeight()
     state, seen = SimpleNamespace(step=0), []
-    for batch in batches(Numbers(10), state, batch_size=10, rank=0, world_size=2, micro_batch=2, share=share):
-        assert share() == 0.5
+    for batch in batches(
+        Numbers(10), state, batch_size=10, rank=0, world_size=2, micro_batch=2, gradient_weight=weight
+    ):
+        assert weight() == 0.5
         for part in batch.parts():
             assert part.x.shape[0] == part.y.shape[0] == part.size
-            seen.append((part.size, share(), part.indices))
+            seen.append((part.size, weight(), part.indices))
         state.step += 1
     assert [s[:2] for s in seen] == [(2, 0.2), (2, 0.2), (1, 0.1)]
     assert sum((s[2] for s in seen), ()) == batch.indices

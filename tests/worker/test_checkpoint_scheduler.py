@@ -1,4 +1,4 @@
-"""When a worker copies which share of the state, with a sink that only counts."""
+"""When a worker copies which shard of the state, with a sink that only counts."""
 
 from __future__ import annotations
 
@@ -96,14 +96,14 @@ def test_requested_checkpoint_is_taken_later_if_both_buffers_are_busy() -> None:
     assert len(sink.parts) == 1, "and once is enough"
 
 
-def test_shares_are_of_the_world_or_of_the_node() -> None:
+def test_shards_are_of_the_world_or_of_the_node() -> None:
     state = build()
     for shared, want in ((True, (3, 4)), (False, (1, 2))):
         sink = SnapshotBackend()
         keeper = CheckpointScheduler(sink, Rule(every_steps=1), shared=shared)
         keeper.enter(RankPosition(1, 3, 4, 1, 2), 0)
         part = keeper._part(state, save=True)
-        assert (part.share, part.shares) == want
+        assert (part.shard, part.shards) == want
     whole = [info.name for info in state.table()]
     keeper = CheckpointScheduler(SnapshotBackend(), Rule(every_steps=1), shared=False)
     names: list[str] = []

@@ -14,7 +14,7 @@ from elastic.agent.memory import available_nbytes, plenty
 from elastic.agent.saver import Saver
 from elastic.checkpoint import interval as checkpoint_interval
 from elastic.checkpoint.interval import Rule
-from elastic.checkpoint.shard_plan import beside_shares
+from elastic.checkpoint.shard_plan import beside_shards
 from elastic.contract import messages
 from elastic.contract.spec import Checkpoint
 from elastic.worker.agent_snapshots import AgentSnapshots
@@ -84,7 +84,7 @@ def test_memory_snapshots_do_not_disturb_checkpoints(agents: list[Agent]) -> Non
 
 @pytest.mark.parametrize("nodes", [(1, 1), (2, 2), (3, 1), (1, 3, 1)])
 def test_each_node_has_all_of_it(agents: list[Agent], nodes: tuple[int, ...]) -> None:
-    """And each share is written by one rank alone."""
+    """And each shard is written by one rank alone."""
     state, written = build(1), []
     for keeper in keepers(agents, Rule(every_steps=1), nodes):
         keeper._put(state, save=True)
@@ -100,7 +100,7 @@ def test_each_node_has_all_of_it(agents: list[Agent], nodes: tuple[int, ...]) ->
     assert sorted(written) == sorted(info.name for info in state.table())
 
 
-def test_snapshot_with_scarce_memory_keeps_the_share_to_be_written(agents: list[Agent]) -> None:
+def test_snapshot_with_scarce_memory_keeps_the_shard_to_be_written(agents: list[Agent]) -> None:
     state, agent = build(), agents[0]
     asked: list[messages.NeedArena] = []
     send = agent.send
@@ -159,10 +159,10 @@ def test_snapshot_due_while_all_buffers_are_busy_is_taken_once_one_is_free(
 
 
 @pytest.mark.parametrize("nodes", [(1,), (2, 2), (3, 1), (1, 4, 2)])
-def test_ranks_of_a_node_divide_the_shares_of_other_nodes(nodes: tuple[int, ...]) -> None:
+def test_ranks_of_a_node_divide_the_shards_of_other_nodes(nodes: tuple[int, ...]) -> None:
     world_size, first = sum(nodes), 0
     for count in nodes:
-        held = [k for part in range(count) for k in beside_shares(first + part, world_size, part, count)]
+        held = [k for part in range(count) for k in beside_shards(first + part, world_size, part, count)]
         assert sorted([*held, *range(first, first + count)]) == list(range(world_size))
         first += count
 
@@ -188,7 +188,7 @@ def test_rollback_drops_memory_only_snapshots() -> None:
         arena.fill([])
         arena.seal(step, 1)
         message = messages.Filled(
-            generation=1, step=step, buffer=buffer, nbytes=0, share=0, shares=1, stall_s=0.0, save=False
+            generation=1, step=step, buffer=buffer, nbytes=0, shard=0, shards=1, stall_s=0.0, save=False
         )
         told.saver.filled(0, message, lead=True, world_size=1)
         if save:

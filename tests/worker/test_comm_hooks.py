@@ -194,7 +194,7 @@ def gradients(rank: int, world_size: int, port: int, kinds: list[str], steps: in
         rows = []
         applied = exact = torch.zeros(())
         for step in range(steps):
-            job._share.begin(SIZES[rank] / sum(SIZES))
+            job._gradient_weight.begin(SIZES[rank] / sum(SIZES))
             model.zero_grad()
             model(data(rank, step)).square().mean().backward()
             lone.zero_grad()

@@ -10,7 +10,7 @@ import torch
 from support.arenas import Agent
 
 from elastic.checkpoint.interval import Rule
-from elastic.checkpoint.write import commit, write_share
+from elastic.checkpoint.write import commit, write_shard
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.state.restore import Disk, HeldSnapshots
@@ -65,7 +65,7 @@ def test_from_the_memory_of_the_agents(agents: list[Agent]) -> None:
 def test_from_disk(agents: list[Agent], tmp_path: Path) -> None:
     state, newcomer = saved(agents), build(2)
     for agent in agents:
-        write_share(next(arena for arena in agent.arenas if arena.header().whole), str(tmp_path))
-    commit(str(tmp_path), "job", step=1, generation=1, shares=2, world_size=2)
+        write_shard(next(arena for arena in agent.arenas if arena.header().whole), str(tmp_path))
+    commit(str(tmp_path), "job", step=1, generation=1, shards=2, world_size=2)
     Disk(str(tmp_path), "job").load(newcomer)
     assert same(state, newcomer)

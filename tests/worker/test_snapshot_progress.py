@@ -33,7 +33,7 @@ def agent() -> Iterator[Agent]:
 def part(step: int, **options: Any) -> Part:
     tensors = {"w": torch.full((LARGE,), float(step))}
     return Part(
-        step=step, commit_generation=1, share=0, shares=1, extra={}, interval="",
+        step=step, commit_generation=1, shard=0, shards=1, extra={}, interval="",
         table=table_of(tensors), tensors=list(tensors.values()), **options,
     )  # fmt: skip
 

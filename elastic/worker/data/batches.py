@@ -20,7 +20,7 @@ from ..comm.ddp import GradientWeight
 from ..torch_private import pytree
 from .collate import collated
 from .draws import draws
-from .sharding import BatchPlan, SampleOrder, derive, micro_sizes, share
+from .sharding import BatchPlan, SampleOrder, derive, micro_sizes, rank_range
 
 _BLOCK = 4096
 """Sample indices of a rank that are computed at once, with arrays: a tenth of a microsecond each instead of five."""
@@ -59,7 +59,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """Number of samples of this step over all ranks."""
 
     micro_batch: int | None = None
-    share: GradientWeight | None = None
+    gradient_weight: GradientWeight | None = None
 
     @property
     def x(self) -> Any:
@@ -97,14 +97,14 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         sizes = micro_sizes(self.size, self.micro_batch)
         start = 0
         for number, size in enumerate(sizes):
-            if self.share is not None:
+            if self.gradient_weight is not None:
                 if number and size != sizes[number - 1]:
-                    self.share.rescale(sizes[number - 1] / size)
-                self.share.begin(size / self.global_size, exchange=number == len(sizes) - 1)
+                    self.gradient_weight.rescale(sizes[number - 1] / size)
+                self.gradient_weight.begin(size / self.global_size, exchange=number == len(sizes) - 1)
             yield self if len(sizes) == 1 else self._slice(start, start + size)
             start += size
-        if self.share is not None:
-            self.share.finish()
+        if self.gradient_weight is not None:
+            self.gradient_weight.finish()
 
     def _slice(self, start: int, stop: int) -> Batch:
         def cut(leaf: Any) -> Any:
@@ -135,7 +135,7 @@ def batches(
     collate: Callable[[list[Any]], Any] | None = None,
     device: torch.device | str | None = None,
     pin_memory: bool = False,
-    share: GradientWeight | None = None,
+    gradient_weight: GradientWeight | None = None,
     on_turn: Callable[[], None] = lambda: None,
 ) -> Iterator[Batch]:
     """Yield this rank's part of each step from `state.step` on; `state.step` must grow by one per turn (`job.commit`).
@@ -168,10 +168,10 @@ def batches(
                 epoch=whole.epoch,
                 global_size=whole.size,
                 micro_batch=micro_batch,
-                share=share,
+                gradient_weight=gradient_weight,
             )
-            if share is not None:
-                share.begin(batch.weight)
+            if gradient_weight is not None:
+                gradient_weight.begin(batch.weight)
             yield batch
             if state.step != step + 1:
                 raise RuntimeError(
@@ -268,7 +268,7 @@ class _Parts:
             self._epoch = whole.epoch
             self._order = SampleOrder(plan.samples, self._seed, whole.epoch, shuffle=self._shuffle)
             self._draws = _word(self._seed, 0, whole.epoch)
-        start, stop = share(whole.start, whole.stop, self._rank, self._world)
+        start, stop = rank_range(whole.start, whole.stop, self._rank, self._world)
         size, full = stop - start, (plan.samples - whole.start) // plan.batch_size
         count = max(1, min(full, _BLOCK // max(1, size)))
         starts = np.arange(count, dtype=np.uint64) * np.uint64(plan.batch_size) + np.uint64(start)

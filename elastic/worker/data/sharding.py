@@ -72,7 +72,7 @@ class BatchPlan:
         return min(limits)
 
 
-def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
+def rank_range(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
     """`rank`'s contiguous part of [start, stop). Sizes differ by at most one sample; the low ranks have the larger."""
     if not 0 <= rank < world_size:
         raise ValueError(f"rank = {rank}: not in a world of {world_size}")

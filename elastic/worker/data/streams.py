@@ -25,7 +25,7 @@ from .. import shared_values, torch_private
 from ..comm.ddp import GradientWeight
 from ..torch_private import pytree
 from .batches import Batch, move, seed_everything
-from .sharding import share as part_of
+from .sharding import rank_range
 
 Make = Callable[[int, int], Iterable[Any]]
 """(stream, count) -> the samples of that stream, in order. An iterable with ``state_dict``/``load_state_dict`` is
@@ -56,7 +56,7 @@ def streams(
     micro_batch: int | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     device: torch.device | str | None = None,
-    share: GradientWeight | None = None,
+    gradient_weight: GradientWeight | None = None,
     on_turn: Callable[[], None] = lambda: None,
 ) -> Iterator[Batch]:
     """Yield this rank's part of each step from `state.step` to `steps`; a stream that ends is started again.
@@ -70,7 +70,7 @@ def streams(
     torchdata.
     """
     _check(count, batch_size, world_size)
-    first, stop = part_of(0, count, rank, world_size)
+    first, stop = rank_range(0, count, rank, world_size)
     each = batch_size // count
     mine = {n: _Stream(make(n, count), each, num_workers, collate or default_collate) for n in range(first, stop)}
     try:
@@ -86,11 +86,11 @@ def streams(
                 epoch=0,
                 global_size=batch_size,
                 micro_batch=micro_batch,
-                share=share,
+                gradient_weight=gradient_weight,
             )
             seed_everything(seed, 1, step, rank)
-            if share is not None:
-                share.begin(batch.weight)
+            if gradient_weight is not None:
+                gradient_weight.begin(batch.weight)
             yield batch
             if state.step != step + 1:
                 raise RuntimeError(

@@ -34,10 +34,10 @@ def extra_of(extra: dict[str, Any], positions: Sequence[int]) -> dict[str, Any]:
     return {"state": extra, "positions": list(positions)}
 
 
-def whole_table(shares: Iterable[tuple[Mapping[str, Any], Table]]) -> Table:
+def whole_table(shards: Iterable[tuple[Mapping[str, Any], Table]]) -> Table:
     """The table of the complete state, assembled from the shards' (extra, table)."""
     placed: list[tuple[int, TensorInfo]] = []
-    for extra, table in shares:
+    for extra, table in shards:
         placed += zip(extra["positions"], table, strict=True)
     return tuple(info for _, info in sorted(placed, key=lambda pair: pair[0]))
 
@@ -95,8 +95,8 @@ class Disk:
         """
 
         def prepare(found: find.Found) -> read.Into:
-            shares = ((share.extra, share.tensors) for share in found.manifest.shares)
-            table = whole_table(shares)
+            shards = ((shard.extra, shard.tensors) for shard in found.manifest.shards)
+            table = whole_table(shards)
             came = state.adopt(table, found.manifest.extra["state"])
             here = {info.name: tensor for info, tensor in zip(table, came, strict=True)}
             return lambda info: here[info.name]
