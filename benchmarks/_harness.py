@@ -262,7 +262,7 @@ def kill_and_measure(
     record: Record, world_size: int, rng: random.Random, limit_s: float, number: int = signal.SIGKILL
 ) -> Recovery:
     """Kill the worker of a random rank now. A rank is back with its first commit after those of the old processes'
-    group: in a newer generation, or (where nobody counts generations) by a process that was not there before.
+    group: in a newer generation, or (where there are no generations) by a process that was not there before.
     Raises TooLate after `limit_s`."""
     record.update()
     before = record.newest()

@@ -206,7 +206,7 @@ class Host:
         loop.vanished = True
         peers.close()
         if registry._key.lease is not None:
-            registry._key.lease.close(revoke=False)  # nobody renews it any more
+            registry._key.lease.close(revoke=False)  # it is not renewed any more
         threading.Thread(target=etcd.close, daemon=True).start()
 
 

@@ -13,11 +13,11 @@ import msgspec
 
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records import (
+    GenerationNode,
     GenerationRecord,
     JobState,
     MemberRecord,
     Phase,
-    Place,
     ProgressRecord,
     Record,
     SpecRecord,
@@ -45,7 +45,7 @@ class Costs(msgspec.Struct):
     generation_kb: float
     decode_generation_ms: float
     read_next_ms: float
-    """The next generation, without one node, by who has read the one before."""
+    """The next generation, without one node, by a reader of the one before."""
     read_whole_ms: float
     read_changed_ms: float
     """One key in the picture has changed."""
@@ -76,11 +76,11 @@ class Picture:
         for index in range(nodes):
             self.put_member(index)
         places = tuple(
-            Place(node=m.node, incarnation=m.incarnation, host=m.host, slots=m.ready, port=m.port)
+            GenerationNode(node=m.node, incarnation=m.incarnation, host=m.host, slots=m.ready, port=m.port)
             for m in map(member, range(nodes))
         )
         self.generation = GenerationRecord(
-            number=1, places=places, store_host=places[0].host, store_port=29500, leader=places[0].node, why="forming"
+            number=1, nodes=places, store_host=places[0].host, store_port=29500, leader=places[0].node, why="forming"
         )
         self.put(KEYS.generation, self.generation)
 
@@ -123,10 +123,10 @@ def agent_at(index: int, picture: Picture, view: JobView, now_s: float) -> Agent
 def followers(formed: GenerationRecord) -> Iterator[bytes]:
     """The generations that follow as one node after the other is lost."""
     for lost in range(ROUNDS):
-        middle = len(formed.places) // 2 + lost
-        places = formed.places[:middle] + formed.places[middle + 1 :]
+        middle = len(formed.nodes) // 2 + lost
+        places = formed.nodes[:middle] + formed.nodes[middle + 1 :]
         formed = msgspec.structs.replace(
-            formed, number=formed.number + 1, places=places, changes=changes(formed.places, places)
+            formed, number=formed.number + 1, nodes=places, changes=changes(formed.nodes, places)
         )
         yield encode(formed)
 

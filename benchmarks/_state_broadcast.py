@@ -99,7 +99,7 @@ class Rank:
         synchronise(self.state, rank=self.rank, world_size=self.world_size, generation=1)
 
     def ours_sockets(self) -> None:
-        """As between hosts: nobody reads the source's memory."""
+        """As between hosts: no rank reads the source's memory."""
         really, pull.can_read = pull.can_read, lambda window: False
         self.ours()
         pull.can_read = really

@@ -253,11 +253,11 @@ def dcp_save(job: Job, directory: str) -> Save:
 
 
 def settle(directory: str, ours: Ours) -> None:
-    """What was saved and is not the newest is removed and off the disk: nobody pays for the one before him."""
+    """All but the newest checkpoint are removed from the disk first, so that no measurement pays for the one before."""
     for name in os.listdir(directory):
         if name.startswith("dcp-"):
             shutil.rmtree(os.path.join(directory, name))
-    while len(os.listdir(ours.directory)) > 1:  # the writer removes the checkpoint before, when nobody waits
+    while len(os.listdir(ours.directory)) > 1:  # the writer removes the earlier checkpoint outside the measured time
         time.sleep(0.005)
     os.sync()
 

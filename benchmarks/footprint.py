@@ -40,11 +40,11 @@ import elastic  # noqa: E402
 from elastic.contract.keys import ClusterKeys  # noqa: E402
 from elastic.contract.node_records import NodeRecord  # noqa: E402
 from elastic.contract.records import (  # noqa: E402
+    GenerationNode,
     GenerationRecord,
     JobState,
     MemberRecord,
     Phase,
-    Place,
     ProgressRecord,
     RankRow,
     Record,
@@ -68,7 +68,7 @@ def records(keys: ClusterKeys, count: int) -> dict[str, Record]:
     for i, name in enumerate(names):
         address = f"10.{i // 65536}.{i // 256 % 256}.{i % 256}"
         slots = tuple(range(8))
-        places.append(Place(node=name, incarnation=f"{i:032x}", host=address, slots=slots, port=29400))
+        places.append(GenerationNode(node=name, incarnation=f"{i:032x}", host=address, slots=slots, port=29400))
         found[keys.nodes + name] = NodeRecord(
             node=name, hostname=name, address=address, slots=8, gpus=8, version=elastic.__version__, pid=1234,
             started_wall_s=now_s,
@@ -81,7 +81,7 @@ def records(keys: ClusterKeys, count: int) -> dict[str, Record]:
         for r in range(8)
     )
     found[job.generation] = GenerationRecord(
-        number=1, places=tuple(places), store_host=places[0].host, store_port=29400, leader=names[0], why="first"
+        number=1, nodes=tuple(places), store_host=places[0].host, store_port=29400, leader=names[0], why="first"
     )
     found[job.progress] = ProgressRecord(
         generation=1, world_size=8 * count, step=1000, steps_per_s=2.5, loss=1.5, wall_s=now_s, ranks=ranks

@@ -21,7 +21,7 @@ Goodput is the share of wall time in which steps are made that are kept. What go
   failure, at every size, with nothing else lost. Its authors measured it at one size.
 - Published shares (PUBLISHED_SHARES) are points, not curves: other models, other hardware, other failure rates.
 
-What it leaves out: slow nodes, failures that nobody notices, maintenance, and the time to find a replacement node.
+What it leaves out: slow nodes, failures that go unnoticed, maintenance, and the time to find a replacement node.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NODE_DEFAULT_S = 3 * 5.0 + 30.0
 
 @dataclass(frozen=True)
 class Share:
-    """A goodput that somebody reports of a run."""
+    """The published goodput of a run."""
 
     name: str
     gpus: int

@@ -162,7 +162,7 @@ def _recover(world_size: int) -> dict[str, float]:
         dead.process.wait()
         spare.tell("go")
         for child in children:
-            child.tell("let go")
+            child.tell("abort")
         parts = [child.hear("stepping") for child in [*children, spare]]
         dead.end()
     finally:
@@ -181,7 +181,7 @@ def _recover(world_size: int) -> dict[str, float]:
 
 
 def _rank(rank: int, world_size: int, port: int, generation: int) -> None:
-    """One rank; a survivor is told to let go while it steps."""
+    """One rank; a survivor is told to abort while it steps."""
     import threading
 
     from elastic.worker.comm.group import Group

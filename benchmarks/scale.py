@@ -225,7 +225,7 @@ def say(words: str) -> None:
 
 
 def torch_reform_s(count: int) -> float:
-    """Torch's dynamic rendezvous over its c10d store: all `count` participants form again. Nobody's departure needs
+    """Torch's dynamic rendezvous over its c10d store: all `count` participants form again. No departure needs
     noticing, which stock torchrun cannot: this is its best case."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     from torch.distributed import TCPStore

@@ -138,7 +138,7 @@ def _surplus(job: Job, staying: list[str], planned: list[str]) -> dict[str, str]
     """Node -> why it should leave: beyond the job's maximum, those outside its generation, then the youngest; and
     excluded ones."""
     assert job.spec is not None
-    inside = [place.node for place in job.generation.places] if job.generation else []
+    inside = [place.node for place in job.generation.nodes] if job.generation else []
     order = sorted(staying, key=lambda n: inside.index(n) if n in inside else len(inside))  # stable sort: then by age
     extra = order[job.spec.spec.max_nodes :]
     aside = [n for n in planned if n in job.state.excluded_nodes]

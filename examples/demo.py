@@ -266,7 +266,7 @@ def kill_a_worker(watch: Watch) -> None:
 def lose_a_node(watch: Watch, b: Node) -> None:
     say(
         "3  node b is lost: daemon, agent and workers, all at once",
-        "Nobody says goodbye. The job asked for 1 to 2 nodes, so it goes on\n"
+        "No process deregisters. The job asked for 1 to 2 nodes, so it goes on\n"
         "  with one. The global batch stays the same: each worker takes a larger\n"
         "  part of it, and no sample is skipped or taken twice.",
     )

@@ -40,6 +40,6 @@ def read(logs: Folder) -> Json | None:
 
 def nowhere(job: str, generation: GenerationRecord | None, node: str) -> str:
     """Why there is no course of `job` here."""
-    others = [p.node for p in generation.places if p.node != node] if generation else []
+    others = [p.node for p in generation.nodes if p.node != node] if generation else []
     ask = f": ask on {', '.join(others[:NODES_NAMED])}" if others else ""
     return f"job {job!r} has made no step on node {node!r}{ask}"

@@ -53,8 +53,8 @@ def other_nodes(snapshot: Snapshot, job: str, me: str, rank: int | None = None) 
         return []
     generation = known.generation
     if rank is not None:
-        places = generation.places if generation else ()
+        places = generation.nodes if generation else ()
         return [p.node for p in places if generation and rank in generation.ranks(p.node).values() and p.node != me]
-    placed = {p.node for p in generation.places} if generation else set()
+    placed = {p.node for p in generation.nodes} if generation else set()
     workers = {n for n, node in snapshot.cluster.nodes.items() if any(w.job == job for w in node.record.workers)}
     return sorted(({*known.members} | placed | workers) - {me})

@@ -280,7 +280,7 @@ def _slot_of(h: Request, job: str, rank: int) -> int | None:
     for slot, its_rank in generation.ranks(me).items():
         if its_rank == rank:
             return slot
-    for place in generation.places:
+    for place in generation.nodes:
         if rank in generation.ranks(place.node).values():
             return None
     raise Refused(404, f"job {job!r} has no rank {rank}: its world is {generation.world_size}")

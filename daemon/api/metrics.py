@@ -63,7 +63,7 @@ def first_node(snapshot: Snapshot) -> str:
 def exporter(snapshot: Snapshot, job: str) -> str:
     """The node whose daemon exports `job`: the first one of its generation that has a daemon, else `first_node`."""
     known = snapshot.cluster.jobs[job]
-    places = known.generation.places if known.generation and not known.over else ()
+    places = known.generation.nodes if known.generation and not known.over else ()
     return next((p.node for p in places if p.node in snapshot.cluster.nodes), "") or first_node(snapshot)
 
 

@@ -190,7 +190,7 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> Json:
 def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False) -> Json:
     """All details of one job; its secrets only if requested."""
     spec: Json | None = msgspec.to_builtins(job.spec.spec) if job.spec else None
-    places = job.generation.places if job.generation else ()
+    places = job.generation.nodes if job.generation else ()
     ranks = {} if job.over else _ranks(snapshot, job)
     # Of a job that runs each rank's own account is in its row.
     summed = rank_time(snapshot, job, each=job.over)
@@ -249,7 +249,7 @@ def _seen(snapshot: Snapshot, job: Job, age_s: float, waits_for: str) -> verdict
 
 
 def _nodes_of(job: Job) -> set[str]:
-    return {*(place.node for place in (job.generation.places if job.generation else ())), *job.members}
+    return {*(place.node for place in (job.generation.nodes if job.generation else ())), *job.members}
 
 
 def steps_lost(record: IncidentRecord) -> str:
@@ -296,7 +296,7 @@ def _in_order(snapshot: Snapshot) -> list[Job]:
 def _ranks(snapshot: Snapshot, job: Job) -> dict[tuple[str, int], Json]:
     """(node, slot) -> row: from this node's agent, else from the leader's record, else from the node's record."""
     rows: dict[tuple[str, int], Json] = {}
-    for place in job.generation.places if job.generation else ():
+    for place in job.generation.nodes if job.generation else ():
         for slot, rank in job.generation.ranks(place.node).items() if job.generation else ():
             rows[place.node, slot] = {"rank": rank, "node": place.node, "slot": slot, "pid": None, "phase": "",
                                       "step": None, "incarnation": None, "rss_mb": None, "step_s": None}  # fmt: skip

@@ -135,7 +135,7 @@ def _of_job(old: Job | None, new: Job, wall_s: float) -> Iterator[EventRecord]:
         yield _event(wall_s, "node.readmitted", new.name, node, f"{new.name} may use it again")
     formed, held = new.generation, old.generation if old else None
     if formed is not None and (held is None or formed.number > held.number):
-        nodes = ", ".join(place.node for place in formed.places[:8]) + (" …" if len(formed.places) > 8 else "")
+        nodes = ", ".join(place.node for place in formed.nodes[:8]) + (" …" if len(formed.nodes) > 8 else "")
         text = f"generation {formed.number}: {formed.world_size} ranks on {nodes} ({formed.why})"
         yield _event(wall_s, "generation.formed", job=new.name, text=text)
     if new.ranks and (old is None or old.ranks != new.ranks):

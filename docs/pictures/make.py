@@ -26,11 +26,11 @@ from elastic.contract.ledger import Bucket, Ledger  # noqa: E402
 from elastic.contract.origin import Origin  # noqa: E402
 from elastic.contract.records import (  # noqa: E402
     Cause,
+    GenerationNode,
     GenerationRecord,
     IncidentRecord,
     JobState,
     Phase,
-    Place,
     ProgressRecord,
     SpecRecord,
     WorkerError,
@@ -52,7 +52,9 @@ MILLIS = {
 
 def training() -> Job:
     """Four ranks on two nodes, an hour after the submission; a worker was killed, and a node lost for a minute."""
-    places = tuple(Place(node=n, incarnation="i", host=f"10.0.0.{i}", slots=(0, 1)) for i, n in enumerate("ab", 1))
+    places = tuple(
+        GenerationNode(node=n, incarnation="i", host=f"10.0.0.{i}", slots=(0, 1)) for i, n in enumerate("ab", 1)
+    )
     ranks = [
         row(rank, "ab"[rank // 2], rank % 2, 28_412 - (rank == 3), rss_mb=812.0 + 7 * rank, step_s=0.121 + 0.004 * rank,
             phase="exchanging" if rank < 3 else "computing")
@@ -73,7 +75,7 @@ def training() -> Job:
     return job(
         spec=spec, progress=progress, incidents=incidents(), state=JobState(phase=Phase.RUNNING, restarts=2),
         generation=GenerationRecord(
-            number=4, places=places, store_host="10.0.0.1", store_port=29400, leader="a", why="b joins"
+            number=4, nodes=places, store_host="10.0.0.1", store_port=29400, leader="a", why="b joins"
         ),
     )  # fmt: skip
 

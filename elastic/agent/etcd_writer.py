@@ -19,12 +19,12 @@ from ..contract.rank_records import RanksRecord
 from ..contract.records import (
     BrokenRecord,
     Changes,
+    GenerationNode,
     GenerationRecord,
     IncidentRecord,
     JobState,
     MemberRecord,
     Phase,
-    Place,
     ProgressRecord,
     ProtocolVersionMismatch,
     Record,
@@ -214,7 +214,7 @@ class EtcdWriter:
             effect.change,
             basis=(self._restored, effect.expect_revision),
             at_step=effect.at_step,
-            changes=self._changes(view.generation, effect.change.places),
+            changes=self._changes(view.generation, effect.change.nodes),
             managed=effect.managed,
         )
         ops: list[Op] = [Put(self.keys.generation, encode(record))]
@@ -230,14 +230,14 @@ class EtcdWriter:
             "generation.published" if done else "generation.lost_race",
             generation=record.number,
             world_size=record.world_size,
-            nodes=[p.node for p in record.places],
+            nodes=[p.node for p in record.nodes],
             why=record.why,
             at_step=record.at_step,
         )
         return done
 
-    def _changes(self, before: GenerationRecord | None, places: tuple[Place, ...]) -> Changes | None:
-        return changes(before.places, places) if before and len(places) > self.policy.crowd else None
+    def _changes(self, before: GenerationRecord | None, places: tuple[GenerationNode, ...]) -> Changes | None:
+        return changes(before.nodes, places) if before and len(places) > self.policy.crowd else None
 
     def _number(self, number: int) -> int:
         """Generation numbers continue from those in the job's checkpoints: newer state always has the larger number."""

@@ -211,7 +211,7 @@ class HangDetector:
 
     def _tell(self, agent: Agent, here: list[Standing], now_s: float) -> None:
         """Report to the other agents how far the local workers that show no progress have got."""
-        if agent.formed.generation is None or len(agent.formed.generation.places) < 2 or now_s - self._told_s < TELL_S:
+        if agent.formed.generation is None or len(agent.formed.generation.nodes) < 2 or now_s - self._told_s < TELL_S:
             return
         step_s = statistics.median(self._step_times) if self._step_times else 0.0
         number = agent.formed.generation.number
@@ -222,7 +222,7 @@ class HangDetector:
         silent_s = max(self.rules.floor_s, 0.0 if stopped else self.rules.factor * step_s) / 2
         still = tuple(s for s in here if s.silent_s >= silent_s and s.position[0] == number)
         at = agent.formed.generation.at(agent.policy.node)
-        crowd = len(agent.formed.generation.places) > agent.policy.crowd and (
+        crowd = len(agent.formed.generation.nodes) > agent.policy.crowd and (
             at is None or at >= agent.policy.leader_candidates
         )
         if (news := worth_telling(still, agent.local.standings, crowd=crowd)) is not None:

@@ -73,7 +73,7 @@ def next_record(
     host, port = stores.open(number, basis)
     return GenerationRecord(
         number=number,
-        places=change.places,
+        nodes=change.nodes,
         store_host=host,
         store_port=port,
         store_secret=store_secret.new(),

@@ -28,7 +28,7 @@ class PeerMonitor:
             or agent.peers.unreachable != before.peers.unreachable
         ):
             spread_s = (
-                0.0 if whole or agent.formed.generation is None else len(agent.formed.generation.places) / LINES_PER_S
+                0.0 if whole or agent.formed.generation is None else len(agent.formed.generation.nodes) / LINES_PER_S
             )
             self._due_s = min(self._due_s, now_s + random.uniform(0.0, spread_s))
         if now_s >= self._due_s:

@@ -93,7 +93,7 @@ class RankLedgers:
         fifth of that."""
         if agent.formed.generation is None or not agent.etcd.connected:
             return False
-        every = every_s(len(agent.formed.generation.places))
+        every = every_s(len(agent.formed.generation.nodes))
         if now_s < self._due_s - (NEWS * every if news else 0.0) and not last:
             return False
         self._due_s = now_s + every

@@ -84,7 +84,7 @@ def _cause(record: ProgressRecord, agent: Agent, known: Collection[Known]) -> St
         why = f" ({agent.formed.broken_record.detail})" if agent.formed.broken_record else ""
         waits = record.waiting_for or "the next one has not formed yet"
         return StandstillCause(f"generation {generation.number} is broken{why}: {waits}")
-    nodes = {rank: place.node for place in generation.places for rank in generation.ranks(place.node).values()}
+    nodes = {rank: place.node for place in generation.nodes for rank in generation.ranks(place.node).values()}
     return explain(known, nodes, generation.number)
 
 

@@ -73,7 +73,7 @@ class LoopRendezvous(RendezvousHandler):
         while not self.is_closed():
             self._loop.changed.clear()
             generation = self._loop.agent.formed.generation
-            if generation is not None and generation.place(policy.node, policy.incarnation) is not None:
+            if generation is not None and generation.node_of(policy.node, policy.incarnation) is not None:
                 return self._info(generation)
             if not self._loop.changed.wait(max(0.0, deadline_s - time.monotonic())):
                 raise RendezvousTimeoutError(f"no generation with node {policy.node} within {NEXT_S:g} s")
@@ -81,9 +81,9 @@ class LoopRendezvous(RendezvousHandler):
 
     def _info(self, generation: GenerationRecord) -> RendezvousInfo:
         node = self._loop.agent.policy.node
-        rank = next(i for i, place in enumerate(generation.places) if place.node == node)
+        rank = next(i for i, place in enumerate(generation.nodes) if place.node == node)
         where = RendezvousStoreInfo(generation.store_host, generation.store_port)
-        return RendezvousInfo(self._stores.client(generation), rank, len(generation.places), where)
+        return RendezvousInfo(self._stores.client(generation), rank, len(generation.nodes), where)
 
     def is_closed(self) -> bool:
         return self._loop.agent.etcd.view.state.phase.over
@@ -93,7 +93,7 @@ class LoopRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         agent = self._loop.agent
-        placed = {place.node for place in agent.formed.generation.places} if agent.formed.generation else set()
+        placed = {place.node for place in agent.formed.generation.nodes} if agent.formed.generation else set()
         return sum(1 for node, m in agent.etcd.view.members.items() if m.record.ready and node not in placed)
 
     def shutdown(self) -> bool:
@@ -129,7 +129,7 @@ class NodeAgent(SimpleElasticAgent):
     def _adopted(self, agent: Agent, generation: GenerationRecord) -> None:
         """Update torch's record of the workers and their ranks, which its events use."""
         group, ranks = self._worker_group, generation.ranks(agent.policy.node)
-        places = [place.node for place in generation.places]
+        places = [place.node for place in generation.nodes]
         group.group_rank = places.index(agent.policy.node) if ranks else None  # type: ignore[assignment]
         group.group_world_size = len(places)  # type: ignore[assignment]
         group.workers = [

@@ -164,7 +164,7 @@ def _ranks(config: AgentConfig, generation: GenerationRecord, slot: int) -> dict
         world_size=generation.world_size,
         local_world_size=len(ranks) or config.slots,
         group_rank=NO_RANK if at is None else at,
-        group_world_size=len(generation.places),
+        group_world_size=len(generation.nodes),
         store_host=generation.store_host,
         store_port=generation.store_port,
         generation=generation.number,

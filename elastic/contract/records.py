@@ -18,7 +18,7 @@ from .origin import Origin
 from .spec import JobSpec
 from .step_parts import SlowRank, StepParts
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of every record and message. A reader that finds another version takes no part, and reports that."""
 
 
@@ -125,7 +125,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class MemberRecord(Record, frozen=True, kw_only=True):
-    """An agent of the job, with a place in the generation or ready to take one. Leased: it expires with the agent."""
+    """An agent of the job, in the generation or ready to join. Leased: it expires with the agent."""
 
     node: str
     incarnation: str
@@ -147,7 +147,7 @@ class MemberRecord(Record, frozen=True, kw_only=True):
     """Whether this agent has learnt that the job's workers call `elastic.run`."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class GenerationNode(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One member node of a generation. `slots` in rank order: survivors before newcomers."""
 
     node: str
@@ -159,22 +159,22 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Splice(msgspec.Struct, frozen=True, array_like=True):
-    """Replaces the earlier places [start:stop] by `places`."""
+    """Replaces the earlier nodes [start:stop] by `nodes`."""
 
     start: int
     stop: int
-    places: tuple[Place, ...] = ()
+    nodes: tuple[GenerationNode, ...] = ()
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
-    """How a large generation's places differ from the previous ones: a reader that has those need not decode all."""
+    """How a large generation's nodes differ from the previous ones: a reader that has those need not decode all."""
 
-    since: str  # digest of the earlier places as encoded
+    since: str  # digest of the earlier nodes as encoded
     splices: tuple[Splice, ...]
 
 
 class GenerationHead(Record, frozen=True, kw_only=True):
-    """The record of a generation without its places."""
+    """The record of a generation without its nodes."""
 
     number: int
     store_host: str
@@ -201,19 +201,19 @@ _node, _slots = operator.attrgetter("node"), operator.attrgetter("slots")
 class GenerationRecord(GenerationHead, frozen=True, kw_only=True, dict=True):
     """One numbered membership of a job. Immutable; a re-formation creates the next number."""
 
-    places: tuple[Place, ...]
-    """Node rank = index here. Ranks count through `slots`, place by place."""
+    nodes: tuple[GenerationNode, ...]
+    """Node rank = index here. Ranks count through `slots`, node by node."""
 
-    # There may be thousands of places: results are cached, and `generation_delta` carries them over to the next record.
+    # There may be thousands of nodes: results are cached, and `generation_delta` carries them over to the next record.
 
     @cached_property
     def world_size(self) -> int:
-        return sum(map(len, map(_slots, self.places)))
+        return sum(map(len, map(_slots, self.nodes)))
 
     @cached_property
     def order(self) -> dict[str, int]:
         """node -> node rank."""
-        return {node: i for i, node in enumerate(map(_node, self.places))}
+        return {node: i for i, node in enumerate(map(_node, self.nodes))}
 
     @cached_property
     def asked(self) -> tuple[dict[str, int | None], dict[str, int]]:
@@ -226,13 +226,13 @@ class GenerationRecord(GenerationHead, frozen=True, kw_only=True, dict=True):
         if node not in known:
             if len(known) >= FEW or "order" in self.__dict__:
                 return self.order.get(node)
-            nodes = list(map(_node, self.places))
+            nodes = list(map(_node, self.nodes))
             known[node] = nodes.index(node) if node in nodes else None
         return known[node]
 
-    def place(self, node: str, incarnation: str) -> Place | None:
+    def node_of(self, node: str, incarnation: str) -> GenerationNode | None:
         at = self.at(node)
-        return self.places[at] if at is not None and self.places[at].incarnation == incarnation else None
+        return self.nodes[at] if at is not None and self.nodes[at].incarnation == incarnation else None
 
     def ranks(self, node: str) -> dict[int, int]:
         """slot -> rank on `node`; empty when the node is not a member."""
@@ -240,8 +240,8 @@ class GenerationRecord(GenerationHead, frozen=True, kw_only=True, dict=True):
         if at is None:
             return {}
         if node not in firsts:
-            firsts[node] = sum(map(len, map(_slots, self.places[:at])))
-        return {slot: firsts[node] + i for i, slot in enumerate(self.places[at].slots)}
+            firsts[node] = sum(map(len, map(_slots, self.nodes[:at])))
+        return {slot: firsts[node] + i for i, slot in enumerate(self.nodes[at].slots)}
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):

@@ -199,7 +199,7 @@ class Loader(DataLoader[Any]):
     """A DataLoader over the micro-batches of one epoch."""
 
     def set_epoch(self, epoch: int, skipped: int = 0) -> None:
-        """Whose micro-batches the next iterator yields, without those of the first `skipped` steps."""
+        """Set the plan of the next iterator, which leaves out the micro-batches of the first `skipped` steps."""
         if isinstance(self.batch_sampler, _Keys):
             self.batch_sampler.set_epoch(epoch, skipped)
 

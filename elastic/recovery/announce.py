@@ -165,7 +165,7 @@ def _carry_over(turn: Turn, held: GenerationRecord | None, seen: GenerationRecor
     if held is None or record is None or not planned or record.generation != held.number:
         return
     slots = tuple(sorted(record.lost(turn.policy.node)))
-    if slots and seen.place(turn.policy.node, turn.policy.incarnation) is not None:
+    if slots and seen.node_of(turn.policy.node, turn.policy.incarnation) is not None:
         report_failure(
             turn, record.kind, record.detail, slots, step=record.step, fingerprint=record.fingerprint,
             error=record.error, charged=record.charged,

@@ -107,7 +107,7 @@ def _report_fallen(turn: Turn, worker: Worker, event: WorkerExited) -> None:
     did not abort in time. It does not count against the restart budget: one failure per generation does."""
     incident = turn.agent.incidents.incident
     formed = next((w for w in incident.generations if w.number == worker.generation), None) if incident else None
-    if incident is None or formed is None or formed.place(turn.policy.node, turn.policy.incarnation) is None:
+    if incident is None or formed is None or formed.node_of(turn.policy.node, turn.policy.incarnation) is None:
         return
     if any(worker.slot in r.lost(turn.policy.node) for r in incident.reports if r.generation == formed.number):
         return
@@ -158,7 +158,7 @@ def _report_left_out(turn: Turn, worker: Worker, detail: str) -> None:
     last_committed, node = turn.agent.formed.last_committed, turn.policy.node
     if last_committed is None or last_committed.number != worker.generation or worker.stage not in IN_GROUP:
         return
-    if last_committed.place(node, turn.policy.incarnation) is None or worker.slot not in (
+    if last_committed.node_of(node, turn.policy.incarnation) is None or worker.slot not in (
         ranks := last_committed.ranks(node)
     ):
         return

@@ -1,7 +1,7 @@
-"""Decodes the places of a large generation only where they differ from the previous ones. Pure.
+"""Decodes the nodes of a large generation only where they differ from the previous ones. Pure.
 
-Decoding a thousand places takes 0.3 ms, and after a failure a thousand agents do it at the same moment. Almost nothing
-in them has changed, and the writer records what has (`Changes`), beside the places themselves, which are there for
+Decoding a thousand nodes takes 0.3 ms, and after a failure a thousand agents do it at the same moment. Almost nothing
+in them has changed, and the writer records what has (`Changes`), beside the nodes themselves, which are there for
 readers that do not have the previous ones.
 """
 
@@ -12,15 +12,15 @@ from collections.abc import Sequence
 import msgspec
 import xxhash
 
-from ..contract.records import PROTOCOL, Changes, GenerationHead, GenerationRecord, Place, Splice, decode
+from ..contract.records import PROTOCOL, Changes, GenerationHead, GenerationNode, GenerationRecord, Splice, decode
 
 
 class _Unread(GenerationHead, frozen=True, kw_only=True):
-    places: msgspec.Raw
+    nodes: msgspec.Raw
 
 
 _UNREAD = msgspec.json.Decoder(_Unread)
-_PLACES = msgspec.json.Decoder(tuple[Place, ...])
+_NODES = msgspec.json.Decoder(tuple[GenerationNode, ...])
 _HEAD = GenerationHead.__struct_fields__
 
 
@@ -42,16 +42,16 @@ class GenerationReader:
         known = self._record
         try:
             unread = _UNREAD.decode(raw)
-            text, changes = bytes(unread.places), unread.changes
+            text, changes = bytes(unread.nodes), unread.changes
             if known is not None and changes is not None and changes.since == digest(self._text):
-                places = spliced(known.places, changes.splices)
+                places = spliced(known.nodes, changes.splices)
             else:
-                known, places = None, _PLACES.decode(text)
+                known, places = None, _NODES.decode(text)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return b"", decode(GenerationRecord, raw)  # raises the right error
         if unread.protocol != PROTOCOL:
             return b"", decode(GenerationRecord, raw)
-        record = GenerationRecord(places=places, **{name: getattr(unread, name) for name in _HEAD})
+        record = GenerationRecord(nodes=places, **{name: getattr(unread, name) for name in _HEAD})
         if known is not None and changes is not None:
             _carry_over(known, record, changes.splices)
         return text, record
@@ -61,13 +61,13 @@ def digest(text: bytes) -> str:
     return xxhash.xxh3_64_hexdigest(text)
 
 
-def changes(before: tuple[Place, ...], after: tuple[Place, ...]) -> Changes | None:
+def changes(before: tuple[GenerationNode, ...], after: tuple[GenerationNode, ...]) -> Changes | None:
     """The changes from one to the other; None if there are so many that decoding all costs no more."""
     old = {place: i for i, place in enumerate(before)}
     splices: list[Splice] = []
-    new: list[Place] = []
+    new: list[GenerationNode] = []
     at = 0
-    """The earlier places up to here are handled."""
+    """The earlier nodes up to here are handled."""
     for place in after:
         found = old.get(place, -1)
         if found < at:
@@ -78,16 +78,16 @@ def changes(before: tuple[Place, ...], after: tuple[Place, ...]) -> Changes | No
         at, new = found + 1, []
     if at < len(before) or new:
         splices.append(Splice(at, len(before), tuple(new)))
-    if 2 * sum(1 + len(splice.places) for splice in splices) > len(after):
+    if 2 * sum(1 + len(splice.nodes) for splice in splices) > len(after):
         return None
     return Changes(since=digest(msgspec.json.encode(before)), splices=tuple(splices))
 
 
-def spliced(places: tuple[Place, ...], splices: Sequence[Splice]) -> tuple[Place, ...]:
-    found: tuple[Place, ...] = ()
+def spliced(places: tuple[GenerationNode, ...], splices: Sequence[Splice]) -> tuple[GenerationNode, ...]:
+    found: tuple[GenerationNode, ...] = ()
     at = 0
     for splice in splices:
-        found += places[at : splice.start] + splice.places
+        found += places[at : splice.start] + splice.nodes
         at = splice.stop
     return found + places[at:]
 
@@ -96,7 +96,7 @@ def _carry_over(known: GenerationRecord, record: GenerationRecord, splices: Sequ
     """Copy the cached lookups of `known` to `record`, with the ranks after each splice shifted."""
     moves = []
     for start, stop, new in (msgspec.structs.astuple(splice) for splice in splices):
-        moves.append((start, stop, len(new) - (stop - start), _workers(new) - _workers(known.places[start:stop])))
+        moves.append((start, stop, len(new) - (stop - start), _workers(new) - _workers(known.nodes[start:stop])))
     record.__dict__["world_size"] = known.world_size + sum(workers for *_, workers in moves)
     nodes, firsts = record.asked
     for node, at in known.asked[0].items():
@@ -108,5 +108,5 @@ def _carry_over(known: GenerationRecord, record: GenerationRecord, splices: Sequ
             firsts[node] = known.asked[1][node] + sum(workers for *_, workers in before)
 
 
-def _workers(places: Sequence[Place]) -> int:
+def _workers(places: Sequence[GenerationNode]) -> int:
     return sum(len(place.slots) for place in places)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from ..contract.origin import Origin
-from ..contract.records import BrokenRecord, Cause, GenerationRecord, IncidentRecord, Loss, Place
+from ..contract.records import BrokenRecord, Cause, GenerationNode, GenerationRecord, IncidentRecord, Loss
 from .evidence import kind_of, merged, weight
 
 KEPT_CAUSES = 400
@@ -273,17 +273,17 @@ def _certain(incident: Incident, generation: GenerationRecord) -> bool:
     """Whether the last step of every rank is known. It is not for a lost node whose agent has not reported it."""
     if incident.planned and not incident.reports and not incident.gone and not incident.inherited:
         return True
-    there = {(p.node, p.incarnation) for p in generation.places}
-    missing = [p for formed in incident.generations for p in formed.places if (p.node, p.incarnation) not in there]
+    there = {(p.node, p.incarnation) for p in generation.nodes}
+    missing = [p for formed in incident.generations for p in formed.nodes if (p.node, p.incarnation) not in there]
     return all(set(p.slots) <= _reported(incident, p) for p in missing)
 
 
-def _reported(incident: Incident, place: Place) -> set[int]:
+def _reported(incident: Incident, place: GenerationNode) -> set[int]:
     """Slots of `place` whose workers' exits, and with them their last steps, were reported."""
     found: set[int] = set()
     for report in incident.reports:
         formed = next((w for w in incident.generations if w.number == report.generation), None)
-        if formed is None or formed.place(place.node, place.incarnation) is None:
+        if formed is None or formed.node_of(place.node, place.incarnation) is None:
             continue
         ends: list[BrokenRecord | Loss] = [report, *report.also]
         found |= {s for end in ends if end.node == place.node and end.kind in ENDS for s in end.slots}

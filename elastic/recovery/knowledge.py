@@ -140,11 +140,11 @@ def _revive(turn: Turn) -> None:
     me, publisher = (turn.policy.node, turn.policy.incarnation), agent.etcd.view.members.get(formed.leader)
     if (
         publisher is None
-        or formed.place(*publisher.id) is None
+        or formed.node_of(*publisher.id) is None
         or all_workers_lost(held, turn.policy.node, agent.formed.broken_record)
     ):
         return
-    if held.place(*me) is not None and formed.place(*me) is None:
+    if held.node_of(*me) is not None and formed.node_of(*me) is None:
         peer = {publisher.id}
         turn.change(
             dead=agent.peers.dead - peer,
@@ -223,7 +223,7 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
     turn.change(view=view, connected=connected)
     learn(turn)
     if before.peers.dead:  # forget those that no member key and no place names any more
-        places = {p for held in (before.formed.generation, view.generation) if held is not None for p in held.places}
+        places = {p for held in (before.formed.generation, view.generation) if held is not None for p in held.nodes}
         known = {m.id for m in view.members.values()} | {(p.node, p.incarnation) for p in places}
         dead = frozenset(d for d in before.peers.dead if d in known)
         turn.change(dead=dead, dead_since_s={d: at for d, at in before.peers.dead_since_s.items() if d in dead})

@@ -169,7 +169,7 @@ def _absence_ignored_until_s(turn: Turn) -> float:
     members = agent.etcd.view.members
     current = agent.formed.generation
     places = (
-        [p for p in current.places if not all_workers_lost(current, p.node, agent.etcd.view.broken)] if current else []
+        [p for p in current.nodes if not all_workers_lost(current, p.node, agent.etcd.view.broken)] if current else []
     )
     if not places or any(p.node in members or (p.node, p.incarnation) in agent.peers.dead for p in places):
         turn.change(orphaned_s=None)
@@ -185,7 +185,7 @@ def _all_done(turn: Turn) -> bool:
     if generation is None or turn.is_broken():
         return False
     # A rank is done only when all ranks have reached the end, so members that have left need not report it.
-    there = [m for p in generation.places if (m := members.get(p.node)) and m.record.incarnation == p.incarnation]
+    there = [m for p in generation.nodes if (m := members.get(p.node)) and m.record.incarnation == p.incarnation]
     return bool(there) and all(m.record.done == generation.number for m in there)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ..contract.decoding import Member
-from ..contract.records import BrokenRecord, GenerationRecord, Place
+from ..contract.records import BrokenRecord, GenerationNode, GenerationRecord
 from . import reachability
 from .view import JobView
 
@@ -31,7 +31,7 @@ def cut_off(view: JobView, dead: Dead, current: GenerationRecord | None) -> froz
         return frozenset()
     alive = living(view, dead)
     there = frozenset((a, b) for a, b in view.disputes if a in alive and b in alive)
-    seats = {(p.node, p.incarnation) for p in current.places} if current else set()
+    seats = {(p.node, p.incarnation) for p in current.nodes} if current else set()
     nodes = {node for pair in there for node in pair}
     seated = frozenset(node for node in nodes if alive[node].id in seats)
 
@@ -70,8 +70,8 @@ def watch_list(
     wanted: Collection[str] = members
     if me != chief and len(members) > reachability.MESH:
         at = current.at(me) if current else None
-        near = reachability.neighbours(at, len(current.places)) if current and at is not None else ()
-        ring = {current.places[i].node for i in near} if current else set()
+        near = reachability.neighbours(at, len(current.nodes)) if current and at is not None else ()
+        ring = {current.nodes[i].node for i in near} if current else set()
         wanted = ring | ({chief} if chief else set()) | set(complaints)
     found = [members[node] for node in wanted if node != me and node in members]
     return [m for m in found if m.id not in dead]
@@ -93,7 +93,7 @@ def leader(
     """
     cut = cut_off(view, dead, current)
     leaves, seen = None, 0
-    for place in current.places if current else ():
+    for place in current.nodes if current else ():
         member = view.members.get(place.node)
         if member and member.id not in dead and member.record.incarnation == place.incarnation:
             if place.node in cut:
@@ -133,9 +133,9 @@ AS_IT_SHOULD_BE = Wait("as it should be", fine=True)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Publish a generation with these places."""
+    """Publish a generation with these nodes."""
 
-    places: tuple[Place, ...]
+    nodes: tuple[GenerationNode, ...]
     why: str
     planned: bool
     """True: the current generation runs on to a step boundary. False: it is broken or gone; its group is aborted."""
@@ -174,14 +174,14 @@ def next_generation(
     if current is None:
         return _first(inside, limits, min_reached_for_s, _cut_reason(view, cut))
     missing = _missing(current, alive, dead, steps_advance or blind)
-    seated = [p.node for p in current.places]
+    seated = [p.node for p in current.nodes]
     if not steps_advance:
         missing += [node for node in seated if node in cut and node not in missing]
     # Until `current` has stepped, its ranks may still need the store in order to form.
     if not (settled or blind) and _store_lost(view, current, alive, cut):
         missing.append(current.leader)
     broken = view.broken if view.broken and view.broken.generation == current.number else None
-    absent = [p.node for p in current.places if p.node not in alive and p.node not in missing]
+    absent = [p.node for p in current.nodes if p.node not in alive and p.node not in missing]
     # An absent node whose workers are all lost cannot be the one that keeps stepping.
     missing += [node for node in absent if not blind and all_workers_lost(current, node, broken)]
     absent = [node for node in absent if node not in missing]
@@ -216,7 +216,7 @@ def _planned(
     """A change of membership that no failure asks for. `reason`: why nodes are left out, if any; `boundary`: the
     workers will reach a step at which they can stop, or need none."""
     places = arrange(current, chosen, set())
-    if places == current.places:
+    if places == current.nodes:
         return Wait(reason) if reason else AS_IT_SHOULD_BE
     if not settled:
         return Wait("a planned change waits until this generation has stepped")
@@ -257,7 +257,7 @@ def _first(fit: list[Member], limits: Limits, min_reached_for_s: float, cut: str
 def _missing(current: GenerationRecord, alive: Mapping[str, Member], dead: Dead, steps_advance: bool) -> list[str]:
     """Nodes of `current` that are gone. An expired lease alone proves nothing while steps advance (G4)."""
     gone = []
-    for place in current.places:
+    for place in current.nodes:
         member = alive.get(place.node)
         # A restarted or proven dead agent has lost its workers, even if their last steps are still being reported.
         proven = (place.node, place.incarnation) in dead
@@ -270,7 +270,7 @@ def _missing(current: GenerationRecord, alive: Mapping[str, Member], dead: Dead,
 def _store_lost(view: JobView, current: GenerationRecord, alive: Mapping[str, Member], cut: Collection[str]) -> bool:
     """Whether the host of `current`'s store has no place in it, and is gone, unreachable or registered anew since: then
     no rank can form `current` any more. (A host with a place in it counts as a missing node when it is lost.)"""
-    if any(place.node == current.leader for place in current.places):
+    if any(place.node == current.leader for place in current.nodes):
         return False
     host = alive.get(current.leader)
     return host is None or current.leader in cut or host.create_revision > view.generation_revision
@@ -278,7 +278,7 @@ def _store_lost(view: JobView, current: GenerationRecord, alive: Mapping[str, Me
 
 def _choose(current: GenerationRecord | None, fit: list[Member], max_nodes: int) -> list[Member]:
     """At most `max_nodes` members: those of the current generation in rank order, then the others, oldest first."""
-    rank = {(p.node, p.incarnation): i for i, p in enumerate(current.places)} if current else {}
+    rank = {(p.node, p.incarnation): i for i, p in enumerate(current.nodes)} if current else {}
     return sorted(fit, key=lambda m: (m.id not in rank, rank.get(m.id, 0), m.create_revision))[:max_nodes]
 
 
@@ -286,7 +286,7 @@ def all_workers_lost(current: GenerationRecord, node: str, broken: BrokenRecord 
     """Whether all workers of `node` were lost, so that it holds no live state of the job."""
     if broken is None or broken.generation != current.number or not (lost := broken.lost(node)):
         return False
-    return all(set(p.slots) <= lost for p in current.places if p.node == node)
+    return all(set(p.slots) <= lost for p in current.nodes if p.node == node)
 
 
 def _with_witness(
@@ -302,8 +302,8 @@ def _with_witness(
     added node is one of `current` that was in `last_committed`, too, or else one that was only in `last_committed`."""
     holders = _holders(current, alive, broken)
     if last_committed is not None:
-        seats = {(p.node, p.incarnation) for p in last_committed.places}
-        now = {p.node: p.incarnation for p in current.places}
+        seats = {(p.node, p.incarnation) for p in last_committed.nodes}
+        now = {p.node: p.incarnation for p in current.nodes}
         kept = [node for node in holders if (node, now[node]) in seats]
         holders = kept or [node for node in _holders(last_committed, alive, None) if node not in now] or holders
     if not holders or not chosen or any(m.record.node in holders for m in chosen):
@@ -333,7 +333,7 @@ def _with_leavers(
 def _holders(formed: GenerationRecord, alive: Mapping[str, Member], broken: BrokenRecord | None) -> list[str]:
     """Nodes of `formed` on which at least one of its workers is alive, as far as is known."""
 
-    def holds(place: Place) -> bool:
+    def holds(place: GenerationNode) -> bool:
         member = alive.get(place.node)
         lost = broken.lost(place.node) if broken else ()
         return (
@@ -342,24 +342,26 @@ def _holders(formed: GenerationRecord, alive: Mapping[str, Member], broken: Brok
             and any(s in member.record.ready and s not in lost for s in place.slots)
         )
 
-    return [p.node for p in formed.places if holds(p)]
+    return [p.node for p in formed.nodes if holds(p)]
 
 
-def arrange(current: GenerationRecord | None, chosen: list[Member], lost: set[tuple[str, int]]) -> tuple[Place, ...]:
-    """Places in rank order: nodes with survivors first, so that rank 0 holds live state whenever any rank does.
+def arrange(
+    current: GenerationRecord | None, chosen: list[Member], lost: set[tuple[str, int]]
+) -> tuple[GenerationNode, ...]:
+    """In rank order: nodes with survivors first, so that rank 0 holds live state whenever any rank does.
 
     Among nodes with survivors, and among the others, the order of `chosen` is kept.
     """
-    before = {(p.node, p.incarnation): p for p in current.places} if current else {}
+    before = {(p.node, p.incarnation): p for p in current.nodes} if current else {}
 
-    def place(member: Member) -> tuple[bool, Place]:
+    def place(member: Member) -> tuple[bool, GenerationNode]:
         record = member.record
         old = before.get(member.id)
         known = [s for s in old.slots if s in record.ready] if old else []
         survivors = [s for s in known if (record.node, s) not in lost]
         newcomers = [s for s in known if s not in survivors] + sorted(set(record.ready) - set(known))
         slots = tuple(survivors + newcomers)
-        return not survivors, Place(
+        return not survivors, GenerationNode(
             node=record.node, incarnation=record.incarnation, host=record.host, slots=slots, port=record.port
         )
 
@@ -376,8 +378,8 @@ def _cut_reason(view: JobView, cut: Collection[str]) -> str:
     return "; ".join(unreached(view, node) for node in sorted(cut))
 
 
-def _difference(current: GenerationRecord, places: tuple[Place, ...], alive: Mapping[str, Member]) -> str:
-    before, after = {p.node: p for p in current.places}, {p.node: p for p in places}
+def _difference(current: GenerationRecord, places: tuple[GenerationNode, ...], alive: Mapping[str, Member]) -> str:
+    before, after = {p.node: p for p in current.nodes}, {p.node: p for p in places}
     said = []
     for node in sorted(before.keys() - after.keys()):
         reason = alive[node].record.draining if node in alive else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..contract.records import Cause, GenerationRecord, IncidentRecord, Phase, Place
+from ..contract.records import Cause, GenerationNode, GenerationRecord, IncidentRecord, Phase
 from .effects import AddCauses, PutIncident
 from .events import Event, WorkerSynced
 from .incident import Closed, Incident, Sync, causes, dated, drawn
@@ -210,7 +210,7 @@ def _continued(turn: Turn, incident: Incident) -> Incident:
             inherited=record.causes,
             reached=max(incident.reached, record.step or 0),
         )
-    here = incident.generations[0].place(turn.policy.node, turn.policy.incarnation)
+    here = incident.generations[0].node_of(turn.policy.node, turn.policy.incarnation)
     if here is not None or agent.progress.settled:
         return incident
     # This agent started after the outage had begun, or joins in this change.
@@ -255,15 +255,17 @@ def _with_generation(turn: Turn, before: Agent, incident: Incident) -> Incident:
         return incident.with_mark("published", turn.now_s)
     news = agent.peers.dead is not before.peers.dead or agent.lead.halted or agent.incidents.incident is None
     if news and (agent.lead.halted or turn.is_broken()):
-        incident = _with_gone(turn, incident, generation, generation.places)
+        incident = _with_gone(turn, incident, generation, generation.nodes)
     return incident
 
 
-def _left_out(before: GenerationRecord, after: GenerationRecord) -> tuple[Place, ...]:
-    return tuple(p for p in before.places if after.place(p.node, p.incarnation) is None)
+def _left_out(before: GenerationRecord, after: GenerationRecord) -> tuple[GenerationNode, ...]:
+    return tuple(p for p in before.nodes if after.node_of(p.node, p.incarnation) is None)
 
 
-def _with_gone(turn: Turn, incident: Incident, formed: GenerationRecord, places: tuple[Place, ...]) -> Incident:
+def _with_gone(
+    turn: Turn, incident: Incident, formed: GenerationRecord, places: tuple[GenerationNode, ...]
+) -> Incident:
     known = {(c.generation, c.node) for c in incident.gone}
     known |= {(r.generation, r.node) for r in incident.reports if r.kind == "drain"}  # it left as ordered
     cut = cut_off(turn.agent.etcd.view, turn.agent.peers.dead, formed)
@@ -279,7 +281,7 @@ def _with_gone(turn: Turn, incident: Incident, formed: GenerationRecord, places:
     return replace(incident, gone=(*incident.gone, *found)) if found else incident
 
 
-def _why_gone(turn: Turn, place: Place, cut: frozenset[str], decided: bool) -> tuple[str, str] | None:
+def _why_gone(turn: Turn, place: GenerationNode, cut: frozenset[str], decided: bool) -> tuple[str, str] | None:
     """(kind, evidence) of a lost or unreachable node; None: it is there as far as is known, or leaves as ordered.
     `decided`: the job goes on without it."""
     agent, member = turn.agent, turn.agent.etcd.view.members.get(place.node)

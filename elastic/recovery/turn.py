@@ -94,7 +94,7 @@ class Turn:
         if (
             self.agent.formed.ranks[0] is not generation
         ):  # asked in every turn, and a generation may have thousands of places
-            mine = generation.place(self.policy.node, self.policy.incarnation) is not None
+            mine = generation.node_of(self.policy.node, self.policy.incarnation) is not None
             self.change(ranks=(generation, generation.ranks(self.policy.node) if mine else {}))
         return self.agent.formed.ranks[1]
 

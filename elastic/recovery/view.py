@@ -44,7 +44,7 @@ class Seats(Mapping[str, Member]):
         at = self._formed.at(node) if self._formed else None
         if self._formed is None or at is None:
             raise KeyError(node)
-        place = self._formed.places[at]
+        place = self._formed.nodes[at]
         record = MemberRecord(
             node=place.node,
             incarnation=place.incarnation,
@@ -59,7 +59,7 @@ class Seats(Mapping[str, Member]):
         return iter(self._formed.order if self._formed else ())
 
     def __len__(self) -> int:
-        return len(self._formed.places) if self._formed else 0
+        return len(self._formed.nodes) if self._formed else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ def watches_members(agent: Agent, now_s: float, narrow_for_s: float | None) -> b
         return True  # when it may leave depends on how many others stay
     if formed is None:
         return _first(agent, narrow_for_s)
-    if len(formed.places) <= policy.crowd or not policy.managed:
+    if len(formed.nodes) <= policy.crowd or not policy.managed:
         return True
     if agent.formed.ranks[0] is not formed or not agent.formed.ranks[1] or _deputy(agent):
         return True
@@ -60,7 +60,7 @@ def _first(agent: Agent, narrow_for_s: float | None) -> bool:
 def _deputy(agent: Agent) -> bool:
     ahead = 0
     assert agent.formed.generation is not None
-    for place in agent.formed.generation.places:
+    for place in agent.formed.generation.nodes:
         if place.node == agent.policy.node or ahead >= agent.policy.leader_candidates:
             break
         ahead += (place.node, place.incarnation) not in agent.peers.dead

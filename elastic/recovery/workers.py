@@ -93,7 +93,7 @@ def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: Mappi
         rank=ranks[worker.slot],
         world_size=generation.world_size,
         group_rank=at,
-        group_world_size=len(generation.places),
+        group_world_size=len(generation.nodes),
         local_rank=sorted(ranks.values()).index(ranks[worker.slot]),
         local_world_size=len(ranks),
         store_host=generation.store_host,

@@ -226,7 +226,7 @@ class RendezvousParticipant:
         """The generation that the next one follows; None if its nodes are all gone (an earlier run of the same id)."""
         current = view.generation or self.active
         alive = {m.id for m in view.members.values()}
-        if current and not any((p.node, p.incarnation) in alive for p in current.places):
+        if current and not any((p.node, p.incarnation) in alive for p in current.nodes):
             return self.active if self._blind() else None
         return current
 
@@ -237,7 +237,7 @@ class RendezvousParticipant:
         if self._blind():
             return []
         alive = {m.id for m in self.view.members.values()}
-        return [p.node for p in generation.places if (p.node, p.incarnation) not in alive]
+        return [p.node for p in generation.nodes if (p.node, p.incarnation) not in alive]
 
     def _lead(self, view: JobView, current: GenerationRecord | None) -> None:
         if view.generation is None and current is not None:
@@ -245,7 +245,7 @@ class RendezvousParticipant:
             return
         now_s, last_call_s = time.monotonic(), self._limits.join_wait_s
         whole = current is not None and not self._gone(current)
-        seated = {(p.node, p.incarnation) for p in current.places} if current else set()
+        seated = {(p.node, p.incarnation) for p in current.nodes} if current else set()
         newcomers = [m for m in view.members.values() if m.id not in seated]
         enough = len(view.members) >= self._limits.min_nodes
         self._enough_since_s = (self._enough_since_s or now_s) if enough else None
@@ -299,7 +299,7 @@ class RendezvousParticipant:
         if result.ok:
             self._written_revision = result.revision
             self._enough_since_s = self._newcomers_since_s = None
-            log.info("rendezvous.published generation=%d nodes=%d why=%s", number, len(change.places), change.why)
+            log.info("rendezvous.published generation=%d nodes=%d why=%s", number, len(change.nodes), change.why)
 
     def _clean_up(self) -> None:
         """The last agent to leave deletes the run's records, except that a closed run stays closed for a while."""

@@ -89,12 +89,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 self._party.give_up(generation, f"{self._party.node} cannot use its store")
             done = generation
         self._party.active = generation
-        place = generation.place(self._party.node, self._party.incarnation)
+        place = generation.node_of(self._party.node, self._party.incarnation)
         assert place is not None
         return RendezvousInfo(
             store,
-            generation.places.index(place),
-            len(generation.places),
+            generation.nodes.index(place),
+            len(generation.nodes),
             RendezvousStoreInfo(generation.store_host, generation.store_port),
         )
 
@@ -144,7 +144,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             generation = party.view.generation
             if generation is None or generation == done or party.trouble(generation):
                 return None
-            return generation if generation.place(party.node, party.incarnation) else None
+            return generation if generation.node_of(party.node, party.incarnation) else None
 
         with party.changed:
             while (generation := found()) is None:
@@ -173,7 +173,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def _spare(self) -> bool:
         running = self._party.view.generation
-        full = running is not None and len(running.places) >= self._settings.max_nodes
+        full = running is not None and len(running.nodes) >= self._settings.max_nodes
         return running is not None and full and not self._party.trouble(running)
 
     def _meet(self, generation: GenerationRecord) -> SealedStore | None:
@@ -185,7 +185,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 self._refuse()
                 going = not party.trouble(generation)
             if going and time.monotonic() >= self._deadline_s:
-                raise self._too_late(f"not all {len(generation.places)} nodes came to generation {generation.number}")
+                raise self._too_late(f"not all {len(generation.nodes)} nodes came to generation {generation.number}")
             return going
 
         store: SealedStore | None = None
@@ -196,7 +196,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         here = _attempt(lambda: store.add("elastic/here", 1))
         if here is None:
             return None
-        if here == len(generation.places):
+        if here == len(generation.nodes):
             _attempt(lambda: store.set("elastic/all_here", "1"))
         pause_s, failed = 0.002, 0
         # Not its wait(), which logs a line for every time-out.

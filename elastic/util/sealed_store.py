@@ -1,8 +1,8 @@
 """A store whose values carry a seal: only a holder of the generation's secret can write one that is accepted.
 
-torch's TCPStore takes every client's word. A rank's address in it decides with whom its peers exchange the model's
-state, so a value is refused unless it was sealed under its key with the secret of its generation. The secret is new in
-each generation, so a value of an earlier one is refused too.
+torch's TCPStore accepts values from any client that reaches its port. A rank's address in it decides which process its
+peers exchange the model's state with, so a value is refused unless it was sealed under its key with the secret of its
+generation. The secret is new in each generation, so a value of an earlier one is refused too.
 
 Not sealed: counters (`add`), and whether a key exists (`check`, `wait`, `delete_key`, `num_keys`). The server itself
 adds, and answers. A false answer makes ranks start too early or wait too long, which fails and is repaired; it changes

@@ -57,6 +57,6 @@ def test_training_goes_on_and_the_last_snapshot_outlives_every_worker(tmp_path: 
             assert max(saved(tmp_path, 1)) == before
         eventually(lambda: job.incidents(), 30.0, "a resume")
         written = max(saved(tmp_path, 1))
-        assert written > before, "the newest snapshot was written though nobody who took it lives"
+        assert written > before, "the newest snapshot was written though no worker that took it is alive"
         assert f"step {written}" in job.incidents()[0].restored_from
         job.wait_phase(Phase.SUCCEEDED)

@@ -48,8 +48,8 @@ def test_large_job_survives_the_loss_of_all_leader_candidates(tmp_path: Path, mo
 
 
 def leading(etcd: Etcd, key: str) -> set[int]:
-    """Those who lead, or would next."""
+    """The leader, and the agents that would follow it."""
     kv = etcd.get(key)
     assert kv is not None
-    places = decode(GenerationRecord, kv.value).places[:LEADER_CANDIDATES]
+    places = decode(GenerationRecord, kv.value).nodes[:LEADER_CANDIDATES]
     return {int(place.node.removeprefix("n")) for place in places}

@@ -248,12 +248,12 @@ def test_generation_number_reused_after_etcd_wipe_gets_a_fresh_store() -> None:
 
 @pytest.mark.parametrize(("nodes", "large"), [(CROWD, False), (CROWD + 2, True)])
 def test_large_generation_record_contains_its_changes(nodes: int, large: bool) -> None:
-    """So that who has read the one before reads next to nothing."""
+    """So that a reader of the one before decodes next to nothing."""
     office = Office()
     office.client.put(KEYS.member("n"), b"ours")
     before = generation(1, [place(f"n{i}") for i in range(nodes)])
     revision = office.client.put(KEYS.generation, encode(before))
-    after = before.places[1:]
+    after = before.nodes[1:]
     effect = Publish(2, Change(after, "n0 is gone", planned=False), revision, None, None)
     office.registry.publish(effect, JobView(generation=before, generation_revision=revision))
     office.queues["urgent"].orders[-1]()
@@ -261,8 +261,8 @@ def test_large_generation_record_contains_its_changes(nodes: int, large: bool) -
     written = office.client.server.kvs[KEYS.generation].value
     assert (decode(GenerationRecord, written).changes is not None) is large
     reader = GenerationReader()
-    known = reader.read(encode(before)).places[1:]
-    read = reader.read(written).places
+    known = reader.read(encode(before)).nodes[1:]
+    read = reader.read(written).nodes
     assert read == after
     assert all(a is b for a, b in zip(read, known, strict=True)) is large
 

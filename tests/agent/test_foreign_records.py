@@ -17,7 +17,7 @@ from elastic.agent.pool import Pool
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.messages import Preload
-from elastic.contract.records import GenerationRecord, JobState, MemberRecord, Phase, Place, SpecRecord, encode
+from elastic.contract.records import GenerationNode, GenerationRecord, JobState, MemberRecord, Phase, SpecRecord, encode
 from elastic.contract.spec import JobSpec
 from elastic.etcd.client import KV, View
 from elastic.recovery.model import Agent
@@ -26,9 +26,9 @@ KEYS = ClusterKeys("c").job("job")
 SPEC = SpecRecord(spec=JobSpec(name="job", script="x.py"), submitted_wall_s=0.0, submitted_by="me")
 GENERATION = GenerationRecord(
     number=3,
-    places=(
-        Place(node="n", incarnation="i", host="h", slots=(0,)),
-        Place(node="b", incarnation="j", host="h", slots=(0,)),
+    nodes=(
+        GenerationNode(node="n", incarnation="i", host="h", slots=(0,)),
+        GenerationNode(node="b", incarnation="j", host="h", slots=(0,)),
     ),
     store_host="h",
     store_port=1,
@@ -42,10 +42,10 @@ GOOD = {
     KEYS.member("b"): encode(MemberRecord(node="b", incarnation="j", host="h", port=1, slots=1, ready=(0,))),
 }
 FOREIGN = {
-    "another protocol": {KEYS.state: b'{"protocol": 4}'},
-    "no such record": {KEYS.member("c"): b'{"protocol": 3, "node": 7}'},
+    "another protocol": {KEYS.state: b'{"protocol": 5}'},
+    "no such record": {KEYS.member("c"): b'{"protocol": 4, "node": 7}'},
     "no JSON": {KEYS.generation: b"\xff{"},
-    "no UTF-8": {KEYS.member("c"): b'{"protocol": 3, "node": "\xff"}'},
+    "no UTF-8": {KEYS.member("c"): b'{"protocol": 4, "node": "\xff"}'},
     "too deep": {KEYS.member("c"): b'{"deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"},
 }
 
@@ -107,7 +107,7 @@ def test_before_the_first_generation_another_protocol_is_the_end(loop: Loop) -> 
     assert loop._ended is None
     loop._viewed(view({**GOOD, **FOREIGN["another protocol"]}, 11))
     assert loop._ended is not None
-    assert "protocol 4" in loop._ended.reason
+    assert "protocol 5" in loop._ended.reason
 
 
 def test_orders_with_a_damaged_byte_are_as_if_not_given(loop: Loop) -> None:

@@ -137,7 +137,7 @@ def test_a_number_that_the_kernel_gives_anew_is_no_zombie(nvml: FakeNvml) -> Non
     gate = gpu_gate.gate((0,), 10.0)
     gate.died(700, now_s=100.0)
     assert not gate.closed(0, 110.0)
-    nvml.processes = {0: {700: 5 << 30}}  # somebody else's by now
+    nvml.processes = {0: {700: 5 << 30}}  # by now of another job
     with capture_logs() as logs:
         assert not gate.closed(0, 111.0)
     assert logs == []

@@ -1,4 +1,4 @@
-"""Whom the watchman accuses, and when he looks again."""
+"""Which ranks the hang detector reports, and when it checks again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from elastic.agent.hang_detector import HangDetector
 from elastic.agent.pool import Process
 from elastic.contract.beat import PAGE_BYTES, BeatPage, Doing
 from elastic.contract.decoding import Member
-from elastic.contract.records import GenerationRecord, MemberRecord, Place, Standing
+from elastic.contract.records import GenerationNode, GenerationRecord, MemberRecord, Standing
 from elastic.contract.spec import Hang
 from elastic.recovery.events import Event, GroupStuck, RanksStill, WorkerUnhealthy
 from elastic.recovery.model import Worker
@@ -71,9 +71,9 @@ class Scene:
 
     def _look(self, now_s: float) -> None:
         worker = Worker(slot=0, worker_id=1, stage=Stage.RUNNING, since_s=0.0, deadline_s=0.0)
-        place = [Place(node=node, incarnation="i", host="h", slots=(0,)) for node in ("here", "there")]
+        place = [GenerationNode(node=node, incarnation="i", host="h", slots=(0,)) for node in ("here", "there")]
         generation = GenerationRecord(
-            number=1, store_host="h", store_port=1, leader="here", why="", places=tuple(place)
+            number=1, store_host="h", store_port=1, leader="here", why="", nodes=tuple(place)
         )  # fmt: skip
         record = MemberRecord(node="there", incarnation="i", host="h", port=1, slots=1, standings=self.others)
         agent: Any = types.SimpleNamespace(

@@ -31,7 +31,7 @@ def stop(job: Job) -> None:
 def test_workers_a_node_and_a_stop() -> None:
     with Job(nodes="2:2", args={"steps": 100_000, "step-ms": 5}) as job:
         job.wait_step(30)
-        eventually(lambda: len(job.statuses()) == 2, 10.0, "both agents say who runs there")
+        eventually(lambda: len(job.statuses()) == 2, 10.0, "both agents report their workers")
         struck_s = time.time()
         job.kill_rank(1)
         job.kill_rank(2)

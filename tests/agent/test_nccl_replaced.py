@@ -45,7 +45,7 @@ def test_an_abort_that_does_not_return_costs_its_process_and_no_step() -> None:
         assert not alive(before[1])
         job.wait_step(job.steps() + 10)
         again = {line["pid"] for line in job.commits() if line["generation"] == 2}
-        assert before[0] in again, "who did let go was replaced as well"
+        assert before[0] in again, "a rank whose abort had succeeded was replaced as well"
         assert len(again) == 3
         assert not {before[1], before[2]} & again
 
@@ -82,7 +82,7 @@ def test_stopped_rank_with_nccl_stand_ins_is_detected_and_only_it_is_replaced() 
 
 
 def test_replacement_worker_starts_cuda_while_survivors_abort_the_group() -> None:
-    """Its context takes the longest of all; who waits for the aborts first has both one after the other."""
+    """A context takes longest to make: made only after the aborts, it adds its time to theirs."""
     with make() as job:
         job.wait_step(20)
         before = eventually(lambda: len(found := processes(job)) == 3 and found, 10.0, "three ranks")

@@ -8,7 +8,7 @@ import pytest
 from support.fake_etcd import FakeClient, FakeServer
 
 from elastic.contract.agent_files import EtcdAccess
-from elastic.contract.records import GenerationRecord, Place, decode, encode
+from elastic.contract.records import GenerationNode, GenerationRecord, decode, encode
 from elastic.etcd.client import EtcdUnavailable
 from elastic.torchrun.participant import RendezvousParticipant
 from elastic.torchrun.settings import Conf, TorchrunSettings
@@ -53,8 +53,8 @@ def node() -> Iterator[Node]:
 
 
 def of_another() -> GenerationRecord:
-    place = Place(node="other", incarnation="o", host="127.0.0.1", slots=(0,))
-    return GenerationRecord(number=5, places=(place,), store_host="h", store_port=1, leader="other", why="theirs")
+    place = GenerationNode(node="other", incarnation="o", host="127.0.0.1", slots=(0,))
+    return GenerationRecord(number=5, nodes=(place,), store_host="h", store_port=1, leader="other", why="theirs")
 
 
 @pytest.mark.parametrize("registered_again", [False, True])

@@ -141,7 +141,7 @@ def test_no_descriptors_left_is_waited_out() -> None:
         peers.close()
 
 
-# ── who cannot be reached ───────────────────────────────────────────────────────────────────────────────────
+# ── unreachable peers ─────────────────────────────────────────────────────────────────────────────────────────
 
 Heard = queue.SimpleQueue[tuple[str, str, str]]
 
@@ -332,7 +332,7 @@ def test_unreachable_peer_is_reported_dead_when_it_refuses(looker: Peers, heard:
 
 @pytest.mark.parametrize("left", [False, True], ids=["watched", "left and taken up again"])
 def test_peer_reported_dead_is_connected_to_again_while_watched(looker: Peers, heard: Heard, left: bool) -> None:
-    """A fire wall refuses too. When it does no more, whoever knew better hears of it."""
+    """A fire wall refuses too. When it no longer does, the peer is reported reachable."""
     with socket.socket() as peer:
         peer.bind(("127.0.0.1", 0))
         looker.watch({("n1", "one"): peer.getsockname()})

@@ -148,7 +148,7 @@ def test_an_exit_of_any_kind_costs_no_step(kind: str) -> None:
 
 
 def test_stopped_worker_is_detected_and_only_it_is_replaced() -> None:
-    """G3: SIGSTOP; its stack and that of one who waits for it are kept."""
+    """G3: SIGSTOP; its stack and that of a rank that waits for it are kept."""
     import signal
 
     spec = {"hang": {"floor_s": 1.0}}

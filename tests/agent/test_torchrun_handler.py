@@ -126,7 +126,7 @@ def test_rendezvous_below_min_nodes_times_out_and_names_what_is_missing(run: Run
     with pytest.raises(RendezvousTimeoutError, match="1 of at least 2 nodes"):
         node.next_rendezvous()
     assert 0.9 < time.monotonic() - began_s < 3
-    assert not run.etcd.get_prefix(run.keys.members).kvs, "who gave up is not counted"
+    assert not run.etcd.get_prefix(run.keys.members).kvs, "an agent that gave up is not counted"
 
 
 @pytest.mark.slow

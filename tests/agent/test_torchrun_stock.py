@@ -129,7 +129,7 @@ def test_a_late_joiner_and_then_the_loss_of_the_first_node_with_its_store(lab: L
     both = lab.stepped(2, 2)
     [leads] = [said for said in both if said["rank"] == 0]
     assert alone[0]["pid"] not in {said["pid"] for said in both}
-    assert _parent(leads["pid"]) == first.pid, "who was there first keeps rank 0"
+    assert _parent(leads["pid"]) == first.pid, "the first agent keeps rank 0"
     first.send_signal(signal.SIGKILL)
     procs.kill(leads["pid"])  # stock torchrun leaves its workers behind
     assert first.wait(5) == -signal.SIGKILL

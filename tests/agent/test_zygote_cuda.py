@@ -55,7 +55,7 @@ if log := os.environ.get("CUDA_LOG"):
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
 """
-"""As sitecustomize it runs before the zygote's first import. torch.cuda says that there is a GPU: whoever would use one
+"""As sitecustomize it runs before the zygote's first import. torch.cuda says that there is a GPU: code that uses one
 if there were one uses it here."""
 
 

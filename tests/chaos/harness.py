@@ -44,7 +44,7 @@ WARM_DAEMON = SCRIPT.with_name("warm_daemon.py")
 BIN = pathlib.Path(sys.executable).parent
 NODE = "ELASTIC_TEST_NODE"
 USER = "root"
-"""Whom etcd lets in, where it asks for a password."""
+"""User and password of an etcd that requires a login."""
 
 
 class Etcd:

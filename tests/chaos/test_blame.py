@@ -1,4 +1,4 @@
-"""Who is to blame: a job that fails too often, a node where workers die, a replica that drifted apart (G10)."""
+"""What is charged: a job that fails too often, a node where workers die, a replica that drifted apart (G10)."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_a_failure_while_etcd_is_away_waits_and_is_repaired() -> None:
 
 
 def test_etcd_wiped_and_started_empty() -> None:
-    """What it forgot is written again by those who know it; no step is lost."""
+    """Agents write lost records again; no step is lost."""
     steps = 240
     with Cluster(nodes=2, slots=1) as cluster:
         (etcd,) = cluster.etcd

@@ -55,7 +55,7 @@ def test_damaged_files_and_other_code() -> None:
         damaged.kill_daemon()
         folder = damaged.folder / "state" / "jobs" / "job" / "agent"
         for name in ("config.json", "orders.json", "status.json"):
-            (folder / name).write_bytes(b'{"protocol": 3, "jo\xff')
+            (folder / name).write_bytes(b'{"protocol": 4, "jo\xff')
         (damaged.folder / "state" / "jobs" / "rubbish").write_text("a file where folders are")
         damaged.start()
         eventually(lambda: the_agent_it_knows(damaged) == agents[damaged.name], 10.0, "its agent is found again")
@@ -160,7 +160,7 @@ def test_no_descriptors_left() -> None:
 
         resource.prlimit(node.daemon.pid, resource.RLIMIT_NOFILE, before)
         caller.join(30.0)
-        assert answers, "who knocked meanwhile is answered"
+        assert answers, "a request made meanwhile is answered"
         eventually(lambda: row(cluster, node)["state"] == "ready", 15.0, "it is well again")
         eventually(lambda: set(job.workers_of(2)) == {0, 1}, 60.0, "the agent is started")
         job.stop()

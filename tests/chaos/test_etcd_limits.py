@@ -1,4 +1,4 @@
-"""etcd of three members that loses them, and an etcd that is full, forgets who we are, or throws its history away: no
+"""etcd of three members that loses them, and an etcd that is full, forgets its tokens, or throws its history away: no
 step waits for it, and a failure meanwhile is repaired as soon as it can be (G4)."""
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_out_of_space() -> None:
 
 @pytest.mark.long
 def test_the_token_of_a_login_runs_out_again_and_again() -> None:
-    """etcd forgets a token that is not used for a second: each time somebody has to log in anew."""
+    """etcd forgets a token that is not used for a second: each time a client has to log in anew."""
     with Cluster(
         nodes=2, slots=1, password="secret", etcd_args=["--auth-token-ttl=1"],
         timeouts={"lease_ttl_s": 6.0, "lease_renew_s": 2.0},
@@ -139,7 +139,7 @@ def test_history_thrown_away_past_the_watches() -> None:
             record = etcd.ctl("get", "--print-value-only", progress).stdout.rstrip("\n")
             for _ in range(3):
                 etcd.ctl("put", progress, said=record)
-            etcd.ctl("put", "/elastic/chaos/cordons/node1", said='{"protocol": 3, "reason": "x", "since_wall_s": 0}')
+            etcd.ctl("put", "/elastic/chaos/cordons/node1", said='{"protocol": 4, "reason": "x", "since_wall_s": 0}')
             etcd.ctl("compact", str(etcd.revision()))
             assert etcd.revision() > seen + 3
         finally:

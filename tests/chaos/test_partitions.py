@@ -40,7 +40,7 @@ def generations(cluster: Cluster) -> list[dict[str, object]]:
 
 
 def complaints(cluster: Cluster) -> list[tuple[str, list[str]]]:
-    """(who, of whom) of each member record ever written that had any."""
+    """(node, unreachable node) of each member record ever written that had any."""
     records = [r for key, r in cluster.control_history("job") if key.startswith("members/") and r is not None]
     return [(r["node"], r["unreachable"]) for r in records if r.get("unreachable")]
 

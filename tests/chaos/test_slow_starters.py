@@ -1,4 +1,4 @@
-"""A job whose set-up takes long: who waits for whom, and what a standby is good for (G1, with its assumption)."""
+"""A job whose set-up takes long: which rank waits for which, and what a standby saves (G1, with its assumption)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_without_either_everyone_waits_and_status_says_for_whom() -> None:
         (lost,) = (node for node in cluster.nodes if dead in node.pids())
         killed = Deed("exit", pids=(dead,), struck_s=now_s())
         kill(dead)
-        waits = eventually(lambda: job.row()["waiting_for"], 10.0, "status says for whom")
+        waits = eventually(lambda: job.row()["waiting_for"], 10.0, "status names what the job waits for")
         assert lost.name in waits
         assert "start" in waits
         assert job.row()["health"] == "degraded"
@@ -103,7 +103,7 @@ def test_a_standby_overtakes_a_replacement_that_began_after_it() -> None:
         eventually(lambda: set(job.workers_of(2)) == {0, 1}, 20.0, "the standby has taken over")
         coming = eventually(lambda: standby(node, set(job.workers().values())), 20.0, "the next standby")
         there = job.history.step()
-        job.wait_step(there + 60)  # two seconds ahead of whoever begins now
+        job.wait_step(there + 60)  # two seconds ahead of a worker that starts now
         assert standbys_ready(node) == 1, "the machine is too slow for this test, or the next one was ready at once"
         second = Deed("exit", pids=(job.worker(1),), struck_s=now_s())
         kill(*second.pids)

@@ -1,4 +1,4 @@
-"""Keys of somebody else's below our prefix: etcd takes any bytes for a key."""
+"""Foreign keys below our prefix: etcd takes any bytes for a key."""
 
 from __future__ import annotations
 

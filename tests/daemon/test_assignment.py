@@ -10,7 +10,7 @@ import pytest
 
 from elastic.contract.decoding import Member
 from elastic.contract.node_records import CordonRecord, DrainRecord, NodeRecord
-from elastic.contract.records import GenerationRecord, JobState, MemberRecord, Phase, Place, SpecRecord
+from elastic.contract.records import GenerationNode, GenerationRecord, JobState, MemberRecord, Phase, SpecRecord
 from elastic.contract.spec import JobSpec
 from elasticd.assignment import Assignment, plan
 from elasticd.cluster import Cluster, Job, Node, slots_wanted
@@ -168,8 +168,8 @@ def test_assignment_keeps_an_excluded_node_while_there_is_no_other() -> None:
 
 
 def test_assignment_scale_down_drops_nodes_outside_the_generation_then_the_youngest() -> None:
-    places = tuple(Place(node=n, incarnation="i", host=n, slots=(0,)) for n in ("b", "c"))
-    generation = GenerationRecord(number=1, places=places, store_host="", store_port=1, leader="b", why="")
+    places = tuple(GenerationNode(node=n, incarnation="i", host=n, slots=(0,)) for n in ("b", "c"))
+    generation = GenerationRecord(number=1, nodes=places, store_host="", store_port=1, leader="b", why="")
     members = {n: member(n) for n in ("a", "b", "c")}
     standing = replace(job("j1", "1:1"), members=members, generation=generation)
     made = plan(cluster([node("a"), node("b"), node("c")], [standing]), {}, "a")

@@ -127,7 +127,7 @@ def test_a_job_that_no_node_can_take_says_why(node: Node, script: pathlib.Path) 
     assert node.ctl("scale", "big", "2:3").stdout == "big may have 2:3 nodes now\n"
     assert json.loads(node.ctl("status", "big", "--json").stdout)["nodes"] == "2:3"
     node.ctl("stop", "big")
-    eventually(lambda: node.job("big")["phase"] == "stopped", 5, "nobody is there who could do it but the daemon")
+    eventually(lambda: node.job("big")["phase"] == "stopped", 5, "no process but the daemon could do it")
 
 
 def test_cordon_and_uncordon(node: Node) -> None:

@@ -24,7 +24,7 @@ ADA = User(name="ada", uid=1000, admin=True)
 class Generation:
     def __init__(self, **ranks: int) -> None:
         self._ranks = ranks
-        self.places = [SimpleNamespace(node=node) for node in ranks]
+        self.nodes = [SimpleNamespace(node=node) for node in ranks]
         self.world_size = len(ranks)
 
     def ranks(self, node: str) -> dict[int, int]:

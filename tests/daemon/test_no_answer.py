@@ -15,7 +15,7 @@ from elasticd.ctl.client import Client, Unreachable
 
 @contextlib.contextmanager
 def answering(path: pathlib.Path, answer: bytes) -> Iterator[None]:
-    """Somebody who says this to the first that calls, and hangs up."""
+    """A server that sends this to its first client, and closes."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
         server.listen()

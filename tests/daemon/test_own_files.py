@@ -13,7 +13,7 @@ from elasticd.errors import CannotStart
 
 
 def test_the_lock_is_for_its_user_alone(tmp_path: Path) -> None:
-    """Whoever can open a file for reading can lock it."""
+    """A process that can open a file for reading can lock it."""
     tmp_path.chmod(0o755)
     (tmp_path / "lock").touch(mode=0o644)
     with main._own(tmp_path):

@@ -41,7 +41,7 @@ def test_the_folder_of_a_job_that_etcd_no_longer_has_goes_after_its_days() -> No
 
 
 def test_each_file_in_an_agents_folder_is_known_also_while_it_is_replaced() -> None:
-    """A folder with any other file stays for ever."""
+    """A folder that contains any other file is never removed."""
     documented = re.findall(r"/agent/([a-z.]+) ", agent_files.__doc__ or "")
     assert "gradients.json" in documented
     assert set(documented) == {name for name in AGENT_FILES if not name.startswith(".")}

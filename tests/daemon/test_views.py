@@ -230,7 +230,7 @@ def test_slots_are_counted_as_the_plan_counts_them() -> None:
 
 
 def test_a_record_that_cannot_be_read_is_a_problem() -> None:
-    cluster = replace(snapshot().cluster, foreign={"/k/2": "JobState speaks protocol 3", "/k/1": "is not a JobState"})
+    cluster = replace(snapshot().cluster, foreign={"/k/2": "JobState speaks protocol 4", "/k/1": "is not a JobState"})
     assert status(cluster=cluster)["problems"] == [
         "etcd holds what this elasticd cannot read: /k/1 and 1 more: is not a JobState"
     ]

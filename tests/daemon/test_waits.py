@@ -1,4 +1,4 @@
-"""Who follows a job that does not begin is told why."""
+"""A command that follows a job which does not begin prints the reason."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Link(NoLink):
         if self.aborted:
             from elastic.worker.session import GenerationEnded
 
-            raise GenerationEnded("told to let go")
+            raise GenerationEnded("told to abort the group")
 
     def check(self, step: int) -> None:
         self.applying()
@@ -187,7 +187,7 @@ def disturbed_round(training: Training, group: Any, link: Link, after_s: float, 
         left = "at the end"
     except GenerationEnded:
         left = "by the guard"
-    except RuntimeError as error:  # what an aborted group does to whoever calls it
+    except RuntimeError as error:  # what a call on an aborted group raises
         left = f"by an error: {str(error)[:100]}"
     timer.join()
     training.optimizer.zero_grad()

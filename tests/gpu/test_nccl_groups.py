@@ -1,4 +1,4 @@
-"""Real NCCL groups, several ranks on one GPU: let go of by abort, and formed again in the same processes."""
+"""Real NCCL groups, several ranks on one GPU: aborted, and formed again in the same processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def abort_later(group: Group, after_s: float) -> list[float]:
     return at_s
 
 
-# ── what two ranks on one card need ─────────────────────────────────────────────────────────────────────────────────
+# ── what two ranks on one card need ───────────────────────────────────────────────────────────────────────────
 
 
 def forms(rank: int, world_size: int, port: int) -> Any:
@@ -86,7 +86,7 @@ def test_more_ranks_on_one_card(world_size: int) -> None:
     assert cards.run(forms, world_size=world_size) == [True] * world_size
 
 
-# ── letting go ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── aborting ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def block_in(what: str, groups: list[Any]) -> None:

@@ -52,7 +52,7 @@ _OUTSIDE = re.compile(
         ]
     )
 )  # fmt: skip
-"""Paths of one machine, papers that are not in the repository, tools of whoever wrote it."""
+"""Paths of one machine, papers that are not in the repository, tools of its authors."""
 
 
 def test_nothing_points_outside_the_repository() -> None:

@@ -97,7 +97,7 @@ class Cluster:
         """Nodes of different islands do not reach each other."""
         self.etcd_slow_s = 0.0
         self.strikes: list[str] = []
-        """Who dies in the middle of the next hand-overs."""
+        """Nodes that die in the middle of the next hand-overs."""
         self.drained: set[str] = set()
         self.scaled = False
         self.stopped = False
@@ -220,7 +220,7 @@ class Cluster:
             self.nodes[node].effects_left, self.nodes[node].pause_s = effects, seconds
 
     def kill_source(self) -> None:
-        """The next who hands its state over dies in the middle of it."""
+        """The next node that hands its state over dies in the middle of it."""
         self.strikes.append("source")
 
     def kill_receiver(self) -> None:
@@ -422,12 +422,12 @@ class Cluster:
             and record is not None
             and latest is not None
             and latest.generation == record.number
-            and len(record.places) >= want
+            and len(record.nodes) >= want
             and record.world_size >= want * self.slots
         )
 
     def over(self) -> bool:
         phase = self.state().phase
         if self.keys.spec not in self.etcd.kvs and all(n.agent is None for n in self.nodes):
-            return True  # wiped when nobody was there who knew it
+            return True  # wiped when no agent that knew it was there
         return phase.over or (phase is Phase.STOPPING and all(n.agent is None for n in self.nodes))

@@ -104,7 +104,7 @@ class Judge:
         if not proven:
             return
         proven -= after.peers.falsely_suspected
-        places = after.formed.generation.places if after.formed.generation else ()
+        places = after.formed.generation.nodes if after.formed.generation else ()
         matter = {m.id for m in after.etcd.view.members.values()} | {(p.node, p.incarnation) for p in places}
         proven &= matter
         for dead in proven - after.peers.dead:
@@ -123,8 +123,8 @@ class Judge:
                     told[worker_id] = number
                 case Kill(worker_id=worker_id, why=why):
                     worker = node.processes.get(worker_id)
-                    if "let go" in why and worker and self.obedient:
-                        raise Broken("G1", f"{worker.name} is killed though it was about to let go: {why}")
+                    if "did not abort" in why and worker and self.obedient:
+                        raise Broken("G1", f"{worker.name} is killed though it was about to abort: {why}")
 
     def _generation(self, node: Node, old: GenerationRecord | None, new: GenerationRecord | None) -> None:
         if new is None or (old is not None and new.number <= old.number):
@@ -310,5 +310,5 @@ class Judge:
 
 def _drops(agent: Agent, effect: Publish) -> bool:
     """Whether somebody who takes part would not any more."""
-    before = {p.node for p in agent.formed.generation.places} if agent.formed.generation else set()
-    return not before <= {p.node for p in effect.change.places}
+    before = {p.node for p in agent.formed.generation.nodes} if agent.formed.generation else set()
+    return not before <= {p.node for p in effect.change.nodes}

@@ -63,7 +63,7 @@ def _value(text: str) -> object:
 
 
 def _generation(record: GenerationRecord) -> str:
-    places = ", ".join(f"{p.node}{list(p.slots)}" for p in record.places)
+    places = ", ".join(f"{p.node}{list(p.slots)}" for p in record.nodes)
     return f"generation {record.number}: {places}"
 
 
@@ -124,7 +124,7 @@ def _effect(effect: does.Effect) -> str:
         case does.Send(slot, _, message):
             return f"Send slot {slot}: {_message(message)}"
         case does.Publish(number, change, _, at_step, _, charged):
-            places = ", ".join(f"{p.node}{list(p.slots)}" for p in change.places)
+            places = ", ".join(f"{p.node}{list(p.slots)}" for p in change.nodes)
             more = f" after step {at_step}" if at_step is not None else ""
             return f"Publish generation {number}: {places}{more} ({change.why})" + (", charged" if charged else "")
         case does.PutMember(record):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .node import Node
 
 LONG_S = 1.0
-"""Steps longer than this hold up a worker that is told to let go."""
+"""Steps longer than this delay a worker that is told to abort."""
 SETUP = 0
 """The chain of a state that nothing has gone into."""
 
@@ -55,7 +55,7 @@ class Worker:
     established: bool = False
     stopped: bool = False
     deaf: bool = False
-    """Does not let go when told to."""
+    """Does not abort when told to."""
     aborted: int = 0
     leave: tuple[int, int] = (0, 0)
     """(generation, step after which to leave it)"""
@@ -491,12 +491,12 @@ class Training:
         group = self.groups[form.store_port]
         group.world_size, group.restore = form.world_size, form.restore
         if not group.host.serves(form.store_port):
-            return  # dials until it is told to let go
+            return  # connects until it is told to abort
         if not self.cluster.reaches(worker.node, group.host):
             self.cluster.clock.after(0.5, self._again, worker, form)
             return
         if group.phase != "arriving" or form.rank in group.ranks:
-            return  # waits for ever: its place is taken
+            return  # waits until it is killed: its rank is taken
         group.arrived(worker, form.rank)
 
     def _again(self, worker: Worker, form: messages.Form) -> None:

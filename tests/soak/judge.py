@@ -133,9 +133,9 @@ class Resume:
     generation: int
     step: int
     done: int
-    """Steps known to those who lived on; where none did, to those who were killed."""
+    """Steps known to the surviving ranks; where none survived, to those that were killed."""
     survived: bool
-    """Somebody lived on."""
+    """A rank survived."""
 
     @property
     def lost(self) -> int:

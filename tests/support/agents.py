@@ -193,7 +193,7 @@ class Job:
         return sorted((line for line in self.lines() if "step" in line), key=lambda line: line["at_s"])
 
     def samples(self) -> dict[int, list[int]]:
-        """step -> the samples that went into it, in the last generation in which somebody committed it."""
+        """step -> the samples that went into it, in the last generation in which a rank committed it."""
         generation = {line["step"]: line["generation"] for line in self.commits()}
         found: dict[int, list[int]] = {}
         for line in self.lines():

@@ -11,7 +11,7 @@ from elastic.contract import messages
 
 
 class Agent:
-    """A session with nobody behind it. Owns the arenas, as the agent does; says that they are written when told to."""
+    """A session without an agent process. Owns the arenas, as the agent does; reports them written when told to."""
 
     def __init__(self) -> None:
         self.save_wanted = self.stop_wanted = False
@@ -46,7 +46,7 @@ class Agent:
             self.unwritten.append(message)
 
     def offer(self) -> None:
-        """The answer to NeedArena, also to another worker than the one who had them filled."""
+        """The answer to NeedArena, also to another worker than the one that filled them."""
         busy = {message.buffer for message in self.unwritten}
         for buffer, arena in enumerate(self.arenas):
             answer = messages.Arena(nbytes=arena.capacity, busy=buffer in busy)

@@ -1,6 +1,6 @@
 """A GPU that is not there: streams, events and copies that keep to what CUDA documents, over tensors of the CPU.
 
-What is queued runs late: when somebody waits for it, or when `Device.drift` lets some of it happen. Within a stream in
+What is queued runs late: when it is waited for, or when `Device.drift` lets some of it happen. Within a stream in
 order; between streams in any order but for the events waited for. So a missing wait shows as wrong bytes, or in `log`.
 """
 

@@ -62,7 +62,7 @@ class FakeNvml(types.ModuleType):
         self.throttle: int | type[NVMLError] = 0
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.hears: bool | type[NVMLError] = True
-        """Whether it tells events; or what it says to whoever asks for them."""
+        """Whether it offers events; or the error that it returns for them."""
 
     def nvmlInit(self) -> None:
         self.open += 1

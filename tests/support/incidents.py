@@ -153,7 +153,7 @@ def _check_recovery(failed: list[Commit], again: list[Commit], incident: Mapping
         assert incident["step"] == top, f"step {top} was the newest, not {incident['step']}"
     survived = {c.process for c in failed} & {c.process for c in again}
     live = incident["restored_from"] == "live"
-    assert survived or not live, f"nobody who stepped before stepped again: {incident['restored_from']}"
+    assert survived or not live, f"no rank that stepped before stepped again: {incident['restored_from']}"
     if not clock:
         return
     first_s: dict[int, float] = {}

@@ -6,7 +6,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from elastic.contract.decoding import Member
-from elastic.contract.records import BrokenRecord, GenerationRecord, JobState, MemberRecord, Phase, Place, SpecRecord
+from elastic.contract.records import (
+    BrokenRecord,
+    GenerationNode,
+    GenerationRecord,
+    JobState,
+    MemberRecord,
+    Phase,
+    SpecRecord,
+)
 from elastic.contract.spec import JobSpec
 from elastic.contract.timeouts import Timeouts
 from elastic.recovery.effects import Effect
@@ -39,19 +47,24 @@ def member(
     return Member(record, create_revision)
 
 
-def place(node: str, *slots: int, worker_id: int = 1) -> Place:
-    return Place(node=node, incarnation=f"{node}.{worker_id}", host=node, slots=slots or (0,), port=1)
+def place(node: str, *slots: int, worker_id: int = 1) -> GenerationNode:
+    return GenerationNode(node=node, incarnation=f"{node}.{worker_id}", host=node, slots=slots or (0,), port=1)
 
 
 def generation(
-    number: int, places: Iterable[Place], *, leader: str = "", at_step: int | None = None, restore: str = "newest"
+    number: int,
+    places: Iterable[GenerationNode],
+    *,
+    leader: str = "",
+    at_step: int | None = None,
+    restore: str = "newest",
 ) -> GenerationRecord:
     """`leader`: whose agent hosts the store; by default the first."""
     placed = tuple(places)
     host = leader or placed[0].node
     return GenerationRecord(
         number=number,
-        places=placed,
+        nodes=placed,
         store_host=host,
         store_port=1000 + number,
         leader=host,

@@ -159,7 +159,7 @@ class Host:
         return done
 
     def pids(self) -> list[int]:
-        """All processes that run on this host, whoever started them."""
+        """All processes that run on this host."""
         return self.cgroup.pids()
 
     def link_down(self) -> None:

@@ -10,12 +10,12 @@ from elastic.contract.decoding import Member
 from elastic.contract.node_records import NodeRecord
 from elastic.contract.origin import Origin
 from elastic.contract.records import (
+    GenerationNode,
     GenerationRecord,
     IncidentRecord,
     JobState,
     MemberRecord,
     Phase,
-    Place,
     ProgressRecord,
     RankRow,
     SpecRecord,
@@ -39,8 +39,8 @@ def progress(step: int = 40, **facts: object) -> ProgressRecord:
 
 def job(**facts: object) -> Job:
     places = (
-        Place(node="a", incarnation="i", host="h", slots=(0, 1)),
-        Place(node="b", incarnation="i", host="h", slots=(0,)),
+        GenerationNode(node="a", incarnation="i", host="h", slots=(0, 1)),
+        GenerationNode(node="b", incarnation="i", host="h", slots=(0,)),
     )
     base = Job(
         name="train",
@@ -49,7 +49,7 @@ def job(**facts: object) -> Job:
         state=JobState(phase=Phase.RUNNING, restarts=1),
         members={n: Member(MemberRecord(node=n, incarnation="i", host="h", port=1, slots=2), 1) for n in "ab"},
         generation=GenerationRecord(
-            number=2, places=places, store_host="h", store_port=1, leader="b", why="exit on a: killed by SIGKILL"
+            number=2, nodes=places, store_host="h", store_port=1, leader="b", why="exit on a: killed by SIGKILL"
         ),
         progress=progress(ranks=[msgspec.to_builtins(row(2, "b", 0))]),
         incidents=(

@@ -1,4 +1,4 @@
-"""Who waits inside a collective, by stacks as py-spy shows them."""
+"""Which threads wait inside a collective, by stacks as py-spy shows them."""
 
 from __future__ import annotations
 

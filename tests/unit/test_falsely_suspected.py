@@ -46,7 +46,7 @@ class Stepping(Machine):
 
 
 def published(effects: list[Effect]) -> list[str]:
-    return ["".join(p.node for p in e.change.places) for e in effects if isinstance(e, Publish)]
+    return ["".join(p.node for p in e.change.nodes) for e in effects if isinstance(e, Publish)]
 
 
 def complaints(effects: list[Effect]) -> list[tuple[str, ...]]:

@@ -11,8 +11,8 @@ from support.jobs import generation, place
 from elastic.contract.records import (
     PROTOCOL,
     Changes,
+    GenerationNode,
     GenerationRecord,
-    Place,
     ProtocolVersionMismatch,
     Splice,
     decode,
@@ -20,7 +20,7 @@ from elastic.contract.records import (
 )
 from elastic.recovery.generation_delta import GenerationReader, changes, spliced
 
-Places = tuple[Place, ...]
+Places = tuple[GenerationNode, ...]
 
 
 def changed(before: Places, rng: random.Random) -> Places:
@@ -49,7 +49,7 @@ def record(number: int, places: Places, follows: Places | None = None) -> Genera
 def facts(formed: GenerationRecord, nodes: list[str]) -> list[object]:
     return [
         formed.world_size,
-        *((formed.at(node), formed.ranks(node), formed.place(node, f"{node}.1")) for node in nodes),
+        *((formed.at(node), formed.ranks(node), formed.node_of(node, f"{node}.1")) for node in nodes),
     ]
 
 
@@ -93,8 +93,8 @@ def test_generation_reader_decodes_only_changed_places() -> None:
     reader = GenerationReader()
     first = reader.read(encode(record(1, before)))
     second = reader.read(encode(record(2, after, follows=before)))
-    assert second.places == after
-    assert all(new is old for new, old in zip(second.places, first.places[:50] + first.places[51:], strict=True))
+    assert second.nodes == after
+    assert all(new is old for new, old in zip(second.nodes, first.nodes[:50] + first.nodes[51:], strict=True))
     assert second.changes is not None
     assert second.changes.splices == (Splice(50, 51),)
 
@@ -108,7 +108,7 @@ def test_generation_reader_reads_the_full_record_if_its_base_differs() -> None:
     reader.read(encode(record(1, first)))
     after = record(3, second[1:], follows=second)
     assert after.changes is not None
-    assert reader.read(encode(after)).places == second[1:]
+    assert reader.read(encode(after)).nodes == second[1:]
 
 
 def test_equal_bytes_are_the_same_object() -> None:
@@ -131,9 +131,9 @@ def test_much_change_is_not_told() -> None:
         b"null",
         b"[]",
         b"\xff\xfe",
-        b'{"protocol": 3, "number": 1}',
-        b'{"protocol": 3, "number": 1, "places": 7, "store_host": "h", "store_port": 1, "leader": "a", "why": ""}',
-        b'{"protocol": 3, "number": 1, "places": ' + b"[" * 3000 + b"]" * 3000 + b"}",
+        b'{"protocol": 4, "number": 1}',
+        b'{"protocol": 4, "number": 1, "nodes": 7, "store_host": "h", "store_port": 1, "leader": "a", "why": ""}',
+        b'{"protocol": 4, "number": 1, "nodes": ' + b"[" * 3000 + b"]" * 3000 + b"}",
     ],
 )
 def test_generation_reader_rejects_invalid_records_and_keeps_the_last_one(raw: bytes) -> None:
@@ -142,7 +142,7 @@ def test_generation_reader_rejects_invalid_records_and_keeps_the_last_one(raw: b
     with pytest.raises((msgspec.ValidationError, msgspec.DecodeError)):
         reader.read(raw)
     assert reader.read(good) is kept
-    after = record(2, kept.places[:1], follows=kept.places)
+    after = record(2, kept.nodes[:1], follows=kept.nodes)
     assert reader.read(encode(after)) == after
 
 
@@ -154,7 +154,7 @@ def test_another_protocol_is_said_so() -> None:
 
 def test_many_nodes_asked_for_are_put_in_order_once() -> None:
     formed = generation(1, some(50, random.Random(4)))
-    found = [formed.at(p.node) for p in formed.places]
+    found = [formed.at(p.node) for p in formed.nodes]
     assert found == list(range(50))
     assert "order" in formed.__dict__
     assert len(formed.asked[0]) < 10

@@ -21,7 +21,7 @@ def broken(generation: int) -> BrokenRecord:
 
 
 def test_incident_of_a_thousand_nodes_and_fifty_generations_fits_in_one_record() -> None:
-    world_size = GenerationRecord(number=1, store_host="h", store_port=1, leader="l", why="", places=())
+    world_size = GenerationRecord(number=1, store_host="h", store_port=1, leader="l", why="", nodes=())
     gone = [Cause(generation=1, node=f"n{i}", kind="lost", ranks=(i,), detail=LONG) for i in range(NODES)]
     reports = tuple(map(broken, range(1, 51)))
     record = drawn(

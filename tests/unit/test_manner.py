@@ -92,7 +92,7 @@ def test_worker_in_setup_keeps_its_process_when_the_generation_breaks() -> None:
     effects = machine.take(WorkerExited(1, 2, "killed by SIGKILL"))
     (broken,) = [e for e in effects if isinstance(e, PutBroken)]
     assert broken.record.slots == (1,)
-    second = generation(2, FORMED.places)
+    second = generation(2, FORMED.nodes)
     effects = machine.see(A, B, formed=second)
     assert not [e for e in effects if isinstance(e, Kill)], "its process is kept"
     assert forms(machine.take(WorkerReady(0, 1))) == [(0, 2)]
@@ -127,7 +127,7 @@ def test_where_all_agents_died_before_a_second_generation_the_steps_on_record_te
     machine, fresh = Machine(), Machine()
     for each, seen in ((machine, progress), (fresh, msgspec.structs.replace(progress, step=0))):
         each.take(Start(), Joined())
-        picture = view(member("a", 9, worker_id=2), spec=each.spec, formed=generation(1, FORMED.places))
+        picture = view(member("a", 9, worker_id=2), spec=each.spec, formed=generation(1, FORMED.nodes))
         each.take(Viewed(replace(picture, progress=seen), True))
     assert machine.agent.policy.managed
     assert not fresh.agent.policy.managed
@@ -136,6 +136,6 @@ def test_where_all_agents_died_before_a_second_generation_the_steps_on_record_te
 def test_where_no_member_is_left_the_generation_tells() -> None:
     machine = Machine()
     machine.take(Start(), Joined())
-    formed = msgspec.structs.replace(generation(3, FORMED.places), managed=True)
+    formed = msgspec.structs.replace(generation(3, FORMED.nodes), managed=True)
     effects = machine.see(member("a", 9, worker_id=2), formed=formed)
     assert [e.slot for e in effects if isinstance(e, ForkWorker)] == [0, 1]

@@ -1,4 +1,4 @@
-"""Who leads, who is in the next generation, and in which order: the edges of each rule."""
+"""Which node leads, which nodes are in the next generation, and in which order: the edges of each rule."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def decide(
 
 def nodes(verdict: Change | Wait) -> list[str]:
     assert isinstance(verdict, Change), verdict
-    return [p.node for p in verdict.places]
+    return [p.node for p in verdict.nodes]
 
 
 def waits(verdict: Change | Wait) -> Wait:
@@ -209,14 +209,14 @@ def test_a_rollback_is_to_the_snapshot() -> None:
 
 @pytest.mark.parametrize(("settled", "restore"), [(False, "snapshot"), (True, "newest")])
 def test_a_rollback_that_was_cut_short_is_not_over(settled: bool, restore: str) -> None:
-    back = generation(4, ABC.places, restore="snapshot")
+    back = generation(4, ABC.nodes, restore="snapshot")
     verdict = decide(view(*ALL, failed=broken(4, "b", 0)), back, settled=settled)
     assert isinstance(verdict, Change)
     assert verdict.restore == restore
 
 
 def test_store_host_outside_the_generation_is_needed_until_the_first_step() -> None:
-    """The one who hands over and leaves hosts the store of the generation that it is not in."""
+    """The node that hands over and leaves hosts the store of the generation that it is not in."""
     current = generation(4, [place("b"), place("c")], leader="a")
     assert not isinstance(decide(view(*ALL, formed=current), current, settled=False), Change)
     lost = decide(view(*ALL[1:], formed=current), current, settled=False)
@@ -233,7 +233,7 @@ def test_membership_with_all_nodes_present_needs_no_change() -> None:
 
 
 def test_a_newcomer_is_taken_in_at_a_boundary_once_steps_advance() -> None:
-    two = generation(4, ABC.places[:2])
+    two = generation(4, ABC.nodes[:2])
     assert waits(decide(view(*ALL), two)).reason == "a planned change waits for steps to advance"
     assert "has stepped" in waits(decide(view(*ALL), two, settled=False, steps_advance=True)).reason
     verdict = decide(view(*ALL), two, steps_advance=True)
@@ -244,7 +244,7 @@ def test_a_newcomer_is_taken_in_at_a_boundary_once_steps_advance() -> None:
 
 
 def test_a_script_without_elastic_shows_no_steps_and_is_changed_without() -> None:
-    assert nodes(decide(view(*ALL), generation(4, ABC.places[:2]), in_place=False)) == ["a", "b", "c"]
+    assert nodes(decide(view(*ALL), generation(4, ABC.nodes[:2]), in_place=False)) == ["a", "b", "c"]
 
 
 def test_a_newcomer_above_max_nodes_is_a_spare() -> None:
@@ -392,18 +392,18 @@ def test_next_generation_can_always_form(
     if isinstance(verdict, Wait):
         assert verdict.reason
         return
-    placed = [p.node for p in verdict.places]
+    placed = [p.node for p in verdict.nodes]
     assert len(set(placed)) == len(placed) >= least
     assert len(placed) <= limits.max_nodes + 1, "one more than max only to hand over"
     survivors = []
-    for p in verdict.places:
+    for p in verdict.nodes:
         there = picture.members[p.node]
         assert there.id == (p.node, p.incarnation)
         assert there.id not in dead
         assert p.slots
         assert len(set(p.slots)) == len(p.slots)
         assert set(p.slots) <= set(there.record.ready)
-        old = current.place(*there.id) if current else None
+        old = current.node_of(*there.id) if current else None
         lost = failed.slots if failed and failed.node == p.node else ()
         kept = [s for s in p.slots if old and s in old.slots and (s not in lost or not current)]
         survivors.append(bool(kept))
@@ -420,5 +420,5 @@ def test_the_leader_lives_and_is_of_the_generation_if_anyone_is(
     assert (chief is None) == (not alive)
     if chief is not None:
         assert chief in alive
-        inside = [p.node for p in current.places if p.node in alive and alive[p.node].id == (p.node, p.incarnation)]
+        inside = [p.node for p in current.nodes if p.node in alive and alive[p.node].id == (p.node, p.incarnation)]
         assert not inside or chief in inside

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.contract.decoding import Member
-from elastic.contract.records import GenerationRecord, MemberRecord, Place
+from elastic.contract.records import GenerationNode, GenerationRecord, MemberRecord
 from elastic.recovery.membership import Change, Limits, Wait, next_generation
 from elastic.recovery.view import JobView
 
@@ -17,8 +17,8 @@ def member(node: str, create_revision: int) -> Member:
 
 
 def decide(present: list[str], *, steps_advance: bool) -> Change | Wait:
-    places = tuple(Place(node=n, incarnation=f"{n}-1", host="h", slots=(0,), port=1) for n in ("a", "b"))
-    current = GenerationRecord(number=1, places=places, store_host="h", store_port=1, leader="a", why="first")
+    places = tuple(GenerationNode(node=n, incarnation=f"{n}-1", host="h", slots=(0,), port=1) for n in ("a", "b"))
+    current = GenerationRecord(number=1, nodes=places, store_host="h", store_port=1, leader="a", why="first")
     view = JobView(members={n: member(n, i) for i, n in enumerate(present)}, generation=current)
     return next_generation(
         view, current, LIMITS, frozenset(), steps_advance=steps_advance, settled=True, min_reached_for_s=9.0
@@ -38,7 +38,7 @@ def test_new_node_is_not_admitted_while_a_place_holder_is_unheard_and_steps_adva
 def test_node_with_expired_lease_is_removed_once_steps_stop() -> None:
     verdict = decide(["a"], steps_advance=False)
     assert isinstance(verdict, Change)
-    assert [place.node for place in verdict.places] == ["a"]
+    assert [place.node for place in verdict.nodes] == ["a"]
 
 
 def test_new_node_is_admitted_as_planned_if_all_place_holders_are_present() -> None:

@@ -1,4 +1,4 @@
-"""Who is left out when nodes reach etcd and not each other: by all nodes alike, as few as it takes, never everybody."""
+"""Which nodes are left out when they reach etcd and not each other: all agree, as few as possible, never all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection
 import pytest
 
 from elastic.contract.decoding import Member
-from elastic.contract.records import BrokenRecord, GenerationRecord, MemberRecord, Place
+from elastic.contract.records import BrokenRecord, GenerationNode, GenerationRecord, MemberRecord
 from elastic.recovery import reachability
 from elastic.recovery.membership import Change, Limits, Wait, cut_off, leader, next_generation, watch_list
 from elastic.recovery.view import JobView
@@ -27,8 +27,8 @@ def member(node: str, create_revision: int, unreachable: tuple[str, ...] = (), d
 
 
 def generation(seated: str, host: str | None = None) -> GenerationRecord:
-    places = tuple(Place(node=n, incarnation=f"{n}-1", host="h", slots=(0,), port=1) for n in seated)
-    return GenerationRecord(number=1, places=places, store_host="h", store_port=1, leader=host or seated[0], why="")
+    places = tuple(GenerationNode(node=n, incarnation=f"{n}-1", host="h", slots=(0,), port=1) for n in seated)
+    return GenerationRecord(number=1, nodes=places, store_host="h", store_port=1, leader=host or seated[0], why="")
 
 
 def picture(
@@ -59,10 +59,10 @@ def decide(view: JobView, *, steps_advance: bool, settled: bool = True, limits: 
 
 def nodes_of(verdict: Change | Wait) -> str:
     assert isinstance(verdict, Change), verdict
-    return "".join(place.node for place in verdict.places)
+    return "".join(place.node for place in verdict.nodes)
 
 
-# ── whom to leave out ───────────────────────────────────────────────────────────────────────────────────────
+# ── nodes left out ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ def nodes_of(verdict: Change | Wait) -> str:
         ("ab", "ab", ["ab"], "b"),  # two: the younger
         ("ab", "ab", ["ba"], "b"),
         ("abcd", "abcd", ["ac", "ad", "bc", "bd"], "cd"),  # half from half
-        ("ab", "b", ["ab"], "a"),  # who has no seat, though it is older
+        ("ab", "b", ["ab"], "a"),  # the one outside the generation, though it is older
         ("abcde", "ab", ["ac", "ad", "ae", "bc", "bd", "be"], "cde"),  # the state is where the seats are
         ("abc", "ab", ["ab", "bc"], "b"),  # no innocent outsider
         ("abc", "", ["ca", "cb"], "c"),  # nothing formed yet
-        ("ab", "ab", ["ax"], ""),  # of one who is not there
+        ("ab", "ab", ["ax"], ""),  # of an absent node
     ],
 )
 def test_reachability_cut_leaves_out_the_expected_nodes(
@@ -127,11 +127,11 @@ def test_reachability_cut_invariants_hold_on_random_graphs(seed: int) -> None:
     rng = random.Random(seed)
     found, order, seated = random_case(rng)
     out = reachability.left_out(found, order, seated)
-    assert all(a in out or b in out for a, b in found), "two who cannot reach each other stay"
+    assert all(a in out or b in out for a, b in found), "two nodes that cannot reach each other stay"
     assert set(order) - out, "everybody is left out"
-    assert not seated or seated - out, "all who hold the state are left out"
+    assert not seated or seated - out, "all nodes with the state are left out"
     inner = {pair for pair in found if seated.issuperset(pair)}
-    assert inner or not out & seated, "somebody lost its seat to an outsider"
+    assert inner or not out & seated, "a node left the generation because of an outsider"
     for node in out:  # nobody without need
         back = out - {node}
         clash = [pair for pair in found if node in pair and not back & set(pair)]
@@ -148,8 +148,8 @@ def test_reachability_cut_is_independent_of_reporter_and_order(seed: int) -> Non
         said = _said(rng, nodes, [pair if rng.random() < 0.5 else pair[::-1] for pair in pairs])
         shuffled = rng.sample(nodes, len(nodes))
         members = {n: member(n, nodes.index(n), tuple(said[n])) for n in shuffled}
-        places = tuple(Place(node=n, incarnation=f"{n}-1", host="h", slots=(0,), port=1) for n in nodes[:4])
-        current = GenerationRecord(number=1, places=places, store_host="h", store_port=1, leader="n0", why="")
+        places = tuple(GenerationNode(node=n, incarnation=f"{n}-1", host="h", slots=(0,), port=1) for n in nodes[:4])
+        current = GenerationRecord(number=1, nodes=places, store_host="h", store_port=1, leader="n0", why="")
         views.append(JobView(members=members, generation=current))
     assert len({cut_off(view, NOBODY, view.generation) for view in views}) == 1
 
@@ -161,7 +161,7 @@ def test_reachability_cut_of_a_star_leaves_out_only_its_center(node: str) -> Non
     assert cut(picture("abcdef", "abcd", *(o + node for o in others))) == node
 
 
-# ── what follows ────────────────────────────────────────────────────────────────────────────────────────────
+# ── what follows ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_unreachable_node_is_not_leader() -> None:
@@ -230,13 +230,13 @@ def test_a_store_out_of_reach_cannot_be_formed_at() -> None:
     assert isinstance(decide(lost, steps_advance=False, settled=True), Wait)
 
 
-# ── who looks at whom ───────────────────────────────────────────────────────────────────────────────────────
+# ── which peers a node watches ────────────────────────────────────────────────────────────────────────────────
 
 
 def big(count: int) -> JobView:
     nodes = [f"n{i:04}" for i in range(count)]
-    places = tuple(Place(node=n, incarnation=f"{n}-1", host="h", slots=(0,), port=1) for n in nodes[:-1])
-    current = GenerationRecord(number=1, places=places, store_host="h", store_port=1, leader="n0000", why="")
+    places = tuple(GenerationNode(node=n, incarnation=f"{n}-1", host="h", slots=(0,), port=1) for n in nodes[:-1])
+    current = GenerationRecord(number=1, nodes=places, store_host="h", store_port=1, leader="n0000", why="")
     return JobView(members={n: member(n, i) for i, n in enumerate(nodes)}, generation=current)
 
 

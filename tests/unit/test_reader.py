@@ -10,11 +10,11 @@ import pytest
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records import (
     BrokenRecord,
+    GenerationNode,
     GenerationRecord,
     JobState,
     MemberRecord,
     Phase,
-    Place,
     ProgressRecord,
     ProtocolVersionMismatch,
     Record,
@@ -64,8 +64,8 @@ def _member(node: str, *ready: int) -> MemberRecord:
 
 
 def _generation(number: int, *nodes: str) -> GenerationRecord:
-    places = tuple(Place(node=n, incarnation=f"i-{n}", host="h", slots=(0,), port=1) for n in nodes)
-    return GenerationRecord(number=number, places=places, store_host="h", store_port=1, leader=nodes[0], why="")
+    places = tuple(GenerationNode(node=n, incarnation=f"i-{n}", host="h", slots=(0,), port=1) for n in nodes)
+    return GenerationRecord(number=number, nodes=places, store_host="h", store_port=1, leader=nodes[0], why="")
 
 
 def _change(etcd: Fake, rng: random.Random) -> None:

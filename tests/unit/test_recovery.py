@@ -1,4 +1,4 @@
-"""One agent's recovery, event by event: its instants, what it says twice and what only once, whom it believes."""
+"""One agent's recovery, event by event: when it acts, what it sends once or again, which deaths it believes."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def only(effects: list[Effect]) -> Effect:
     return effects[0]
 
 
-# ── coming ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── coming ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_agent_start_requests_a_lease_and_forks_a_worker_per_slot() -> None:
@@ -161,7 +161,7 @@ def test_a_generation_without_us_is_none_of_our_workers_business() -> None:
     assert told(machine.see(view(A, B, spec=SPEC, formed=again))) == [], "that is our successor's place"
 
 
-# ── a worker's end ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a worker's end ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_death_is_told_and_the_slot_filled_at_once() -> None:
@@ -206,9 +206,9 @@ def test_agent_reason_names_the_newest_failure_while_the_job_cannot_start() -> N
 
 def test_the_former_generation_is_the_newest_before_that_has_stepped_here() -> None:
     machine = running()
-    machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.places)))
+    machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.nodes)))
     assert machine.agent.formed.last_committed == SECOND
-    machine.see(view(A, B, spec=SPEC, formed=generation(3, SECOND.places)))
+    machine.see(view(A, B, spec=SPEC, formed=generation(3, SECOND.nodes)))
     assert machine.agent.formed.last_committed == SECOND
 
 
@@ -255,7 +255,7 @@ def test_a_standby_that_dies_is_charged_to_nobody() -> None:
     assert machine.take(WorkerExited(-1, 3, "exit code 1", 1)) == [ForkWorker(-1, 4, standby=True)]
 
 
-# ── letting go ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── aborting ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_worker_that_does_not_abort_the_group_in_time_is_killed() -> None:
@@ -331,7 +331,7 @@ def test_the_record_of_an_older_generation_says_nothing_of_the_newest_one() -> N
     assert (machine.agent.formed.broken, machine.agent.formed.broken_record) == (0, None)
 
 
-# ── suspicion ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── suspicion ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_failed_collective_is_reported_only_after_waiting_for_the_cause() -> None:
@@ -352,7 +352,7 @@ def test_failed_collective_is_not_reported_when_the_cause_is_on_record() -> None
 
 def test_letting_go_as_told_is_no_failure() -> None:
     machine = running()
-    machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.places)))
+    machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.nodes)))
     machine.take(WorkerGroupClosed(0, 1, 1, 8, "connection reset"))
     assert machine.agent.local.suspicious_since_s is None
 
@@ -397,7 +397,7 @@ def test_worker_that_closed_its_group_without_failure_gets_an_uncharged_report()
     assert (said.record.kind, said.record.charged) == ("idle", False)
 
 
-# ── what is said again ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is said again ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_that_a_generation_is_broken_is_said_again_until_the_view_shows_it() -> None:
@@ -422,14 +422,14 @@ def test_records_lost_by_etcd_are_restored_while_workers_train() -> None:
 
 def test_an_older_generation_in_etcd_is_set_right_and_not_taken_on() -> None:
     machine = running()
-    second = generation(2, SECOND.places)
+    second = generation(2, SECOND.nodes)
     machine.see(view(A, B, spec=SPEC, formed=second))
     effects = machine.see(view(A, B, spec=SPEC, formed=SECOND, revision=3))
     assert [e.generation for e in effects if isinstance(e, Restore)] == [second]
     assert machine.agent.formed.generation == second
 
 
-# ── leading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── leading ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def lead_from(machine: Watched, picture: JobView) -> list[Publish]:
@@ -518,13 +518,13 @@ def test_restarted_agent_not_yet_in_the_view_does_not_publish() -> None:
     assert lead_from(machine, view(spec=SPEC, formed=formed, failed=failed)) == []
     assert lead_from(machine, view(now, spec=SPEC, formed=formed, failed=failed)) == []
     published = [e for e in machine.wait(TIMES.lease_ttl_s) if isinstance(e, Publish)]
-    assert [p.incarnation for p in published[0].change.places] == ["a.1"]
+    assert [p.incarnation for p in published[0].change.nodes] == ["a.1"]
 
 
 def test_a_node_that_refuses_connections_is_left_out_at_once() -> None:
     machine = running(formed=FIRST)
     publish = next(e for e in machine.take(PeerDead("b", "b.1", "refused")) if isinstance(e, Publish))
-    assert [p.node for p in publish.change.places] == ["a"]
+    assert [p.node for p in publish.change.nodes] == ["a"]
 
 
 def test_an_expired_lease_is_believed_once_steps_stop() -> None:
@@ -534,7 +534,7 @@ def test_an_expired_lease_is_believed_once_steps_stop() -> None:
     alone = view(A, spec=SPEC, formed=FIRST)
     assert lead_from(machine, alone) == []
     machine.now_s += STALL_S + 0.01
-    assert [p.node for p in lead_from(machine, alone)[0].change.places] == ["a"]
+    assert [p.node for p in lead_from(machine, alone)[0].change.nodes] == ["a"]
 
 
 @pytest.mark.parametrize(("step_s", "boundary"), [(0.1, 11), (1.0, 10), (0.01, 33)])
@@ -547,14 +547,14 @@ def test_planned_change_boundary_is_at_least_a_quarter_second_and_two_steps_ahea
 
 
 def test_after_a_wipe_a_number_is_left_out() -> None:
-    """Somebody may hold one more, published just before."""
+    """Another agent may hold one more, published just before."""
     machine = running(formed=FIRST)
     machine.see(view(revision=1))
     publish = lead_from(machine, dataclasses.replace(BROKEN, revision=11))
     assert publish[0].number == 3
 
 
-# ── whom it believes dead ───────────────────────────────────────────────────────────────────────────────────────────
+# ── which nodes are dead ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_peer_that_renews_its_lease_beyond_the_ttl_is_no_longer_dead() -> None:
@@ -566,7 +566,7 @@ def test_peer_that_renews_its_lease_beyond_the_ttl_is_no_longer_dead() -> None:
     assert not machine.agent.peers.dead
 
 
-# ── sick workers and bad numbers ────────────────────────────────────────────────────────────────────────────────────
+# ── sick workers and bad numbers ──────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_hung_worker_is_named_and_killed() -> None:
@@ -583,7 +583,7 @@ def test_stuck_group_is_reported_once_and_aborted_without_a_kill() -> None:
     (said,) = (e for e in effects if isinstance(e, PutBroken))
     assert (said.record.kind, said.record.slots, said.record.detail) == ("comm", (), "has waited for 5400 s")
     assert not any(isinstance(e, Kill) for e in effects)
-    assert len(told(effects)) == 2, "both are told to let go"
+    assert len(told(effects)) == 2, "both are told to abort the group"
     machine = running()
     assert machine.take(GroupStuck(0, 99, "an earlier process")) == []
 
@@ -609,7 +609,7 @@ def test_bad_numbers_policy_stops_rolls_back_or_ignores() -> None:
     assert waiting.take(WorkerBadNumbers(0, 1, 1, 9, "nan", "loss is nan", (2,))) == []
 
 
-# ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def ended(phase: Phase, reason: str = "") -> JobView:
@@ -662,7 +662,7 @@ def test_leader_writes_succeeded_when_all_present_nodes_are_done() -> None:
     assert (end.state.phase, end.state.reason, end.expect_revision) == (Phase.SUCCEEDED, "", 2)
 
 
-# ── drains ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── drains ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_drained_node_without_a_rank_leaves_at_once() -> None:
@@ -711,7 +711,7 @@ def test_a_drain_called_off_is_withdrawn() -> None:
     assert machine.wait(60.0) == []
 
 
-# ── a script that knows nothing of elastic ──────────────────────────────────────────────────────────────────────────
+# ── a script that knows nothing of elastic ────────────────────────────────────────────────────────────────────
 
 
 def test_its_workers_are_forked_into_each_generation_anew() -> None:
@@ -719,13 +719,13 @@ def test_its_workers_are_forked_into_each_generation_anew() -> None:
     assert kinds(machine.take(Start(), Joined())) == [Rejoin], "and nobody before there is a rank"
     effects = machine.see(view(A, B, spec=SPEC, formed=SECOND))
     assert [(e.slot, e.generation.number) for e in effects if isinstance(e, ForkPlain)] == [(0, 1), (1, 1)]
-    effects = machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.places)))
+    effects = machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.nodes)))
     assert [e.worker_id for e in effects if isinstance(e, Kill)] == [1, 2]
     machine.take(WorkerExited(0, 1, "signal SIGKILL"))
     assert machine.worker_id(0) == 3
 
 
-# ── anything at all ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── anything at all ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_unknown_event_is_a_mistake_of_ours() -> None:
@@ -741,8 +741,8 @@ PICTURES = (
     view(A, B, spec=SPEC, formed=SECOND),
     BROKEN,
     view(A, spec=SPEC, formed=generation(2, [place("a", 0, 1)]), revision=12),
-    view(A, B, spec=SPEC, formed=generation(3, SECOND.places, at_step=20), revision=14),
-    view(A, member("b", 9, worker_id=2, ready=(0, 1)), spec=SPEC, formed=generation(3, SECOND.places), revision=15),
+    view(A, B, spec=SPEC, formed=generation(3, SECOND.nodes, at_step=20), revision=14),
+    view(A, member("b", 9, worker_id=2, ready=(0, 1)), spec=SPEC, formed=generation(3, SECOND.nodes), revision=15),
     view(A, B, spec=SPEC, formed=SECOND, phase=Phase.STOPPING),
     view(A, B, spec=SPEC, formed=SECOND, phase=Phase.SUCCEEDED),
 )

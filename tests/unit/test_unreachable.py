@@ -54,12 +54,12 @@ class Stepping(Machine):
         self.take(WorkerSynced(0, 1, 1, 7), WorkerStepping(0, 1, 1, 8), Progress(1, 8, 0.1))
 
     def said(self, *events: Event) -> list[tuple[str, ...]]:
-        """Of whom it complains in the records that it then writes."""
+        """The unreachable nodes in each record that it then writes."""
         return [e.record.unreachable for e in self.take(*events) if isinstance(e, PutMember)]
 
 
 def published(effects: list[Effect]) -> list[str]:
-    return ["".join(p.node for p in e.change.places) for e in effects if isinstance(e, Publish)]
+    return ["".join(p.node for p in e.change.nodes) for e in effects if isinstance(e, Publish)]
 
 
 # ── what it says ────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""Who sees the members of a large job, and what is made of a picture without them."""
+"""Which agents watch the members of a large job, and what an agent decides on a view without them."""
 
 from __future__ import annotations
 

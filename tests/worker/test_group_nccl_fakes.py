@@ -1,7 +1,7 @@
 """NCCL groups without a GPU: torch's calls replaced by fakes that keep to what torch documents and does.
 
 The contracts are those of `torch/distributed/distributed_c10d.py` and of ProcessGroupNCCL: `abort` may block, and an
-abort of one communicator may wait for the kernels of another; a wrapper is the same object only while somebody holds
+abort of one communicator may wait for the kernels of another; a wrapper is the same object only while a reference holds
 it; a group in whose forming the thread is blocked is in none of torch's books yet. `tests/gpu` has the real thing.
 """
 
@@ -284,7 +284,7 @@ def test_a_group_that_nccl_cannot_abort_ends_the_process(
 
 @pytest.fixture
 def noted(world: dict[Any, str], monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
-    """The communicator of the only group, which somebody holds."""
+    """The communicator of the only group, to which a reference is kept."""
     monkeypatch.setattr(nccl, "LOOK_S", 0.01)
     only = FakeGroup(lambda: None)
     world[only] = "a"
@@ -295,7 +295,7 @@ def noted(world: dict[Any, str], monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
 def test_a_collective_beyond_the_groups_time_out_ends_the_process(
     noted: FakeNccl, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """torch's watchdog knows, and is kept from ending the process: nobody else would wake who waits on the device."""
+    """torch's watchdog must not end the process: nothing else would wake a thread that waits on the device."""
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     thread = nccl.watch_time_out(threading.Event(), 5400.0, 7, 0, ended.put)
     with pytest.raises(queue.Empty):
@@ -400,7 +400,7 @@ def test_torchs_own_threads_are_quiet_before_the_group_is_made(
     formable: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else its watchdog aborts by itself, or holds a lock for a minute that the next collective waits for."""
-    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # whoever asks for the flight recorder gets it
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # the flight recorder is written if it is asked for
     made = make(device=torch.device("cuda", 0))
     made.form()
     made.close()

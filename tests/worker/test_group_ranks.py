@@ -1,4 +1,4 @@
-"""Groups that are let go of and formed again in the same processes: real ranks, real sockets, gloo.
+"""Process groups that are aborted and formed again in the same processes: real ranks, real sockets, gloo.
 
 The contract of `Group`, for both implementations.
 """

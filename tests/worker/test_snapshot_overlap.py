@@ -250,7 +250,7 @@ def test_memory_that_cuda_will_not_register_serves_all_the_same(gpu: Device, age
     assert newest(agent) == 1
 
 
-# ── who says so ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── which call settles ────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Settles:
@@ -295,7 +295,7 @@ def test_the_optimizers_guard_settles_before_the_first_byte_changes() -> None:
     state.optimizer.step()
     assert keeper.log == ["asked", "settled", "same True"]
     assert not torch.equal(before, model.weight)
-    state.changing()  # for whoever changes them without an optimizer
+    state.changing()  # for code that changes them without an optimizer
     assert keeper.log[3:] == ["asked", "settled"]
     link.over = True
     state.committed(1)

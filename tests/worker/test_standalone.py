@@ -1,4 +1,4 @@
-"""A script that runs alone: there is no status to look at, so what goes wrong is said to whoever reads its output."""
+"""A script that runs alone: there is no status to look at, so what goes wrong is printed to its output."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ class Large(nn.Module):
 
 
 def interrupted(rank: int, world_size: int, port: int, way: str) -> Any:
-    """The source dies, and the generation is let go of, while a quarter of a gigabyte is on its way."""
+    """The source dies, and the group is aborted, while a quarter of a gigabyte is being sent."""
     only_by(way, rank)
     state = State(model=Large(rank, 256))
     if rank == 0:

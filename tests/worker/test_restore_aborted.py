@@ -1,4 +1,4 @@
-"""Who waits for its agent's snapshots can be let go of meanwhile; what comes too late is closed and not taken."""
+"""A worker that waits for its agent's snapshots can be aborted meanwhile; a late answer is closed and not used."""
 
 from __future__ import annotations
 
