@@ -42,4 +42,4 @@ def test_two_that_refuse_each_other_do_not_go_on_in_turns() -> None:
         # In the same instant each may have published itself alone; one of these never steps, and no more follow.
         said = [r["why"] for r in control]
         assert len(control) <= 6, said
-        assert sum(len(r["places"]) == 1 for r in control) <= 2, said  # type: ignore[arg-type, misc]
+        assert sum(len(r["nodes"]) == 1 for r in control) <= 2, said  # type: ignore[arg-type, misc]
