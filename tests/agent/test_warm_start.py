@@ -1,5 +1,5 @@
 """Most tests fork their agents from a process that has imported torch (support/forge.py): a fork is as a new process
-is, and agents that are really started behave the same."""
+is. Agents that are really started behave the same: see test_first_zygote.py."""
 
 from __future__ import annotations
 
@@ -10,22 +10,11 @@ import subprocess
 
 import pytest
 from support import warm
-from support.agents import Job
 from support.printed import TRITON
 from support.procs import Procs, describe
 from support.wait import eventually
 
-from elastic.contract.records import Phase
-
-pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
-
-
-def test_job_with_started_agents_survives_a_killed_worker() -> None:
-    with Job(nodes="2:2", workers=1, args={"steps": 60, "step-ms": 3}, warm=False) as job:
-        job.wait_step(20)
-        job.kill_rank(1)
-        job.wait_phase(Phase.SUCCEEDED)
-        assert [(i.kind, i.steps_lost) for i in job.incidents()] == [("exit", 0)]
+pytestmark = pytest.mark.chaos
 
 
 def test_fork_has_its_arguments_environment_folder_streams_and_exit_code(tmp_path: pathlib.Path) -> None:

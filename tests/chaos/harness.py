@@ -33,7 +33,7 @@ from support.etcd_server import etcd_binary, free_ports
 from support.history import History, check
 from support.incidents import Deed, check_deeds, check_written
 from support.lab import Host, Hosts
-from support.procs import Procs, alive, describe, end_all, kill, tagged
+from support.procs import Procs, Started, alive, describe, end_all, kill, tagged
 from support.wait import eventually
 from support.warm import SOCKET_ENV, ready
 
@@ -167,7 +167,7 @@ class Node:
         self._tag = f"{cluster.procs.tag}.{self.name}"
         self.env: dict[str, str] = {}
         """Further environment of its daemon and of all that this starts."""
-        self.daemon: subprocess.Popen[bytes] | None = None
+        self.daemon: Started | None = None
 
     def start(self, wait: bool = True, code: pathlib.Path | None = None) -> None:
         """Start its daemon; returns when that is in the cluster. `code`: a folder with other `elastic` and `elasticd`
@@ -189,17 +189,21 @@ class Node:
             lines += [f"{name} = {json.dumps(value)}" for name, value in fields.items()]
         (self.folder / "elasticd.toml").write_text("\n".join(lines))
         popen = self.host.popen if self.host else cluster.procs.popen
+        options = ["--config", str(self.folder / "elasticd.toml")]
+        env = {NODE: self.name, "ELASTIC_TEST_NODE_TAG": self._tag, **self.env}
         with (self.folder / "daemon.log").open("ab") as log:
-            command: list[str | pathlib.Path] = [BIN / "elasticd"]
-            path: dict[str, str] = {}
             if code is not None:
-                command, path = [sys.executable, "-P", "-m", "elasticd.main"], {"PYTHONPATH": str(code)}
-            elif cluster.warm:
-                command, path = [sys.executable, WARM_DAEMON], {SOCKET_ENV: ready()}
-            self.daemon = popen(
-                [*command, "--config", self.folder / "elasticd.toml"],
-                env={NODE: self.name, "ELASTIC_TEST_NODE_TAG": self._tag, **path, **self.env}, stdout=log, stderr=log,
-            )  # fmt: skip
+                command = [sys.executable, "-P", "-m", "elasticd.main", *options]
+                self.daemon = popen(command, env={"PYTHONPATH": str(code), **env}, stdout=log, stderr=log)
+            elif not cluster.warm:
+                self.daemon = popen([str(BIN / "elasticd"), *options], env=env, stdout=log, stderr=log)
+            else:
+                env[SOCKET_ENV] = ready()
+                command = [str(WARM_DAEMON), *options]
+                if self.host:
+                    self.daemon = popen([sys.executable, *command], env=env, stdout=log, stderr=log)
+                else:
+                    self.daemon = cluster.procs.python(command, output=log, env=env)
         if wait:
             eventually(lambda: self.state() == "ready", 40.0, f"{self.name} is in the cluster")
 

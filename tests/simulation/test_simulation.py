@@ -12,7 +12,7 @@ from simulation.run import explain, many
 from elastic.contract.records import Phase
 
 HISTORIES = 10_000
-FEW = 600
+FEW = 400
 """In `make test`; all of them in `make soak`."""
 FAMILIES = 400
 LATE = 100

@@ -1,4 +1,4 @@
-"""The fixed cases of `make test`: every element of the grammar, killed where it hurts most. Seed 0 of `make soak`."""
+"""The fixed cases: every element of the grammar, killed where it hurts most. Seed 0 of `make soak`."""
 
 from __future__ import annotations
 
@@ -73,6 +73,9 @@ _EDGES: tuple[dict[str, Any], ...] = (
     {"region": "finish", "at": 0.5, "step": STEPS, "rank": 0, "shape": (2, 1), "checkpoint": "steps"},
 )  # fmt: skip
 """The first step, the last one, and after it."""
+
+OFTEN = frozenset({0, 3, 5, 7, 10, 13, 18, 19, 20, 21, 23, 24, 29, 31, 34})
+"""Numbers of those in `make test`, as many kinds of loops, layers and places as fit: 2 s of a core each."""
 
 FIXED = tuple(_case(number, **drawn) for number, drawn in enumerate(_DRAWN))
 LARGE = tuple(_case(number, **drawn) for number, drawn in enumerate(_LARGE, len(FIXED)))

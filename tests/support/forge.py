@@ -1,4 +1,4 @@
-"""A process that has torch, the agent and the worker imported, and forks agents and scripts: a start costs
+"""A process that has torch, the agent, the worker and the daemon imported, and forks agents and scripts: a start costs
 milliseconds of a core where the imports cost seconds.
 
     python forge.py SOCKET PADDING
@@ -6,7 +6,7 @@ milliseconds of a core where the imports cost seconds.
 `support.warm` is the client. Each connection is one process: an order comes in with the descriptors 0, 1 and 2; the
 answer is {"pid": …}, later {"code": …}; or {"cold": why} where a fork would not be as a new process is. A fork joins
 the network, the host name, the control group and the limits of the process that asks. All forks die with this process,
-which ends when its stdin does. It never uses gRPC itself: a process that has must not fork.
+which ends when its stdin does. It imports gRPC and never uses it: a process that has must not fork.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ WARM = (
     "elastic.worker.run",
     "elastic.worker.boot.bootstrap",
     "elastic.worker.boot.zygote",
+    "elasticd.main",
+    "elasticd.service",
+    "elastic.etcd.wire",  # gRPC: a process that has not used it may fork
 )
 NAMESPACES = ("net", "uts", "mnt", "ipc")
 LIMITS = ("RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_FSIZE", "RLIMIT_AS", "RLIMIT_CORE", "RLIMIT_MEMLOCK")
