@@ -28,11 +28,10 @@ from elastic.contract.records import Phase
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 
 SCRIPT = """
-import os, sys, time, torch
+import os, sys, torch
 import elastic.worker.boot.zygote
 print("told", os.environ["TOLD"], "grpc" in sys.modules, "structlog" in sys.modules, os.environ.get("GRPC_VERBOSITY"))
-while not os.path.exists("go"):
-    time.sleep(0.02)
+open("go").read()  # a pipe: until the test opens it
 """
 
 
@@ -54,6 +53,12 @@ class Started(Marked):
         script = folder / "plain.py"
         script.write_text(SCRIPT)
         super().__init__(nodes="1:1", workers=1, script=script, spec={"env": {"TOLD": "yes"}, **spec}, warm=False)
+        os.mkfifo(self.folder / "go")
+
+    def go(self) -> None:
+        """Let the script end."""
+        with (self.folder / "go").open("w"):
+            pass
 
     @property
     def agent(self) -> int:
@@ -103,7 +108,7 @@ def test_zygote_is_a_fork_of_its_agent_and_its_successor_a_program(tmp_path: Pat
         os.kill(worker, signal.SIGKILL)
         eventually(lambda: job.worker() != worker and len(job.printed()) == 2, 60.0, "a worker of the next zygote")
         assert torch_at(job.zygote()) != torch_at(job.agent)
-        (job.folder / "go").touch()
+        job.go()
         job.wait_phase(Phase.SUCCEEDED)
         # The environment is the job's, and a worker has no module that the agent alone needs.
         assert job.printed() == ["told yes False False None"] * 2
@@ -126,7 +131,7 @@ def test_a_variable_for_the_start_of_python_takes_a_zygote_of_its_own(tmp_path: 
     with Started(tmp_path, env={"TOLD": "yes", "PYTHONPATH": str(tmp_path / "extra")}) as job:
         eventually(job.printed, 60.0, "the script runs")
         assert torch_at(job.zygote()) != torch_at(job.agent)
-        (job.folder / "go").touch()
+        job.go()
         job.wait_phase(Phase.SUCCEEDED)
 
 

@@ -93,9 +93,8 @@ def test_all_agents_are_killed() -> None:
 
 
 PLAIN = """
-import time
-while True:
-    time.sleep(0.1)
+import signal
+signal.pause()
 """
 
 

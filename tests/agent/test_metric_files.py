@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 from support.wait import eventually
 
 from elastic.agent import event_file, metric_files
@@ -202,9 +202,10 @@ def test_a_folder_that_takes_no_writes_holds_up_nothing_and_is_tried_again(
     monkeypatch.setattr(metric_files, "RETRY_S", 0.01)
     (tmp_path / "job").write_text("a file where the folder should be")
     writer = MetricWriter(tmp_path / "job")
-    writer.take(1, 0, [row(1)], repeated=False)
-    assert writer.newest == {"loss": 0.1}
-    time.sleep(0.05)
+    with capture_logs() as logged:
+        writer.take(1, 0, [row(1)], repeated=False)
+        assert writer.newest == {"loss": 0.1}
+        eventually(lambda: "metrics.not_written" in [entry["event"] for entry in logged], 10.0, "it has tried")
     (tmp_path / "job").unlink()
     eventually(lambda: (tmp_path / "job" / "metrics.jsonl").exists(), 10.0, "it is written")
     writer.close()
