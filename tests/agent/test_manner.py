@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.agents import Job
 from support.printed import printed
+from support.scripts import EPOCH
 
 from elastic.contract.records import Phase
 
@@ -29,27 +30,10 @@ print("rank", os.environ["RANK"], "sum", int(total), flush=True)
 dist.destroy_process_group()
 """
 
-TRAINER = """
+TRAINER = f"""
 import os
-import elastic, torch
-
 RANK_AT_IMPORT = os.environ["RANK"]
-
-class Data(torch.utils.data.Dataset):
-    def __len__(self): return 240
-    def __getitem__(self, i): x = torch.tensor([float(i)]) / 240; return x, x
-
-def setup(job):
-    model = torch.nn.Linear(1, 1)
-    return elastic.State(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
-
-def train(job, state):
-    model = job.ddp(state.model)
-    for batch in job.batches(Data(), state, batch_size=8, epochs=1):
-        (model(batch.x) - batch.y).pow(2).mean().backward()
-        state.optimizer.step()
-        state.optimizer.zero_grad()
-        job.commit(state)
+{EPOCH}
         if job.rank == 1 and state.step == 10 and job.generation == 1:
             os.kill(os.getpid(), 9)
     print("final", state.step, "began as", RANK_AT_IMPORT, flush=True)

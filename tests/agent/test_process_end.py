@@ -8,30 +8,16 @@ from typing import Any
 import pytest
 from support.agents import Job
 from support.printed import printed
+from support.scripts import EPOCH
 
 from elastic.contract.records import Phase
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 
-TRAIN = """
-import atexit, os, threading, time
-import elastic, torch
-
-class Data(torch.utils.data.Dataset):
-    def __len__(self): return 240
-    def __getitem__(self, i): x = torch.tensor([float(i)]) / 240; return x, x
-
-def setup(job):
-    model = torch.nn.Linear(1, 1)
-    return elastic.State(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
-
-def train(job, state):
-    model = job.ddp(state.model)
-    for batch in job.batches(Data(), state, batch_size=8, epochs=1):
-        (model(batch.x) - batch.y).pow(2).mean().backward()
-        state.optimizer.step()
-        state.optimizer.zero_grad()
-        job.commit(state)
+TRAIN = (
+    "import atexit, os, threading, time\n"
+    + EPOCH
+    + """
         {fault}
     print("trained", state.step, flush=True)
 
@@ -46,6 +32,7 @@ atexit.register(print, "from atexit", flush=True)
 threading.Thread(target=late).start()
 {last}
 """
+)
 HANGS = "threading.Thread(target=time.sleep, args=(600,)).start()"
 
 

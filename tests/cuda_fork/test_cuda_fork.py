@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from support.agents import Job
+from support.scripts import EPOCH
 
 from elastic.agent import worker_env
 from elastic.agent.children import PR_SET_CHILD_SUBREAPER
@@ -55,26 +56,9 @@ if "elastic.worker.boot.zygote" in " ".join(sys.orig_argv):
     {BACKWARD.replace(chr(10), "; ").rstrip("; ")}
 """
 
-ELASTIC = """
+ELASTIC = f"""
 import time
-import elastic, torch
-
-class Data(torch.utils.data.Dataset):
-    def __len__(self): return 240
-    def __getitem__(self, i): x = torch.tensor([float(i)]) / 240; return x, x
-
-def setup(job):
-    model = torch.nn.Linear(1, 1)
-    return elastic.State(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
-
-def train(job, state):
-    model = job.ddp(state.model)
-    for batch in job.batches(Data(), state, batch_size=8, epochs=1):
-        loss = (model(batch.x) - batch.y).pow(2).mean()
-        loss.backward()
-        state.optimizer.step()
-        state.optimizer.zero_grad()
-        job.commit(state, loss=loss)
+{EPOCH}
         time.sleep(0.05)
     print("final", state.step, flush=True)
 

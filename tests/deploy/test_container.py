@@ -14,28 +14,12 @@ from typing import Any
 import pytest
 from support.daemons import ELASTICCTL, ELASTICD
 from support.procs import Procs
+from support.scripts import TINY, TINY_STEP
 from support.wait import eventually
 
-TRAIN = """
-import os, sys, time
-import torch
-import elastic
-
-def setup(job):
-    model = torch.nn.Linear(2, 2)
-    return elastic.State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-
-def train(job, state):
-    model = job.ddp(state.model)
+TRAIN = f"""{TINY}
     while not job.broadcast(os.path.exists(sys.argv[1]) if job.rank == 0 else None):
-        model(torch.ones(1, 2)).sum().backward()
-        state.optimizer.step()
-        state.optimizer.zero_grad()
-        job.commit(state)
-        time.sleep(0.02)
-
-elastic.run(setup, train)
-"""
+{TINY_STEP}"""
 
 
 def table() -> dict[int, tuple[int, str]]:

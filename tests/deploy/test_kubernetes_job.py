@@ -16,35 +16,19 @@ from typing import Any
 
 import pytest
 from support.procs import Procs
+from support.scripts import TINY, TINY_STEP
 from support.source import ROOT
 from support.wait import eventually
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 POD = FOLDER / "job" / "pod.sh"
 
-TRAIN = """
-import os, sys, time
-import torch
-import elastic
-
-def setup(job):
-    model = torch.nn.Linear(2, 2)
-    return elastic.State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-
-def train(job, state):
-    model = job.ddp(state.model)
+TRAIN = f"""{TINY}
     if job.rank == 0:
         print("entered at", state.step, flush=True)
         print(state.step, job.world_size, file=open("SHARED/entered", "a"))
     while not job.broadcast(os.path.exists("SHARED/end") if job.rank == 0 else None):
-        model(torch.ones(1, 2)).sum().backward()
-        state.optimizer.step()
-        state.optimizer.zero_grad()
-        job.commit(state)
-        time.sleep(0.02)
-
-elastic.run(setup, train)
-"""
+{TINY_STEP}"""
 
 
 class Pods:

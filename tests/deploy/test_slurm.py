@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.procs import Procs
+from support.scripts import TINY, TINY_STEP
 from support.source import ROOT
 from support.wait import eventually
 
@@ -37,27 +38,10 @@ else:
     open(os.environ["SCONTROL_LOG"], "a").write(" ".join(sys.argv[1:]) + "\\n")
 """
 
-TRAIN = """
-import os, sys, time
-import torch
-import elastic
-
-def setup(job):
-    model = torch.nn.Linear(2, 2)
-    return elastic.State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-
-def train(job, state):
-    model = job.ddp(state.model)
+TRAIN = f"""{TINY}
     print("entered at", state.step, "of", job.world_size, flush=True)
     while state.step < int(sys.argv[1]):
-        model(torch.ones(1, 2)).sum().backward()
-        state.optimizer.step()
-        state.optimizer.zero_grad()
-        job.commit(state)
-        time.sleep(0.02)
-
-elastic.run(setup, train)
-"""
+{TINY_STEP}"""
 
 
 class Allocation:

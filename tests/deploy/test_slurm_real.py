@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from support import scratch
 from support.procs import Procs
+from support.scripts import TINY, TINY_STEP
 from support.source import ROOT
 from support.wait import eventually
 
@@ -60,29 +61,12 @@ NodeName=n1 NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
 PartitionName=all Nodes=n0,n1 Default=YES MaxTime=INFINITE State=UP
 """
 
-TRAIN = """
-import os, time
-import torch
-import elastic
-
-def setup(job):
-    model = torch.nn.Linear(2, 2)
-    return elastic.State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-
-def train(job, state):
-    model = job.ddp(state.model)
+TRAIN = f"""{TINY}
     with open("entered", "a") as file:
         print(state.step, job.world_size, os.getpid(), file=file)
     last = state.step + 20 if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" else 10**9
     while state.step < last:
-        model(torch.ones(1, 2)).sum().backward()
-        state.optimizer.step()
-        state.optimizer.zero_grad()
-        job.commit(state)
-        time.sleep(0.02)
-
-elastic.run(setup, train)
-"""
+{TINY_STEP}"""
 
 
 class Slurm:

@@ -8,6 +8,7 @@ from typing import Any
 
 from elastic.checkpoint.arena import Arena
 from elastic.contract import messages
+from elastic.worker.checkpoint_scheduler import Part
 
 
 class Agent:
@@ -58,3 +59,35 @@ class Agent:
         self._handlers[messages.SaveResult](
             messages.SaveResult(step=message.step, buffer=message.buffer, seconds=0.1), []
         )
+
+
+class NoBackend:
+    """A snapshot backend that keeps the parts and copies nothing."""
+
+    durable_s = 0.0
+    copying = False
+    beside_s = 0.0
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+
+    def wanted(self) -> bool:
+        return False
+
+    def stops(self) -> bool:
+        return False
+
+    def free(self) -> bool:
+        return True
+
+    def wait(self, limit_s: float) -> None: ...
+
+    def put(self, part: Part) -> bool:
+        self.parts.append(part)
+        return True
+
+    def settle(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def prepare(self, part: Part) -> None: ...

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from support.arenas import Agent
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +15,11 @@ def nothing_left_in_flight() -> Iterator[None]:
     yield
     if module := sys.modules.get("elastic.worker.comm.in_flight"):
         assert not module.IN_FLIGHT.fail("left behind by a test"), "a collective is still in flight"
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    made = Agent()
+    yield made
+    for arena in made.arenas:
+        arena.close()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
-import pytest
 import torch
 from support.arenas import Agent
 
@@ -16,14 +14,6 @@ from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import Part
 
 SIZE = 1 << 18
-
-
-@pytest.fixture
-def agent() -> Iterator[Agent]:
-    made = Agent()
-    yield made
-    for arena in made.arenas:
-        arena.close()
 
 
 def part(step: int, count: int) -> Part:

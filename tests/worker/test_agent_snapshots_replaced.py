@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 import torch
 from support.arenas import Agent
 
@@ -13,14 +10,6 @@ from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import Part
 
 SIZE = 1 << 10
-
-
-@pytest.fixture
-def agent() -> Iterator[Agent]:
-    made = Agent()
-    yield made
-    for arena in made.arenas:
-        arena.close()
 
 
 def save(sink: AgentSnapshots, step: int) -> bool:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import torch
+from support.arenas import NoBackend
 
 from elastic.checkpoint.interval import FARTHEST_AGREEMENT_STEPS, Rule
-from elastic.worker.checkpoint_scheduler import CheckpointScheduler, Part, RankPosition
+from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.state.state import State
 
 
-class SnapshotBackend:
-    durable_s = 0.0
-    copying = False
-    beside_s = 0.0
-
+class SnapshotBackend(NoBackend):
     def __init__(self) -> None:
-        self.parts: list[Part] = []
+        super().__init__()
         self.asked = False
         self.full = False
 
@@ -23,25 +20,14 @@ class SnapshotBackend:
         asked, self.asked = self.asked, False
         return asked
 
-    def stops(self) -> bool:
-        return False
-
     def free(self) -> bool:
         return not self.full
 
     def wait(self, limit_s: float) -> None:
         self.full = False
 
-    def put(self, part: Part) -> bool:
-        self.parts.append(part)
-        return True
-
     def settle(self) -> None:
         raise AssertionError("it said that it had copied all")
-
-    def leave(self) -> None: ...
-
-    def prepare(self, part: Part) -> None: ...
 
 
 def build() -> State:

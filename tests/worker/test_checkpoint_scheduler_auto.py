@@ -5,41 +5,23 @@ from __future__ import annotations
 import re
 
 import torch
+from support.arenas import NoBackend
 
 from elastic.checkpoint.interval import Rule
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, Part, RankPosition
 from elastic.worker.state.state import State
 
 
-class SnapshotBackend:
+class SnapshotBackend(NoBackend):
     """Asked for a snapshot at every talk; each takes ten minutes until it is on disk."""
 
     durable_s = 600.0
-    copying = False
-    beside_s = 0.0
-
-    def __init__(self) -> None:
-        self.parts: list[Part] = []
 
     def wanted(self) -> bool:
         return True
 
-    def stops(self) -> bool:
-        return False
-
-    def free(self) -> bool:
-        return True
-
-    def wait(self, limit_s: float) -> None: ...
-
-    def settle(self) -> None: ...
-
-    def leave(self) -> None: ...
-
-    def prepare(self, part: Part) -> None: ...
-
     def put(self, part: Part) -> bool:
-        self.parts.append(part)
+        super().put(part)
         return len(self.parts) != 2  # the second one finds no room
 
 

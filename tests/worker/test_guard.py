@@ -18,10 +18,11 @@ from elastic.contract.messages import AbortGroup
 from elastic.worker.job import Job
 from elastic.worker.run import AgentLink
 from elastic.worker.session import GenerationEnded, Session
+from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 
 
-class FakeLink:
+class FakeLink(NoLink):
     def __init__(self, log: list[str]) -> None:
         self.log = log
         self.aborted = False
@@ -30,18 +31,6 @@ class FakeLink:
         self.log.append("asked")
         if self.aborted:
             raise GenerationEnded("a rank died")
-
-    def entered(self) -> None:
-        pass
-
-    def contributed(self) -> None:
-        pass
-
-    def logged(self, *_: object) -> None:
-        pass
-
-    def sampled(self, *_: object) -> None:
-        pass
 
 
 class FakeStream:
@@ -61,7 +50,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def make(log: list[str], device: str = "cuda:1", world_size: int = 2) -> Job:
-    job = Job(name="j", device=torch.device(device), local_rank=1, link=FakeLink(log))  # type: ignore[arg-type]
+    job = Job(name="j", device=torch.device(device), local_rank=1, link=FakeLink(log))
     job.enter(rank=0, world_size=world_size, generation=1, keeper=None)
     return job
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.job import Job
 from elastic.worker.session import GenerationEnded
+from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 
 SIZE = 64
@@ -71,14 +72,6 @@ class Trained:
             torch._C._increment_version([self._there[name]])
             late = functools.partial(self.held[name].data.fill_, self.step + 1)
             self.device.launch("optimizer", late)
-
-
-@pytest.fixture
-def agent() -> Iterator[Agent]:
-    made = Agent()
-    yield made
-    for arena in made.arenas:
-        arena.close()
 
 
 def keeper_for(agent: Agent, every: int = 1) -> CheckpointScheduler:
@@ -266,7 +259,7 @@ class Settles:
         self.log.append("settled")
 
 
-class Link:
+class Link(NoLink):
     def __init__(self, log: list[str]) -> None:
         self.log, self.over = log, False
 
@@ -274,11 +267,6 @@ class Link:
         if self.over:
             raise GenerationEnded("a rank died")
         self.log.append("asked")
-
-    def entered(self) -> None: ...
-    def logged(self, *_: object) -> None: ...
-    def sampled(self, *_: object) -> None: ...
-    def quiet(self, limit_s: float) -> None: ...
 
 
 def test_the_optimizers_guard_settles_before_the_first_byte_changes() -> None:

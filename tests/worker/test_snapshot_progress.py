@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
-from support.arenas import Agent
+from support.arenas import Agent, NoBackend
 from support.ckpt import table_of
 
 from elastic.checkpoint.interval import Rule
@@ -20,14 +18,6 @@ LARGE = 1 << 24
 """Elements: 64 MiB of float32."""
 MOST_BYTES = 16 << 20
 """Between two signs of progress."""
-
-
-@pytest.fixture
-def agent() -> Iterator[Agent]:
-    made = Agent()
-    yield made
-    for arena in made.arenas:
-        arena.close()
 
 
 def part(step: int, **options: Any) -> Part:
@@ -61,22 +51,12 @@ def test_a_wait_for_pages_that_a_thread_touches_is_progress_too(agent: Agent) ->
 def test_the_buffers_of_a_state_on_the_cpu_are_touched_ahead() -> None:
     prepared: list[Part] = []
 
-    class SnapshotBackend:
-        durable_s, copying, beside_s = 0.0, False, 0.0
-
-        def wanted(self) -> bool:
-            return False
-
-        stops = wanted
-
-        def free(self) -> bool:
-            return True
-
+    class SnapshotBackend(NoBackend):
         def prepare(self, part: Part) -> None:
             prepared.append(part)
 
     state = State(model=torch.nn.Linear(4, 4))
-    keeper = CheckpointScheduler(SnapshotBackend(), Rule(every_steps=100), shared=True)  # type: ignore[arg-type]
+    keeper = CheckpointScheduler(SnapshotBackend(), Rule(every_steps=100), shared=True)
     keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
     for _ in range(3):
         state.committed(1)

@@ -21,6 +21,7 @@ from elastic.checkpoint.layout import arena_nbytes
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.job import Job
+from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 
 LIMIT_S = 60.0
@@ -69,24 +70,6 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copying]:
     made.let_all()
 
 
-@pytest.fixture
-def agent() -> Iterator[Agent]:
-    made = Agent()
-    yield made
-    for arena in made.arenas:
-        arena.close()
-
-
-class Link:
-    def entered(self) -> None: ...
-    def contributed(self) -> None: ...
-    def logged(self, *_: object) -> None: ...
-    def sampled(self, *_: object) -> None: ...
-    def applying(self) -> None: ...
-    def committed(self, step: int, step_s: float, loss: float | None) -> None: ...
-    def check(self, step: int) -> None: ...
-
-
 class Training:
     """The real thing, but for the group: a model with buffers, an optimizer, the guard, the keeper, the sink."""
 
@@ -100,7 +83,7 @@ class Training:
         self.state = State(model=self.model, optimizer=self.optimizer, seen=torch.zeros(3))
         self.keeper = CheckpointScheduler(AgentSnapshots(agent), Rule(every_steps=every), shared=True)  # type: ignore[arg-type]
         self.keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
-        self.job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=Link())  # type: ignore[arg-type]
+        self.job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=NoLink())
         self.job.enter(rank=0, world_size=1, generation=1, keeper=self.keeper)  # type: ignore[arg-type]
         self.state.watch_optimizers(self.job.guard())
         self.truth: dict[int, dict[str, torch.Tensor]] = {}
