@@ -1,4 +1,4 @@
-"""What a drain of a node would do to the jobs on it. Pure: the plan of all nodes, made as if the drain were on."""
+"""What a drain of a node would do to the jobs on it. Pure: the assignment computed as if the node were drained."""
 
 from __future__ import annotations
 

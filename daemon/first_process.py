@@ -1,4 +1,4 @@
-"""elasticd as process 1 of a container: a parent that reaps what is left to it, as an init does."""
+"""elasticd as process 1 of a container: it reaps orphaned processes, as an init does."""
 
 from __future__ import annotations
 

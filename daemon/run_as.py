@@ -1,4 +1,4 @@
-"""As which user the agents of a job run on this node, and whether they may.
+"""The user that a job's agents run as on this node, and whether that is allowed.
 
 Under systemd's system manager, as root, an agent is a unit with `User=`: the job's user. Anywhere else elasticd cannot
 become another user, so it runs the jobs of its own user and no others.

@@ -1,4 +1,4 @@
-"""The unit properties of an agent: its user, its limits, its fence. Pure.
+"""The unit properties of an agent: its user, its limits, its isolation. Pure.
 
 See systemd.exec(5) and systemd.resource-control(5). The limits hold for the agent and all its workers on this node
 together. Without systemd there are none.

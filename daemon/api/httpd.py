@@ -171,7 +171,7 @@ class Places:
         self._taken: Counter[Hashable] = Counter()
 
     def take(self, owner: Hashable) -> str:
-        """Take a place: empty on success, to be released by `free`; else why there is none."""
+        """Admit a request: empty on success, to be followed by `free`; else why it is refused."""
         with self._lock:
             taken = self._taken.total()
             if owner != self._kept_for:

@@ -38,7 +38,7 @@ def get_drain(h: Request, query: Query, node: str) -> None:
 
 
 def get_gc(h: Request, query: Query) -> None:
-    """What would be removed here: names of other users' jobs are in it, so it is for those who may remove them."""
+    """What would be removed here. Names of other users' jobs are in it: only for users that may remove these."""
     h.service.authority.check_node(h.peer(), h.service.identity.node, "clean up")
     h.send_json(200, {"schema": SCHEMA} | h.service.cleaner.clean(dry_run=True))
 

@@ -378,7 +378,7 @@ class EtcdWriter:
 
 def encode(record: Record) -> bytes:
     """A script's error may contain text that UTF-8 cannot encode, such as a file name in another encoding. Such a
-    failure must be written all the same, or the job would fail in this way for ever."""
+    failure must be written all the same, or the job would fail in this way again and again."""
     try:
         return _strictly(record)
     except UnicodeEncodeError:

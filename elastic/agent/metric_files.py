@@ -1,4 +1,4 @@
-"""What `job.log` gives, in files: each step once, whatever has been lost and done again meanwhile.
+"""The values of `job.log` in files: each step once, also where steps were lost and made again.
 
     <tensorboard>/<job>/metrics.jsonl           one line for each step: step, wall_s, values
     <tensorboard>/<job>/events.out.tfevents.…   the same for TensorBoard, a new file for each generation

@@ -1,5 +1,4 @@
-"""Retention: the newest good checkpoints stay, and for ever those at every n-th step; the last good one is never
-removed.
+"""Retention: the newest good checkpoints are kept, those at every n-th step too; the last good one is never removed.
 
 A removal begins with a rename, so a crash in the middle leaves a directory that is not named like a checkpoint.
 """

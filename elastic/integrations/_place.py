@@ -1,4 +1,4 @@
-"""Where accelerate believes this process to be: its PartialState, which Trainer and Accelerator read.
+"""accelerate's view of this process: its PartialState (rank, world size, device), read by Trainer and Accelerator.
 
 accelerate looks at torchrun's variables once per process and forms a process group if it finds them. Under elastic the
 group comes later and changes, so its view is set here instead: alone before and after training, and in each

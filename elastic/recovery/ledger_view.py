@@ -1,4 +1,4 @@
-"""What an agent's job does at this instant, in the words of the ledger. Pure."""
+"""What an agent's job does at this instant, as a bucket of the goodput ledger. Pure."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def _member(raw: bytes) -> MemberRecord:
 
 
 class Seats(Mapping[str, Member]):
-    """The nodes of a generation as members, made from their places where their records are not watched. Whether they
+    """The nodes of a generation as members, made from its record where member records are not watched. Whether they
     are still alive is not known."""
 
     def __init__(self, formed: GenerationRecord | None) -> None:

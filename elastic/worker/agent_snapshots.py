@@ -1,6 +1,6 @@
 """Snapshot backend of a worker that has an agent: copies into arenas that the agent owns.
 
-The agent writes the arenas to disk, even after this process has died. It is told of a snapshot once that is complete.
+The agent writes the arenas to disk, even after this process has died. It is told of a snapshot once that is copied.
 """
 
 from __future__ import annotations

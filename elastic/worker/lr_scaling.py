@@ -43,7 +43,7 @@ class ScaledSteps:
         """Rates of the state by optimizer, during its step."""
 
     def scale(self, optimizers: Iterable[torch.optim.Optimizer], by: float) -> None:
-        """From here on these, and no others."""
+        """Scale the rates of these optimizers from now on, and of no others."""
         self.clear()
         for optimizer in dict.fromkeys(optimizers):  # each once, however often it is named
             self._handles.append(optimizer.register_step_pre_hook(self._before(by)))
@@ -57,7 +57,7 @@ class ScaledSteps:
 
     def _before(self, by: float) -> Any:
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            # A step that raised has left its rates scaled: what is kept then stays the truth.
+            # A step that raised has left its rates scaled: the rates kept before that step are the right ones.
             rates = self._kept.setdefault(id(optimizer), [group["lr"] for group in optimizer.param_groups])
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * by

@@ -1,4 +1,4 @@
-"""Whether a state that comes fits the modules that are here."""
+"""Whether a received state fits this worker's modules."""
 
 from __future__ import annotations
 
