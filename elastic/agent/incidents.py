@@ -20,23 +20,7 @@ def has_failed(formed: FormedState, generation: int) -> bool:
 
 
 def save_failed(agent: Agent, step: int, error: str, wall_s: float) -> IncidentRecord:
-    number, world_size = (
-        (agent.formed.generation.number, agent.formed.generation.world_size) if agent.formed.generation else (0, 0)
-    )
-    return IncidentRecord(
-        generation=number,
-        kind="checkpoint",
-        node=agent.policy.node,
-        ranks=(),
-        detail=f"checkpoint of step {step} failed: {error}",
-        wall_s=wall_s,
-        step=step,
-        ended_wall_s=wall_s,
-        steps_lost=0,
-        steps_lost_at_most=0,
-        world_size_before=world_size,
-        world_size_after=world_size,
-    )
+    return _over_at_once(agent, "checkpoint", f"checkpoint of step {step} failed: {error}", wall_s, step=step)
 
 
 def late_exit(
@@ -65,15 +49,23 @@ def late_exit(
 
 def _late_exit(agent: Agent, slot: int, detail: str, wall_s: float) -> IncidentRecord:
     generation = agent.formed.generation
-    number, world_size = (generation.number, generation.world_size) if generation else (0, 0)
     ranks = generation.ranks(agent.policy.node) if generation else {}
+    return _over_at_once(agent, "late exit", detail, wall_s, ranks=(ranks[slot],) if slot in ranks else ())
+
+
+def _over_at_once(
+    agent: Agent, kind: str, detail: str, wall_s: float, *, ranks: tuple[int, ...] = (), step: int | None = None
+) -> IncidentRecord:
+    generation = agent.formed.generation
+    number, world_size = (generation.number, generation.world_size) if generation else (0, 0)
     return IncidentRecord(
         generation=number,
-        kind="late exit",
+        kind=kind,
         node=agent.policy.node,
-        ranks=(ranks[slot],) if slot in ranks else (),
+        ranks=ranks,
         detail=detail,
         wall_s=wall_s,
+        step=step,
         ended_wall_s=wall_s,
         steps_lost=0,
         steps_lost_at_most=0,

@@ -10,8 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import xxhash
@@ -137,12 +138,8 @@ def verify(
     if job is not None and manifest.job != job:
         raise Damaged("other-job", f"it belongs to job {manifest.job!r}, not {job!r}")
     for shard in manifest.shards:
-        try:
+        with _reading(shard):
             size = files.size(os.path.join(path, shard.file))
-        except FileNotFoundError:
-            raise Damaged("shard-missing", f"{shard.file} is missing") from None
-        except OSError as error:
-            raise Damaged("unreadable", f"{shard.file} cannot be read: {error.strerror}") from error
         if size != shard.nbytes:
             raise Damaged("shard-size", f"{shard.file} has {size} bytes instead of {shard.nbytes}")
     if hashes:
@@ -176,22 +173,29 @@ def read_piece(path: str, shard: m.Shard, index: int, into: list[memoryview]) ->
     """Read piece `index` of a shard into the buffers `into`, in order, and check its hash. Raises Damaged."""
     file = os.path.join(path, shard.file)
     at = index * shard.piece_nbytes
-    try:
+    with _reading(shard):
         fd = open_file(file)
         try:
             for views in (into[i : i + _IOV_MAX] for i in range(0, len(into), _IOV_MAX)):
                 at = _read_views(fd, views, at, shard)
         finally:
             os.close(fd)
-    except FileNotFoundError:
-        raise Damaged("shard-missing", f"{shard.file} is missing") from None
-    except OSError as error:
-        raise Damaged("unreadable", f"{shard.file} cannot be read: {error.strerror}") from error
     hasher = xxhash.xxh3_64()
     for view in into:
         hasher.update(view)
     if (is_ := hasher.hexdigest()) != (should := shard.xxh3[index]):
         raise Damaged("shard-hash", f"piece {index} of {shard.file} has hash {is_} instead of {should}")
+
+
+@contextmanager
+def _reading(shard: m.Shard) -> Iterator[None]:
+    """Raises Damaged for an OSError at the shard's file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise Damaged("shard-missing", f"{shard.file} is missing") from None
+    except OSError as error:
+        raise Damaged("unreadable", f"{shard.file} cannot be read: {error.strerror}") from error
 
 
 _IOV_MAX = 1024

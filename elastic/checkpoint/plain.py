@@ -19,7 +19,7 @@ def plain(tensors: Tensors, extra: Mapping[str, Any]) -> dict[str, Any]:
     """`{"step": 40, "model": {…}, "optimizer": {…}, …}`. `extra` is `State.extra()` of the same state."""
     kinds, found = extra.get("kinds", {}), {"step": extra["step"]}
     for part, rest in extra["parts"].items():
-        inner = _named(rest)
+        inner = tensors_named(rest)
         mine = {
             name.removeprefix(f"{part}."): tensor
             for name, tensor in tensors.items()
@@ -69,15 +69,15 @@ def _optimizer(mine: Tensors, rest: Mapping[str, Any], tensors: Tensors) -> dict
     return found
 
 
-def _named(value: Any) -> set[str]:
-    """Names of the tensors referenced in nested values."""
+def tensors_named(value: Any) -> set[str]:
+    """Names of the tensors in a value of a state as JSON."""
     match value:
         case {"$tensor": str(name)}:
             return {name}
         case dict():
-            return {name for item in value.values() for name in _named(item)}
+            return {name for item in value.values() for name in tensors_named(item)}
         case list():
-            return {name for item in value for name in _named(item)}
+            return {name for item in value for name in tensors_named(item)}
     return set()
 
 

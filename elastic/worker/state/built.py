@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...checkpoint.plain import tensors_named
 from ...contract.tensor_table import Table, TensorInfo
-from .json_codec import tensors_named
 
 
 class Built:

@@ -128,18 +128,6 @@ def decode(value: Any, tensors: Callable[[str, str], torch.Tensor], codecs: Code
     return value
 
 
-def tensors_named(value: Any) -> set[str]:
-    """Names of the tensors in a value returned by `encode`."""
-    match value:
-        case {"$tensor": str(name)}:
-            return {name}
-        case dict():
-            return {name for item in value.values() for name in tensors_named(item)}
-        case list():
-            return {name for item in value for name in tensors_named(item)}
-    return set()
-
-
 def _name_of(factory: Any) -> str:
     return "" if factory is None else getattr(factory, "__name__", "")
 

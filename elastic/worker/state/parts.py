@@ -11,11 +11,12 @@ from typing import Any, Protocol
 
 import torch
 
+from ...checkpoint.plain import tensors_named
 from ...contract.tensor_table import TensorInfo
 from .. import torch_private
 from .copies import Copy, immutable, writable
 from .described import Like, fitting, storage_of
-from .json_codec import Codecs, decode, encode, tensors_named
+from .json_codec import Codecs, decode, encode
 
 Named = list[tuple[str, torch.Tensor]]
 Infos = Mapping[str, TensorInfo]  # by full name, including the part's own name

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ...checkpoint.plain import tensors_named
 from ...contract.tensor_table import TensorInfo
-from .json_codec import tensors_named
 
 Survey = tuple[list[tuple[TensorInfo, torch.Tensor]], dict[str, Any]]
 """The tensors of the parts that are modules, and what else they hold as JSON, by part."""
