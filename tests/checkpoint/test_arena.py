@@ -111,6 +111,7 @@ def test_arena_is_whole_only_from_seal_to_the_next_layout() -> None:
     arena.close()
 
 
+@pytest.mark.slow
 def test_arena_stays_incomplete_when_its_filling_process_dies_and_the_other_stays_whole() -> None:
     with filled(state_at(1), 1) as old, filled(state_at(1), 1) as new:
         code = (

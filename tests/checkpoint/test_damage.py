@@ -166,6 +166,7 @@ def test_checkpoint_with_read_errors_is_left_in_place(by: str, tmp_path: Path, m
     assert [(a.reason, a.path) for a in found.aside] == [("unreadable", str(tmp_path / "step-20"))]
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_can_be_set_aside_by_many_processes_at_once(tmp_path: Path) -> None:
     directory = str(tmp_path)
     save(directory, 10)

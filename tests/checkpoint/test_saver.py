@@ -89,6 +89,7 @@ def test_a_larger_state_gets_larger_arenas(saver: Saver) -> None:
     assert saver.wait(20).durable == 2
 
 
+@pytest.mark.slow
 def test_two_ranks_without_a_collective(tmp_path: Path) -> None:
     state = state_at(10)
     table = table_of(state)

@@ -262,7 +262,7 @@ RANKS = st.lists(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(ranks=RANKS, states=st.lists(st.sampled_from("RSDTTt"), min_size=6, max_size=6))
 def test_whatever_the_pages_say_never_all_ranks_are_condemned(ranks: list[Beat], states: list[str]) -> None:
     """Each is judged with all that could be known of the others, and the stack clears none of them."""
