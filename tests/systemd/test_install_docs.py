@@ -118,6 +118,7 @@ def ready(machines: Machines) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_three_nodes_by_the_documents_recover_from_a_death_and_from_a_lost_node(machines: Machines) -> None:
     version = install_etcd(machines)
     set_up_etcd(machines)
