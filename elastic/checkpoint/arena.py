@@ -57,7 +57,6 @@ class Fullness(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    sequence: int
     state: Fullness
     step: int
     generation: int
@@ -154,7 +153,6 @@ class Arena:
         ints = self._ints
         sequence = ints[_SEQUENCE]
         header = Header(
-            sequence=sequence,
             state=Fullness(ints[_STATE]),
             step=ints[_STEP],
             generation=ints[_GENERATION],
@@ -166,7 +164,7 @@ class Arena:
             parts=ints[_PARTS],
         )
         if sequence % 2 or ints[_SEQUENCE] != sequence:
-            return Header(sequence, Fullness.FILLING, -1, -1, 0, 0, -1, 0, -1, 0)
+            return Header(Fullness.FILLING, -1, -1, 0, 0, -1, 0, -1, 0)
         return header
 
     # ── filling ─────────────────────────────────────────────────────────────────────────────────────────────

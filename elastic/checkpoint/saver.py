@@ -53,7 +53,6 @@ class Counts:
     """Requested while another was in flight."""
     failed: int = 0
     failing: FailuresInRow = field(default_factory=FailuresInRow)
-    last_step: int | None = None
     last_seconds: float = 0.0
 
 
@@ -210,7 +209,7 @@ class Saver:
             elif result.kind == last and result.ok:
                 self.counts.durable += 1
                 self.counts.failing = FailuresInRow()
-                self.counts.last_step, self.counts.last_seconds = result.step, result.seconds
+                self.counts.last_seconds = result.seconds
         return results
 
     def _fail(self, error: str) -> None:

@@ -36,7 +36,7 @@ WITH_OTHERS = frozenset({Doing.WAITING, Doing.FORMING, Doing.SYNCING, Doing.EXCH
 """No other rank waits for this one: it waits for them."""
 
 (_DOING, _GENERATION, _STEP, _BEATS, _BEAT_AT_NS, _LOSS, _STEP_NS, _QUIET_UNTIL_NS, _RANK, _COMMITTED_IN,
- _COPIED_BYTES, _EXCHANGES, _GAP_NS, _LAST_GAP_NS, _PULSE_NS, _MARK_NS, _DATA_NS, _STALL_NS) = range(18)  # fmt: skip
+ _EXCHANGES, _GAP_NS, _LAST_GAP_NS, _PULSE_NS, _MARK_NS, _DATA_NS, _STALL_NS) = range(17)  # fmt: skip
 _SPENT_NS = 32
 """From here on one field for each `Doing`: how long it has lasted, all together."""
 _DEVICE_STEPS = 63
@@ -61,8 +61,6 @@ class Beat:
     rank: int
     committed_in: int
     """Generation of the last commit here."""
-    copied_nbytes: int = 0
-    """Bytes of snapshots copied, and of memory faulted in for them, while the main thread waited for it."""
     exchanges: int = 0
     """How often this rank has begun to wait for others since its last commit: equal on all ranks of a step."""
     gap_s: float = 0.0
@@ -129,9 +127,8 @@ class BeatPage:
             self._ints[_DEVICE_NS + doing] += int(seconds * 1e9)
         self._ints[_DEVICE_STEPS] += 1
 
-    def copied(self, nbytes: int, now_s: float) -> None:
-        """Count `nbytes` more bytes: a sign of progress, whatever the main thread is doing."""
-        self._ints[_COPIED_BYTES] += nbytes
+    def copied(self, now_s: float) -> None:
+        """The main thread has copied more bytes: a sign of progress, whatever it is doing."""
         self._ints[_BEATS] += 1
         self._ints[_BEAT_AT_NS] = int(now_s * 1e9)
 
@@ -173,7 +170,6 @@ class BeatPage:
             quiet_until_s=ints[_QUIET_UNTIL_NS] / 1e9,
             rank=ints[_RANK],
             committed_in=ints[_COMMITTED_IN],
-            copied_nbytes=ints[_COPIED_BYTES],
             exchanges=ints[_EXCHANGES],
             gap_s=max(ints[_GAP_NS], ints[_LAST_GAP_NS]) / 1e9,
             pulse_s=ints[_PULSE_NS] / 1e9,

@@ -94,7 +94,7 @@ class Session:
 
     def copied(self, nbytes: int) -> None:
         """The main thread has copied `nbytes` more bytes: it is not hung, however long the whole copy takes."""
-        self.page.copied(nbytes, time.monotonic())
+        self.page.copied(time.monotonic())
 
     def stood_still(self, seconds: float) -> None:
         """The main thread has waited so long for the copy of a snapshot."""
