@@ -56,7 +56,7 @@ class Counts:
     last_seconds: float = 0.0
 
 
-class Saver:
+class LocalSaver:
     """One per rank. `rank` saves shard `rank` of `world_size`; rank 0 commits. Failures are counted, not raised.
 
     Ranks need no collective, but all must call `save` for the same steps with the same `generation`.

@@ -18,7 +18,7 @@ from .membership import (
     unreached,
 )
 from .model import is_leader
-from .restart_budget import Verdict, backoff_s, charge, in_vain, summary
+from .restart_budget import Charge, backoff_s, charge, in_vain, summary
 from .turn import Turn
 
 LEAD_S = 0.25
@@ -49,13 +49,13 @@ def lead(turn: Turn) -> None:
         if view.state.phase is not Phase.SUCCEEDED:
             _put_phase(turn, PhaseTrigger.COMPLETED)
         return
-    verdict = _verdict(turn)
-    if isinstance(verdict, Wait):
-        _wait(turn, verdict)
+    decision = _decision(turn)
+    if isinstance(decision, Wait):
+        _wait(turn, decision)
     elif reason := _pauses(turn):
         turn.change(reason=reason)
     else:
-        _publish(turn, verdict)
+        _publish(turn, decision)
 
 
 def _follow(turn: Turn) -> None:
@@ -67,7 +67,7 @@ def _follow(turn: Turn) -> None:
         turn.change(reason=reason, below_min=False, halted=False)
 
 
-def _verdict(turn: Turn) -> Change | Wait:
+def _decision(turn: Turn) -> Change | Wait:
     agent, view, limits = turn.agent, turn.agent.etcd.view, turn.limits()
     ready = sum(1 for m in view.members.values() if m.record.ready)
     if ready < limits.min_nodes:
@@ -88,7 +88,7 @@ def _verdict(turn: Turn) -> Change | Wait:
     ):
         return AS_IT_SHOULD_BE
     reached = turn.agent.lead.min_reached_s
-    verdict = next_generation(
+    decision = next_generation(
         view,
         agent.formed.generation,
         limits,
@@ -100,18 +100,18 @@ def _verdict(turn: Turn) -> Change | Wait:
         blind=blind,
         last_committed=agent.formed.last_committed,
     )
-    if verdict == AS_IT_SHOULD_BE:
+    if decision == AS_IT_SHOULD_BE:
         turn.change(fine=(same, equal))
-    if isinstance(verdict, Wait):
-        return verdict
-    if not verdict.planned:
+    if isinstance(decision, Wait):
+        return decision
+    if not decision.planned:
         unsure = view.disputes and turn.now_s - agent.peers.disputed_s < DISPUTE_S
-        return Wait("nodes are checking their connections to each other") if unsure else verdict
+        return Wait("nodes are checking their connections to each other") if unsure else decision
     if turn.done_here():
         return Wait("training is complete; the others are finishing")
     if turn.now_s < agent.etcd.wiped_until_s:
         return Wait("a planned change waits: etcd has lost its data a moment ago")
-    return verdict
+    return decision
 
 
 def _pauses(turn: Turn) -> str:
@@ -139,15 +139,15 @@ def _publish(turn: Turn, change: Change) -> None:
         and agent.formed.generation is not None
         and broken.generation == agent.formed.generation.number
     )
-    verdict = Verdict(view.state)
+    charged = Charge(view.state)
     if broken is not None and told:
-        verdict = charge(view.state, broken, turn.policy.spec.restarts, turn.wall_s, _spare(turn))
+        charged = charge(view.state, broken, turn.policy.spec.restarts, turn.wall_s, _spare(turn))
     turn.change(reason="", below_min=False, halted=False)
-    if verdict.stopped:
-        turn.ask(PutState(verdict.state, view.state_revision), f"failed {view.state_revision}")
+    if charged.stopped:
+        turn.ask(PutState(charged.state, view.state_revision), f"failed {view.state_revision}")
         return
     turn.change(publishing=number)
-    state = verdict.state
+    state = charged.state
     if state.phase is not Phase.RUNNING:
         state = after(state, PhaseTrigger.PUBLISHED, "", turn.wall_s)
     new = state if state != view.state else None
@@ -189,20 +189,20 @@ def _all_done(turn: Turn) -> bool:
     return bool(there) and all(m.record.done == generation.number for m in there)
 
 
-def _wait(turn: Turn, verdict: Wait) -> None:
-    view, reason = turn.agent.etcd.view, verdict.reason
-    if turn.agent.drain.draining and verdict.below_min and not turn.policy.spec.checkpoint.dir:
+def _wait(turn: Turn, decision: Wait) -> None:
+    view, reason = turn.agent.etcd.view, decision.reason
+    if turn.agent.drain.draining and decision.below_min and not turn.policy.spec.checkpoint.dir:
         reason += "; the job has no checkpoint.dir, so its state would be lost"
     if turn.agent.formed.generation is None and view.state.error is not None:
         reason += f"; the newest failure, on {view.state.error.node}: {summary(view.state.error.message)}"
     lost = turn.is_broken() or not turn.steps_advance()
-    halted = verdict.below_min and lost and turn.agent.formed.generation is not None
-    turn.change(reason="" if verdict.fine else reason, below_min=verdict.below_min, halted=halted)
-    if verdict.below_min and any(m.record.draining for m in view.members.values()):
+    halted = decision.below_min and lost and turn.agent.formed.generation is not None
+    turn.change(reason="" if decision.fine else reason, below_min=decision.below_min, halted=halted)
+    if decision.below_min and any(m.record.draining for m in view.members.values()):
         # The draining node may not host rank 0, and only rank 0 acts on this request.
         turn.ask(SaveNow("a node leaves, and the job falls below its minimum", stop=True), "save")
     if halted and view.state.phase is Phase.RUNNING:
-        _put_phase(turn, PhaseTrigger.BELOW_MIN, verdict.reason)
+        _put_phase(turn, PhaseTrigger.BELOW_MIN, decision.reason)
     elif not lost and view.state.phase is Phase.WAITING:  # absent members are back, and no new generation was needed
         _put_phase(turn, PhaseTrigger.STEPS_ON)
 

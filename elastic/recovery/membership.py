@@ -112,7 +112,7 @@ def leader(
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class NodeLimits:
     min_nodes: int
     max_nodes: int
     join_wait_s: float
@@ -145,7 +145,7 @@ class Change:
 def next_generation(
     view: JobView,
     current: GenerationRecord | None,
-    limits: Limits,
+    limits: NodeLimits,
     dead: Dead,
     *,
     steps_advance: bool,
@@ -208,7 +208,7 @@ def _planned(
     current: GenerationRecord,
     chosen: list[Member],
     alive: Mapping[str, Member],
-    limits: Limits,
+    limits: NodeLimits,
     reason: str,
     settled: bool,
     boundary: bool,
@@ -230,7 +230,7 @@ def _planned(
 def _without_the_lost(
     current: GenerationRecord,
     chosen: list[Member],
-    limits: Limits,
+    limits: NodeLimits,
     broken: BrokenRecord | None,
     why: str,
     settled: bool,
@@ -245,7 +245,7 @@ def _without_the_lost(
     return Change(arrange(current, chosen, lost), why, planned=False, restore=restore)
 
 
-def _first(fit: list[Member], limits: Limits, min_reached_for_s: float, cut: str) -> Change | Wait:
+def _first(fit: list[Member], limits: NodeLimits, min_reached_for_s: float, cut: str) -> Change | Wait:
     if len(fit) < limits.min_nodes:
         too_few = f"{len(fit)} of at least {limits.min_nodes} nodes are ready"
         return Wait(f"{too_few}; {cut}" if cut else too_few, below_min=True)

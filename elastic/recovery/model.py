@@ -13,7 +13,7 @@ from ..contract.records import BrokenRecord, Failure, GenerationRecord, JobState
 from ..contract.spec import JobSpec
 from ..contract.timeouts import Timeouts
 from .incident import Closed, Incident
-from .membership import LEADER_CANDIDATES, Dead, Limits, leader
+from .membership import LEADER_CANDIDATES, Dead, NodeLimits, leader
 from .transitions import Stage
 from .view import JobView
 
@@ -65,8 +65,8 @@ class Policy(msgspec.Struct, frozen=True):
     """How many agents watch them in any case: the leader candidates."""
 
     @property
-    def limits(self) -> Limits:
-        return Limits(self.spec.min_nodes, self.spec.max_nodes, self.spec.join_wait_s)
+    def limits(self) -> NodeLimits:
+        return NodeLimits(self.spec.min_nodes, self.spec.max_nodes, self.spec.join_wait_s)
 
     @property
     def shrink(self) -> bool:

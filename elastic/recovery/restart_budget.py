@@ -37,20 +37,20 @@ NUMBERS_LEFT_OUT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Charge:
     state: JobState
     stopped: str = ""
     """Why the job is stopped; empty: it goes on."""
 
 
-def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float, other_nodes: int | None) -> Verdict:
+def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float, other_nodes: int | None) -> Charge:
     """Count one failure against the budget. `other_nodes`: how many living nodes the job could go on with besides the
     failing one, beyond its minimum (0: no node can be spared, none is excluded; None: unknown, no further one is)."""
     if not broken.charged:
-        return Verdict(state)
+        return Charge(state)
     error = broken.error or state.error
     if _follows_from_another(state, broken):
-        return Verdict(msgspec.structs.replace(state, error=error))
+        return Charge(msgspec.structs.replace(state, error=error))
     failure = Failure(
         wall_s=wall_s,
         generation=broken.generation,
@@ -64,7 +64,7 @@ def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float
     if broken.error:
         known, further = _in_earlier_tries(known, failure)
         if further is None:
-            return Verdict(msgspec.structs.replace(state, error=error, failures=known))
+            return Charge(msgspec.structs.replace(state, error=error, failures=known))
         failure = further
     recent = (*(f for f in known if abs(wall_s - f.wall_s) < rules.window_s), failure)
     kept = recent[-max(KEPT_FAILURES, rules.budget) :]
@@ -92,7 +92,7 @@ def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float
             f"{counted} failures within {rules.window_s:g} s, {rules.budget} are allowed (restarts.budget); "
             f"the last: {broken.detail}",
         )
-    return Verdict(charged)
+    return Charge(charged)
 
 
 def summary(message: str) -> str:
@@ -100,10 +100,10 @@ def summary(message: str) -> str:
     return next((line.strip() for line in message.splitlines() if line.strip()), message)
 
 
-def _stop(state: JobState, wall_s: float, reason: str) -> Verdict:
+def _stop(state: JobState, wall_s: float, reason: str) -> Charge:
     if not allows(state.phase, PhaseTrigger.FAILED):
-        return Verdict(state)  # it was told to stop meanwhile, or has ended: that is not overridden
-    return Verdict(after(state, PhaseTrigger.FAILED, reason, wall_s), reason)
+        return Charge(state)  # it was told to stop meanwhile, or has ended: that is not overridden
+    return Charge(after(state, PhaseTrigger.FAILED, reason, wall_s), reason)
 
 
 def _follows_from_another(state: JobState, broken: BrokenRecord) -> bool:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from ..contract.records import Phase
 from .effects import Effect, Kill
-from .membership import Limits
+from .membership import NodeLimits
 from .model import Agent, Policy, Worker, changed
 from .transitions import Stage, Trigger, after
 
@@ -98,12 +98,12 @@ class Turn:
             self.change(ranks=(generation, generation.ranks(self.policy.node) if mine else {}))
         return self.agent.formed.ranks[1]
 
-    def limits(self) -> Limits:
+    def limits(self) -> NodeLimits:
         """How many nodes the job may have by its current spec (`elasticctl scale` changes it)."""
         spec = self.agent.etcd.view.spec
         if spec is None:
             return self.policy.limits
-        return Limits(spec.spec.min_nodes, spec.spec.max_nodes, spec.spec.join_wait_s)
+        return NodeLimits(spec.spec.min_nodes, spec.spec.max_nodes, spec.spec.join_wait_s)
 
     def steps_advance(self) -> bool:
         if not self.policy.managed:

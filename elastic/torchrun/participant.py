@@ -30,7 +30,7 @@ from ..contract.records import (
 )
 from ..etcd.client import Absent, Compare, Delete, Etcd, EtcdError, Lease, ModIs, Op, Put, View
 from ..recovery import membership
-from ..recovery.membership import Change, Limits
+from ..recovery.membership import Change, NodeLimits
 from ..recovery.view import JobView
 from .settings import TorchrunSettings
 
@@ -61,7 +61,7 @@ class RendezvousParticipant:
         self.active: GenerationRecord | None = None
         """The generation that this agent's workers run in, or ran in last."""
         self._settings = settings
-        self._limits = Limits(settings.min_nodes, settings.max_nodes, settings.conf.last_call_timeout)
+        self._limits = NodeLimits(settings.min_nodes, settings.max_nodes, settings.conf.last_call_timeout)
         self._stores = Stores(self.host)
         ttl_s = settings.conf.lease_ttl
         self._key = MemberKey(etcd, self.keys.member(self.node), ttl_s, ttl_s * 0.3, self._on_lost)

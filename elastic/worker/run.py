@@ -54,7 +54,7 @@ def run(setup: Setup, train: Train, *, checkpoint_dir: str | None = None, checkp
 
         directory = checkpoint_dir or os.environ.get(variable("checkpoint_dir"), "")
         return run_standalone(setup, train, directory, Rule(every_steps=checkpoint_every_steps))
-    return Managed(session, setup, train, WorkerConfig.read(os.environ)).run()
+    return ManagedWorker(session, setup, train, WorkerConfig.read(os.environ)).run()
 
 
 class AgentLink:
@@ -129,7 +129,7 @@ class AgentLink:
         self._session.check(self.generation, step)
 
 
-class Managed:
+class ManagedWorker:
     """Runs a worker that has an agent: one generation after the other."""
 
     def __init__(self, session: Session, setup: Setup, train: Train, settings: WorkerConfig) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint.interval import Rule
-from ..checkpoint.saver import Saver, next_generation
+from ..checkpoint.saver import LocalSaver, next_generation
 from ..contract.messages import GradientSample, LoggedRow
 from ..contract.origin import Origin
 from .building import build
@@ -49,7 +49,7 @@ class NoLink:
 class LocalSnapshots:
     """Snapshot backend with arenas of this process, which a process of its own writes to disk."""
 
-    def __init__(self, saver: Saver) -> None:
+    def __init__(self, saver: LocalSaver) -> None:
         self._saver = saver
         self._told = 0
 
@@ -141,7 +141,7 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Rule) 
         state.begin()
         train(job, state)
         return
-    saver = Saver(disk.directory, disk.job, generation=generation, rank=job.rank, world_size=job.world_size)
+    saver = LocalSaver(disk.directory, disk.job, generation=generation, rank=job.rank, world_size=job.world_size)
     sink = LocalSnapshots(saver)
     keeper = CheckpointScheduler(sink, rule, shared=True)
     keeper.enter(RankPosition(generation, job.rank, job.world_size, job.local_rank, 1), state.step)

@@ -13,24 +13,24 @@ from support.ckpt import blank, resume, state_at, table_of
 
 from elastic.checkpoint.failures import ESCALATE_AFTER
 from elastic.checkpoint.find import newest_good
-from elastic.checkpoint.saver import Saver, next_generation
+from elastic.checkpoint.saver import LocalSaver, next_generation
 from elastic.checkpoint.shard_plan import assign_shards
 
 
 @pytest.fixture
-def saver(tmp_path: Path) -> Iterator[Saver]:
-    saver = Saver(str(tmp_path), "job", generation=1, keep=2)
+def saver(tmp_path: Path) -> Iterator[LocalSaver]:
+    saver = LocalSaver(str(tmp_path), "job", generation=1, keep=2)
     yield saver
     saver.close()
     saver.close()
 
 
-def save(saver: Saver, step: int) -> bool:
+def save(saver: LocalSaver, step: int) -> bool:
     state = state_at(step)
     return saver.save(step, table_of(state), list(state.values()), {"lr": 0.1})
 
 
-def test_saver_saves_in_background_keeps_two_checkpoints_and_resumes(saver: Saver, tmp_path: Path) -> None:
+def test_saver_saves_in_background_keeps_two_checkpoints_and_resumes(saver: LocalSaver, tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         assert save(saver, step)
         saver.wait(20)
@@ -48,7 +48,7 @@ def test_saver_saves_in_background_keeps_two_checkpoints_and_resumes(saver: Save
     assert next_generation(str(tmp_path), "another") == 1
 
 
-def test_saver_skips_and_counts_a_save_while_one_is_in_flight(saver: Saver, tmp_path: Path) -> None:
+def test_saver_skips_and_counts_a_save_while_one_is_in_flight(saver: LocalSaver, tmp_path: Path) -> None:
     assert save(saver, 10)
     pid = saver._writer.pid
     assert pid is not None
@@ -64,7 +64,7 @@ def test_saver_skips_and_counts_a_save_while_one_is_in_flight(saver: Saver, tmp_
 def test_failures_are_counted_and_said_and_a_success_ends_the_row(tmp_path: Path) -> None:
     blocked = tmp_path / "folder"
     blocked.write_text("in the way")
-    saver = Saver(str(blocked), "job", generation=1)
+    saver = LocalSaver(str(blocked), "job", generation=1)
     try:
         for step in range(ESCALATE_AFTER):
             assert not saver.counts.failing.escalate
@@ -81,7 +81,7 @@ def test_failures_are_counted_and_said_and_a_success_ends_the_row(tmp_path: Path
         saver.close()
 
 
-def test_a_larger_state_gets_larger_arenas(saver: Saver) -> None:
+def test_a_larger_state_gets_larger_arenas(saver: LocalSaver) -> None:
     assert save(saver, 10)
     saver.wait(20)
     large = {"large": torch.ones(100_000)}
@@ -93,7 +93,7 @@ def test_a_larger_state_gets_larger_arenas(saver: Saver) -> None:
 def test_two_ranks_without_a_collective(tmp_path: Path) -> None:
     state = state_at(10)
     table = table_of(state)
-    savers = [Saver(str(tmp_path), "job", generation=1, rank=rank, world_size=2) for rank in range(2)]
+    savers = [LocalSaver(str(tmp_path), "job", generation=1, rank=rank, world_size=2) for rank in range(2)]
     try:
         for rank, (saver, shard) in enumerate(zip(savers, assign_shards(table, 2), strict=True)):
             part = tuple(table[i] for i in shard)

@@ -12,7 +12,7 @@ from support.fake_cuda import Broken, Device, gpu  # noqa: F401 - a fixture
 
 from elastic.checkpoint import orders
 from elastic.checkpoint.arena import Arena
-from elastic.checkpoint.saver import Saver
+from elastic.checkpoint.saver import LocalSaver
 
 
 class Writer:
@@ -34,19 +34,19 @@ class Writer:
 
 
 @pytest.fixture
-def saver(tmp_path: Path, gpu: Device) -> Iterator[Saver]:  # noqa: F811
-    saver = Saver(str(tmp_path), "j", generation=1)
+def saver(tmp_path: Path, gpu: Device) -> Iterator[LocalSaver]:  # noqa: F811
+    saver = LocalSaver(str(tmp_path), "j", generation=1)
     saver._writer.close()
     saver._writer = Writer()  # type: ignore[assignment]
     yield saver
     saver.close()
 
 
-def log_of(saver: Saver) -> list[str]:
+def log_of(saver: LocalSaver) -> list[str]:
     return saver._writer.log  # type: ignore[attr-defined,no-any-return]
 
 
-def test_saver_writes_a_gpu_copy_once_it_is_settled(saver: Saver, gpu: Device) -> None:  # noqa: F811
+def test_saver_writes_a_gpu_copy_once_it_is_settled(saver: LocalSaver, gpu: Device) -> None:  # noqa: F811
     held = state_at(7)
     assert saver.begin(7, table_of(held), [gpu.tensor(t) for t in held.values()])
     assert saver.copying
@@ -59,13 +59,13 @@ def test_saver_writes_a_gpu_copy_once_it_is_settled(saver: Saver, gpu: Device) -
     assert saver.counts.started == 1
 
 
-def test_save_waits_for_the_copy(saver: Saver, gpu: Device) -> None:  # noqa: F811
+def test_save_waits_for_the_copy(saver: LocalSaver, gpu: Device) -> None:  # noqa: F811
     held = state_at(3)
     assert saver.save(3, table_of(held), [gpu.tensor(t) for t in held.values()])
     assert log_of(saver) == ["Write 3 weight 3.0", "Commit 3"]
 
 
-def test_saver_fails_a_copy_whose_tensors_changed_and_reports_why(saver: Saver, gpu: Device) -> None:  # noqa: F811
+def test_saver_fails_a_copy_whose_tensors_changed_and_reports_why(saver: LocalSaver, gpu: Device) -> None:  # noqa: F811
     there = {name: gpu.tensor(tensor) for name, tensor in state_at(7).items()}
     saver.begin(7, table_of(state_at(7)), list(there.values()))
     there["weight"].add_(torch.ones(1))
@@ -75,7 +75,7 @@ def test_saver_fails_a_copy_whose_tensors_changed_and_reports_why(saver: Saver, 
     assert "changed while it was copied" in (saver.counts.failing.error or "")
 
 
-def test_a_device_that_fails_leaves_nothing_to_be_written(saver: Saver, gpu: Device) -> None:  # noqa: F811
+def test_a_device_that_fails_leaves_nothing_to_be_written(saver: LocalSaver, gpu: Device) -> None:  # noqa: F811
     held = state_at(7)
     saver.begin(7, table_of(held), [gpu.tensor(t) for t in held.values()])
     gpu.broken = True

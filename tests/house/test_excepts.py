@@ -12,7 +12,7 @@ BROAD = {
     "elasticd.threads:Threads.run": "the daemon's loop and threads: ends the process",
     "elastic.worker.boot.zygote:_import": "modules that the job names: any mistake in them is reported, not ours",
     "elastic.worker.boot.bootstrap:_run": "the top of the training process, as in the interpreter: report, exit code 1",
-    "elastic.worker.run:Managed._one_generation": "the user's code: raised again unless the group's end caused it",
+    "elastic.worker.run:ManagedWorker._one_generation": "user code: raised again unless the group's end caused it",
 }
 """module:function -> why it may catch everything and go on."""
 

@@ -25,6 +25,12 @@ def quiet() -> Iterator[None]:
     structlog.reset_defaults()
 
 
+def test_each_mutant_changes_todays_source() -> None:
+    for mutant in MUTANTS:
+        with planted(mutant):
+            pass
+
+
 def fails(test: str) -> bool:
     """Whether this test fails with any of its parameters. Fixtures are not passed to it."""
     path, name = test.split("::")

@@ -14,7 +14,7 @@ from elastic.contract.records import BrokenRecord, GenerationRecord
 from elastic.recovery.membership import (
     Change,
     Dead,
-    Limits,
+    NodeLimits,
     Wait,
     all_workers_lost,
     arrange,
@@ -25,7 +25,7 @@ from elastic.recovery.membership import (
 from elastic.recovery.view import JobView
 
 NOBODY: Dead = frozenset()
-LIMITS = Limits(min_nodes=1, max_nodes=3, join_wait_s=5.0)
+LIMITS = NodeLimits(min_nodes=1, max_nodes=3, join_wait_s=5.0)
 ABC = generation(4, [place("a"), place("b"), place("c")])
 ALL = (member("a", 1), member("b", 2), member("c", 3))
 
@@ -34,7 +34,7 @@ def decide(
     picture: JobView,
     current: GenerationRecord | None,
     *,
-    limits: Limits = LIMITS,
+    limits: NodeLimits = LIMITS,
     dead: Dead = NOBODY,
     steps_advance: bool = False,
     settled: bool = True,
@@ -122,13 +122,13 @@ def test_dead_agent_does_not_make_its_successor_on_the_node_dead() -> None:
 
 
 def test_fewer_than_min_nodes_do_not_begin() -> None:
-    verdict = waits(decide(view(ALL[0]), None, limits=Limits(2, 3, 0.0), reached_s=1e9))
+    verdict = waits(decide(view(ALL[0]), None, limits=NodeLimits(2, 3, 0.0), reached_s=1e9))
     assert verdict.below_min
     assert verdict.reason == "1 of at least 2 nodes are ready"
 
 
 def test_first_generation_waits_briefly_at_min_nodes_and_then_forms() -> None:
-    limits = Limits(2, 3, 5.0)
+    limits = NodeLimits(2, 3, 5.0)
     assert not waits(decide(view(*ALL[:2]), None, limits=limits, reached_s=4.999)).below_min
     assert nodes(decide(view(*ALL[:2]), None, limits=limits, reached_s=5.0)) == ["a", "b"]
 
@@ -145,7 +145,7 @@ def test_of_too_many_the_oldest_begin() -> None:
     "unfit", [member("b", 2, ready=()), member("b", 2, draining="off")], ids=["no worker stands", "about to leave"]
 )
 def test_unfit_node_does_not_count_toward_min_nodes(unfit: Member) -> None:
-    assert waits(decide(view(ALL[0], unfit), None, limits=Limits(2, 3, 0.0))).below_min
+    assert waits(decide(view(ALL[0], unfit), None, limits=NodeLimits(2, 3, 0.0))).below_min
 
 
 # ── a failure ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -169,13 +169,13 @@ def test_new_node_takes_the_place_of_a_lost_node() -> None:
 
 
 def test_membership_below_min_nodes_waits_and_names_the_missing_node() -> None:
-    verdict = waits(decide(view(*ALL[:2], formed=ABC), ABC, limits=Limits(3, 3, 0.0)))
+    verdict = waits(decide(view(*ALL[:2], formed=ABC), ABC, limits=NodeLimits(3, 3, 0.0)))
     assert verdict.below_min
     assert verdict.reason == "node c is gone; 2 of at least 3 nodes are there"
 
 
 def test_just_min_nodes_go_on() -> None:
-    assert nodes(decide(view(*ALL[:2], formed=ABC), ABC, limits=Limits(2, 3, 0.0))) == ["a", "b"]
+    assert nodes(decide(view(*ALL[:2], formed=ABC), ABC, limits=NodeLimits(2, 3, 0.0))) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_draining_node_is_replaced_by_the_spare_with_the_reason_given() -> None:
 
 def test_draining_node_stays_if_leaving_would_go_below_min_nodes() -> None:
     picture = view(*ALL[:2], member("c", 3, draining="maintenance"))
-    verdict = waits(decide(picture, ABC, limits=Limits(3, 3, 0.0), steps_advance=True))
+    verdict = waits(decide(picture, ABC, limits=NodeLimits(3, 3, 0.0), steps_advance=True))
     assert verdict.below_min
     assert verdict.reason == "leaving now would leave 2 of at least 3 nodes"
 
@@ -269,7 +269,7 @@ def test_draining_node_stays_if_leaving_would_go_below_min_nodes() -> None:
 def test_draining_node_that_alone_holds_the_state_stays_to_hand_it_over() -> None:
     one = generation(4, [place("a")])
     picture = view(member("a", 1, draining="off"), member("x", 9))
-    assert nodes(decide(picture, one, steps_advance=True, limits=Limits(1, 1, 0.0))) == ["a", "x"]
+    assert nodes(decide(picture, one, steps_advance=True, limits=NodeLimits(1, 1, 0.0))) == ["a", "x"]
 
 
 def test_excluded_node_hands_over_its_state_if_all_others_are_lost_before_a_step() -> None:
@@ -385,7 +385,7 @@ def test_next_generation_can_always_form(
     blind: bool, dead: Dead, failed: BrokenRecord | None,
 ) -> None:  # fmt: skip
     picture = dataclasses.replace(picture, generation=current, broken=failed if current else None)
-    limits = Limits(least, least + more, 0.0)
+    limits = NodeLimits(least, least + more, 0.0)
     verdict = decide(
         picture, current, limits=limits, dead=dead, steps_advance=steps_advance, settled=settled, blind=blind
     )

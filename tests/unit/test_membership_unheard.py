@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from elastic.contract.decoding import Member
 from elastic.contract.records import GenerationNode, GenerationRecord, MemberRecord
-from elastic.recovery.membership import Change, Limits, Wait, next_generation
+from elastic.recovery.membership import Change, NodeLimits, Wait, next_generation
 from elastic.recovery.view import JobView
 
-LIMITS = Limits(min_nodes=1, max_nodes=3, join_wait_s=0.0)
+LIMITS = NodeLimits(min_nodes=1, max_nodes=3, join_wait_s=0.0)
 
 
 def member(node: str, create_revision: int) -> Member:

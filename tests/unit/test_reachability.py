@@ -11,10 +11,10 @@ import pytest
 from elastic.contract.decoding import Member
 from elastic.contract.records import BrokenRecord, GenerationNode, GenerationRecord, MemberRecord
 from elastic.recovery import reachability
-from elastic.recovery.membership import Change, Limits, Wait, cut_off, leader, next_generation, watch_list
+from elastic.recovery.membership import Change, NodeLimits, Wait, cut_off, leader, next_generation, watch_list
 from elastic.recovery.view import JobView
 
-LIMITS = Limits(min_nodes=1, max_nodes=8, join_wait_s=0.0)
+LIMITS = NodeLimits(min_nodes=1, max_nodes=8, join_wait_s=0.0)
 NOBODY = frozenset[tuple[str, str]]()
 
 
@@ -51,7 +51,7 @@ def cut(view: JobView, dead: frozenset[tuple[str, str]] = NOBODY) -> str:
     return "".join(sorted(cut_off(view, dead, view.generation)))
 
 
-def decide(view: JobView, *, steps_advance: bool, settled: bool = True, limits: Limits = LIMITS) -> Change | Wait:
+def decide(view: JobView, *, steps_advance: bool, settled: bool = True, limits: NodeLimits = LIMITS) -> Change | Wait:
     return next_generation(
         view, view.generation, limits, NOBODY, steps_advance=steps_advance, settled=settled, min_reached_for_s=9.0
     )
@@ -200,7 +200,7 @@ def test_a_spare_takes_its_place() -> None:
 
 
 def test_reachability_cut_below_min_nodes_waits_and_names_the_node() -> None:
-    limits = Limits(2, 2, 0.0)
+    limits = NodeLimits(2, 2, 0.0)
     verdict = decide(picture("ab", "ab", "ba"), steps_advance=False, limits=limits)
     assert verdict == Wait("b cannot be reached by a; 1 of at least 2 nodes are there", below_min=True)
 
@@ -219,7 +219,7 @@ def test_node_is_readmitted_once_no_peer_reports_it_unreachable() -> None:
 
 def test_the_first_forming_goes_without_it() -> None:
     assert nodes_of(decide(picture("abc", "", "ac", "bc"), steps_advance=False)) == "ab"
-    verdict = decide(picture("ab", "", "ab"), steps_advance=False, limits=Limits(2, 2, 0.0))
+    verdict = decide(picture("ab", "", "ab"), steps_advance=False, limits=NodeLimits(2, 2, 0.0))
     assert verdict == Wait("1 of at least 2 nodes are ready; b cannot be reached by a", below_min=True)
 
 

@@ -12,7 +12,7 @@ from elastic.contract import messages
 from elastic.contract.worker_config import WorkerConfig
 from elastic.worker import run
 from elastic.worker.comm import group
-from elastic.worker.run import Managed
+from elastic.worker.run import ManagedWorker
 from elastic.worker.state.state import State
 
 DEVICE = torch.device("cuda", 0)
@@ -97,7 +97,7 @@ def test_worker_exits_on_a_peer_error_if_cuda_has_failed(
     monkeypatch.setattr(run, "Group", NoGroup)
     session = Session()
     settings = WorkerConfig(job="j", backend="nccl", form_timeout_s=1.0, snapshots="off")
-    worker = Managed(session, lambda job: State(), lambda job, state: None, settings)  # type: ignore[arg-type]
+    worker = ManagedWorker(session, lambda job: State(), lambda job, state: None, settings)  # type: ignore[arg-type]
     worker._state = State()
     job = run.Job(name="j", device=DEVICE, local_rank=0, link=worker._link)
     form = messages.Form(
