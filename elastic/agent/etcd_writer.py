@@ -96,6 +96,8 @@ class EtcdWriter:
         self._key = MemberKey(
             self.etcd, key, times.lease_ttl_s, times.lease_renew_s, lambda why: self.post(LeaseLost(why))
         )
+        self.progress: Callable[[], ProgressRecord | None] = lambda: None
+        """What the job has reached at this instant; None: nothing is known."""
         self._first = True
         self._member: MemberRecord | None = None
         self._state = JobState()
@@ -262,9 +264,14 @@ class EtcdWriter:
     # ── the job's state ─────────────────────────────────────────────────────────────────────────────────────
 
     def put_state(self, effect: PutState) -> None:
+        puts = [Put(self.keys.state, encode(effect.state))]
+        if effect.state.phase is Phase.SUCCEEDED and (last := self.progress()):
+            # In one transaction: a complete job must not be seen at an earlier step than its last. Of one that fails
+            # the workers are stopped first, as each millisecond is another step with bad numbers.
+            puts.insert(0, Put(self.keys.progress, encode(last)))
+
         def order() -> None:
-            put = Put(self.keys.state, encode(effect.state))
-            done = self.etcd.txn(self._guards(effect.expect_revision), [put]).ok
+            done = self.etcd.txn(self._guards(effect.expect_revision), puts).ok
             state = effect.state
             log.info("job.state", phase=state.phase.value, reason=state.reason, restarts=state.restarts, done=done)
 

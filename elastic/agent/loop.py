@@ -21,7 +21,14 @@ import structlog
 from ..contract import messages
 from ..contract.agent_files import AgentConfig, AgentStatus
 from ..contract.keys import JobKeys
-from ..contract.records import GenerationRecord, IncidentRecord, ProtocolVersionMismatch, SpecRecord, WorkerError
+from ..contract.records import (
+    GenerationRecord,
+    IncidentRecord,
+    ProgressRecord,
+    ProtocolVersionMismatch,
+    SpecRecord,
+    WorkerError,
+)
 from ..etcd.client import View
 from ..recovery.effects import Leave
 from ..recovery.events import (
@@ -107,6 +114,7 @@ class Loop:
         self.pool = pool
         self._deeds = EffectRunner(config, self._spec, registry, self.pool)
         self._deeds.on_incident = self._incident
+        registry.progress = self._last_progress
         self._stacks: dict[str, str] = {}
         """Dumped before a hung worker is killed; held until the hang is reported."""
         self._watchman = HangDetector(self.pool, self._spec.hang, self.post, self._save_stacks, config.timeouts.group_s)
@@ -387,20 +395,27 @@ class Loop:
 
     # ── status ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _write_status(self) -> None:
+    def _progress(self, *, leads: bool) -> ProgressRecord:
         agent = self.agent
-        leads, times = is_leader(agent), self._ledger.ranks.record(agent, self._step_times.own_s, self._reports.samples)
         rows = self._step_times.with_parts(status.rank_rows(agent, self.pool))
         progress = with_stillness(
             status.progress(agent, self.pool, self._gauge, rows, self.saver.last),
             agent, self._watchman.known, self._spec.hang, time.monotonic(), time.time(),
         )  # fmt: skip
-        progress = msgspec.structs.replace(
+        return msgspec.structs.replace(
             progress,
             ledger=self._ledger.published(agent),
             slow_ranks=self._step_times.slow,
             logged=self._reports.logged(agent, leads=leads),
         )
+
+    def _last_progress(self) -> ProgressRecord | None:
+        return self._progress(leads=is_leader(self.agent)) if self.agent.formed.generation else None
+
+    def _write_status(self) -> None:
+        agent = self.agent
+        leads, times = is_leader(agent), self._ledger.ranks.record(agent, self._step_times.own_s, self._reports.samples)
+        progress = self._progress(leads=leads)
         if (doing := status.doing(agent, self._zygote_up or bool(self.pool.why_fresh))) != self._doing[0]:
             self._doing = doing, time.time()
         record = AgentStatus(
@@ -414,7 +429,7 @@ class Loop:
             generation=agent.formed.generation.number if agent.formed.generation else 0,
             etcd_ok=agent.etcd.connected,
             written_wall_s=time.time(),
-            ranks=rows,
+            ranks=progress.ranks,
             progress=progress if agent.formed.generation else None,
             rank_times=times,
             standbys=sum(1 for s in agent.local.standbys if s.stage is Stage.READY),

@@ -25,6 +25,7 @@ from elastic.contract.records import (
     JobState,
     MemberRecord,
     Phase,
+    ProgressRecord,
     SpecRecord,
     WorkerError,
     decode,
@@ -114,6 +115,21 @@ def test_state_is_written_only_over_the_revision_that_it_was_decided_on() -> Non
     office.registry.put_state(PutState(JobState(phase=Phase.FAILED), 1))
     office.queues["urgent"].orders[-1]()
     assert office.state().phase is Phase.SUCCEEDED
+
+
+def test_the_end_of_a_job_is_written_together_with_its_last_step() -> None:
+    office = Office()
+    office.client.put(KEYS.member("n"), b"")
+    last = ProgressRecord(generation=1, world_size=2, step=160, steps_per_s=1.0, loss=None, wall_s=1.0)
+    office.registry.progress = lambda: last
+    office.registry.put_state(PutState(JobState(phase=Phase.WAITING), 0))
+    office.queues["urgent"].orders.pop()()
+    assert KEYS.progress not in office.client.server.kvs
+    office.registry.put_state(PutState(JobState(phase=Phase.SUCCEEDED), office.client.get(KEYS.state).mod_revision))  # type: ignore[union-attr]
+    office.queues["urgent"].orders.pop()()
+    written = office.client.server.kvs
+    assert decode(ProgressRecord, written[KEYS.progress].value) == last
+    assert written[KEYS.progress].mod_revision == written[KEYS.state].mod_revision
 
 
 def test_failure_counted_at_the_same_moment_does_not_displace_the_end_of_the_job() -> None:
