@@ -138,7 +138,10 @@ def _why(path: str, error: OSError) -> str:
                 f"just: elasticd), or name its socket with --socket or ELASTICCTL_SOCKET"
             )
         case ConnectionRefusedError():
-            return f"elasticd is not running: no process listens on {path}. See: systemctl status elasticd"
+            return (
+                f"elasticd is not running: no process listens on {path}. Start it (systemctl start elasticd, or just: "
+                "elasticd); its log says why it ended"
+            )
         case PermissionError():
             return f"you may not use {path}: be root, or in the socket's group ({_group(path)})"
         case TimeoutError():

@@ -78,7 +78,8 @@ def diff(client: Client, every: bool, as_json: bool) -> None:
             for value, nodes in sorted(values.items()):
                 click.echo(safe_text.line(f"    {value or '(empty)'}  on {', '.join(nodes)}"))
         if not found:
-            click.echo(f"{len(data['nodes']) - len(silent)} nodes have the same settings")
+            same = len(data["nodes"]) - len(silent)
+            click.echo(f"{same} nodes have the same settings" if same > 1 else "one node answers: nothing to compare")
         for node, why in silent.items():
             click.secho(safe_text.line(f"{node}: {why}"), fg="red", err=True)
     sys.exit(DIFFERS if found or silent else 0)

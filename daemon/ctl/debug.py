@@ -37,7 +37,9 @@ def debug(client: Client, job: str, gradients: bool, by_rank: bool, as_json: boo
     if as_json:
         return print_json(data)
     if not data["ranks"]:
-        raise Failed(404, f"{job} has no sample of its gradients: elasticctl debug {job} --gradients makes one")
+        raise Failed(
+            404, f"{job} has no sample of its gradients: elasticctl debug {job} --gradients makes one while it trains"
+        )
     for text in table(data, by_rank=by_rank):
         click.echo(safe_text.line(text))
     return None

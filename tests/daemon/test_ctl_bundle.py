@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import socket
 import tarfile
 from collections.abc import Iterator
 from typing import Any
@@ -88,3 +89,26 @@ def test_config_check(tmp_path: pathlib.Path) -> None:
     done = CliRunner().invoke(ctl.main, ["config", "check", str(file)])
     assert done.exit_code == 2
     assert "slotz" in done.output
+
+
+def test_the_settings_of_one_node_are_not_called_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = {"nodes": {"a": {"settings": [{"name": "slots", "value": 2}]}}}
+    monkeypatch.setattr(Client, "get", lambda *_, **__: answer)
+    done = CliRunner().invoke(ctl.main, ["config", "diff"])
+    assert (done.exit_code, done.output) == (0, "one node answers: nothing to compare\n")
+
+
+def test_a_sample_is_promised_only_while_the_job_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Client, "get", lambda *_, **__: {"ranks": []})
+    done = CliRunner().invoke(ctl.main, ["debug", "train"])
+    assert done.exit_code == 1
+    assert done.output.endswith("--gradients makes one while it trains\n")
+
+
+def test_without_a_daemon_the_way_to_start_one_is_named(tmp_path: pathlib.Path) -> None:
+    with socket.socket(socket.AF_UNIX) as ended:
+        ended.bind(str(tmp_path / "s"))
+    for path in (tmp_path / "s", tmp_path / "none"):
+        done = CliRunner().invoke(ctl.main, ["--socket", str(path), "status"])
+        assert done.exit_code == 5
+        assert "Start it (systemctl start elasticd, or just: elasticd)" in done.output
