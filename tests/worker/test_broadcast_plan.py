@@ -32,6 +32,13 @@ def test_broadcast_plan_has_every_byte_in_exactly_one_slice(kinds: list[tuple[li
         patch.setattr(broadcast, "SMALL_BYTES", 64)
         tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]
         slices = broadcast.plan(tensors)
+    for part, own in zip(slices, broadcast._own_memory(slices, tensors), strict=True):
+        assert (own is None) == (len(part.segments) > 1)
+        if own is not None:
+            (segment,) = part.segments
+            tensor = tensors[segment.tensor]
+            start = tensor.data_ptr() + segment.start * tensor.element_size()
+            assert (own.data_ptr(), own.numel()) == (start, part.nbytes)
     taken = sorted((s.tensor, s.start, s.elements) for part in slices for s in part.segments)
     for index, tensor in enumerate(tensors):
         end = 0
