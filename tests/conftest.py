@@ -142,4 +142,5 @@ def nothing_left_behind(temporary_files: None) -> Iterator[None]:
     while (left := _left_behind(run, before)) and time.monotonic() < end_s:
         time.sleep(0.1)
     procs.end_all(_processes(run))
+    scratch.remove_semaphores()
     assert not left, f"left behind by the tests:\n{left}"

@@ -106,3 +106,23 @@ def test_folders_of_a_run_that_was_killed_are_removed_and_those_of_a_living_one_
         assert mine.is_dir()
     finally:
         shutil.rmtree(mine)
+
+
+def test_semaphores_of_processes_that_were_killed_are_removed_and_no_others() -> None:
+    make = (
+        "import multiprocessing, sys\n"
+        "lock = multiprocessing.get_context('spawn').Lock()\n"
+        "print(lock._semlock.name, flush=True)\n"
+        "sys.stdin.read()"
+    )
+    with Procs() as procs:
+        both, paths = [], []
+        for _ in range(2):
+            both.append(procs.popen([sys.executable, "-c", make], stdin=-1, stdout=-1, text=True))
+            paths.append(pathlib.Path("/dev/shm/sem." + both[-1].stdout.readline().strip().removeprefix("/")))
+        assert [path.exists() for path in paths] == [True, True]
+        os.killpg(both[0].pid, signal.SIGKILL)  # with its tracker, which would remove it
+        both[0].wait(10)
+        gone = str(paths[0])
+        eventually(lambda: gone in scratch.remove_semaphores() or not paths[0].exists(), 5.0, "it is removed")
+        assert [path.exists() for path in paths] == [False, True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import pwd
 import re
 import shutil
 import subprocess
@@ -38,7 +39,28 @@ def remove_orphans() -> list[str]:
             subprocess.run(["umount", "-l", mount], check=False, timeout=10, capture_output=True)
     for path in found:
         shutil.rmtree(path, ignore_errors=True)  # another run may be at it, or it is another user's
-    return found
+    return found + remove_semaphores()
+
+
+def remove_semaphores() -> list[str]:
+    """Remove the semaphores of `multiprocessing` that no process has mapped: their tracker removes them, and is killed
+    with the processes that it keeps them for. Returns their paths."""
+    found = {path: path.stat().st_ino for path in pathlib.Path(ROOTS[0]).glob("sem.mp-*") if path.exists()}
+    mapped: set[str] = set()
+    for maps in pathlib.Path("/proc").glob("[0-9]*/maps") if found else ():
+        try:
+            # By inode: glibc maps a semaphore before it has its name.
+            mapped |= {line.split()[4] for line in maps.read_text(errors="replace").splitlines() if "/sem." in line}
+        except OSError:  # gone meanwhile, or another user's
+            continue
+    orphans = [path for path, inode in found.items() if str(inode) not in mapped and path.owner() == _user()]
+    for path in orphans:
+        path.unlink(missing_ok=True)
+    return [str(path) for path in orphans]
+
+
+def _user() -> str:
+    return pwd.getpwuid(os.geteuid()).pw_name
 
 
 def of_another(name: str) -> bool:
