@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
-from .data.batches import Batch, MapDataset, loaded, move, seed_everything
+from .data.batches import Batch, MapDataset, elsewhere, loaded, move, seed_everything
 from .data.sharding import BatchPlan, rank_range
 from .state.broadcast import control_device
 
@@ -57,10 +57,14 @@ def evaluate(
     parts = _Parts(dataset, plan, seed, collate or default_collate)
     names: list[str] | None = None
     rows: list[torch.Tensor] = []
-    with contextlib.closing(loaded(parts, mine, num_workers, pin_memory)) as found:
+    with loaded(parts, mine, num_workers, pin_memory) as found:
         for number, (indices, data) in zip(mine, found, strict=True):
             batch = Batch(
-                data=move(device, data), indices=indices, step=step, epoch=0, global_size=plan.at(number).size
+                data=move(elsewhere(device), data),
+                indices=indices,
+                step=step,
+                epoch=0,
+                global_size=plan.at(number).size,
             )
             seed_everything(seed, 2, number)
             sums = measure(batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -213,7 +214,7 @@ class Job(JobCalls):
             world_size=self.world_size,
             device=self.device,
             gradient_weight=self._gradient_weight,
-            on_turn=lambda: self._turned(state),
+            on_turn=functools.partial(self._turned, state),
             **options,
         )
         return self._timed(loaded, state)
@@ -236,7 +237,7 @@ class Job(JobCalls):
             world_size=self.world_size,
             device=self.device,
             gradient_weight=self._gradient_weight,
-            on_turn=lambda: self._turned(state),
+            on_turn=functools.partial(self._turned, state),
             **options,
         )
         return self._timed(loaded, state)

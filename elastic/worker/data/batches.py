@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import random
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -156,13 +156,14 @@ def batches(
     plan = BatchPlan(len(dataset), batch_size)
     micro_sizes(1, micro_batch)  # raises for an invalid one at the first call, not in the loop
     load = _Parts(dataset, plan, rank, world_size, seed, shuffle, collate or default_collate)
-    end = plan.total_steps(epochs=epochs, steps=steps)
-    with contextlib.closing(loaded(load, range(state.step, end), num_workers, pin_memory)) as ahead:
-        for step, (indices, data) in zip(range(state.step, end), ahead, strict=True):
+    ours = range(state.step, plan.total_steps(epochs=epochs, steps=steps))
+    away = elsewhere(device)
+    with loaded(load, ours, num_workers, pin_memory) as ahead:
+        for step, (indices, data) in zip(ours, ahead, strict=True):
             whole = plan.at(step)
             load.seed_loop(step)
             batch = Batch(
-                data=move(device, data),
+                data=move(away, data),
                 indices=indices,
                 step=step,
                 epoch=whole.epoch,
@@ -171,7 +172,7 @@ def batches(
                 gradient_weight=gradient_weight,
             )
             if gradient_weight is not None:
-                gradient_weight.begin(batch.weight)
+                gradient_weight.begin(len(indices) / whole.size)
             yield batch
             if state.step != step + 1:
                 raise RuntimeError(
@@ -348,12 +349,14 @@ class Parts(Protocol):
     def __getitem__(self, number: int, /) -> tuple[tuple[int, ...], Any]: ...
 
 
+@contextlib.contextmanager
 def loaded(
     parts: Parts, steps: range, num_workers: int, pin_memory: bool
-) -> Generator[tuple[tuple[int, ...], Any], None, None]:
-    """parts[step] for each of `steps`, loaded here or ahead in child processes."""
+) -> Iterator[Iterator[tuple[tuple[int, ...], Any]]]:
+    """Context for an iterator over parts[step] for each of `steps`, loaded here or ahead in child processes, which end
+    with the context."""
     if num_workers == 0:
-        yield from map(parts.__getitem__, steps)
+        yield map(parts.__getitem__, steps)
         return
     loader: DataLoader[Any] = DataLoader(
         parts,  # type: ignore[arg-type]  # __getitem__ is all that is asked of it
@@ -367,7 +370,7 @@ def loaded(
     )
     iterator: Any = iter(loader)
     try:
-        yield from iterator
+        yield iterator
     finally:
         torch_private.shut_down_workers(iterator)  # dropping it does not while a traceback holds it
 
@@ -376,9 +379,15 @@ def _as_is(loaded: Any) -> Any:
     return loaded
 
 
-def move(device: torch.device | str | None, data: Any) -> Any:
-    """`data` with its tensors on `device`."""
-    if device is None or (device if isinstance(device, torch.device) else torch.device(device)).type == "cpu":
+def elsewhere(device: torch.device | str | None) -> torch.device | None:
+    """`device`, unless it is the CPU, where batches are loaded."""
+    found = None if device is None else torch.device(device)
+    return None if found is None or found.type == "cpu" else found
+
+
+def move(device: torch.device | None, data: Any) -> Any:
+    """`data` with its tensors on `device`, which is of `elsewhere`."""
+    if device is None:
         return data
 
     def moved(leaf: Any) -> Any:

@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset, default_collate
 from .. import shared_values, torch_private
 from ..comm.ddp import GradientWeight
 from ..torch_private import pytree
-from .batches import Batch, move, seed_everything
+from .batches import Batch, elsewhere, move, seed_everything
 from .sharding import rank_range
 
 Make = Callable[[int, int], Iterable[Any]]
@@ -80,7 +80,7 @@ def streams(
                 state.streams = {"step": step, "states": _exchanged(mine, rank, world_size)}
             data = _joined([next(stream) for stream in mine.values()])
             batch = Batch(
-                data=move(device, data),
+                data=move(elsewhere(device), data),
                 indices=tuple(range(step * batch_size + first * each, step * batch_size + stop * each)),
                 step=step,
                 epoch=0,
