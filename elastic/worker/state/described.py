@@ -8,7 +8,7 @@ import weakref
 import torch
 
 from ...checkpoint.dtypes import CODES, code_of, dtype_of, nbytes_of
-from ...checkpoint.memcpy import device_type
+from ...checkpoint.memcpy import device_type, movable
 from ...contract.tensor_table import TensorInfo
 from .copies import writable
 
@@ -16,14 +16,20 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class Described:
-    """A tensor's entry in the table, created once: with thousands of tensors that is most of the cost of a snapshot."""
+    """A tensor's entry in the table, created once: with thousands of tensors that is most of the cost of a snapshot.
+    And where its bytes are: to ask each of them again takes as long as all that is asked by `still`."""
 
-    __slots__ = ("_address", "_dtype", "_place", "_stride", "_tensor", "info")
+    __slots__ = ("_dtype", "_place", "_pointer", "_stride", "_tensor", "address", "device", "info")
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self.info = _info(name, tensor)
+        self.device = device_type(tensor)
+        """Type of its device."""
+        self._pointer = tensor.data_ptr()
+        self.address = self._pointer if movable(tensor) else 0
+        """Where its bytes lie in CPU memory, as in a file; 0: they do not, or there are none."""
         self._tensor = weakref.ref(tensor)
-        self._address, self._stride, self._dtype = tensor.data_ptr(), tensor.stride(), tensor.dtype
+        self._stride, self._dtype = tensor.stride(), tensor.dtype
         self._place: object = None
 
     def place(self, tensor: torch.Tensor) -> object:
@@ -34,13 +40,18 @@ class Described:
         return self._place
 
     def still(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is the described tensor, with the same storage, shape, strides and dtype."""
+        """Whether `tensor` is the described tensor, with the same storage, shape, dtype and order of its elements in
+        memory. One without elements may be on another device now: it is described anew."""
         return (
             self._tensor() is tensor
-            and self._address == tensor.data_ptr()
+            and self._pointer == tensor.data_ptr() != 0
             and self.info.shape == tensor.shape
-            and self._stride == tensor.stride()
             and self._dtype is tensor.dtype
+            and (
+                tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+                if self.address
+                else self._stride == tensor.stride()
+            )
         )
 
 

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from ...checkpoint.memcpy import movable
 from .broadcast import byte_view, row_major
 
 PIECE_BYTES = 4 << 20
@@ -52,20 +51,21 @@ class Window(msgspec.Struct, frozen=True):
 class Opened:
     """The source's side. Must be kept alive while other ranks read."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, addresses: Sequence[int]) -> None:
         self._secret = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
         self.window = Window(
             pid=os.getpid(),
             secret=self._secret.raw.hex(),
             secret_address=ctypes.addressof(self._secret),
-            addresses=tuple([t.data_ptr() if movable(t) else 0 for t in tensors]),  # of an empty one it is 0
+            addresses=tuple(addresses),
         )
 
 
 @contextlib.contextmanager
-def open_to_readers(tensors: Sequence[torch.Tensor]) -> Iterator[Window]:
-    """Where Yama restricts ptrace to children, lift that within the context."""
-    opened = Opened(tensors)
+def open_to_readers(addresses: Sequence[int]) -> Iterator[Window]:
+    """`addresses` of the tensors, as `Window` has them. Where Yama restricts ptrace to children, lift that within the
+    context."""
+    opened = Opened(addresses)
     _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
     try:
         yield opened.window
@@ -81,72 +81,71 @@ def can_read(window: Window) -> bool:
 
 
 def pull(
-    tensors: Sequence[torch.Tensor], addresses: Sequence[int], pid: int, check: Callable[[], None] = lambda: None
+    tensors: Sequence[torch.Tensor],
+    addresses: Sequence[int],
+    sizes: Sequence[int],
+    pid: int,
+    check: Callable[[], None] = lambda: None,
 ) -> list[int]:
-    """Fill `tensors` from `addresses` of process `pid`. Returns the same digests as `digests` at the source.
+    """Fill `tensors`, of `sizes` bytes, from `addresses` of process `pid`. Returns the same digests as `digests` at the
+    source.
 
     Raises DistNetworkError if the source is gone.
     """
     found: list[int] = []
-    staging: torch.Tensor | None = None
-    gathered: torch.Tensor | None = None
-    nbytes_of = [tensor.nbytes for tensor in tensors]
-    for group in _groups(nbytes_of):
-        hasher = xxhash.xxh3_64()
-        if len(group) > 1 and all(tensors[i].is_contiguous() for i in group):
-            gathered = torch.empty(PIECE_BYTES, dtype=torch.uint8) if gathered is None else gathered
-            sizes = [nbytes_of[i] for i in group]
-            row = _Vector(gathered.data_ptr(), sum(sizes))
-            _fetch_vectors(pid, row, 1, _vectors([addresses[i] for i in group], sizes), len(sizes), row.length)
-            hasher.update(_memory(gathered[: row.length]))
+    staging = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+    for group in _groups(sizes):
+        into = [tensors[i] for i in group]
+        if len(group) > 1 and all(map(torch.Tensor.is_contiguous, into)):
+            lengths = [sizes[i] for i in group]
+            total = sum(lengths)
+            row = _vectors([staging.data_ptr()], [total])
+            _fetch_vectors(pid, row, _vectors([addresses[i] for i in group], lengths), total)
+            found.append(xxhash.xxh3_64_intdigest(_memory(staging[:total])))
             # To the tensors by a read of this process's own memory: one call, in place of one for each tensor.
-            here = _vectors([tensors[i].data_ptr() for i in group], sizes)
-            _fetch_vectors(os.getpid(), here, len(sizes), row, 1, row.length)
-        else:
-            for i in group:
-                tensor, size = tensors[i], tensors[i].element_size()
-                step = PIECE_BYTES // size
-                for start in range(0, tensor.numel(), step):
-                    count = min(step, tensor.numel() - start)
-                    if tensor.is_contiguous():
-                        piece = byte_view(tensor)[start * size : (start + count) * size]
-                    else:
-                        staging = torch.empty(PIECE_BYTES, dtype=torch.uint8) if staging is None else staging
-                        piece = staging[: count * size]
-                    _fetch(pid, [(piece.data_ptr(), addresses[i] + start * size, count * size)])
-                    hasher.update(_memory(piece))
-                    if not tensor.is_contiguous():
-                        _spread(tensor, start, count, piece)
-                    check()
-        found.append(_signed(hasher.intdigest()))
-        check()
-    return found
-
-
-def digests(tensors: Sequence[torch.Tensor], check: Callable[[], None] = lambda: None) -> list[int]:
-    """xxh3 of each group of dense `tensors`, in the order in which `pull` reads them."""
-    found = []
-    gathered: torch.Tensor | None = None
-    nbytes_of = [tensor.nbytes for tensor in tensors]
-    for group in _groups(nbytes_of):
-        hasher = xxhash.xxh3_64()
-        if len(group) > 1:
-            gathered = torch.empty(PIECE_BYTES, dtype=torch.uint8) if gathered is None else gathered
-            first = at = gathered.data_ptr()
-            for i in group:
-                nbytes = nbytes_of[i]
-                ctypes.memmove(at, tensors[i].data_ptr(), nbytes)
-                at += nbytes
-            found.append(_signed(xxhash.xxh3_64_intdigest(_memory(gathered[: at - first]))))
+            _fetch_vectors(os.getpid(), _vectors([tensor.data_ptr() for tensor in into], lengths), row, total)
             check()
             continue
+        hasher = xxhash.xxh3_64()
         for i in group:
-            data = byte_view(tensors[i])
-            for start in range(0, data.numel(), PIECE_BYTES):
-                hasher.update(_memory(data[start : start + PIECE_BYTES]))
+            tensor, size = tensors[i], tensors[i].element_size()
+            step = PIECE_BYTES // size
+            for start in range(0, tensor.numel(), step):
+                count = min(step, tensor.numel() - start)
+                if tensor.is_contiguous():
+                    piece = byte_view(tensor)[start * size : (start + count) * size]
+                else:
+                    piece = staging[: count * size]
+                _fetch(pid, [(piece.data_ptr(), addresses[i] + start * size, count * size)])
+                hasher.update(_memory(piece))
+                if not tensor.is_contiguous():
+                    _spread(tensor, start, count, piece)
                 check()
-        found.append(_signed(hasher.intdigest()))
-    return found
+        found.append(hasher.intdigest())
+    return list(map(_signed, found))
+
+
+def digests(addresses: Sequence[int], sizes: Sequence[int], check: Callable[[], None] = lambda: None) -> list[int]:
+    """xxh3 of each group of dense tensors of this process, by address and bytes, in the order in which `pull` reads
+    them. The caller keeps them alive."""
+    found = []
+    staging = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+    for group in _groups(sizes):
+        if len(group) > 1:
+            first = at = staging.data_ptr()
+            for i in group:
+                ctypes.memmove(at, addresses[i], sizes[i])
+                at += sizes[i]
+            found.append(xxhash.xxh3_64_intdigest(_memory(staging[: at - first])))
+            check()
+            continue
+        hasher, nbytes = xxhash.xxh3_64(), sizes[group[0]]
+        for start in range(0, nbytes, PIECE_BYTES):
+            piece = ctypes.c_char * min(PIECE_BYTES, nbytes - start)
+            hasher.update(memoryview(piece.from_address(addresses[group[0]] + start)))
+            check()
+        found.append(hasher.intdigest())
+    return list(map(_signed, found))
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[list[int]]:
@@ -188,9 +187,9 @@ def _vectors(addresses: Sequence[int], sizes: Sequence[int]) -> Any:
     return (_Vector * len(sizes)).from_buffer(vectors.data)
 
 
-def _fetch_vectors(pid: int, here: Any, here_count: int, there: Any, there_count: int, total: int) -> None:
+def _fetch_vectors(pid: int, here: Any, there: Any, total: int) -> None:
     """Read the pieces `there` of process `pid` into the pieces `here`. Raises DistNetworkError."""
-    if (came := int(_process_vm_readv(pid, here, here_count, there, there_count, 0))) != total:
+    if (came := int(_process_vm_readv(pid, here, len(here), there, len(there), 0))) != total:
         raise dist.DistNetworkError(f"process {pid}, the source of the state, is gone: read {came} of {total} bytes")
 
 

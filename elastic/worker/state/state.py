@@ -264,16 +264,25 @@ class State:
         found, self._tied, self._described = self._walk(self._parts.values(), parts, own)
         if extra is not None:
             extra.update(self._with(parts))
+        return [(each.info, tensor) for each, tensor in found]
+
+    @gc_pause.paused()
+    def described(self, extra: dict[str, Any]) -> list[tuple[Described, torch.Tensor]]:
+        """As `tensors` with `own` False, with what else is known of each tensor."""
+        parts: dict[str, Any] = {}
+        found, self._tied, self._described = self._walk(self._parts.values(), parts)
+        extra.update(self._with(parts))
         return found
 
     def _walk(
         self, parts: Iterable[Part], extras: dict[str, Any] | None, own: bool = False
-    ) -> tuple[list[tuple[TensorInfo, torch.Tensor]], dict[str, str], dict[str, Described]]:
+    ) -> tuple[list[tuple[Described, torch.Tensor]], dict[str, str], dict[str, Described]]:
         """(the tensors of `parts`, tied names, descriptions by name); `extras` is filled by part."""
         first: dict[object, str] = {}
         tied: dict[str, str] = {}
-        found: list[tuple[TensorInfo, torch.Tensor]] = []
+        found: list[tuple[Described, torch.Tensor]] = []
         described: dict[str, Described] = {}
+        before = self._described
         for part in parts:
             if extras is None:
                 tensors = part.tensors()
@@ -281,14 +290,14 @@ class State:
                 tensors, extras[part.name] = part.held()
             module = isinstance(part, ModulePart)
             for name, tensor in tensors:
-                was = self._described.get(name)
+                was = before.get(name)
                 if was is None or not was.still(tensor):
                     was = Described(name, tensor)
                 described[name] = was
                 if module and (known := first.setdefault(was.place(tensor), name)) != name:
                     tied[name] = known
                     continue
-                found.append((was.info, tensor.detach() if own or tensor.requires_grad else tensor))
+                found.append((was, tensor.detach() if own or tensor.requires_grad else tensor))
         return found, tied, described
 
     def volatile(self) -> set[str]:
@@ -335,7 +344,7 @@ class State:
         extras: dict[str, Any] = {}
         held, self._tied, described = self._walk(modules, extras)
         self._described.update(described)
-        return held, extras
+        return [(each.info, tensor) for each, tensor in held], extras
 
     @gc_pause.paused()
     def adopt(self, table: Table, extra: Mapping[str, Any], survey: Survey | None = None) -> list[torch.Tensor]:

@@ -166,11 +166,11 @@ def _bring(
 
 def _give(state: State, said: str, choice: Choice, check: Callable[[], None]) -> None:
     extra: dict[str, Any] = {}
-    held = state.tensors(extra, own=False)  # nothing changes here until all ranks have it
+    held = state.described(extra)  # nothing changes here until all ranks have it
     tensors = [tensor for _, tensor in held]
-    devices = tuple(device_type(tensor) for tensor in tensors)
-    with pull.open_to_readers(tensors) as window:
-        head = Head(tuple(info for info, _ in held), extra, said, devices, window)
+    table = tuple([each.info for each, _ in held])
+    with pull.open_to_readers([each.address for each, _ in held]) as window:
+        head = Head(table, extra, said, tuple([each.device for each, _ in held]), window)
         broadcast.send_bytes(msgspec.json.encode(head), choice.needs[0])
         readers = [bool(_number(source=rank)) for rank in choice.needs]
         for rank in choice.needs:
@@ -181,7 +181,7 @@ def _give(state: State, said: str, choice: Choice, check: Callable[[], None]) ->
         _relay(dense, (choice.source, *waiting), choice.source, check)
         reading = [rank for rank in choice.needs if rank not in waiting]
         if reading:
-            digests = torch.tensor(pull.digests(dense, check), dtype=torch.int64)
+            digests = torch.tensor(pull.digests(*_readable(head), check), dtype=torch.int64)
             for rank in reading:
                 broadcast.exchange(digests, target=rank)
             for rank in reading:
@@ -205,8 +205,7 @@ def _take(state: State, choice: Choice, rank: int, check: Callable[[], None]) ->
     dense, rest = _split(tensors, head.window)
     _relay(rest, chain, rank, check)
     if reads:
-        addresses = [address for address in head.window.addresses if address]
-        mine = torch.tensor(pull.pull(dense, addresses, head.window.pid, check), dtype=torch.int64)
+        mine = torch.tensor(pull.pull(dense, *_readable(head), head.window.pid, check), dtype=torch.int64)
         theirs = torch.empty_like(mine)
         broadcast.exchange(theirs, source=choice.source)
         broadcast.exchange(torch.ones(1, dtype=torch.int64), target=choice.source)
@@ -234,6 +233,13 @@ def _split(tensors: Sequence[torch.Tensor], window: pull.Window) -> tuple[list[t
     for tensor, address in zip(tensors, window.addresses, strict=True):
         (dense if address else rest).append(tensor)
     return dense, rest
+
+
+def _readable(head: Head) -> tuple[list[int], list[int]]:
+    """(addresses, bytes) of the tensors that can be read from the source's memory."""
+    addresses = head.window.addresses
+    sizes = [info.nbytes for info, address in zip(head.table, addresses, strict=True) if address]
+    return [address for address in addresses if address], sizes
 
 
 def _relay(tensors: Sequence[torch.Tensor], chain: Sequence[int], rank: int, check: Callable[[], None]) -> None:
