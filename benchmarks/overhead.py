@@ -8,16 +8,21 @@
     batches_over_dataloader_64  `job.batches` with 64 samples a batch over torch's DataLoader with the same dataset,
                                 shuffled, in this process; also with 8
     api_us_per_step             `job.commit` and the hooks of one optimizer's step, with an agent's beat page and a
-                                keeper that has nothing to do
+                                keeper that has nothing to do; its rounds lie between those of the batches
     snapshots_on_over_off       time of a step with snapshots as they come by default, over that without: two ranks
                                 under elasticd, a state of 75 MB, spans of one run in turn. Also: how often one was
                                 taken, and what the job itself believes that it costs
     idle_pss_mb                 memory (proportional set size) of elasticd, agent and zygote for one idle job of two
                                 workers; and of each. Other processes of the same installation make it less
 
-`--quick` takes less than five minutes on a quiet machine. per_tensor_us, per_tensor_sockets_us and
-snapshots_on_over_off are by the clock on the wall, the last of them from the sums of all spans; the others are the best
-of several turns, by the time on a core. The last line is JSON.
+`--quick` takes less than five minutes on a quiet machine. The last line is JSON. What is compared takes turns, in
+rounds that a disturbance hits alike. per_tensor_us, per_tensor_sockets_us and their times on a core: the median of the
+rounds with many tensors less that of the rounds with few. batches_over_dataloader_*: the median of the rounds' ratios,
+either side first in every second round; a round is one epoch of 200 batches each, from the making of the iterator to
+its end, and ours includes what it does beyond loading, such as the seeds of three generators for each step.
+api_us_per_step: the median of rounds that are spread over the same time. per_tensor_us, per_tensor_sockets_us and
+snapshots_on_over_off are by the clock on the wall, the last of them from the sums of all spans; the others are by the
+time on a core, the snapshot and its reading the best of several turns.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import json
 import multiprocessing
 import os
 import socket
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -71,6 +77,18 @@ def build(count: int, elements: int, *, stepped: bool) -> State:
     return state
 
 
+def rounds(acts: dict[str, Callable[[], object]], count: int) -> dict[str, list[float]]:
+    """Seconds of this process on a core for each of `acts` in each round; every second round in the reverse order. One
+    round before them is not counted."""
+    found: dict[str, list[float]] = {name: [] for name in acts}
+    for number in range(count + 1):
+        for name in list(acts)[:: 1 if number % 2 else -1]:
+            began_s = time.process_time()
+            acts[name]()
+            found[name].append(time.process_time() - began_s)
+    return {name: times[1:] for name, times in found.items()}
+
+
 def best(act: Callable[[], object], turns: int) -> float:
     """Seconds of this process on a core, in the quickest of `turns`: all of it is this process's own work, and what
     else runs on the machine is not counted."""
@@ -90,26 +108,24 @@ def core_s(before_s: float) -> float:
 
 
 def hand_over(rank: int, port: int, shapes: list[tuple[int, int]], turns: int, sockets: bool, out: Any) -> None:
-    """One rank's part; it puts (rank, best seconds on the wall and on a core for each shape) into `out`. The state of
-    rank 1 is new in each turn."""
+    """One rank's part; it puts (rank, median seconds on the wall and on a core for each shape) into `out`. The shapes
+    take turns. The state of rank 1 is new in each."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     if sockets:
         pull.can_read = lambda window: False
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    found = []
-    for count, elements in shapes:
-        source = build(count, elements, stepped=True) if rank == 0 else None
-        times = []
-        for _ in range(turns):
-            state = source or build(count, elements, stepped=False)
+    sources = [build(*shape, stepped=True) for shape in shapes] if rank == 0 else []
+    times: list[list[tuple[float, float]]] = [[] for _ in shapes]
+    for _ in range(turns):
+        for number, shape in enumerate(shapes):
+            state = sources[number] if sources else build(*shape, stepped=False)
             dist.barrier()
             began_s, before = time.perf_counter(), time.process_time()
             synchronise(state, rank=rank, world_size=2, generation=1)
             dist.barrier()
-            times.append((time.perf_counter() - began_s, core_s(before)))
-        found.append((min(wall for wall, _ in times), min(core for _, core in times)))
-    out.put((rank, found))
+            times[number].append((time.perf_counter() - began_s, core_s(before)))
+    out.put((rank, [tuple(map(statistics.median, zip(*each, strict=True))) for each in times]))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -219,22 +235,21 @@ class Samples(torch.utils.data.Dataset[Any]):
         return self.x[index], self.y[index]
 
 
-def batches_over_dataloader(batch_size: int, turns: int, batches: int) -> float:
-    """Seconds of an epoch of ours / seconds of the DataLoader's; the two take turns."""
+def epochs(job: Job, state: State, batch_size: int, batches: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """(an epoch of ours, an epoch of the DataLoader's) over the same dataset."""
     dataset = Samples(batch_size * batches)
-    job, state = alone()
+    now = vars(state)  # as `State.committed` counts: the attribute's own check is none of the batches' work
 
     def ours() -> None:
-        state._step = 0
+        now["_step"] = 0
         for _ in job.batches(dataset, state, batch_size=batch_size):
-            state._step += 1
+            now["_step"] += 1
 
     def theirs() -> None:
         for _ in torch.utils.data.DataLoader(dataset, batch_size=batch_size, shuffle=True):
             pass
 
-    pairs = [(best(ours, 1), best(theirs, 1)) for _ in range(turns)]
-    return min(o for o, _ in pairs) / min(t for _, t in pairs)
+    return ours, theirs
 
 
 def alone() -> tuple[Job, State]:
@@ -253,34 +268,37 @@ def alone() -> tuple[Job, State]:
     return job, state
 
 
-def api_per_step(steps: int, turns: int) -> float:
-    """Microseconds of the hooks before the optimizer's step and of the commit, without the optimizer itself."""
+def short_steps(count: int, batches: int, steps: int) -> dict[str, float]:
+    """The figures of batches and commits, by `count` rounds."""
+    acts: dict[str, Callable[[], object]] = {}
+    for batch_size in (8, 64):
+        ours, theirs = epochs(*alone(), batch_size, batches)
+        acts |= {f"ours_{batch_size}": ours, f"theirs_{batch_size}": theirs}
     job, state = alone()
     loss = torch.tensor(0.5)
 
-    def act() -> None:
+    def commits() -> None:
+        """The hooks before the optimizer's step and the commit, without the optimizer itself."""
         for _ in range(steps):
             state.changing()
             job.commit(state, loss=loss)
 
-    return 1e6 * best(act, turns) / steps
+    times = rounds(acts | {"commits": commits}, count)
+    figures = {"api_us_per_step": 1e6 * statistics.median(times["commits"]) / steps}
+    for batch_size in (8, 64):
+        pairs = zip(times[f"ours_{batch_size}"], times[f"theirs_{batch_size}"], strict=True)
+        figures[f"batches_over_dataloader_{batch_size}"] = statistics.median(ours / theirs for ours, theirs in pairs)
+    return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer turns; less than two minutes")
     args = parser.parse_args()
-    turns = 3 if args.quick else 7
-    figures: dict[str, float] = {}
-    for batch_size in (64, 8):
-        name = f"batches_over_dataloader_{batch_size}"
-        figures[name] = batches_over_dataloader(batch_size, turns + 2, 100 if args.quick else 400)
-        print(f"{name:28s} {figures[name]:.2f}", flush=True)
-    figures["api_us_per_step"] = api_per_step(1000, turns + 2)
-    print(f"{'api_us_per_step':28s} {figures['api_us_per_step']:.1f}", flush=True)
-    for name, value in per_tensor(10_000, turns).items():
-        figures[name] = value
-        print(f"{name:28s} {value:.1f}", flush=True)
+    figures = short_steps(40 if args.quick else 100, 200, 200)
+    figures |= per_tensor(10_000, 7 if args.quick else 15)
+    for name, value in figures.items():
+        print(f"{name:28s} {value:.3f}", flush=True)
     figures |= snapshots_on_over_off(pairs=4 if args.quick else 20, span_s=8.0)
     figures |= idle_pss_mb()
     for name in list(figures)[-8:]:
