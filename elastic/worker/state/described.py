@@ -19,7 +19,7 @@ class Described:
     """A tensor's entry in the table, created once: with thousands of tensors that is most of the cost of a snapshot.
     And where its bytes are: to ask each of them again takes as long as all that is asked by `still`."""
 
-    __slots__ = ("_dtype", "_place", "_pointer", "_stride", "_tensor", "address", "device", "info")
+    __slots__ = ("_dtype", "_place", "_pointer", "_shape", "_stride", "_tensor", "address", "device", "info")
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self.info = _info(name, tensor)
@@ -29,7 +29,7 @@ class Described:
         self.address = self._pointer if movable(tensor) else 0
         """Where its bytes lie in CPU memory, as in a file; 0: they do not, or there are none."""
         self._tensor = weakref.ref(tensor)
-        self._stride, self._dtype = tensor.stride(), tensor.dtype
+        self._shape, self._stride, self._dtype = self.info.shape, tensor.stride(), tensor.dtype
         self._place: object = None
 
     def place(self, tensor: torch.Tensor) -> object:
@@ -45,7 +45,7 @@ class Described:
         return (
             self._tensor() is tensor
             and self._pointer == tensor.data_ptr() != 0
-            and self.info.shape == tensor.shape
+            and self._shape == tensor.shape
             and self._dtype is tensor.dtype
             and (
                 tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
@@ -90,18 +90,19 @@ class Like:
     """Makes new storage for what an optimizer keeps for a parameter: with thousands of tensors, half of the time to
     make one would be questions about the parameter."""
 
-    __slots__ = ("_dtype", "_shape", "_tensor", "device")
+    __slots__ = ("_code", "_shape", "_tensor", "device")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._dtype, self.device = tensor, tensor.dtype, device_type(tensor)
+        self._tensor, self._code, self.device = tensor, CODES.get(tensor.dtype), device_type(tensor)
         self._shape = tensor.shape if writable(tensor) else None
 
     def empty(self, info: TensorInfo, device: str) -> torch.Tensor:
         """With the parameter's memory layout if it has its shape, on a device of type `device`."""
+        fits = device == self.device and info.shape == self._shape
+        if fits and info.dtype == self._code:
+            return torch.empty_like(self._tensor)
         dtype = dtype_of(info.dtype)
-        if device == self.device and info.shape == self._shape:
-            if dtype is self._dtype:
-                return torch.empty_like(self._tensor)
+        if fits:
             return torch.empty_like(self._tensor, dtype=dtype)
         if device == "cpu" and not info.shape:
             return torch.empty_like(_number(dtype))
