@@ -156,8 +156,7 @@ def batches(
     plan = BatchPlan(len(dataset), batch_size)
     micro_sizes(1, micro_batch)  # raises for an invalid one at the first call, not in the loop
     load = _Parts(dataset, plan, rank, world_size, seed, shuffle, collate or default_collate)
-    ours = range(state.step, plan.total_steps(epochs=epochs, steps=steps))
-    away = elsewhere(device)
+    ours, away = range(state.step, plan.total_steps(epochs=epochs, steps=steps)), elsewhere(device)
     with loaded(load, ours, num_workers, pin_memory) as ahead:
         for step, (indices, data) in zip(ours, ahead, strict=True):
             whole = plan.at(step)
