@@ -104,6 +104,17 @@ def steps_lost(syncs: Iterable[Sync]) -> int:
     return lost
 
 
+def informed(incident: Incident) -> tuple[Sync, ...]:
+    """The syncs, each with the newest step that a failure report since the sync before it names."""
+    found: list[Sync] = []
+    for sync in incident.syncs:
+        since = found[-1].generation if found else 0
+        reports = [report for report in incident.reports if since <= report.generation < sync.generation]
+        ends: list[BrokenRecord | Loss] = [*reports, *(loss for report in reports for loss in report.also)]
+        found.append(msgspec.structs.replace(sync, reached=max(sync.reached, *(end.step or 0 for end in ends), 0)))
+    return tuple(found)
+
+
 def standing(syncs: Iterable[Sync]) -> tuple[Sync, ...]:
     """The syncs that later ones have not made up for, by generation. A recovery may resume from setup, fail again, and
     resume from a checkpoint of before that was still being written: what setup had cost is not lost then."""
@@ -187,7 +198,8 @@ def closed(
     unless no cause is worse than a drain.
     """
     drawing = drawn(incident, counted=counted)
-    syncs = standing(incident.syncs)
+    all_syncs = informed(incident)
+    syncs = standing(all_syncs)
     worst = max(syncs, key=lambda s: (s.reached - s.resumed, -s.generation), default=None)
     # A planned change that the end of the job interrupts costs nothing.
     cut_short = incident.planned and not causes(incident)
@@ -195,17 +207,17 @@ def closed(
     known = counted and ((recovered and (witnessed or as_planned)) or cut_short)
     least = steps_lost(syncs) if known and (syncs or not recovered) else None
     # A generation whose state was replaced by newer state may have committed that itself.
-    most = least if least is None else max(least, steps_lost(incident.syncs))
+    most = least if least is None else max(least, steps_lost(all_syncs))
     if least is not None and not _certain(incident, generation):
         # A rank commits a step only after all others have contributed to it: it is at most one step ahead of them.
-        live = all(sync.origin is Origin.LIVE for sync in incident.syncs)
+        live = all(sync.origin is Origin.LIVE for sync in all_syncs)
         most = least + 1 if live else None
     return msgspec.structs.replace(
         drawing,
         open=False,
         generation=generation.number + (0 if recovered else 1),
         detail=drawing.detail + (_begun_anew(worst) if worst else ""),
-        step=max([drawing.step or 0, *(sync.reached for sync in incident.syncs[:1])]) if counted else None,
+        step=max([drawing.step or 0, *(sync.reached for sync in all_syncs[:1])]) if counted else None,
         steps_lost=least,
         steps_lost_at_most=most,
         world_size_after=generation.world_size if recovered else 0,
@@ -237,11 +249,6 @@ class Closed(msgspec.Struct, frozen=True):
         incident = self.incident.with_report(report)
         if incident is self.incident:
             return self
-        if incident.syncs:
-            first, *more = incident.syncs
-            reached = max([first.reached, report.step or 0, *(loss.step or 0 for loss in report.also)])
-            syncs = (msgspec.structs.replace(first, reached=reached), *more)
-            incident = msgspec.structs.replace(incident, syncs=syncs)
         return msgspec.structs.replace(self, incident=incident)
 
 

@@ -312,8 +312,7 @@ def _with_sync(turn: Turn, incident: Incident, event: WorkerSynced) -> Incident:
         return incident
     reached = event.reached
     if not incident.syncs:
-        told = [r.step or 0 for r in incident.reports] + [x.step or 0 for r in incident.reports for x in r.also]
-        reached = max([reached, *told, incident.reached if causes(incident) or not incident.planned else 0])
+        reached = max(reached, incident.reached if causes(incident) or not incident.planned else 0)
     sync = Sync(event.generation, event.step, max(reached, 0), event.origin, event.source)
     return replace(incident, syncs=(*incident.syncs, sync))
 

@@ -318,3 +318,15 @@ def test_the_loss_of_the_node_that_took_over_from_an_absent_agent_is_an_incident
         Fault(29.272, "heal_etcd_links"),
     )
     assert play(History(setting, faults)).failure == ""
+
+
+def test_a_step_that_only_a_later_report_of_the_same_recovery_names_counts_as_lost() -> None:
+    """The second generation of a recovery commits a step and breaks; the third resumes from setup."""
+    setting = Setting(seed=223144358, slots=1, step_s=0.6, setup_s=0.2, shrink=True, leader_candidates=1)
+    faults = (
+        Fault(0.384, "kill_worker", (1, 0)),
+        Fault(0.54, "cut", (0,)),
+        Fault(0.694, "kill_worker", (2, 0)),
+        Fault(1.108, "kill_worker", (0, 0)),
+    )
+    assert play(History(setting, faults)).failure == ""
