@@ -57,6 +57,8 @@ class Fullness(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Header:
+    sequence: int
+    """Rises with each filling: two headers differ if the arena was filled again in between. Odd while it changes."""
     state: Fullness
     step: int
     generation: int
@@ -153,6 +155,7 @@ class Arena:
         ints = self._ints
         sequence = ints[_SEQUENCE]
         header = Header(
+            sequence=sequence,
             state=Fullness(ints[_STATE]),
             step=ints[_STEP],
             generation=ints[_GENERATION],
@@ -164,7 +167,7 @@ class Arena:
             parts=ints[_PARTS],
         )
         if sequence % 2 or ints[_SEQUENCE] != sequence:
-            return Header(Fullness.FILLING, -1, -1, 0, 0, -1, 0, -1, 0)
+            return Header(sequence, Fullness.FILLING, -1, -1, 0, 0, -1, 0, -1, 0)
         return header
 
     # ── filling ─────────────────────────────────────────────────────────────────────────────────────────────
