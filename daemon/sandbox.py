@@ -7,6 +7,7 @@ together. Without systemd there are none.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 
 from elastic.contract.spec import JobSpec
@@ -15,6 +16,9 @@ from .authority import Account
 
 _IN_TMP = re.compile(r"(?:^|[=:,])/(?:var/)?tmp(?:/|$)")
 """A text that names a file in a folder for temporary files."""
+
+INSTALLED = (sys.executable, __file__)
+"""The interpreter of agents whose job names none, and the package that they import."""
 
 
 def properties(spec: JobSpec, user: Account | None) -> tuple[str, ...]:
@@ -36,8 +40,9 @@ def properties(spec: JobSpec, user: Account | None) -> tuple[str, ...]:
 
 
 def uses_tmp(spec: JobSpec) -> bool:
-    """Whether the job names files in /tmp or /var/tmp, so that it needs the machine's, not folders of its own."""
-    return any(_IN_TMP.search(text) for text in _texts(spec))
+    """Whether the job needs files in /tmp or /var/tmp, so that it is to see the machine's, not folders of its own: it
+    names some, or elasticd is installed there."""
+    return any(_IN_TMP.search(text) for text in (*_texts(spec), *INSTALLED))
 
 
 def _texts(spec: JobSpec) -> Iterator[str]:

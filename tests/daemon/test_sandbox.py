@@ -28,6 +28,11 @@ RAW: dict[str, Any] = {"name": "j", "script": "/data/t.py", "workdir": "/data"}
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it makes files of other users")
 
 
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "INSTALLED", ("/opt/elasticd/bin/python", "/opt/elasticd/lib/sandbox.py"))
+
+
 def test_unit_of_a_job_runs_as_its_user_within_its_limits() -> None:
     spec = parse_job(RAW | {"limits": {"memory": "64G", "cpu": 7.5, "tasks": 500}})
     assert set(sandbox.properties(spec, ALICE)) == {
@@ -57,6 +62,12 @@ def test_job_that_names_files_in_tmp_sees_the_machines(more: dict[str, Any], use
     spec = parse_job(RAW | more)
     assert sandbox.uses_tmp(spec) is uses
     assert (f"PrivateTmp={'no' if uses else 'yes'}") in sandbox.properties(spec, None)
+
+
+def test_job_of_an_elasticd_that_is_installed_in_tmp_sees_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its unit could not start the interpreter otherwise."""
+    monkeypatch.setattr(sandbox, "INSTALLED", ("/tmp/venv/bin/python", "/lib/sandbox.py"))
+    assert "PrivateTmp=no" in sandbox.properties(parse_job(RAW), None)
 
 
 @pytest.mark.parametrize("memory", ["64G", "1073741824", "80%", "100%", "512M"])
