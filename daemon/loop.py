@@ -77,8 +77,9 @@ class Loop:
         """Job that does not run here yet -> why it will not; '' it will, None: not known yet."""
         self._signer = signer
         self._refuses_anonymous = os.geteuid() == 0 and not settings.etcd.insecure
-        self._reader = Reader(ClusterKeys(settings.cluster))
-        self._timeline = Timeline(ClusterKeys(settings.cluster), settings.node)
+        self._keys = ClusterKeys(settings.cluster)
+        self._reader = Reader(self._keys)
+        self._timeline = Timeline(self._keys, settings.node)
         self._started_wall_s = time.time()
         self._cluster = Cluster()
         self._contact = Contact()
@@ -217,14 +218,15 @@ class Loop:
         self._tell_systemd()
 
     def _stays_out(self) -> str:
-        """Why this node does not register: it found incompatible records. Once registered, a node ignores such
-        records."""
+        """Why this node does not register: daemons or agents of another protocol are alive. Once registered, a node
+        ignores such records; those of a job that has no agents keep nobody out."""
         if self._writer.ignores_signatures:
             return KEY_MISSING
-        if self._lease is not None or not self._cluster.foreign:
+        if self._lease is not None:
             return ""
-        key, why = next(iter(self._cluster.foreign.items()))
-        return f"{key}: {why}"
+        alive = (key for key in self._cluster.foreign if self._keys.is_leased(key))
+        key = next(alive, None)
+        return f"{key}: {self._cluster.foreign[key]}" if key else ""
 
     def _trusted(self) -> bool:
         """Whether jobs in etcd may be run here: as root, only after a check that etcd refuses anonymous writes."""

@@ -156,7 +156,16 @@ class Actions:
         return chosen
 
     def forget(self, job: str, peer: Peer) -> None:
-        """Remove the records of a finished job. Its logs and checkpoints stay."""
+        """Remove the records of a finished job, or of one that an elasticd of another protocol has left. Its logs and
+        checkpoints stay."""
+        if self._of_another_protocol(job):
+            self._authority.check_job(peer, job, None, "forget")
+            if self._count(self._job(job).members):
+                raise Refused(
+                    409, f"job {job!r} has agents of another elasticd version: stop it with that version first"
+                )
+            self._remove(self._job(job))
+            return
         self._owned(job, peer, "forget")
         state, _ = self._read(JobState, self._job(job).state)
         if state is None or not state.phase.over:
@@ -199,6 +208,23 @@ class Actions:
             return self._keys.job(name)
         except ValueError as error:
             raise Refused(400, str(error)) from None
+
+    def _of_another_protocol(self, job: str) -> bool:
+        try:
+            kv = self._etcd.get(self._job(job).spec)
+            if kv is not None:
+                decode(SpecRecord, kv.value)
+        except ProtocolVersionMismatch:
+            return True
+        except (EtcdError, msgspec.DecodeError, UnicodeDecodeError):
+            pass  # told by the reader of the record
+        return False
+
+    def _count(self, prefix: str) -> int:
+        try:
+            return self._etcd.newest(prefix).count
+        except EtcdError as error:
+            raise _unavailable(error) from error
 
     def _spec(self, job: str) -> SpecRecord:
         spec, _ = self._read(SpecRecord, self._job(job).spec)

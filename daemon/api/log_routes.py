@@ -13,6 +13,7 @@ import msgspec
 from elastic.contract.records import Phase
 
 from ..asks import ask_each
+from ..authority import owns
 from ..errors import Refused
 from ..logs import PAST_BYTES, Line, Tail
 from ..published_state import Snapshot
@@ -33,6 +34,8 @@ BACKLOG_CHARS = 32 * 1024
 """After so many it is asked again at once."""
 FOLLOW_S = 0.2
 """Polling interval of a followed log."""
+MOVED_S = 5.0
+"""How long the owner of a new job waits for the logs of an earlier job of that name to be moved away."""
 PROGRESS_S = 0.5
 """Minimum interval between progress messages to a follower."""
 WAITS_S = 2.0
@@ -48,7 +51,8 @@ def get_logs(h: Request, query: Query, job: str) -> None:
         _far_rank(h, query, job, rank)
         return
     known, folder = board.now.cluster.jobs.get(job), h.service.logs(job)
-    h.service.authority.check_logs(h.peer(), job, known.spec if known else None, folder.owner())
+    folder_uid = _folder_uid(h, job)
+    h.service.authority.check_logs(h.peer(), job, known.spec if known else None, folder_uid)
     since_s = query_values.seconds(query, "since_s")
     tail = Tail(folder, slot, previous=query_values.flag(query, "previous"),
                 since_wall_s=time.time() - since_s if since_s else 0.0)  # fmt: skip
@@ -93,6 +97,18 @@ def _follow(h: Request, tail: Tail, query: Query, job: str) -> None:
         follow = not _ended(board.wait(lambda s: _ended(s, job), FOLLOW_S), job)
     for line in tail.more():
         h.stream(_line(h, job, line))
+
+
+def _folder_uid(h: Request, job: str) -> int | None:
+    """Owner of the folder that holds the job's logs here. One that an earlier job of another user has left is moved
+    away when the agent of the new job starts: its owner may ask before that."""
+    peer, end_s = h.peer(), time.monotonic() + MOVED_S
+    while (uid := h.service.logs(job).owner()) not in (None, peer.uid) and time.monotonic() < end_s:
+        known = h.service.board.now.cluster.jobs.get(job)
+        if known is None or known.spec is None or known.over or not owns(peer, known.spec):
+            break
+        h.service.board.wait(lambda s: _ended(s, job), FOLLOW_S)
+    return uid
 
 
 def _other_nodes_lines(h: Request, query: Query, job: str, elsewhere: Mapping[str, list[int]]) -> dict[str, list[int]]:

@@ -71,6 +71,11 @@ class ClusterKeys:
         """Whether every writer of this key has read the record before, so that an older one can be recognised."""
         return key.startswith(self.jobs) and key.endswith(_ORDERED)
 
+    def is_leased(self, key: str) -> bool:
+        """Whether the record at `key` ends with the process that wrote it: a daemon or an agent."""
+        job_key = key[len(self.jobs) :].partition("/")[2] if key.startswith(self.jobs) else ""
+        return key.startswith(self.nodes) or job_key.startswith("members/")
+
     def __init__(self, cluster: str) -> None:
         self.root = f"/elastic/{check_name('cluster', cluster)}/"
         self.nodes = f"{self.root}nodes/"

@@ -32,7 +32,7 @@ class ProtocolVersionMismatch(Exception):
     def __init__(self, kind: str, theirs: int) -> None:
         super().__init__(
             f"{kind} speaks protocol {theirs}, this elasticd speaks {PROTOCOL}: "
-            f"run the same elasticd version on every node of the cluster"
+            f"run the same elasticd version on every node of the cluster, and forget jobs of an earlier one"
         )
         self.theirs = theirs
 

@@ -283,6 +283,27 @@ def test_a_node_that_finds_another_protocol_stays_out(nodes: Nodes) -> None:
         node.kill(signal.SIGTERM)
 
 
+def test_jobs_that_an_earlier_version_has_left_keep_no_node_out_and_can_be_forgotten(nodes: Nodes) -> None:
+    """As after an upgrade: the nodes are new, the records of the jobs that are over are not."""
+    with EtcdServer() as server:
+        etcd = Etcd(server.access)
+        for key in ("head/spec", "head/state", "head/generation", "ranks/n1"):
+            etcd.put(f"/elastic/main/jobs/old/{key}", b'{"protocol": %d}' % (PROTOCOL - 1))
+        node = nodes.add("upgraded", start=False, etcd__endpoints=server.endpoint)
+        node.start(wait_s=0)
+        eventually(lambda: etcd.get("/elastic/main/nodes/upgraded"), 20, "the node is registered")
+        assert any("forget jobs of an earlier one" in problem for problem in _problems(node))
+        etcd.put("/elastic/main/jobs/old/members/n1", b'{"protocol": %d}' % (PROTOCOL - 1))
+        refused = node.ctl("forget", "old")
+        assert (refused.returncode != 0, "agents of another elasticd version" in refused.stderr) == (True, True)
+        etcd.delete("/elastic/main/jobs/old/members/n1")
+        assert node.ctl("forget", "old").returncode == 0
+        eventually(node.ready, 10, "nothing is left of it")
+        assert not etcd.get_prefix("/elastic/main/jobs/old/").kvs
+        etcd.close()
+        node.kill(signal.SIGTERM)
+
+
 def _problems(node: Node) -> list[str]:
     try:
         problems: list[str] = node.get("/v1/status")["problems"]
