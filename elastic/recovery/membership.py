@@ -224,7 +224,7 @@ def _planned(
         return Wait(f"leaving now would leave {len(chosen)} of at least {limits.min_nodes} nodes", below_min=True)
     if not boundary:
         return Wait("a planned change waits for steps to advance")
-    return Change(places, _difference(current, places, alive), planned=True)
+    return Change(places, _difference(current, places, alive, limits), planned=True)
 
 
 def _without_the_lost(
@@ -378,11 +378,17 @@ def _cut_reason(view: JobView, cut: Collection[str]) -> str:
     return "; ".join(unreached(view, node) for node in sorted(cut))
 
 
-def _difference(current: GenerationRecord, places: tuple[GenerationNode, ...], alive: Mapping[str, Member]) -> str:
+def _difference(
+    current: GenerationRecord, places: tuple[GenerationNode, ...], alive: Mapping[str, Member], limits: NodeLimits
+) -> str:
     before, after = {p.node: p for p in current.nodes}, {p.node: p for p in places}
+    scaled = ""  # in the words of the daemon, whose order to leave may come later than the job's new limits
+    if len(before) > limits.max_nodes:
+        most = f"the {limits.max_nodes} nodes" if limits.max_nodes > 1 else "the one node"
+        scaled = f"the job has {most} that it may have (nodes = {limits.min_nodes}:{limits.max_nodes})"
     said = []
     for node in sorted(before.keys() - after.keys()):
-        reason = alive[node].record.draining if node in alive else None
+        reason = (alive[node].record.draining if node in alive else None) or scaled
         said.append(f"{node} leaves ({reason})" if reason else f"{node} leaves")
     said += [f"{node} joins" for node in sorted(after.keys() - before.keys())]
     said += [

@@ -259,6 +259,16 @@ def test_draining_node_is_replaced_by_the_spare_with_the_reason_given() -> None:
     assert verdict.why == "b leaves (maintenance), x joins"
 
 
+def test_node_beyond_new_limits_leaves_with_these_as_the_reason() -> None:
+    """The agent may see them before the daemon orders it to leave: the verdict on the change is the same."""
+    verdict = decide(view(*ALL), ABC, limits=NodeLimits(1, 1, 5.0), steps_advance=True)
+    assert isinstance(verdict, Change)
+    assert nodes(verdict) == ["a"]
+    why = "the job has the one node that it may have (nodes = 1:1)"
+    assert verdict.why == f"b leaves ({why}), c leaves ({why})"
+    assert verdict.planned
+
+
 def test_draining_node_stays_if_leaving_would_go_below_min_nodes() -> None:
     picture = view(*ALL[:2], member("c", 3, draining="maintenance"))
     verdict = waits(decide(picture, ABC, limits=NodeLimits(3, 3, 0.0), steps_advance=True))
