@@ -25,6 +25,7 @@ def pytest_configure() -> None:
     # Else every process that tests start compiles our modules again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    warm.remember_environment()
     if importlib.util.find_spec("hypothesis"):  # a machine with GPUs may have pytest alone
         from hypothesis import HealthCheck, settings
 

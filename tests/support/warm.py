@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from . import scratch
+from .forge import EARLY
 
 SOCKET_ENV = "ELASTIC_TEST_FORGE"
 ROOM = 16_000
@@ -120,7 +121,7 @@ class Forge:
                  "GRPC_ENABLE_FORK_SUPPORT": "0", "RES_OPTIONS": "timeout:1 attempts:1"}  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, str(pathlib.Path(__file__).with_name("forge.py")), path, "." * TITLE],
-            env={**os.environ, **quiet, "SPT_NOENV": "1", "ELASTIC_TEST_FORGE_ROOM": "." * ROOM},
+            env={**_environment(), **quiet, "SPT_NOENV": "1", "ELASTIC_TEST_FORGE_ROOM": "." * ROOM},
             stdin=subprocess.PIPE,
             process_group=0,
         )
@@ -159,6 +160,20 @@ class Forge:
 
 
 _forge: Forge | None = None
+_early: dict[str, str] | None = None
+
+
+def remember_environment() -> None:
+    """The variables that act at the start of a process are the forge's as they are now, before any test: the first
+    test that wants the forge may have set some, such as a PYTHONPATH with stand-ins, for itself alone."""
+    global _early
+    _early = {name: value for name, value in os.environ.items() if name.startswith(EARLY)}
+
+
+def _environment() -> dict[str, str]:
+    if _early is None:
+        return dict(os.environ)
+    return {name: value for name, value in os.environ.items() if not name.startswith(EARLY)} | _early
 
 
 def forge() -> Forge:
