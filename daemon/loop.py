@@ -219,7 +219,7 @@ class Loop:
 
     def _stays_out(self) -> str:
         """Why this node does not register: daemons or agents of another protocol are alive. Once registered, a node
-        ignores such records; those of a job that has no agents keep nobody out."""
+        ignores such records; records of a job without agents do not keep a node out."""
         if self._writer.ignores_signatures:
             return KEY_MISSING
         if self._lease is not None:
