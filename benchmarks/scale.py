@@ -107,8 +107,9 @@ class Ledger:
 
 
 def asked_for(writes: dict[str, int]) -> int:
-    """Without the leader's progress, which is written all the time, and what etcd deletes when a lease ends."""
-    return sum(count for kind, count in writes.items() if kind != "progress" and not kind.endswith(" gone"))
+    """Without what is written all the time, the leader's progress and the agents' accounts of their ranks, and without
+    what etcd deletes when a lease ends."""
+    return sum(n for kind, n in writes.items() if kind not in ("progress", "ranks") and not kind.endswith(" gone"))
 
 
 class Meter:
