@@ -185,8 +185,10 @@ def test_loader_processes_end_with_the_iterator_and_hold_no_socket_of_ours() -> 
             there.close()
             peer.settimeout(5.0)
             assert peer.recv(1) == b""  # although the children were forked while it was open
-            loop.close()  # type: ignore[attr-defined]
+            with pytest.raises(GenerationEnded) as held:  # its traceback holds the iterator
+                loop.throw(GenerationEnded("another rank has died"))  # type: ignore[attr-defined]
             assert multiprocessing.active_children() == []
+            assert held.tb is not None
 
 
 class Over(NoLink):
