@@ -1,4 +1,5 @@
-"""What this agent watches in etcd: its whole job, or in a large job only the head (see `recovery.watch_scope`)."""
+"""What this agent watches in etcd: its whole job but for the accounts of ranks, which only daemons read, or in a large
+job only the head (see `recovery.watch_scope`)."""
 
 from __future__ import annotations
 
@@ -57,7 +58,10 @@ class WatchScope:
     def _open(self, whole: bool, now_s: float) -> None:
         self._narrow_since_s = None if whole else now_s
         self.prefix = self._keys.root if whole else self._keys.head
-        self._watch = self._etcd.watch(self.prefix, self._post, refresh_s=WHOLE_S if whole else HEAD_S)
+        refresh_s = WHOLE_S if whole else HEAD_S
+        self._watch = self._etcd.watch(
+            self.prefix, self._post, refresh_s=refresh_s, before=self._keys.ranks if whole else ""
+        )
 
     def close(self) -> None:
         if self._watch is not None:

@@ -14,7 +14,8 @@
 /elastic/<cluster>/jobs/<job>/ranks/<node>                  RanksRecord (each agent, every ten seconds or less often)
 /elastic/<cluster>/jobs/<job>/asked                         AskedRecord (daemons pass it on to their agents)
 
-Below `head/` are the keys that every agent of a job watches, however large the job: see `watch_scope`.
+Below `head/` are the keys that every agent of a job watches, however large the job: see `watch_scope`. Those below
+`ranks/` sort after all others of the job, so that agents can watch the others alone: no agent reads them.
 """
 
 from __future__ import annotations

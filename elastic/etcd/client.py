@@ -122,10 +122,10 @@ class Etcd:
         kv = protobuf.kv(answer.kvs[0])
         return self.signer.opened(kv) if self.signer else self._stripped(kv)
 
-    def get_prefix(self, prefix: str) -> View:
-        """All keys that begin with `prefix`, at one revision."""
+    def get_prefix(self, prefix: str, before: str = "") -> View:
+        """All keys that begin with `prefix`, at one revision; with `before`, those that sort before it."""
         asked_s = time.monotonic()
-        answer = self._call("KV.Range", lambda pb: pb.RangeRequest(**protobuf.span(prefix)), repeat=True)
+        answer = self._call("KV.Range", lambda pb: pb.RangeRequest(**protobuf.span(prefix, before)), repeat=True)
         kvs, refused = self.verified([protobuf.kv(raw) for raw in answer.kvs])
         view = View(MappingProxyType(kvs), answer.header.revision, connected=True, as_of_s=asked_s, prefix=prefix)
         return replace(view, refused=refused) if refused else view
@@ -225,8 +225,9 @@ class Etcd:
 
     # Watches
 
-    def watch(self, prefix: str, on_view: Callable[[View], None], *, refresh_s: float = 5.0) -> Watch:
-        """Call `on_view`, in a thread of its own, with a view of `prefix` now and after changes.
+    def watch(self, prefix: str, on_view: Callable[[View], None], *, refresh_s: float = 5.0, before: str = "") -> Watch:
+        """Call `on_view`, in a thread of its own, with a view of `prefix` now and after changes. `before`: only the
+        keys of the prefix that sort before this one.
 
         Changes that arrive faster than `on_view` handles them are merged into the newest view. It is also called every
         `refresh_s`, after etcd confirmed the contact, and with `connected=False` when contact is lost; the view then
@@ -234,18 +235,19 @@ class Etcd:
         etcd the keys are read again, so keys that were created and deleted in between are not seen. `on_view` must be
         quick and must not raise.
         """
-        watch = Watch(self, prefix, on_view, refresh_s)
+        watch = Watch(self, prefix, on_view, refresh_s, before)
         with self._lock:
             self._watches = [*(old for old in self._watches if not old.closed), watch]
         watch.start()
         return watch
 
-    def newest(self, prefix: str) -> Newest:
-        """The most recently written key below `prefix` and the number of keys: enough to detect any change."""
+    def newest(self, prefix: str, before: str = "") -> Newest:
+        """The most recently written key below `prefix` and the number of keys: enough to detect any change. `before`:
+        see `get_prefix`."""
 
         def request(pb: Any) -> Any:
             by_mod = {"sort_order": pb.RangeRequest.DESCEND, "sort_target": pb.RangeRequest.MOD}
-            return pb.RangeRequest(**protobuf.span(prefix), limit=1, keys_only=True, **by_mod)
+            return pb.RangeRequest(**protobuf.span(prefix, before), limit=1, keys_only=True, **by_mod)
 
         answer = self._call("KV.Range", request, repeat=True)
         kv = protobuf.kv(answer.kvs[0]) if answer.kvs else None
@@ -262,10 +264,11 @@ class Etcd:
         answer = self._call("KV.Range", lambda pb: pb.RangeRequest(key=key.encode()), repeat=True)
         return int(answer.header.revision)
 
-    def events(self, prefix: str, start: int) -> Any:
-        """Open a stream of the changes from revision `start` on: an iterable of batches, with `cancel()`."""
+    def events(self, prefix: str, start: int, before: str = "") -> Any:
+        """Open a stream of the changes from revision `start` on: an iterable of batches, with `cancel()`. `before`: see
+        `get_prefix`."""
         connection = self._connected()
-        return connection.watch(protobuf.span(prefix), start, self.call_s)
+        return connection.watch(protobuf.span(prefix, before), start, self.call_s)
 
     # Health
 

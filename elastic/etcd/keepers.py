@@ -47,11 +47,11 @@ class Stream(Protocol):
 class Source(Protocol):
     call_s: float
 
-    def get_prefix(self, prefix: str) -> View: ...
+    def get_prefix(self, prefix: str, before: str = "") -> View: ...
     def verified(self, kvs: Iterable[KV]) -> tuple[dict[str, KV], dict[str, Refusal]]: ...
-    def newest(self, prefix: str) -> Newest: ...
+    def newest(self, prefix: str, before: str = "") -> Newest: ...
     def revision(self, key: str) -> int: ...
-    def events(self, prefix: str, start: int) -> Stream: ...
+    def events(self, prefix: str, start: int, before: str = "") -> Stream: ...
     def renew(self, lease: int, within_s: float) -> float: ...
     def revoke(self, lease: int) -> None: ...
 
@@ -127,8 +127,11 @@ class Lease:
 class Watch:
     """A watch of one prefix; see `Etcd.watch`. `view` is the newest view, None before the first."""
 
-    def __init__(self, source: Source, prefix: str, on_view: Callable[[View], None], refresh_s: float) -> None:
+    def __init__(
+        self, source: Source, prefix: str, on_view: Callable[[View], None], refresh_s: float, before: str = ""
+    ) -> None:
         self.prefix = prefix
+        self._before = before
         self.view: View | None = None
         self._source = source
         self._on_view = on_view
@@ -178,10 +181,10 @@ class Watch:
     def _catch_up(self) -> None:
         """Bring the view up to date: keep it if etcd shows that nothing changed, else read the prefix again."""
         asked_s = time.monotonic()
-        newest = self._source.newest(self.prefix)
+        newest = self._source.newest(self.prefix, self._before)
         if self.view is None or not self._unchanged(self.view, newest):
             self._cluster = newest.cluster
-            return self._show(self._source.get_prefix(self.prefix))
+            return self._show(self._source.get_prefix(self.prefix, self._before))
         return self._show(replace(self.view, revision=newest.revision, connected=True, as_of_s=asked_s, error=""))
 
     def _unchanged(self, view: View, newest: Newest) -> bool:
@@ -200,7 +203,7 @@ class Watch:
         while not self._inbox.empty():  # left over from the previous stream
             self._inbox.get_nowait()
         assert self.view is not None
-        stream = self._source.events(self.prefix, self.view.revision + 1)
+        stream = self._source.events(self.prefix, self.view.revision + 1, self._before)
         reader = threading.Thread(target=self._read, args=(stream,), name=f"{self._thread.name}-read", daemon=True)
         reader.start()
         stands = False

@@ -10,10 +10,10 @@ from typing import Any
 from .types import KV, Absent, Compare, Delete, ModIs, Op, Present, Put, key_text
 
 
-def span(prefix: str) -> dict[str, bytes]:
-    """The range of all keys that begin with `prefix` (ASCII, not empty)."""
+def span(prefix: str, before: str = "") -> dict[str, bytes]:
+    """The range of all keys that begin with `prefix` (ASCII, not empty); with `before`, those that sort before it."""
     first = prefix.encode("ascii")
-    return {"key": first, "range_end": first[:-1] + bytes([first[-1] + 1])}
+    return {"key": first, "range_end": before.encode("ascii") or first[:-1] + bytes([first[-1] + 1])}
 
 
 def kv(raw: Any) -> KV:

@@ -62,3 +62,20 @@ def test_watch_scope_switches_and_tracks_time_since_narrowing() -> None:
     watcher.server.put_all([Put(KEYS.spec, b"another")])
     watcher.server.pump()
     assert len(watcher.seen) == count
+
+
+def test_watch_scope_has_no_accounts_of_ranks() -> None:
+    """Every agent writes one in ten seconds: in a job of 64 nodes no agent is to be woken by the others' accounts."""
+    watcher = Watcher(2)
+    watcher.sight.start(watcher.seen.append, 0.0)
+    job = vars(KEYS) | {"member": KEYS.member("n0"), "broken": KEYS.broken(1), "incident": KEYS.incident(1)}
+    job.pop("ranks"), job.pop("root")
+    assert all(key < KEYS.ranks for key in job.values()), "an agent's watch ends where the accounts begin"
+    before = watcher.look()
+    count = len(watcher.seen)
+    watcher.server.put_all([Put(KEYS.ranks_of("n0"), b"account")])
+    assert watcher.look() == before
+    assert len(watcher.seen) == count
+    watcher.server.put_all([Put(KEYS.progress, b"another")])
+    assert watcher.look() == before
+    assert len(watcher.seen) == count + 1

@@ -159,6 +159,29 @@ def test_etcd_view_names_its_prefix(world: World) -> None:
     assert {view.prefix for view in seen} == {"/a/"}
 
 
+def test_a_watch_of_the_keys_before_one_sees_no_change_from_there_on(world: World) -> None:
+    etcd = world.client()
+    for key in ("/a/1", "/a/q", "/a/r", "/a/r1", "/a/s"):
+        etcd.put(key, b"x")
+    assert list(etcd.get_prefix("/a/", "/a/r").kvs) == ["/a/1", "/a/q"]
+    newest = etcd.newest("/a/", "/a/r")
+    assert (newest.count, newest.key) == (2, "/a/q")
+    seen: list[View] = []
+    etcd.watch("/a/", seen.append, before="/a/r")
+    world.until(lambda: seen)
+    etcd.put("/a/r2", b"x")
+    etcd.delete("/a/s")
+    last = etcd.put("/a/q", b"y")
+    world.until(lambda: seen[-1].revision >= last)
+    etcd.put("/a/r1", b"y")
+    world.stop()
+    world.until(lambda: not seen[-1].connected)
+    world.start()
+    world.until(lambda: seen[-1].connected)
+    assert {tuple(view.kvs) for view in seen} == {("/a/1", "/a/q")}
+    assert seen[-1].kvs["/a/q"].value == b"y"
+
+
 def test_a_transaction_compares_and_does_all_or_the_other(world: World) -> None:
     etcd = world.client()
     made = etcd.txn([Absent("/t/g")], [Put("/t/g", b"1"), Put("/t/h", b"x")])

@@ -175,8 +175,10 @@ class FakeServer:
         del self.leases[lease]
         self.writes += 1
 
-    def picture(self, prefix: str) -> dict[str, KV]:
-        return {key: self.kvs[key] for key in sorted(self.kvs) if key.startswith(prefix)}
+    def picture(self, prefix: str, before: str = "") -> dict[str, KV]:
+        return {
+            key: self.kvs[key] for key in sorted(self.kvs) if key.startswith(prefix) and (not before or key < before)
+        }
 
     def since(self, revision: int) -> list[tuple[int, tuple[Change, ...]]]:
         """Changes after `revision`, which must not be compacted. Revisions have no gaps, so it is an index."""
@@ -244,8 +246,9 @@ class FakeLease:
 class FakeWatch:
     """Like `elastic.etcd.client.Watch`; views come when pumped."""
 
-    def __init__(self, client: FakeClient, prefix: str, on_view: Callable[[View], None]) -> None:
+    def __init__(self, client: FakeClient, prefix: str, on_view: Callable[[View], None], before: str) -> None:
         self.prefix = prefix
+        self._before = before
         self.view: View | None = None
         self.closed = False
         self._client = client
@@ -270,7 +273,7 @@ class FakeWatch:
             return self._show(replace(view, connected=False, error="cut off"))
         if view is None or not view.connected or self._cluster != server.cluster or view.revision < server.compacted:
             self._cluster = server.cluster
-            return self._show(self._client.get_prefix(self.prefix))
+            return self._show(self._client.get_prefix(self.prefix, self._before))
         shown = 0
         for revision, changes in server.since(view.revision):
             kvs = self._apply(view.kvs, changes)
@@ -288,7 +291,7 @@ class FakeWatch:
         new: dict[str, KV] | None = None
         for change in changes:
             key = change if isinstance(change, str) else change.key
-            if not key.startswith(self.prefix):
+            if not key.startswith(self.prefix) or (self._before and key >= self._before):
                 continue
             new = dict(kvs) if new is None else new
             if isinstance(change, str):
@@ -355,14 +358,14 @@ class FakeClient:
         self._ask()
         return self.server.kvs.get(key)
 
-    def get_prefix(self, prefix: str) -> View:
+    def get_prefix(self, prefix: str, before: str = "") -> View:
         self._ask()
-        kvs = MappingProxyType(self.server.picture(prefix))
+        kvs = MappingProxyType(self.server.picture(prefix, before))
         return View(kvs, self.server.revision, connected=True, as_of_s=self.server.now_s, prefix=prefix)
 
-    def newest(self, prefix: str) -> Newest:
+    def newest(self, prefix: str, before: str = "") -> Newest:
         self._ask()
-        kvs = self.server.picture(prefix)
+        kvs = self.server.picture(prefix, before)
         last = max(kvs.values(), key=lambda kv: kv.mod_revision, default=None)
         return Newest(
             cluster=self.server.cluster,
@@ -407,8 +410,10 @@ class FakeClient:
         self.kept.append(kept)
         return kept
 
-    def watch(self, prefix: str, on_view: Callable[[View], None], *, refresh_s: float = 5.0) -> FakeWatch:
-        watch = FakeWatch(self, prefix, on_view)
+    def watch(
+        self, prefix: str, on_view: Callable[[View], None], *, refresh_s: float = 5.0, before: str = ""
+    ) -> FakeWatch:
+        watch = FakeWatch(self, prefix, on_view, before)
         self.watches.append(watch)
         return watch
 
