@@ -254,7 +254,7 @@ def test_systemd_is_told(nodes: Nodes, tmp_path: pathlib.Path) -> None:
             while "STOPPING=1" not in said:
                 said.append(channel.recv(4096).decode())
 
-        listener = threading.Thread(target=listen)
+        listener = threading.Thread(target=listen, daemon=True)
         listener.start()
         node = nodes.add("told", start=False)
         node.start(env={"NOTIFY_SOCKET": path, "WATCHDOG_USEC": "900000", "WATCHDOG_PID": ""})
