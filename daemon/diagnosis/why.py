@@ -30,8 +30,8 @@ def of_node(snapshot: Snapshot, name: str, row: Mapping[str, Any], me: str, wall
     if node is None:
         return f"elasticd is down on this node; its agents of {', '.join(row['jobs'])} keep running"
     parts = [*_blocked(snapshot.cluster, node, row, wall_s), *_disputes(snapshot.cluster, name)]
-    over = {job.name for job in snapshot.cluster.jobs.values() if job.over}  # the node's record is seconds old
-    starting = [agent for agent in node.record.agents if agent.job not in over]
+    past = {job.name for job in snapshot.cluster.jobs.values() if job.over or _has_stepped_with(job, name)}
+    starting = [agent for agent in node.record.agents if agent.job not in past]  # the node's record is seconds old
     parts += [_starting(name, wall_s, agent.job, agent.doing, agent.since_wall_s) for agent in starting]
     if name == me and not snapshot.contact.connected:
         parts.append(f"etcd unreachable from here: {snapshot.contact.error or 'no answer'}; what runs here goes on")
@@ -102,8 +102,17 @@ def _unplaced(snapshot: Snapshot, job: Job, wall_s: float) -> str:
 def _starts(snapshot: Snapshot, job: Job, wall_s: float) -> Iterator[str]:
     for name, node in sorted(snapshot.cluster.nodes.items()):
         for agent in node.record.agents:
-            if agent.job == job.name:
+            if agent.job == job.name and not _has_stepped_with(job, name):
                 yield _starting(name, wall_s, "", agent.doing, agent.since_wall_s)
+
+
+def _has_stepped_with(job: Job, node: str) -> bool:
+    """Whether the agent on `node` has a place in the job's generation, which has committed a step: it is not starting,
+    whatever its node's record still says."""
+    member, generation, progress = job.members.get(node), job.generation, job.progress
+    if member is None or generation is None or progress is None or progress.stepped_in < generation.number:
+        return False
+    return generation.node_of(node, member.record.incarnation) is not None
 
 
 def _starting(node: str, wall_s: float, job: str, doing: str, since_wall_s: float) -> str:

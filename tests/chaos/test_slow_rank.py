@@ -44,7 +44,10 @@ def test_a_rank_slower_than_the_median_is_named_until_it_is_not_any_more() -> No
         assert [(each["rank"], each["node"]) for each in named] == [(SLOW, node)]
         assert named[0]["ratio"] > 1.3
         client = Client(str(cluster.nodes[0].socket))
-        assert [each["rank"] for row in look(client, job.name)["jobs"] for each in row["slow_ranks"]] == [SLOW]
+        eventually(
+            lambda: [each["rank"] for row in look(client, job.name)["jobs"] for each in row["slow_ranks"]] == [SLOW],
+            30.0, "the same in what `elasticctl top` shows",
+        )  # fmt: skip
         told = eventually(
             lambda: [e for e in cluster.api("GET", "/v1/events?job=job")["events"] if e["kind"] == "rank.slow"],
             30.0, "the event of it",

@@ -115,6 +115,21 @@ def test_job_that_starts_says_what_each_agent_does_and_for_how_long() -> None:
     assert of_job(there) == "waiting for the first generation: agents are there on a"
 
 
+def test_start_of_an_agent_is_not_shown_once_its_generation_has_stepped() -> None:
+    """The record of its node is seconds old. A new agent on that node, or one outside the generation, does start."""
+    stepped = job(incidents=(), progress=progress(stepped_in=2))
+    assert of_job(stepped, nodes=(IMPORTS,)) == "running: step 40, 9.88 steps/s"
+    assert "importing" not in of_node(IMPORTS, job=stepped)
+    before = replace(stepped, progress=progress(stepped_in=1))
+    for starts in (
+        before,
+        replace(stepped, members={"b": member("b")}),
+        replace(stepped, members={"a": Member(MemberRecord(node="a", incarnation="j", host="h", port=1, slots=2), 1)}),
+    ):
+        assert of_job(starts, nodes=(IMPORTS,)) == "a is importing torch for 14 s"
+        assert "train is importing torch for 14 s" in of_node(IMPORTS, job=starts)
+
+
 def test_job_shows_the_refusal_of_etcd_in_the_words_of_etcd() -> None:
     assert of_job(job(incidents=()), contact=LOST).endswith(
         "; etcd unreachable: etcdserver: authentication failed (training goes on, a recovery waits for etcd)"
