@@ -37,7 +37,7 @@ class Run:
         self.server = server
         self.run_id = run_id
         self.keys = ClusterKeys("torchrun").job(run_id)
-        self.etcd = Etcd(server.access)
+        self.etcd = Etcd(server.access, call_s=20.0)
         self._handlers: list[EtcdRendezvousHandler] = []
         self._pool = ThreadPoolExecutor(16)
 

@@ -268,7 +268,7 @@ def test_systemd_is_told(nodes: Nodes, tmp_path: pathlib.Path) -> None:
 
 def test_a_node_that_finds_another_protocol_stays_out(nodes: Nodes) -> None:
     with EtcdServer() as server:
-        etcd = Etcd(server.access)
+        etcd = Etcd(server.access, call_s=20.0)
         etcd.put("/elastic/main/nodes/newer", b'{"protocol": %d, "node": "newer"}' % (PROTOCOL + 1))
         node = nodes.add("older", start=False, etcd__endpoints=server.endpoint)
         node.start(wait_s=0)
@@ -286,7 +286,7 @@ def test_a_node_that_finds_another_protocol_stays_out(nodes: Nodes) -> None:
 def test_jobs_that_an_earlier_version_has_left_keep_no_node_out_and_can_be_forgotten(nodes: Nodes) -> None:
     """As after an upgrade: the nodes are new, the records of the jobs that are over are not."""
     with EtcdServer() as server:
-        etcd = Etcd(server.access)
+        etcd = Etcd(server.access, call_s=20.0)
         for key in ("head/spec", "head/state", "head/generation", "ranks/n1"):
             etcd.put(f"/elastic/main/jobs/old/{key}", b'{"protocol": %d}' % (PROTOCOL - 1))
         node = nodes.add("upgraded", start=False, etcd__endpoints=server.endpoint)

@@ -165,7 +165,7 @@ class Soak:
             "env": self._env(record, plan(case)), "checkpoint": checkpoint,
             "hang": {} if large else {"floor_s": 6.0},  # a busy machine; the large ones are there for the floor
         })  # fmt: skip
-        etcd = Etcd(self._server.access)
+        etcd = Etcd(self._server.access, call_s=20.0)
         agents: list[Started] = []
         try:
             put = SpecRecord(spec=spec, submitted_wall_s=time.time(), submitted_by="soak")
