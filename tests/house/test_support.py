@@ -12,7 +12,7 @@ import sys
 import pytest
 from support import scratch
 from support.procs import Procs, alive, end_all, tagged
-from support.wait import eventually, holds
+from support.wait import eventually, holds, stretched
 
 
 def test_eventually_returns_the_awaited_value() -> None:
@@ -39,6 +39,14 @@ def test_eventually_takes_an_assertion_for_not_yet() -> None:
 def test_eventually_lets_other_errors_through() -> None:
     with pytest.raises(ZeroDivisionError):
         eventually(lambda: 1 / 0, 5.0)
+
+
+def test_deadlines_are_as_many_times_as_long_as_processes_share_a_core() -> None:
+    cores = os.cpu_count() or 1
+    assert stretched(5.0, load=0.5 * cores) == 5.0
+    assert stretched(5.0, load=4.0 * cores) == 20.0
+    assert stretched(20.0, load=4.0 * cores) == 60.0, "pytest's limit for a test comes soon after"
+    assert stretched(90.0, load=4.0 * cores) == 90.0
 
 
 def test_holds_raises_if_the_condition_fails() -> None:
