@@ -138,7 +138,7 @@ def nothing_left_behind(temporary_files: None) -> Iterator[None]:
     yield
     warm.end()
     etcd_server.end_shared(os.getpid())
-    reaper.communicate("bye", timeout=10)
+    reaper.communicate("bye\n", timeout=60)
     end_s = time.monotonic() + 3.0  # what is being ended right now may take a moment
     while (left := _left_behind(run, before)) and time.monotonic() < end_s:
         time.sleep(0.1)

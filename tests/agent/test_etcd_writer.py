@@ -215,7 +215,7 @@ def test_a_store_opens_whether_its_address_can_be_reached_or_not() -> None:
     stores = Stores("203.0.113.1")
     host, port = stores.open(1)
     assert host == "203.0.113.1"
-    with socket.create_connection(("127.0.0.1", port), timeout=5):
+    with socket.create_connection(("127.0.0.1", port), timeout=30):
         pass
     assert stores.open(1) == (host, port)
     stores.close()

@@ -22,7 +22,7 @@ HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"
 
 def answers(host: str, port: int) -> bool:
     with socket.socket() as probe:
-        probe.settimeout(5)
+        probe.settimeout(60)
         return probe.connect_ex((host, port)) == 0
 
 

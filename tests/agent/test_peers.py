@@ -42,7 +42,7 @@ def test_a_closed_port_is_a_death(watcher: Peers, deaths: queue.SimpleQueue[tupl
     watcher.watch({("n1", "one"): ("127.0.0.1", peer.port)})
     eventually(lambda: any(line.connected for line in watcher._lines.values()), 5.0)
     peer.close()
-    node, incarnation, evidence = deaths.get(timeout=5.0)
+    node, incarnation, evidence = deaths.get(timeout=30.0)
     assert (node, incarnation) == ("n1", "one")
     assert "refused" in evidence
 
@@ -50,7 +50,7 @@ def test_a_closed_port_is_a_death(watcher: Peers, deaths: queue.SimpleQueue[tupl
 def test_another_agent_on_the_port_is_a_death(watcher: Peers, deaths: queue.SimpleQueue[tuple[str, str, str]]) -> None:
     peer = other("two")
     watcher.watch({("n1", "one"): ("127.0.0.1", peer.port)})
-    assert deaths.get(timeout=5.0)[:2] == ("n1", "one")
+    assert deaths.get(timeout=30.0)[:2] == ("n1", "one")
     peer.close()
 
 
@@ -85,7 +85,7 @@ def test_peer_with_one_refusing_address_of_several_is_not_reported_dead(
     assert deaths.empty()
     resolves_to(monkeypatch, ("127.0.0.1", refusing()), ("127.0.0.1", peer.port))
     peer.close()
-    assert deaths.get(timeout=5.0)[:2] == ("n1", "one")
+    assert deaths.get(timeout=30.0)[:2] == ("n1", "one")
 
 
 def test_an_address_that_cannot_be_dialled_is_no_refusal(
@@ -104,7 +104,7 @@ def test_both_families_are_heard() -> None:
     peer = other("one")
     try:
         for host in ("127.0.0.1", "::1"):
-            with socket.create_connection((host, peer.port), timeout=5) as line:
+            with socket.create_connection((host, peer.port), timeout=30) as line:
                 assert line.recv(64) == b"one"
     finally:
         peer.close()
@@ -132,7 +132,7 @@ def test_no_descriptors_left_is_waited_out() -> None:
     peers._listener = exhausted = Exhausted(peers._listener)  # type: ignore[assignment]
     peers.start()
     try:
-        with socket.create_connection(("127.0.0.1", peers.port), timeout=5) as line:
+        with socket.create_connection(("127.0.0.1", peers.port), timeout=30) as line:
             eventually(lambda: exhausted.asked, 5.0)
             holds(lambda: exhausted.asked < 5, 0.5)
             exhausted.accept = exhausted.real.accept  # type: ignore[method-assign]
@@ -179,7 +179,7 @@ class Deaf:
         """Take all calls, those that fill the queue first, until one of them stays."""
         for sock in self._fill:
             sock.close()
-        self.server.settimeout(5)
+        self.server.settimeout(30)
         while True:
             line, _ = self.server.accept()
             self.taken.append(line)
@@ -202,7 +202,7 @@ def deaf() -> Iterator[Deaf]:
 
 def test_peer_that_never_answers_is_reported_unreachable_once(looker: Peers, heard: Heard, deaf: Deaf) -> None:
     looker.watch({("n1", "one"): deaf.address})
-    node, incarnation, evidence = heard.get(timeout=5.0)
+    node, incarnation, evidence = heard.get(timeout=30.0)
     assert (node, incarnation) == ("n1", "one")
     assert "no answer from 127.0.0.1" in evidence
     eventually(lambda: looker._lines["n1", "one"].misses >= len(peers_module.DIALS_S) + 3, 5.0)
@@ -212,15 +212,15 @@ def test_peer_that_never_answers_is_reported_unreachable_once(looker: Peers, hea
 def test_silence_is_not_a_death(looker: Peers, heard: Heard, deaf: Deaf) -> None:
     looker.watch({("n1", "one"): deaf.address})
     eventually(lambda: looker._lines and looker._lines["n1", "one"].misses >= len(peers_module.DIALS_S) + 3, 5.0)
-    assert heard.get(timeout=5.0)[0] == "n1"
+    assert heard.get(timeout=30.0)[0] == "n1"
     assert heard.empty(), "no death"
 
 
 def test_peer_is_reported_reachable_once_a_connection_holds(looker: Peers, heard: Heard, deaf: Deaf) -> None:
     looker.watch({("n1", "one"): deaf.address})
-    assert heard.get(timeout=5.0)[2]
+    assert heard.get(timeout=30.0)[2]
     deaf.hear(b"one")
-    assert heard.get(timeout=5.0) == ("n1", "one", "")
+    assert heard.get(timeout=30.0) == ("n1", "one", "")
 
 
 def test_a_line_that_does_not_hold_is_not_enough(
@@ -228,7 +228,7 @@ def test_a_line_that_does_not_hold_is_not_enough(
 ) -> None:
     monkeypatch.setattr(peers_module, "HOLD_S", 30.0)
     looker.watch({("n1", "one"): deaf.address})
-    assert heard.get(timeout=5.0)[2]
+    assert heard.get(timeout=30.0)[2]
     deaf.hear(b"one")
     line = looker._lines["n1", "one"]
     eventually(lambda: line.connected and line.deadline_s < float("inf"), 5.0)
@@ -242,7 +242,7 @@ def test_a_line_that_does_not_hold_is_not_enough(
 def test_a_line_without_a_hello_is_not_enough(looker: Peers, heard: Heard, deaf: Deaf) -> None:
     """The kernel over there answers, the agent does not: as before."""
     looker.watch({("n1", "one"): deaf.address})
-    assert heard.get(timeout=5.0)[2]
+    assert heard.get(timeout=30.0)[2]
     deaf.hear(b"")
     line = looker._lines["n1", "one"]
     eventually(lambda: line.connected, 5.0)
@@ -299,7 +299,7 @@ def test_peer_is_reported_unreachable_only_after_several_failed_connects(
     monkeypatch.setattr(peers_module, "RETRY_S", 30.0)
     called = fails_at_once(monkeypatch, errno.ENETUNREACH)
     looker.watch({("n1", "one"): ("203.0.113.1", 9)})
-    assert heard.get(timeout=5.0)[2]
+    assert heard.get(timeout=30.0)[2]
     assert len(called) == 4
 
 
@@ -316,16 +316,16 @@ def test_trouble_of_our_own_is_no_silence(
 def test_unreachable_peer_is_cleared_when_no_longer_watched(looker: Peers, heard: Heard, deaf: Deaf) -> None:
     """Nobody would ever take the complaint back."""
     looker.watch({("n1", "one"): deaf.address})
-    assert heard.get(timeout=5.0)[2]
+    assert heard.get(timeout=30.0)[2]
     looker.watch({})
-    assert heard.get(timeout=5.0) == ("n1", "one", "")
+    assert heard.get(timeout=30.0) == ("n1", "one", "")
 
 
 def test_unreachable_peer_is_reported_dead_when_it_refuses(looker: Peers, heard: Heard, deaf: Deaf) -> None:
     looker.watch({("n1", "one"): deaf.address})
-    assert heard.get(timeout=5.0)[2]
+    assert heard.get(timeout=30.0)[2]
     deaf.close()
-    assert heard.get(timeout=5.0)[:2] == ("dead", "one")
+    assert heard.get(timeout=30.0)[:2] == ("dead", "one")
     looker.watch({})
     holds(heard.empty, 0.3)
 
@@ -337,7 +337,7 @@ def test_peer_reported_dead_is_connected_to_again_while_watched(looker: Peers, h
         peer.bind(("127.0.0.1", 0))
         looker.watch({("n1", "one"): peer.getsockname()})
         for _ in range(2):
-            assert heard.get(timeout=5.0)[:2] == ("dead", "one")
+            assert heard.get(timeout=30.0)[:2] == ("dead", "one")
         if left:
             looker.watch({})
             eventually(lambda: not looker._lines, 5.0)
@@ -346,7 +346,7 @@ def test_peer_reported_dead_is_connected_to_again_while_watched(looker: Peers, h
         line, _ = peer.accept()
         with line:
             line.send(b"one")
-            eventually(lambda: heard.get(timeout=5.0) == ("n1", "one", ""), 5.0)
+            eventually(lambda: heard.get(timeout=30.0) == ("n1", "one", ""), 5.0)
             holds(heard.empty, 0.3)
 
 
@@ -386,7 +386,7 @@ def test_a_call_that_is_reset_is_made_again_soon(heard: Heard) -> None:
     assert line.resets == 1
     assert line.deadline_s < began_s + peers_module.RETRY_S / 2
     peers.start()
-    assert heard.get(timeout=5.0)[:2] == ("n1", "one")
+    assert heard.get(timeout=30.0)[:2] == ("n1", "one")
     peers.close()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.etcd_server import EtcdServer
-from support.wait import eventually, holds
+from support.wait import eventually, holds, stretched
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -55,7 +55,7 @@ class Run:
         return [self._pool.submit(node.next_rendezvous) for node in nodes]
 
     def formed(self, *nodes: EtcdRendezvousHandler) -> list[RendezvousInfo]:
-        return [future.result(15) for future in self.join(*nodes)]
+        return [future.result(60) for future in self.join(*nodes)]
 
     def generation(self) -> GenerationRecord:
         kv = self.etcd.get(self.keys.generation)
@@ -125,7 +125,7 @@ def test_rendezvous_below_min_nodes_times_out_and_names_what_is_missing(run: Run
     began_s = time.monotonic()
     with pytest.raises(RendezvousTimeoutError, match="1 of at least 2 nodes"):
         node.next_rendezvous()
-    assert 0.9 < time.monotonic() - began_s < 3
+    assert 0.9 < time.monotonic() - began_s < stretched(3.0)
     assert not run.etcd.get_prefix(run.keys.members).kvs, "an agent that gave up is not counted"
 
 
@@ -139,7 +139,7 @@ def test_max_is_not_exceeded_and_a_spare_takes_a_lost_ones_place(run: Run) -> No
     kill(b)
     eventually(a.num_nodes_waiting, 6, "the loss is seen when the lease ends")
     [again] = run.join(a)
-    assert ranks([again.result(10), waiting.result(10)]) == {0, 1}
+    assert ranks([again.result(60), waiting.result(60)]) == {0, 1}
 
 
 def test_a_late_joiner_is_taken_in(run: Run) -> None:
@@ -147,7 +147,7 @@ def test_a_late_joiner_is_taken_in(run: Run) -> None:
     assert ranks(run.formed(a)) == {0}
     late = run.join(b)
     eventually(a.num_nodes_waiting, 3)
-    assert ranks([*run.formed(a), late[0].result(10)]) == {0, 1}
+    assert ranks([*run.formed(a), late[0].result(60)]) == {0, 1}
     assert a.num_nodes_waiting() == 0
 
 
@@ -155,14 +155,14 @@ def test_rendezvous_last_call_gathers_nodes_into_one_generation(run: Run) -> Non
     first = run.join(run.node(1, 4, last_call_timeout="1"))
     time.sleep(0.2)
     rest = run.join(*(run.node(1, 4, last_call_timeout="1") for _ in range(2)))
-    assert ranks([future.result(10) for future in first + rest]) == {0, 1, 2}
+    assert ranks([future.result(60) for future in first + rest]) == {0, 1, 2}
     assert run.generation().number == 1
 
 
 def test_full_house_does_not_wait_for_the_last_call(run: Run) -> None:
     began_s = time.monotonic()
     run.formed(*(run.node(1, 2, last_call_timeout="10") for _ in range(2)))
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < stretched(5.0)
 
 
 def test_leaving_is_seen_at_once(run: Run) -> None:
@@ -187,7 +187,7 @@ def test_a_lost_node_makes_the_others_re_form(run: Run, victim: int) -> None:
     began_s = time.monotonic()
     eventually(left.num_nodes_waiting, 6)
     assert ranks(run.formed(left)) == {0}
-    assert time.monotonic() - began_s < 6
+    assert time.monotonic() - began_s < stretched(6.0)
     assert left.num_nodes_waiting() == 0
 
 
@@ -199,7 +199,7 @@ def test_below_min_the_survivors_wait_for_a_replacement(run: Run) -> None:
     waiting = run.join(a)
     holds(lambda: not waiting[0].done(), 0.7)
     new = run.join(run.node(2, 2))
-    assert ranks([waiting[0].result(10), new[0].result(10)]) == {0, 1}
+    assert ranks([waiting[0].result(60), new[0].result(60)]) == {0, 1}
 
 
 def test_rendezvous_after_worker_failure_takes_two_etcd_writes(run: Run) -> None:
@@ -211,7 +211,7 @@ def test_rendezvous_after_worker_failure_takes_two_etcd_writes(run: Run) -> None
         if node is not nodes[2]:
             eventually(node.num_nodes_waiting, 2)
             again += run.join(node)
-    assert ranks([future.result(10) for future in again]) == {0, 1, 2, 3}
+    assert ranks([future.result(60) for future in again]) == {0, 1, 2, 3}
     assert run.etcd.revision(run.keys.root) - before == 2, "what broke, and the new generation"
 
 
@@ -316,7 +316,7 @@ def test_begun_while_etcd_is_away(run: Run) -> None:
     nodes = [run.node(2, 2) for _ in range(2)]
     waiting = run.join(*nodes)
     run.server.start()
-    assert ranks([future.result(15) for future in waiting]) == {0, 1}
+    assert ranks([future.result(60) for future in waiting]) == {0, 1}
 
 
 def test_no_etcd_at_all_is_a_connection_error_in_time(run: Run) -> None:

@@ -30,7 +30,7 @@ def test_fork_is_found_by_its_tag_and_dies_by_a_signal(tmp_path: pathlib.Path) -
         assert isinstance(forked, warm.Process)
         eventually(lambda: procs.pids() == [forked.pid], 10.0, "its tag is in /proc")
         forked.terminate()
-        assert forked.wait(10) == -signal.SIGTERM
+        assert forked.wait(60) == -signal.SIGTERM
         assert procs.pids() == [], describe(procs.pids())
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.etcd_server import EtcdCluster, EtcdServer, enable_auth
-from support.wait import eventually
+from support.wait import eventually, stretched
 
 from elastic.etcd.client import (
     Etcd,
@@ -50,7 +50,7 @@ def test_calls_end_at_their_deadline_when_the_server_is_stopped(server: EtcdServ
         began_s = time.monotonic()
         with pytest.raises(EtcdUnavailable):
             call()
-        assert time.monotonic() - began_s < 0.9
+        assert time.monotonic() - began_s < stretched(0.9)
     eventually(lambda: not views[-1].connected, 2, "the failed calls made the watch look")
     server.cont()
     eventually(lambda: views[-1].connected, 3)
@@ -66,10 +66,10 @@ def test_a_lease_is_lost_by_the_own_clock_when_the_server_is_stopped(server: Etc
     paused_s = time.monotonic()
     eventually(lambda: lost, 5)
     assert kept.lost
-    assert 2.2 < lost[0][0] - paused_s < 3.2, "counted from the last renewal that was sent, not from the first miss"
+    assert 2.2 < lost[0][0] - paused_s < stretched(3.2), "counted from the last renewal sent, not from the first miss"
     began_s = time.monotonic()
     kept.close()
-    assert time.monotonic() - began_s < 0.1, "nothing left to revoke"
+    assert time.monotonic() - began_s < stretched(0.1), "nothing left to revoke"
     server.cont()
 
 
@@ -95,7 +95,7 @@ def test_closing_is_prompt_although_the_server_is_stopped(server: EtcdServer, et
     time.sleep(0.4)  # a renewal is under way
     began_s = time.monotonic()
     etcd.close()
-    assert time.monotonic() - began_s < 1
+    assert time.monotonic() - began_s < stretched(1.0)
     eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("etcd-")], 2, "threads are gone")
 
 
@@ -149,7 +149,7 @@ def test_members_killed_in_turn_lose_no_write_and_no_lease() -> None:
                 eventually(lambda count=count: len(acknowledged) > count + 20, 8, "writes go on with two of three")
                 member.start()
             stop.set()
-            thread.join(5)
+            thread.join(60.0)
             want = {f"/t/{i:06d}" for i in acknowledged}
             eventually(lambda: want <= views[-1].kvs.keys(), 5, "every acknowledged write is seen")
             counts = [len(view.kvs) for view in views]
@@ -157,7 +157,7 @@ def test_members_killed_in_turn_lose_no_write_and_no_lease() -> None:
             assert not lost
         finally:
             stop.set()
-            thread.join(5)
+            thread.join(60.0)
             writer.close()
             watcher.close()
 
@@ -203,7 +203,7 @@ def test_no_quorum_is_an_error_in_time_and_not_a_hang() -> None:
             began_s = time.monotonic()
             with pytest.raises(EtcdUnavailable):
                 etcd.get("/t/a")
-            assert time.monotonic() - began_s < 1.5
+            assert time.monotonic() - began_s < stretched(1.5)
             assert [member.ok for member in etcd.members()].count(True) <= 1
         finally:
             etcd.close()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.etcd_server import EtcdServer, enable_auth, free_ports
-from support.wait import eventually
+from support.wait import eventually, stretched
 
 from elastic.etcd import wire
 from elastic.etcd.client import Etcd, EtcdAccess, EtcdDenied, EtcdError, View
@@ -37,7 +37,7 @@ def access(server: EtcdServer, password: str = "secret") -> EtcdAccess:
 
 def logins(server: EtcdServer) -> int:
     """How many etcd has taken."""
-    with urllib.request.urlopen(f"http://{server.endpoint}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://{server.endpoint}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     found = re.search(r'grpc_server_handled_total\{grpc_code="OK",grpc_method="Authenticate".*\} (\d+)', text)
     return int(found[1]) if found else 0
@@ -51,7 +51,7 @@ def test_etcd_login_outlasts_the_calls_waiting_for_it_and_its_token_is_kept(serv
         try:
             return etcd.put("/t/a", b"1") > 0
         except EtcdError:
-            assert time.monotonic() - began_s < CALL_S + 2, "a call keeps its own deadline"
+            assert time.monotonic() - began_s < stretched(CALL_S + 2), "a call keeps its own deadline"
             return False
 
     try:
@@ -87,7 +87,9 @@ def test_a_wrong_password_is_said_and_not_tried_again_at_once(server: EtcdServer
         began_s = time.monotonic()
         for _ in range(20):
             assert "authentication failed" in refused()
-        assert time.monotonic() - began_s < 5, "each try costs etcd a second of a core: they are remembered for a while"
+        assert time.monotonic() - began_s < stretched(5.0), (
+            "a try costs etcd a second of a core: remembered for a while"
+        )
     finally:
         etcd.close()
 

@@ -150,7 +150,7 @@ def test_a_folder_is_not_retired_while_an_agent_is_being_started(place: Place, m
 
     monkeypatch.setattr(place.agents, "_start", start)
     place.agents.start(cast(Any, None), "")
-    threads[0].join(10)
+    threads[0].join(60)
     assert retired == [None]
 
 

@@ -63,7 +63,7 @@ def test_the_script_is_one_that_the_shell_reads(shell: str) -> None:
     assert VARIABLE in done.output
     if (program := shutil.which(shell)) is None:
         pytest.skip(f"no {shell} here")
-    assert subprocess.run([program, "-n"], input=done.output, text=True, timeout=10, check=False).returncode == 0
+    assert subprocess.run([program, "-n"], input=done.output, text=True, timeout=60, check=False).returncode == 0
 
 
 def test_bash_completes_by_the_script(tmp_path: pathlib.Path) -> None:

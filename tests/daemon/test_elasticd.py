@@ -19,7 +19,7 @@ from support import procs
 from support.api import ApiError
 from support.daemons import Node, Nodes, rss_mb
 from support.etcd_server import EtcdServer
-from support.wait import eventually, holds
+from support.wait import eventually, holds, stretched
 
 from elastic.contract.records import PROTOCOL
 from elastic.etcd.client import Etcd
@@ -42,7 +42,7 @@ def test_ready_soon_small_and_without_torch(nodes: Nodes) -> None:
     first = nodes.add("quick")
     assert first.kill(signal.SIGTERM) == 0
     first.start()  # modules and etcd's data are warm now
-    assert first.ready_s < 3.0, "1 s on an idle machine"
+    assert first.ready_s < stretched(3.0), "1 s on an idle machine"
     assert rss_mb(first.pid) < 60
     mapped = pathlib.Path(f"/proc/{first.pid}/maps").read_text()
     assert "libtorch" not in mapped
@@ -181,7 +181,7 @@ def test_a_wiped_etcd_stops_no_agent(nodes: Nodes) -> None:
 
 def test_metrics_and_health(node: Node) -> None:
     where = node.get("/v1/status")["metrics"]
-    with urllib.request.urlopen(f"{where}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"{where}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     assert "elasticd_etcd_up 1.0" in text
     assert f'elasticd_node_state{{node="{node.name}",state="ready"}} 1.0' in text
@@ -190,10 +190,10 @@ def test_metrics_and_health(node: Node) -> None:
     )
     assert re.search(r'elasticd_etcd_request_duration_seconds_count{method="[\w.]+",result="ok"} \d', text)
     assert re.search(r"process_resident_memory_bytes \d", text)
-    with urllib.request.urlopen(f"{where}/healthz", timeout=5) as answer:
+    with urllib.request.urlopen(f"{where}/healthz", timeout=30) as answer:
         assert json.load(answer)["alive"] is True
     with pytest.raises(urllib.error.HTTPError):
-        urllib.request.urlopen(f"{where}/other", timeout=5)
+        urllib.request.urlopen(f"{where}/other", timeout=30)
 
 
 def test_logs_can_be_read_and_followed_to_the_end(node: Node) -> None:
@@ -215,7 +215,7 @@ def test_a_second_daemon_in_the_same_folder_is_refused(nodes: Nodes, node: Node)
     twin = nodes.add("twin", start=False, state_dir=str(node.state))
     twin.start(wait_s=0)
     assert twin.process is not None
-    assert twin.process.wait(10) == 75
+    assert twin.process.wait(60) == 75
     assert "another elasticd" in twin.log.read_text()
 
 
@@ -344,6 +344,6 @@ def test_a_thread_that_fails_ends_the_process() -> None:
         "Threads(structlog.get_logger()).start('limb', lambda: 1 / 0)\n"
         "time.sleep(20)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=15, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 70
     assert "ZeroDivisionError" in done.stdout + done.stderr

@@ -222,7 +222,7 @@ def test_metrics_have_places_too(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         made.listener.shutdown(socket.SHUT_RDWR)
         made.listener.close()
-        thread.join(5)
+        thread.join(60.0)
 
 
 def test_http_parser_error_is_a_refused_request() -> None:

@@ -29,7 +29,7 @@ def answering(path: pathlib.Path, answer: bytes) -> Iterator[None]:
         thread = threading.Thread(target=serve)
         thread.start()
         yield
-        thread.join(5.0)
+        thread.join(60.0)
 
 
 @pytest.mark.parametrize(

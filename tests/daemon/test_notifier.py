@@ -303,7 +303,7 @@ def test_closing_ends_the_pauses_between_attempts() -> None:
     thread.start()
     eventually(lambda: way.tried, 10.0, "the first attempt is made")
     one.close()
-    thread.join(10.0)
+    thread.join(60.0)
     assert not thread.is_alive()
 
 

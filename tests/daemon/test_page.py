@@ -259,12 +259,12 @@ def serving(found: server.Source, token: str | access.Token = "") -> Iterator[in
     finally:
         served.listener.shutdown(socket.SHUT_RDWR)  # ends its accept
         served.listener.close()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
 def fetch(port: int, path: str, method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
@@ -321,7 +321,7 @@ def test_a_changed_token_counts_at_once_and_a_file_that_is_gone_lets_no_reader_i
     with serving(source(published(), tmp_path), held) as port:
         first, second = basic("", TOKEN), basic("", "another-token-of-32-characters-..")
         assert fetch(port, "/", Authorization=first)[0].status == 200
-        stream = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        stream = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         stream.request("GET", "/events", headers={"Authorization": first})
         answer = stream.getresponse()
         assert "train" in next_event(answer)
@@ -346,13 +346,13 @@ def test_the_number_of_streams_is_limited_and_pages_are_still_served(
 ) -> None:
     monkeypatch.setattr(server, "MAX_STREAMS_OF_A_HOST", 1)
     with serving(source(published(), tmp_path)) as port:
-        stream = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        stream = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         stream.request("GET", "/events")
         assert "train" in next_event(stream.getresponse())
         assert fetch(port, "/events")[0].status == 503
         assert fetch(port, "/")[0].status == 200
         stream.close()
-        again = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        again = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
 
         def taken() -> bool:
             again.close()
@@ -379,7 +379,7 @@ def test_a_daemon_serves_the_page_with_its_token_and_streams_each_change(tmp_pat
         url = next(e["url"] for e in node.events() if e["event"] == "page.listening")
         port = int(url.rpartition(":")[2])
         assert fetch(port, "/")[0].status == 401
-        stream = http.client.HTTPConnection("127.0.0.1", port, timeout=15)
+        stream = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         stream.request("GET", "/events", headers={"Authorization": f"Bearer {TOKEN}"})
         answer = stream.getresponse()
         assert answer.status == 200

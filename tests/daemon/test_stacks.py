@@ -26,7 +26,7 @@ def test_a_dump_that_takes_its_time_holds_up_no_other() -> None:
     both = threading.Barrier(2)
 
     def dump(pid: int) -> str:
-        both.wait(10.0)
+        both.wait(60.0)
         return "a stack"
 
     rows = stacks.of_workers(agent(os.getpid(), os.getpid()), None, dump)

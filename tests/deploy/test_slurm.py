@@ -106,6 +106,6 @@ def test_job_runs_on_all_nodes_is_requeued_at_its_time_limit_and_goes_on(allocat
 )
 def test_wrong_usage_is_refused_with_the_cure(args: tuple[str, ...], env: dict[str, str], said: str) -> None:
     env = {"PATH": os.environ["PATH"], **env}
-    run = subprocess.run(["bash", str(SCRIPT), *args], capture_output=True, text=True, timeout=10, env=env)
+    run = subprocess.run(["bash", str(SCRIPT), *args], capture_output=True, text=True, timeout=60, env=env)
     assert run.returncode == 2
     assert said in run.stderr

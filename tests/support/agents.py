@@ -144,7 +144,7 @@ class Job:
     def kill_node(self, node: str) -> None:
         """The agent and, with it, all that it started."""
         self.agents[node].kill()
-        self.agents[node].wait(timeout=10)
+        self.agents[node].wait(timeout=60)
 
     # ── seeing ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -69,7 +69,7 @@ class Node:
         """End the daemon alone; returns its exit code."""
         assert self.process is not None
         self.process.send_signal(number)
-        return self.process.wait(10)
+        return self.process.wait(60)
 
     def get(self, path: str) -> dict[str, Any]:
         return call(self.socket, "GET", path)

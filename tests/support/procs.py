@@ -129,7 +129,7 @@ class Procs:
                 pass
         if process.poll() is None:
             process.kill()
-        return process.wait(5)
+        return process.wait(30)
 
     def close(self) -> None:
         """Kill what is left. New ones may be born while we kill, so look until none is found."""
@@ -140,7 +140,7 @@ class Procs:
         for process in self._started:
             if process.poll() is None:  # it cleared its own environment
                 process.kill()
-            process.wait(5)
+            process.wait(30)
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()

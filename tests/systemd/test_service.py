@@ -13,7 +13,7 @@ from support.history import History
 from support.lab import Hosts, SystemdHost
 from support.procs import alive, kill
 from support.source import ROOT
-from support.wait import eventually
+from support.wait import eventually, stretched
 
 pytestmark = [pytest.mark.systemd, pytest.mark.etcd, pytest.mark.slow]
 
@@ -199,7 +199,7 @@ def test_workers_are_unaffected_by_daemon_restart_kill_hang_and_stop(host: Syste
     assert job.history.generations() == [1]
     assert main_pid(host, "elasticd-job-long") == agent
     slowest_s = job.slowest_since(began_s)
-    assert slowest_s < 1.0, f"a step took {slowest_s:.2f} s"  # generous: other tests run beside this one
+    assert slowest_s < stretched(1.0), f"a step took {slowest_s:.2f} s"
 
     # and when it shall all end, it does
     left = [host.outer_pid(int(process.rpartition(".")[2])) for process in workers]

@@ -108,7 +108,7 @@ class CardsStream:
     card: Card
 
     def synchronize(self) -> None:
-        assert self.card.reduced.wait(10.0)
+        assert self.card.reduced.wait(60.0)
 
 
 class Training:

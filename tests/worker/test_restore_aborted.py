@@ -26,7 +26,7 @@ class Asking:
     def __init__(self, folder: pathlib.Path) -> None:
         self.agent, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel = channel
-        self.agent.settimeout(10.0)
+        self.agent.settimeout(60.0)
         self.session = Session(channel, memoryview(mmap.mmap(-1, PAGE_BYTES)))
         self.store = Store(self.session, Disk(str(folder), "job"), None, GENERATION)  # type: ignore[arg-type]
         self.result: object = None
@@ -41,7 +41,7 @@ class Asking:
             self.result = error
 
     def end(self) -> object:
-        self.thread.join(10.0)
+        self.thread.join(60.0)
         assert not self.thread.is_alive(), "it waits on"
         self.store.close()
         return self.result
