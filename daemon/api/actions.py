@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +21,7 @@ from elastic.contract.spec import InvalidSpec, parse_job
 from elastic.etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdForged, EtcdUnavailable, ModIs, Op, Put
 
 from ..authority import Account, Authority, Peer
+from ..cluster import Cluster
 from ..errors import Refused
 from ..published_state import PublishedState, Snapshot
 from ..writer import KEY_MISSING
@@ -243,15 +244,8 @@ class Actions:
             check_name("node", node)
         except ValueError as error:
             raise Refused(400, str(error)) from None
-        cluster = self._board.now.cluster
-        known = {
-            *cluster.nodes,
-            *cluster.cordons,
-            *cluster.drains,
-            *(n for j in cluster.jobs.values() for n in j.members),
-        }
-        if node not in known:
-            raise Refused(404, f"there is no node {node!r}; there are: {', '.join(sorted(known)) or 'none'}")
+        if node not in (known := known_nodes(self._board.now.cluster)):
+            raise Refused(404, no_node(node, known))
 
     def _change(self, kind: type[R], key: str, change: Callable[[R], R | None], default: R | None = None) -> None:
         """Read, change, write back unless the record was written meanwhile; then again, up to TRIES times."""
@@ -305,6 +299,17 @@ class Actions:
 def no_job(job: str, snapshot: Snapshot) -> str:
     """The error message for a job that does not exist."""
     return f"there is no job {job!r}; there are: {', '.join(sorted(snapshot.cluster.jobs)) or 'none'}"
+
+
+def known_nodes(cluster: Cluster) -> set[str]:
+    """Those with a daemon, and those of which etcd holds a cordon, a drain or an agent."""
+    members = (node for job in cluster.jobs.values() for node in job.members)
+    return {*cluster.nodes, *cluster.cordons, *cluster.drains, *members}
+
+
+def no_node(node: str, known: Iterable[str]) -> str:
+    """The error message for a node that does not exist."""
+    return f"there is no node {node!r}; there are: {', '.join(sorted(known)) or 'none'}"
 
 
 def _ended(phase: Phase) -> str:

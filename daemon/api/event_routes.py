@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+from elastic.contract.keys import check_name
 from elastic.contract.node_records import EventRecord
 
 from ..cluster import Cluster
 from ..diagnosis import timeline
+from ..errors import Refused
 from ..published_state import PublishedState, Snapshot
+from .actions import known_nodes, no_job, no_node
 
 Json = dict[str, Any]
 
@@ -33,6 +36,21 @@ def chosen(cluster: Cluster, job: str, node: str, since_wall_s: float) -> Iterat
             named = node in ("", event.node) or node in event.node.split(", ")
             if named and job in ("", event.job) and event.when_wall_s >= since_wall_s:
                 yield key, event
+
+
+def check_names(snapshot: Snapshot, job: str, node: str) -> None:
+    """Raises Refused: 400 for what can be no name, 404 for a job or node that is not there and that no event names; ''
+    is any."""
+    cluster = snapshot.cluster
+    for field, name in (("job", job), ("node", node)):
+        try:
+            check_name(field, name or "any")
+        except ValueError as error:
+            raise Refused(400, str(error)) from None
+    if job and job not in cluster.jobs and not any(chosen(cluster, job, "", 0.0)):
+        raise Refused(404, no_job(job, snapshot))
+    if node and node not in (known := known_nodes(cluster)) and not any(chosen(cluster, "", node, 0.0)):
+        raise Refused(404, no_node(node, known))
 
 
 def listed(cluster: Cluster, job: str, node: str, since_wall_s: float, last: int) -> list[Json]:

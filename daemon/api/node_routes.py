@@ -12,6 +12,7 @@ from .. import drain_effects
 from ..errors import Refused
 from ..published_state import Snapshot
 from . import query_values, views
+from .actions import no_node
 from .views import SCHEMA, Json
 
 if TYPE_CHECKING:
@@ -53,5 +54,5 @@ def _with_node(h: Request, node: str) -> Snapshot:
     snapshot = h.service.board.now
     cluster = snapshot.cluster
     if node not in cluster.nodes and node not in cluster.drains and not cluster.jobs_on(node):
-        raise Refused(404, f"there is no node {node!r}; there are: {', '.join(sorted(cluster.nodes)) or 'none'}")
+        raise Refused(404, no_node(node, cluster.nodes))
     return snapshot

@@ -135,6 +135,7 @@ def get_incidents(h: Request, query: Query) -> None:
 def get_events(h: Request, query: Query) -> None:
     board, job, node = h.service.board, query.get("job", ""), query.get("node", "")
     since_wall_s, last = query_values.seconds(query, "since_wall_s"), query_values.count(query, "last", 0)
+    event_routes.check_names(board.now, job, node)
     if query.get("follow", "0") in ("1", "true", ""):
         event_routes.follow(h, board, job, node, since_wall_s, last)
     else:
@@ -257,9 +258,10 @@ KINDS: Mapping[Callable[..., None], str] = {
 def change(h: Request, answer: Callable[..., None], query: Query, names: Mapping[str, str]) -> None:
     """Carry out a request that changes something, and write it into the audit trail, also if it is refused."""
     audit, kind, peer = h.service.audit, KINDS[answer], h.peer()
-    target, said = dict(names), ""
+    about = {"node": h.service.identity.node} if answer is node_routes.post_gc else names
+    target, said = dict(about), ""
     try:
-        target, said = _summary(h.body(), names)
+        target, said = _summary(h.body(), about)
         answer(h, query, **names)
     except Refused as refused:
         audit.failed(peer, kind, refused.status, str(refused), **target)

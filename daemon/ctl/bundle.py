@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import platform
@@ -19,8 +20,9 @@ import click
 from .. import masking, safe_text
 from . import complete
 from .client import Client, Failed, Unreachable, name
-from .output import Json
+from .output import OVER, Json
 
+NO_DAEMON = 5
 ANSWER_S = 60.0
 JOURNAL_LINES = 5000
 LOG_LINES = 2000
@@ -50,19 +52,24 @@ def without_secrets(text: str) -> str:
 def bundle(client: Client, job: str | None, output: Path | None, with_logs: bool) -> None:
     """Write one archive for a bug report: status, settings, doctor, incidents, JOB or all jobs, stacks, journal.
 
-    What looks like a secret is hidden; look through it before you send it.
+    What looks like a secret is hidden; look through it before you send it. Exit code 5: no daemon answers, so that the
+    archive has nothing but facts of this machine.
     """
+    _check(client, job)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     target = output or Path(f"elasticd-{stamp}.tar.gz")
-    missing = []
+    missing: dict[str, list[str]] = {}
+    kept, away = [], False
     try:
         with tarfile.open(target, "x:gz") as archive:
             for file, make in parts(client, job, with_logs):
                 try:
                     content = make()
+                    kept.append(file)
                 except (Failed, Unreachable, OSError, ValueError, subprocess.SubprocessError) as error:
                     content = f"not to be had: {error}\n"
-                    missing.append(f"{file}: {error}")
+                    missing.setdefault(str(error), []).append(file)
+                    away = away or isinstance(error, Unreachable)
                 raw = without_secrets(content).encode(errors="backslashreplace")
                 entry = tarfile.TarInfo(f"elasticd-{stamp}/{file}")
                 entry.size, entry.mtime, entry.mode = len(raw), int(time.time()), 0o600
@@ -71,9 +78,20 @@ def bundle(client: Client, job: str | None, output: Path | None, with_logs: bool
         raise Failed(409, f"{target} is there already: name another with -o") from None
     except OSError as error:
         raise Failed(500, f"{target}: {error.strerror}") from None
-    for line in missing:
-        click.echo(safe_text.line(f"left out: {line}"), err=True)
+    for why, files in missing.items():
+        click.echo(safe_text.line(f"left out: {', '.join(files)}: {why}"), err=True)
+    if away and "status.json" not in kept:
+        what = f"{target} is written with {', '.join(kept)} only: what the daemon knows, all jobs too, is missing"
+        click.echo(safe_text.line(what), err=True)
+        sys.exit(NO_DAEMON)
     click.echo(safe_text.line(f"{target} is written. Secrets are hidden as far as they are known: look through it"))
+
+
+def _check(client: Client, job: str | None) -> None:
+    """Raises Failed for a job that does not exist, before anything is written."""
+    if job:
+        with contextlib.suppress(Unreachable):  # told with the parts that are left out for it
+            client.get(f"/v1/jobs/{name(job)}")
 
 
 def parts(client: Client, job: str | None, with_logs: bool) -> Iterator[tuple[str, Callable[[], str]]]:
@@ -89,19 +107,22 @@ def parts(client: Client, job: str | None, with_logs: bool) -> Iterator[tuple[st
     yield "incidents.json", answer("/v1/incidents", {"job": job or ""})
     yield "events.json", answer("/v1/events", {"last": 1000, "job": job or ""})
     yield "journal.txt", _journal
-    for each in [job] if job else _jobs(client):
+    rows = _jobs(client)
+    for each in [job] if job else list(rows)[:JOBS]:
         yield f"jobs/{each}/job.json", answer(f"/v1/jobs/{name(each)}")
-        yield f"jobs/{each}/stacks.json", answer(f"/v1/jobs/{name(each)}/stacks")
+        if rows.get(each) not in OVER:
+            yield f"jobs/{each}/stacks.json", answer(f"/v1/jobs/{name(each)}/stacks")
         if with_logs:
             yield f"jobs/{each}/logs.txt", lambda each=each: _lines(client, each)  # type: ignore[misc]
 
 
-def _jobs(client: Client) -> list[str]:
+def _jobs(client: Client) -> dict[str, str]:
+    """Job -> its phase."""
     try:
         rows = client.get("/v1/jobs")["jobs"]
     except (Failed, Unreachable):
-        return []  # noted by the other parts
-    return [row["job"] for row in rows][:JOBS]
+        return {}  # noted by the other parts
+    return {row["job"]: row["phase"] for row in rows}
 
 
 def _lines(client: Client, job: str) -> str:
@@ -111,7 +132,7 @@ def _lines(client: Client, job: str) -> str:
 
 def _journal() -> str:
     if shutil.which("journalctl") is None:
-        return "there is no journalctl here\n"
+        raise OSError("there is no journalctl here")
     argv = ["journalctl", "--unit=elasticd*", f"--lines={JOURNAL_LINES}", "--no-pager", "--output=short-iso"]
     return subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=30, check=False).stdout
 

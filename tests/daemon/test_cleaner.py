@@ -305,7 +305,8 @@ def test_the_socket_answers_and_what_was_removed_is_in_the_audit_trail(tmp_path:
             assert (answer["node"], answer["removed"], answer["problems"]) == ("a", [], [])
         events = ClusterKeys("main").events  # written once the answer is on its way
         (kv,) = eventually(lambda: door.etcd.picture(events), 5.0).values()
-        assert decode(EventRecord, kv.value).kind == "node.cleaned"
+        event = decode(EventRecord, kv.value)
+        assert (event.kind, event.node) == ("node.cleaned", "a")
     finally:
         door.close()
 

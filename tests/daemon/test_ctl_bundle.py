@@ -43,7 +43,10 @@ def daemon(monkeypatch: pytest.MonkeyPatch) -> None:
     def get(self: Client, path: str, *_: object, **__: object) -> dict[str, Any]:
         if path == "/v1/doctor":
             raise Failed(503, "etcd cannot be reached")
-        return {"jobs": [{"job": "train"}], "path": path, "note": "HF_TOKEN=secret1"}
+        if path.startswith("/v1/jobs/wrong"):
+            raise Failed(404, "there is no job 'wrong'; there are: train, old")
+        rows = [{"job": "train", "phase": "running"}, {"job": "old", "phase": "succeeded"}]
+        return {"jobs": rows, "path": path, "note": "HF_TOKEN=secret1"}
 
     def lines(self: Client, *_: object) -> Iterator[dict[str, Any]]:
         yield {"slot": 0, "line": "login with password=secret1 "}
@@ -63,6 +66,9 @@ def test_bundle_holds_all_that_answers_and_names_what_does_not(daemon: None, tmp
         assert {"status.json", "settings.json", "jobs/train/job.json", "jobs/train/logs.txt", "journal.txt"} <= set(
             files
         )
+        assert "jobs/train/stacks.json" in files
+        assert "jobs/old/job.json" in files
+        assert "jobs/old/stacks.json" not in files, "no worker of it is left to have a stack"
         for entry in files.values():
             read = archive.extractfile(entry)
             assert read is not None
@@ -70,6 +76,28 @@ def test_bundle_holds_all_that_answers_and_names_what_does_not(daemon: None, tmp
     again = CliRunner().invoke(ctl.main, ["bundle", "-o", str(target)])
     assert again.exit_code == 1
     assert "is there already" in again.output
+
+
+def test_no_bundle_is_written_of_a_job_that_does_not_exist(daemon: None, tmp_path: pathlib.Path) -> None:
+    target = tmp_path / "b.tar.gz"
+    done = CliRunner().invoke(ctl.main, ["bundle", "wrong", "-o", str(target)])
+    assert (done.exit_code, done.output) == (1, "elasticctl: there is no job 'wrong'; there are: train, old\n")
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("job", [[], ["train"]])
+def test_a_bundle_without_a_daemon_says_what_is_missing_and_fails(tmp_path: pathlib.Path, job: list[str]) -> None:
+    target = tmp_path / "b.tar.gz"
+    done = CliRunner().invoke(ctl.main, ["--socket", str(tmp_path / "s"), "bundle", *job, "-o", str(target)])
+    assert done.exit_code == 5, done.output
+    left_out, *_, last = done.output.splitlines()
+    parts = "status.json, doctor.json, settings.json, incidents.json, events.json"
+    parts += ", jobs/train/job.json, jobs/train/stacks.json" if job else ""
+    assert left_out.startswith(f"left out: {parts}: no elasticd on this machine")
+    assert last.startswith(f"{target} is written with about.json")
+    assert last.endswith(" only: what the daemon knows, all jobs too, is missing")
+    with tarfile.open(target) as archive:
+        assert any(entry.name.endswith("/about.json") for entry in archive)
 
 
 def test_settings_that_differ() -> None:

@@ -35,5 +35,10 @@ def test_events_are_followed_from_a_request_to_the_loss_of_a_node() -> None:
         assert "new disk" in asked["text"]
         said = first.ctl("events", "--node", "second", "--since", "10m")
         assert [line.split()[2] for line in said.stdout.splitlines()] == [kind for kind, _ in kinds]
-        none = first.ctl("events", "--job", "none")
+        none = first.ctl("events", "--node", "second", "--last", "1", "--since", "0s")
         assert (none.returncode, none.stdout) == (0, "no events\n")
+        for words in (("--job", "none"), ("--job", "none", "-f"), ("--node", "third", "--since", "1h")):
+            wrong = first.ctl("events", *words)
+            assert (wrong.returncode, wrong.stdout) == (1, ""), words
+            assert f"there is no {words[0][2:]} {words[1]!r}; there are: " in wrong.stderr
+        assert first.ctl("events", "--job", "No Name").returncode == 2
