@@ -5,6 +5,7 @@ Arenas outlive their worker, so a snapshot that it has completed is still writte
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -91,6 +92,8 @@ class Saver:
         self._writes: dict[int, tuple[int, int, int]] = {}
         self._committing: set[tuple[int, int]] = set()
         self._asking: dict[int, tuple[int, float]] = {}
+        self._outdated = False
+        """The writer still maps buffers that have been replaced."""
 
     @property
     def on(self) -> bool:
@@ -118,7 +121,8 @@ class Saver:
                 self.tell(worker_id, messages.Arena(nbytes=0), ())
                 return
             if held is not None:
-                self.writer.submit(orders.Forget())
+                self._outdated = True
+                self._forget()
                 for arena in held.arenas:
                     arena.close()
             held = self._slots[slot] = _Slot(worker_id, fresh)
@@ -131,6 +135,13 @@ class Saver:
         writing = {buffer for of, _, buffer in self._writes.values() if of == slot}
         for buffer, arena in enumerate(held.arenas):
             self.tell(worker_id, messages.Arena(nbytes=arena.capacity, busy=buffer in writing), (arena.fd,))
+
+    def _forget(self) -> None:
+        """Have the writer unmap the buffers that have been replaced; again with its next result if it is behind now."""
+        if self._outdated:
+            with contextlib.suppress(Busy, OSError):
+                self.writer.submit(orders.Forget())
+                self._outdated = False
 
     def filled(self, slot: int, message: messages.Filled, *, lead: bool, world_size: int) -> None:
         """A snapshot is complete in its arena. If it is to be saved: write its shard, and with `lead` commit, once per
@@ -189,6 +200,7 @@ class Saver:
                     self._committed(result)
                 case "CopyUp":
                     self._copied(result)
+        self._forget()
         self.answer()
 
     def _written(self, result: orders.Result) -> None:

@@ -26,6 +26,9 @@ class Writer:
         self.taken.append(order)
         return len(self.taken)
 
+    def results(self) -> list[orders.Result]:
+        return []
+
 
 class Bench:
     def __init__(self) -> None:
@@ -106,6 +109,15 @@ def test_saver_write_from_abandoned_buffers_frees_no_new_buffer(bench: Bench) ->
     assert bench.saver._writes, "a recovery still waits for it"
     written(bench)
     assert not bench.told
+
+
+def test_larger_buffers_do_not_wait_for_a_writer_that_is_behind(bench: Bench) -> None:
+    bench.writer.refuses = {orders.Forget}
+    assert offered(bench, 1 << 20) == [False, False]
+    bench.writer.refuses = set()
+    bench.saver.readable()
+    bench.saver.readable()
+    assert bench.writer.taken == [orders.Forget()], "told later, and once, to unmap the old ones"
 
 
 def test_more_arenas_than_a_message_takes_are_none(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
