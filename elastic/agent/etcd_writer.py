@@ -178,7 +178,9 @@ class EtcdWriter:
             if not result.ok:
                 self._add_to_broken(key, record)
 
-        self._urgent.ask(f"broken {record.generation} {record.node} {record.slots}", order, persist=True)
+        # By failure: of two ranks with bad numbers neither report may displace the other, or the later step is the cause.
+        failure = f"{record.generation} {record.node} {record.kind} {record.slots} {record.ranks}"
+        self._urgent.ask(f"broken {failure}", order, persist=True)
 
     def _add_to_broken(self, key: str, record: BrokenRecord) -> None:
         for _ in range(TRIES):

@@ -385,3 +385,19 @@ def test_all_reports_of_a_broken_generation_are_kept_and_the_death_comes_first()
     assert (kept.kind, kept.node, kept.slots) == ("exit", "b", (0,))
     assert [(loss.node, loss.slots) for loss in kept.also] == [("c", (1,))]
     assert kept.lost("c") == {1}
+
+
+def test_reports_of_two_ranks_of_a_node_are_both_kept_though_the_first_is_not_written_yet() -> None:
+    """The queue keeps the newest order of each key: neither report may displace the other."""
+    office = Office()
+    registry = dataclasses.replace(office.registry, queue=WriteQueue)
+    for rank, step in ((2, 10), (3, 11)):
+        said = msgspec.structs.replace(report("n", kind="bad loss"), ranks=(rank,), step=step)
+        registry.put_broken(said, None)
+    registry.start()
+    registry.leave()
+    kv = office.client.get(KEYS.broken(3))
+    assert kv is not None
+    kept = decode(BrokenRecord, kv.value)
+    assert (kept.ranks, kept.step) == ((2,), 10), "the rank of the earlier step is the cause"
+    assert [loss.ranks for loss in kept.also] == [(3,)]
