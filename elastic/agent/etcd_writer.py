@@ -178,7 +178,7 @@ class EtcdWriter:
             if not result.ok:
                 self._add_to_broken(key, record)
 
-        # By failure: of two ranks with bad numbers neither report may displace the other, or the later step is the cause.
+        # By failure: of two ranks with bad numbers neither report may displace the other.
         failure = f"{record.generation} {record.node} {record.kind} {record.slots} {record.ranks}"
         self._urgent.ask(f"broken {failure}", order, persist=True)
 

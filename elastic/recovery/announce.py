@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..contract.records import BrokenRecord, GenerationRecord, MemberRecord, WorkerError
 from .effects import PutBroken, PutMember, Restore
-from .evidence import merged
+from .evidence import bad_numbers, merged
 from .model import Worker
 from .restart_budget import COMM, summary
 from .transitions import Stage
@@ -158,17 +158,24 @@ def _has_stepped(turn: Turn, generation: GenerationRecord) -> bool:
 
 
 def _carry_over(turn: Turn, held: GenerationRecord | None, seen: GenerationRecord) -> None:
-    """Report a failure again for a planned change that was published while this node reported it for the generation
-    before: there was no step boundary, and a node that was to leave may be the only one that holds the state."""
+    """Report a failure again for the next generation, if that was published while this node reported it for the one
+    before: a planned change, for which there was no step boundary, and a node that was to leave may be the only one
+    that holds the state; or one that goes on from the state from which this node wants to go back."""
     record = turn.agent.formed.broken_record
-    planned = held is not None and seen.at_step is not None and seen.number == held.number + 1
-    if held is None or record is None or not planned or record.generation != held.number:
+    if held is None or record is None or seen.number != held.number + 1 or record.generation != held.number:
         return
+    here = seen.node_of(turn.policy.node, turn.policy.incarnation) is not None
     slots = tuple(sorted(record.lost(turn.policy.node)))
-    if slots and seen.node_of(turn.policy.node, turn.policy.incarnation) is not None:
+    if slots and here and seen.at_step is not None:
         report_failure(
             turn, record.kind, record.detail, slots, step=record.step, fingerprint=record.fingerprint,
             error=record.error, charged=record.charged,
+        )  # fmt: skip
+    bad = bad_numbers(record, turn.policy.node)
+    if bad is not None and here and seen.restore != "snapshot":
+        report_failure(
+            turn, bad.kind, bad.detail, (), ranks=bad.ranks, step=bad.step, fingerprint=bad.kind, error=record.error,
+            rollback=turn.policy.spec.on_bad_numbers == "rollback",
         )  # fmt: skip
 
 

@@ -17,6 +17,9 @@ KEPT_LOSSES = 64
 CONSEQUENCES = frozenset({COMM, "idle", "undrain", "respawn", "no-state"})
 """Kinds of failures that follow from another one, or from none."""
 
+BAD_NUMBERS = frozenset({"bad loss", "drift"})
+"""Kinds of failures in which the ranks work and their numbers do not."""
+
 
 def weight(kind: str) -> int:
     """Of two reports of one failure the heavier one names the cause."""
@@ -28,6 +31,12 @@ def weight(kind: str) -> int:
 def kind_of(record: BrokenRecord) -> str:
     """The kind of a failure as an incident names it."""
     return "no-state" if record.no_state else record.kind
+
+
+def bad_numbers(record: BrokenRecord, node: str = "") -> BrokenRecord | Loss | None:
+    """The first report of bad numbers in `record`, if any: of `node`, or of any node."""
+    ends: tuple[BrokenRecord | Loss, ...] = (record, *record.also)
+    return next((end for end in ends if end.kind in BAD_NUMBERS and node in ("", end.node)), None)
 
 
 def merged(first: BrokenRecord, more: BrokenRecord) -> BrokenRecord:

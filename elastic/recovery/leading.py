@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from ..contract.phases import PhaseTrigger, after
-from ..contract.records import Phase
+from ..contract.records import BrokenRecord, Phase
 from .effects import Publish, PutState, SaveNow
+from .evidence import bad_numbers
 from .membership import (
     AS_IT_SHOULD_BE,
     Change,
@@ -89,7 +91,7 @@ def _decision(turn: Turn) -> Change | Wait:
         return AS_IT_SHOULD_BE
     reached = turn.agent.lead.min_reached_s
     decision = next_generation(
-        view,
+        view if (broken := _reported(turn)) == view.broken else replace(view, broken=broken),
         agent.formed.generation,
         limits,
         agent.peers.dead,
@@ -133,7 +135,7 @@ def _publish(turn: Turn, change: Change) -> None:
         number += 1  # an agent may hold one more, published just before etcd was wiped
     ahead = max(2, math.ceil(LEAD_S / agent.progress.step_s)) if agent.progress.step_s > 0 else 2
     at_step = agent.progress.step + ahead if change.planned and turn.policy.managed else None
-    broken = view.broken
+    broken = _reported(turn)
     told = (
         broken is not None
         and agent.formed.generation is not None
@@ -142,6 +144,9 @@ def _publish(turn: Turn, change: Change) -> None:
     charged = Charge(view.state)
     if broken is not None and told:
         charged = charge(view.state, broken, turn.policy.spec.restarts, turn.wall_s, _spare(turn))
+        # Its agent stops the job, too, and tries once: etcd may have been away, or the state changed at that moment.
+        if turn.policy.spec.on_bad_numbers == "stop" and (bad := bad_numbers(broken)):
+            charged = Charge(after(view.state, PhaseTrigger.FAILED, bad.detail, turn.wall_s), bad.detail)
     turn.change(reason="", below_min=False, halted=False)
     if charged.stopped:
         turn.ask(PutState(charged.state, view.state_revision), f"failed {view.state_revision}")
@@ -153,6 +158,13 @@ def _publish(turn: Turn, change: Change) -> None:
     new = state if state != view.state else None
     counted = bool(told and broken and broken.charged)
     turn.do(Publish(number, change, view.generation_revision, at_step, new, counted, turn.policy.managed))
+
+
+def _reported(turn: Turn) -> BrokenRecord | None:
+    """The failure report in etcd, with what this agent has reported and etcd may not show yet: after an outage of etcd
+    another agent's failed collective may be there first, and the bad numbers from which the job is to go back not."""
+    shown, known = turn.agent.etcd.view.broken, turn.agent.formed.broken_record
+    return known if shown is not None and known is not None and known.generation == shown.generation else shown
 
 
 def _spare(turn: Turn) -> int:

@@ -124,7 +124,7 @@ MUTANTS = (
            "heavier = _weight(more) > _weight(first)", "heavier = False",
            "unit/test_evidence.py::test_a_death_takes_the_place_of_a_failed_collective"),
     Mutant("a planned change replaces a generation that has just broken", "recovery.announce",
-           "if slots and seen.node_of(turn.policy.node, turn.policy.incarnation) is not None:", "if False:",
+           "if slots and here and seen.at_step is not None:", "if False:",
            "unit/test_recovery.py::test_planned_generation_published_over_a_failure_is_reported_broken_too"),
     Mutant("a late report opens an incident again", "agent.etcd_writer",
            "if kv is not None and _is_over(kv.value):", "if False:",

@@ -15,7 +15,7 @@ from simulation.run import silent
 from support.incidents import check_incident
 
 from elastic.contract.origin import Origin
-from elastic.contract.records import IncidentRecord, decode, encode
+from elastic.contract.records import IncidentRecord, Phase, decode, encode
 from elastic.etcd.client import Put
 
 
@@ -274,6 +274,39 @@ def test_a_death_that_is_reported_after_a_second_generation_has_broken_is_named(
     assert {(c.generation, c.node, c.ranks) for c in incident.causes if c.kind == "exit"} >= {
         (1, "n0", (1,)), (1, "n1", (2,)), (2, "n0", (0,)),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("away_s", [0.0, 0.5, 3.0])
+def test_bad_numbers_stop_the_job_though_etcd_is_away_at_that_moment(away_s: float) -> None:
+    cluster = Cluster(TWO)
+    cluster.run(STRUCK_S)
+    cluster.spoil(1)
+    if away_s:
+        cluster.stop_etcd()
+        cluster.clock.after(away_s, cluster.start_etcd)
+    cluster.run(30.0)
+    (incident,) = incidents(cluster)
+    state = cluster.state()
+    assert state.phase is Phase.FAILED
+    assert state.reason == f"bad loss on rank 0 at step {incident.step}: loss is nan"
+    assert (incident.kind, incident.ranks, incident.world_size_after) == ("bad loss", (0,), 0)
+    assert cluster.training.latest is not None
+    assert cluster.training.latest.generation == 1, "no further generation was formed"
+
+
+@pytest.mark.parametrize("away_s", [0.0, 1.0, 3.0])
+def test_bad_numbers_take_the_job_back_though_etcd_is_away_at_that_moment(away_s: float) -> None:
+    """When etcd is back, the other agent's failed collective may be reported first."""
+    cluster = Cluster(replace(TWO, rollback=True, checkpoint_every=5))
+    cluster.run(STRUCK_S)
+    cluster.spoil(1)
+    if away_s:
+        cluster.stop_etcd()
+        cluster.clock.after(away_s, cluster.start_etcd)
+    cluster.run(30.0)
+    (incident,) = incidents(cluster)
+    check_incident(incident, kind="bad loss", nodes=["n0"], ranks=[0], redone=cluster.judge.redone())
+    assert (cluster.record().number, cluster.record().restore) == (2, "snapshot")
 
 
 def test_a_record_that_a_lost_leader_has_left_open_is_closed() -> None:

@@ -360,7 +360,7 @@ class Group:
             training.cluster.died_s.append(training.cluster.clock.now_s)
             self.ranks[0].say(
                 WorkerBadNumbers(
-                    self.ranks[0].slot, self.ranks[0].worker_id, self.generation, step, "nan", "loss is nan", (0,)
+                    self.ranks[0].slot, self.ranks[0].worker_id, self.generation, step, "bad loss", "loss is nan", (0,)
                 )
             )
         if self.fresh:

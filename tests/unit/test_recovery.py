@@ -609,6 +609,23 @@ def test_bad_numbers_policy_stops_rolls_back_or_ignores() -> None:
     assert waiting.take(WorkerBadNumbers(0, 1, 1, 9, "nan", "loss is nan", (2,))) == []
 
 
+@pytest.mark.parametrize("at_step", [None, 20])
+@pytest.mark.parametrize("mode", ["stop", "rollback"])
+def test_bad_numbers_unknown_to_the_next_generation_are_reported_again(mode: str, at_step: int | None) -> None:
+    """Another agent's failed collective was in etcd first, or a planned change."""
+    spec = JobSpec(name="job", script="train.py", nodes="1:2", on_bad_numbers=mode)  # type: ignore[arg-type]
+    machine = running(spec)
+    machine.take(WorkerBadNumbers(0, 1, 1, 9, "bad loss", "loss is nan", (2,)))
+    formed = generation(2, SECOND.nodes, at_step=at_step)
+    (said,) = [e for e in machine.see(view(A, B, spec=spec, formed=formed)) if isinstance(e, PutBroken)]
+    assert (said.record.generation, said.record.kind, said.record.ranks, said.record.step) == (2, "bad loss", (2,), 9)
+    assert said.record.rollback == (mode == "rollback")
+    back = running(spec)
+    back.take(WorkerBadNumbers(0, 1, 1, 9, "bad loss", "loss is nan", (2,)))
+    formed = generation(2, SECOND.nodes, restore="snapshot")
+    assert not [e for e in back.see(view(A, B, spec=spec, formed=formed)) if isinstance(e, PutBroken)]
+
+
 # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
