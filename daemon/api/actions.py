@@ -133,10 +133,15 @@ class Actions:
 
     def checkpoint(self, job: str, peer: Peer) -> None:
         """Request a checkpoint of a running job at its next agreed step."""
-        self._owned(job, peer, "request a checkpoint of")
+        spec = self._owned(job, peer, "request a checkpoint of").spec
         state, _ = self._read(JobState, self._job(job).state)
         if state is not None and state.phase.over:
             raise Refused(409, f"job {job!r} has {_ended(state.phase)}")
+        if not spec.checkpoint.dir:
+            raise Refused(
+                409, f"job {job!r} writes no checkpoints: its checkpoint.dir is empty. Submit it with one, as "
+                "elasticctl run --checkpoints DIR does"
+            )  # fmt: skip
         more: Callable[[AskedRecord], AskedRecord] = lambda asked: msgspec.structs.replace(  # noqa: E731
             asked, checkpoint=asked.checkpoint + 1
         )

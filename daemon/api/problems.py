@@ -54,7 +54,8 @@ def problems_of(snapshot: Snapshot, identity: Identity, rows: list[Json], now: N
                 f"workers of {agent.job} start seconds later on this node, as new processes, since the zygote is unfit "
                 f"to fork: {agent.status.why_fresh}"
             )
-    found += [f"{r['node']} is {r['state']}: {r['reason']}" for r in rows if r["state"] in ("unhealthy", "no daemon")]
+    verbs = {"unhealthy": "is", "no daemon": "has"}
+    found += [f"{r['node']} {verbs[r['state']]} {r['state']}: {r['reason']}" for r in rows if r["state"] in verbs]
     return found + plain_text(identity)
 
 

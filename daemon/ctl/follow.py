@@ -206,7 +206,7 @@ def _result(data: Json, as_json: bool) -> int:
 
 def result_text(data: Json) -> str:
     """'── train has succeeded at step 468, loss 0.01234'."""
-    at = f" at step {data['step']}" if data["step"] is not None else ""
+    at = f" at step {data['step']}" if data["step"] else ""  # 0: none was made, or none is known of a plain script
     loss = f", loss {data['loss']:.6g}" if data["loss"] is not None else ""
     reason = f": {data['reason']}" if data["reason"] else ""
     return f"── {data['job']} has {'been stopped' if data['phase'] == 'stopped' else data['phase']}{at}{loss}{reason}"

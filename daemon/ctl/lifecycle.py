@@ -48,7 +48,7 @@ def until_over(client: Client, job: str, timeout_s: float | None) -> Json:
 
 def ended(data: Json) -> str:
     """'train has failed at step 468: crash loop …'."""
-    at = f" at step {data['step']}" if data["step"] is not None else ""
+    at = f" at step {data['step']}" if data["step"] else ""
     reason = f": {data['reason']}" if data["reason"] else ""
     return f"{data['job']} has {'been stopped' if data['phase'] == 'stopped' else data['phase']}{at}{reason}"
 

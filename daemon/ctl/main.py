@@ -24,7 +24,7 @@ from . import complete as ctl_complete
 from . import late as ctl_late
 from .client import Client, Failed, Unreachable, name
 from .complete import JOB, NODE
-from .output import AS_USER, OVER, as_json
+from .output import AS_USER, OVER, as_json, length
 from .output import print_json as _print
 from .output import say as _say
 
@@ -184,7 +184,14 @@ def submit(client: Client, file: str, settings: tuple[str, ...], replace: bool, 
 @main.command()
 @JOB
 @click.option("--reason", default="", help="Why, for the record.")
-@click.option("--wait", "wait_s", default=0.0, metavar="SECONDS", help="Wait until it has ended.")
+@click.option(
+    "--wait",
+    "wait_s",
+    type=length,
+    default="0",
+    metavar="TIME",
+    help="Wait until it has ended; exit code 1: it has not.",
+)
 @as_json
 @click.pass_obj
 def stop(client: Client, job: str, reason: str, wait_s: float, as_json: bool) -> None:
@@ -193,6 +200,9 @@ def stop(client: Client, job: str, reason: str, wait_s: float, as_json: bool) ->
     until_s = time.monotonic() + wait_s
     while data["phase"] not in OVER and (left_s := min(until_s - time.monotonic(), 60.0)) > 0:  # 60: the longest answer
         data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": left_s}, timeout_s=left_s + 10)
+    if wait_s and data["phase"] not in OVER:
+        _say(data, as_json, f"{job} is still {data['phase']} after {wait_s:g} s; the stop goes on", err=True)
+        sys.exit(ERROR)
     is_over = data["phase"] in ("succeeded", "failed")
     _say(data, as_json, f"{job} {'has' if is_over else 'is'} {data['phase']}")
 
@@ -205,7 +215,9 @@ def stop(client: Client, job: str, reason: str, wait_s: float, as_json: bool) ->
 def scale(client: Client, job: str, nodes: str, as_json: bool) -> None:
     """Change the number of nodes that JOB may have; no step is lost."""
     data = client.post(f"/v1/jobs/{name(job)}/scale", {"nodes": nodes})
-    _say(data, as_json, f"{job} may have {nodes} nodes now")
+    many = "1 node" if nodes in ("1", "1:1") else f"{nodes} nodes"
+    when = f"when it is started again: it is over ({phase})" if (phase := data.get("phase")) in OVER else "now"
+    _say(data, as_json, f"{job} may have {many} {when}")
 
 
 @main.command()

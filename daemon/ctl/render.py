@@ -28,6 +28,8 @@ COLOURS = {
 
 
 OVER = ("succeeded", "failed", "stopped")
+LIVE = ("running", "stopping")
+"""Phases in which a job makes steps; in any other its rate is that of its last steps."""
 
 
 def console() -> Console:
@@ -100,8 +102,12 @@ def etcd_line(etcd: Json) -> Text:
 
 _MANNER = {
     True: "managed: it has called elastic.run, and keeps its processes over failures",
-    False: "plain: it has not called elastic.run, and is started anew after each failure",
+    False: "plain so far: it has not called elastic.run, and until it does it is started anew after each failure",
     None: "",
+}
+_MANNER_OVER = _MANNER | {
+    True: "managed: it has called elastic.run",
+    False: "plain: it has not called elastic.run",
 }
 
 
@@ -114,14 +120,15 @@ def job(data: Json) -> None:
         _say(out, etcd_line(data["etcd"]))
     runs = spec.get("script") or spec.get("program") or f"-m {spec.get('module', '?')}"
     generation = f"{data['generation']}, world {data['world_size']}: {data['why_generation']}".rstrip(": ")
+    is_over, rate = data["phase"] in OVER, data["steps_per_s"] if data["phase"] in LIVE else None
     facts = [
         ("why", data["why"]),
         ("runs", " ".join([runs, *spec.get("args", ())])),
-        ("script", _MANNER[data["managed"]] if data["generation"] else ""),
+        ("script", (_MANNER_OVER if is_over else _MANNER)[data["managed"]] if data["generation"] else ""),
         ("submitted", f"{clock(data['submitted_wall_s'])} by {data['submitted_by']}{_of(data)}" if spec else "unknown"),
         ("nodes", f"{data['members']} of {data['nodes']}"),
         ("generation", generation if data["generation"] else "none yet"),
-        ("step", f"{_or(data['step'])}" + (f", {data['steps_per_s']:.2f} a second" if data["steps_per_s"] else "")),
+        ("step", f"{_or(data['step'])}" + (f", {rate:.2f} a second" if rate else "")),
         ("loss", f"{data['loss']:.6g}" if data["loss"] is not None else "-"),
         ("logged", ", ".join(f"{name} {value:.6g}" for name, value in data.get("logged", {}).items())),
         ("step time", step_time.text(data["step_time"])),
@@ -262,7 +269,7 @@ def _jobs(rows: Sequence[Json]) -> Rows:
         Column("last incident", 8),
     ])  # fmt: skip
     for row in rows:
-        live = row["phase"] in ("running", "stopping")
+        live = row["phase"] in LIVE
         found.add(
             row["job"],
             _coloured(row["phase"]),
@@ -310,6 +317,7 @@ def _incidents(rows: Sequence[Json], of_one_job: bool = False) -> Rows:
         Column("lost", right=True), Column("from", 5), Column("world", 4), Column("what happened", flex=True),
     ])  # fmt: skip
     for row in rows:
+        after = "-" if row["open"] and not row["world_size_after"] else row["world_size_after"]
         found.add(
             clock(row["wall_s"]),
             *([] if of_one_job else [row["job"]]),
@@ -319,9 +327,9 @@ def _incidents(rows: Sequence[Json], of_one_job: bool = False) -> Rows:
             row["node"],
             ", ".join(map(str, row["ranks"])),
             seconds(row["took_s"]),
-            "so far" if row["open"] else row["lost"],
+            "-" if row["open"] else row["lost"],
             row["restored_from"],
-            f"{row['world_size_before']} → {row['world_size_after']}",
+            f"{row['world_size_before']} → {after}",
             f"{'person needed: ' if row['verdict']['person'] else ''}{row['verdict']['cause']}",
         )
     return found
@@ -418,5 +426,5 @@ def _checkpoint_long(checkpoint: Json | None) -> str:
 def _incident_short(row: Json | None) -> str:
     if row is None:
         return "-"
-    lost = ", not over yet" if row["open"] else f", {row['lost']} lost"
+    lost = ", not over yet" if row["open"] else f", {row['lost']}{' steps' if row['lost'] == 'unknown' else ''} lost"
     return f"{row['verdict']['class']} {seconds(row['took_s'])}{lost}, {ago(row['age_s'])}"

@@ -136,7 +136,8 @@ def _of_job(old: Job | None, new: Job, wall_s: float) -> Iterator[EventRecord]:
     formed, held = new.generation, old.generation if old else None
     if formed is not None and (held is None or formed.number > held.number):
         nodes = ", ".join(place.node for place in formed.nodes[:8]) + (" …" if len(formed.nodes) > 8 else "")
-        text = f"generation {formed.number}: {formed.world_size} ranks on {nodes} ({formed.why})"
+        ranks = f"{formed.world_size} rank{'' if formed.world_size == 1 else 's'}"
+        text = f"generation {formed.number}: {ranks} on {nodes} ({formed.why})"
         yield _event(wall_s, "generation.formed", job=new.name, text=text)
     if new.ranks and (old is None or old.ranks != new.ranks):
         yield from _of_ranks(old, new, wall_s)

@@ -74,7 +74,7 @@ def _alive(snapshot: Snapshot, job: Job, row: Mapping[str, Any], waits_for_start
     elif job.state.phase in (Phase.PENDING, Phase.WAITING) and job.state.reason:
         parts.append(f"waiting: {job.state.reason}")
     disputes = [text for name in job.members for text in _disputes(cluster, name, only=job.name)]
-    if not parts and not starting:
+    if not parts and (not starting or _has_stepped(job)):
         parts.append(_runs(row) if job.generation else _unplaced(snapshot, job, wall_s))
     parts += starting + disputes
     parts += [f"{name} is excluded {_excluded(job, name, wall_s)}" for name in job.state.excluded_nodes]
@@ -84,10 +84,16 @@ def _alive(snapshot: Snapshot, job: Job, row: Mapping[str, Any], waits_for_start
 
 
 def _runs(row: Mapping[str, Any]) -> str:
+    if not row["step"] and row["managed"] is False:
+        return f"running: {_ranks(row)} of a script that has not called elastic.run: its steps are not known"
     if not row["step"]:
-        return f"running: no step yet, {row['world_size']} ranks"
+        return f"running: no step yet, {_ranks(row)}"
     rate = f", {row['steps_per_s']:.3g} steps/s" if row["steps_per_s"] else ""
     return f"running: step {row['step']}{rate}"
+
+
+def _ranks(row: Mapping[str, Any]) -> str:
+    return f"{row['world_size']} rank{'' if row['world_size'] == 1 else 's'}"
 
 
 def _unplaced(snapshot: Snapshot, job: Job, wall_s: float) -> str:
@@ -106,11 +112,16 @@ def _starts(snapshot: Snapshot, job: Job, wall_s: float) -> Iterator[str]:
                 yield _starting(name, wall_s, "", agent.doing, agent.since_wall_s)
 
 
+def _has_stepped(job: Job) -> bool:
+    """Whether the job's generation has committed a step."""
+    return job.generation is not None and job.progress is not None and job.progress.stepped_in >= job.generation.number
+
+
 def _has_stepped_with(job: Job, node: str) -> bool:
     """Whether the agent on `node` has a place in the job's generation, which has committed a step: it is not starting,
     whatever its node's record still says."""
-    member, generation, progress = job.members.get(node), job.generation, job.progress
-    if member is None or generation is None or progress is None or progress.stepped_in < generation.number:
+    member, generation = job.members.get(node), job.generation
+    if member is None or generation is None or not _has_stepped(job):
         return False
     return generation.node_of(node, member.record.incarnation) is not None
 

@@ -142,10 +142,18 @@ def test_scale_keeps_the_jobs_age(writes: WriteQueue) -> None:
 
 
 def test_requests_for_a_checkpoint_are_counted(writes: WriteQueue) -> None:
-    writes.actions.submit(RAW, ADA, ADA)
+    writes.actions.submit(RAW | {"checkpoint": {"dir": "/c"}}, ADA, ADA)
     for _ in range(3):
         writes.actions.checkpoint("j", ADA)
     assert decode(AskedRecord, writes.server.kvs[JOB.asked].value).checkpoint == 3
+
+
+def test_a_job_without_a_folder_for_checkpoints_is_not_asked_for_one(writes: WriteQueue) -> None:
+    writes.actions.submit(RAW, ADA, ADA)
+    with pytest.raises(Refused, match=r"job 'j' writes no checkpoints: its checkpoint\.dir is empty") as refused:
+        writes.actions.checkpoint("j", ADA)
+    assert refused.value.status == 409
+    assert JOB.asked not in writes.server.kvs
 
 
 def test_only_a_job_that_is_over_is_forgotten(writes: WriteQueue) -> None:

@@ -126,8 +126,11 @@ def test_a_job_that_no_node_can_take_says_why(node: Node, script: pathlib.Path) 
     assert "big waiting for: 0 of at least 1 nodes; desk has" in done.stdout
     assert node.ctl("scale", "big", "2:3").stdout == "big may have 2:3 nodes now\n"
     assert json.loads(node.ctl("status", "big", "--json").stdout)["nodes"] == "2:3"
+    assert node.ctl("scale", "big", "1").stdout == "big may have 1 node now\n"
     node.ctl("stop", "big")
     eventually(lambda: node.job("big")["phase"] == "stopped", 5, "no process but the daemon could do it")
+    later = "big may have 1:2 nodes when it is started again: it is over (stopped)\n"
+    assert node.ctl("scale", "big", "1:2").stdout == later
 
 
 def test_cordon_and_uncordon(node: Node) -> None:

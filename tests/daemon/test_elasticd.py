@@ -116,9 +116,9 @@ def test_stop_ends_a_job_even_if_its_agent_is_deaf(node: Node) -> None:
         node.submit("short", workers_per_node=1)
 
 
-def test_drain_and_checkpoint_reach_the_agent_as_orders(nodes: Nodes) -> None:
+def test_drain_and_checkpoint_reach_the_agent_as_orders(nodes: Nodes, tmp_path: pathlib.Path) -> None:
     node = nodes.add("drained")
-    node.submit("train", {"deaf": True})
+    node.submit("train", {"deaf": True}, checkpoint={"dir": str(tmp_path)})
     eventually(lambda: node.agent_pid("train"), 10)
     orders = node.state / "jobs" / "train" / "agent" / "orders.json"
     node.post("/v1/jobs/train/checkpoint")

@@ -42,6 +42,7 @@ def test_follow_result_line_states_the_last_step() -> None:
     done = job(state=JobState(phase=Phase.SUCCEEDED))
     data = views.job_detail(snapshot(done), done, Now(100.0, 1000.0))
     assert follow_job.result_text(data) == "── train has succeeded at step 40, loss 0.25"
+    assert follow_job.result_text(data | {"step": 0, "loss": None}) == "── train has succeeded"  # as a plain script's
     stopped = data | {"phase": "stopped", "reason": "enough", "loss": None, "step": None}
     assert follow_job.result_text(stopped) == "── train has been stopped: enough"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 
 from elasticd.ctl import main as ctl
@@ -37,3 +38,11 @@ def test_stop_without_wait_returns_at_once() -> None:
     done = CliRunner().invoke(ctl.stop, ["j"], obj=client)
     assert done.output == "j is stopping\n"
     assert client.waited == []
+
+
+@pytest.mark.parametrize(("wait", "said"), [("0.001s", "0.001 s"), ("0.002", "0.002 s")])
+def test_a_stop_that_outlasts_its_wait_is_not_called_done(wait: str, said: str) -> None:
+    client = Client()
+    client.get = lambda path, query, timeout_s: {"job": "j", "phase": "stopping"}  # type: ignore[method-assign]
+    done = CliRunner().invoke(ctl.stop, ["j", "--wait", wait], obj=client)
+    assert (done.exit_code, done.output) == (1, f"j is still stopping after {said}; the stop goes on\n")

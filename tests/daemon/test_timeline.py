@@ -67,6 +67,10 @@ def test_phases_generations_and_exclusions_of_a_job() -> None:
     assert told(cluster(before), cluster(formed)) == [("job.running", "train", ""), ("generation.formed", "train", "")]
     text = happened(cluster(before), cluster(formed), NOW_S)[1].text
     assert text == "generation 2: 3 ranks on a, b (exit on a: killed by SIGKILL)"
+    assert formed.generation is not None
+    alone = msgspec.structs.replace(formed.generation, nodes=formed.generation.nodes[1:])
+    (event,) = happened(cluster(before), cluster(replace(before, generation=alone)), NOW_S)
+    assert event.text.startswith("generation 2: 1 rank on b (")
     failed = replace(formed, state=JobState(phase=Phase.FAILED, reason="crash loop"))
     assert [e.text for e in happened(cluster(formed), cluster(failed), NOW_S)] == ["crash loop"]
     aside = replace(formed, state=JobState(phase=Phase.RUNNING, excluded_nodes=("b",)))

@@ -120,7 +120,7 @@ def test_status_lists_problems() -> None:
     assert (gone["health"], gone["etcd"]["age_s"]) == ("degraded", 60.0)
     assert "not registered" in status(registered=False)["problems"][0]
     assert status(registered=False, stays_out="x")["problems"] == ["this node stays out of the cluster: x"]
-    assert status(job())["problems"] == ["b is no daemon: its elasticd does not answer; the agents there go on"]
+    assert status(job())["problems"] == ["b has no daemon: its elasticd does not answer; the agents there go on"]
 
 
 def test_an_agent_that_says_nothing_is_a_problem() -> None:
@@ -191,6 +191,42 @@ def test_job_screen_shows_error_reason_and_script(screen: io.StringIO) -> None:
     assert "Traceback:\n  boom" in text
     render.incident(detail["recent_incidents"][0])
     assert "     144 ms  stepping" in screen.getvalue()
+
+
+def told_of(seen: Job, screen: io.StringIO) -> str:
+    render.job(views.job_detail(snapshot(seen), seen, NOW) | {"etcd": status()["etcd"]})
+    return screen.getvalue()
+
+
+def test_job_screen_shows_a_rate_only_while_steps_are_made(screen: io.StringIO) -> None:
+    assert "step  40, 9.88 a second\n" in told_of(job(), screen)
+    screen.truncate(0)
+    assert "step  40\n" in told_of(job(state=JobState(phase=Phase.FAILED, reason="crash loop")), screen)
+
+
+@pytest.mark.parametrize(
+    ("phase", "said"),
+    [
+        (Phase.RUNNING, "plain so far: it has not called elastic.run, and until it does it is started anew after each"),
+        (Phase.SUCCEEDED, "plain: it has not called elastic.run\n"),
+    ],
+)
+def test_a_script_is_called_plain_for_no_longer_than_it_is(phase: Phase, said: str, screen: io.StringIO) -> None:
+    """Every script is plain until it calls elastic.run, which it does some seconds after its start."""
+    assert said in told_of(job(state=JobState(phase=phase), progress=progress(0, managed=False)), screen)
+
+
+def test_an_open_incident_shows_no_number_that_is_not_known_yet(screen: io.StringIO) -> None:
+    lasts = msgspec.structs.replace(job().incidents[0], open=True, world_size_after=0)
+    assert " -  live  3 → - " in told_of(job(incidents=(lasts,)), screen)
+    given_up = msgspec.structs.replace(lasts, open=False)
+    assert " 3 → 0 " in told_of(job(incidents=(given_up,)), screen)
+
+
+def test_an_incident_in_short_says_that_the_lost_steps_are_not_known(screen: io.StringIO) -> None:
+    unknown = msgspec.structs.replace(job().incidents[0], steps_lost=None, steps_lost_at_most=None)
+    render.jobs(status(job(incidents=(unknown,)))["jobs"])
+    assert "node 144 ms, unknown steps lost, 10 s ago" in screen.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,9 @@ STILL = {"since_wall_s": 940.0, "because": "it is computing in step 41", "rank":
         ("waiting for: slot 1 of b to start", {"progress": progress(waiting_for="slot 1 of b to start")}),
         (f"no progress since {clock(940.0)} (60 s), probably rank 2 on b: it is computing in step 41",
          {"progress": progress(still=STILL)}),
-        ("running: no step yet, 3 ranks", {"progress": progress(0)}),
+        ("running: no step yet, 3 ranks", {"progress": progress(0, managed=True)}),
+        ("running: 3 ranks of a script that has not called elastic.run: its steps are not known",
+         {"progress": progress(0, managed=False)}),
         ("running: step 40, 9.88 steps/s; the newest checkpoint failed: disk full",
          {"progress": progress(checkpoint_error="disk full")}),
         ("running: step 40, 9.88 steps/s; b is unreachable by a",
@@ -126,7 +128,8 @@ def test_start_of_an_agent_is_not_shown_once_its_generation_has_stepped() -> Non
         replace(stepped, members={"b": member("b")}),
         replace(stepped, members={"a": Member(MemberRecord(node="a", incarnation="j", host="h", port=1, slots=2), 1)}),
     ):
-        assert of_job(starts, nodes=(IMPORTS,)) == "a is importing torch for 14 s"
+        steps = "" if starts is before else "running: step 40, 9.88 steps/s; "  # without the agent that starts
+        assert of_job(starts, nodes=(IMPORTS,)) == f"{steps}a is importing torch for 14 s"
         assert "train is importing torch for 14 s" in of_node(IMPORTS, job=starts)
 
 
