@@ -32,7 +32,7 @@ import structlog  # noqa: E402
 
 from elastic.agent import loop as agent_loop  # noqa: E402
 from elastic.agent.etcd_writer import EtcdWriter  # noqa: E402
-from elastic.agent.loop import Loop  # noqa: E402
+from elastic.agent.loop import AgentLoop  # noqa: E402
 from elastic.agent.peers import Peers  # noqa: E402
 from elastic.agent.store import Stores  # noqa: E402
 from elastic.agent.versions import versions  # noqa: E402
@@ -78,7 +78,7 @@ class NoProcesses:
         self._step = 0
         self._yield: tuple[int, messages.StopAtStep] | None = None
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: AgentLoop) -> None:
         self._post = loop._inbox.put
 
     def fork(
@@ -125,7 +125,7 @@ class NoProcesses:
         pass
 
 
-class OneAgent(Loop):
+class OneAgent(AgentLoop):
     """The loop without signals, in a thread of its own; it can vanish as a killed process does."""
 
     vanished = False

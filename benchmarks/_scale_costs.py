@@ -31,7 +31,7 @@ from elastic.recovery.events import Joined, Progress, Start, Tick, Viewed, Worke
 from elastic.recovery.generation_delta import GenerationReader, changes
 from elastic.recovery.model import Agent, Policy
 from elastic.recovery.recovery import step
-from elastic.recovery.view import JobView, Reader
+from elastic.recovery.view import JobReader, JobView
 
 KEYS = ClusterKeys("scale").job("job")
 SLOTS = tuple(range(8))
@@ -133,7 +133,7 @@ def followers(formed: GenerationRecord) -> Iterator[bytes]:
 
 def measure(nodes: int) -> Costs:
     picture = Picture(nodes)
-    raw, reader = encode(picture.generation), Reader(KEYS)
+    raw, reader = encode(picture.generation), JobReader(KEYS)
     view = reader.read(picture.taken(), picture.revision)
     now_s = 1000.0
     leader, other = (agent_at(index, picture, view, now_s) for index in (0, nodes // 2))
@@ -145,7 +145,7 @@ def measure(nodes: int) -> Costs:
     generations.read(raw)
     after = iter(tuple(followers(picture.generation)))
     next_ms = best_ms(lambda: generations.read(next(after)))
-    whole_ms = best_ms(lambda: Reader(KEYS).read(whole, picture.revision))
+    whole_ms = best_ms(lambda: JobReader(KEYS).read(whole, picture.revision))
     changed = []
     for count in range(ROUNDS):
         progress = ProgressRecord(generation=1, world_size=1, step=count, steps_per_s=1.0, loss=None, wall_s=0.0)

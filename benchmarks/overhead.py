@@ -41,9 +41,9 @@ import torch
 import torch.distributed as dist
 from _overhead_node import idle_pss_mb, snapshots_on_over_off
 
-from elastic.checkpoint.interval import Rule
+from elastic.checkpoint.interval import IntervalRule
 from elastic.contract.beat import PAGE_BYTES
-from elastic.worker.checkpoint_scheduler import CheckpointScheduler, Part, RankPosition
+from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
 from elastic.worker.job import Job
 from elastic.worker.run import AgentLink
 from elastic.worker.session import Session
@@ -168,10 +168,10 @@ def snapshot(count: int, elements: int, turns: int) -> tuple[float, float]:
     from elastic.worker.state.restore import HeldSnapshots
 
     state = build(count, elements, stepped=True)
-    kept: list[Part] = []
+    kept: list[SnapshotPart] = []
 
     class SnapshotBackend(Idle):
-        def put(self, part: Part) -> bool:
+        def put(self, part: SnapshotPart) -> bool:
             if not kept:
                 kept.append(part)
                 arenas.append(Arena.create(arena_nbytes(part.table)))
@@ -181,7 +181,7 @@ def snapshot(count: int, elements: int, turns: int) -> tuple[float, float]:
             return True
 
     arenas: list[Arena] = []
-    keeper = CheckpointScheduler(SnapshotBackend(), Rule(every_steps=1), shared=True)
+    keeper = CheckpointScheduler(SnapshotBackend(), IntervalRule(every_steps=1), shared=True)
     keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
     keeper._put(state, save=True)
     fill_s = best(lambda: keeper._put(state, save=True), turns)
@@ -209,14 +209,14 @@ class Idle:
 
     def wait(self, limit_s: float) -> None: ...
 
-    def put(self, part: Part) -> bool:
+    def put(self, part: SnapshotPart) -> bool:
         return False
 
     def settle(self) -> None: ...
 
     def leave(self) -> None: ...
 
-    def prepare(self, part: Part) -> None: ...
+    def prepare(self, part: SnapshotPart) -> None: ...
 
 
 # ── samples ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,7 +14,7 @@ DEFAULT_ROUTE = "192.0.2.1"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class OwnAddress:
     address: str
     interface: str
     """The one that has the address; empty: none has, and gloo and NCCL choose one."""
@@ -22,7 +22,7 @@ class Found:
     """Origin of the address, for `elasticctl status`."""
 
 
-def find(settings: Settings) -> Found:
+def find(settings: Settings) -> OwnAddress:
     """The configured address and interface, else those that reach etcd. Raises InvalidConfig, CannotStart."""
     address, why = _address(settings)
     remote = not only_loopback(settings)
@@ -31,7 +31,7 @@ def find(settings: Settings) -> Found:
             f"address = {address!r} ({why}): no other node can reach it, but etcd at {', '.join(_ways(settings))} is "
             "not only on this machine; set `address` or `interface`, or leave both empty"
         )
-    return Found(address, settings.interface or _interface(address, settings, remote), why)
+    return OwnAddress(address, settings.interface or _interface(address, settings, remote), why)
 
 
 def only_loopback(settings: Settings) -> bool:

@@ -208,7 +208,7 @@ class Agents:
             (folder / "status.json").unlink(missing_ok=True)
             write(folder / "orders.json", AgentOrders(), owner)
             write(folder / "config.json", config, owner)
-            service = launch.Service(
+            service = launch.ServiceProcess(
                 f"elasticd-job-{job}",
                 [python or sys.executable, "-m", "elastic.agent", str(folder)],
                 launch.environment(for_another=user is not None) | {MARK_ENV: leftovers.mark_of(folder)},

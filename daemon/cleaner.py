@@ -18,7 +18,7 @@ from . import job_folders
 from .folders import Folder
 from .log import Log
 from .published_state import Snapshot
-from .retention import AGENT_FILES, ASIDE, LOG, Found, JobFolder, Removal, removals
+from .retention import AGENT_FILES, ASIDE, LOG, JobFolder, RegularFile, Removal, removals
 from .settings import Settings
 
 FIRST_S = 300.0
@@ -146,8 +146,8 @@ def listed(jobs_dir: Path, agents: Mapping[str, str]) -> tuple[list[JobFolder], 
 
 
 def _listed(jobs_dir: Path, name: str, agents: Mapping[str, str]) -> JobFolder:
-    logs: list[Found] = []
-    rest: list[Found] = []
+    logs: list[RegularFile] = []
+    rest: list[RegularFile] = []
     strange = 0
     with Folder(jobs_dir, (name,)).opened() as folder:
         mtime_wall_s = os.fstat(folder).st_mtime
@@ -181,8 +181,8 @@ def _entries(folder: int) -> Iterator[tuple[str, os.stat_result]]:
             yield name, os.stat(name, dir_fd=folder, follow_symlinks=False)
 
 
-def _found(name: str, at: os.stat_result) -> Found:
-    return Found(name, at.st_blocks * 512, at.st_mtime)
+def _found(name: str, at: os.stat_result) -> RegularFile:
+    return RegularFile(name, at.st_blocks * 512, at.st_mtime)
 
 
 def _remove_folder(folder: Path) -> None:

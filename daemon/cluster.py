@@ -99,7 +99,7 @@ class Cluster:
         return sorted(job.name for job in self.jobs.values() if node in job.members)
 
 
-class Reader:
+class ClusterReader:
     """Decodes views of one cluster; a key that did not change since the previous view is not decoded again."""
 
     def __init__(self, keys: ClusterKeys) -> None:

@@ -44,7 +44,7 @@ EVENTS = NotifySettings().on
 Raw = dict[str, Any]
 
 
-class Source(enum.StrEnum):
+class SettingSource(enum.StrEnum):
     """Of a setting's value."""
 
     FLAG = "flag"
@@ -56,21 +56,21 @@ class Source(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class Loaded:
     settings: Settings
-    sources: Mapping[str, Source]
+    sources: Mapping[str, SettingSource]
     """Setting, as 'timeouts.beat_s' -> source of its value."""
 
 
 def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, str]) -> Loaded:
     """Read and validate all settings. `flags`: 'etcd.endpoints' -> text. Raises InvalidConfig naming the setting."""
     raw = _read(path) if path else {}
-    sources = {name: Source.FILE for name, _ in _leaves(raw)}
+    sources = {name: SettingSource.FILE for name, _ in _leaves(raw)}
     try:
         refuse_unknown(Settings, raw)
         for name, text in _from_environment(environment):
             _put(raw, name, _value(name, text))
-            sources[name] = Source.ENVIRONMENT
+            sources[name] = SettingSource.ENVIRONMENT
         for name, text in flags.items():
-            sources[name] = Source.FLAG
+            sources[name] = SettingSource.FLAG
             if name not in HINTS:
                 probe: Raw = {}
                 _put(probe, ".".join(name.split(".")[:3]), text)  # no setting is nested deeper
@@ -82,13 +82,13 @@ def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
         raise InvalidConfig(_with_source(_explain(error, raw), sources, path)) from None
     except (InvalidSpec, ValueError) as error:
         raise InvalidConfig(_with_source(str(error), sources, path)) from None
-    return Loaded(settings, {name: sources.get(name, Source.DEFAULT) for name in HINTS})
+    return Loaded(settings, {name: sources.get(name, SettingSource.DEFAULT) for name in HINTS})
 
 
-def _with_source(message: str, sources: Mapping[str, Source], path: Path | None) -> str:
+def _with_source(message: str, sources: Mapping[str, SettingSource], path: Path | None) -> str:
     """The message, prefixed with the sources of the settings that it names."""
     named = [name for name in sources if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", message)]
-    places = (str(path) if sources[name] is Source.FILE else sources[name].value for name in named)
+    places = (str(path) if sources[name] is SettingSource.FILE else sources[name].value for name in named)
     return ": ".join([*dict.fromkeys(places), message])
 
 

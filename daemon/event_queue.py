@@ -13,7 +13,7 @@ from .agents import Gone
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
+class NodeRegistered:
     """Our node record is in etcd under `lease`."""
 
     lease: Lease
@@ -29,7 +29,7 @@ class Updated:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseLost:
+class NodeLeaseLost:
     lease: int
     why: str
 
@@ -48,7 +48,7 @@ class Stop:
     code: int = 0
 
 
-Event = Gone | Registered | Updated | LeaseLost | Written | Stop
+Event = Gone | NodeRegistered | Updated | NodeLeaseLost | Written | Stop
 
 
 class EventQueue:

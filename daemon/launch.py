@@ -47,7 +47,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class ServiceProcess:
     """A process to be started."""
 
     name: str
@@ -64,7 +64,7 @@ class Launcher(Protocol):
     switches_user: bool
     """Whether it can start a process as another user."""
 
-    def start(self, service: Service) -> Started:
+    def start(self, service: ServiceProcess) -> Started:
         """Raises CannotStart."""
 
 
@@ -73,7 +73,7 @@ class Detached:
 
     switches_user = False
 
-    def start(self, service: Service) -> Started:
+    def start(self, service: ServiceProcess) -> Started:
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(service.output, flags, 0o640), "ab") as log:
@@ -91,7 +91,7 @@ class TransientUnit:
 
     switches_user = True
 
-    def start(self, service: Service) -> Started:
+    def start(self, service: ServiceProcess) -> Started:
         unit = f"{service.name}.service"
         command = ["systemd-run", "--quiet", "--collect", f"--unit={unit}", f"--working-directory={service.cwd}"]
         command += [f"--property={p}" for p in (*PROPERTIES, *service.properties)]

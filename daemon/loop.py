@@ -22,17 +22,17 @@ from elastic.etcd.client import ClusterSigner, Lease, View
 from . import host, reconcile, sandbox
 from .agents import Agents, Gone
 from .assignment import Assignment, plan
-from .cluster import Cluster, Job, Reader
+from .cluster import Cluster, ClusterReader, Job
 from .config import port_range
 from .diagnosis.timeline import Timeline
-from .event_queue import Event, EventQueue, LeaseLost, Registered, Stop, Updated, Written
+from .event_queue import Event, EventQueue, NodeLeaseLost, NodeRegistered, Stop, Updated, Written
 from .gpus import Health
 from .log import Log
 from .notify import Notify
 from .published_state import Contact, LocalAgent, PublishedState, Snapshot
 from .run_as import NotAllowed, RunAs
 from .settings import Settings
-from .writer import KEY_MISSING, Writer
+from .writer import KEY_MISSING, ClusterWriter
 
 TICK_S = 1.0
 """Longest time between two turns."""
@@ -46,14 +46,14 @@ RETRY_S = 1.0
 """Pause before another attempt to register, or to write a change."""
 
 
-class Loop:
+class DaemonLoop:
     def __init__(
         self,
         settings: Settings,
         access: EtcdAccess,
         gpus: tuple[int, ...],
         mailbox: EventQueue,
-        writer: Writer,
+        writer: ClusterWriter,
         agents: Agents,
         board: PublishedState,
         notify: Notify,
@@ -78,7 +78,7 @@ class Loop:
         self._signer = signer
         self._refuses_anonymous = os.geteuid() == 0 and not settings.etcd.insecure
         self._keys = ClusterKeys(settings.cluster)
-        self._reader = Reader(self._keys)
+        self._reader = ClusterReader(self._keys)
         self._timeline = Timeline(self._keys, settings.node)
         self._started_wall_s = time.time()
         self._cluster = Cluster()
@@ -132,13 +132,13 @@ class Loop:
         match event:
             case Gone():
                 self._agents.gone(event)
-            case Registered(lease, record):
+            case NodeRegistered(lease, record):
                 self._lease, self._registered = lease, record
                 self._log.info("node.registered", lease=f"{lease.id:x}", address=record.address, slots=record.slots)
             case Updated(lease_id, record):
                 if self._lease is not None and self._lease.id == lease_id:
                     self._registered = record
-            case LeaseLost(lease_id, why):
+            case NodeLeaseLost(lease_id, why):
                 if self._lease is not None and self._lease.id == lease_id:
                     self._lease = self._registered = None
                     self._log.warning("node.lease_lost", why=why)

@@ -92,7 +92,7 @@ def _flags(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _run(
-    settings: Settings, sources: Mapping[str, config.Source], gpus: host.Gpus, started_s: float, address_why: str
+    settings: Settings, sources: Mapping[str, config.SettingSource], gpus: host.Gpus, started_s: float, address_why: str
 ) -> int:
     # Slow imports come after the start of the embedded etcd, to overlap with it.
     notify = Notify.from_environment()
@@ -191,14 +191,16 @@ def _access(settings: Settings, endpoints: tuple[str, ...]) -> EtcdAccess:
     )
 
 
-def _plain(settings: Settings, sources: Mapping[str, config.Source]) -> dict[str, object]:
-    given = ", ".join(f"{name} ({source})" for name, source in sources.items() if source is not config.Source.DEFAULT)
+def _plain(settings: Settings, sources: Mapping[str, config.SettingSource]) -> dict[str, object]:
+    given = ", ".join(
+        f"{name} ({source})" for name, source in sources.items() if source is not config.SettingSource.DEFAULT
+    )
     shown = msgspec.to_builtins(settings)
     shown["notify"] = {name: masked_setting(f"notify.{name}", value) for name, value in shown["notify"].items()}
     return {"settings": shown, "given": given}
 
 
-def describe(settings: Settings, sources: Mapping[str, config.Source]) -> Json:
+def describe(settings: Settings, sources: Mapping[str, config.SettingSource]) -> Json:
     """Every setting with its value, its source and its meaning; and the hierarchy of timeouts."""
     docs = config.explain()
 

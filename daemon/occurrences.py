@@ -56,7 +56,7 @@ class Occurrence:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class SeenOccurrence:
     """An occurrence that this daemon has seen."""
 
     seen_s: float
@@ -70,7 +70,7 @@ class Known:
 class Memory:
     began_wall_s: float
     """When this daemon started."""
-    known: Mapping[Key, Known] = field(default_factory=dict)
+    known: Mapping[Key, SeenOccurrence] = field(default_factory=dict)
     sends: bool = False
     """Whether this node was the oldest one at the last look."""
 
@@ -94,20 +94,20 @@ def look(
         return Memory(memory.began_wall_s, memory.known), []
     sends = reconcile.is_oldest(snapshot.cluster, me)
     since_s = now_s if memory.sends else now_s - REPEAT_S
-    known: dict[Key, Known] = {}
+    known: dict[Key, SeenOccurrence] = {}
     found: list[Occurrence] = []
     candidates = {candidate.key: candidate for candidate in _candidates(snapshot, settings, wall_s)}
     present = {key: memory.known[key] for key in candidates if key in memory.known}
     rest = {key: entry for key, entry in memory.known.items() if key not in present}
     for candidate in candidates.values():
-        entry = present.get(candidate.key) or rest.pop(_same(rest, candidate.key), None) or Known(now_s)
+        entry = present.get(candidate.key) or rest.pop(_same(rest, candidate.key), None) or SeenOccurrence(now_s)
         if entry.due_s is None and (candidate.settled or now_s - entry.seen_s >= candidate.settle_s):
             too_old = candidate.wall_s < memory.began_wall_s - REPEAT_S
-            entry = Known(entry.seen_s, now_s, told=too_old or _is_planned(snapshot, candidate, wall_s, now_s))
+            entry = SeenOccurrence(entry.seen_s, now_s, told=too_old or _is_planned(snapshot, candidate, wall_s, now_s))
         if sends and not entry.told and entry.due_s is not None:
             if entry.due_s >= since_s:
                 found.append(_occurrence(snapshot, candidate, wall_s, now_s))
-            entry = Known(entry.seen_s, entry.due_s, told=True)
+            entry = SeenOccurrence(entry.seen_s, entry.due_s, told=True)
         known[candidate.key] = entry
     gone = list(rest.items())
     return Memory(memory.began_wall_s, dict(gone[-KEPT:]) | known, sends), found
@@ -155,7 +155,7 @@ def _candidates(snapshot: Snapshot, settings: NotifySettings, wall_s: float) -> 
                 yield _Candidate(key, job, record.wall_s, job.over or not record.open, SETTLE_S, record)
 
 
-def _same(known: Mapping[Key, Known], key: Key) -> Key:
+def _same(known: Mapping[Key, SeenOccurrence], key: Key) -> Key:
     """The key under which the same occurrence was known before its record was written anew; `key` itself if none."""
     if key[0] not in ("incident", "checkpoint_failed"):
         return key

@@ -43,14 +43,14 @@ class MetadataError(Exception):
     """The metadata service did not answer, or not as documented."""
 
 
-class Source(Protocol):
+class MetadataService(Protocol):
     """One provider's metadata service."""
 
     def look(self, now_wall_s: float) -> Notice | None:
         """The notice for this machine, if there is one. Raises MetadataError."""
 
 
-def source(provider: str, url: str) -> Source | None:
+def source(provider: str, url: str) -> MetadataService | None:
     """The source for the setting `preemption`; None for "none". `url`: "" for the provider's own address."""
     if provider == "aws":
         return Aws(url or "http://169.254.169.254")
@@ -120,10 +120,12 @@ class Azure:
         return self._name in (str(resource).lower() for resource in resources)
 
 
-class Watch:
+class PreemptionWatch:
     """The thread that asks the metadata service, and calls `drain` once per notice."""
 
-    def __init__(self, source: Source, drain: Callable[[Notice], bool], log: Log, every_s: float = ASK_EVERY_S) -> None:
+    def __init__(
+        self, source: MetadataService, drain: Callable[[Notice], bool], log: Log, every_s: float = ASK_EVERY_S
+    ) -> None:
         """`drain` returns whether the node is being drained. False, as without etcd, has it called again."""
         self._source = source
         self._drain = drain

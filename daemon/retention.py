@@ -31,7 +31,7 @@ AGENT_FILES = frozenset({"lock", "agent.log", *_REPLACED, *(f".{name}.new" for n
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RegularFile:
     """A regular file."""
 
     name: str
@@ -43,9 +43,9 @@ class Found:
 class JobFolder:
     name: str
     """The job's, or one that matches `ASIDE`."""
-    logs: tuple[Found, ...] = ()
+    logs: tuple[RegularFile, ...] = ()
     """Files in `logs` whose names match `LOG`."""
-    rest: tuple[Found, ...] = ()
+    rest: tuple[RegularFile, ...] = ()
     """`AGENT_FILES` in `agent`, and the agent's output."""
     strange: int = 0
     """How many other entries it has, links included."""
@@ -112,7 +112,7 @@ def _old_logs(folder: JobFolder, settings: RetentionSettings, now_wall_s: float)
     if folder.has_agent and not folder.incarnation:
         return  # its workers' logs cannot be told from older ones
     running = _running(folder)
-    workers: dict[str, list[Found]] = {}
+    workers: dict[str, list[RegularFile]] = {}
     for found in folder.logs:
         if (stem := _match(found.name)["stem"]) not in running:
             workers.setdefault(stem, []).append(found)
@@ -153,5 +153,5 @@ def _match(name: str) -> re.Match[str]:
     return match
 
 
-def _bytes(files: Iterable[Found]) -> int:
+def _bytes(files: Iterable[RegularFile]) -> int:
     return sum(found.disk_bytes for found in files)

@@ -36,13 +36,13 @@ from .gpus import Health
 from .host import Gpus
 from .launch import Launcher
 from .log import Log
-from .loop import Loop
+from .loop import DaemonLoop
 from .notify import Notify
 from .published_state import PublishedState
 from .run_as import RunAs, groups
 from .settings import Settings
 from .threads import Threads
-from .writer import Writer
+from .writer import ClusterWriter
 
 if TYPE_CHECKING:
     from .notifier import Notifier
@@ -83,7 +83,7 @@ class Daemon:
         signer = ClusterSigner(self._keys.root, secret) if secret else None
         self._etcd = Etcd(access, call_s=settings.timeouts.etcd_call_s, signer=signer)
         self._etcd.on_call = self._requests.etcd_called
-        self._writer = Writer(self._etcd, self._keys, self._mailbox, log)
+        self._writer = ClusterWriter(self._etcd, self._keys, self._mailbox, log)
         self._members = Members(self._etcd, self._writer.show_members, log)
         grants = EtcdGrants(Path(settings.state_dir), access, log)
         self._agents = Agents(Path(settings.state_dir), launcher, threads, self._mailbox.post, log, grants)
@@ -96,7 +96,7 @@ class Daemon:
                 log.warning("run_as.unknown_group", group=name, why="run_as.allow names it: none is allowed by it")
         threads.start("accounts", accounts.run)
         self._run_as = RunAs(settings.run_as, account(os.geteuid()), launcher.switches_user, accounts)
-        self._loop = Loop(
+        self._loop = DaemonLoop(
             settings, access, gpus.indices, self._mailbox, self._writer, self._agents, self._board, notify, log,
             self._health, self._run_as, signer,
         )  # fmt: skip
@@ -199,7 +199,7 @@ class Daemon:
 
         settings = self._settings
         token = access.TokenFile(settings.page, os.geteuid(), settings.etcd.allow_readable_secrets, self._log)
-        source = server.Source(self._board, identity, self._agents.logs)
+        source = server.PageSource(self._board, identity, self._agents.logs)
         found = server.page_server(settings.page, token, source, self._log)
         self._add("page", found)
         self._log.info("page.listening", url=found.url, token=bool(token()))
@@ -235,7 +235,7 @@ class Daemon:
             audit.done(own, "node.drain", node=settings.node, text=notice.reason)
             return True
 
-        self._threads.start("preemption", preemption.Watch(announced, drain, self._log).run)
+        self._threads.start("preemption", preemption.PreemptionWatch(announced, drain, self._log).run)
 
     def _answer_other_nodes(self, service: Service) -> None:
         settings, answer = self._settings, partial(remote_answers.answer, service)

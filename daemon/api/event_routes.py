@@ -20,7 +20,7 @@ FOLLOW_S = 1.0
 """Longest time between two looks at whether the client is still there."""
 
 
-class Stream(Protocol):
+class StreamedAnswer(Protocol):
     """An answer of several lines: see `routes.Request`."""
 
     def begin_stream(self) -> None: ...
@@ -58,7 +58,7 @@ def listed(cluster: Cluster, job: str, node: str, since_wall_s: float, last: int
     return [timeline.as_json(event) for _, event in chosen(cluster, job, node, since_wall_s)][-last:]
 
 
-def follow(h: Stream, board: PublishedState, job: str, node: str, since_wall_s: float, last: int) -> None:
+def follow(h: StreamedAnswer, board: PublishedState, job: str, node: str, since_wall_s: float, last: int) -> None:
     """Answer with the chosen events, and with each new one, until the client has gone."""
     cluster = board.now.cluster
     h.begin_stream()

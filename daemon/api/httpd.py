@@ -43,7 +43,7 @@ NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class HttpRequest:
     method: str
     path: str
     """As it was sent: still percent-encoded."""
@@ -53,7 +53,7 @@ class Request:
     """By name in lower case; of a repeated one the last."""
 
 
-class Connection:
+class ClientConnection:
     """One accepted connection: its request, then its answer. Methods that send raise OSError if the client is gone or
     does not read."""
 
@@ -69,7 +69,7 @@ class Connection:
         """Whether an answer may still begin."""
         return self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE)
 
-    def receive(self) -> Request:
+    def receive(self) -> HttpRequest:
         """The whole request. Raises Refused (400, 408, 413, 431, 501), OSError if the client disconnects."""
         deadline_s = time.monotonic() + REQUEST_S
         try:
@@ -84,7 +84,7 @@ class Connection:
         values = parse_qs(query, keep_blank_values=True)
         query_values = {name: found[-1] for name, found in values.items()}
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
-        return Request(head.method.decode(), path, query_values, body, headers)
+        return HttpRequest(head.method.decode(), path, query_values, body, headers)
 
     def _body(self, deadline_s: float) -> bytes:
         if self._http.they_are_waiting_for_100_continue:
@@ -196,7 +196,7 @@ class Server:
     def __init__(
         self,
         listener: socket.socket,
-        handle: Callable[[Connection], None],
+        handle: Callable[[ClientConnection], None],
         owner: Callable[[socket.socket], Hashable],
         places: Places,
         log: Log,
@@ -245,7 +245,7 @@ class Server:
             turn_away(sock, f"elasticd can start no thread: {error}; try again")
 
     def _run(self, sock: socket.socket, owner: Hashable) -> None:
-        connection = Connection(sock)
+        connection = ClientConnection(sock)
         try:
             self._answer(connection)
         except OSError as error:
@@ -254,7 +254,7 @@ class Server:
             connection.close()
             self._places.free(owner)
 
-    def _answer(self, connection: Connection) -> None:
+    def _answer(self, connection: ClientConnection) -> None:
         try:
             with our_faults(self._log, "api.failed"):
                 self._handle(connection)
@@ -286,7 +286,7 @@ def host_of(sock: socket.socket) -> str:
         return errno.errorcode.get(error.errno or 0, "?")
 
 
-def answer_error(connection: Connection, status: int, message: str) -> None:
+def answer_error(connection: ClientConnection, status: int, message: str) -> None:
     """Send an error in the form of docs/api.md, unless an answer has begun already: then its stream just ends."""
     if connection.awaits_answer:
         connection.answer_json(status, {"schema": 1, "error": {"status": status, "message": message}})

@@ -83,7 +83,7 @@ def _follow(h: Request, tail: Tail, query: Query, job: str) -> None:
     """Stream what is written, and what happens to the job, until it is over here or the reader has gone."""
     board, follow = h.service.board, True
     told, waits = _told(board.now, job), Waits(job)
-    progress = Progress(job) if query_values.flag(query, "progress") else None
+    progress = ProgressReports(job) if query_values.flag(query, "progress") else None
     while follow and h.still_there():
         if note := waits.look(board.now, time.monotonic()):
             h.stream({"note": note})
@@ -233,7 +233,7 @@ class Waits:
         return f"{self._job} waits for: {why}"
 
 
-class Progress:
+class ProgressReports:
     """A job's progress, reported when it has changed and at most once per PROGRESS_S."""
 
     def __init__(self, job: str) -> None:

@@ -24,7 +24,7 @@ from ..errors import CannotStart, Refused
 from ..log import Log
 from ..published_state import PublishedState
 from . import routes, views
-from .httpd import Connection, Places, Request, Server, host_of, listen_on
+from .httpd import ClientConnection, HttpRequest, Places, Server, host_of, listen_on
 from .instant import now
 from .routes import Service
 from .views import Json
@@ -43,10 +43,10 @@ ROOT = 0
 class Handler:
     """One request on the Unix socket, as passed to the functions in `routes`."""
 
-    def __init__(self, service: Service, connection: Connection) -> None:
+    def __init__(self, service: Service, connection: ClientConnection) -> None:
         self.service = service
         self._connection = connection
-        self._request = Request("", "")
+        self._request = HttpRequest("", "")
         self._peer: Peer | None = None
         self.streams = False
         """The answer is a stream, which may last as long as the job."""
@@ -205,7 +205,7 @@ def _is_served(path: str) -> bool:
 def metrics_server(listen: str, board: PublishedState, exposition: Callable[[], bytes], log: Log) -> Server:
     """Serve /metrics and /healthz. Raises CannotStart."""
 
-    def handle(connection: Connection) -> None:
+    def handle(connection: ClientConnection) -> None:
         path = connection.receive().path
         if path == "/metrics":
             connection.answer(200, "text/plain; version=0.0.4; charset=utf-8", exposition())

@@ -234,10 +234,10 @@ def incident(snapshot: Snapshot, job: Job, record: IncidentRecord, now: Now) -> 
     return row | {"job": job.name, "age_s": age_s, "took_s": took_s, "lost": steps_lost(record), "verdict": told}
 
 
-def _seen(snapshot: Snapshot, job: Job, age_s: float, waits_for: str) -> verdict.Seen:
+def _seen(snapshot: Snapshot, job: Job, age_s: float, waits_for: str) -> verdict.VerdictContext:
     nodes = [snapshot.cluster.nodes[n].record for n in _nodes_of(job) if n in snapshot.cluster.nodes]
     backend = job.spec.spec.backend if job.spec else ""
-    return verdict.Seen(
+    return verdict.VerdictContext(
         phase=job.state.phase,
         age_s=age_s,
         etcd_error="" if snapshot.contact.connected else snapshot.contact.error or "unavailable",

@@ -44,7 +44,7 @@ def show(client: Client, explain: bool, as_json: bool) -> None:
 @click.argument("file", required=False, type=click.Path(path_type=Path))
 def check(file: Path | None) -> None:
     """Check FILE as elasticd would at its start, without starting it. Default: $ELASTICD_CONFIG, else the service's."""
-    from ..config import Source, load
+    from ..config import SettingSource, load
     from ..errors import DaemonError
 
     given = os.environ.get("ELASTICD_CONFIG")
@@ -55,7 +55,7 @@ def check(file: Path | None) -> None:
         loaded = load(path, {}, {})
     except DaemonError as error:
         raise Failed(400, str(error)) from None
-    given_here = sum(source is Source.FILE for source in loaded.sources.values())
+    given_here = sum(source is SettingSource.FILE for source in loaded.sources.values())
     click.echo(safe_text.line(f"{path}: good ({given_here} settings, the others have their defaults)"))
 
 

@@ -171,7 +171,7 @@ def _same(one: IncidentRecord, other: IncidentRecord) -> bool:
 
 def _of_incident(job: Job, old: IncidentRecord | None, new: IncidentRecord) -> Iterator[EventRecord]:
     """At the instants that the record itself names."""
-    said = verdict.judge(new, verdict.Seen(phase=job.state.phase))
+    said = verdict.judge(new, verdict.VerdictContext(phase=job.state.phase))
     if old is None:
         yield _event(new.wall_s, "incident.opened", job.name, new.node, f"{said.cls}: {said.what}")
     if not new.open and (old is None or old.open) and new.ended_wall_s:

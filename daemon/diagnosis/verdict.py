@@ -55,7 +55,7 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class VerdictContext:
     """What is known beside the record."""
 
     phase: Phase = Phase.RUNNING
@@ -104,7 +104,7 @@ class Verdict:
     cure: str
 
 
-def judge(record: IncidentRecord, seen: Seen = Seen()) -> Verdict:
+def judge(record: IncidentRecord, seen: VerdictContext = VerdictContext()) -> Verdict:
     texts, open_ = _texts(record), record.open and not seen.phase.over
     rule, found = _rule(record, texts, seen)
     held = _held(seen) if open_ else None
@@ -167,7 +167,7 @@ def _texts(record: IncidentRecord) -> _Texts:
     return _Texts(tuple(says), tuple(logs), stacks, signal)
 
 
-def _rule(record: IncidentRecord, texts: _Texts, seen: Seen) -> tuple[Rule, Evidence | None]:
+def _rule(record: IncidentRecord, texts: _Texts, seen: VerdictContext) -> tuple[Rule, Evidence | None]:
     for rule in RULES:
         if (rule.kinds and record.kind not in rule.kinds) or (rule.name == "loopback" and seen.one_host):
             continue
@@ -196,7 +196,7 @@ def _line_of(text: str, at: int) -> str:
     return text[begin : end if end >= 0 else None].strip()
 
 
-def _held(seen: Seen) -> tuple[Rule, str] | None:
+def _held(seen: VerdictContext) -> tuple[Rule, str] | None:
     """(rule, etcd's own words) if etcd holds the recovery up."""
     if "NOSPACE" in seen.etcd_alarms:
         return _BY_NAME["etcd_no_space"], "alarm NOSPACE"
@@ -325,7 +325,7 @@ _SOURCES = {
 }
 
 
-def _cost(record: IncidentRecord, seen: Seen, open_: bool) -> Cost:
+def _cost(record: IncidentRecord, seen: VerdictContext, open_: bool) -> Cost:
     took_s = seen.age_s if open_ else max(record.timeline_s.values(), default=None)
     if record.kind in ("checkpoint", "late exit"):
         took_s = 0.0

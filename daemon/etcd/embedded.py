@@ -118,7 +118,7 @@ class EmbeddedEtcd:
         if etcd.embedded_listen:
             argv += self._for_other_nodes(etcd.embedded_listen)
         started = self._launcher.start(
-            launch.Service(
+            launch.ServiceProcess(
                 UNIT,
                 launch.holding(self.dir / "lock", argv),
                 launch.environment(),

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from .. import log_privacy
 from ..api import course, event_routes, routes, views
 from ..api.actions import no_job
-from ..api.httpd import Connection, Places, Request, Server, host_of, listen_on
+from ..api.httpd import ClientConnection, HttpRequest, Places, Server, host_of, listen_on
 from ..api.instant import now
 from ..diagnosis import timeline
 from ..errors import Refused
@@ -48,7 +48,7 @@ HTML = "text/html; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PageSource:
     """What the page is made of: as the API shows it to a user who is neither owner nor admin."""
 
     board: PublishedState
@@ -79,7 +79,7 @@ class Source:
 class Page:
     """Answers the requests."""
 
-    def __init__(self, source: Source, token: access.Token, log: Log) -> None:
+    def __init__(self, source: PageSource, token: access.Token, log: Log) -> None:
         self._source = source
         self._token = token
         self._log = log
@@ -87,7 +87,7 @@ class Page:
         self._lock = threading.Lock()
         self._kept: dict[str, tuple[float, str]] = {}
 
-    def handle(self, connection: Connection) -> None:
+    def handle(self, connection: ClientConnection) -> None:
         try:
             request = connection.receive()
             access.check(request.headers, self._token())
@@ -100,7 +100,7 @@ class Page:
             body = live.refusal(str(refused)).encode("utf-8", "replace")
             connection.answer(refused.status, HTML, body, {**HEADERS, **asks})
 
-    def _answer(self, connection: Connection, request: Request) -> None:
+    def _answer(self, connection: ClientConnection, request: HttpRequest) -> None:
         if request.method not in ("GET", "HEAD"):
             raise Refused(405, "the page can only be read")
         if request.path == "/events":
@@ -116,7 +116,7 @@ class Page:
         page = live.document(self._source.identity.cluster, job, self._fragment(job))
         connection.answer(200, HTML, page.encode("utf-8", "replace"), HEADERS)
 
-    def _stream(self, connection: Connection, job: str) -> None:
+    def _stream(self, connection: ClientConnection, job: str) -> None:
         owner = host_of(connection.sock)
         if why := self._streams.take(owner):
             raise Refused(503, f"no further live page: {why}")
@@ -127,7 +127,7 @@ class Page:
         finally:
             self._streams.free(owner)
 
-    def _send_changes(self, connection: Connection, job: str) -> None:
+    def _send_changes(self, connection: ClientConnection, job: str) -> None:
         end_s, sent, sent_s, token = time.monotonic() + STREAM_S, "", 0.0, self._token()
         connection.stream(b"retry: 2000\n\n")
         while (looked_s := time.monotonic()) < end_s and connection.still_there() and self._token() == token:
@@ -158,7 +158,7 @@ def _made_after(at_s: float) -> Callable[[Snapshot], bool]:
     return lambda snapshot: snapshot.turned_s >= at_s
 
 
-def page_server(settings: PageSettings, token: access.Token, source: Source, log: Log) -> Server:
+def page_server(settings: PageSettings, token: access.Token, source: PageSource, log: Log) -> Server:
     """Listen at `settings.listen`. Raises CannotStart."""
     listener = listen_on("page.listen", settings.listen, MAX_REQUESTS)
     page = Page(source, token, log)

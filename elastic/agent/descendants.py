@@ -22,7 +22,7 @@ MARK = b"ELASTIC_WORKER_PID="
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenProcess:
     """One process. The pid alone may be reused later."""
 
     pid: int
@@ -34,7 +34,7 @@ class Descendants:
     """Records the descendants of workers, and finds the processes that dead workers have left behind."""
 
     def __init__(self) -> None:
-        self._of: dict[Seen, int] = {}
+        self._of: dict[SeenProcess, int] = {}
         """Descendant -> pid of its worker."""
         self._workers: set[int] = set()
         """Pids of all workers so far."""
@@ -49,12 +49,12 @@ class Descendants:
                     seen[process] = worker
         self._of = seen
 
-    def orphans(self, ours: Iterable[int], living: Collection[int]) -> list[Seen]:
+    def orphans(self, ours: Iterable[int], living: Collection[int]) -> list[SeenProcess]:
         """Processes in `ours`, children that the agent did not start, that belong to no worker in `living`."""
         self._workers.update(living)
         return [process for pid in ours if (process := _seen(pid)) and not self._belongs(process, living)]
 
-    def _belongs(self, process: Seen, living: Collection[int]) -> bool:
+    def _belongs(self, process: SeenProcess, living: Collection[int]) -> bool:
         # The session last: one created by a service may have the number that a dead worker had.
         for worker in (self._of.get(process), _marked(process.pid), session(process.pid)):
             if worker in self._workers:
@@ -63,7 +63,7 @@ class Descendants:
         return bool(living)
 
 
-def end(process: Seen) -> bool:
+def end(process: SeenProcess) -> bool:
     """Send SIGKILL to this very process, not to another that has reused its pid. Returns whether it was sent."""
     return kill_if(process.pid, lambda: _seen(process.pid) == process)
 
@@ -97,10 +97,10 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _seen(pid: int) -> Seen | None:
+def _seen(pid: int) -> SeenProcess | None:
     """None: the process is gone, or a zombie."""
     fields = stat_fields(pid)
-    return Seen(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
+    return SeenProcess(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
 
 
 def started(pid: int) -> int:

@@ -29,7 +29,7 @@ from ..recovery.hang_rules import (
     waits_too_long,
 )
 from ..recovery.model import Agent, Worker
-from ..recovery.stillness import Known, all_ahead, standing, worth_telling
+from ..recovery.stillness import StillRank, all_ahead, standing, worth_telling
 from ..recovery.transitions import Stage
 from .pool import Pool, Process
 from .stacks import process_state, stack
@@ -71,7 +71,7 @@ class HangDetector:
     """The process group's time-out: with NCCL nothing else ends a wait in which no rank is found to be the cause."""
 
     def __post_init__(self) -> None:
-        self.known: tuple[Known, ...] = ()
+        self.known: tuple[StillRank, ...] = ()
         """Ranks that show no progress and how far they have got: local ones, and those that other agents report."""
         self._others = Others()
         self._told_s = -math.inf
@@ -152,7 +152,7 @@ class HangDetector:
             return [RankWait(FARTHEST, 0.0, self._set_up_s)] if past else []
         return [wait for k in self._not(agent, one) if (wait := k.wait()) is not None]
 
-    def _not(self, agent: Agent, one: LastBeat) -> list[Known]:
+    def _not(self, agent: Agent, one: LastBeat) -> list[StillRank]:
         me = agent.policy.node, one.beat.rank
         return [k for k in self.known if (k.node, k.standing.rank) != me]
 

@@ -85,7 +85,7 @@ FINISH_SAVING_S = 30.0
 log = structlog.get_logger()
 
 
-class Loop:
+class AgentLoop:
     """Construct, then call `run()`, which returns when the job is over on this node."""
 
     def __init__(

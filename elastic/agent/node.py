@@ -26,7 +26,7 @@ from . import gpu_gate, worker_env
 from .etcd_writer import EtcdWriter
 from .first_zygote import FirstZygote, log_file
 from .listening import listen
-from .loop import Loop
+from .loop import AgentLoop
 from .peers import Peers
 from .pool import Pool
 from .starting import read_spec
@@ -112,7 +112,7 @@ def _run_with(
     from .store import Stores
 
     job = spec.spec
-    loop: Loop | None = None
+    loop: AgentLoop | None = None
     peers = Peers(
         incarnation,
         lambda *dead: loop.on_dead(*dead) if loop else None,
@@ -134,7 +134,7 @@ def _run_with(
     watch_scope = WatchScope(etcd, keys, policy.crowd)
     reached, left_wall_s = left_behind(Path(config.agent_dir), spec.submitted_wall_s)
     agent = changed(Agent(policy), reached=reached, left_wall_s=left_wall_s)
-    loop = Loop(config, agent, registry, peers, watch_scope, keys, spec, pool)
+    loop = AgentLoop(config, agent, registry, peers, watch_scope, keys, spec, pool)
     log.info("agent.starts", job=config.job, node=config.node, incarnation=incarnation, pid=os.getpid())
     pool.gate = gpu_gate.gate(config.gpus, config.timeouts.respawn_s)
     registry.start()

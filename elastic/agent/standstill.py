@@ -11,7 +11,7 @@ from ..contract.decoding import Member
 from ..contract.records import ProgressRecord, Standing, Stillness
 from ..contract.spec import Hang
 from ..recovery.model import Agent
-from ..recovery.stillness import Known, StandstillCause, explain, still_s
+from ..recovery.stillness import StandstillCause, StillRank, explain, still_s
 from ..recovery.transitions import Stage
 
 
@@ -20,9 +20,9 @@ class Others:
 
     def __init__(self) -> None:
         self._members: Mapping[str, Member] = {}
-        self._known: tuple[Known, ...] = ()
+        self._known: tuple[StillRank, ...] = ()
 
-    def known(self, agent: Agent, now_s: float) -> tuple[Known, ...]:
+    def known(self, agent: Agent, now_s: float) -> tuple[StillRank, ...]:
         """Standings of the ranks of other nodes. To be called often: the first sight of a standing sets its instant."""
         members = agent.etcd.view.members
         if members is self._members or not agent.etcd.view.whole:
@@ -34,17 +34,17 @@ class Others:
                 continue
             for standing in member.record.standings:
                 known = before.get((node, standing))
-                found.append(known or Known(node, standing, now_s - standing.silent_s))
+                found.append(known or StillRank(node, standing, now_s - standing.silent_s))
         self._members, self._known = members, tuple(found)
         return self._known
 
 
-def local(node: str, standings: Sequence[Standing], now_s: float) -> list[Known]:
-    return [Known(node, standing, now_s - standing.silent_s) for standing in standings]
+def local(node: str, standings: Sequence[Standing], now_s: float) -> list[StillRank]:
+    return [StillRank(node, standing, now_s - standing.silent_s) for standing in standings]
 
 
 def with_stillness(
-    record: ProgressRecord, agent: Agent, known: Collection[Known], rules: Hang, now_s: float, wall_s: float
+    record: ProgressRecord, agent: Agent, known: Collection[StillRank], rules: Hang, now_s: float, wall_s: float
 ) -> ProgressRecord:
     """`record`, with since when and why no step is made, if none is. `known`: ranks of this node and of others."""
     generation = agent.formed.generation
@@ -77,7 +77,7 @@ def with_stillness(
     return replace(record, still=still, waiting_for=record.waiting_for if said_already else in_words(still))
 
 
-def _cause(record: ProgressRecord, agent: Agent, known: Collection[Known]) -> StandstillCause:
+def _cause(record: ProgressRecord, agent: Agent, known: Collection[StillRank]) -> StandstillCause:
     generation = agent.formed.generation
     assert generation is not None
     if agent.formed.broken >= generation.number:

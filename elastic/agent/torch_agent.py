@@ -34,7 +34,7 @@ from ..recovery.events import StoreClosed
 from ..recovery.model import Agent
 from ..recovery.transitions import Stage
 from ..util.processes import signal_number
-from .loop import Loop
+from .loop import AgentLoop
 from .store import Stores
 
 NEXT_S = 600.0
@@ -56,7 +56,7 @@ _STATES = {
 class LoopRendezvous(RendezvousHandler):
     """The loop's current generation, in torch's terms. The loop itself never waits for a rendezvous."""
 
-    def __init__(self, loop: Loop, stores: Stores) -> None:
+    def __init__(self, loop: AgentLoop, stores: Stores) -> None:
         self._loop = loop
         self._stores = stores
 
@@ -103,7 +103,7 @@ class LoopRendezvous(RendezvousHandler):
 class NodeAgent(SimpleElasticAgent):
     """One job on this node, run by torch's own `SimpleElasticAgent.run`."""
 
-    def __init__(self, loop: Loop, stores: Stores, env: dict[str, str], script: tuple[str, ...]) -> None:
+    def __init__(self, loop: AgentLoop, stores: Stores, env: dict[str, str], script: tuple[str, ...]) -> None:
         spec = WorkerSpec(
             role="default",
             local_world_size=loop.config.slots,

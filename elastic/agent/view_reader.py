@@ -9,7 +9,7 @@ from ..contract.keys import JobKeys
 from ..contract.records import ProgressRecord, ProtocolVersionMismatch, decode
 from ..etcd.client import View
 from ..recovery.model import Agent
-from ..recovery.view import JobView, Reader
+from ..recovery.view import JobReader, JobView
 from .view_throttle import ViewThrottle
 
 log = structlog.get_logger()
@@ -19,7 +19,7 @@ class ViewReader:
     """Reads the views of one job."""
 
     def __init__(self, keys: JobKeys) -> None:
-        self._reader = Reader(keys)
+        self._reader = JobReader(keys)
         self._gathering = ViewThrottle(keys.generation)
         self._progress_key = keys.progress
         self._head = keys.head

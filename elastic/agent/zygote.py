@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import structlog
 
 from ..contract import messages
-from ..contract.messages import Fork, Forked, Preload, Refused, ZygoteReady
+from ..contract.messages import Fork, Forked, ForkRefused, Preload, ZygoteReady
 from ..util.descriptors import send
 from .first_zygote import ZYGOTE, FirstZygote, ForkedChild
 
@@ -165,7 +165,7 @@ class Zygote:
             return self._gone()
         message = messages.from_zygote(raw)
         match message:
-            case Refused(why=why) | ZygoteReady(unfit=why) if why:
+            case ForkRefused(why=why) | ZygoteReady(unfit=why) if why:
                 return self._retire(why)
             case ZygoteReady():
                 self.up = True

@@ -36,7 +36,7 @@ SNAPSHOT_UNMEASURED_MOST_S = 30.0
 """Longest interval until a copy into already used memory has been measured: the first copy costs more."""
 
 
-class Rule(msgspec.Struct, frozen=True, kw_only=True):
+class IntervalRule(msgspec.Struct, frozen=True, kw_only=True):
     """One of two fixed intervals, or, with both at 0, 'auto'."""
 
     every_steps: int = 0
@@ -66,7 +66,7 @@ class IntervalPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Agree again once this step is committed; 0: never."""
 
 
-def interval_s(rule: Rule, measured: Measured) -> float:
+def interval_s(rule: IntervalRule, measured: Measured) -> float:
     """Seconds between checkpoints; infinite where only steps count."""
     if rule.every_steps:
         return math.inf
@@ -80,7 +80,7 @@ def interval_s(rule: Rule, measured: Measured) -> float:
     return min(max(young_s, LEAST_S, 2 * measured.durable_s), MOST_S)
 
 
-def describe(rule: Rule, measured: Measured) -> str:
+def describe(rule: IntervalRule, measured: Measured) -> str:
     """For `status`: '40 steps', '60 s', 'auto: 76 s (cost 0.20 s, a failure every 4.0 h)'."""
     if rule.every_steps:
         return f"{rule.every_steps} steps"
@@ -99,7 +99,7 @@ def describe_snapshots(cost_s: float | None, *, warm: bool = True) -> str:
     return f"{snapshot_interval_s(cost_s, warm=warm):.0f} s (cost {cost_s:.3f} s)"
 
 
-def first_plan(rule: Rule | None, step: int, *, snapshots: bool = False) -> IntervalPlan:
+def first_plan(rule: IntervalRule | None, step: int, *, snapshots: bool = False) -> IntervalPlan:
     """The plan with which every rank starts a generation at `step`, without agreement. No `rule`: no checkpoints."""
     keep_at = step + 1 if snapshots else 0
     if rule is not None and rule.every_steps:
@@ -125,7 +125,7 @@ def snapshot_at(interval_s: float, *, step: int, step_s: float, since_s: float, 
 
 
 def next_plan(
-    rule: Rule, measured: Measured, *, step: int, step_s: float, since_save_s: float, asked: bool = False
+    rule: IntervalRule, measured: Measured, *, step: int, step_s: float, since_save_s: float, asked: bool = False
 ) -> IntervalPlan:
     """Rank 0's decision after committing `step`.
 

@@ -38,7 +38,7 @@ class _Pending:
     started_s: float
 
 
-class Writer:
+class CheckpointWriter:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._arenas: dict[int, Arena] = {}
@@ -185,7 +185,7 @@ def main() -> None:
     _step_back(args.nice)
     with socket.socket(fileno=args.fd) as channel:
         try:
-            Writer(channel).run()
+            CheckpointWriter(channel).run()
         except (BrokenPipeError, ConnectionResetError):
             pass  # the parent has closed its end
 

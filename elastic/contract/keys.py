@@ -40,7 +40,7 @@ def check_name(field: str, value: str) -> str:
     return value
 
 
-class Authority(enum.Enum):
+class SigningAuthority(enum.Enum):
     """Which key signs a record (see `elastic.etcd.signing`)."""
 
     NONE = "none"  # not a key of this cluster
@@ -59,14 +59,14 @@ class ClusterKeys:
     def of_root(root: str) -> ClusterKeys:
         return ClusterKeys(root.removeprefix("/elastic/").rstrip("/"))
 
-    def authority(self, key: str) -> tuple[Authority, str]:
+    def authority(self, key: str) -> tuple[SigningAuthority, str]:
         """Which key signs the record at `key`; and the job that it belongs to, '' for none."""
         if not key.startswith(self.root):
-            return Authority.NONE, ""
+            return SigningAuthority.NONE, ""
         if not key.startswith(self.jobs):
-            return Authority.CLUSTER, ""
+            return SigningAuthority.CLUSTER, ""
         job, _, rest = key[len(self.jobs) :].partition("/")
-        return _AUTHORITIES.get(rest, Authority.JOB), job
+        return _AUTHORITIES.get(rest, SigningAuthority.JOB), job
 
     def ordered(self, key: str) -> bool:
         """Whether every writer of this key has read the record before, so that an older one can be recognised."""
@@ -102,7 +102,7 @@ class ClusterKeys:
         return JobKeys(self, job)
 
 
-_AUTHORITIES = {"head/spec": Authority.BOTH, "asked": Authority.CLUSTER}
+_AUTHORITIES = {"head/spec": SigningAuthority.BOTH, "asked": SigningAuthority.CLUSTER}
 _ORDERED = ("/head/spec", "/head/state", "/head/generation", "/asked")
 
 

@@ -367,7 +367,7 @@ class ZygoteReady(Message, frozen=True, kw_only=True):
     """Why no worker may be forked from it; empty: it is fit."""
 
 
-class Refused(Message, frozen=True, kw_only=True):
+class ForkRefused(Message, frozen=True, kw_only=True):
     """The zygote has become unfit to fork: this request has produced no worker, and later ones will not either."""
 
     ticket: int
@@ -375,7 +375,7 @@ class Refused(Message, frozen=True, kw_only=True):
 
 
 ToZygote = Fork
-FromZygote = Forked | Refused | ZygoteReady
+FromZygote = Forked | ForkRefused | ZygoteReady
 
 _encoder = msgspec.json.Encoder()
 _to_worker: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)

@@ -28,11 +28,11 @@ class InvalidSpec(ValueError):
         super().__init__(message)
 
 
-class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SpecTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
 
 
-class Checkpoint(Table, frozen=True, kw_only=True):
+class Checkpoint(SpecTable, frozen=True, kw_only=True):
     dir: str = ""
     """Folder for checkpoints; empty: none are written. Give every node the same shared folder where there is one."""
 
@@ -55,7 +55,7 @@ class Checkpoint(Table, frozen=True, kw_only=True):
     """An fsspec URL to copy finished checkpoints to; empty: none."""
 
 
-class Restarts(Table, frozen=True, kw_only=True):
+class Restarts(SpecTable, frozen=True, kw_only=True):
     budget: Annotated[int, msgspec.Meta(ge=0, le=5000)] = 20
     """Failures allowed within `window_s`; one more stops the job. Membership changes never count. At most 5000: all
     failures that count are kept in one record."""
@@ -73,7 +73,7 @@ class Restarts(Table, frozen=True, kw_only=True):
     """Longest such pause."""
 
 
-class Hang(Table, frozen=True, kw_only=True):
+class Hang(SpecTable, frozen=True, kw_only=True):
     floor_s: Annotated[float, msgspec.Meta(gt=0)] = 2.0
     """No worker counts as hung sooner than this after its last sign of progress; a stopped process does after it."""
 
@@ -85,7 +85,7 @@ class Hang(Table, frozen=True, kw_only=True):
     """Between floor and ceiling, the patience is this many of the job's own recent step times."""
 
 
-class Limits(Table, frozen=True, kw_only=True):
+class Limits(SpecTable, frozen=True, kw_only=True):
     memory: str = ""
     """Most memory of the job on each node, agent and snapshots included: '64G', or '80%' of the machine's. Beyond it
     the kernel kills a worker. Empty: what elasticd.slice leaves. Limits hold where elasticd is a service of systemd."""
@@ -97,7 +97,7 @@ class Limits(Table, frozen=True, kw_only=True):
     """Most processes and threads of the job on each node."""
 
 
-class Debug(Table, frozen=True, kw_only=True):
+class Debug(SpecTable, frozen=True, kw_only=True):
     gradients_every_steps: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Steps between samples of the gradients' and weights' norms, per parameter and rank; 0: on request only
     (`elasticctl debug`). Each one waits for a GPU once."""
@@ -112,7 +112,7 @@ class Debug(Table, frozen=True, kw_only=True):
     again after such a loss (`on_bad_numbers` = 'rollback')."""
 
 
-class JobSpec(Table, frozen=True, kw_only=True):
+class JobSpec(SpecTable, frozen=True, kw_only=True):
     name: str
     """Name of the job: a-z 0-9 . _ -"""
 

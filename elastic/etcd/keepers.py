@@ -22,7 +22,7 @@ class Compacted(EtcdError):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class WatchBatch:
     """One batch of a watch stream: written keys, (key, revision) of deletions. Empty: the watch was created."""
 
     changes: tuple[KV | tuple[str, int], ...]
@@ -40,7 +40,7 @@ class Newest:
 
 
 class Stream(Protocol):
-    def __iter__(self) -> Iterator[Batch]: ...
+    def __iter__(self) -> Iterator[WatchBatch]: ...
     def cancel(self) -> None: ...
 
 
@@ -138,7 +138,7 @@ class Watch:
         self._refresh_s = refresh_s
         self._cluster = 0
         self._closing = threading.Event()
-        self._inbox: queue.SimpleQueue[Batch | EtcdError | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[WatchBatch | EtcdError | None] = queue.SimpleQueue()
         """From the stream's reader; None: check whether etcd still answers."""
         self._thread = threading.Thread(target=self._run, name=f"etcd-watch-{prefix}", daemon=True)
 
@@ -218,7 +218,7 @@ class Watch:
                     item = None
                 if self._closing.is_set():
                     return
-                if isinstance(item, Batch):
+                if isinstance(item, WatchBatch):
                     stands, wait_s = True, self._refresh_s
                     changes, item, more = self._backlog(item)  # a slow consumer gets one merged view
                     if changes:
@@ -232,7 +232,7 @@ class Watch:
             stream.cancel()
             reader.join()  # the inbox is unbounded, and the cancelled stream ends
 
-    def _read(self, stream: Iterable[Batch]) -> None:
+    def _read(self, stream: Iterable[WatchBatch]) -> None:
         try:
             for batch in stream:
                 self._inbox.put(batch)
@@ -248,7 +248,7 @@ class Watch:
             raise EtcdUnavailable(f"etcd went back from revision {self.view.revision} to {revision}: wiped?")
         self._show(replace(self.view, connected=True, as_of_s=asked_s, error=""))
 
-    def _backlog(self, first: Batch) -> tuple[list[KV | tuple[str, int]], EtcdError | None, bool]:
+    def _backlog(self, first: WatchBatch) -> tuple[list[KV | tuple[str, int]], EtcdError | None, bool]:
         """All changes received already; the item behind them (None: `nudge`); whether there was such an item."""
         changes = list(first.changes)
         while True:
@@ -256,7 +256,7 @@ class Watch:
                 item = self._inbox.get_nowait()
             except queue.Empty:
                 return changes, None, False
-            if not isinstance(item, Batch):
+            if not isinstance(item, WatchBatch):
                 return changes, item, True
             changes.extend(item.changes)
 

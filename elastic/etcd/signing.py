@@ -31,7 +31,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..contract.agent_files import JobKey
-from ..contract.keys import Authority, ClusterKeys
+from ..contract.keys import ClusterKeys, SigningAuthority
 from .types import KV, EtcdError, EtcdForged, Op, Put, Refusal
 
 MARK = "elasticd-signed-1"
@@ -90,7 +90,7 @@ class Signer(abc.ABC):
     def opened(self, kv: KV) -> KV:
         """The key with its value verified and without the signature. Raises EtcdForged."""
         authority, job = self._keys.authority(kv.key)
-        if authority is Authority.NONE:
+        if authority is SigningAuthority.NONE:
             return kv
         payload, trailer = _parsed(kv)
         if trailer.key_id != self.key_id:
@@ -123,11 +123,11 @@ class Signer(abc.ABC):
         """See the subclasses."""
 
     @abc.abstractmethod
-    def _valid(self, key: str, payload: bytes, trailer: _Trailer, authority: Authority, job: str) -> bool:
+    def _valid(self, key: str, payload: bytes, trailer: _Trailer, authority: SigningAuthority, job: str) -> bool:
         """See the subclasses."""
 
     @abc.abstractmethod
-    def _refuse_foreign(self, kv: KV, trailer: _Trailer, authority: Authority, job: str) -> None:
+    def _refuse_foreign(self, kv: KV, trailer: _Trailer, authority: SigningAuthority, job: str) -> None:
         """See the subclasses."""
 
     def _stamp(self, key: str) -> int:
@@ -156,35 +156,35 @@ class ClusterSigner(Signer):
 
     def _sealed(self, put: Put, submissions: dict[str, str]) -> Put:
         authority, job = self._keys.authority(put.key)
-        if authority is Authority.NONE:
+        if authority is SigningAuthority.NONE:
             return put
         submission = ""
-        if authority is Authority.BOTH:
+        if authority is SigningAuthority.BOTH:
             submission = submissions[job] = _SUBMISSION.decode(put.value).submission
         elif job:
             submission = submissions.get(job, self._submissions.get(job, ""))
         stamp = self._stamp(put.key)
         message = _message(put.key, submission, stamp, put.value)
         cluster = job_mac = NONE
-        if authority is not Authority.JOB:
+        if authority is not SigningAuthority.JOB:
             cluster = _mac(self._secret, message)
-        if authority in (Authority.JOB, Authority.BOTH):
+        if authority in (SigningAuthority.JOB, SigningAuthority.BOTH):
             job_mac = _mac(job_secret(self._secret, self._keys.root, job, submission), message)
         return Put(put.key, _joined(put.value, self.key_id, submission, stamp, cluster, job_mac), put.lease)
 
-    def _valid(self, key: str, payload: bytes, trailer: _Trailer, authority: Authority, job: str) -> bool:
+    def _valid(self, key: str, payload: bytes, trailer: _Trailer, authority: SigningAuthority, job: str) -> bool:
         message = _message(key, trailer.submission, trailer.stamp, payload)
-        if authority is Authority.JOB:
+        if authority is SigningAuthority.JOB:
             secret = job_secret(self._secret, self._keys.root, job, trailer.submission)
             return _equal(_mac(secret, message), trailer.job_mac) and trailer.cluster_mac == NONE
         valid = _equal(_mac(self._secret, message), trailer.cluster_mac)
-        if authority is Authority.BOTH:
+        if authority is SigningAuthority.BOTH:
             secret = job_secret(self._secret, self._keys.root, job, trailer.submission)
             return valid and _equal(_mac(secret, message), trailer.job_mac)
         return valid and trailer.job_mac == NONE
 
-    def _refuse_foreign(self, kv: KV, trailer: _Trailer, authority: Authority, job: str) -> None:
-        if authority is Authority.BOTH:
+    def _refuse_foreign(self, kv: KV, trailer: _Trailer, authority: SigningAuthority, job: str) -> None:
+        if authority is SigningAuthority.BOTH:
             if self._submissions.get(job) != trailer.submission:
                 keys = self._keys.job(job)
                 for key in (keys.state, keys.generation, keys.asked):
@@ -213,24 +213,24 @@ class JobSigner(Signer):
 
     def _sealed(self, put: Put, submissions: dict[str, str]) -> Put:
         authority, job = self._keys.authority(put.key)
-        if authority is Authority.NONE:
+        if authority is SigningAuthority.NONE:
             return put
-        if job == self._job and authority is Authority.BOTH and self._spec is not None:
+        if job == self._job and authority is SigningAuthority.BOTH and self._spec is not None:
             # After etcd has lost its data the agents write the spec back. They cannot sign one: it is the daemon's.
             return Put(put.key, self._spec, put.lease)
-        if job != self._job or authority is not Authority.JOB:
+        if job != self._job or authority is not SigningAuthority.JOB:
             raise EtcdError(f"{put.key}: an agent of job {self._job!r} cannot sign this record")
         stamp = self._stamp(put.key)
         mac = _mac(self._secret, _message(put.key, self._submission, stamp, put.value))
         return Put(put.key, _joined(put.value, self.key_id, self._submission, stamp, NONE, mac), put.lease)
 
-    def _valid(self, key: str, payload: bytes, trailer: _Trailer, authority: Authority, job: str) -> bool:
-        if job != self._job or authority is Authority.CLUSTER:
+    def _valid(self, key: str, payload: bytes, trailer: _Trailer, authority: SigningAuthority, job: str) -> bool:
+        if job != self._job or authority is SigningAuthority.CLUSTER:
             return False
         message = _message(key, trailer.submission, trailer.stamp, payload)
         return _equal(_mac(self._secret, message), trailer.job_mac)
 
-    def _refuse_foreign(self, kv: KV, trailer: _Trailer, authority: Authority, job: str) -> None:
+    def _refuse_foreign(self, kv: KV, trailer: _Trailer, authority: SigningAuthority, job: str) -> None:
         if trailer.submission != self._submission:
             raise EtcdForged(kv, "it belongs to another job of this name")
 

@@ -14,7 +14,7 @@ import grpc
 
 from ..contract.agent_files import EtcdAccess
 from . import etcd3_import
-from .keepers import Batch, Compacted
+from .keepers import Compacted, WatchBatch
 from .types import KV, EtcdDenied, EtcdError, EtcdFull, EtcdUnavailable, LeaseGone, key_text
 
 _OPTIONS = (
@@ -296,14 +296,14 @@ class Stream:
         yield self._request
         self._over.wait()  # in gRPC's thread: when the requests end, etcd may end the stream
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[WatchBatch]:
         try:
             for answer in self._call:
                 if answer.compact_revision:
                     raise Compacted(f"revisions before {answer.compact_revision} are compacted")
                 if answer.canceled:
                     raise EtcdUnavailable("etcd cancelled the watch", maybe_done=False)
-                yield Batch(tuple(_change(event) for event in answer.events))
+                yield WatchBatch(tuple(_change(event) for event in answer.events))
         except grpc.RpcError as error:
             raise translate(error, "watch") from None
         finally:

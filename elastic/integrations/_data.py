@@ -26,7 +26,7 @@ Key = tuple[int, int]
 """(step from the start of training, number of the micro-batch)"""
 
 
-class Order(Protocol):
+class EpochOrder(Protocol):
     """The samples of one epoch in their order."""
 
     def take(self, start: int, stop: int) -> Sequence[int]: ...
@@ -112,7 +112,7 @@ class _Listed:
         return self._samples[start:stop]
 
 
-def order_of(sampler: Iterable[int] | None, samples: int, seed: int) -> Callable[[int], Order]:
+def order_of(sampler: Iterable[int] | None, samples: int, seed: int) -> Callable[[int], EpochOrder]:
     """epoch -> the order that `sampler` stands for.
 
     A RandomSampler becomes a permutation by (seed, epoch). Any other sampler is run once per epoch, with the random
@@ -126,11 +126,11 @@ def order_of(sampler: Iterable[int] | None, samples: int, seed: int) -> Callable
     return functools.partial(_sampled, sampler, samples, seed)
 
 
-def _sequential(samples: int, _epoch: int) -> Order:
+def _sequential(samples: int, _epoch: int) -> EpochOrder:
     return _Listed(range(samples))
 
 
-def _sampled(sampler: Iterable[int], samples: int, seed: int, epoch: int) -> Order:
+def _sampled(sampler: Iterable[int], samples: int, seed: int, epoch: int) -> EpochOrder:
     seed_everything(seed, 2, epoch)
     if (set_epoch := getattr(sampler, "set_epoch", None)) is not None:
         set_epoch(epoch)
@@ -148,13 +148,13 @@ def count(dataset: Any, sampler: Any) -> int:
 class _Samples(Dataset[Any]):
     """A dataset that is asked for whole micro-batches, by (step, number)."""
 
-    def __init__(self, dataset: Any, steps: Steps, order: Callable[[int], Order], seed: int) -> None:
+    def __init__(self, dataset: Any, steps: Steps, order: Callable[[int], EpochOrder], seed: int) -> None:
         self.dataset = dataset
         self._steps = steps
         self._order_of = order
         self._seed = seed
         self._epoch = -1
-        self._order: Order = _Listed(())
+        self._order: EpochOrder = _Listed(())
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -62,7 +62,7 @@ def worth_telling(
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class StillRank:
     """A rank that shows no progress, as far as this agent has learnt."""
 
     node: str
@@ -76,7 +76,7 @@ class Known:
         return RankWait(self.standing.position, self.since_s, self.standing.gap_s)
 
 
-def all_ahead(here: Position, others: Collection[Known], world_size: int) -> bool:
+def all_ahead(here: Position, others: Collection[StillRank], world_size: int) -> bool:
     """Whether every other rank of the generation is known to have committed the step that a rank at `here` is in. (A
     later position within the step is no proof: a rank may have returned from `train`, or have skipped an exchange.)"""
     return len({k.standing.rank for k in others if k.standing.position[:2] > here[:2]}) >= world_size - 1
@@ -92,7 +92,7 @@ class StandstillCause:
     declared: bool = False
 
 
-def explain(known: Collection[Known], nodes: Mapping[int, str], generation: int) -> StandstillCause:
+def explain(known: Collection[StillRank], nodes: Mapping[int, str], generation: int) -> StandstillCause:
     """`nodes`: rank -> node, for all ranks of `generation`."""
     current = [k for k in known if k.standing.position[0] == generation and nodes.get(k.standing.rank) == k.node]
     newest = max((k.standing.position[1] for k in current), default=-1)
@@ -111,7 +111,7 @@ def explain(known: Collection[Known], nodes: Mapping[int, str], generation: int)
     return StandstillCause(f"all {len(nodes)} ranks wait for each other in {_place(furthest)}")
 
 
-def _suspect(ranks: Mapping[int, Known], furthest: Position) -> StandstillCause | None:
+def _suspect(ranks: Mapping[int, StillRank], furthest: Position) -> StandstillCause | None:
     in_order = sorted(ranks.values(), key=lambda k: (k.standing.position, k.standing.rank))
     for sign, said in (
         ("stopped", "its process is stopped by a signal"),

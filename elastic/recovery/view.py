@@ -98,10 +98,10 @@ class JobView:
     @staticmethod
     def read(keys: JobKeys, kvs: Mapping[str, Stored], revision: int, whole: bool = True) -> JobView:
         """Raises ProtocolVersionMismatch for a record of another version."""
-        return Reader(keys).read(kvs, revision, whole)
+        return JobReader(keys).read(kvs, revision, whole)
 
 
-class Reader:
+class JobReader:
     """Reads one etcd snapshot of a job after another, and decodes only the values that are new objects.
 
     A snapshot is complete, with a key for each node, and almost nothing in it has changed. What has not changed is the

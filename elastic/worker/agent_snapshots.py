@@ -23,7 +23,7 @@ from ..checkpoint.memcpy import WORTH_A_THREAD_BYTES
 from ..contract import messages
 from ..contract.beat import Doing
 from ..contract.tensor_table import ALONE, Beside, Table
-from .checkpoint_scheduler import Part
+from .checkpoint_scheduler import SnapshotPart
 from .session import Session
 
 ARENA_WAIT_S = 30.0
@@ -38,7 +38,7 @@ class AgentSnapshots:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._buffers = Buffers()
-        self._copied: tuple[Part, float] | None = None
+        self._copied: tuple[SnapshotPart, float] | None = None
         """The copy in progress, and the seconds that starting it took."""
         self._cold: set[int] = set()
         """Indices of buffers whose pages may not be present yet."""
@@ -89,7 +89,7 @@ class AgentSnapshots:
 
     # ── one snapshot ────────────────────────────────────────────────────────────────────────────────────────
 
-    def put(self, part: Part) -> bool:
+    def put(self, part: SnapshotPart) -> bool:
         """Copy `part` into a free buffer, or begin to.
 
         Returns False if the agent has no memory for it, or is still writing both buffers, which the previous worker
@@ -180,7 +180,7 @@ class AgentSnapshots:
 
     # ── the buffers ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def prepare(self, part: Part) -> None:
+    def prepare(self, part: SnapshotPart) -> None:
         """Get the buffers, make their pages present and register them with CUDA while training continues: on fresh
         memory that takes several times as long as a copy."""
         if self._preparing is not None or self._buffers.arenas:
@@ -220,7 +220,7 @@ class AgentSnapshots:
                     arena.pin(device, self._touched)
         self._cold.clear()
 
-    def _has_room(self, part: Part, *, optional: bool) -> bool:
+    def _has_room(self, part: SnapshotPart, *, optional: bool) -> bool:
         if self._sized[:2] != (part.table, part.beside):
             self._sized = part.table, part.beside, arena_nbytes(part.table, beside=part.beside.table)
         nbytes = self._sized[2]

@@ -47,7 +47,7 @@ class RankPosition:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SnapshotPart:
     """This rank's part of a snapshot."""
 
     step: int
@@ -76,7 +76,7 @@ class Part:
     """Indices of tensors that may change before the next optimizer step: copied before any work that is queued
     later."""
 
-    def own(self) -> Part:
+    def own(self) -> SnapshotPart:
         """The same part without the other nodes' shards."""
         count = len(self.table)
         volatile = frozenset(place for place in self.volatile if place < count)
@@ -102,7 +102,7 @@ class SnapshotBackend(Protocol):
     def wait(self, limit_s: float) -> None:
         """Return when a buffer is free, or after `limit_s` seconds."""
 
-    def put(self, part: Part) -> bool:
+    def put(self, part: SnapshotPart) -> bool:
         """Copy `part`, or begin to. Returns False if the snapshot was skipped."""
 
     @property
@@ -120,7 +120,7 @@ class SnapshotBackend(Protocol):
     def leave(self) -> None:
         """As `settle`, but a copy that other ranks would have to wait for is dropped."""
 
-    def prepare(self, part: Part) -> None:
+    def prepare(self, part: SnapshotPart) -> None:
         """Announce that a part like `part` will be put, so that work independent of its content overlaps the steps
         until then."""
 
@@ -129,7 +129,12 @@ class CheckpointScheduler:
     """One per process. Call `enter` for each generation and `after` for each commit."""
 
     def __init__(
-        self, sink: SnapshotBackend, rule: checkpoint_interval.Rule | None, *, shared: bool, snapshots: bool = False
+        self,
+        sink: SnapshotBackend,
+        rule: checkpoint_interval.IntervalRule | None,
+        *,
+        shared: bool,
+        snapshots: bool = False,
     ) -> None:
         """`rule`: when checkpoints are due; None: none are taken. `snapshots`: keep the newest state in memory as
         well."""
@@ -342,7 +347,7 @@ class CheckpointScheduler:
             stopping > 0,
         )
 
-    def _part(self, state: State, *, save: bool) -> Part:
+    def _part(self, state: State, *, save: bool) -> SnapshotPart:
         place = self._place
         shard, shards = (place.rank, place.world_size) if self._shared else (place.local_index, place.local_world_size)
         extra: dict[str, Any] = {}
@@ -364,7 +369,7 @@ class CheckpointScheduler:
             self._volatile = frozenset(place for place, i in enumerate(self._chosen) if table[i].name in changing)
             self._own = tuple(table[i] for i in self._cut)
         mine, beside = self._cut, self._beside
-        return Part(
+        return SnapshotPart(
             step=state.step,
             commit_generation=state.commit_generation,
             shard=shard,

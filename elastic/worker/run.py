@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..checkpoint.interval import Rule
+from ..checkpoint.interval import IntervalRule
 from ..contract import messages
 from ..contract.beat import Doing
 from ..contract.worker_config import SLOT, RankVariables, WorkerConfig, variable
@@ -29,7 +29,7 @@ from .session import GenerationEnded, Session
 from .state.restore import Disk, Store
 from .state.state import State
 from .state.state_source import StateLostError
-from .state.sync import Synced, synchronise
+from .state.sync import SyncResult, synchronise
 
 COMPLAINT_CHARS = 2000
 
@@ -53,7 +53,7 @@ def run(setup: Setup, train: Train, *, checkpoint_dir: str | None = None, checkp
         from .standalone import run_standalone
 
         directory = checkpoint_dir or os.environ.get(variable("checkpoint_dir"), "")
-        return run_standalone(setup, train, directory, Rule(every_steps=checkpoint_every_steps))
+        return run_standalone(setup, train, directory, IntervalRule(every_steps=checkpoint_every_steps))
     return ManagedWorker(session, setup, train, WorkerConfig.read(os.environ)).run()
 
 
@@ -147,7 +147,7 @@ class ManagedWorker:
         self._keeper = (
             CheckpointScheduler(
                 AgentSnapshots(session),
-                Rule(every_steps=settings.checkpoint_every_steps, every_s=settings.checkpoint_every_s)
+                IntervalRule(every_steps=settings.checkpoint_every_steps, every_s=settings.checkpoint_every_s)
                 if self._disk
                 else None,
                 shared=settings.checkpoint_shared,
@@ -311,7 +311,7 @@ class ManagedWorker:
             # A rank died after all: its replacement may need this state.
             raise GenerationEnded(session.why())
 
-    def _synchronised(self, job: Job, form: messages.Form) -> Synced:
+    def _synchronised(self, job: Job, form: messages.Form) -> SyncResult:
         """Get the newest state there is. If none is left and none was ever saved, that is what a new `setup` builds:
         a survivor that was within a step when another rank died is not at fault and must not fail for it."""
         try:
@@ -325,7 +325,7 @@ class ManagedWorker:
             self._state.to(job.device)
         return self._synchronise(form)
 
-    def _synchronise(self, form: messages.Form) -> Synced:
+    def _synchronise(self, form: messages.Form) -> SyncResult:
         session, state = self._session, self._state
         store = None
         if self._keeper is not None:

@@ -24,7 +24,7 @@ MAX_HEADER_BYTES = 64 << 20
 """Limit for everything of a value that is not a tensor. A longer list belongs in a tensor."""
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
+class ValueHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Sent before the tensors."""
 
     value: Any = None
@@ -53,7 +53,7 @@ def pack(value: Any, device: torch.device) -> tuple[bytes, list[torch.Tensor]]:
         raise TypeError("cannot be sent: the value contains itself, or is nested too deeply") from None
     tensors = [tensor.detach() for tensor in found.values()]
     table = tuple(_described(name, tensor, device) for name, tensor in zip(found, tensors, strict=True))
-    header = Header(value=encoded, table=table, devices=tuple(tensor.device.type for tensor in tensors))
+    header = ValueHeader(value=encoded, table=table, devices=tuple(tensor.device.type for tensor in tensors))
     raw = msgspec.json.encode(header)
     if len(raw) > MAX_HEADER_BYTES:
         raise ValueError(
@@ -63,7 +63,7 @@ def pack(value: Any, device: torch.device) -> tuple[bytes, list[torch.Tensor]]:
     return raw, tensors
 
 
-def empty(header: Header, device: torch.device) -> list[torch.Tensor]:
+def empty(header: ValueHeader, device: torch.device) -> list[torch.Tensor]:
     """Tensors to receive into. Raises ValueError for a header whose sizes contradict each other."""
     made = []
     for info, kind in zip(header.table, header.devices, strict=True):
@@ -76,7 +76,7 @@ def empty(header: Header, device: torch.device) -> list[torch.Tensor]:
     return made
 
 
-def unpack(header: Header, tensors: Sequence[torch.Tensor]) -> Any:
+def unpack(header: ValueHeader, tensors: Sequence[torch.Tensor]) -> Any:
     """The value. `tensors`: those of the header's table, in its order."""
     by_name = {info.name: tensor for info, tensor in zip(header.table, tensors, strict=True)}
     return decode(header.value, lambda name, _: by_name[name], {})
@@ -93,13 +93,13 @@ def broadcast_value(value: Any, *, rank: int, world_size: int, device: torch.dev
         try:
             raw, tensors = pack(value, device)
         except (TypeError, ValueError) as error:
-            broadcast.send_bytes(msgspec.json.encode(Header(error=str(error))), following)
+            broadcast.send_bytes(msgspec.json.encode(ValueHeader(error=str(error))), following)
             raise
         broadcast.send_bytes(raw, following)
     else:
         raw = broadcast.receive_bytes(rank - 1)
         broadcast.send_bytes(raw, following)
-        header = msgspec.json.decode(raw, type=Header)
+        header = msgspec.json.decode(raw, type=ValueHeader)
         if header.error:
             raise TypeError(f"{header.error} (on rank 0)")
         tensors = empty(header, device)
@@ -122,11 +122,11 @@ def gather(value: Any, *, rank: int, world_size: int, device: torch.device) -> l
     except (TypeError, ValueError) as error:
         if world_size == 1:
             raise
-        raw, tensors = msgspec.json.encode(Header(error=f"{error} (on rank {rank})")), []
+        raw, tensors = msgspec.json.encode(ValueHeader(error=f"{error} (on rank {rank})")), []
     mine = [torch.frombuffer(bytearray(raw), dtype=torch.uint8)]
     mine += [broadcast.byte_view(tensor.cpu().contiguous().resolve_conj().resolve_neg()) for tensor in tensors]
     if world_size == 1:  # a copy, as from several ranks: what is gathered must not follow later changes
-        return [_from_bytes(msgspec.json.decode(raw, type=Header), torch.cat(mine)[len(raw) :])]
+        return [_from_bytes(msgspec.json.decode(raw, type=ValueHeader), torch.cat(mine)[len(raw) :])]
     control = broadcast.control_device()
     flat = torch.cat([piece.to(control) for piece in mine])
     sizes = torch.tensor([len(raw), flat.numel()], device=control)
@@ -139,7 +139,7 @@ def gather(value: Any, *, rank: int, world_size: int, device: torch.device) -> l
     dist.all_gather(found, padded)
     headers = []
     for numbers, data in zip(everywhere, found, strict=True):
-        header = msgspec.json.decode(data[: int(numbers[0])].cpu().numpy().tobytes(), type=Header)
+        header = msgspec.json.decode(data[: int(numbers[0])].cpu().numpy().tobytes(), type=ValueHeader)
         if header.error:
             raise TypeError(header.error)
         headers.append(header)
@@ -147,7 +147,7 @@ def gather(value: Any, *, rank: int, world_size: int, device: torch.device) -> l
     return [_from_bytes(header, data) for header, data in zip(headers, pieces, strict=True)]
 
 
-def _from_bytes(header: Header, data: torch.Tensor) -> Any:
+def _from_bytes(header: ValueHeader, data: torch.Tensor) -> Any:
     tensors = empty(msgspec.structs.replace(header, devices=("cpu",) * len(header.table)), torch.device("cpu"))
     start = 0
     for info, tensor in zip(header.table, tensors, strict=True):

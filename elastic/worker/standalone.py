@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..checkpoint.interval import Rule
+from ..checkpoint.interval import IntervalRule
 from ..checkpoint.saver import LocalSaver, next_generation
 from ..contract.messages import GradientSample, LoggedRow
 from ..contract.origin import Origin
 from .building import build
-from .checkpoint_scheduler import CheckpointScheduler, Part, RankPosition
+from .checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
 from .job import Job, Setup, Train
 from .state.restore import Disk
 from .state.state import State
@@ -81,7 +81,7 @@ class LocalSnapshots:
     def wait(self, limit_s: float) -> None:
         self._saver.wait(limit_s)
 
-    def put(self, part: Part) -> bool:
+    def put(self, part: SnapshotPart) -> bool:
         return self._saver.begin(part.step, part.table, part.tensors, part.extra, volatile=part.volatile)
 
     @property
@@ -98,10 +98,10 @@ class LocalSnapshots:
     def leave(self) -> None:
         self.settle()  # no other rank waits: there is one generation
 
-    def prepare(self, part: Part) -> None: ...
+    def prepare(self, part: SnapshotPart) -> None: ...
 
 
-def run_standalone(setup: Setup, train: Train, checkpoint_dir: str, rule: Rule) -> State:
+def run_standalone(setup: Setup, train: Train, checkpoint_dir: str, rule: IntervalRule) -> State:
     """Form torchrun's group if there is one, restore, train, save. Returns the final state."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available()
@@ -133,7 +133,7 @@ def _name() -> str:
     return os.environ.get("ELASTIC_JOB") or os.path.splitext(os.path.basename(sys.argv[0] or "job"))[0].lower()
 
 
-def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Rule) -> None:
+def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: IntervalRule) -> None:
     generation = _restore(job, state, disk)
     state.forget_gradients()
     if disk is None:

@@ -85,7 +85,7 @@ def is_gloo(backend: object) -> bool:
 RECONFIGURABLE = "enable_reconfigure" in inspect.signature(dist.init_process_group).parameters
 
 
-class Registered(NamedTuple):
+class RegisteredGroup(NamedTuple):
     """A default group, and what torch's registries say of it."""
 
     group: Any
@@ -94,16 +94,16 @@ class Registered(NamedTuple):
     backend_config: str
 
 
-def take_out_default_group() -> Registered:
+def take_out_default_group() -> RegisteredGroup:
     """Remove every group from torch's registries, and return the default one, which can be put back."""
     group = c10d._get_default_group()
     world = c10d._world
-    found = Registered(group, world.pg_names[group], world.pg_map[group][0], world.pg_backend_config[group])
+    found = RegisteredGroup(group, world.pg_names[group], world.pg_map[group][0], world.pg_backend_config[group])
     forget_all_groups()
     return found
 
 
-def put_back_default_group(known: Registered, store: Any, world_size: int) -> None:
+def put_back_default_group(known: RegisteredGroup, store: Any, world_size: int) -> None:
     """Make it torch's default group again, with its present rank, `world_size`, and `store` for groups of the script's.
     torch itself leaves the ranks of the first forming in its registry."""
     c10d._register_pg_in_world(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.jobs import policy
 
-from elastic.agent.loop import Loop
+from elastic.agent.loop import AgentLoop
 from elastic.agent.pool import Pool
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.keys import ClusterKeys
@@ -55,7 +55,7 @@ def view(kvs: dict[str, bytes], revision: int, connected: bool = True) -> View:
 
 
 @pytest.fixture
-def loop(tmp_path: Path) -> Iterator[Loop]:
+def loop(tmp_path: Path) -> Iterator[AgentLoop]:
     config = AgentConfig(
         cluster="c",
         node="n",
@@ -67,7 +67,7 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
         logs_dir=str(tmp_path),
     )
     pool = Pool(selectors.DefaultSelector(), "", Preload(), 1.0)
-    made = Loop(config, Agent(policy("n", spec=SPEC.spec)), Mute(), Mute(), Mute(), KEYS, SPEC, pool)  # type: ignore[arg-type]
+    made = AgentLoop(config, Agent(policy("n", spec=SPEC.spec)), Mute(), Mute(), Mute(), KEYS, SPEC, pool)  # type: ignore[arg-type]
     yield made
     made.saver.close()
     made.pool.selector.close()
@@ -84,7 +84,7 @@ class Mute:
 
 
 @pytest.mark.parametrize("foreign", FOREIGN.values(), ids=FOREIGN.keys())
-def test_in_a_generation_the_last_view_is_kept(loop: Loop, foreign: dict[str, bytes]) -> None:
+def test_in_a_generation_the_last_view_is_kept(loop: AgentLoop, foreign: dict[str, bytes]) -> None:
     loop._viewed(view(GOOD, 10))
     before = loop.agent
     assert before.formed.generation == GENERATION
@@ -102,7 +102,7 @@ def test_in_a_generation_the_last_view_is_kept(loop: Loop, foreign: dict[str, by
     assert loop.agent.etcd.view.revision == 13
 
 
-def test_before_the_first_generation_another_protocol_is_the_end(loop: Loop) -> None:
+def test_before_the_first_generation_another_protocol_is_the_end(loop: AgentLoop) -> None:
     loop._viewed(view({**GOOD, **FOREIGN["no JSON"]}, 10))
     assert loop._ended is None
     loop._viewed(view({**GOOD, **FOREIGN["another protocol"]}, 11))
@@ -110,7 +110,7 @@ def test_before_the_first_generation_another_protocol_is_the_end(loop: Loop) -> 
     assert "protocol 5" in loop._ended.reason
 
 
-def test_orders_with_a_damaged_byte_are_as_if_not_given(loop: Loop) -> None:
+def test_orders_with_a_damaged_byte_are_as_if_not_given(loop: AgentLoop) -> None:
     loop._viewed(view(GOOD, 10))
     orders = Path(loop.config.agent_dir) / "orders.json"
     orders.write_bytes(b'{"draining": "a new \xff"}')

@@ -27,7 +27,7 @@ from elastic.agent.descendants import Descendants
 from elastic.agent.pool import Exited, Pool, PoolEvent, WorkerMessage, ZygoteUp
 from elastic.agent.worker_error import read_error
 from elastic.agent.zygote import ZygoteUnfit
-from elastic.contract.messages import Forked, GroupClosed, Preload, Refused, SaveSoon, ScriptEnded, encode
+from elastic.contract.messages import Forked, ForkRefused, GroupClosed, Preload, SaveSoon, ScriptEnded, encode
 from elastic.worker.session import CHANNEL_ENV
 
 
@@ -304,7 +304,7 @@ def test_zygote_that_became_unfit_is_not_forked_from(bench: Bench, monkeypatch: 
     with ours, theirs, monkeypatch.context() as patch:
         patch.setattr(bench.pool._zygote, "order", lambda order, descriptors: True)
         bench.pool.fork(1, 0, dict(os.environ), ["absent.py"], str(bench.folder), str(bench.folder / "1.log"))
-        theirs.send(encode(Refused(ticket=1, why="a thread runs in it")))
+        theirs.send(encode(ForkRefused(ticket=1, why="a thread runs in it")))
         patch.setattr(bench.pool._zygote, "_control", ours)
         bench.selector.unregister(control)
         bench.selector.register(ours, selectors.EVENT_READ, ("zygote", 0))

@@ -14,7 +14,7 @@ from elastic.contract.decoding import Member
 from elastic.contract.records import BrokenRecord, JobState, MemberRecord, Phase, ProgressRecord, Standing, Stillness
 from elastic.contract.spec import Hang
 from elastic.recovery.model import Agent, Worker, changed
-from elastic.recovery.stillness import Known
+from elastic.recovery.stillness import StillRank
 from elastic.recovery.transitions import Stage
 
 RULES = Hang(floor_s=2.0, ceiling_s=60.0, factor=10.0)
@@ -37,10 +37,10 @@ def standing(rank: int, doing: str, place_: int, **more: bool) -> Standing:
     return Standing(rank=rank, position=(1, 40, place_), doing=doing, silent_s=3.0, waits=doing == "exchanging", **more)
 
 
-KNOWN = (Known("a", standing(0, "exchanging", 2), AT_S), Known("b", standing(1, "computing", 0), AT_S))
+KNOWN = (StillRank("a", standing(0, "exchanging", 2), AT_S), StillRank("b", standing(1, "computing", 0), AT_S))
 
 
-def said(made: Agent, after_s: float, known: tuple[Known, ...] = KNOWN) -> ProgressRecord:
+def said(made: Agent, after_s: float, known: tuple[StillRank, ...] = KNOWN) -> ProgressRecord:
     return with_stillness(RECORD, made, known, RULES, AT_S + after_s, WALL_S + after_s)
 
 
@@ -62,7 +62,7 @@ def test_standstill_record_keeps_known_waiting_reason() -> None:
 
 
 def test_a_declared_span_is_nothing_that_is_waited_for() -> None:
-    quiet = Known("b", standing(1, "quiet", 0, quiet=True), AT_S)
+    quiet = StillRank("b", standing(1, "quiet", 0, quiet=True), AT_S)
     record = said(agent(), 9.0, (KNOWN[0], quiet))
     assert record.still is not None
     assert record.still.declared

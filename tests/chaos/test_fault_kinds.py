@@ -25,7 +25,7 @@ from elastic.agent.worker_error import last_lines, read_error
 from elastic.contract.records import IncidentRecord
 from elastic.recovery.restart_budget import summary
 from elastic.worker.boot import bootstrap
-from elasticd.diagnosis.verdict import Seen, Verdict
+from elasticd.diagnosis.verdict import Verdict, VerdictContext
 from elasticd.diagnosis.verdict import judge as verdict_of
 
 TIMES = 10
@@ -83,7 +83,7 @@ def death(folder: Path, name: str) -> Verdict:
         generation=2, kind="exit", node="node1", ranks=(1,), detail=detail, wall_s=9.0, step=12, error=error,
         last_lines=lines,
     )  # fmt: skip
-    return verdict_of(record, Seen(one_host=True))
+    return verdict_of(record, VerdictContext(one_host=True))
 
 
 def hang(folder: Path, name: str) -> Verdict:
@@ -102,7 +102,7 @@ def hang(folder: Path, name: str) -> Verdict:
         generation=2, kind="hang", node="node1", ranks=(1,), detail=detail, wall_s=9.0, step=12,
         stacks={"slot 0 (hung)": stack},
     )  # fmt: skip
-    return verdict_of(record, Seen(one_host=True))
+    return verdict_of(record, VerdictContext(one_host=True))
 
 
 def right(name: str, found: Verdict) -> None:

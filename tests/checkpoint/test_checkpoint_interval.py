@@ -14,8 +14,8 @@ from elastic.checkpoint.interval import (
     MOST_S,
     PRIOR_MTBF_S,
     IntervalPlan,
+    IntervalRule,
     Measured,
-    Rule,
     describe,
     first_plan,
     interval_s,
@@ -26,7 +26,7 @@ NOTHING = Measured()
 
 
 def test_fixed_steps_need_no_talk() -> None:
-    rule = Rule(every_steps=20)
+    rule = IntervalRule(every_steps=20)
     assert first_plan(rule, 0) == IntervalPlan(save_at=20)
     assert first_plan(rule, 39) == IntervalPlan(save_at=40)
     assert next_plan(rule, NOTHING, step=40, step_s=1, since_save_s=0) == IntervalPlan(save_at=60)
@@ -35,7 +35,7 @@ def test_fixed_steps_need_no_talk() -> None:
 
 
 def test_checkpoint_interval_in_seconds_becomes_a_save_step_when_due_soon() -> None:
-    rule = Rule(every_s=60)
+    rule = IntervalRule(every_s=60)
     assert first_plan(rule, 7) == IntervalPlan(agree_at=8)
     # Steps of 0.1 s: the ranks talk every 10 steps.
     assert next_plan(rule, NOTHING, step=100, step_s=0.1, since_save_s=30) == IntervalPlan(save_at=0, agree_at=110)
@@ -44,31 +44,31 @@ def test_checkpoint_interval_in_seconds_becomes_a_save_step_when_due_soon() -> N
 
 
 def test_checkpoint_interval_with_slow_steps_is_agreed_every_step() -> None:
-    assert next_plan(Rule(every_s=60), NOTHING, step=5, step_s=20, since_save_s=50) == IntervalPlan(
+    assert next_plan(IntervalRule(every_s=60), NOTHING, step=5, step_s=20, since_save_s=50) == IntervalPlan(
         save_at=6, agree_at=6
     )
-    assert next_plan(Rule(every_s=60), NOTHING, step=5, step_s=20, since_save_s=10) == IntervalPlan(
+    assert next_plan(IntervalRule(every_s=60), NOTHING, step=5, step_s=20, since_save_s=10) == IntervalPlan(
         save_at=0, agree_at=6
     )
 
 
 def test_asked_is_at_the_next_step() -> None:
-    assert next_plan(Rule(), NOTHING, step=5, step_s=0.5, since_save_s=0, asked=True) == IntervalPlan(
+    assert next_plan(IntervalRule(), NOTHING, step=5, step_s=0.5, since_save_s=0, asked=True) == IntervalPlan(
         save_at=6, agree_at=7
     )
 
 
 def test_checkpoint_interval_auto_is_youngs_formula_of_measured_cost() -> None:
     measured = Measured(cost_s=0.2, durable_s=0.7, failures=3, running_s=8 * 3600 - PRIOR_MTBF_S)
-    assert interval_s(Rule(), measured) == pytest.approx(math.sqrt(2 * 0.2 * 7200))
-    assert describe(Rule(), measured) == "auto: 54 s (cost 0.20 s, a failure every 2.0 h)"
-    assert interval_s(Rule(), NOTHING) == FIRST_S
+    assert interval_s(IntervalRule(), measured) == pytest.approx(math.sqrt(2 * 0.2 * 7200))
+    assert describe(IntervalRule(), measured) == "auto: 54 s (cost 0.20 s, a failure every 2.0 h)"
+    assert interval_s(IntervalRule(), NOTHING) == FIRST_S
 
 
 def test_auto_has_bounds() -> None:
-    assert interval_s(Rule(), Measured(cost_s=1e-9)) == LEAST_S
-    assert interval_s(Rule(), Measured(cost_s=1e9)) == MOST_S
-    assert interval_s(Rule(), Measured(cost_s=1e-9, durable_s=40)) == 80
+    assert interval_s(IntervalRule(), Measured(cost_s=1e-9)) == LEAST_S
+    assert interval_s(IntervalRule(), Measured(cost_s=1e9)) == MOST_S
+    assert interval_s(IntervalRule(), Measured(cost_s=1e-9, durable_s=40)) == 80
 
 
 @given(
@@ -81,7 +81,9 @@ def test_auto_has_bounds() -> None:
 def test_a_save_is_never_planned_beyond_the_next_agreement(
     every_s: float, step: int, step_s: float, since_save_s: float, asked: bool
 ) -> None:
-    plan = next_plan(Rule(every_s=every_s), NOTHING, step=step, step_s=step_s, since_save_s=since_save_s, asked=asked)
+    plan = next_plan(
+        IntervalRule(every_s=every_s), NOTHING, step=step, step_s=step_s, since_save_s=since_save_s, asked=asked
+    )
     assert plan.agree_at > step
     assert plan.save_at == 0 or step < plan.save_at <= plan.agree_at
     assert not asked or plan.save_at == step + 1

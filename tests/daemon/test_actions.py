@@ -16,11 +16,11 @@ from elastic.etcd.client import Etcd, EtcdUnavailable
 from elasticd.api import actions
 from elasticd.api.actions import Actions
 from elasticd.authority import Authority, Peer
-from elasticd.cluster import Job, Reader
+from elasticd.cluster import ClusterReader, Job
 from elasticd.errors import Refused
-from elasticd.event_queue import Event, EventQueue, LeaseLost, Registered, Stop, Written
+from elasticd.event_queue import Event, EventQueue, NodeLeaseLost, NodeRegistered, Stop, Written
 from elasticd.published_state import PublishedState, Snapshot
-from elasticd.writer import Writer
+from elasticd.writer import ClusterWriter
 
 KEYS = ClusterKeys("main")
 JOB = KEYS.job("j")
@@ -43,7 +43,7 @@ class WriteQueue:
         self.board = PublishedState()
         self.actions = Actions(etcd, KEYS, self.board, Authority(daemon_uid=999), lambda record: "")
         self.mailbox = EventQueue()
-        self.writer = Writer(etcd, KEYS, self.mailbox, structlog.get_logger())
+        self.writer = ClusterWriter(etcd, KEYS, self.mailbox, structlog.get_logger())
 
     def state(self) -> JobState:
         return decode(JobState, self.server.kvs[JOB.state].value)
@@ -55,7 +55,7 @@ class WriteQueue:
         self.client.put(JOB.state, encode(JobState(phase=phase)))
 
     def job(self) -> Job:
-        return Reader(KEYS).read(self.server.kvs, 1).jobs["j"]
+        return ClusterReader(KEYS).read(self.server.kvs, 1).jobs["j"]
 
     def written(self) -> list[Event]:
         """Do the writer's next piece of work; what the loop hears of it."""
@@ -253,7 +253,7 @@ def test_uncordon_readmits_an_excluded_node(writes: WriteQueue) -> None:
     no_agent = {"a": "no torch", "c": "no python"}
     aside = JobState(phase=Phase.RUNNING, excluded_nodes=("a", "c"), no_agent=no_agent, failures=failures, restarts=3)
     writes.client.put(JOB.state, encode(aside))
-    writes.board.publish(Snapshot(cluster=Reader(KEYS).read(writes.server.kvs, 1)))
+    writes.board.publish(Snapshot(cluster=ClusterReader(KEYS).read(writes.server.kvs, 1)))
     writes.actions.cordon("a", "look at it")
     assert KEYS.cordon("a") in writes.server.kvs
     writes.actions.uncordon("a")
@@ -273,20 +273,20 @@ def test_node_registration_is_leased_and_lease_loss_is_reported(writes: WriteQue
     writes.writer.register(NODE, 5.0, 1.5)
     writes.writer.register(NODE, 5.0, 1.5)  # the same is under way
     registered, done = writes.written()
-    assert isinstance(registered, Registered)
+    assert isinstance(registered, NodeRegistered)
     assert done == Written("register")
     assert writes.server.kvs[KEYS.node("a")].lease == registered.lease.id
     writes.client.cut()
     writes.server.advance(20.0)
     events, _ = writes.mailbox.take(0)
-    assert [type(e) for e in events] == [LeaseLost]
+    assert [type(e) for e in events] == [NodeLeaseLost]
     assert KEYS.node("a") not in writes.server.kvs
 
 
 def test_a_node_takes_over_its_own_name_but_not_anothers(writes: WriteQueue) -> None:
     writes.client.put(KEYS.node("a"), encode(NODE))
     writes.writer.register(NODE, 5.0, 1.5)
-    assert isinstance(writes.written()[0], Registered)
+    assert isinstance(writes.written()[0], NodeRegistered)
     other = NodeRecord(
         node="a", hostname="other", address="x", slots=1, gpus=0, version="1", pid=2, started_wall_s=1.0
     )  # fmt: skip
@@ -305,12 +305,12 @@ def test_a_failed_write_is_reported_and_may_be_asked_for_again(writes: WriteQueu
     assert done.error.startswith("EtcdUnavailable")
     writes.client.heal()
     writes.writer.register(NODE, 5.0, 1.5)
-    assert isinstance(writes.written()[0], Registered)
+    assert isinstance(writes.written()[0], NodeRegistered)
 
 
 def test_an_update_under_a_lease_that_is_gone_is_a_lost_lease(writes: WriteQueue) -> None:
     writes.writer.update(NODE, 12345)
-    assert isinstance(writes.written()[0], LeaseLost)
+    assert isinstance(writes.written()[0], NodeLeaseLost)
 
 
 def test_a_state_is_not_written_over_a_newer_one(writes: WriteQueue) -> None:

@@ -13,7 +13,7 @@ from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.timeouts import Timeouts
 from elasticd.agents import SHORT_OF_S, Agents
 from elasticd.errors import CannotStart
-from elasticd.launch import Service, Started
+from elasticd.launch import ServiceProcess, Started
 from elasticd.reconcile import FAILED_STARTS
 from elasticd.threads import Threads
 
@@ -24,7 +24,7 @@ class Refuses:
     def __init__(self, code: int) -> None:
         self._code = code
 
-    def start(self, service: Service) -> Started:
+    def start(self, service: ServiceProcess) -> Started:
         raise CannotStart(f"{service.argv[0]}: {os.strerror(self._code)}") from OSError(
             self._code, os.strerror(self._code)
         )

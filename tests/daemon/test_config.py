@@ -126,12 +126,12 @@ def test_the_address_follows_the_interface_and_the_route(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(addresses, "source_address", source_address)
     monkeypatch.setattr(addresses, "interface_with", {"10.0.0.7": "eth1", "172.16.0.7": "eth0"}.get)
-    assert addresses.find(far) == addresses.Found("10.0.0.7", "eth1", "reaches etcd at 10.0.0.1:2379")
+    assert addresses.find(far) == addresses.OwnAddress("10.0.0.7", "eth1", "reaches etcd at 10.0.0.1:2379")
     assert host.complete(far, ()).interface == "eth1"
     behind_nat = msgspec.structs.replace(far, address="203.0.113.5")
     assert addresses.find(behind_nat).interface == "eth1"
     del sources["10.0.0.1"]
-    assert addresses.find(far) == addresses.Found("172.16.0.7", "eth0", "that of the default route")
+    assert addresses.find(far) == addresses.OwnAddress("172.16.0.7", "eth0", "that of the default route")
     del sources[addresses.DEFAULT_ROUTE]
     with pytest.raises(CannotStart, match=r"etcd-1:2379 is this machine; 10.0.0.1:2379: Network is unreachable"):
         addresses.find(far)

@@ -25,7 +25,7 @@ from elastic.contract.records import (
 from elastic.contract.spec import JobSpec, Restarts
 from elastic.recovery.restart_budget import BAD_NODE_FAILURES, charge
 from elasticd import logs, reconcile
-from elasticd.cluster import Cluster, Job, Node, Reader
+from elasticd.cluster import Cluster, ClusterReader, Job, Node
 from elasticd.ctl import job_file
 from elasticd.etcd import versions as etcd_versions
 from elasticd.etcd.versions import VersionSupport
@@ -50,7 +50,7 @@ class KV:
 
 
 def read(*kvs: KV) -> Cluster:
-    return Reader(KEYS).read({kv.key: kv for kv in kvs}, 9)
+    return ClusterReader(KEYS).read({kv.key: kv for kv in kvs}, 9)
 
 
 # ── reading the cluster ─────────────────────────────────────────────────────────────────────────────────────
@@ -90,7 +90,7 @@ def test_a_drain_weighs_more_than_a_cordon() -> None:
 
 
 def test_an_unchanged_key_is_decoded_once() -> None:
-    reader, kv = Reader(KEYS), KV(KEYS.node("a"), encode(NODE))
+    reader, kv = ClusterReader(KEYS), KV(KEYS.node("a"), encode(NODE))
     first = reader.read({kv.key: kv}, 1)
     second = reader.read({kv.key: kv}, 2)
     assert second.nodes["a"].record is first.nodes["a"].record
@@ -98,7 +98,7 @@ def test_an_unchanged_key_is_decoded_once() -> None:
 
 def test_a_changed_key_is_decoded_anew_also_at_the_same_revision() -> None:
     """An etcd that was wiped begins to count anew."""
-    reader, key = Reader(KEYS), KEYS.job("j").state
+    reader, key = ClusterReader(KEYS), KEYS.job("j").state
     before = KV(key, encode(JobState(phase=Phase.PENDING)), mod_revision=3)
     assert reader.read({key: before}, 3).jobs["j"].state.phase is Phase.PENDING
     after = KV(key, encode(JobState(phase=Phase.RUNNING)), mod_revision=3)

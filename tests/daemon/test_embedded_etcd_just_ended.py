@@ -19,7 +19,7 @@ class Quiet:
 
 
 class Starts:
-    def start(self, service: launch.Service) -> launch.Started:
+    def start(self, service: launch.ServiceProcess) -> launch.Started:
         return launch.Started(7, None)
 
 

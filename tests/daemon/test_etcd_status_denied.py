@@ -10,7 +10,7 @@ import pytest
 from elastic.contract.agent_files import EtcdAccess
 from elastic.etcd import wire
 from elastic.etcd.client import Etcd, EtcdDenied, EtcdError, EtcdUnavailable
-from elasticd.writer import Writer
+from elasticd.writer import ClusterWriter
 
 
 def members(monkeypatch: pytest.MonkeyPatch, status: EtcdError, read: EtcdError | None) -> Any:
@@ -50,7 +50,7 @@ def test_alarms_that_are_denied_are_no_fault() -> None:
         raise DENIED
 
     heard: list[object] = []
-    writer = Writer(
+    writer = ClusterWriter(
         cast(Any, SimpleNamespace(alarms=alarms)), cast(Any, None), cast(Any, SimpleNamespace(post=heard.append)),
         cast(Any, None),
     )  # fmt: skip

@@ -87,7 +87,7 @@ class Recorder:
 
 
 def bare_loop(every_s: float, endpoints: tuple[str, ...] = ("10.0.0.1:2379",)) -> Any:
-    made: Any = loops.Loop.__new__(loops.Loop)
+    made: Any = loops.DaemonLoop.__new__(loops.DaemonLoop)
     made._settings = Settings(node="a", etcd=EtcdSettings(endpoints=endpoints, compact_every_s=every_s))
     made._cluster = Cluster(nodes={"a": Node(NODE, 1)}, revision=100)
     made._writer, made._compact_mark, made._log = Recorder(), None, structlog.get_logger()

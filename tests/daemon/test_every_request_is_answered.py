@@ -230,4 +230,4 @@ def test_http_parser_error_is_a_refused_request() -> None:
     with ours, theirs:
         theirs.sendall(b"rubbish\r\n\r\n")
         with pytest.raises(Refused, match="no HTTP request"):
-            httpd.Connection(ours).receive()
+            httpd.ClientConnection(ours).receive()

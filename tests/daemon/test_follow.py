@@ -9,7 +9,7 @@ from support.pictures import job, progress, snapshot
 
 from elastic.contract.records import JobState, Phase
 from elasticd.api import views
-from elasticd.api.log_routes import PROGRESS_S, Progress
+from elasticd.api.log_routes import PROGRESS_S, ProgressReports
 from elasticd.api.views import Now
 from elasticd.ctl import follow as follow_job
 from elasticd.ctl.follow import ProgressLine
@@ -21,18 +21,18 @@ class Terminal(io.StringIO):
 
 
 def test_follow_reports_progress_on_change_at_a_limited_rate() -> None:
-    told = Progress("train")
+    told = ProgressReports("train")
     at = lambda step: snapshot(job(progress=progress(step)))  # noqa: E731
     row = told.look(at(40), 10.0)
     assert (row["step"], row["loss"], row["world_size"], row["phase"]) == (40, 0.25, 3, "running")
     assert told.look(at(41), 10.0 + PROGRESS_S / 2) == {}
     assert told.look(at(42), 10.0 + PROGRESS_S)["step"] == 42
     assert told.look(at(42), 20.0) == {}
-    assert Progress("other").look(at(42), 20.0) == {}
+    assert ProgressReports("other").look(at(42), 20.0) == {}
 
 
 def test_progress_in_words() -> None:
-    row = Progress("train").look(snapshot(job()), 10.0)
+    row = ProgressReports("train").look(snapshot(job()), 10.0)
     assert follow_job.progress_text(row) == "running  step 40  9.9 steps/s  loss 0.25  world 3"
     pending = row | {"phase": "pending", "step": None, "loss": None, "world_size": 0, "waiting_for": "a node"}
     assert follow_job.progress_text(pending) == "pending  waits for: a node"

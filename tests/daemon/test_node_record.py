@@ -22,12 +22,12 @@ from elasticd.agents import Agents
 from elasticd.event_queue import EventQueue
 from elasticd.gpus import Health
 from elasticd.launch import Detached
-from elasticd.loop import ALARMS_S, RETRY_S, Loop
+from elasticd.loop import ALARMS_S, RETRY_S, DaemonLoop
 from elasticd.notify import Notify
 from elasticd.published_state import PublishedState
 from elasticd.settings import Settings
 from elasticd.threads import Threads
-from elasticd.writer import Writer
+from elasticd.writer import ClusterWriter
 
 KEY = ClusterKeys("main").node("a")
 
@@ -43,9 +43,9 @@ class Daemon:
         self.server = FakeServer()
         self.client = FakeClient(self.server)
         self.mailbox = EventQueue()
-        self.writer = Writer(cast(Etcd, self.client), ClusterKeys("main"), self.mailbox, log)
+        self.writer = ClusterWriter(cast(Etcd, self.client), ClusterKeys("main"), self.mailbox, log)
         agents = Agents(folder, Detached(), Threads(log), self.mailbox.post, log)
-        self.loop = Loop(
+        self.loop = DaemonLoop(
             settings, EtcdAccess(endpoints=("127.0.0.1:1",)), (), self.mailbox, self.writer, agents, PublishedState(),
             Notify(""), log, Health((), log, self_test=False), own_user(),
         )  # fmt: skip

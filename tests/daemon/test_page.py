@@ -53,10 +53,10 @@ def published(*events: EventRecord, **facts: object) -> Snapshot:
     return replace(seen, cluster=replace(seen.cluster, events=kept))
 
 
-def source(seen: Snapshot, folder: pathlib.Path) -> server.Source:
+def source(seen: Snapshot, folder: pathlib.Path) -> server.PageSource:
     board = PublishedState()
     board.publish(seen)
-    return server.Source(board, IDENTITY, lambda name: Folder(folder, (name, "logs")))
+    return server.PageSource(board, IDENTITY, lambda name: Folder(folder, (name, "logs")))
 
 
 def test_the_cluster_page_shows_jobs_nodes_and_newest_events(tmp_path: pathlib.Path) -> None:
@@ -247,7 +247,7 @@ class Quiet:
 
 
 @contextmanager
-def serving(found: server.Source, token: str | access.Token = "") -> Iterator[int]:
+def serving(found: server.PageSource, token: str | access.Token = "") -> Iterator[int]:
     """The port of a page that is served in a thread."""
     log: Any = Quiet()
     counts = token if callable(token) else lambda: token

@@ -37,7 +37,7 @@ class Quiet:
 
 def test_an_open_page_shows_a_recovery_as_it_happens(tmp_path: pathlib.Path) -> None:
     board, log = PublishedState(), Quiet()
-    source = server.Source(board, IDENTITY, lambda name: Folder(tmp_path, (name, "logs")))
+    source = server.PageSource(board, IDENTITY, lambda name: Folder(tmp_path, (name, "logs")))
 
     def publish(step: int, *incidents: IncidentRecord, reason: str = "") -> None:
         now_s = time.time()

@@ -12,7 +12,7 @@ import pytest
 from support.daemons import Nodes
 from support.wait import eventually
 
-from elasticd.preemption import RELUCTANT, Aws, Azure, Gcp, MetadataError, Notice, Watch, source
+from elasticd.preemption import RELUCTANT, Aws, Azure, Gcp, MetadataError, Notice, PreemptionWatch, source
 
 NOW_S = 1_800_000_000.0  # 2027-01-15T08:00:00Z
 
@@ -188,7 +188,7 @@ class Log:
 
 def watched(said: Said, looks: int, before: Callable[[int], None] = lambda i: None) -> tuple[list[Notice], list[str]]:
     log = Log()
-    watch = Watch(said, said.drain, log)  # type: ignore[arg-type]
+    watch = PreemptionWatch(said, said.drain, log)  # type: ignore[arg-type]
     for i in range(looks):
         before(i)
         watch.look()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.contract import agent_files
-from elasticd.retention import AGENT_FILES, DAY_S, YOUNG_S, Found, JobFolder, Removal, removals
+from elasticd.retention import AGENT_FILES, DAY_S, YOUNG_S, JobFolder, RegularFile, Removal, removals
 from elasticd.settings import RetentionSettings
 
 NOW_S = 1_000_000_000.0
@@ -19,13 +19,15 @@ KEEPS = RetentionSettings()
 ALL = RetentionSettings(forgotten_days=0, log_files=0, logs_mb=0)
 
 
-def log(place: str, worker: int, age_s: float = 2 * DAY_S, agent: str = "0a1b2c3d", mb: float = 1.0) -> Found:
-    return Found(f"{place}.{agent}.{worker:04d}.log", int(mb * 1e6), NOW_S - age_s)
+def log(place: str, worker: int, age_s: float = 2 * DAY_S, agent: str = "0a1b2c3d", mb: float = 1.0) -> RegularFile:
+    return RegularFile(f"{place}.{agent}.{worker:04d}.log", int(mb * 1e6), NOW_S - age_s)
 
 
 def gone(name: str = "train") -> JobFolder:
     """The folder of a job that ended 31 days ago."""
-    return JobFolder(name, (Found("slot0.0a1b2c3d.0001.log", 10, OLD_S),), (Found("agent.log", 5, OLD_S),), 0, OLD_S)
+    return JobFolder(
+        name, (RegularFile("slot0.0a1b2c3d.0001.log", 10, OLD_S),), (RegularFile("agent.log", 5, OLD_S),), 0, OLD_S
+    )
 
 
 def plan(
@@ -54,10 +56,10 @@ KEPT: dict[str, tuple[JobFolder, frozenset[str] | None, RetentionSettings]] = {
     "etcd is not known": (gone(), None, KEEPS),
     "a living agent": (replace(gone(), has_agent=True), frozenset(), KEEPS),
     "a living agent that has reported": (replace(gone(), has_agent=True, incarnation="0a1b2c3d"), frozenset(), KEEPS),
-    "one file is newer": (replace(gone(), rest=(Found("agent.log", 5, NOW_S - 29 * DAY_S),)), frozenset(), KEEPS),
+    "one file is newer": (replace(gone(), rest=(RegularFile("agent.log", 5, NOW_S - 29 * DAY_S),)), frozenset(), KEEPS),
     "no file, a new folder": (JobFolder("train", mtime_wall_s=NOW_S), frozenset(), KEEPS),
     "days = 0": (gone(), frozenset(), ALL),
-    "a clock that was ahead": (replace(gone(), rest=(Found("lock", 0, NOW_S + DAY_S),)), frozenset(), KEEPS),
+    "a clock that was ahead": (replace(gone(), rest=(RegularFile("lock", 0, NOW_S + DAY_S),)), frozenset(), KEEPS),
     "written to just now": (JobFolder("train", mtime_wall_s=NOW_S - 60), frozenset(), RetentionSettings(
         forgotten_days=1e-6)),
 }  # fmt: skip
@@ -85,7 +87,7 @@ def test_a_folder_with_anything_else_in_it_loses_its_logs_only() -> None:
 
 def test_the_oldest_logs_beyond_the_number_go_each_with_its_error_file() -> None:
     logs = [log("slot0", n, age_s=(10 - n) * DAY_S) for n in range(5)]
-    error = Found("slot0.0a1b2c3d.0000.error.json", 100, NOW_S - 10 * DAY_S)
+    error = RegularFile("slot0.0a1b2c3d.0000.error.json", 100, NOW_S - 10 * DAY_S)
     (removal,) = plan(JobFolder("train", (*logs, error)), settings=RetentionSettings(log_files=4))
     assert removal.files == ("slot0.0a1b2c3d.0000.error.json", "slot0.0a1b2c3d.0000.log")
     assert not removal.whole
@@ -104,8 +106,8 @@ def test_zero_is_no_limit() -> None:
 
 def test_logs_of_running_workers_stay_however_old() -> None:
     mine = [log("slot0", 7), log("slot0", 9), log("slot1", 3), log("standby", 4), log("standby", 5),
-            Found("zygote.0a1b2c3d.log", 10, OLD_S)]  # fmt: skip
-    earlier = [log("slot0", 12, agent="ffffffff"), log("standby", 1, agent="ffffffff"), Found(
+            RegularFile("zygote.0a1b2c3d.log", 10, OLD_S)]  # fmt: skip
+    earlier = [log("slot0", 12, agent="ffffffff"), log("standby", 1, agent="ffffffff"), RegularFile(
         "zygote.ffffffff.log", 10, OLD_S)]  # fmt: skip
     folder = JobFolder("train", (*mine, *earlier), has_agent=True, incarnation="0a1b2c3d4e5f")
     (removal,) = plan(folder, settings=RetentionSettings(logs_mb=1e-9))
@@ -135,7 +137,7 @@ logs_of_a_job = st.lists(
 
 @given(logs_of_a_job, st.integers(0, 8), st.floats(0, 300), st.booleans())
 def test_what_is_kept_is_newer_than_what_goes_and_within_the_limits(
-    logs: list[Found], most: int, mb: float, lives: bool
+    logs: list[RegularFile], most: int, mb: float, lives: bool
 ) -> None:
     folder = JobFolder("train", tuple(logs), has_agent=lives, incarnation="0a1b2c3d" if lives else "")
     settings = RetentionSettings(log_files=most, logs_mb=mb)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elastic.contract.records import Cause, IncidentRecord, Phase, WorkerError
 from elasticd.diagnosis.rules import RULES
-from elasticd.diagnosis.verdict import Class, Seen, Verdict, judge
+from elasticd.diagnosis.verdict import Class, Verdict, VerdictContext, judge
 
 
 def incident(kind: str = "exit", detail: str = "", **facts: object) -> IncidentRecord:
@@ -255,7 +255,7 @@ def test_words_in_the_log_of_a_worker_killed_by_sigkill_are_no_reason() -> None:
 def test_loopback_address_means_nothing_where_all_nodes_have_one() -> None:
     record = incident("comm", "Connection closed by peer [127.0.0.1]:5234")
     assert judge(record).rule == "loopback"
-    assert judge(record, Seen(one_host=True)).rule == "reset"
+    assert judge(record, VerdictContext(one_host=True)).rule == "reset"
 
 
 def test_failed_collectives_are_folded_into_the_death_they_follow_from() -> None:
@@ -298,36 +298,40 @@ def test_verdict_says_what_was_done(facts: dict[str, object], done: str) -> None
 
 
 def test_cost_counts_ranks_times_seconds_and_leaves_the_unknown_unknown() -> None:
-    cost = judge(incident(), Seen(gpus=True)).cost
+    cost = judge(incident(), VerdictContext(gpus=True)).cost
     assert (cost.steps, cost.rank_s, cost.gpu_s) == (0, 1.0, 1.0)
     assert judge(incident()).cost.gpu_s is None
     unknown = judge(incident(steps_lost=None, steps_lost_at_most=None, timeline_s={})).cost
     assert (unknown.steps, unknown.steps_at_most, unknown.rank_s) == (None, None, None)
-    assert judge(incident(open=True), Seen(age_s=10.0)).cost.rank_s == 40.0
+    assert judge(incident(open=True), VerdictContext(age_s=10.0)).cost.rank_s == 40.0
     assert judge(incident("checkpoint", "x")).cost.rank_s == 0.0
 
 
 def test_person_is_needed_only_where_the_job_failed_or_does_not_recover() -> None:
     given_up = incident(detail="KeyError: 1", origin="nothing")
-    assert judge(given_up, Seen(phase=Phase.FAILED)).person
-    assert not judge(given_up, Seen(phase=Phase.STOPPED)).person, "a person stopped it"
+    assert judge(given_up, VerdictContext(phase=Phase.FAILED)).person
+    assert not judge(given_up, VerdictContext(phase=Phase.STOPPED)).person, "a person stopped it"
     recovered = incident(detail="KeyError: 1")
-    assert not judge(recovered, Seen(phase=Phase.FAILED)).person, "the job failed by a later one"
+    assert not judge(recovered, VerdictContext(phase=Phase.FAILED)).person, "the job failed by a later one"
     waiting = incident(open=True)
-    assert not judge(waiting, Seen(age_s=299.0)).person
-    assert judge(waiting, Seen(age_s=301.0)).person
+    assert not judge(waiting, VerdictContext(age_s=299.0)).person
+    assert judge(waiting, VerdictContext(age_s=301.0)).person
 
 
 @pytest.mark.parametrize(
     ("seen", "held", "person"),
     [
-        (Seen(age_s=70.0, etcd_error="connection refused"), "etcd was unavailable: connection refused", False),
-        (Seen(age_s=70.0, etcd_error="etcdserver: authentication failed"), "etcd refused the login", True),
-        (Seen(age_s=70.0, etcd_alarms=("NOSPACE",)), "etcd is out of space", True),
-        (Seen(age_s=70.0, waits_for="slot 0 of n1 to start"), "slot 0 of n1 to start", False),
+        (
+            VerdictContext(age_s=70.0, etcd_error="connection refused"),
+            "etcd was unavailable: connection refused",
+            False,
+        ),
+        (VerdictContext(age_s=70.0, etcd_error="etcdserver: authentication failed"), "etcd refused the login", True),
+        (VerdictContext(age_s=70.0, etcd_alarms=("NOSPACE",)), "etcd is out of space", True),
+        (VerdictContext(age_s=70.0, waits_for="slot 0 of n1 to start"), "slot 0 of n1 to start", False),
     ],
 )
-def test_open_incident_says_what_holds_the_recovery_up(seen: Seen, held: str, person: bool) -> None:
+def test_open_incident_says_what_holds_the_recovery_up(seen: VerdictContext, held: str, person: bool) -> None:
     verdict = judge(incident(detail="killed by SIGKILL", open=True), seen)
     assert verdict.held_by.startswith(held)
     assert (verdict.rule, verdict.person) == ("sigkill", person)
@@ -349,7 +353,7 @@ def test_every_incident_has_a_verdict_and_none_that_recovered_asks_for_a_person(
     record = msgspec.structs.replace(
         incident(kind, text), error=told, step=step, causes=tuple(causes), ranks=tuple(ranks)
     )
-    verdict = judge(record, Seen(phase=phase, age_s=1e6))
+    verdict = judge(record, VerdictContext(phase=phase, age_s=1e6))
     assert isinstance(verdict, Verdict)
     assert not verdict.person
     assert verdict.what.strip()

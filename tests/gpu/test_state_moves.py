@@ -101,7 +101,7 @@ def overlapped(rank: int, world_size: int, port: int) -> Any:
     """As a worker does it: the keeper after each commit, its settling in the optimizer's guard, an arena for each."""
     from support.arenas import Agent
 
-    from elastic.checkpoint.interval import Rule
+    from elastic.checkpoint.interval import IntervalRule
     from elastic.worker.agent_snapshots import AgentSnapshots
     from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
     from elastic.worker.job import Job
@@ -116,7 +116,7 @@ def overlapped(rank: int, world_size: int, port: int) -> Any:
     state = State(model=model, optimizer=torch.optim.Adam(model.parameters(), foreach=True))
     job = Job(name="j", device=torch.device("cuda", 0), local_rank=0, link=Link())  # type: ignore[arg-type]
     agent = Agent()
-    keeper = CheckpointScheduler(AgentSnapshots(agent), Rule(every_steps=5), shared=True)  # type: ignore[arg-type]
+    keeper = CheckpointScheduler(AgentSnapshots(agent), IntervalRule(every_steps=5), shared=True)  # type: ignore[arg-type]
     keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
     job.enter(rank=0, world_size=1, generation=1, keeper=keeper)
     state.watch_optimizers(job.guard())

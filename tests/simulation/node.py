@@ -339,7 +339,7 @@ class Node:
             self._put_progress()
 
     def _tell_progress(self, incarnation: str) -> None:
-        """As `agent.loop.Loop`: the leader tells every two seconds how far the job is, and at a generation's first
+        """As `agent.loop.AgentLoop`: the leader tells every two seconds how far the job is, and at a generation's first
         step."""
         agent = self.agent
         if agent is None or incarnation != self.incarnation:

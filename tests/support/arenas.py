@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic.checkpoint.arena import Arena
 from elastic.contract import messages
-from elastic.worker.checkpoint_scheduler import Part
+from elastic.worker.checkpoint_scheduler import SnapshotPart
 
 
 class Agent:
@@ -69,7 +69,7 @@ class NoBackend:
     beside_s = 0.0
 
     def __init__(self) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[SnapshotPart] = []
 
     def wanted(self) -> bool:
         return False
@@ -82,7 +82,7 @@ class NoBackend:
 
     def wait(self, limit_s: float) -> None: ...
 
-    def put(self, part: Part) -> bool:
+    def put(self, part: SnapshotPart) -> bool:
         self.parts.append(part)
         return True
 
@@ -90,4 +90,4 @@ class NoBackend:
 
     def leave(self) -> None: ...
 
-    def prepare(self, part: Part) -> None: ...
+    def prepare(self, part: SnapshotPart) -> None: ...

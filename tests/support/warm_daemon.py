@@ -16,7 +16,7 @@ from elasticd import launch, main  # noqa: E402
 _detached = launch.Detached.start
 
 
-def _start(self: launch.Detached, service: launch.Service) -> launch.Started:
+def _start(self: launch.Detached, service: launch.ServiceProcess) -> launch.Started:
     if list(service.argv[:3]) != [sys.executable, "-m", "elastic.agent"]:
         return _detached(self, service)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC

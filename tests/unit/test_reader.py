@@ -23,7 +23,7 @@ from elastic.contract.records import (
 )
 from elastic.contract.spec import JobSpec
 from elastic.recovery import view
-from elastic.recovery.view import JobView, Reader
+from elastic.recovery.view import JobReader, JobView
 
 KEYS = ClusterKeys("c").job("job")
 
@@ -55,7 +55,7 @@ class Fake:
         self.revision += 1
         self.kvs = {k: kv for k, kv in self.kvs.items() if k != key}
 
-    def read(self, reader: Reader) -> JobView:
+    def read(self, reader: JobReader) -> JobView:
         return reader.read(self.kvs, self.revision)
 
 
@@ -101,15 +101,15 @@ def _change(etcd: Fake, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_view_reader_gives_the_same_view_incrementally_as_afresh(seed: int) -> None:
-    rng, etcd, reader = random.Random(seed), Fake(), Reader(KEYS)
+    rng, etcd, reader = random.Random(seed), Fake(), JobReader(KEYS)
     for _ in range(60):
         for _ in range(rng.randrange(3)):
             _change(etcd, rng)
-        assert etcd.read(reader) == etcd.read(Reader(KEYS))
+        assert etcd.read(reader) == etcd.read(JobReader(KEYS))
 
 
 def test_view_reader_reuses_unchanged_records_without_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    etcd, reader = Fake(), Reader(KEYS)
+    etcd, reader = Fake(), JobReader(KEYS)
     for node in ("a", "b"):
         etcd.put(KEYS.member(node), _member(node, 0))
     etcd.put(KEYS.generation, _generation(1, "a", "b"))
@@ -130,7 +130,7 @@ def test_view_reader_reuses_unchanged_records_without_decoding(monkeypatch: pyte
 
 
 def test_view_reader_keeps_changes_that_came_with_an_unreadable_record() -> None:
-    etcd, reader = Fake(), Reader(KEYS)
+    etcd, reader = Fake(), JobReader(KEYS)
     etcd.put(KEYS.member("a"), _member("a", 0))
     etcd.read(reader)
     etcd.put(KEYS.member("a"), _member("a", 0, 1))
@@ -139,5 +139,5 @@ def test_view_reader_keeps_changes_that_came_with_an_unreadable_record() -> None
         with pytest.raises(ProtocolVersionMismatch):
             etcd.read(reader)
     etcd.put(KEYS.state, JobState())
-    assert etcd.read(reader) == etcd.read(Reader(KEYS))
+    assert etcd.read(reader) == etcd.read(JobReader(KEYS))
     assert etcd.read(reader).members["a"].record.ready == (0, 1)

@@ -12,19 +12,28 @@ from elastic.contract.beat import Beat, Doing
 from elastic.contract.records import Standing
 from elastic.contract.spec import Hang
 from elastic.recovery.hang_rules import judge
-from elastic.recovery.stillness import FIRST_STEP_S, Known, all_ahead, explain, same, standing, still_s, worth_telling
+from elastic.recovery.stillness import (
+    FIRST_STEP_S,
+    StillRank,
+    all_ahead,
+    explain,
+    same,
+    standing,
+    still_s,
+    worth_telling,
+)
 
 NODES = {0: "a", 1: "a", 2: "b", 3: "b"}
 TICK_S = 0.2
 RULES = Hang(floor_s=2.0, ceiling_s=16.0, factor=10.0)
 
 
-def known(rank: int, doing: str = "exchanging", at: tuple[int, int, int] = (3, 40, 2), **more: bool) -> Known:
+def known(rank: int, doing: str = "exchanging", at: tuple[int, int, int] = (3, 40, 2), **more: bool) -> StillRank:
     waits = more.pop("waits", doing in ("exchanging", "syncing", "finishing"))
-    return Known(NODES[rank], Standing(rank=rank, position=at, doing=doing, silent_s=5.0, waits=waits, **more), 0.0)
+    return StillRank(NODES[rank], Standing(rank=rank, position=at, doing=doing, silent_s=5.0, waits=waits, **more), 0.0)
 
 
-def others(*but: int) -> list[Known]:
+def others(*but: int) -> list[StillRank]:
     return [known(rank) for rank in NODES if rank not in but]
 
 
@@ -201,7 +210,7 @@ class History:
                 arrived = [(when, said) for when, said in other.told if when <= self.now_s]
                 if arrived and other is not rank:
                     when, said = arrived[-1]
-                    heard.append(Known(str(other.index), said, when - said.silent_s))
+                    heard.append(StillRank(str(other.index), said, when - said.silent_s))
             waits = [wait for k in heard if (wait := k.wait())]
             sick = judge(rank.beat(), rank.state, waits, RULES, self.now_s)
             if sick and (sick.certain or rank.doing is not Doing.EXCHANGING):

@@ -17,7 +17,7 @@ from elastic.recovery.events import Drain, Joined, PeerDead, Progress, Start, Ti
 from elastic.recovery.membership import leader, watch_list
 from elastic.recovery.model import Agent
 from elastic.recovery.recovery import step
-from elastic.recovery.view import JobView, Reader
+from elastic.recovery.view import JobReader, JobView
 from elastic.recovery.watch_scope import FORMING_LEASES, GRACE_S, WAVE_S, watches_members
 
 NAMES = tuple("abcdefgh")
@@ -36,7 +36,7 @@ def head(formed: GenerationRecord | None, revision: int = 20) -> JobView:
     kvs = {key: KV(key, encode(record), 1, 1, 0) for key, record in records.items()}
     if formed is not None:
         kvs[KEYS.generation] = KV(KEYS.generation, encode(formed), 2, 2, 0)
-    return Reader(KEYS).read(kvs, revision, whole=False)
+    return JobReader(KEYS).read(kvs, revision, whole=False)
 
 
 class Machine:

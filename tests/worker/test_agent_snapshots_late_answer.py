@@ -11,14 +11,14 @@ from elastic.checkpoint.arena import Arena
 from elastic.contract import messages
 from elastic.contract.tensor_table import TensorInfo
 from elastic.worker.agent_snapshots import AgentSnapshots
-from elastic.worker.checkpoint_scheduler import Part
+from elastic.worker.checkpoint_scheduler import SnapshotPart
 
 SIZE = 1 << 18
 
 
-def part(step: int, count: int) -> Part:
+def part(step: int, count: int) -> SnapshotPart:
     names = [f"w{number}" for number in range(count)]
-    return Part(
+    return SnapshotPart(
         step=step, commit_generation=1, shard=0, shards=1, extra={}, interval="",
         table=tuple(TensorInfo(name, "F32", (SIZE,), SIZE * 4) for name in names),
         tensors=[torch.full((SIZE,), float(step)) for _ in names],

@@ -7,14 +7,14 @@ from support.arenas import Agent
 
 from elastic.contract.tensor_table import TensorInfo
 from elastic.worker.agent_snapshots import AgentSnapshots
-from elastic.worker.checkpoint_scheduler import Part
+from elastic.worker.checkpoint_scheduler import SnapshotPart
 
 SIZE = 1 << 10
 
 
 def save(sink: AgentSnapshots, step: int) -> bool:
     put = sink.put(
-        Part(
+        SnapshotPart(
             step=step, commit_generation=1, shard=0, shards=1, extra={}, interval="",
             table=(TensorInfo("w", "F32", (SIZE,), SIZE * 4),), tensors=[torch.full((SIZE,), float(step))],
         )

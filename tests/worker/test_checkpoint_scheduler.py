@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from support.arenas import NoBackend
 
-from elastic.checkpoint.interval import FARTHEST_AGREEMENT_STEPS, Rule
+from elastic.checkpoint.interval import FARTHEST_AGREEMENT_STEPS, IntervalRule
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.state.state import State
 
@@ -43,7 +43,7 @@ def run(keeper: CheckpointScheduler, state: State, steps: int) -> None:
 
 def test_every_so_many_steps_and_at_the_end() -> None:
     sink, state = SnapshotBackend(), build()
-    keeper = CheckpointScheduler(sink, Rule(every_steps=10), shared=True)
+    keeper = CheckpointScheduler(sink, IntervalRule(every_steps=10), shared=True)
     keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
     run(keeper, state, 25)
     assert [part.step for part in sink.parts] == [10, 20]
@@ -54,7 +54,7 @@ def test_every_so_many_steps_and_at_the_end() -> None:
 
 def test_checkpoint_scheduler_skips_and_counts_a_full_sink() -> None:
     sink, state = SnapshotBackend(), build()
-    keeper = CheckpointScheduler(sink, Rule(every_steps=5), shared=True)
+    keeper = CheckpointScheduler(sink, IntervalRule(every_steps=5), shared=True)
     keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
     sink.full = True
     run(keeper, state, 12)
@@ -63,7 +63,7 @@ def test_checkpoint_scheduler_skips_and_counts_a_full_sink() -> None:
 
 def test_requested_checkpoint_is_taken_at_the_next_agreement() -> None:
     sink, state = SnapshotBackend(), build()
-    keeper = CheckpointScheduler(sink, Rule(every_steps=100_000), shared=True)
+    keeper = CheckpointScheduler(sink, IntervalRule(every_steps=100_000), shared=True)
     keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
     sink.asked = True
     run(keeper, state, 3)
@@ -72,7 +72,7 @@ def test_requested_checkpoint_is_taken_at_the_next_agreement() -> None:
 
 def test_requested_checkpoint_is_taken_later_if_both_buffers_are_busy() -> None:
     sink, state = SnapshotBackend(), build()
-    keeper = CheckpointScheduler(sink, Rule(every_steps=100_000), shared=True)
+    keeper = CheckpointScheduler(sink, IntervalRule(every_steps=100_000), shared=True)
     keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
     sink.asked = sink.full = True
     run(keeper, state, 3)
@@ -86,12 +86,12 @@ def test_shards_are_of_the_world_or_of_the_node() -> None:
     state = build()
     for shared, want in ((True, (3, 4)), (False, (1, 2))):
         sink = SnapshotBackend()
-        keeper = CheckpointScheduler(sink, Rule(every_steps=1), shared=shared)
+        keeper = CheckpointScheduler(sink, IntervalRule(every_steps=1), shared=shared)
         keeper.enter(RankPosition(1, 3, 4, 1, 2), 0)
         part = keeper._part(state, save=True)
         assert (part.shard, part.shards) == want
     whole = [info.name for info in state.table()]
-    keeper = CheckpointScheduler(SnapshotBackend(), Rule(every_steps=1), shared=False)
+    keeper = CheckpointScheduler(SnapshotBackend(), IntervalRule(every_steps=1), shared=False)
     names: list[str] = []
     for index in range(2):
         keeper.enter(RankPosition(1, index, 4, index, 2), 0)

@@ -7,8 +7,8 @@ import re
 import torch
 from support.arenas import NoBackend
 
-from elastic.checkpoint.interval import Rule
-from elastic.worker.checkpoint_scheduler import CheckpointScheduler, Part, RankPosition
+from elastic.checkpoint.interval import IntervalRule
+from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
 from elastic.worker.state.state import State
 
 
@@ -20,14 +20,14 @@ class SnapshotBackend(NoBackend):
     def wanted(self) -> bool:
         return True
 
-    def put(self, part: Part) -> bool:
+    def put(self, part: SnapshotPart) -> bool:
         super().put(part)
         return len(self.parts) != 2  # the second one finds no room
 
 
 def test_checkpoint_scheduler_reports_measured_interval_and_skipped_saves() -> None:
     sink, state = SnapshotBackend(), State(model=torch.nn.Linear(4, 4))
-    keeper = CheckpointScheduler(sink, Rule(), shared=True)
+    keeper = CheckpointScheduler(sink, IntervalRule(), shared=True)
     keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
     for _ in range(100_000):
         state.committed(1)
@@ -45,7 +45,7 @@ def test_a_copy_beside_the_steps_has_its_price_too() -> None:
     """A core that the steps lack costs training time, though nobody waits: else auto would save without end."""
     sink, state = SnapshotBackend(), State(model=torch.nn.Linear(4, 4))
     sink.copying, sink.beside_s = True, 100.0
-    keeper = CheckpointScheduler(sink, Rule(every_steps=1), shared=True)
+    keeper = CheckpointScheduler(sink, IntervalRule(every_steps=1), shared=True)
     keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
     state.committed(1)
     keeper.after(state)

@@ -13,7 +13,7 @@ from support.arenas import Agent
 from elastic.agent.memory import available_nbytes, plenty
 from elastic.agent.saver import Saver
 from elastic.checkpoint import interval as checkpoint_interval
-from elastic.checkpoint.interval import Rule
+from elastic.checkpoint.interval import IntervalRule
 from elastic.checkpoint.shard_plan import beside_shards
 from elastic.contract import messages
 from elastic.contract.spec import Checkpoint
@@ -38,7 +38,7 @@ def agents() -> Iterator[list[Agent]]:
             arena.close()
 
 
-def keepers(agents: list[Agent], rule: Rule | None, nodes: tuple[int, ...]) -> list[CheckpointScheduler]:
+def keepers(agents: list[Agent], rule: IntervalRule | None, nodes: tuple[int, ...]) -> list[CheckpointScheduler]:
     """One for each rank; `nodes` has as many as it runs, each."""
     places = [(index, count) for count in nodes for index in range(count)]
     made = []
@@ -74,7 +74,7 @@ def test_the_first_commit_of_each_generation_is_kept(agents: list[Agent]) -> Non
 
 def test_memory_snapshots_do_not_disturb_checkpoints(agents: list[Agent]) -> None:
     state = build()
-    (keeper,) = keepers(agents, Rule(every_steps=10), (1,))
+    (keeper,) = keepers(agents, IntervalRule(every_steps=10), (1,))
     for _ in range(20):
         state.committed(1)
         keeper.after(state)
@@ -86,7 +86,7 @@ def test_memory_snapshots_do_not_disturb_checkpoints(agents: list[Agent]) -> Non
 def test_each_node_has_all_of_it(agents: list[Agent], nodes: tuple[int, ...]) -> None:
     """And each shard is written by one rank alone."""
     state, written = build(1), []
-    for keeper in keepers(agents, Rule(every_steps=1), nodes):
+    for keeper in keepers(agents, IntervalRule(every_steps=1), nodes):
         keeper._put(state, save=True)
     first = 0
     for count in nodes:
@@ -112,7 +112,7 @@ def test_snapshot_with_scarce_memory_keeps_the_shard_to_be_written(agents: list[
         send(message)
 
     agent.send = scarce  # type: ignore[method-assign]
-    keeper = keepers(agents, Rule(every_steps=3), (1, 1))[0]
+    keeper = keepers(agents, IntervalRule(every_steps=3), (1, 1))[0]
     assert not keeper._put(state, save=False)
     assert keeper._put(state, save=True)
     assert [message.optional for message in asked] == [True, False], "and the agent is not asked each time"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elastic.worker.state.state import State
-from elastic.worker.state.watch import WINDOW, Watch
+from elastic.worker.state.watch import WINDOW, TensorWatch
 
 
 def norm() -> nn.Module:
@@ -363,7 +363,7 @@ def test_commit_point_treats_nan_and_moved_storage_as_unchanged() -> None:
 
 def test_with_very_many_tensors_a_change_of_all_is_noticed() -> None:
     tensors = [torch.zeros(3) for _ in range(2 * WINDOW + 5)]
-    watch = Watch()
+    watch = TensorWatch()
     for _ in range(4):
         watch.take(tensors)
         assert watch.changed(tensors) == []
@@ -381,7 +381,7 @@ def test_with_very_many_tensors_a_change_of_all_is_noticed() -> None:
 def test_tensors_of_any_kind_can_be_watched(dtype: torch.dtype) -> None:
     dense = torch.zeros(4, 6).to(dtype)
     kinds = [dense, dense.t(), dense[:0], torch.zeros((), dtype=dtype), dense[:, ::2], torch.empty(3, device="meta")]
-    watch = Watch()
+    watch = TensorWatch()
     watch.take(kinds)
     assert watch.changed(kinds) == []
     dense.data.view(torch.uint8 if dtype.itemsize == 1 else dtype).fill_(1)

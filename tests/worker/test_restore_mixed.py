@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.arenas import Agent
 
-from elastic.checkpoint.interval import Rule
+from elastic.checkpoint.interval import IntervalRule
 from elastic.checkpoint.write import commit, write_shard
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
@@ -43,7 +43,7 @@ def saved(agents: list[Agent]) -> State:
     state.optimizer.step()
     state.committed(1)
     for rank, agent in enumerate(agents):
-        keeper = CheckpointScheduler(AgentSnapshots(agent), Rule(every_steps=1), shared=True)  # type: ignore[arg-type]
+        keeper = CheckpointScheduler(AgentSnapshots(agent), IntervalRule(every_steps=1), shared=True)  # type: ignore[arg-type]
         keeper.enter(RankPosition(1, rank, len(agents), rank, len(agents)), 0)
         keeper._put(state, save=True)
         keeper.settle()

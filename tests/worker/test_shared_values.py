@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 def there_and_back(value: Any) -> Any:
     raw, tensors = shared_values.pack(value, CPU)
-    header = msgspec.json.decode(raw, type=shared_values.Header)
+    header = msgspec.json.decode(raw, type=shared_values.ValueHeader)
     made = shared_values.empty(header, CPU)
     for to, source in zip(made, tensors, strict=True):
         to.copy_(source)
@@ -108,7 +108,7 @@ def test_a_text_of_many_megabytes_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(("shape", "nbytes"), [((2,), 9), ((-2, -4), 64)])
 def test_a_header_that_contradicts_itself_allocates_nothing(shape: tuple[int, ...], nbytes: int) -> None:
-    header = shared_values.Header(table=(TensorInfo("value", "F64", shape, nbytes),), devices=("cpu",))
+    header = shared_values.ValueHeader(table=(TensorInfo("value", "F64", shape, nbytes),), devices=("cpu",))
     with pytest.raises(ValueError, match="takes no"):
         shared_values.empty(header, CPU)
 

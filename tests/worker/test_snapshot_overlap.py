@@ -14,7 +14,7 @@ from support.arenas import Agent
 from support.fake_cuda import Broken, Device, gpu  # noqa: F401 - a fixture
 
 from elastic.checkpoint.arena import Fullness
-from elastic.checkpoint.interval import Rule
+from elastic.checkpoint.interval import IntervalRule
 from elastic.contract.tensor_table import Table, TensorInfo
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
@@ -75,7 +75,7 @@ class Trained:
 
 
 def keeper_for(agent: Agent, every: int = 1) -> CheckpointScheduler:
-    keeper = CheckpointScheduler(AgentSnapshots(agent), Rule(every_steps=every), shared=True)  # type: ignore[arg-type]
+    keeper = CheckpointScheduler(AgentSnapshots(agent), IntervalRule(every_steps=every), shared=True)  # type: ignore[arg-type]
     keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
     return keeper
 

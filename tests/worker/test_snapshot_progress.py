@@ -8,10 +8,10 @@ import torch
 from support.arenas import Agent, NoBackend
 from support.ckpt import table_of
 
-from elastic.checkpoint.interval import Rule
+from elastic.checkpoint.interval import IntervalRule
 from elastic.contract.beat import PAGE_BYTES, BeatPage, Doing
 from elastic.worker.agent_snapshots import AgentSnapshots
-from elastic.worker.checkpoint_scheduler import CheckpointScheduler, Part, RankPosition
+from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
 from elastic.worker.state.state import State
 
 LARGE = 1 << 24
@@ -20,9 +20,9 @@ MOST_BYTES = 16 << 20
 """Between two signs of progress."""
 
 
-def part(step: int, **options: Any) -> Part:
+def part(step: int, **options: Any) -> SnapshotPart:
     tensors = {"w": torch.full((LARGE,), float(step))}
-    return Part(
+    return SnapshotPart(
         step=step, commit_generation=1, shard=0, shards=1, extra={}, interval="",
         table=table_of(tensors), tensors=list(tensors.values()), **options,
     )  # fmt: skip
@@ -49,14 +49,14 @@ def test_a_wait_for_pages_that_a_thread_touches_is_progress_too(agent: Agent) ->
 
 
 def test_the_buffers_of_a_state_on_the_cpu_are_touched_ahead() -> None:
-    prepared: list[Part] = []
+    prepared: list[SnapshotPart] = []
 
     class SnapshotBackend(NoBackend):
-        def prepare(self, part: Part) -> None:
+        def prepare(self, part: SnapshotPart) -> None:
             prepared.append(part)
 
     state = State(model=torch.nn.Linear(4, 4))
-    keeper = CheckpointScheduler(SnapshotBackend(), Rule(every_steps=100), shared=True)
+    keeper = CheckpointScheduler(SnapshotBackend(), IntervalRule(every_steps=100), shared=True)
     keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
     for _ in range(3):
         state.committed(1)

@@ -16,7 +16,7 @@ from elastic.checkpoint import fill as fill_module
 from elastic.checkpoint import memcpy
 from elastic.checkpoint.arena import Arena
 from elastic.checkpoint.fill import Fill
-from elastic.checkpoint.interval import Rule
+from elastic.checkpoint.interval import IntervalRule
 from elastic.checkpoint.layout import arena_nbytes
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
@@ -81,7 +81,7 @@ class Training:
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.state = State(model=self.model, optimizer=self.optimizer, seen=torch.zeros(3))
-        self.keeper = CheckpointScheduler(AgentSnapshots(agent), Rule(every_steps=every), shared=True)  # type: ignore[arg-type]
+        self.keeper = CheckpointScheduler(AgentSnapshots(agent), IntervalRule(every_steps=every), shared=True)  # type: ignore[arg-type]
         self.keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
         self.job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=NoLink())
         self.job.enter(rank=0, world_size=1, generation=1, keeper=self.keeper)  # type: ignore[arg-type]

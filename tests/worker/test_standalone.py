@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.checkpoint.interval import Rule
+from elastic.checkpoint.interval import IntervalRule
 from elastic.worker.job import Job
 from elastic.worker.standalone import run_standalone
 from elastic.worker.state.state import State
@@ -35,7 +35,7 @@ def test_a_checkpoint_that_fails_is_said_and_training_goes_on(
     tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "step-3.g1.tmp").write_text("a file where the folder should be")
-    state = run_standalone(setup, train, str(tmp_path), Rule(every_steps=100))
+    state = run_standalone(setup, train, str(tmp_path), IntervalRule(every_steps=100))
     assert state.step == 3
     said = capfd.readouterr().err
     assert said.startswith("elastic: a checkpoint failed: Not a directory: ")
@@ -45,7 +45,7 @@ def test_a_checkpoint_that_fails_is_said_and_training_goes_on(
 
 
 def test_standalone_success_prints_nothing(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_standalone(setup, train, str(tmp_path), Rule(every_steps=100))
+    run_standalone(setup, train, str(tmp_path), IntervalRule(every_steps=100))
     assert capfd.readouterr().err == ""
     assert os.listdir(tmp_path) == ["step-3"]
 
@@ -55,4 +55,4 @@ def test_setup_with_a_wrong_return_value_is_refused_with_the_remedy() -> None:
         return torch.nn.Linear(2, 2)
 
     with pytest.raises(TypeError, match=r"setup returned Linear: return elastic\.State"):
-        run_standalone(wrong, train, "", Rule())
+        run_standalone(wrong, train, "", IntervalRule())

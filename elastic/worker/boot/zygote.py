@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         order = messages.to_zygote(raw)
         if unfit := unfit or fork_safety.unfit_by_threads():
-            answer: messages.Message = messages.Refused(ticket=order.ticket, why=unfit)
+            answer: messages.Message = messages.ForkRefused(ticket=order.ticket, why=unfit)
         else:
             answer = messages.Forked(ticket=order.ticket, pid=_fork(control, order, descriptors, agent_pid))
         for descriptor in descriptors:

@@ -70,7 +70,7 @@ class ForwardingStore(Store):
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    known: torch_private.Registered
+    known: torch_private.RegisteredGroup
     store: ForwardingStore
     timeout_s: float
 

@@ -16,7 +16,7 @@ import torch
 from .. import torch_private
 from .copies import Copy, counted, equal, mark, writable
 from .parts import OptimizerPart, Part, Slot
-from .watch import Watch, versions
+from .watch import TensorWatch, versions
 
 COPIED_BYTES = 16 * 1024 * 1024
 """Buffers, and tensors held by other parts, are copied at each commit up to this size; larger ones are watched."""
@@ -49,7 +49,7 @@ class CommitPoint:
         self._entries: list[tuple[MutableMapping[str, torch.Tensor | None], str]] = []
         """Holder and key of each of them: of each slot its attributes take longer to read than the tensor."""
         self._saved = SavedTensors([])
-        self._watch = Watch()
+        self._watch = TensorWatch()
         self._large: list[tuple[str, torch.Tensor]] = []
         self._rests: dict[str, Copy | None] = {}
         self._room_bytes = TOTAL_BYTES
@@ -157,7 +157,7 @@ class CommitPoint:
                 copied = copied and total + tensor.nbytes <= TOTAL_BYTES
                 total += tensor.nbytes if copied else 0
                 (saved if copied else watched).append(slot)
-        self._watched, self._saved, self._watch = watched, SavedTensors(saved), Watch()
+        self._watched, self._saved, self._watch = watched, SavedTensors(saved), TensorWatch()
         self._entries = [(slot.holder, slot.key) for slot in watched]
 
     def _tensors(self) -> list[torch.Tensor]:

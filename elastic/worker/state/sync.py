@@ -31,7 +31,7 @@ _NONE: Version = (-1, -1)
 
 
 @dataclass(frozen=True, slots=True)
-class Synced:
+class SyncResult:
     step: int
     origin: Origin
     source: str
@@ -45,7 +45,7 @@ class Synced:
     """The newest step that any rank has a record of as committed."""
 
 
-class Head(msgspec.Struct, frozen=True):
+class StateHeader(msgspec.Struct, frozen=True):
     """Header sent before the tensors."""
 
     table: Table
@@ -69,7 +69,7 @@ def synchronise(
     known_step: int = 0,
     known_commit: Version = (0, 0),
     check: Callable[[], None] = lambda: None,
-) -> Synced:
+) -> SyncResult:
     """Make every rank's `state` the newest there is, over torch's default group. All ranks call it.
 
     `saved` returns the versions that `load` could load on this rank; it is called only if no rank's live state
@@ -104,7 +104,7 @@ def synchronise(
         source, nbytes = _bring(state, choice, rank, generation, load, check)
     check()
     seconds = time.monotonic() - begun_s
-    return Synced(
+    return SyncResult(
         step=state.step,
         origin=choice.origin,
         source=source,
@@ -170,7 +170,7 @@ def _give(state: State, said: str, choice: Choice, check: Callable[[], None]) ->
     tensors = [tensor for _, tensor in held]
     table = tuple([each.info for each, _ in held])
     with pull.open_to_readers([each.address for each, _ in held]) as window:
-        head = Head(table, extra, said, tuple([each.device for each, _ in held]), window)
+        head = StateHeader(table, extra, said, tuple([each.device for each, _ in held]), window)
         broadcast.send_bytes(msgspec.json.encode(head), choice.needs[0])
         readers = [bool(_number(source=rank)) for rank in choice.needs]
         for rank in choice.needs:
@@ -196,7 +196,7 @@ def _take(state: State, choice: Choice, rank: int, check: Callable[[], None]) ->
     survey = state.survey()
     raw = broadcast.receive_bytes(previous)
     broadcast.send_bytes(raw, following)
-    head = msgspec.json.decode(raw, type=Head)
+    head = msgspec.json.decode(raw, type=StateHeader)
     reads = pull.can_read(head.window)
     broadcast.exchange(torch.tensor([int(reads)]), target=choice.source)
     readers = torch.zeros(len(choice.needs), dtype=torch.int64)
@@ -218,7 +218,7 @@ def _take(state: State, choice: Choice, rank: int, check: Callable[[], None]) ->
     return head.source, sum(info.nbytes for info in head.table)
 
 
-def _adopt(state: State, head: Head, survey: Survey) -> list[torch.Tensor]:
+def _adopt(state: State, head: StateHeader, survey: Survey) -> list[torch.Tensor]:
     tensors = state.adopt(head.table, head.extra, survey)
     for info, tensor, device in zip(head.table, tensors, head.devices, strict=True):
         if device_type(tensor) != device:
@@ -235,7 +235,7 @@ def _split(tensors: Sequence[torch.Tensor], window: pull.Window) -> tuple[list[t
     return dense, rest
 
 
-def _readable(head: Head) -> tuple[list[int], list[int]]:
+def _readable(head: StateHeader) -> tuple[list[int], list[int]]:
     """(addresses, bytes) of the tensors that can be read from the source's memory."""
     addresses = head.window.addresses
     sizes = [info.nbytes for info, address in zip(head.table, addresses, strict=True) if address]

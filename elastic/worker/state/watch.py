@@ -35,7 +35,7 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-class Watch:
+class TensorWatch:
     """`take`, and later `changed`: by the version counters of all tensors, and the sample."""
 
     def __init__(self) -> None:
