@@ -66,7 +66,6 @@ class HangDetector:
     pool: Pool
     rules: Hang
     post: Callable[[Event], None]
-    save_stacks: Callable[[dict[str, str]], None]
     group_s: float = math.inf
     """The process group's time-out: with NCCL nothing else ends a wait in which no rank is found to be the cause."""
 
@@ -276,8 +275,7 @@ class HangDetector:
                 log.info("worker.is_blocked_in_collective", slot=process.slot, pid=process.pid)
             elif sick is not None:
                 log.warning("worker.hung", slot=process.slot, pid=process.pid, evidence=sick.evidence)
-                self.save_stacks(told)
-                self.post(WorkerUnhealthy(process.slot, process.worker_id, "hang", sick.evidence))
+                self.post(WorkerUnhealthy(process.slot, process.worker_id, "hang", sick.evidence, told))
             self._accused.discard(process.worker_id)
 
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import queue
 import random
@@ -47,7 +46,6 @@ from ..recovery.events import (
     WorkerFailed,
     WorkerManaged,
     WorkerReady,
-    WorkerUnhealthy,
 )
 from ..recovery.exits import ends_too_early
 from ..recovery.model import Agent, is_leader
@@ -115,9 +113,7 @@ class AgentLoop:
         self._deeds = EffectRunner(config, self._spec, registry, self.pool)
         self._deeds.on_incident = self._incident
         registry.progress = self._last_progress
-        self._stacks: dict[str, str] = {}
-        """Dumped before a hung worker is killed; held until the hang is reported."""
-        self._watchman = HangDetector(self.pool, self._spec.hang, self.post, self._save_stacks, config.timeouts.group_s)
+        self._watchman = HangDetector(self.pool, self._spec.hang, self.post, config.timeouts.group_s)
         self._gauge = status.Gauge()
         self._step_times = StepTimes(config.node, self._spec.debug.window_s, gpu=bool(config.gpus))
         self._ledger = LedgerKeeper(spec.submitted_wall_s, began_wall_s(), left_behind(folder, spec.submitted_wall_s))
@@ -363,8 +359,6 @@ class AgentLoop:
     def _turn(self, event: Event) -> None:
         before = self.agent
         now_s = time.monotonic()
-        if isinstance(event, WorkerUnhealthy):
-            event, self._stacks = dataclasses.replace(event, stacks=self._stacks), {}
         self.agent, effects = step(before, event, now_s, random.random(), time.time())
         if not isinstance(event, Tick | Viewed | Progress):
             log.debug("event", what=event)
@@ -388,10 +382,6 @@ class AgentLoop:
     def _incident(self, record: IncidentRecord) -> None:
         if not record.open:
             self.on_incident(record)
-
-    def _save_stacks(self, stacks: dict[str, str]) -> None:
-        """Called in the hang detector's thread, just before it posts WorkerUnhealthy."""
-        self._stacks = stacks
 
     # ── status ──────────────────────────────────────────────────────────────────────────────────────────────
 
