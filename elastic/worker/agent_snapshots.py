@@ -67,8 +67,10 @@ class AgentSnapshots:
         return self._durable_s
 
     def wanted(self) -> bool:
-        asked, self._session.save_wanted = self._session.save_wanted, False
-        return asked
+        if not self._session.save_wanted:
+            return False
+        self._session.save_wanted = False  # only now: the monitor thread may set it at any moment
+        return True
 
     def stops(self) -> bool:
         return self._session.stop_wanted

@@ -35,3 +35,24 @@ def test_buffers_that_were_asked_for_when_the_state_was_smaller_are_not_taken(ag
     assert agent.arenas[filled.buffer].header().step == 3
     for arena in late:
         arena.close()
+
+
+class AskedMeanwhile(Agent):
+    """The monitor thread notes a request while the main thread looks whether there is one."""
+
+    asked = False
+
+    @property
+    def save_wanted(self) -> bool:
+        before, self.asked = self.asked, True
+        return before
+
+    @save_wanted.setter
+    def save_wanted(self, asked: bool) -> None:
+        self.asked = asked
+
+
+def test_a_checkpoint_that_is_asked_for_at_that_moment_is_not_forgotten() -> None:
+    sink = AgentSnapshots(AskedMeanwhile())  # type: ignore[arg-type]
+    assert not sink.wanted()
+    assert sink.wanted()
