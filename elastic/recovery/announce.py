@@ -17,6 +17,10 @@ agent that has the cause to report it first."""
 IDLE_S = 1.0
 """How long a worker may stay outside the group of a generation that is not broken, with nothing to wait for."""
 
+SAVE_S = 600.0
+"""The same while a draining node waits for the checkpoint at which all ranks have stopped, or three times as long as
+the last one took to write. If it fails they would stand still for as long as the drain lasts."""
+
 
 def member_record(turn: Turn) -> MemberRecord:
     """Our member record as it should be now."""
@@ -202,12 +206,19 @@ def check_idle(turn: Turn) -> None:
     current = turn.agent.formed.generation
     if current is None or turn.is_broken() or not turn.policy.managed:
         return
+    if not turn.agent.etcd.view.whole:
+        return  # whether a node drains is not known; without a step this agent soon watches the members, too
     ranks = turn.my_ranks()
     left = (w for w in turn.agent.local.workers.values() if w.stage is Stage.READY and w.generation == current.number)
-    if not any(w.slot in ranks and turn.now_s - w.since_s >= IDLE_S for w in left):
+    since_s = min((w.since_s for w in left if w.slot in ranks), default=turn.now_s)
+    if turn.now_s - since_s < IDLE_S:
         return
     members = turn.agent.etcd.view.members.values()
     stay = sum(1 for m in members if m.record.ready and m.record.draining is None)
     if any(m.record.draining is not None for m in members) and stay < turn.limits().min_nodes:
-        return  # it waits for the draining node to leave, and the job for a replacement
+        # It waits for the draining node to leave, and the job for a replacement.
+        progress = turn.agent.etcd.view.progress
+        write_s = progress.checkpoint_write_s if progress is not None else None
+        if turn.now_s - since_s < max(SAVE_S, 3 * (write_s or 0.0)):
+            return
     report_failure(turn, "idle", "left its group, and nothing followed", (), charged=False)

@@ -63,7 +63,7 @@ MUTANTS = (
     Mutant("a hang is ignored", "recovery.knowledge",
            "if worker.stage in IN_GROUP | {Stage.STARTING, Stage.READY}:", "if False:"),
     Mutant("an agent that left for nothing never joins again", "recovery.announce",
-           "if not any(w.slot in ranks and turn.now_s - w.since_s >= IDLE_S for w in left):", "if True:"),
+           "if turn.now_s - since_s < IDLE_S:", "if True:"),
     Mutant("generations are not counted", "recovery.leading",
            "number = agent.formed.generation.number + 1 if agent.formed.generation else 1", "number = 1"),
     Mutant("a generation is published without compare-and-swap", "agent.etcd_writer",

@@ -17,6 +17,7 @@ from support.incidents import check_incident
 from elastic.contract.origin import Origin
 from elastic.contract.records import IncidentRecord, Phase, decode, encode
 from elastic.etcd.client import Put
+from elastic.recovery.announce import SAVE_S
 
 
 @pytest.fixture(autouse=True)
@@ -363,3 +364,34 @@ def test_a_step_that_only_a_later_report_of_the_same_recovery_names_counts_as_lo
         Fault(1.108, "kill_worker", (0, 0)),
     )
     assert play(History(setting, faults)).failure == ""
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_drain_whose_checkpoint_fails_takes_another_one(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks have stopped at the step that was to be saved."""
+    cluster = Cluster(replace(TWO, checkpoint_every=10_000))
+    durable, results = cluster.training._saved, itertools.count()
+    monkeypatch.setattr(cluster.training, "_saved", lambda saved: durable(saved) if next(results) >= failing else None)
+    cluster.run(STRUCK_S)
+    cluster.drain(1, 1e6)
+    cluster.run(STRUCK_S + 10.0 + SAVE_S * failing)
+    assert cluster.nodes[1].agent is None
+    assert cluster.record().number == 1 + failing
+    assert sum(incident.open for incident in incidents(cluster)) == 1
+    assert all((incident.steps_lost or 0) == 0 for incident in incidents(cluster))
+
+
+@pytest.mark.parametrize("crowd", [64, 2])
+def test_a_drain_waits_for_its_checkpoint_also_where_most_agents_do_not_see_that_a_node_drains(crowd: int) -> None:
+    setting = Setting(
+        calm=True, nodes=4, slots=1, most=4, least=4, crowd=crowd, leader_candidates=1, checkpoint_every=10_000,
+        save_s=8.0,
+    )  # fmt: skip
+    cluster = Cluster(setting)
+    cluster.run(8.0)
+    cluster.drain(3, 1e6)
+    cluster.run(40.0)
+    assert cluster.nodes[3].agent is None
+    assert cluster.record().number == 1
+    (incident,) = incidents(cluster)
+    assert (incident.kind, incident.open) == ("drain", True)
