@@ -205,13 +205,13 @@ class Asker:
 
 
 def ask_each(asker: Asker, nodes: Sequence[str], path: str, query: Mapping[str, object], by: User) -> dict[str, Json]:
-    """Node -> its answer, or `{"error": why}`; all are asked at the same time."""
+    """Node -> its answer, or `{"error": why, "status": HTTP status}`; all are asked at the same time."""
 
     def one(node: str) -> Json:
         try:
             return asker.ask(node, path, query, by)
         except Refused as refused:
-            return {"error": str(refused)}
+            return {"error": str(refused), "status": refused.status}
 
     if not nodes:
         return {}

@@ -62,7 +62,8 @@ class Cleaner:
             agents = {job: a.status.incarnation if a.status else "" for job, a in snapshot.agents.items()}
             folders, problems = listed(self._jobs_dir, agents)
             rows: list[Json] = []
-            for removal in removals(folders, known_jobs(snapshot, self._keys), settings, time.time()):
+            known = known_jobs(snapshot, self._keys)
+            for removal in removals(folders, known, settings, time.time()):
                 if dry_run or self._remove(removal, problems):
                     rows.append(_row(removal))
             if settings.etcd_log_mb:
@@ -73,7 +74,8 @@ class Cleaner:
             self._log.warning("retention.not_removed", why=problem)
         freed_mb = round(sum(row["mb"] for row in rows), 3)
         node = self._settings.node
-        return {"node": node, "dry_run": dry_run, "removed": rows, "freed_mb": freed_mb, "problems": problems}
+        return {"node": node, "dry_run": dry_run, "removed": rows, "freed_mb": freed_mb, "problems": problems,
+                "jobs_known": known is not None}  # fmt: skip
 
     def _remove(self, removal: Removal, problems: list[str]) -> bool:
         """Whether it was removed."""

@@ -14,8 +14,9 @@ from elastic.etcd.client import Etcd, EtcdError
 
 from .. import addresses, doctor, reach
 from ..asks import Asker, User, ask_each
+from ..cluster import Cluster
 from ..config import port_range
-from ..doctor import ERROR, Finding
+from ..doctor import ERROR, WARNING, Finding
 from ..log import Log
 from ..published_state import Snapshot
 from ..settings import Settings
@@ -26,6 +27,29 @@ if TYPE_CHECKING:
     from .routes import Request
 
 MEMBER_S = 3.0
+NO_ETCD = 503
+
+
+def unanswered(node: str, answer: Json) -> Finding:
+    """Of a node that has answered with an error. Where etcd is what fails, that node may be well."""
+    cure = f"on {node}: systemctl status elasticd"
+    if answer.get("status") == NO_ETCD:
+        cure = "first what is said of etcd; then ask again"
+    return Finding(check="node", level=ERROR, node=node, text=str(answer["error"]), cure=cure)
+
+
+def without_daemon(cluster: Cluster) -> Iterator[Finding]:
+    """Nodes that have agents of jobs and no elasticd."""
+    jobs: dict[str, list[str]] = {}
+    for job in cluster.jobs.values():
+        for node in () if job.over else job.members.keys() - cluster.nodes.keys():
+            jobs.setdefault(node, []).append(job.name)
+    for node, names in sorted(jobs.items()):
+        yield Finding(
+            check="node", level=WARNING, node=node,
+            text=f"no elasticd runs there; its agents of {', '.join(sorted(names))} go on",
+            cure=f"start it on {node} (systemctl start elasticd); its log says why it ended",
+        )  # fmt: skip
 
 
 class Doctor:
@@ -69,7 +93,7 @@ class Doctor:
     def whole(self, snapshot: Snapshot, by: User) -> Json:
         """Everything: this node, etcd, all other nodes."""
         me = self._settings.node
-        found = [*self.here(), *self._latency(), *self._members()]
+        found = [*self.here(), *self._latency(), *self._members(), *without_daemon(snapshot.cluster)]
         others = sorted(snapshot.cluster.nodes.keys() - {me})
         with reach.listener(self._settings.address, port_range(self._settings.ports)) as listening:
             began_s = time.time()
@@ -80,8 +104,7 @@ class Doctor:
         clocks, unreached, rates = {}, dict[str, str](), dict[str, float]()
         for node, answer in answers.items():
             if "error" in answer:
-                found.append(Finding(check="node", level=ERROR, node=node, text=str(answer["error"]),
-                                     cure=f"on {node}: systemctl status elasticd"))  # fmt: skip
+                found.append(unanswered(node, answer))
                 continue
             found += [msgspec.convert(row, Finding) for row in answer["findings"]]
             facts[node] = answer["versions"]

@@ -27,9 +27,20 @@ def get_node(h: Request, query: Query, node: str) -> None:
     snapshot = _with_node(h, node)
     if (wait_s := query_values.seconds(query, "wait_empty_s")) > 0:
         snapshot = h.service.board.wait(lambda s: not s.cluster.jobs_on(node), min(wait_s, LONGEST_WAIT_S))
-    rows = [row for row in views.nodes(snapshot, h.service.identity.node, time.time()) if row["node"] == node]
+    found = row(snapshot, h.service.identity.node, node)
+    h.send_json(200, {"schema": SCHEMA} | found | {"jobs": snapshot.cluster.jobs_on(node)})
+
+
+def row(snapshot: Snapshot, me: str, node: str) -> Json:
+    """As `views.nodes` shows it; of a node that has neither a daemon nor an agent its name and the state 'gone'."""
     gone: Json = {"node": node, "state": "gone", "reason": ""}
-    h.send_json(200, {"schema": SCHEMA} | (rows[0] if rows else gone) | {"jobs": snapshot.cluster.jobs_on(node)})
+    return next((row for row in views.nodes(snapshot, me, time.time()) if row["node"] == node), gone)
+
+
+def changed(h: Request, node: str) -> None:
+    """Answer a request that has changed the node: with its state since."""
+    seen = row(h.service.board.now, h.service.identity.node, node)
+    h.send_json(200, {"schema": SCHEMA} | {key: seen[key] for key in ("node", "state", "reason")})
 
 
 def get_drain(h: Request, query: Query, node: str) -> None:

@@ -129,7 +129,8 @@ def get_incidents(h: Request, query: Query) -> None:
         found = found[-last:]
     strange = _others_jobs(h, snapshot)
     shown = [log_privacy.incident(row) if row["job"] in strange else row for row in found]
-    h.send_json(200, {"schema": SCHEMA, "incidents": shown})
+    etcd = views.etcd(snapshot, h.service.identity, now())
+    h.send_json(200, {"schema": SCHEMA, "etcd": etcd, "incidents": shown})
 
 
 def get_events(h: Request, query: Query) -> None:
@@ -140,7 +141,8 @@ def get_events(h: Request, query: Query) -> None:
         event_routes.follow(h, board, job, node, since_wall_s, last)
     else:
         found = event_routes.listed(board.now.cluster, job, node, since_wall_s, last)
-        h.send_json(200, {"schema": SCHEMA, "events": found})
+        etcd = views.etcd(board.now, h.service.identity, now())
+        h.send_json(200, {"schema": SCHEMA, "etcd": etcd, "events": found})
 
 
 def get_config(h: Request, query: Query) -> None:
@@ -203,13 +205,13 @@ def delete_job(h: Request, query: Query, job: str) -> None:
 def post_cordon(h: Request, query: Query, node: str) -> None:
     h.service.authority.check_node(h.peer(), node, "cordon")
     h.service.actions.cordon(node, _text(h.body(), "reason", f"cordoned by {h.peer().user}"))
-    h.send_json(200, {"schema": SCHEMA, "node": node})
+    node_routes.changed(h, node)
 
 
 def post_uncordon(h: Request, query: Query, node: str) -> None:
     h.service.authority.check_node(h.peer(), node, "uncordon")
     h.service.actions.uncordon(node)
-    h.send_json(200, {"schema": SCHEMA, "node": node})
+    node_routes.changed(h, node)
 
 
 def post_drain(h: Request, query: Query, node: str) -> None:
@@ -219,7 +221,7 @@ def post_drain(h: Request, query: Query, node: str) -> None:
     if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not 0 <= deadline_s <= MAX_DEADLINE_S:
         raise Refused(400, f"deadline_s = {deadline_s!r}: seconds from 0 to {MAX_DEADLINE_S:g}; 0: no deadline")
     h.service.actions.drain(node, _text(body, "reason", f"drained by {h.peer().user}"), float(deadline_s))
-    h.send_json(200, {"schema": SCHEMA, "node": node})
+    node_routes.changed(h, node)
 
 
 def _status(h: Request) -> Json:

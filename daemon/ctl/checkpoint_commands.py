@@ -47,7 +47,7 @@ def show_verify(client: Client, where: str, as_json: bool) -> int:
 
 def export(path: str, target: str, form: str, as_json: bool) -> int:
     if not os.path.isdir(path):
-        raise Failed(404, f"{path!r} is no folder here")
+        raise Failed(404, f"{path!r} is no folder here: give that of one checkpoint, CHECKPOINT_DIR/step-N")
     done = _ask("export", os.path.abspath(path), os.path.abspath(target), "--format", form)
     if done.returncode:
         raise Failed(500, done.stderr.strip() or f"ended with exit code {done.returncode}")
@@ -76,8 +76,10 @@ def _folder(client: Client, where: str) -> tuple[str, str | None]:
         return os.path.abspath(where), None  # so that a name with a leading dash is no option
     try:
         spec = client.get(f"/v1/jobs/{name(where)}")["spec"]
-    except (Failed, Unreachable) as error:
+    except Failed as error:
         raise Failed(404, f"{where!r} is no folder here, and as a job: {error}") from None
+    except Unreachable as error:
+        raise Unreachable(f"{where!r} is no folder here, and as a job: {error}") from None
     folder = str((spec or {}).get("checkpoint", {}).get("dir", ""))
     if not folder:
         raise Failed(404, f"job {where!r} writes no checkpoints (checkpoint.dir is empty)")

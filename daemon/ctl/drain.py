@@ -10,7 +10,7 @@ import click
 from .. import safe_text
 from .client import Client, name
 from .complete import NODE
-from .output import Json, as_json, length, print_json, say
+from .output import NO_DAEMON, Json, as_json, length, print_json, say
 
 TIMED_OUT = 1
 LONGEST_ANSWER_S = 60.0
@@ -51,16 +51,17 @@ def drain(
         return
     body: Json = {"deadline_s": deadline_s} | ({"reason": reason} if reason else {})
     answer = client.post(f"/v1/nodes/{name(node)}/drain", body) | {"jobs": data["jobs"]}
+    down = answer.get("state") == NO_DAEMON
     if not wait_:
-        say(answer, as_json, f"{node} is being drained")
+        later = f"{node} takes no new work, and is drained when elasticd runs there again: now none does"
+        say(answer, as_json, later if down else f"{node} is being drained")
         return
     left = until_empty(client, node, timeout_s)
     if as_json:
         print_json(answer | {"jobs_left": left})
     elif left:
-        click.echo(
-            safe_text.line(f"{node} still has {', '.join(left)} after {timeout_s:g} s; the drain goes on"), err=True
-        )
+        then = f"it is drained when elasticd runs on {node} again" if down else "the drain goes on"
+        click.echo(safe_text.line(f"{node} still has {', '.join(left)} after {timeout_s:g} s; {then}"), err=True)
     else:
         click.echo(safe_text.line(f"{node} is drained: no job runs there"))
     sys.exit(TIMED_OUT if left else 0)

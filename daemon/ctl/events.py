@@ -10,7 +10,7 @@ import click
 from ..safe_text import line
 from . import complete as ctl_complete
 from .client import Client
-from .output import Json, as_json, length, print_json
+from .output import Json, as_json, as_of, length, print_json
 
 
 @click.command()
@@ -35,6 +35,7 @@ def events(client: Client, follow: bool, job: str, node: str, since_s: float | N
                 click.echo(in_words(event))
             if not data["events"]:
                 click.echo("no events")
+            as_of(data)
         return
     for event in client.lines("/v1/events", query | {"follow": 1}):
         click.echo(json.dumps(event) if as_json else in_words(event))

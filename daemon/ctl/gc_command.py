@@ -33,6 +33,8 @@ def gc(client: Client, dry_run: bool, as_json: bool) -> None:
     else:
         for line in lines(data):
             click.echo(safe_text.line(line))
+        if not data.get("jobs_known", True):
+            click.echo("etcd cannot be reached: the folders of forgotten jobs stay until it can", err=True)
         for problem in data["problems"]:
             click.echo(safe_text.line(f"not removed: {problem}"), err=True)
     sys.exit(ERROR if data["problems"] else 0)

@@ -24,7 +24,8 @@ from . import complete as ctl_complete
 from . import late as ctl_late
 from .client import Client, Failed, Unreachable, name
 from .complete import JOB, NODE
-from .output import AS_USER, OVER, as_json, length
+from .output import AS_USER, GONE, OVER, as_json, as_of, length
+from .output import NO_DAEMON as NO_NODE_DAEMON
 from .output import print_json as _print
 from .output import say as _say
 
@@ -121,7 +122,8 @@ def jobs(client: Client, as_json: bool) -> None:
         return _print(data)
     from . import render
 
-    return render.jobs(data["jobs"])
+    render.jobs(data["jobs"])
+    return as_of(data)
 
 
 @main.command()
@@ -134,7 +136,8 @@ def nodes(client: Client, as_json: bool) -> None:
         return _print(data)
     from . import render
 
-    return render.nodes(data["nodes"])
+    render.nodes(data["nodes"])
+    return as_of(data)
 
 
 @main.command()
@@ -154,8 +157,9 @@ def incidents(client: Client, job: str | None, last: int, full: bool, as_json: b
     if full and found:
         for row in found:
             render.incident(row)
-        return None
-    return render.incidents(found)
+    else:
+        render.incidents(found)
+    return as_of(data)
 
 
 @main.command()
@@ -237,7 +241,13 @@ def cordon(client: Client, node: str, reason: str, as_json: bool) -> None:
 @click.pass_obj
 def uncordon(client: Client, node: str, as_json: bool) -> None:
     """Undo a cordon or drain of NODE, and let the jobs that excluded it use it again."""
-    _say(client.post(f"/v1/nodes/{name(node)}/uncordon"), as_json, f"{node} takes work again")
+    data = client.post(f"/v1/nodes/{name(node)}/uncordon")
+    text = f"{node} takes work again"
+    if (state := data.get("state", "ready")) in (NO_NODE_DAEMON, GONE):
+        text = f"{node} may take work again, once its elasticd runs: now none does"
+    elif state in ("unhealthy", "draining"):  # by itself: its machine is shut down, or taken away
+        text = f"{node} is neither cordoned nor drained any more, and still {state}: {data['reason']}"
+    _say(data, as_json, text)
 
 
 @main.group()

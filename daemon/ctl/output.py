@@ -30,6 +30,19 @@ def say(data: Json, as_json: bool, text: str, err: bool = False) -> None:
         click.echo(safe_text.line(text), err=err)
 
 
+NO_DAEMON, GONE = "no daemon", "gone"
+"""States of a node on which no elasticd runs: with agents of jobs, and without."""
+
+
+def as_of(data: Json) -> None:
+    """Say on stderr that an answer is as old as the last contact with etcd, if it is."""
+    etcd = data.get("etcd")  # absent from a daemon of an earlier version
+    if etcd and not etcd["connected"]:
+        age = "" if etcd["age_s"] is None else f", {etcd['age_s']:.0f} s ago"
+        text = f"etcd cannot be reached: this is as it was last seen{age} ({etcd['error'] or 'no answer'})"
+        click.echo(safe_text.line(text), err=True)
+
+
 _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _LENGTH = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(s|m|min|h|d)?")
 

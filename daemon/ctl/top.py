@@ -69,8 +69,9 @@ def look(client: Client, job: str | None) -> Json:
 
 
 def of_job(data: Json) -> Json:
-    """A job's answer reduced to what `top` shows. `behind`: steps behind the foremost rank; null: not known here."""
-    ranks = data["ranks"]
+    """A job's answer reduced to what `top` shows. `behind`: steps behind the foremost rank; null: not known here,
+    as while etcd is away, through which the steps of other nodes come."""
+    ranks = data["ranks"] if data.get("etcd", {}).get("connected", True) else []
     first = max((row["step"] for row in ranks if row["step"] is not None), default=None)
     kept = ("job", "phase", "health", "generation", "world_size", "step", "steps_per_s", "loss", "waiting_for")
     return {key: data[key] for key in kept} | {
@@ -79,7 +80,7 @@ def of_job(data: Json) -> Json:
         "ranks": [
             {key: row.get(key) for key in ("rank", "node", "slot", "pid", "phase", "step", "rss_mb", "step_s")}
             | {"behind": first - row["step"] if first is not None and row["step"] is not None else None}
-            for row in ranks
+            for row in data["ranks"]
         ],
     }
 
@@ -92,7 +93,7 @@ def screen(data: Json, width: int, height: int | None = None, live: bool = True)
     from .table import Column, Rows
 
     data = shown(data)
-    etcd = "" if data["etcd"] else "  etcd cannot be reached: all is as last seen"
+    etcd = "" if data["etcd"] else "  etcd cannot be reached: other nodes as last seen"
     parts = [Text(f"cluster {data['cluster']}  {render.clock(data['wall_s'])}{etcd}{'  Ctrl-C ends' if live else ''}")]
     left = None if height is None else height - 2
     for job in data["jobs"]:

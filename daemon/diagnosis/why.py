@@ -28,7 +28,8 @@ def of_node(snapshot: Snapshot, name: str, row: Mapping[str, Any], me: str, wall
     """`row`: the rest of its row, as `views.nodes` makes it; `me`: the node of this daemon."""
     node = snapshot.cluster.nodes.get(name)
     if node is None:
-        return f"elasticd is down on this node; its agents of {', '.join(row['jobs'])} keep running"
+        waits = "; its drain waits for elasticd" if name in snapshot.cluster.drains else ""
+        return f"elasticd is down on this node; its agents of {', '.join(row['jobs'])} keep running{waits}"
     parts = [*_blocked(snapshot.cluster, node, row, wall_s), *_disputes(snapshot.cluster, name)]
     past = {job.name for job in snapshot.cluster.jobs.values() if job.over or _has_stepped_with(job, name)}
     starting = [agent for agent in node.record.agents if agent.job not in past]  # the node's record is seconds old

@@ -32,6 +32,8 @@ def whole(*jobs: views.Json) -> views.Json:
 def test_ranks_are_behind_the_foremost() -> None:
     seen = ctl_top.of_job(detail([40, 38, None]))
     assert [row["behind"] for row in seen["ranks"]] == [0, 2, None]
+    cut_off = ctl_top.of_job(detail([40, 38]) | {"etcd": {"connected": False}})  # the steps of one are not those of now
+    assert [(row["step"], row["behind"]) for row in cut_off["ranks"]] == [(40, None), (38, None)]
     assert seen["step_s"] == pytest.approx(0.1012)
     assert ctl_top.of_job(detail([])) | {"ranks": []} == ctl_top.of_job(detail([]))
 

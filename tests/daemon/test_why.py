@@ -170,7 +170,12 @@ def test_node_says_who_cannot_reach_it_and_which_jobs_exclude_it() -> None:
         f"excluded for train until about {clock(1550.0)}, because workers of train failed there once"
     )
     assert of_node(job=job()) == "ready: 2 of 2 slots used"
-    assert of_node(job=job(), name="b") == "elasticd is down on this node; its agents of train keep running"
+    down = "elasticd is down on this node; its agents of train keep running"
+    assert of_node(job=job(), name="b") == down
+    apart = seen(job())
+    drained = replace(apart, cluster=replace(apart.cluster, drains={"b": DrainRecord(reason="x", since_wall_s=1.0)}))
+    rows = views.status(drained, IDENTITY, NOW)["nodes"]
+    assert [row["why"] for row in rows if row["node"] == "b"] == [f"{down}; its drain waits for elasticd"]
     assert of_node(contact=LOST) == (
         "etcd unreachable from here: etcdserver: authentication failed; what runs here goes on"
     )
