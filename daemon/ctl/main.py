@@ -245,8 +245,8 @@ def uncordon(client: Client, node: str, as_json: bool) -> None:
     text = f"{node} takes work again"
     if (state := data.get("state", "ready")) in (NO_NODE_DAEMON, GONE):
         text = f"{node} may take work again, once its elasticd runs: now none does"
-    elif state in ("unhealthy", "draining"):  # by itself: its machine is shut down, or taken away
-        text = f"{node} is neither cordoned nor drained any more, and still {state}: {data['reason']}"
+    elif state == "unhealthy":
+        text = f"{node} is neither cordoned nor drained any more, and takes no work still: {data['reason']}"
     _say(data, as_json, text)
 
 

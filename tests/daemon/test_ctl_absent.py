@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterator
+from dataclasses import replace
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 from support.door import Door
 from support.pictures import job, snapshot
 
 from elasticd.api.doctor_routes import unanswered, without_daemon
+from elasticd.cluster import Node
 from elasticd.ctl import main as ctl
 from elasticd.doctor import ERROR, WARNING
 from elasticd.published_state import Contact
@@ -42,6 +45,20 @@ def test_a_node_without_a_daemon_is_not_said_to_take_work_or_to_be_drained(door:
     done = call(door, "drain", "b", "--wait", "--timeout", "0.001s")
     assert done.exit_code == 1
     assert "b still has train after 0.001 s; it is drained when elasticd runs on b again" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"healthy": False, "reason": "disk full"}, "neither cordoned nor drained any more, and takes no work still: "),
+        ({"draining": "drained by ada"}, "takes work again"),  # its daemon has yet to see that the drain is over
+    ],
+)
+def test_uncordon_says_why_a_node_takes_no_work_still(door: Door, facts: dict[str, object], said: str) -> None:
+    seen = snapshot(job())
+    record = msgspec.structs.replace(seen.cluster.nodes["a"].record, **facts)
+    door.board.publish(replace(seen, cluster=replace(seen.cluster, nodes={"a": Node(record, 1)})))
+    assert said in call(door, "uncordon", "a").stdout
 
 
 @pytest.mark.parametrize("words", [["jobs"], ["nodes"], ["incidents"], ["incidents", "--full"], ["events"]])

@@ -33,7 +33,7 @@ def wants(nodes: str, workers: int = 2, folder: str = "") -> Job:
     [
         ("2:2", "abc", "train moves to c"),
         ("1:2", "ab", "train goes on with 1 node"),
-        ("2:2", "ab", "train stops and has no checkpoint.dir: its state is lost: 1 of at least 2 nodes would be left"),
+        ("2:2", "ab", "train stops, with its state in the memory of a: 1 of at least 2 nodes would be left"),
     ],
 )
 def test_a_drain_moves_shrinks_or_stops_a_job(nodes: str, there: str, text: str) -> None:
@@ -44,6 +44,16 @@ def test_a_drain_moves_shrinks_or_stops_a_job(nodes: str, there: str, text: str)
 def test_a_job_with_a_checkpoint_folder_stops_after_a_checkpoint() -> None:
     (effect,) = effects(cluster(wants("2:2", folder="/ck"), nodes="ab"), "b")
     assert effect.text.startswith("train stops after a checkpoint: 1 of at least 2")
+
+
+def test_a_job_whose_state_no_other_node_has_stays_until_the_deadline() -> None:
+    """As its agent does: see tests/chaos/test_leaving.py."""
+    alone = replace(wants("1:1"), members={"b": wants("1:1").members["b"]})
+    (effect,) = effects(cluster(alone, nodes="b"), "b")
+    assert effect.text == (
+        "train stays until the deadline of the drain, and its state, without checkpoint.dir, is then lost: "
+        "0 of at least 1 nodes would be left"
+    )
 
 
 def test_a_full_or_draining_node_takes_no_place() -> None:
