@@ -19,6 +19,12 @@ def has_failed(formed: FormedState, generation: int) -> bool:
     return unplanned or formed.broken >= generation
 
 
+def cut_short(agent: Agent, generation: int) -> bool:
+    """Whether no more of a checkpoint of this generation comes: the job has left it for a failure, or was ended."""
+    phase = agent.etcd.view.state.phase
+    return has_failed(agent.formed, generation) or phase in (Phase.STOPPING, Phase.STOPPED, Phase.FAILED)
+
+
 def save_failed(agent: Agent, step: int, error: str, wall_s: float) -> IncidentRecord:
     return _over_at_once(agent, "checkpoint", f"checkpoint of step {step} failed: {error}", wall_s, step=step)
 

@@ -57,7 +57,7 @@ from .effect_runner import EffectRunner
 from .etcd_writer import EtcdWriter
 from .hang_detector import HangDetector
 from .history import HistoryFile
-from .incidents import has_failed, late_exit, save_failed
+from .incidents import cut_short, late_exit, save_failed
 from .ledger import LedgerKeeper, began_wall_s
 from .logs import Trimmer
 from .orders import OrdersFile
@@ -138,7 +138,7 @@ class AgentLoop:
         self.saver = Saver(
             self._spec.checkpoint, config.job, self.pool.tell,
             on_saved=lambda step: self.post(CheckpointSaved(step)), on_failed=self._save_failed,
-            cut=lambda generation: has_failed(self.agent.formed, generation),
+            cut=lambda generation: cut_short(self.agent, generation),
             versions=versions(), slots=config.slots,
         )  # fmt: skip
         self._reports = WorkerReports(config, spec, self.saver, lambda: self._pictures.known_step)
@@ -183,10 +183,10 @@ class AgentLoop:
         # The interpreter restores default handlers while it exits: SIGHUP for new orders would then kill it.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._finish_saving()
+        self.saver.close()
         self._progress_due_s = 0.0  # the final progress is written
         self._write_status()
         self.pool.close()
-        self.saver.close()
         self._reports.close()
         self._selector.close()
         return self._ended.code

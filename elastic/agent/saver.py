@@ -73,7 +73,7 @@ class _Slot:
 @dataclass
 class Saver:
     """`on_saved(step)` is called when a checkpoint has become durable, `on_failed(step, error)` when one failed: not if
-    shards of it are missing and `cut(generation)` says that the job has left that generation for a failure."""
+    shards of it are missing and `cut(generation)` says that the job has left that generation for a failure, or ends."""
 
     rules: Checkpoint
     job: str
@@ -311,6 +311,10 @@ class Saver:
         return bool(self.on and self.writer.waiting)
 
     def close(self) -> None:
+        """A checkpoint that is not committed yet has failed: nothing is left to do that."""
+        for generation, step in sorted(self._committing):
+            if not self.cut(generation):
+                self._fail(generation, step, "the agent has left before it was durable")
         self.writer.close()
         for held in self._slots.values():
             for arena in held.arenas:

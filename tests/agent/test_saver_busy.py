@@ -29,6 +29,8 @@ class Writer:
     def results(self) -> list[orders.Result]:
         return []
 
+    def close(self) -> None: ...
+
 
 class Bench:
     def __init__(self) -> None:
@@ -47,9 +49,9 @@ class Bench:
         self.saver.need_arena(0, 1, 4096)
         self.told.clear()
 
-    def filled(self) -> None:
+    def filled(self, *, lead: bool = True) -> None:
         message = messages.Filled(step=7, generation=2, buffer=1, nbytes=9, shard=0, shards=1, stall_s=0.0)
-        self.saver.filled(0, message, lead=True, world_size=1)
+        self.saver.filled(0, message, lead=lead, world_size=1)
 
 
 @pytest.fixture
@@ -118,6 +120,26 @@ def test_larger_buffers_do_not_wait_for_a_writer_that_is_behind(bench: Bench) ->
     bench.saver.readable()
     bench.saver.readable()
     assert bench.writer.taken == [orders.Forget()], "told later, and once, to unmap the old ones"
+
+
+@pytest.mark.parametrize(("lead", "stopped", "failed"), [(True, False, [7]), (True, True, []), (False, False, [])])
+def test_a_checkpoint_that_is_not_durable_when_the_agent_leaves_has_failed(
+    bench: Bench, lead: bool, stopped: bool, failed: list[int]
+) -> None:
+    """The agent that was to commit it says so, unless the job was stopped, and no more of it was to come."""
+    bench.saver.cut = lambda generation: stopped
+    bench.filled(lead=lead)
+    bench.saver.close()
+    assert bench.failed == failed
+    assert bench.saver.last.error == ("step 7: the agent has left before it was durable" if failed else None)
+
+
+def test_a_checkpoint_that_is_durable_has_not_failed_when_the_agent_leaves(bench: Bench) -> None:
+    bench.filled()
+    written(bench)
+    bench.saver._committed(orders.Result(id=2, kind="Commit", step=7, generation=2))
+    bench.saver.close()
+    assert not bench.failed
 
 
 def test_more_arenas_than_a_message_takes_are_none(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
