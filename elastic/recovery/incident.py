@@ -55,6 +55,8 @@ class Incident(msgspec.Struct, frozen=True):
     """Of the generations that broke, oldest first."""
     gone: tuple[Cause, ...] = ()
     """Nodes that were lost or unreachable."""
+    gone_s: tuple[tuple[str, float], ...] = ()
+    """(node, monotonic instant at which this agent learnt it) of those whose member key was still there."""
     syncs: tuple[Sync, ...] = ()
     timeline_s: tuple[tuple[str, float], ...] = ()
     told: tuple[Cause, ...] | None = None

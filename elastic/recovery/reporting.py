@@ -57,6 +57,8 @@ def _close(turn: Turn, incident: Incident, outcome: str, leads: bool) -> None:
     generation, counted = turn.agent.formed.generation, _counted(turn, incident)
     assert generation is not None
     incident = incident.with_mark(outcome, turn.now_s)
+    if outcome == "given_up":
+        incident = _without_leavers(turn, incident)
     # An agent without a rank in the generation that failed may know only of steps that were lost before it.
     witnessed = incident.generations[0].at(turn.policy.node) is not None
     over = Closed(incident, generation, recovered=outcome == "stepping", counted=counted, witnessed=witnessed)
@@ -66,6 +68,16 @@ def _close(turn: Turn, incident: Incident, outcome: str, leads: bool) -> None:
     mine = outcome == "given_up" and any(report.node == turn.policy.node for report in incident.reports)
     if leads or mine:
         _write(turn, incident, record)
+    if mine:  # an earlier leader may have closed the record without the report
+        turn.do(AddCauses(incident.key, record))
+
+
+def _without_leavers(turn: Turn, incident: Incident) -> Incident:
+    """Without nodes that were taken for lost because their agents left as told before this one had learnt that the job
+    ends. Such an agent takes its member key with it; that of a lost one stays for half of its lease at least."""
+    since_s = turn.now_s - turn.policy.timeouts.lease_ttl_s / 2
+    left = {node for node, gone_s in incident.gone_s if gone_s > since_s} - turn.agent.etcd.view.members.keys()
+    return replace(incident, gone=tuple(cause for cause in incident.gone if cause.node not in left))
 
 
 def _write(turn: Turn, incident: Incident, record: IncidentRecord) -> None:
@@ -190,6 +202,7 @@ def _since(turn: Turn, incident: Incident, generations: tuple[GenerationRecord, 
         left_wall_s=incident.left_wall_s,
         reports=tuple(report for report in incident.reports if report.generation >= key - 1),
         gone=tuple(cause for cause in incident.gone if cause.generation >= key - 1),
+        gone_s=incident.gone_s,
         syncs=tuple(sync for sync in incident.syncs if sync.generation >= key),
     )
 
@@ -278,7 +291,8 @@ def _with_gone(
         kind, detail = said
         ranks = tuple(sorted(formed.ranks(p.node).values()))
         found.append(Cause(generation=formed.number, node=p.node, kind=kind, ranks=ranks, detail=detail))
-    return replace(incident, gone=(*incident.gone, *found)) if found else incident
+    gone_s = tuple((cause.node, turn.now_s) for cause in found if cause.node in turn.agent.etcd.view.members)
+    return replace(incident, gone=(*incident.gone, *found), gone_s=(*incident.gone_s, *gone_s)) if found else incident
 
 
 def _why_gone(turn: Turn, place: GenerationNode, cut: frozenset[str], decided: bool) -> tuple[str, str] | None:
@@ -341,7 +355,9 @@ def _outcome(turn: Turn, incident: Incident) -> str:
     agent, phase = turn.agent, turn.agent.etcd.view.state.phase
     generation = agent.formed.generation
     assert generation is not None
-    followed = generation.number > incident.generations[0].number or not incident.reports
+    # Without a report it is a planned change, a halt, or a failure that the end of the job has cut short.
+    no_failure = not incident.reports and (incident.planned or not turn.is_over())
+    followed = generation.number > incident.generations[0].number or no_failure
     whole = followed and agent.formed.broken < generation.number and not agent.lead.halted
     if whole and (
         agent.progress.settled >= generation.number

@@ -225,16 +225,43 @@ def test_an_incident_that_another_clock_began_lasts_as_long_as_it_did(off_s: flo
     assert incident.wall_s == pytest.approx(begun.wall_s)
 
 
-def test_a_job_that_is_stopped_just_after_a_kill_has_had_an_incident() -> None:
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("late_s", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("stop_after_s", [0.02, 0.05, 0.1])
+def test_a_job_that_is_stopped_just_after_a_kill_has_had_an_incident(
+    rank: int, late_s: float, stop_after_s: float
+) -> None:
+    """`late_s`: how long the agent of the dead worker stands still, while the leader sees failed collectives only."""
     cluster = Cluster(TWO)
     cluster.run(STRUCK_S)
-    cluster.kill_worker(1, 0)
-    cluster.run(STRUCK_S + 0.02)
+    if late_s:
+        cluster.pause_agent(rank // 2, late_s)
+    cluster.kill_worker(rank // 2, 0)
+    cluster.run(STRUCK_S + stop_after_s)
     cluster.stop_job()
     cluster.run(20.0)
     (incident,) = incidents(cluster)
-    assert (incident.open, incident.kind, incident.ranks) == (False, "exit", (2,))
+    assert (incident.open, incident.kind, incident.ranks) == (False, "exit", (rank,))
     assert (incident.world_size_after, incident.origin, incident.steps_lost) == (0, Origin.NOTHING, None)
+
+
+@pytest.mark.parametrize(
+    ("fault", "stop_after_s"),
+    [(Cluster.kill_agent, 1.0), (Cluster.power_off, 6.0), (Cluster.power_off, 10.0), (Cluster.power_off, 20.0)],
+)
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_is_lost_just_before_the_job_is_stopped_is_the_cause(
+    node: int, fault: Callable[[Cluster, int], None], stop_after_s: float
+) -> None:
+    cluster = Cluster(TWO)
+    cluster.run(STRUCK_S)
+    fault(cluster, node)
+    cluster.run(STRUCK_S + stop_after_s)
+    cluster.stop_job()
+    cluster.run(60.0)
+    (incident,) = incidents(cluster)
+    assert (incident.open, incident.kind, incident.node) == (False, "lost", f"n{node}")
+    assert (incident.ranks, incident.world_size_after) == ((2 * node, 2 * node + 1), 0)
 
 
 def test_a_planned_change_and_a_kill_at_the_same_moment() -> None:
