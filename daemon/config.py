@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from elastic.contract.field_words import explained
 from elastic.contract.keys import check_name
 from elastic.contract.spec import InvalidSpec, refuse_unknown
 
@@ -79,7 +80,7 @@ def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
         settings = msgspec.convert(raw, Settings)
         check(settings)
     except msgspec.ValidationError as error:
-        raise InvalidConfig(_with_source(_explain(error, raw), sources, path)) from None
+        raise InvalidConfig(_with_source(explained(error, Settings, raw), sources, path)) from None
     except (InvalidSpec, ValueError) as error:
         raise InvalidConfig(_with_source(str(error), sources, path)) from None
     return Loaded(settings, {name: sources.get(name, SettingSource.DEFAULT) for name in HINTS})
@@ -294,14 +295,3 @@ def _docs(table: type[msgspec.Struct], path: str = "") -> Iterator[tuple[str, st
             yield f"{path}{name}", inspect.cleandoc(str(after.value.value)).replace("\n", " ")
         else:
             yield f"{path}{name}", ""
-
-
-def _explain(error: msgspec.ValidationError, raw: Raw) -> str:
-    what, _, where = str(error).partition(" - at `$.")
-    if not where:
-        return str(error)
-    name = where.rstrip("`").replace("[...]", "")
-    value: Any = raw
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else value
-    return f"{name} = {value!r}: {what[0].lower()}{what[1:]}"

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from .field_words import explained
 from .keys import check_name
 from .spec_values import MAX_NODES, MAX_WORKERS_PER_NODE, NODES, complaint, environment_complaint
 
@@ -236,7 +237,7 @@ def parse_job(raw: Mapping[str, Any]) -> JobSpec:
     try:
         spec = msgspec.convert(raw, JobSpec)
     except msgspec.ValidationError as error:
-        raise InvalidSpec(_explain(error, raw)) from None
+        raise InvalidSpec(explained(error, JobSpec, raw)) from None
     try:
         check_name("name", spec.name)
     except ValueError as error:
@@ -280,15 +281,3 @@ def refuse_unknown(table: type[msgspec.Struct], raw: Mapping[str, Any], path: st
             if not isinstance(value, Mapping):
                 raise InvalidSpec(f"{path}{name} = {value!r}: expected a table [{path}{name}]")
             refuse_unknown(kind, value, f"{path}{name}.")
-
-
-def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
-    """Turn msgspec's 'Expected `int`, got `str` - at `$.checkpoint.keep`' into a message with the value."""
-    what, _, where = str(error).partition(" - at `$.")
-    if not where:
-        return str(error)
-    path = where.rstrip("`")
-    value: Any = raw
-    for part in path.replace("[...]", "").split("."):
-        value = value.get(part) if isinstance(value, Mapping) else value
-    return f"{path} = {value!r}: {what[0].lower()}{what[1:]}"
