@@ -5,6 +5,7 @@ Every answer goes through `safe_text.shown` first, and the console reads no mark
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 from ..diagnosis import goodput, step_time
 from ..safe_text import shown
-from .screen import HOME_AND_CLEAR, Console, Text
+from .screen import HOME_AND_CLEAR, Console, Page, Text
 from .table import Column, Rows
 
 Json = dict[str, Any]
@@ -37,12 +38,15 @@ def console() -> Console:
 
 
 def watch(show: Callable[[], None]) -> None:
-    """Call `show` every second on a cleared screen, until Ctrl-C."""
+    """Call `show` every second on a cleared screen, until Ctrl-C. On a terminal it is cut at the last line: what comes
+    first, such as the line of why, must not scroll away."""
     pause = threading.Event()
     try:
         while True:
-            sys.stdout.write(HOME_AND_CLEAR)
-            show()
+            page = Page(sys.stdout)
+            with contextlib.redirect_stdout(page):
+                show()
+            sys.stdout.write(f"{HOME_AND_CLEAR}{page.cut(console().height)}")
             sys.stdout.flush()
             pause.wait(1.0)
     except KeyboardInterrupt:

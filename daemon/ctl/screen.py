@@ -5,6 +5,7 @@ Nothing is interpreted as markup. Texts come from `safe_text` and hold no contro
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -116,6 +117,27 @@ class Console:
     def write(self, lines: Iterable[Text]) -> None:
         """Lines as they are, however long."""
         self.out.write("".join(f"{line.styled(self._colours)}\n" for line in lines))
+
+
+class Page(io.StringIO):
+    """Takes what is written in place of `out`, which is a terminal or not."""
+
+    def __init__(self, out: TextIO) -> None:
+        super().__init__()
+        self._is_terminal = out.isatty()
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def cut(self, height: int) -> str:
+        """What was written; on a terminal of `height` lines no more than it shows, with a note on what is left out."""
+        lines = self.getvalue().splitlines()
+        if not self._is_terminal or len(lines) < height:  # the cursor takes a line
+            return self.getvalue()
+        kept = lines[: max(0, height - 2)]
+        return "\n".join(
+            [*kept, f"… and {len(lines) - len(kept)} more lines: without --watch, or on a higher screen\n"]
+        )
 
 
 def cells(text: str) -> int:

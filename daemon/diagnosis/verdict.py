@@ -305,7 +305,9 @@ def _done(record: IncidentRecord, open_: bool, phase: Phase) -> str:
     parts = []
     if lost:
         parts.append(f"{_ranks(lost)} {'replaced' if after >= before else 'gone'}")
-    if not again and kept:
+    if not lost and record.kind == "planned":  # ranks that leave, or move, end their process: which is not on record
+        parts.append("each rank that stays kept its process")
+    elif not again and kept:
         who = f"{'all' if not lost else 'the other'} {kept} ranks" if kept > 1 else "the other rank"
         parts.append(f"{who} kept {'their' if kept > 1 else 'its'} process")
     if record.origin is not None and (source := _SOURCES.get(record.origin)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from dataclasses import replace
 
 import msgspec
@@ -20,7 +21,7 @@ from elasticd.api.views import Identity, Now
 from elasticd.assignment import Assignment
 from elasticd.cluster import Job, Node
 from elasticd.ctl import render
-from elasticd.ctl.screen import Console
+from elasticd.ctl.screen import HOME_AND_CLEAR, Console
 from elasticd.published_state import Contact, LocalAgent
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
@@ -227,6 +228,30 @@ def test_an_incident_in_short_says_that_the_lost_steps_are_not_known(screen: io.
     unknown = msgspec.structs.replace(job().incidents[0], steps_lost=None, steps_lost_at_most=None)
     render.jobs(status(job(incidents=(unknown,)))["jobs"])
     assert "node 144 ms, unknown steps lost, 10 s ago" in screen.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("lines", "last"), [(9, "line 8"), (10, "… and 2 more lines: "), (30, "… and 22 more lines: ")]
+)
+def test_watch_keeps_the_first_lines_in_sight(lines: int, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ctrl_c(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr(threading.Event, "wait", ctrl_c)
+    monkeypatch.setenv("LINES", "10")
+    monkeypatch.setenv("COLUMNS", "80")
+    render.watch(lambda: print(*(f"line {i}" for i in range(lines)), sep="\n"))
+    head, *rest = terminal.getvalue().splitlines()
+    assert head == f"{HOME_AND_CLEAR}line 0"
+    assert len(rest) == 8
+    assert rest[-1].startswith(last)
 
 
 @pytest.mark.parametrize(
