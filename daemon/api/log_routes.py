@@ -265,11 +265,12 @@ def _told(snapshot: Snapshot, job: str) -> tuple[str, ...]:
             continue
         took_s = max(incident.timeline_s.values(), default=None)
         took = f" in {took_s:.2f} s" if took_s is not None else ""
-        lost = f", {views.steps_lost(incident)} lost"
+        lost = f", {'an unknown number of steps' if incident.steps_lost is None else views.steps_lost(incident)} lost"
         became = f"world {incident.world_size_before} → {incident.world_size_after} again{took}{lost}"
         if not incident.world_size_after:
             became = "the job was given up" if incident.world_size_before else "before the job's first generation"
-        said.append(f"{incident.kind} on {incident.node}: {incident.detail}; {became}")
+        where = f" on {incident.node}" if incident.node else ""  # a planned change has none
+        said.append(f"{incident.kind}{where}: {incident.detail}; {became}")
     return tuple(said)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..diagnosis import goodput, step_time
 from ..safe_text import shown
-from .screen import HOME_AND_CLEAR, Console, Page, Text
+from .screen import HOME_AND_CLEAR, Console, Text, WatchScreen
 from .table import Column, Rows
 
 Json = dict[str, Any]
@@ -43,7 +43,7 @@ def watch(show: Callable[[], None]) -> None:
     pause = threading.Event()
     try:
         while True:
-            page = Page(sys.stdout)
+            page = WatchScreen(sys.stdout)
             with contextlib.redirect_stdout(page):
                 show()
             sys.stdout.write(f"{HOME_AND_CLEAR}{page.cut(console().height)}")

@@ -119,7 +119,7 @@ class Console:
         self.out.write("".join(f"{line.styled(self._colours)}\n" for line in lines))
 
 
-class Page(io.StringIO):
+class WatchScreen(io.StringIO):
     """Takes what is written in place of `out`, which is a terminal or not."""
 
     def __init__(self, out: TextIO) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 
+import msgspec
 import pytest
 from support.pictures import job, progress, snapshot
 
 from elastic.contract.records import JobState, Phase
 from elasticd.api import views
-from elasticd.api.log_routes import PROGRESS_S, ProgressReports
+from elasticd.api.log_routes import PROGRESS_S, ProgressReports, _told
 from elasticd.api.views import Now
 from elasticd.ctl import follow as follow_job
 from elasticd.ctl.follow import ProgressLine
@@ -36,6 +37,21 @@ def test_progress_in_words() -> None:
     assert follow_job.progress_text(row) == "running  step 40  9.9 steps/s  loss 0.25  world 3"
     pending = row | {"phase": "pending", "step": None, "loss": None, "world_size": 0, "waiting_for": "a node"}
     assert follow_job.progress_text(pending) == "pending  waits for: a node"
+
+
+@pytest.mark.parametrize(
+    ("facts", "note"),
+    [
+        ({}, "exit on a: killed by SIGKILL; world 3 → 3 again in 0.14 s, 0 steps lost"),
+        ({"kind": "planned", "node": "", "detail": "b leaves"},
+         "planned: b leaves; world 3 → 3 again in 0.14 s, 0 steps lost"),
+        ({"steps_lost": None},
+         "exit on a: killed by SIGKILL; world 3 → 3 again in 0.14 s, an unknown number of steps lost"),
+    ],
+)  # fmt: skip
+def test_follow_notes_each_incident_that_is_over(facts: dict[str, object], note: str) -> None:
+    over = msgspec.structs.replace(job().incidents[0], **facts)
+    assert _told(snapshot(job(incidents=(over,))), "train") == (note,)
 
 
 def test_follow_result_line_states_the_last_step() -> None:
