@@ -218,8 +218,8 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
         # etcd was wiped or unavailable, or this agent is new. The other agents register again with their next lease
         # renewals, each at its own time.
         turn.change(absence_ignored_until_s=turn.now_s + turn.policy.timeouts.lease_ttl_s)
-        if wiped:  # and with it the generation that this agent may have published
-            turn.change(wiped_until_s=turn.agent.etcd.absence_ignored_until_s, publishing=0)
+        if wiped:  # and with it what this agent may have published, or has asked for
+            turn.change(wiped_until_s=turn.agent.etcd.absence_ignored_until_s, publishing=0, asked={})
     turn.change(view=view, connected=connected)
     learn(turn)
     if before.peers.dead:  # forget those that no member key and no place names any more

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from ..contract.records import BrokenRecord, Failure, GenerationRecord, JobState, MemberRecord, SpecRecord, Standing
 from ..contract.spec import JobSpec
 from ..contract.timeouts import Timeouts
+from .effects import PutIncident
 from .incident import Closed, Incident
 from .membership import LEADER_CANDIDATES, Dead, NodeLimits, leader
 from .transitions import Stage
@@ -200,6 +201,8 @@ class IncidentState(msgspec.Struct, frozen=True):
     """Key of the last incident that ended."""
     closed: Closed | None = None
     """That incident, if this agent has followed it."""
+    unwritten: PutIncident | None = None
+    """Its record, if no agent led when it ended: etcd had lost all members. The next leader writes it."""
     left_wall_s: float = 0.0
     """When the previous agent of this node was last known to be alive, by its own clock."""
 
@@ -221,8 +224,12 @@ class Agent(msgspec.Struct, frozen=True):
 
 def is_leader(agent: Agent) -> bool:
     """Whether this agent leads the job, as far as it can see."""
-    limit = agent.policy.leader_candidates
-    return leader(agent.etcd.view, agent.peers.dead, agent.formed.generation, limit) == agent.policy.node
+    return led_by(agent) == agent.policy.node
+
+
+def led_by(agent: Agent) -> str | None:
+    """The node of the leader; None: no agent is to be seen in etcd."""
+    return leader(agent.etcd.view, agent.peers.dead, agent.formed.generation, agent.policy.leader_candidates)
 
 
 GROUPS: Mapping[str, str] = {

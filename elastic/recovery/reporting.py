@@ -13,7 +13,7 @@ from .effects import AddCauses, PutIncident
 from .events import Event, WorkerSynced
 from .incident import Closed, Incident, Sync, causes, dated, drawn
 from .membership import cut_off, unreached
-from .model import Agent, is_leader
+from .model import Agent, is_leader, led_by
 from .transitions import Stage
 from .turn import Turn
 
@@ -27,6 +27,9 @@ FREE = (Stage.READY, Stage.FORMING, Stage.RUNNING, Stage.GONE, Stage.STARTING, S
 
 def report(turn: Turn, before: Agent, event: Event) -> None:
     _supplement(turn)
+    if (late := turn.agent.incidents.unwritten) is not None and is_leader(turn.agent):
+        turn.change(unwritten=None)
+        turn.do(late)
     known = turn.agent.incidents.incident
     incident = _renewed(turn, before, known) if known else _opened(turn, before)
     if incident is None:
@@ -68,6 +71,8 @@ def _close(turn: Turn, incident: Incident, outcome: str, leads: bool) -> None:
     mine = outcome == "given_up" and any(report.node == turn.policy.node for report in incident.reports)
     if leads or mine:
         _write(turn, incident, record)
+    elif led_by(turn.agent) is None:
+        turn.change(unwritten=_put(turn, incident, record))
     if mine:  # an earlier leader may have closed the record without the report
         turn.do(AddCauses(incident.key, record))
 

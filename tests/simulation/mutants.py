@@ -42,7 +42,7 @@ MUTANTS = (
     Mutant("that a generation is broken is said only once", "recovery.announce",
            "turn.ask(PutBroken(record), f\"broken {held.number}\")", "pass"),
     Mutant("the state is kept as it was before the wipe", "recovery.knowledge",
-           "turn.change(wiped_until_s=turn.agent.etcd.absence_ignored_until_s, publishing=0)", "pass"),
+           "turn.change(wiped_until_s=turn.agent.etcd.absence_ignored_until_s, publishing=0, asked={})", "pass"),
     Mutant("a worker that does not abort is left alone", "recovery.workers",
            "turn.kill(worker, \"did not abort in time\")\n        return", "return"),
     Mutant("a broken generation is formed all the same, and its group not aborted", "recovery.workers",

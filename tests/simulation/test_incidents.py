@@ -337,6 +337,23 @@ def test_bad_numbers_take_the_job_back_though_etcd_is_away_at_that_moment(away_s
     assert (cluster.record().number, cluster.record().restore) == (2, "snapshot")
 
 
+@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("after_s", [0.01, 0.05, 0.2, 0.3])
+def test_an_incident_during_which_etcd_is_wiped_is_on_record(node: int, after_s: float) -> None:
+    """Its first report may be lost with etcd's data; and it ends while no agent is a member again, and none leads."""
+    cluster = Cluster(TWO)
+    cluster.run(STRUCK_S)
+    cluster.kill_worker(node, 0)
+    cluster.clock.after(after_s, cluster.wipe_etcd)
+    cluster.run(30.0)
+    (incident,) = incidents(cluster)
+    check_incident(
+        incident, kind="exit", nodes=[f"n{node}"], ranks=[2 * node], redone=cluster.judge.redone(), world_sizes=(4, 4),
+        struck_wall_s=STRUCK_S, noticed_within_s=0.1,
+    )  # fmt: skip
+    assert not incident.open
+
+
 def test_a_record_that_a_lost_leader_has_left_open_is_closed() -> None:
     """None of the agents that are there now knows of the incident; the job steps."""
     cluster = played(TWO, until_s=STRUCK_S)
