@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from elastic.contract.node_records import AgentRow
 from elastic.contract.records import Phase
 
 from ..cluster import Cluster, Job, Node
 from ..published_state import Snapshot
-from ..reconcile import SET_ASIDE_S
+from ..reconcile import SET_ASIDE_S, agent_rows
 
 Json = dict[str, Any]
 
@@ -32,7 +33,7 @@ def of_node(snapshot: Snapshot, name: str, row: Mapping[str, Any], me: str, wall
         return f"elasticd is down on this node; its agents of {', '.join(row['jobs'])} keep running{waits}"
     parts = [*_blocked(snapshot.cluster, node, row, wall_s), *_disputes(snapshot.cluster, name)]
     past = {job.name for job in snapshot.cluster.jobs.values() if job.over or _has_stepped_with(job, name)}
-    starting = [agent for agent in node.record.agents if agent.job not in past]  # the node's record is seconds old
+    starting = [agent for agent in _agents_of(snapshot, name, node) if agent.job not in past]
     parts += [_starting(name, wall_s, agent.job, agent.doing, agent.since_wall_s) for agent in starting]
     if name == me and not snapshot.contact.connected:
         parts.append(f"etcd unreachable from here: {snapshot.contact.error or 'no answer'}; what runs here goes on")
@@ -108,9 +109,20 @@ def _unplaced(snapshot: Snapshot, job: Job, wall_s: float) -> str:
 
 def _starts(snapshot: Snapshot, job: Job, wall_s: float) -> Iterator[str]:
     for name, node in sorted(snapshot.cluster.nodes.items()):
-        for agent in node.record.agents:
+        for agent in _agents_of(snapshot, name, node):
             if agent.job == job.name and not _has_stepped_with(job, name):
                 yield _starting(name, wall_s, "", agent.doing, agent.since_wall_s)
+
+
+def _agents_of(snapshot: Snapshot, name: str, node: Node) -> Iterator[AgentRow]:
+    """The agents on a node that are not at work yet. The record of a node is up to 5 s old: what an agent beside this
+    daemon says itself is newer."""
+    for row in node.record.agents:
+        here = snapshot.agents.get(row.job)
+        if here and here.status and here.status.node == name:
+            yield from agent_rows({row.job: (here.status, row.since_wall_s)})
+        else:
+            yield row
 
 
 def _has_stepped(job: Job) -> bool:

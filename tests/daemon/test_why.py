@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.pictures import job, progress, snapshot
 
+from elastic.contract.agent_files import AgentStatus
 from elastic.contract.decoding import Member
 from elastic.contract.node_records import AgentRow, CordonRecord, DrainRecord, NodeRecord
 from elastic.contract.records import Failure, JobState, MemberRecord, Phase
@@ -20,7 +21,7 @@ from elasticd.api.views import Identity, Now
 from elasticd.assignment import Assignment
 from elasticd.cluster import Cluster, Job, Node
 from elasticd.diagnosis.why import _clock
-from elasticd.published_state import Contact, Snapshot
+from elasticd.published_state import Contact, LocalAgent, Snapshot
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
 IDENTITY = Identity("main", "a", "0.1", 7, 40.0, ("127.0.0.1:2379",), False, "")
@@ -115,6 +116,24 @@ def test_job_that_starts_says_what_each_agent_does_and_for_how_long() -> None:
     for_more = progress(waiting_for="node c to start")
     assert of_job(replace(there, progress=for_more), nodes=(IMPORTS,)).startswith("waiting for: node c to start; a is")
     assert of_job(there) == "waiting for the first generation: agents are there on a"
+
+
+def test_an_agent_that_runs_beside_the_daemon_is_asked_itself() -> None:
+    """The record of its node said for seconds that it imports torch, while its workers ran."""
+    base = {"pid": 3, "incarnation": "i", "job": "train", "node": "a", "phase": "running", "reason": ""}
+    base |= {"leader": False, "generation": 2, "etcd_ok": True, "written_wall_s": 999.0}
+    forms = job(incidents=(), progress=progress(0, managed=True))
+
+    def why(status: dict[str, object] | None) -> tuple[str, str]:
+        said = None if status is None else msgspec.convert(base | status, AgentStatus)
+        agents = {"train": LocalAgent("train", 3, 2, said, None)}
+        return of_job(forms, nodes=(IMPORTS,), agents=agents), of_node(IMPORTS, job=forms, agents=agents)
+
+    assert why(None) == ("a is importing torch for 14 s", "train is importing torch for 14 s")
+    setting_up = {"doing": "running setup in slot 0", "doing_since_wall_s": 997.0}
+    assert why(setting_up) == ("a is running setup in slot 0 for 3 s", "train is running setup in slot 0 for 3 s")
+    assert why({}) == ("running: no step yet, 3 ranks", "ready: 2 of 2 slots used")
+    assert why({"node": "b"})[0] == "a is importing torch for 14 s", "of another node"
 
 
 def test_start_of_an_agent_is_not_shown_once_its_generation_has_stepped() -> None:
