@@ -708,6 +708,18 @@ def test_drained_node_leaves_at_its_deadline() -> None:
     assert kinds(effects[1:]) == [Kill, Kill]
 
 
+def test_a_node_that_leaves_at_its_deadline_names_no_step_of_before_the_job_went_back() -> None:
+    machine = running()
+    machine.take(Progress(1, 100, 0.1))
+    machine.take(WorkerExited(0, 1, "signal SIGKILL", step=100), WorkerExited(1, 2, "signal SIGKILL", step=100))
+    machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.nodes)))
+    machine.take(WorkerReady(0, 3), WorkerReady(1, 4))
+    machine.take(WorkerSynced(0, 3, 2, 90), WorkerSynced(1, 4, 2, 90), WorkerStepping(0, 3, 2, 91))
+    effects = machine.take(Drain("maintenance", machine.now_s))
+    (said,) = [effect.record for effect in effects if isinstance(effect, PutBroken)]
+    assert (said.kind, said.generation, said.step) == ("drain", 2, 91)
+
+
 def test_the_last_node_stays_until_its_state_is_saved() -> None:
     spec = JobSpec(name="job", script="train.py", nodes="2:2", checkpoint=Checkpoint(dir="/c"))
     machine = running(spec)
