@@ -268,7 +268,8 @@ def _told(snapshot: Snapshot, job: str) -> tuple[str, ...]:
         lost = f", {'an unknown number of steps' if incident.steps_lost is None else views.steps_lost(incident)} lost"
         became = f"world {incident.world_size_before} → {incident.world_size_after} again{took}{lost}"
         if not incident.world_size_after:
-            became = "the job was given up" if incident.world_size_before else "before the job's first generation"
+            ended = "stopped" if known.state.phase in (Phase.STOPPING, Phase.STOPPED) else "given up"
+            became = f"the job was {ended}" if incident.world_size_before else "before the job's first generation"
         where = f" on {incident.node}" if incident.node else ""  # a planned change has none
         said.append(f"{incident.kind}{where}: {incident.detail}; {became}")
     return tuple(said)

@@ -295,7 +295,7 @@ def _done(record: IncidentRecord, open_: bool, phase: Phase) -> str:
         return "training was not interrupted"
     before, after = record.world_size_before, record.world_size_after
     if record.origin is Origin.NOTHING:
-        return "the job was stopped" if phase is Phase.STOPPED else "the job was given up"
+        return "the job was stopped" if phase in (Phase.STOPPING, Phase.STOPPED) else "the job was given up"
     world = f"world {before} → {after}" if before != after else f"world {after} as before"
     if record.step is None:
         return f"all workers were started again (the script does not call elastic.run); {world}"

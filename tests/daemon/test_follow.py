@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from support.pictures import job, progress, snapshot
 
+from elastic.contract.origin import Origin
 from elastic.contract.records import JobState, Phase
 from elasticd.api import views
 from elasticd.api.log_routes import PROGRESS_S, ProgressReports, _told
@@ -52,6 +53,15 @@ def test_progress_in_words() -> None:
 def test_follow_notes_each_incident_that_is_over(facts: dict[str, object], note: str) -> None:
     over = msgspec.structs.replace(job().incidents[0], **facts)
     assert _told(snapshot(job(incidents=(over,))), "train") == (note,)
+
+
+@pytest.mark.parametrize(("phase", "ended"), [(Phase.STOPPING, "stopped"), (Phase.FAILED, "given up")])
+def test_a_job_that_is_stopped_during_a_recovery_is_not_said_to_be_given_up(phase: Phase, ended: str) -> None:
+    last = msgspec.structs.replace(job().incidents[0], world_size_after=0, origin=Origin.NOTHING)
+    seen = job(state=JobState(phase=phase), incidents=(last,))
+    assert _told(snapshot(seen), "train") == (f"exit on a: killed by SIGKILL; the job was {ended}",)
+    (row,) = views.incidents(snapshot(seen), "train", Now(100.0, 1000.0))
+    assert row["verdict"]["done"] == f"the job was {ended}"
 
 
 def test_follow_result_line_states_the_last_step() -> None:
