@@ -86,10 +86,11 @@ def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float
     # A failed collective of a job that has stepped before is not the job's fault but the network's: the job retries.
     counted = sum(1 for f in recent if f.fingerprint not in OF_THE_NETWORK or not f.step)
     if counted > rules.budget:
+        noun = "failure" if counted == 1 else "failures"
         return _stop(
             charged,
             wall_s,
-            f"{counted} failures within {rules.window_s:g} s, {rules.budget} are allowed (restarts.budget); "
+            f"{counted} {noun} within {rules.window_s:g} s, at most {rules.budget} allowed (restarts.budget); "
             f"the last: {broken.detail}",
         )
     return Charge(charged)

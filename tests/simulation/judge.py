@@ -295,14 +295,14 @@ class Judge:
         training = cluster.training
         if state.phase is Phase.SUCCEEDED and (not training.steps or self.top[1] < training.steps):
             raise Broken("G7", f"the job has succeeded at step {self.top[1]} of {training.steps or 'endless'}")
-        if "failures within" in state.reason:
+        if "(restarts.budget)" in state.reason:
             now_s, rules = cluster.clock.now_s, cluster.spec.restarts
             # One that could not be written while etcd was away is dated when it is written.
             recent = sum(1 for at_s in cluster.died_s if now_s - at_s < rules.window_s + SLACK_S)
             if recent <= rules.budget:
                 raise Broken("G10", f"{recent} deaths in {rules.window_s:g} s and more: {state.reason}")
         looped = cluster.failed_on_order >= cluster.spec.restarts.same_failure and "crash loop" in state.reason
-        if state.phase is Phase.FAILED and not (training.bug or looped or "failures within" in state.reason):
+        if state.phase is Phase.FAILED and not (training.bug or looped or "(restarts.budget)" in state.reason):
             raise Broken("G10", f"the job has failed though its script has no bug: {state.reason}")
         if state.phase in (Phase.STOPPED, Phase.STOPPING) and not cluster.stopped:
             raise Broken("G10", f"the job is {state.phase.value}, and nobody asked: {state.reason}")

@@ -53,7 +53,7 @@ def test_just_the_budget_is_allowed() -> None:
 
 def test_restart_budget_exceeded_by_one_fails_the_job_and_states_the_budget() -> None:
     state, stopped = book(*((float(i), broken(step=i)) for i in range(4)))
-    assert "4 failures within 100 s, 3 are allowed (restarts.budget); the last: planted" in stopped
+    assert "4 failures within 100 s, at most 3 allowed (restarts.budget); the last: planted" in stopped
     assert (state.phase, state.reason) == (Phase.FAILED, stopped)
 
 
