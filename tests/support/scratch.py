@@ -3,9 +3,9 @@ them, and the next run does."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
-import pwd
 import re
 import shutil
 import subprocess
@@ -45,7 +45,10 @@ def remove_orphans() -> list[str]:
 def remove_semaphores() -> list[str]:
     """Remove the semaphores of `multiprocessing` that no process has mapped: their tracker removes them, and is killed
     with the processes that it keeps them for. Returns their paths."""
-    found = {path: path.stat().st_ino for path in pathlib.Path(ROOTS[0]).glob("sem.mp-*") if path.exists()}
+    found: dict[pathlib.Path, os.stat_result] = {}
+    for path in pathlib.Path(ROOTS[0]).glob("sem.mp-*"):
+        with contextlib.suppress(FileNotFoundError):  # its tracker removes it right now
+            found[path] = path.stat()
     mapped: set[str] = set()
     for maps in pathlib.Path("/proc").glob("[0-9]*/maps") if found else ():
         try:
@@ -53,14 +56,11 @@ def remove_semaphores() -> list[str]:
             mapped |= {line.split()[4] for line in maps.read_text(errors="replace").splitlines() if "/sem." in line}
         except OSError:  # gone meanwhile, or another user's
             continue
-    orphans = [path for path, inode in found.items() if str(inode) not in mapped and path.owner() == _user()]
+    own = os.geteuid()
+    orphans = [path for path, stat in found.items() if str(stat.st_ino) not in mapped and stat.st_uid == own]
     for path in orphans:
         path.unlink(missing_ok=True)
     return [str(path) for path in orphans]
-
-
-def _user() -> str:
-    return pwd.getpwuid(os.geteuid()).pw_name
 
 
 def of_another(name: str) -> bool:
