@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from ..contract.decoding import Member
 from ..contract.records import BrokenRecord, GenerationNode, GenerationRecord
@@ -166,10 +168,7 @@ def next_generation(
     """
     alive = living(view, dead)
     cut = cut_off(view, dead, current)
-    fit = [m for m in alive.values() if m.record.ready and m.record.draining is None]
-    preferred = [m for m in fit if m.record.node not in view.state.excluded_nodes]
-    if len(preferred) >= limits.min_nodes:  # otherwise an excluded node is better than none
-        fit = preferred
+    fit = _fit(alive.values(), view, limits)
     inside = [m for m in fit if m.record.node not in cut]
     if current is None:
         return _first(inside, limits, min_reached_for_s, _cut_reason(view, cut))
@@ -197,11 +196,26 @@ def next_generation(
 
     if absent:
         return Wait(f"{', '.join(absent)} cannot be heard of, {'and lives: steps advance' if steps_advance else 'yet'}")
+    if steps_advance:
+        fit = _fit([_as_seated(current, m) for m in alive.values()], view, limits)
     seated_or_reached = [m for m in fit if m.record.node not in cut or m.record.node in seated]
     # While steps advance, the data path between seated nodes works, even if their agents cannot reach each other.
     chosen = _with_witness(current, _choose(current, seated_or_reached, limits.max_nodes), alive, None)
     reason = _cut_reason(view, cut) if cut else ""
     return _planned(current, chosen, alive, limits, reason, settled, steps_advance or not in_place)
+
+
+def _fit(members: Iterable[Member], view: JobView, limits: NodeLimits) -> list[Member]:
+    fit = [m for m in members if m.record.ready and m.record.draining is None]
+    preferred = [m for m in fit if m.record.node not in view.state.excluded_nodes]
+    return preferred if len(preferred) >= limits.min_nodes else fit  # an excluded node is better than none
+
+
+def _as_seated(current: GenerationRecord, member: Member) -> Member:
+    """`member` with the slots that it has in `current`, if its record says that none is ready: `current` steps, so the
+    record is from before, and etcd slow."""
+    seat = None if member.record.ready else current.node_of(*member.id)
+    return member if seat is None else replace(member, record=msgspec.structs.replace(member.record, ready=seat.slots))
 
 
 def _planned(

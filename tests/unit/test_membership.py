@@ -67,6 +67,16 @@ def waits(verdict: Change | Wait) -> Wait:
     return verdict
 
 
+def test_a_node_of_a_generation_that_steps_is_not_passed_over_because_its_record_lags() -> None:
+    """The record is as old as etcd is slow: before the steps, the workers of that node were being started."""
+    lagging = view(member("a", 1), member("b", 2, ready=()), member("c", 3))
+    assert waits(decide(lagging, ABC, steps_advance=True)).fine
+    leaves = view(member("a", 1), member("b", 2, ready=(), draining="off"), member("c", 3))
+    assert nodes(decide(leaves, ABC, steps_advance=True)) == ["a", "c"]
+    anew = view(member("a", 1), member("b", 2, ready=(), worker_id=2), member("c", 3))
+    assert nodes(decide(anew, ABC, steps_advance=True)) == ["a", "c"]
+
+
 # ── the leader ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
