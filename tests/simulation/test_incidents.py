@@ -410,6 +410,21 @@ def test_a_step_that_only_a_later_report_of_the_same_recovery_names_counts_as_lo
     assert play(History(setting, faults)).failure == ""
 
 
+def test_the_record_of_a_leader_that_dies_at_once_is_not_closed_before_the_others_learn_of_the_failure() -> None:
+    """They take it for one that was left open: their steps still count as recent."""
+    setting = Setting(
+        seed=299386685, nodes=3, slots=1, least=3, most=3, step_s=0.6, standby=1, setup_s=1.0, drift=0.2,
+        leader_candidates=1, steps=0, shrink=False, checkpoint_every=0, save_s=0.05, budget=20, window_s=3600.0,
+        crowd=64, managed=False,
+    )  # fmt: skip
+    faults = (
+        Fault(4.149, "kill_agent_after", (1, 9)),
+        Fault(7.6, "kill_source"),
+        Fault(8.406, "stop_worker", (1, 0)),
+    )
+    assert play(History(setting, faults)).failure == ""
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_drain_whose_checkpoint_fails_takes_another_one(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks have stopped at the step that was to be saved."""
