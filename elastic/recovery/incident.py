@@ -283,16 +283,21 @@ def _certain(incident: Incident, generation: GenerationRecord) -> bool:
     if incident.planned and not incident.reports and not incident.gone and not incident.inherited:
         return True
     there = {(p.node, p.incarnation) for p in generation.nodes}
-    missing = [p for formed in incident.generations for p in formed.nodes if (p.node, p.incarnation) not in there]
-    return all(set(p.slots) <= _reported(incident, p) for p in missing)
+    # The newest place of each: an exit that was reported before says nothing of the worker that has replaced it.
+    missing = {
+        (p.node, p.incarnation): (formed.number, p)
+        for formed in sorted(incident.generations, key=lambda formed: formed.number)
+        for p in formed.nodes
+        if (p.node, p.incarnation) not in there
+    }
+    return all(set(p.slots) <= _reported(incident, number, p) for number, p in missing.values())
 
 
-def _reported(incident: Incident, place: GenerationNode) -> set[int]:
-    """Slots of `place` whose workers' exits, and with them their last steps, were reported."""
+def _reported(incident: Incident, number: int, place: GenerationNode) -> set[int]:
+    """Slots of `place` in generation `number` whose workers' exits, and with them their last steps, were reported."""
     found: set[int] = set()
     for report in incident.reports:
-        formed = next((w for w in incident.generations if w.number == report.generation), None)
-        if formed is None or formed.node_of(place.node, place.incarnation) is None:
+        if report.generation != number:
             continue
         ends: list[BrokenRecord | Loss] = [report, *report.also]
         found |= {s for end in ends if end.node == place.node and end.kind in ENDS for s in end.slots}

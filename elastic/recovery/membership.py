@@ -191,7 +191,7 @@ def next_generation(
         reached = {node: m for node, m in alive.items() if node not in cut}
         older = None if settled else last_committed
         chosen = _with_witness(current, chosen, reached, broken, older)
-        chosen = _with_leavers(current, chosen, reached, broken, older, view.state.excluded_nodes)
+        chosen = _with_leavers(current, chosen, reached, broken, older)
         return _without_the_lost(current, chosen, limits, broken, _why(view, broken, missing, cut), settled)
 
     if absent:
@@ -331,17 +331,16 @@ def _with_leavers(
     alive: Mapping[str, Member],
     broken: BrokenRecord | None,
     last_committed: GenerationRecord | None,
-    excluded_nodes: tuple[str, ...],
 ) -> list[Member]:
-    """`chosen`, and the nodes that hold the job's state but are draining or newly excluded: any of them may be the only
-    one that committed the last step. They leave after the next generation has stepped."""
+    """`chosen`, and the nodes that hold the job's state but are draining, newly excluded or beyond the job's new
+    maximum: any of them may be the only one that committed the last step. They leave after the next generation has
+    stepped."""
     there = {m.record.node for m in chosen}
     holders = _holders(current, alive, broken)
     if last_committed is not None:
         holders += [node for node in _holders(last_committed, alive, None) if current.at(node) is None]
     late = [alive[node] for node in dict.fromkeys(holders) if node not in there]
-    seated_aside = {node for node in excluded_nodes if current.at(node) is not None}
-    return [*chosen, *(m for m in late if m.record.draining is not None or m.record.node in seated_aside)]
+    return [*chosen, *(m for m in late if m.record.draining is not None or current.at(m.record.node) is not None)]
 
 
 def _holders(formed: GenerationRecord, alive: Mapping[str, Member], broken: BrokenRecord | None) -> list[str]:

@@ -410,6 +410,21 @@ def test_a_step_that_only_a_later_report_of_the_same_recovery_names_counts_as_lo
     assert play(History(setting, faults)).failure == ""
 
 
+def test_no_step_is_lost_when_a_job_is_scaled_down_at_the_moment_of_a_failure() -> None:
+    """Only the node beyond the new maximum has committed the last step, by a worker that had replaced another."""
+    setting = Setting(
+        seed=844811428, nodes=3, slots=1, least=2, most=3, step_s=0.6, steps=0, standby=1, shrink=False,
+        checkpoint_every=0, save_s=0.05, setup_s=0.2, budget=20, window_s=3600.0, crowd=64, leader_candidates=1,
+        managed=False,
+    )  # fmt: skip
+    faults = (
+        Fault(1.316, "kill_worker", (2, 0)),
+        Fault(1.848, "kill_worker", (0, 0)),
+        Fault(1.848, "scale", (1, 1)),
+    )
+    assert play(History(setting, faults)).failure == ""
+
+
 def test_the_record_of_a_leader_that_dies_at_once_is_not_closed_before_the_others_learn_of_the_failure() -> None:
     """They take it for one that was left open: their steps still count as recent."""
     setting = Setting(

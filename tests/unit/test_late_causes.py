@@ -49,6 +49,20 @@ def test_late_report_adds_repeated_steps_to_the_lost_steps() -> None:
     assert over(LIVE).with_report(beside).record().steps_lost == 2
 
 
+def test_the_exit_of_an_earlier_worker_says_nothing_of_the_one_that_replaced_it() -> None:
+    """Node b goes on without being in the last generation: its new worker may have committed one step more."""
+    last = generation(3, [place("a", 0)])
+    exit_of_a = BrokenRecord(generation=2, node="a", kind="exit", detail="x", slots=(0,), ranks=(0,), step=20)
+    incident = Incident(
+        key=2, generations=(FAILED, FORMED, last), began_s=0.0, reports=(DEATH, exit_of_a),
+        syncs=(LIVE, replace_struct(LIVE, generation=3)),
+    )  # fmt: skip
+    told = Closed(incident, last, recovered=True, counted=True, witnessed=True)
+    assert (told.record().steps_lost, told.record().steps_lost_at_most) == (0, 1)
+    exit_of_b = replace_struct(DEATH, generation=2)
+    assert told.with_report(exit_of_b).record().steps_lost_at_most == 0
+
+
 def test_a_failure_of_the_generation_that_has_recovered_is_another_incident() -> None:
     closed = over(LIVE)
     assert closed.with_report(BrokenRecord(generation=2, node="b", kind="exit", detail="x", slots=(0,))) is closed

@@ -314,6 +314,14 @@ def test_excluded_node_is_used_if_no_other_node_is_left() -> None:
     assert nodes(decide(both, generation(5, [place("a"), place("b")]))) == ["b"]
 
 
+def test_a_node_beyond_a_new_maximum_hands_over_its_state_before_it_leaves() -> None:
+    """It may be the only one that committed the last step, as an excluded one."""
+    fewer = NodeLimits(min_nodes=1, max_nodes=1, join_wait_s=5.0)
+    failed = view(*ALL, failed=broken(4, "a", 0))
+    assert nodes(decide(failed, ABC, limits=fewer)) == ["b", "c", "a"]
+    assert nodes(decide(view(*ALL), ABC, limits=fewer, steps_advance=True)) == ["a"]
+
+
 def test_excluded_node_hands_over_its_state_before_it_leaves() -> None:
     """It may be the only one that committed the last step, and goes at the next planned change."""
     current = generation(5, [place("a", 0, 1), place("b")])
