@@ -354,8 +354,14 @@ class EtcdWriter:
 
         self._lazy.ask(key, order, persist=True)
 
-    def put_progress(self, record: ProgressRecord) -> None:
-        self._lazy.ask("progress", lambda: self._put(self.keys.progress, encode(record)), persist=False)
+    def put_progress(self, record: ProgressRecord, generation_revision: int) -> None:
+        """Not if the job has another generation than that of `generation_revision`: an agent that has stood still takes
+        itself for the leader until it sees the others' changes, and the job may have been set back meanwhile."""
+
+        def order() -> None:
+            self.etcd.txn([ModIs(self.keys.generation, generation_revision)], [Put(self.keys.progress, encode(record))])
+
+        self._lazy.ask("progress", order, persist=False)
 
     def put_ranks(self, record: RanksRecord) -> None:
         key = self.keys.ranks_of(self.policy.node)

@@ -435,4 +435,4 @@ class AgentLoop:
             self._registry.put_ranks(times)
         if leads and agent.formed.generation and agent.etcd.connected and now_s >= self._progress_due_s:
             self._progress_due_s = now_s + PROGRESS_S
-            self._registry.put_progress(progress)
+            self._registry.put_progress(progress, agent.etcd.view.generation_revision)

@@ -171,7 +171,7 @@ def _opened(turn: Turn, before: Agent) -> Incident | None:
         began_s=turn.now_s,
         planned=(replaced and generation.at_step is not None) or (halted and not broke and _drains(turn)),
         why=generation.why if replaced else agent.local.suspicion if cut_short else agent.lead.reason,
-        reached=agent.progress.reached[1],
+        reached=_reached(turn),
         stepped_s=min(turn.now_s, before.progress.stepped_at_s),
     )
     return _continued(turn, incident)
@@ -224,6 +224,13 @@ def _drains(turn: Turn) -> bool:
     return any(member.record.draining is not None for member in turn.agent.etcd.view.members.values())
 
 
+def _reached(turn: Turn) -> int:
+    """The newest step that is known, of the newest generation that has one: a job that was set back while this agent
+    was absent or had no rank has not reached what it had before."""
+    progress, own = turn.agent.etcd.view.progress, turn.agent.progress.reached
+    return max((progress.generation, progress.step), own)[1] if progress is not None else own[1]
+
+
 def _continued(turn: Turn, incident: Incident) -> Incident:
     """With what precedes this agent: the record that an earlier leader has begun, and how far the job had got."""
     agent, seen, progress = turn.agent, turn.agent.etcd.view.incident, turn.agent.etcd.view.progress
@@ -241,7 +248,7 @@ def _continued(turn: Turn, incident: Incident) -> Incident:
         return incident
     # This agent started after the outage had begun, or joins in this change.
     told = (progress.generation, progress.step) if progress is not None else (0, 0)
-    incident = replace(incident, reached=max(incident.reached, max(told, agent.progress.reached)[1]))
+    incident = replace(incident, reached=max(incident.reached, _reached(turn)))
     if incident.planned:
         return incident
     left_wall_s = agent.incidents.left_wall_s

@@ -365,7 +365,8 @@ class Node:
                 generation=agent.formed.generation.number, world_size=agent.formed.generation.world_size,
                 step=mine, steps_per_s=0.0, loss=None, wall_s=now_s, step_wall_s=at_s,
                 stepped_in=agent.progress.settled,
-            )
+            ),
+            agent.etcd.view.generation_revision,
         )  # fmt: skip
 
     def _look_around(self) -> None:

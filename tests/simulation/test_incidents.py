@@ -425,6 +425,22 @@ def test_no_step_is_lost_when_a_job_is_scaled_down_at_the_moment_of_a_failure() 
     assert play(History(setting, faults)).failure == ""
 
 
+def test_an_absent_leader_does_not_write_the_step_from_which_the_job_was_set_back() -> None:
+    """It stands still for 9 s, in which the other node begins again from setup, and then leads for a moment more."""
+    setting = Setting(
+        seed=198891508, nodes=2, slots=1, least=1, most=2, step_s=0.6, steps=0, standby=0, shrink=False,
+        checkpoint_every=0, save_s=0.05, setup_s=3.0, budget=20, window_s=3600.0, crowd=64, leader_candidates=1,
+        managed=True,
+    )  # fmt: skip
+    faults = (
+        Fault(8.656, "pause_agent_after", (1, 4, 9)),
+        Fault(8.664, "plant_bug", (0,)),
+        Fault(18.804, "drain", (1, 5)),
+        Fault(18.863, "power_off", (0,)),
+    )
+    assert play(History(setting, faults)).failure == ""
+
+
 def test_the_record_of_a_leader_that_dies_at_once_is_not_closed_before_the_others_learn_of_the_failure() -> None:
     """They take it for one that was left open: their steps still count as recent."""
     setting = Setting(
