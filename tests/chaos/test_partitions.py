@@ -76,6 +76,7 @@ def test_cut_off_from_its_peers_alone(rank: int, one_way: bool) -> None:
         cluster.hosts.heal()
         eventually(lambda: world_size(job) == 3, 60.0, "it is taken back")
         eventually(lambda: len(job.incidents()) >= 2, 20.0, "both are told")
+        eventually(lambda: len(job.workers()) == 3, 20.0, "all three have committed")
         job.stop()
         unreachable = Deed(
             "unreachable", nodes=(cut_off.name,), struck_s=struck_s, within_s=SEEN_S + 10.0,
