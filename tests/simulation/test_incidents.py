@@ -410,13 +410,17 @@ def test_a_step_that_only_a_later_report_of_the_same_recovery_names_counts_as_lo
     assert play(History(setting, faults)).failure == ""
 
 
+DRAWN = Setting(
+    steps=0, shrink=False, checkpoint_every=0, save_s=0.05, budget=20, window_s=3600.0, crowd=64, leader_candidates=1,
+)  # fmt: skip
+"""What the histories below, which were drawn at random, have in common."""
+
+
 def test_no_step_is_lost_when_a_job_is_scaled_down_at_the_moment_of_a_failure() -> None:
     """Only the node beyond the new maximum has committed the last step, by a worker that had replaced another."""
-    setting = Setting(
-        seed=844811428, nodes=3, slots=1, least=2, most=3, step_s=0.6, steps=0, standby=1, shrink=False,
-        checkpoint_every=0, save_s=0.05, setup_s=0.2, budget=20, window_s=3600.0, crowd=64, leader_candidates=1,
-        managed=False,
-    )  # fmt: skip
+    setting = replace(
+        DRAWN, seed=844811428, nodes=3, slots=1, least=2, most=3, step_s=0.6, standby=1, setup_s=0.2, managed=False
+    )
     faults = (
         Fault(1.316, "kill_worker", (2, 0)),
         Fault(1.848, "kill_worker", (0, 0)),
@@ -427,11 +431,9 @@ def test_no_step_is_lost_when_a_job_is_scaled_down_at_the_moment_of_a_failure() 
 
 def test_an_absent_leader_does_not_write_the_step_from_which_the_job_was_set_back() -> None:
     """It stands still for 9 s, in which the other node begins again from setup, and then leads for a moment more."""
-    setting = Setting(
-        seed=198891508, nodes=2, slots=1, least=1, most=2, step_s=0.6, steps=0, standby=0, shrink=False,
-        checkpoint_every=0, save_s=0.05, setup_s=3.0, budget=20, window_s=3600.0, crowd=64, leader_candidates=1,
-        managed=True,
-    )  # fmt: skip
+    setting = replace(
+        DRAWN, seed=198891508, nodes=2, slots=1, least=1, most=2, step_s=0.6, standby=0, setup_s=3.0, managed=True
+    )
     faults = (
         Fault(8.656, "pause_agent_after", (1, 4, 9)),
         Fault(8.664, "plant_bug", (0,)),
@@ -443,10 +445,9 @@ def test_an_absent_leader_does_not_write_the_step_from_which_the_job_was_set_bac
 
 def test_the_record_of_a_leader_that_dies_at_once_is_not_closed_before_the_others_learn_of_the_failure() -> None:
     """They take it for one that was left open: their steps still count as recent."""
-    setting = Setting(
-        seed=299386685, nodes=3, slots=1, least=3, most=3, step_s=0.6, standby=1, setup_s=1.0, drift=0.2,
-        leader_candidates=1, steps=0, shrink=False, checkpoint_every=0, save_s=0.05, budget=20, window_s=3600.0,
-        crowd=64, managed=False,
+    setting = replace(
+        DRAWN, seed=299386685, nodes=3, slots=1, least=3, most=3, step_s=0.6, standby=1, setup_s=1.0, drift=0.2,
+        managed=False,
     )  # fmt: skip
     faults = (
         Fault(4.149, "kill_agent_after", (1, 9)),
