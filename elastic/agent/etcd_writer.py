@@ -47,7 +47,7 @@ from ..recovery.effects import (
 from ..recovery.events import Event, Joined, LeaseLost, PublishFailed
 from ..recovery.evidence import merged
 from ..recovery.generation_delta import changes
-from ..recovery.incident import supplemented
+from ..recovery.incident import is_another, supplemented
 from ..recovery.model import Policy
 from ..recovery.view import JobView
 from .member_writes import MemberKey, OpensStores, next_record
@@ -225,7 +225,9 @@ class EtcdWriter:
         if effect.state is not None:
             ops.append(Put(self.keys.state, encode(effect.state)))
         if number > KEPT_RECORDS:
-            ops += [Delete(self.keys.broken(number - KEPT_RECORDS)), Delete(self.keys.incident(number - KEPT_RECORDS))]
+            old = number - KEPT_RECORDS
+            ops += [Delete(self.keys.broken(old)), Delete(self.keys.incident(old))]
+            ops += [Delete(self.keys.earlier_incident(old))]
         guards.append(ModIs(self.keys.generation, effect.expect_revision))
         if effect.at_step is not None:  # a generation that has just broken does not reach the boundary
             guards.append(Absent(self.keys.broken(number - 1)))
@@ -308,7 +310,7 @@ class EtcdWriter:
 
     def put_incident(self, record: IncidentRecord, number: int) -> None:
         """`number`: see PutIncident.key."""
-        self._put_incident(self.keys.incident(number), record)
+        self._put_incident(self.keys.incident(number), record, earlier=self.keys.earlier_incident(number))
 
     def add_causes(self, record: IncidentRecord, number: int) -> None:
         """Add causes to the record of an incident that is over: see AddCauses."""
@@ -342,14 +344,17 @@ class EtcdWriter:
         old = [self._beside.popleft()] if len(self._beside) > KEPT_BESIDE else []
         self._put_incident(key, record, [Delete(k) for k in old])
 
-    def _put_incident(self, key: str, record: IncidentRecord, also: Sequence[Op] = ()) -> None:
+    def _put_incident(self, key: str, record: IncidentRecord, also: Sequence[Op] = (), earlier: str = "") -> None:
+        """`earlier`: where a record at `key` goes that is of an incident before."""
 
         def order() -> None:
-            kv = self.etcd.get(key)
+            kv, aside = self.etcd.get(key), list[Op]()
             if kv is not None and _is_over(kv.value):
-                return  # closed by an earlier try, or by another agent that led while this one was away
+                if not (earlier and is_another(decode(IncidentRecord, kv.value), record)):
+                    return  # closed by an earlier try, or by another agent that led while this one was away
+                aside = [Put(earlier, kv.value)]
             unchanged = ModIs(key, kv.mod_revision) if kv is not None else Absent(key)
-            if not self.etcd.txn([unchanged], [Put(key, encode(record)), *also]).ok:
+            if not self.etcd.txn([unchanged], [Put(key, encode(record)), *aside, *also]).ok:
                 raise EtcdUnavailable(f"{key} changed meanwhile", maybe_done=False)
 
         self._lazy.ask(key, order, persist=True)

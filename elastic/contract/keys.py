@@ -134,6 +134,10 @@ class JobKeys:
     def incident(self, generation: int) -> str:
         return f"{self.incidents}{generation:010d}"
 
+    def earlier_incident(self, generation: int) -> str:
+        """Of the generation before, which stood still, stepped again, and failed later: that is `incident`."""
+        return f"{self.incident(generation)}.before"
+
     def exit_incident(self, generation: int, node: str, worker_id: int) -> str:
         """Of a process that did not exit after its script had ended; beside the incident of its generation."""
         return f"{self.incident(generation)}.exit.{node}.{worker_id}"

@@ -254,6 +254,16 @@ class Closed(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, incident=incident)
 
 
+def is_another(known: IncidentRecord, record: IncidentRecord) -> bool:
+    """Whether `record`, of the same number as `known`, is of a later incident: a generation that has stood still, as
+    for a node that seemed lost, may step again and then fail."""
+    resumed = not known.open and known.generation < record.generation
+    return resumed and any(
+        cause.generation == known.generation and weight(cause.kind) > 0 and cause not in known.causes
+        for cause in record.causes
+    )
+
+
 def supplemented(known: IncidentRecord, fuller: IncidentRecord) -> IncidentRecord:
     """`known`, the record of an incident that is over, with the causes and losses of `fuller`; unchanged unless
     `fuller` names all of its causes and more (consequences do not count). Its times and its outcome stay."""

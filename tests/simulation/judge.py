@@ -245,7 +245,7 @@ class Judge:
         return {
             int(key.removeprefix(prefix)): decode(IncidentRecord, kvs[key].value)
             for key in sorted(kvs)
-            if key.startswith(prefix)
+            if key.startswith(prefix) and "." not in key.removeprefix(prefix)
         }
 
     def killed(self, worker: Worker) -> None:

@@ -443,6 +443,24 @@ def test_an_absent_leader_does_not_write_the_step_from_which_the_job_was_set_bac
     assert play(History(setting, faults)).failure == ""
 
 
+def test_a_failure_after_a_false_alarm_in_the_same_generation_has_a_record_of_its_own() -> None:
+    """A node whose lease had run out was alive; the generation stepped on, and then failed."""
+    setting = replace(
+        DRAWN, seed=729505087, nodes=2, slots=1, least=2, most=2, step_s=0.1, standby=0, setup_s=3.0, crowd=1,
+        managed=False,
+    )  # fmt: skip
+    faults = (Fault(0.844, "pause_agent", (1, 9)), Fault(11.953, "kill_worker", (0, 0)))
+    assert play(History(setting, faults)).failure == ""
+    cluster = Cluster(setting)
+    cluster.run(0.844)
+    cluster.pause_agent(1, 9)
+    cluster.run(11.953)
+    cluster.kill_worker(0, 0)
+    cluster.run(30.0)
+    told = sorted((i.kind, i.node, i.open) for i in incidents(cluster))
+    assert told == [("exit", "n0", False), ("lost", "n1", False)]
+
+
 def test_the_record_of_a_leader_that_dies_at_once_is_not_closed_before_the_others_learn_of_the_failure() -> None:
     """They take it for one that was left open: their steps still count as recent."""
     setting = replace(
