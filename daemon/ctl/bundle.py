@@ -20,9 +20,9 @@ import click
 from .. import masking, safe_text
 from . import complete
 from .client import Client, Failed, Unreachable, name
+from .exit_codes import NO_DAEMON
 from .output import OVER, Json
 
-NO_DAEMON = 5
 ANSWER_S = 60.0
 JOURNAL_LINES = 5000
 LOG_LINES = 2000

@@ -11,10 +11,10 @@ import click
 
 from .. import safe_text
 from .client import Client, Failed
+from .exit_codes import ERROR, OK
 from .output import Json, as_json, print_json
 
 PLACES = ("/etc/elasticd/elasticd.toml",)
-DIFFERS = 1
 OF_A_NODE = frozenset({"node", "address", "interface", "slots", "socket", "state_dir", "http.listen", "page.listen",
                        "etcd.embedded_listen", "etcd.endpoints"})  # fmt: skip
 """Settings that may well differ between nodes."""
@@ -82,7 +82,7 @@ def diff(client: Client, every: bool, as_json: bool) -> None:
             click.echo(f"{same} nodes have the same settings" if same > 1 else "one node answers: nothing to compare")
         for node, why in silent.items():
             click.secho(safe_text.line(f"{node}: {why}"), fg="red", err=True)
-    sys.exit(DIFFERS if found or silent else 0)
+    sys.exit(ERROR if found or silent else OK)
 
 
 def differences(settings: Mapping[str, list[Json]]) -> dict[str, dict[str, list[str]]]:

@@ -9,11 +9,11 @@ import click
 from .. import safe_text
 from .client import Client, name
 from .complete import JOB
+from .exit_codes import DEGRADED, ERROR, OK
 from .output import Json, as_json, print_json
 
-OK, ERROR, WARNING = 0, 1, 3
+CODES = {"ok": OK, "warning": DEGRADED, "error": ERROR}
 """Exit codes by the worst finding."""
-CODES = {"ok": OK, "warning": WARNING, "error": ERROR}
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 ANSWER_S = 60.0
 

@@ -10,9 +10,9 @@ import click
 from .. import safe_text
 from .client import Client, name
 from .complete import NODE
+from .exit_codes import ERROR, OK
 from .output import NO_DAEMON, Json, as_json, length, print_json, say
 
-TIMED_OUT = 1
 LONGEST_ANSWER_S = 60.0
 
 
@@ -64,7 +64,7 @@ def drain(
         click.echo(safe_text.line(f"{node} still has {', '.join(left)} after {timeout_s:g} s; {then}"), err=True)
     else:
         click.echo(safe_text.line(f"{node} is drained: no job runs there"))
-    sys.exit(TIMED_OUT if left else 0)
+    sys.exit(ERROR if left else OK)
 
 
 def until_empty(client: Client, node: str, timeout_s: float) -> list[str]:

@@ -17,15 +17,13 @@ import click
 
 from .. import safe_text
 from .client import Client, Json, Unreachable, name
+from .exit_codes import INTERRUPTED, OF_PHASE, TERMINATED
 
 RECONNECT_S = 30.0
 """How long the daemon may be unreachable (a restart, an upgrade) before following ends."""
 
 AGAIN = threading.Event()
 """Never set, used to sleep: there is no event for the return of a daemon."""
-
-RESULTS = {"succeeded": 0, "failed": 4, "stopped": 1}
-TERMINATED = 143
 
 _CLEAR = "\r\x1b[2K"
 
@@ -147,7 +145,7 @@ def until_over(
                 )  # fmt: skip
                 data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": 30}, timeout_s=40)
                 gone_s, tail = None, 0
-                if end and data["phase"] in RESULTS:
+                if end and data["phase"] in OF_PHASE:
                     return _result(data, as_json)
             except Unreachable:
                 now_s = time.monotonic()
@@ -181,7 +179,7 @@ def _ask(client: Client, job: str) -> int | None:
     """Handle Ctrl-C: the exit code, or None to continue to follow."""
     if not sys.stdin.isatty():
         click.echo(f"\ndetached: {job} goes on; stop it with: elasticctl stop {job}", err=True)
-        return 130
+        return INTERRUPTED
     try:
         answer = click.prompt(
             f"\n{job} runs. [d]etach and let it go on, [s]top it, or [f]ollow on?",
@@ -195,13 +193,13 @@ def _ask(client: Client, job: str) -> int | None:
         client.post(f"/v1/jobs/{name(job)}/stop", {"reason": "stopped by Ctrl-C in elasticctl run"})
         return None
     click.echo(f"detached: {job} goes on; follow it with: elasticctl logs -f {job}", err=True)
-    return 130
+    return INTERRUPTED
 
 
 def _result(data: Json, as_json: bool) -> int:
     if not as_json:
         click.secho(safe_text.line(result_text(data)), fg="green" if data["phase"] == "succeeded" else "red", err=True)
-    return RESULTS[data["phase"]]
+    return OF_PHASE[data["phase"]]
 
 
 def result_text(data: Json) -> str:

@@ -8,9 +8,9 @@ import click
 
 from .. import safe_text
 from .client import Client
+from .exit_codes import ERROR, OK
 from .output import Json, as_json, print_json
 
-ERROR = 1
 ANSWER_S = 300.0
 """A node may have a hundred thousand log files."""
 
@@ -37,7 +37,7 @@ def gc(client: Client, dry_run: bool, as_json: bool) -> None:
             click.echo("etcd cannot be reached: the folders of forgotten jobs stay until it can", err=True)
         for problem in data["problems"]:
             click.echo(safe_text.line(f"not removed: {problem}"), err=True)
-    sys.exit(ERROR if data["problems"] else 0)
+    sys.exit(ERROR if data["problems"] else OK)
 
 
 def lines(data: Json) -> list[str]:

@@ -10,10 +10,9 @@ import click
 from . import complete as ctl_complete
 from .client import Client, Failed, name
 from .complete import JOB
+from .exit_codes import ERROR, OF_PHASE
 from .output import OVER, Json, as_json, length, print_json, say
 
-RESULTS = {"succeeded": 0, "failed": 4, "stopped": 1}
-TIMED_OUT = 1
 LONGEST_ANSWER_S = 60.0
 """The daemon answers a request that waits after this time at the latest."""
 
@@ -33,7 +32,7 @@ def wait(client: Client, job: str, timeout_s: float | None, as_json: bool) -> No
         say(data, False, ended(data))
     else:
         say(data, False, f"{job} is still {phase} after {timeout_s:g} s", err=True)
-    sys.exit(RESULTS.get(phase, TIMED_OUT))
+    sys.exit(OF_PHASE.get(phase, ERROR))
 
 
 def until_over(client: Client, job: str, timeout_s: float | None) -> Json:

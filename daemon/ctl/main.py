@@ -24,6 +24,7 @@ from . import complete as ctl_complete
 from . import late as ctl_late
 from .client import Client, Failed, Unreachable, name
 from .complete import JOB, NODE
+from .exit_codes import DEGRADED, DENIED, ERROR, FAILED, INTERRUPTED, NO_DAEMON, NO_ETCD, OK, USAGE
 from .output import AS_USER, GONE, OVER, as_json, as_of, length
 from .output import NO_DAEMON as NO_NODE_DAEMON
 from .output import print_json as _print
@@ -31,8 +32,6 @@ from .output import say as _say
 
 Json = dict[str, Any]
 
-OK, ERROR, USAGE, DEGRADED, FAILED, NO_DAEMON, NO_ETCD, DENIED = range(8)
-INTERRUPTED = 130
 HEALTH = {"healthy": OK, "degraded": DEGRADED, "failed": FAILED}
 
 
