@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from msgspec.structs import replace
@@ -220,6 +221,8 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
         turn.change(absence_ignored_until_s=turn.now_s + turn.policy.timeouts.lease_ttl_s)
         if wiped:  # and with it what this agent may have published, or has asked for
             turn.change(wiped_until_s=turn.agent.etcd.absence_ignored_until_s, publishing=0, asked={})
+    if view.progress is None and before.etcd.view.progress is not None:  # until a step is on record again
+        view = dataclasses.replace(view, progress=before.etcd.view.progress)
     turn.change(view=view, connected=connected)
     learn(turn)
     if before.peers.dead:  # forget those that no member key and no place names any more

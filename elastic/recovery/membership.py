@@ -185,11 +185,11 @@ def next_generation(
     missing += [node for node in absent if not blind and all_workers_lost(current, node, broken)]
     absent = [node for node in absent if node not in missing]
     if broken or missing:
-        if absent and blind:
-            return Wait(f"etcd was away: {', '.join(absent)} may not have come back yet")
-        chosen = _choose(current, inside, limits.max_nodes)
         reached = {node: m for node, m in alive.items() if node not in cut}
         older = None if settled else last_committed
+        if blind and (awaited := absent or _absent_before(current, older, reached, dead)):
+            return Wait(f"etcd was away: {', '.join(awaited)} may not have come back yet")
+        chosen = _choose(current, inside, limits.max_nodes)
         chosen = _with_witness(current, chosen, reached, broken, older)
         chosen = _with_leavers(current, chosen, reached, broken, older)
         return _without_the_lost(current, chosen, limits, broken, _why(view, broken, missing, cut), settled)
@@ -356,6 +356,15 @@ def _holders(formed: GenerationRecord, alive: Mapping[str, Member], broken: Brok
         )
 
     return [p.node for p in formed.nodes if holds(p)]
+
+
+def _absent_before(
+    current: GenerationRecord, last_committed: GenerationRecord | None, alive: Mapping[str, Member], dead: Dead
+) -> list[str]:
+    """Nodes of `last_committed` without a place in `current` that are absent and not proven dead. Each may be the only
+    one that has the newest state: a rank of `current` that has received only a part of it has none."""
+    places = [p for p in last_committed.nodes if current.at(p.node) is None] if last_committed is not None else []
+    return [p.node for p in places if p.node not in alive and (p.node, p.incarnation) not in dead]
 
 
 def arrange(

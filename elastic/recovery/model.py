@@ -75,7 +75,7 @@ class Policy(msgspec.Struct, frozen=True):
 
 
 class Uncounted(msgspec.Struct, frozen=True):
-    """A failure outside any generation (a worker that does not even start) that is to be counted: see `counting`."""
+    """A failure outside any generation (a worker that does not even start), to be counted: see `failure_counts`."""
 
     record: BrokenRecord
     wall_s: float

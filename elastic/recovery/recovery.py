@@ -1,9 +1,9 @@
 """An agent's reaction to every event of its job: ``step(agent, event, now_s)``. Pure.
 
 An event changes the agent's state (`knowledge`, `exits`). Then the actual state is compared with the desired one, and
-effects are requested for the difference (`announce`, `leaving`, `counting`, `workers`, `standbys`, `leading`). Last,
-the incident is updated (`reporting`). So no event depends on the ones before it, and a lost or repeated event does no
-harm.
+effects are requested for the difference (`announce`, `leaving`, `failure_counts`, `workers`, `standbys`, `leading`).
+Last, the incident is updated (`reporting`). So no event depends on the ones before it, and a lost or repeated event
+does no harm.
 
 Effects are executed in the order in which they are returned, but none waits for another: the effect runner reports
 results as events. A worker is told something once, when its stage changes.
@@ -12,9 +12,9 @@ results as events. A worker is told something once, when its stage changes.
 from __future__ import annotations
 
 from .announce import adopt, check_idle, check_suspicion, settle_member
-from .counting import count_failures
 from .effects import Effect, Leave
 from .events import Event
+from .failure_counts import count_failures
 from .knowledge import take
 from .leading import lead
 from .leaving import check_drain, check_end, leave

@@ -46,6 +46,9 @@ def report(turn: Turn, before: Agent, event: Event) -> None:
     if outcome:
         _close(turn, incident, outcome, leads)
         return
+    if _without_cause(turn, incident):
+        turn.change(incident=incident)
+        return
     assert turn.agent.formed.generation is not None
     if not leads and turn.agent.formed.generation.number > incident.generations[0].number and not turn.my_ranks():
         turn.change(incident=None)  # the job goes on without this node, which does not observe the outcome
@@ -67,6 +70,9 @@ def _close(turn: Turn, incident: Incident, outcome: str, leads: bool) -> None:
     incident = incident.with_mark(outcome, turn.now_s)
     if outcome == "given_up":
         incident = _without_leavers(turn, incident)
+        if _without_cause(turn, incident):
+            turn.change(incident=None)
+            return
     # An agent without a rank in the generation that failed may know only of steps that were lost before it.
     witnessed = incident.generations[0].at(turn.policy.node) is not None
     over = Closed(incident, generation, recovered=outcome == "stepping", counted=counted, witnessed=witnessed)
@@ -88,6 +94,15 @@ def _without_leavers(turn: Turn, incident: Incident) -> Incident:
     since_s = turn.now_s - turn.policy.timeouts.lease_ttl_s / 2
     left = {node for node, gone_s in incident.gone_s if gone_s > since_s} - turn.agent.etcd.view.members.keys()
     return replace(incident, gone=tuple(cause for cause in incident.gone if cause.node not in left))
+
+
+def _without_cause(turn: Turn, incident: Incident) -> bool:
+    """Whether the job is being stopped and all that is known are failed collectives: the worker at their other end may
+    have been stopped a moment earlier. What is on record already, or about to be, stays there."""
+    seen = turn.agent.etcd.view.incident
+    told = incident.told is not None or (seen is not None and seen[0] == incident.key)
+    known = told or incident.planned or turn.agent.lead.halted or any(weight(c.kind) for c in causes(incident))
+    return turn.is_over() and not known and len(incident.generations) == 1
 
 
 def _write(turn: Turn, incident: Incident, record: IncidentRecord) -> None:
@@ -387,6 +402,8 @@ def _outcome(turn: Turn, incident: Incident) -> str:
         return "stepping"
     if phase is Phase.SUCCEEDED:
         return "stepping"
+    if phase is Phase.STOPPING and _without_cause(turn, incident):
+        return ""
     return "given_up" if phase.over or phase is Phase.STOPPING else ""
 
 

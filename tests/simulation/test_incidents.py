@@ -245,6 +245,21 @@ def test_a_job_that_is_stopped_just_after_a_kill_has_had_an_incident(
     assert (incident.world_size_after, incident.origin, incident.steps_lost) == (0, Origin.NOTHING, None)
 
 
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late_s", [0.01, 0.03, 0.1, 0.3])
+def test_a_stop_that_reaches_one_node_later_is_no_failure(late: int, late_s: float) -> None:
+    """The workers of the other one have ended by then, as told."""
+    cluster = Cluster(TWO)
+    cluster.run(STRUCK_S)
+    cluster.cut(late)
+    cluster.stop_job()
+    cluster.run(STRUCK_S + late_s)
+    cluster.heal_etcd_links()
+    cluster.run(20.0)
+    assert cluster.state().phase is Phase.STOPPED
+    assert incidents(cluster) == []
+
+
 @pytest.mark.parametrize(
     ("fault", "stop_after_s"),
     [(Cluster.kill_agent, 1.0), (Cluster.power_off, 6.0), (Cluster.power_off, 10.0), (Cluster.power_off, 20.0)],
@@ -471,6 +486,35 @@ def test_the_record_of_a_leader_that_dies_at_once_is_not_closed_before_the_other
         Fault(4.149, "kill_agent_after", (1, 9)),
         Fault(7.6, "kill_source"),
         Fault(8.406, "stop_worker", (1, 0)),
+    )
+    assert play(History(setting, faults)).failure == ""
+
+
+def test_a_spare_waits_for_the_node_that_alone_holds_the_state_when_etcd_has_lost_its_data() -> None:
+    """The spare stood still while both nodes that have stepped left, and is the first that registers again."""
+    setting = replace(
+        DRAWN, seed=351687295, nodes=3, slots=1, least=1, most=2, step_s=0.3, standby=1, setup_s=3.0, managed=False
+    )
+    faults = (
+        Fault(3.943, "drain", (0, 1e6)),
+        Fault(3.962, "drain", (1, 1)),
+        Fault(3.966, "pause_agent", (2, 3)),
+        Fault(6.907, "wipe_etcd"),
+    )
+    assert play(History(setting, faults)).failure == ""
+
+
+def test_a_node_that_leaves_is_waited_for_when_etcd_has_lost_its_data_and_the_others_may_hold_a_part_only() -> None:
+    """The state is on its way to the second worker of the node that stays when its source is killed."""
+    setting = replace(
+        DRAWN, seed=520760541, nodes=2, slots=2, least=1, most=2, step_s=0.3, standby=0, setup_s=3.0, managed=False
+    )
+    faults = (
+        Fault(5.845, "drain", (0, 1e6)),
+        Fault(5.966, "wipe_etcd"),
+        Fault(5.966, "kill_source"),
+        Fault(6.262, "fail_worker", (0, 1)),
+        Fault(31.462, "kill_worker", (0, 0)),
     )
     assert play(History(setting, faults)).failure == ""
 

@@ -306,6 +306,23 @@ def test_excluded_node_hands_over_its_state_if_all_others_are_lost_before_a_step
     assert nodes(decide(partly, both, settled=False, last_committed=ABC)) == ["b"]
 
 
+def test_the_only_holder_of_the_state_is_waited_for_while_etcd_has_just_lost_its_data() -> None:
+    """It has left the generation that is broken and had not stepped; the spare there would begin from setup."""
+    picture = view(member("x", 9), failed=broken(5, "b", 0))
+    current, older = generation(5, [place("b"), place("x")]), generation(4, [place("a"), place("b")])
+    gone = frozenset({("b", "b.1")})
+
+    def decided(picture: JobView, dead: Dead = gone, *, blind: bool = True, settled: bool = False) -> Change | Wait:
+        return decide(picture, current, dead=dead, blind=blind, settled=settled, last_committed=older)
+
+    assert waits(decided(picture)).reason == "etcd was away: a may not have come back yet"
+    assert nodes(decided(picture, blind=False)) == ["x"]
+    assert nodes(decided(picture, settled=True)) == ["x"], "x may have the state, too"
+    assert nodes(decided(picture, gone | {("a", "a.1")})) == ["x"]
+    back = view(member("x", 9), member("a", 10, draining="off"), failed=broken(5, "b", 0))
+    assert nodes(decided(back)) == ["x", "a"]
+
+
 def test_excluded_node_is_used_if_no_other_node_is_left() -> None:
     picture = view(*ALL[:1], failed=broken(5, "a", 0), excluded_nodes=("a",))
     alone = generation(5, [place("a")])
