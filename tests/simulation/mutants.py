@@ -36,7 +36,7 @@ MUTANTS = (
     Mutant("an excluded node is not asked for the state", "recovery.leading",
            "last_committed=agent.formed.last_committed", "last_committed=None"),
     Mutant("absence right after a wipe proves death", "recovery.membership",
-           "if absent and blind:", "if False:"),
+           "if blind and (awaited := absent or _absent_before(current, older, reached, dead)):", "if False:"),
     Mutant("what etcd has lost is not written back", "recovery.announce",
            "turn.ask(Restore(held, turn.agent.etcd.state, turn.agent.etcd.spec), \"restore\")", "pass"),
     Mutant("that a generation is broken is said only once", "recovery.announce",
