@@ -49,6 +49,9 @@ class Incident(msgspec.Struct, frozen=True):
     why: str = ""
     reached: int = 0
     """The newest step known to have been committed when it began."""
+    reached_before: bool = False
+    """`reached` is all that a new agent found, and of a generation before the one that failed: that may have begun from
+    earlier state."""
     inherited: tuple[Cause, ...] = ()
     """From the record of an earlier leader."""
     reports: tuple[BrokenRecord, ...] = ()
@@ -206,7 +209,8 @@ def closed(
     # A planned change that the end of the job interrupts costs nothing.
     cut_short = incident.planned and not causes(incident)
     as_planned = all(weight(cause.kind) <= weight("drain") for cause in causes(incident))
-    known = counted and ((recovered and (witnessed or as_planned)) or cut_short)
+    told = recovered and not incident.reached_before and (witnessed or as_planned)
+    known = counted and (told or cut_short)
     least = steps_lost(syncs) if known and (syncs or not recovered) else None
     # A generation whose state was replaced by newer state may have committed that itself.
     most = least if least is None else max(least, steps_lost(all_syncs))
@@ -292,6 +296,8 @@ def _certain(incident: Incident, generation: GenerationRecord) -> bool:
     """Whether the last step of every rank is known. It is not for a lost node whose agent has not reported it."""
     if incident.planned and not incident.reports and not incident.gone and not incident.inherited:
         return True
+    if incident.generations[0].number >= incident.key:
+        return False  # an earlier leader began the record, and this agent does not know the generation that failed
     there = {(p.node, p.incarnation) for p in generation.nodes}
     # The newest place of each: an exit that was reported before says nothing of the worker that has replaced it.
     missing = {

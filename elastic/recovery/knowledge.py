@@ -7,10 +7,9 @@ import math
 
 from msgspec.structs import replace
 
-from ..contract.phases import PhaseTrigger, after
-from ..contract.records import Phase, WorkerError
 from .announce import group_failed, member_record, report_failure
-from .effects import PutState, Rejoin
+from .bad_numbers import take_bad_numbers
+from .effects import Rejoin
 from .events import (
     CheckpointSaved,
     Drain,
@@ -205,7 +204,7 @@ def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
             if worker.stage in (Stage.ABORTING, Stage.STOPPING_AT_STEP):
                 turn.put(replace(worker, deadline_s=turn.now_s + turn.policy.timeouts.abort_s))
         case WorkerBadNumbers():
-            _bad_numbers(turn, worker, event)
+            take_bad_numbers(turn, worker, event)
         case _:
             raise AssertionError(f"no transition on {event!r}")
 
@@ -280,22 +279,3 @@ def _released(turn: Turn, worker: Worker, event: WorkerGroupClosed) -> None:
         turn.change(suspicion=event.error)
         if turn.agent.local.suspicious_since_s is None:
             turn.change(suspicious_since_s=turn.now_s)
-
-
-def _bad_numbers(turn: Turn, worker: Worker, event: WorkerBadNumbers) -> None:
-    mode = turn.policy.spec.on_bad_numbers
-    if mode == "ignore" or event.generation != worker.generation:
-        return
-    if mode == "stop" and turn.agent.etcd.view.state.phase is not Phase.RUNNING:
-        return  # the job waits, is being stopped or has ended: that decision came first
-    ranks = ", ".join(map(str, event.ranks)) or "?"
-    detail = f"{event.kind} on rank {ranks} at step {event.step}: {event.detail}"
-    if mode == "stop":
-        # The phase first, so that no leader forms another generation; then the failure report, for the incident.
-        state, revision = turn.agent.etcd.view.state, turn.agent.etcd.view.state_revision
-        turn.do(PutState(after(state, PhaseTrigger.FAILED, detail, turn.wall_s), revision))
-    error = WorkerError(node=turn.policy.node, slot=worker.slot, rank=-1, message=detail, step=event.step)
-    report_failure(
-        turn, event.kind, detail, (), ranks=event.ranks, step=event.step, fingerprint=event.kind, error=error,
-        rollback=mode == "rollback",
-    )  # fmt: skip

@@ -12,6 +12,7 @@ results as events. A worker is told something once, when its stage changes.
 from __future__ import annotations
 
 from .announce import adopt, check_idle, check_suspicion, settle_member
+from .bad_numbers import correct_reason
 from .effects import Effect, Leave
 from .events import Event
 from .failure_counts import count_failures
@@ -45,6 +46,7 @@ def _settle(turn: Turn) -> None:
     check_drain(turn)
     check_end(turn)
     count_failures(turn)
+    correct_reason(turn)
     if turn.agent.drain.leaving is not None:
         leave(turn)
         return

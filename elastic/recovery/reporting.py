@@ -126,7 +126,8 @@ def _supplement(turn: Turn) -> None:
     if over is agent.incidents.closed:
         return
     turn.change(closed=over)
-    if is_leader(turn.agent):
+    mine = agent.formed.broken_record is not None and agent.formed.broken_record.node == turn.policy.node
+    if mine or is_leader(turn.agent):
         turn.do(AddCauses(over.incident.key, over.record()))
 
 
@@ -266,6 +267,8 @@ def _continued(turn: Turn, incident: Incident) -> Incident:
     incident = replace(incident, reached=max(incident.reached, _reached(turn)))
     if incident.planned:
         return incident
+    stepped_in = progress.stepped_in if progress is not None else 0
+    incident = replace(incident, reached_before=0 < stepped_in < incident.generations[0].number)
     left_wall_s = agent.incidents.left_wall_s
     if left_wall_s and agent.progress.reached >= told:  # the clock of the node that wrote the progress may be wrong
         return replace(incident, began_wall_s=incident.began_wall_s or left_wall_s, left_wall_s=left_wall_s)
@@ -342,9 +345,11 @@ def _why_gone(turn: Turn, place: GenerationNode, cut: frozenset[str], decided: b
         return None
     if member is not None and member.record.incarnation != place.incarnation:
         return "lost", f"node {place.node} is gone: its agent was started anew"
-    if member is None and (
-        decided or turn.now_s >= agent.etcd.absence_ignored_until_s
-    ):  # before, absence proves nothing
+    # Absent when the next generation was formed, and registered again since.
+    returned = decided and member is not None and member.create_revision > agent.etcd.view.generation_revision
+    # Within the time after an outage of etcd, absence alone proves nothing.
+    absent = member is None and (decided or turn.now_s >= agent.etcd.absence_ignored_until_s)
+    if returned or absent:
         return "lost", f"node {place.node} is gone: its agent's lease has run out"
     return None
 

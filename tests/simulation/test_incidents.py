@@ -519,6 +519,45 @@ def test_a_node_that_leaves_is_waited_for_when_etcd_has_lost_its_data_and_the_ot
     assert play(History(setting, faults)).failure == ""
 
 
+def test_an_agent_that_does_not_know_the_generation_that_failed_does_not_say_how_many_steps_exactly_are_lost() -> None:
+    """Its node had no answer of etcd's while the only other one trained and was lost."""
+    setting = replace(DRAWN, seed=334552625, nodes=2, slots=1, least=1, most=1, step_s=0.1, save_s=4.0, setup_s=0.2,
+                      standby=0, crowd=1, managed=True)  # fmt: skip
+    faults = (
+        Fault(0.226, "lose_answers", (1,)),
+        Fault(0.943, "drain", (0, 1)),
+        Fault(1.046, "kill_worker", (0, 0)),
+        Fault(2.864, "scale", (1, 2)),
+    )
+    assert play(History(setting, faults)).failure == ""
+
+
+def test_a_new_agent_does_not_count_the_steps_of_a_generation_before_the_one_that_failed() -> None:
+    """That one had begun from setup, and its progress was not on record yet when the agent was killed."""
+    setting = replace(DRAWN, seed=498933035, nodes=1, slots=1, least=1, most=1, step_s=0.3, setup_s=3.0, standby=0,
+                      crowd=1, managed=True)  # fmt: skip
+    faults = (
+        Fault(5.538, "kill_worker", (0, 0)),
+        Fault(6.605, "kill_agent_after", (0, 3)),
+        Fault(8.039, "cut", (0,)),
+    )
+    assert play(History(setting, faults)).failure == ""
+
+
+def test_a_node_that_is_back_before_the_generation_without_it_is_seen_was_lost_all_the_same() -> None:
+    """It trained on, cut off from etcd, in a generation in which the other node had no place."""
+    setting = replace(DRAWN, seed=824355553, nodes=3, slots=1, least=1, most=3, step_s=0.6, setup_s=0.2, standby=0,
+                      drift=0.05, crowd=1, managed=True)  # fmt: skip
+    faults = (
+        Fault(0.871, "drain", (2, 5)),
+        Fault(1.040, "slow_views", (3,)),
+        Fault(1.447, "pause_agent_after", (0, 0, 9)),
+        Fault(2.980, "heal_etcd_links"),
+        Fault(13.591, "cut", (1,)),
+    )
+    assert play(History(setting, faults)).failure == ""
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_drain_whose_checkpoint_fails_takes_another_one(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks have stopped at the step that was to be saved."""

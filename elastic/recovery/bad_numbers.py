@@ -1,0 +1,60 @@
+"""Bad numbers in a job's training: a loss that is not finite, or replicas that differ.
+
+The loss of one rank becomes that of all others a step later, and a rank may report that before the first one's report
+arrives: the report of the earliest step names the cause, whichever comes first.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ..contract.phases import PhaseTrigger, after
+from ..contract.records import BrokenRecord, Loss, Phase, WorkerError
+from .announce import broken_record, report_failure
+from .effects import PutBroken, PutState
+from .events import WorkerBadNumbers
+from .evidence import BAD_NUMBERS, bad_numbers, merged
+from .model import Worker
+from .turn import Turn
+
+
+def take_bad_numbers(turn: Turn, worker: Worker, event: WorkerBadNumbers) -> None:
+    """Stop the job, take it back to a snapshot, or go on, as `on_bad_numbers` says, and report them."""
+    mode = turn.policy.spec.on_bad_numbers
+    if mode == "ignore" or event.generation != worker.generation:
+        return
+    ranks = ", ".join(map(str, event.ranks)) or "?"
+    detail = f"{event.kind} on rank {ranks} at step {event.step}: {event.detail}"
+    error = WorkerError(node=turn.policy.node, slot=worker.slot, rank=-1, message=detail, step=event.step)
+    said = {"ranks": event.ranks, "step": event.step, "fingerprint": event.kind, "error": error}
+    if mode == "stop" and turn.agent.etcd.view.state.phase is not Phase.RUNNING:
+        # The job waits, is being stopped or has ended: that decision came first. But it may be a consequence.
+        _add_cause(turn, broken_record(turn, event.generation, event.kind, detail, (), **said))  # type: ignore[arg-type]
+        return
+    if mode == "stop":
+        # The phase first, so that no leader forms another generation; then the failure report, for the incident.
+        state, revision = turn.agent.etcd.view.state, turn.agent.etcd.view.state_revision
+        turn.do(PutState(after(state, PhaseTrigger.FAILED, detail, turn.wall_s), revision))
+    report_failure(turn, event.kind, detail, (), rollback=mode == "rollback", **said)
+
+
+def _add_cause(turn: Turn, found: BrokenRecord) -> None:
+    """Report `found` though the job has failed, if it names the cause of the bad numbers that have failed it."""
+    known = turn.agent.formed.broken_record
+    if turn.agent.etcd.view.state.phase is not Phase.FAILED or known is None or known.generation != found.generation:
+        return
+    more = merged(known, found)
+    if known.kind in BAD_NUMBERS and more.node == found.node and more.step == found.step:
+        turn.change(broken_record=more)
+        turn.do(PutBroken(found))
+
+
+def correct_reason(turn: Turn) -> None:
+    """Give the job's end the reason that came first, if a consequence of it was reported earlier."""
+    state, known = turn.agent.etcd.view.state, turn.agent.formed.broken_record
+    if state.phase is not Phase.FAILED or known is None or (first := bad_numbers(known)) is None:
+        return
+    ends: tuple[BrokenRecord | Loss, ...] = (known, *known.also)
+    later = {end.detail for end in ends if end.kind == first.kind and end is not first}
+    if state.reason in later and state.reason != first.detail:
+        turn.ask(PutState(replace(state, reason=first.detail), turn.agent.etcd.view.state_revision), "reason")

@@ -1,0 +1,90 @@
+"""Of several reports of bad numbers that of the earliest step names the cause, whichever comes first."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from support.jobs import Machine, broken, generation, member, place, policy, view
+
+from elastic.contract.records import BrokenRecord, Phase
+from elastic.contract.spec import JobSpec
+from elastic.recovery.effects import AddCauses, Effect, Leave, PutBroken, PutState
+from elastic.recovery.events import (
+    Joined,
+    Progress,
+    Start,
+    Viewed,
+    WorkerBadNumbers,
+    WorkerReady,
+    WorkerStepping,
+    WorkerSynced,
+)
+
+SPEC = JobSpec(name="job", script="train.py", nodes="1:2", on_bad_numbers="stop")
+FORMED = generation(1, [place("b"), place("a")])
+OURS = WorkerBadNumbers(0, 1, 1, 13, "bad loss", "loss is nan", (1,))
+"""We are a, with rank 1; b leads."""
+OURS_SAID = "bad loss on rank 1 at step 13: loss is nan"
+
+
+def theirs(step: int) -> BrokenRecord:
+    said = broken(1, "b", kind="bad loss")
+    return msgspec.structs.replace(
+        said, ranks=(0,), step=step, detail=f"bad loss on rank 0 at step {step}: loss is nan"
+    )
+
+
+def failed(by: BrokenRecord, phase: Phase = Phase.FAILED, reason: str | None = None) -> Viewed:
+    said = by.detail if reason is None else reason
+    members = member("a", 1), member("b", 2)
+    return Viewed(view(*members, spec=SPEC, formed=FORMED, failed=by, phase=phase, reason=said), True)
+
+
+@pytest.fixture
+def machine() -> Machine:
+    machine = Machine(policy(spec=SPEC))
+    machine.take(Start(), Joined(), WorkerReady(0, 1))
+    machine.take(Viewed(view(member("a", 1), member("b", 2), spec=SPEC, formed=FORMED), True))
+    machine.take(WorkerSynced(0, 1, 1, 7), WorkerStepping(0, 1, 1, 8), Progress(1, 8, 0.1))
+    return machine
+
+
+def reasons(effects: list[Effect]) -> list[str]:
+    return [effect.state.reason for effect in effects if isinstance(effect, PutState)]
+
+
+def reported(effects: list[Effect]) -> list[int | None]:
+    return [effect.record.step for effect in effects if isinstance(effect, PutBroken)]
+
+
+def named(effects: list[Effect]) -> list[tuple[str, tuple[int, ...]]]:
+    """(detail, ranks by first cause) of each record that is corrected."""
+    return [(e.record.detail, tuple(c.ranks[0] for c in e.record.causes)) for e in effects if isinstance(e, AddCauses)]
+
+
+def test_the_reason_of_a_job_is_the_cause_though_a_consequence_of_it_has_failed_the_job(machine: Machine) -> None:
+    effects = machine.take(OURS)
+    assert (reasons(effects), reported(effects)) == ([OURS_SAID], [13])
+    effects = machine.take(failed(theirs(14)))
+    assert reasons(effects) == [OURS_SAID], "the state was b's at that revision"
+    assert not any(isinstance(effect, Leave) for effect in effects)
+    assert reasons(machine.take(failed(theirs(14), reason=OURS_SAID))) == []
+
+
+def test_the_cause_is_reported_though_the_job_has_failed_by_a_consequence_of_it(machine: Machine) -> None:
+    assert reasons(machine.take(failed(theirs(14)))) == []
+    effects = machine.take(OURS)
+    assert (reasons(effects), reported(effects)) == ([OURS_SAID], [13])
+    assert named(effects) == [(f"{OURS_SAID} (and 1 more)", (1, 0))]
+
+
+@pytest.mark.parametrize("step", [12, 13])
+def test_a_consequence_changes_nothing(machine: Machine, step: int) -> None:
+    machine.take(failed(theirs(step)))
+    assert not [e for e in machine.take(OURS) if isinstance(e, PutState | PutBroken | AddCauses)]
+
+
+def test_a_job_that_is_stopped_or_has_failed_otherwise_keeps_its_reason(machine: Machine) -> None:
+    machine.take(failed(theirs(14), Phase.STOPPED, "enough"))
+    assert reasons(machine.take(OURS)) == []
+    assert reasons(machine.take(failed(theirs(14), Phase.FAILED, "no node took it"))) == []
