@@ -31,7 +31,7 @@ def test_a_store_is_reached_by_the_nodes_address_only() -> None:
     try:
         host, port = stores.open(1)
         assert (answers(HERE, port), answers(ELSEWHERE, port)) == (True, False)
-        client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+        client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
         client.set("k", "v")
         record = msgspec.structs.replace(generation(1, [place("a")]), store_host=host, store_port=port)
         stores.client(record).set("own", "v")

@@ -20,7 +20,7 @@ from elastic.worker.comm.errors import FormError, is_communication_error
 from elastic.worker.comm.group import Group
 
 SECRET = "5ec4e7" * 5
-TIMEOUT = timedelta(seconds=5)
+TIMEOUT = timedelta(seconds=60)
 
 
 @pytest.fixture
