@@ -517,15 +517,15 @@ def test_a_worker_that_closes_its_channel_and_lives_on_is_ended(bench: Bench, mo
     """A plain script that never spoke may close what it does not know."""
     monkeypatch.setattr("elastic.agent.pool.CLOSED_S", 0.3)
     body = CLOSES % encode(GroupClosed(generation=1, step=0, clean=True)).hex()
-    speaker = bench.worker(1, f"SPEAKS = True\n{body}")
     silent = bench.worker(2, f"SPEAKS = False\n{body}")
+    bench.until(lambda: "closed" in (bench.folder / "2.log").read_text())
+    speaker = bench.worker(1, f"SPEAKS = True\n{body}")
     bench.until(lambda: bench.exit_of(1))
     ended = bench.exit_of(1)
     assert ended is not None
     assert ended.signal == "SIGKILL"
     bench.until(lambda: not alive(speaker))
-    assert "closed" in (bench.folder / "2.log").read_text()
-    assert alive(silent)
+    assert alive(silent), "it has closed its channel earlier"
 
 
 @pytest.mark.parametrize(
