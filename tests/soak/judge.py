@@ -123,7 +123,9 @@ class Life:
         return any(earlier < generation for earlier in self.entered)
 
     def done_before(self, generation: int) -> int:
-        return max((step for earlier, step in self.committed.items() if earlier < generation), default=0)
+        """Steps that its state had, committed by itself or received."""
+        known = (*self.entered.items(), *self.committed.items())
+        return max((step for earlier, step in known if earlier < generation), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,6 +93,14 @@ def test_a_step_that_only_the_killed_rank_had_committed_is_not_counted() -> None
     assert _lost(alone) == 1
 
 
+def test_steps_that_a_survivor_has_received_and_not_done_itself_count_as_lost() -> None:
+    """It is killed later than the rank that sent them, in the middle of its first step."""
+    lines = _record().lines
+    back = [_line(3, entered=1), *(_line(3, step=step) for step in range(2, 9))]
+    sender = [*lines[10][:5], _line(2, entered=4), _line(2, struck="line 3", step=4)]
+    assert _lost({10: sender, 11: lines[11], 12: [_line(2, entered=4), *back], 13: back}) == 3
+
+
 def test_a_beginning_from_nothing_is_wrong_however_it_is_told() -> None:
     back = [_line(2, entered=0), *(_line(2, step=step) for step in range(1, 9))]
     lines = _record().lines
