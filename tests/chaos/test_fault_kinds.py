@@ -5,6 +5,7 @@ Without a cluster, so that many fit into seconds; `chaos.fault_kinds` injects th
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -47,6 +48,7 @@ def begun(folder: Path, name: str) -> int:
     if pid := os.fork():
         return pid
     code = 99
+    gc.freeze()  # what other tests have left is of threads that this process does not have: collecting it is a SIGSEGV
     try:
         os.setsid()
         os.chdir(folder)
