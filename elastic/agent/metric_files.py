@@ -11,7 +11,6 @@ committed and lost are cut off, and TensorBoard's file gets the mark that takes 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import queue
@@ -35,7 +34,6 @@ CLOSE_S = 5.0
 
 log = structlog.get_logger()
 _ROW = msgspec.json.Decoder(LoggedRow)
-_opened = itertools.count(1)
 
 
 class MetricFiles:
@@ -97,8 +95,7 @@ class MetricFiles:
         lines = os.open(self._folder / "metrics.jsonl", flags, 0o640)
         try:
             self._rows = _read(lines)
-            who = f"{socket.gethostname()}.{os.getpid()}.{next(_opened)}"
-            name = f"events.out.tfevents.{int(time.time()):010d}.{who}"
+            name = f"events.out.tfevents.{_next_stamp(self._folder):010d}.{socket.gethostname()}.{os.getpid()}"
             self._events = os.open(self._folder / name, flags, 0o640)
             _write(self._events, event_file.header(time.time()))
         except OSError:
@@ -126,6 +123,13 @@ class MetricFiles:
         os.ftruncate(self._lines, _offset(self._lines, step))
         self._rows = {s: row for s, row in self._rows.items() if s < step} or _read(self._lines)
         _write(self._events, event_file.restart(time.time(), step))
+
+
+def _next_stamp(folder: Path) -> int:
+    """The time in seconds, but above that of every file of events in `folder`: TensorBoard reads them in the order of
+    their names, and a mark that takes steps back must come after the file that they are in."""
+    stamps = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
+    return max([int(time.time()), *(1 + int(stamp) for stamp in stamps if stamp.isdecimal() and len(stamp) == 10)])
 
 
 def _write(descriptor: int, data: bytes) -> None:

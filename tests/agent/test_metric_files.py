@@ -60,7 +60,7 @@ def fields(data: bytes) -> dict[int, list[int | bytes]]:
 def shown(folder: Path) -> dict[tuple[str, int], float]:
     """What TensorBoard shows of the event files: (name, step) -> value. Raises AssertionError for a value twice."""
     kept: dict[tuple[str, int], float] = {}
-    for path in sorted(folder.glob("events.out.tfevents.*"), key=lambda p: p.stat().st_ctime_ns):
+    for path in sorted(folder.glob("events.out.tfevents.*")):
         data, at = path.read_bytes(), 0
         while at < len(data):
             (size,) = struct.unpack_from("<Q", data, at)
