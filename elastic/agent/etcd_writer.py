@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from ..checkpoint.find import peek
+from ..checkpoint.find import newest_generation, peek
 from ..checkpoint.remote import list_remote
 from ..contract.keys import JobKeys
 from ..contract.phases import PhaseTrigger, after
@@ -250,10 +250,10 @@ class EtcdWriter:
         rules, name = self.policy.spec.checkpoint, self.policy.spec.name
         if number > 1 or not rules.dir:
             return number
-        found = [generation for _, generation, _ in peek(rules.dir, name)]
-        if not found and rules.remote:
-            found = [generation for _, generation, _ in list_remote(rules.remote, name)]
-        return 1 + max(found, default=0)
+        newest = newest_generation(rules.dir, name)
+        if rules.remote and not peek(rules.dir, name):
+            newest = max([newest, *(generation for _, generation, _ in list_remote(rules.remote, name))])
+        return 1 + newest
 
     def _say(self, view: JobView, reason: str) -> None:
         """Put into the job's state why it does not start, for users."""

@@ -20,7 +20,7 @@ import xxhash
 from . import manifest as m
 from .errors import Damaged, NoGoodCheckpoint
 from .files import REAL, Files, open_file
-from .names import head_of, is_aside, is_final, step_of
+from .names import head_of, is_aside, is_final, step_of, tmp_of
 from .write import digest
 
 READ_THREADS = 2
@@ -121,6 +121,13 @@ def peek(directory: str, job: str | None = None, *, files: Files = REAL) -> list
         if is_final(name) and (head := head_of(path, files)) and job in (None, head.job):
             found.append((head.step, head.generation, path))
     return sorted(found, key=lambda f: (f[1], f[0]), reverse=True)
+
+
+def newest_generation(directory: str, job: str, *, files: Files = REAL) -> int:
+    """The highest generation of the checkpoints of `job`, and of any that is unfinished; 0: there is none. An
+    unfinished one counts: a save of the same step and generation would be completed with its shards."""
+    unfinished = [save[1] for name in files.names(directory) if (save := tmp_of(name))]
+    return max([0, *unfinished, *(generation for _, generation, _ in peek(directory, job, files=files))])
 
 
 def verify(

@@ -19,7 +19,7 @@ from .buffers import Buffers
 from .client import WriterProcess
 from .errors import CheckpointError
 from .failures import FailuresInRow
-from .find import peek
+from .find import newest_generation
 from .layout import arena_nbytes
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ def versions() -> dict[str, str]:
 
 def next_generation(directory: str, job: str) -> int:
     """A number above all generations in `directory`, so that this run's checkpoints are newer than those of earlier
-    runs."""
-    return 1 + max((generation for _, generation, _ in peek(directory, job)), default=0)
+    runs, and share no shard with what those have left unfinished."""
+    return 1 + newest_generation(directory, job)
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ No collective is needed and no shard waits for another, so a dead rank delays a 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -66,8 +67,11 @@ def write_shard(
         extra=arena.extra(),
     )
     path = os.path.join(folder, shard.file)
+    note = os.path.join(folder, m.shard_note(shard.shard, shard.shards))
     _make_folder(directory, files)
     files.mkdir(folder)  # its name need not be durable before the commit
+    with contextlib.suppress(FileNotFoundError):
+        files.unlink(note)  # of an earlier try: a commit must not take it for that of the shard being written
     try:
         hashes = _write_pieces(path, data, shard, files, threads)
     except OSError:
@@ -79,9 +83,7 @@ def write_shard(
     shard = msgspec.structs.replace(shard, xxh3=hashes)
     files.sync_dir(folder)
     # A visible note implies a durable shard. The note itself need not survive a crash, which ends the save.
-    _write_whole(
-        os.path.join(folder, m.shard_note(shard.shard, shard.shards)), m.encode(shard, digest), files, safe=False
-    )
+    _write_whole(note, m.encode(shard, digest), files, safe=False)
     return shard
 
 

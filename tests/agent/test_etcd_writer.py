@@ -401,3 +401,13 @@ def test_reports_of_two_ranks_of_a_node_are_both_kept_though_the_first_is_not_wr
     kept = decode(BrokenRecord, kv.value)
     assert (kept.ranks, kept.step) == ((2,), 10), "the rank of the earlier step is the cause"
     assert [loss.ranks for loss in kept.also] == [(3,)]
+
+
+def test_first_generation_is_above_those_of_unfinished_checkpoints_too(tmp_path: Path) -> None:
+    """A new life of a job that ended within its first save would complete that one with its own shards."""
+    office = Office(dir=str(tmp_path))
+    (tmp_path / "step-60.g7.tmp").mkdir()
+    office.client.put(KEYS.member("n"), b"ours")
+    publish(office)()
+    assert decode(GenerationRecord, office.client.server.kvs[KEYS.generation].value).number == 8
+    office.stores.close()

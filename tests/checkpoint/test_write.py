@@ -19,6 +19,7 @@ from elastic.checkpoint import manifest as m
 from elastic.checkpoint.errors import SaveFailed, ShardsMissing
 from elastic.checkpoint.files import Files
 from elastic.checkpoint.find import newest_good, verify
+from elastic.checkpoint.saver import next_generation
 from elastic.checkpoint.write import commit, shards_missing, write_shard
 
 NOBODY = 65534
@@ -61,6 +62,7 @@ def test_space_is_reserved_before_the_first_byte_and_all_is_synced_before_the_re
     save(str(tmp_path), 20, shards=1, files=Logged())
     shard = [
         "mkdir",
+        "unlink",  # the note of an earlier try
         "create",
         "reserve",
         "write_at",
@@ -70,8 +72,8 @@ def test_space_is_reserved_before_the_first_byte_and_all_is_synced_before_the_re
         "write_at",
         "write_at",
     ]
-    assert log[:9] == shard
-    assert [call for call in log[9:] if call != "write_at"] == [
+    assert log[:10] == shard
+    assert [call for call in log[10:] if call != "write_at"] == [
         *("truncate", "sync", "close", "sync_dir"),
         *("create", "close", "rename"),  # the note: of no use after a crash
         *("create", "sync", "close", "rename", "sync_dir"),
@@ -173,6 +175,31 @@ def test_shards_of_two_cuts_never_become_a_checkpoint(tmp_path: Path) -> None:
         write_shard(arena, str(tmp_path))
     with pytest.raises(SaveFailed, match="a tensor is listed twice"):
         commit_20(str(tmp_path))
+
+
+def test_a_shard_of_an_earlier_run_never_completes_a_checkpoint(tmp_path: Path) -> None:
+    """A run ended within its first checkpoint. Nothing is committed, and the next run reaches the same step."""
+    directory = str(tmp_path)
+    write_20(directory, 1)
+    number = next_generation(directory, "job")
+    for shard in (0, 1):
+        assert shards_missing(directory, 20, number, 2) == tuple(range(shard, 2))
+        with filled(state_at(20), 20, number, shard, 2) as arena:
+            write_shard(arena, directory, piece_nbytes=PIECE)
+    assert commit(directory, "job", step=20, generation=number, shards=2, world_size=2) == str(tmp_path / "step-20")
+
+
+def test_a_shard_written_again_is_missing_until_it_is_complete(tmp_path: Path) -> None:
+    class Looks(Files):
+        def write_at(self, fd: int, data: memoryview, at: int) -> None:
+            missing.append(shards_missing(str(tmp_path), 20, 1, 2))
+            super().write_at(fd, data, at)
+
+    missing: list[tuple[int, ...]] = []
+    write_20(str(tmp_path), 0, 1)
+    write_20(str(tmp_path), 1, files=Looks())
+    assert set(missing) == {(1,)}
+    assert shards_missing(str(tmp_path), 20, 1, 2) == ()
 
 
 def test_a_damaged_note_is_not_believed(tmp_path: Path) -> None:

@@ -34,8 +34,11 @@ def train(job: Job, state: State) -> None:
 def test_a_checkpoint_that_fails_is_said_and_training_goes_on(
     tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "step-3.g1.tmp").write_text("a file where the folder should be")
-    state = run_standalone(setup, train, str(tmp_path), IntervalRule(every_steps=100))
+    def spoiled(job: Job, state: Any) -> None:
+        (tmp_path / "step-3.g1.tmp").write_text("a file where the folder should be")
+        train(job, state)
+
+    state = run_standalone(setup, spoiled, str(tmp_path), IntervalRule(every_steps=100))
     assert state.step == 3
     said = capfd.readouterr().err
     assert said.startswith("elastic: a checkpoint failed: Not a directory: ")
