@@ -58,8 +58,8 @@ def load_newest(
             raise
     from .remote import fetch_newest
 
-    if fetch_newest(remote, job, directory) is None:
-        return newest_good(directory, job, files=files)  # raises the error of `directory` again, if any
+    fetch_newest(remote, job, directory)
+    # Also if there was nothing to fetch: this raises the error of `directory` again, or reads what can be read now.
     return _load_local(directory, job, prepare, threads, files, progress)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.ckpt import PIECE, blank, filled, flip, save, shard_paths, state_at
 
+from elastic.checkpoint import read
 from elastic.checkpoint.errors import Damaged, NoGoodCheckpoint, SaveFailed
 from elastic.checkpoint.export import to_dcp, to_torch_save
 from elastic.checkpoint.find import newest_good
@@ -102,6 +103,31 @@ def test_the_remote_copy_is_the_last_resort(tmp_path: Path, url: str) -> None:
     flip(shard_paths(str(here / "step-5"))[0], -1)
     assert resumed() == 20  # but not when it is damaged
     assert sorted(os.listdir(here)) == ["step-20", "step-5.damaged-shard-hash"]
+
+
+def test_a_load_that_failed_in_the_middle_is_never_called_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fails once, and the remote storage has nothing yet: what was overwritten by half is read again."""
+    here = str(tmp_path / "here")
+    save(here, 10)
+    failed = []
+
+    def read_piece(*args: object) -> None:
+        if args[2] == 1 and not failed:
+            failed.append(args)
+            raise Damaged("unreadable", "Input/output error")
+        real(*args)  # type: ignore[arg-type]
+
+    real = read.read_piece
+    monkeypatch.setattr(read, "read_piece", read_piece)
+    tensors = blank()
+    found = load_newest(
+        here, "job", lambda _: lambda info: tensors[info.name], remote=f"file://{tmp_path}/remote", threads=1
+    )
+    assert failed
+    assert found is not None
+    assert all(torch.equal(tensors[name], wanted) for name, wanted in state_at(10).items())
 
 
 def test_remote_fetch_takes_the_newest_good_checkpoint(tmp_path: Path) -> None:
