@@ -154,6 +154,12 @@ class Job(JobCalls):
             self._first_bad.watch(state.modules())
         self._link.entered()
 
+    def forget(self) -> None:
+        """Drop every reference to the state and to what `train` has made of it. Not for scripts."""
+        self._state = self._fingerprint = self._batch = None
+        self._gradient_weight.detach_all()
+        self._first_bad.off()
+
     def left(self, state: State) -> None:
         """`train` has returned on this rank. Not for scripts."""
         self._log.finish(state.step)
@@ -253,6 +259,7 @@ class Job(JobCalls):
         Raises CannotEncodeError or TypeError if the state holds anything that could not be sent to a replacement, and,
         standalone, FloatingPointError for a loss that is NaN or infinite.
         """
+        self._refuse_failed_sums()
         if state.clean():  # no optimizer has stepped
             if self._queued():
                 self._before_optimizer()  # gradients applied in any other way were not guarded
@@ -371,8 +378,7 @@ class Job(JobCalls):
         checks whether the group was aborted: the flag is set before the abort begins, so sums that an abort interrupted
         are never taken for complete.
         """
-        if self._gradient_weight.failed:
-            raise GroupAborted("the exchange of gradients has failed, and what is here is no mean over all ranks")
+        self._refuse_failed_sums()
         self._gradient_weight.share_buffers()
         if self._queued():
             self._link.contributed()
@@ -382,6 +388,11 @@ class Job(JobCalls):
             self.sampler.applied(self._state)
         if self._keeper is not None:
             self._keeper.settle()
+
+    def _refuse_failed_sums(self) -> None:
+        """Raises GroupAborted, also if the script has handled the error that the failed exchange raised."""
+        if self._gradient_weight.failed:
+            raise GroupAborted("the exchange of gradients has failed, and what is here is no mean over all ranks")
 
     def _compare_replicas(self, state: State) -> None:
         if self.world_size == 1:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import multiprocessing
 import os
@@ -185,7 +186,8 @@ def skipped_step(rank: int, world_size: int, folder: str) -> Any:
 
 
 def swallowed(rank: int, world_size: int, folder: str) -> Any:
-    """Rank 1 is gone, and rank 0 catches what its backward raises and steps: (weights changed, what that raises)."""
+    """Rank 1 is gone, and rank 0 catches what its backward raises, steps and commits: (weights changed, clean, what
+    the step raises, what the commit raises, steps committed)."""
     join(folder, "store", rank, world_size)
     net = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -200,11 +202,13 @@ def swallowed(rank: int, world_size: int, folder: str) -> Any:
     before = net.weight.tolist()
     with contextlib.suppress(RuntimeError):
         wrapped(torch.ones(1, 2)).sum().backward()
-    try:
-        optimizer.step()
-    except GroupAborted as error:
-        return [net.weight.tolist() != before, state.clean(), str(error)]
-    return [net.weight.tolist() != before, state.clean(), ""]
+    said = []
+    for call in (optimizer.step, functools.partial(job.commit, state)):
+        try:
+            call()
+        except GroupAborted as error:
+            said.append(str(error))
+    return [net.weight.tolist() != before, state.clean(), *said, state.step]
 
 
 def empty_loss_is_nan(rank: int, world_size: int, folder: str) -> Any:
@@ -245,7 +249,7 @@ def loader_orphans(rank: int, world_size: int, folder: str) -> Any:
     os.close(into)
     children = [psutil.Process(int(n)) for n in os.read(out, 100).split()]
     os.waitpid(pid, 0)
-    _, left = psutil.wait_procs(children, timeout=2.0)
+    _, left = psutil.wait_procs(children, timeout=30.0)
     for child in left:
         child.kill()
     return {"children": len(children), "left": len(left)}

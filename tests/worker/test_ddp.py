@@ -63,10 +63,12 @@ def test_a_step_that_was_skipped_is_committed_with_rank_0s_buffers_too(played: d
 def test_gradients_of_some_ranks_are_not_applied_by_a_script_that_catches_the_error(
     played: dict[str, list[Any]],
 ) -> None:
-    changed, clean, said = played["swallowed"][0]
+    changed, clean, said, commit_said, steps = played["swallowed"][0]
     assert not changed
     assert clean
     assert "the exchange of gradients has failed" in said
+    assert commit_said == said  # a step that was not applied is not committed
+    assert steps == 0
 
 
 def test_nan_of_a_rank_without_samples_does_not_spread(played: dict[str, list[Any]]) -> None:
