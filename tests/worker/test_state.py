@@ -804,3 +804,72 @@ def test_what_a_replacement_could_not_receive_is_refused_before_there_is_one(
     table = tuple(info for info, _ in state.tensors(extra))
     with pytest.raises(TypeError, match=re.escape(name)):
         state.refuse_growth(table, extra)
+
+
+class Margin(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def both(*modules: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([param for module in modules for param in module.parameters()])
+
+
+def test_a_parameter_that_only_the_optimizer_holds_is_refused() -> None:
+    """A replacement would step its own, with the others' moments: the replicas would differ unseen."""
+    net, criterion = model(), Margin()
+    with pytest.raises(
+        TypeError, match=r"state\.optimizer steps a parameter of shape \(3,\) \(number 6 of its group 0\)"
+    ):
+        State(model=net, optimizer=both(net, criterion))
+    with pytest.raises(TypeError, match=r"state\.second steps a parameter"):
+        State(model=net, first=both(net), second=both(criterion))
+
+
+def test_a_parameter_that_any_part_holds_is_accepted() -> None:
+    class Trainer:
+        def __init__(self, criterion: Margin) -> None:
+            self.losses = {"margin": [criterion.scale]}
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"scale": self.losses["margin"][0].detach().clone()}
+
+        def load_state_dict(self, held: dict[str, Any]) -> None:
+            self.losses["margin"][0].data.copy_(held["scale"])
+
+    net, criterion = model(), Margin()
+    State(model=net, criterion=criterion, optimizer=both(net, criterion))
+    State(model=net, scales=[criterion.scale], optimizer=both(net, criterion))
+    State(model=net, trainer=Trainer(criterion), optimizer=both(net, criterion))
+    flat = nn.Parameter(next(net.parameters()).data.view(-1))  # one that shares its memory
+    State(model=net, optimizer=torch.optim.SGD([flat], lr=0.1))
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number in an attribute, as optimizers with a schedule of their own do."""
+
+    calls = 0
+
+    def zero_grad(self) -> None:  # type: ignore[override]  # as in NVIDIA's apex
+        super().zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "calls": self.calls}
+
+
+def test_an_optimizer_with_state_of_another_kind_is_refused() -> None:
+    net = model()
+    with pytest.raises(TypeError, match=r"state\.optimizer \(Counting\) has more in its state_dict\(\).*: calls\. "):
+        State(model=net, optimizer=Counting(net.parameters(), lr=0.1))
+
+
+def test_gradients_of_an_optimizer_whose_zero_grad_takes_no_argument_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(Counting, "state_dict")
+    net = model()
+    state = State(model=net, optimizer=Counting(net.parameters(), lr=0.1))
+    net(torch.ones(2, 4)).sum().backward()
+    state.forget_gradients()
+    assert all(param.grad is None for param in net.parameters())

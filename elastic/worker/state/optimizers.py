@@ -40,7 +40,12 @@ class Optimizers:
         as changing."""
 
     def listen(self) -> None:
-        """From here on every optimizer of the process is checked."""
+        """From here on every optimizer of the process is checked. Raises TypeError if one of the state steps a
+        parameter that no part holds, or has state of a kind that is not kept."""
+        for name, part in self._parts.items():
+            if isinstance(part.value, torch.optim.Optimizer):
+                _refuse_more(name, part.value)
+                _refuse_unkept(name, part.value, [other.value for other in self._parts.values() if other is not part])
         _owners.add(self)
         _hook_once()
 
@@ -107,6 +112,58 @@ class Optimizers:
             for part in self._parts.values()
             for held in _attributes(part.value)
         )
+
+
+def _refuse_unkept(name: str, optimizer: torch.optim.Optimizer, others: Iterable[Any]) -> None:
+    """Raises TypeError if `optimizer`, part `name`, steps a parameter that none of the `others` holds."""
+    kept = {_storage(tensor) for other in others for tensor in _tensors_of(other)}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            if _storage(param) not in kept:
+                raise TypeError(
+                    f"state.{name} steps a parameter of shape {tuple(param.shape)} (number {index} of its group "
+                    f"{number}) that no other part of the state holds: it would be lost with a process, and the "
+                    f"replicas would differ unseen. Return what holds it from setup() with the rest, State(…, "
+                    f"criterion=criterion), or leave it out of the optimizer"
+                )
+
+
+def _refuse_more(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raises TypeError if `state_dict()` of `optimizer`, part `name`, has entries beyond those that are kept. One that
+    wraps others is kept with the state of each, whatever its own `state_dict()` contains."""
+    inner = [item for held in _attributes(optimizer) for item in (held, *_items(held))]
+    if any(isinstance(item, torch.optim.Optimizer) for item in inner):
+        return
+    if more := sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"})):
+        raise TypeError(
+            f"state.{name} ({type(optimizer).__name__}) has more in its state_dict() than state and param_groups: "
+            f"{', '.join(more)}. That would be lost with a process. Keep it in optimizer.state, under a name, or in "
+            f"the options of a parameter group"
+        )
+
+
+def _items(held: Any) -> Iterable[Any]:
+    return held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else ()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Identifies the memory, which views share; a wrapper that has none identifies itself."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except NotImplementedError:
+        return id(tensor)
+
+
+def _tensors_of(held: Any, depth: int = 3) -> Iterable[torch.Tensor]:
+    """The tensors that a part holds itself, in containers, or in its attributes."""
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif isinstance(held, torch.nn.Module):
+        yield from held.parameters()
+        yield from held.buffers()
+    elif depth and not isinstance(held, torch.optim.Optimizer):
+        for item in _attributes(held):
+            yield from _tensors_of(item, depth - 1)
 
 
 class _Early:

@@ -408,8 +408,12 @@ class State:
         `requires_grad` are reset to those of `setup`, until the first batch.
         """
         for part in self._parts.values():
-            if isinstance(part.value, torch.nn.Module | torch.optim.Optimizer):
+            if isinstance(part.value, torch.nn.Module):
                 part.value.zero_grad(set_to_none=True)
+            elif isinstance(part.value, torch.optim.Optimizer):
+                for group in part.value.param_groups:  # not its zero_grad(), which need not take an argument
+                    for param in group["params"]:
+                        param.grad = None
         self._flags().put_back()
 
     def _flags(self) -> Modes:
