@@ -126,9 +126,10 @@ class JobCalls(abc.ABC):
         if (count is None) == (total is None):
             raise TypeError("job.weighted: either count, of this backward alone, or total=job.total(…) of the step")
         everywhere = self.total(count) if total is None else total  # type: ignore[arg-type]  # not None, as checked
-        self._gradient_weight.add_up()
         wide = loss_sum if loss_sum.dtype in (torch.float32, torch.float64) else loss_sum.float()
-        return wide / torch.where(everywhere > 0, everywhere, torch.ones_like(everywhere)).to(wide)
+        loss = wide / torch.where(everywhere > 0, everywhere, torch.ones_like(everywhere)).to(wide)
+        self._gradient_weight.add_up(loss, self.world_size)
+        return loss
 
     def total(self, count: torch.Tensor | float) -> torch.Tensor:
         """The sum of the ranks' `count`, as float64 on the job's device; for `weighted`. All ranks call it at the same

@@ -53,6 +53,9 @@ def train(job: Job, how: str, batch_size: int) -> list[list[float]]:
         if state.step == 2:
             for part in batch.parts():
                 model(part.x).square().mean().backward()
+        elif how == "twice":  # two losses, each with a backward that exchanges
+            for share in (0.25, 0.75):
+                job.weighted(share * loss_sum(model, batch), tokens(batch)).backward()
         elif how == "whole":
             job.weighted(loss_sum(model, batch), tokens(batch)).backward()
         else:
@@ -97,7 +100,7 @@ def close(got: list[list[float]], want: list[list[float]]) -> bool:
     return got == [pytest.approx(step, rel=1e-10, abs=1e-13) for step in want]
 
 
-@pytest.mark.parametrize("how", ["whole", "parts"])
+@pytest.mark.parametrize("how", ["whole", "parts", "twice"])
 def test_tokens_weigh_the_same_without_a_group(how: str) -> None:
     assert close(train(alone(), how, 5), wanted(5))
 
@@ -124,13 +127,16 @@ def test_count_and_total_exclude_each_other() -> None:
             alone().weighted(torch.ones(()), **given)  # type: ignore[arg-type]
 
 
+CASES = [("whole", 5), ("parts", 7), ("whole", 2), ("twice", 5), ("twice", 2)]
+
+
 def on_ranks(rank: int, world_size: int, port: int) -> Any:
     where: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "generation": 1}
     group = Group(backend="gloo", rank=rank, world_size=world_size, **where)
     group.form()
     job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
     job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
-    found = {"whole 5": train(job, "whole", 5), "parts 7": train(job, "parts", 7), "whole 2": train(job, "whole", 2)}
+    found = {f"{how} {size}": train(job, how, size) for how, size in CASES}
     group.close()
     return found
 
@@ -140,6 +146,5 @@ def test_tokens_weigh_the_same_for_any_world_size() -> None:
     """With batches of 2 samples, rank 2 has none."""
     for world_size in (2, 3):
         for found in run_ranks(on_ranks, world_size=world_size):
-            assert close(found["whole 5"], wanted(5))
-            assert close(found["parts 7"], wanted(7))
-            assert close(found["whole 2"], wanted(2))
+            for how, size in CASES:
+                assert close(found[f"{how} {size}"], wanted(size)), (how, size)

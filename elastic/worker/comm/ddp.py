@@ -29,15 +29,16 @@ class GradientWeight:
     def __init__(self) -> None:
         self._weight: float | None = None
         self._models: list[nn.Module] = []
-        self._sums = False
+        self._sums = 0
         self.failed = False
         """An exchange of gradients has failed in this group, even if the script handles the error."""
 
     def __call__(self) -> float:
         """Samples of the current backward / samples of the global batch; 1 / world size before the first batch is
-        taken. After `add_up` 1, or 0 without samples."""
-        if self._sums and not self.empty:
-            return 1.0
+        taken. After `add_up` 1 / world size on every rank: all weights of a step then add up to 1, so that sums which
+        an earlier backward of the step has left in the gradients remain what they are."""
+        if self._sums:
+            return 1.0 / self._sums
         return self._weight if self._weight is not None else 1.0 / dist.get_world_size()
 
     def attach(self, model: nn.Module) -> None:
@@ -49,7 +50,7 @@ class GradientWeight:
         """Drop the models and the weight: their group is closed."""
         self._models.clear()
         self._weight = None
-        self._sums = False
+        self._sums = 0
         self.failed = False
 
     def share_buffers(self) -> None:
@@ -69,12 +70,17 @@ class GradientWeight:
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = exchange  # all that DDP.no_sync() does
 
-    def add_up(self) -> None:
-        """Until the commit gradients are summed over ranks and micro-batches: the loss has its weight already."""
-        self._sums = True
+    def add_up(self, loss: torch.Tensor, world_size: int) -> None:
+        """Until the commit gradients are summed over ranks and micro-batches: `loss`, this rank's part of the mean, has
+        its weight already. Its backward is scaled to balance the weight that the exchange applies; without samples
+        it is zero."""
+        self._sums = world_size
+        if loss.requires_grad and (world_size > 1 or self.empty):
+            factor = 0.0 if self.empty else float(world_size)
+            loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
 
     def committed(self) -> None:
-        self._sums = False
+        self._sums = 0
 
     @property
     def empty(self) -> bool:
