@@ -14,6 +14,7 @@ completes the copy before the copied tensors change; only then does it count as 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from .state.restore import extra_of
 from .state.state import State
 
 FINISH_S = 60.0
-"""How long the last checkpoint of a job waits for the previous one to be written."""
+"""As `finish_s` below, under an agent, which has a second buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +136,15 @@ class CheckpointScheduler:
         *,
         shared: bool,
         snapshots: bool = False,
+        finish_s: float = FINISH_S,
     ) -> None:
         """`rule`: when checkpoints are due; None: none are taken. `snapshots`: keep the newest state in memory as
-        well."""
+        well. `finish_s`: how long the last checkpoint waits for the previous one to be written."""
         self._sink = sink
         self._rule = rule
         self._shared = shared
         self._snapshots = snapshots
+        self._finish_s = finish_s
         self._place = RankPosition(0, 0, 1, 0, 1)
         self._plan = checkpoint_interval.IntervalPlan()
         self._marked = (0, 0.0)
@@ -226,15 +229,17 @@ class CheckpointScheduler:
         self.settle()
         if self._rule is None or state.step == self._saved_step:
             return
-        self._sink.wait(FINISH_S)
+        self._sink.wait(self._finish_s)
         _, busy, _ = self._exchange(checkpoint_interval.IntervalPlan(), not self._sink.free())
-        if not busy:
-            self._saved_step = state.step
         if busy:
             self.skipped += 1
-        else:
-            self._put(state, save=True)
-            self.settle()
+            if self._place.rank == 0:
+                said = f"the final state, of step {state.step}, is not saved: an earlier checkpoint was still being"
+                print(f"elastic: {said} written after {self._finish_s:g} s", file=sys.stderr, flush=True)
+            return
+        self._saved_step = state.step
+        self._put(state, save=True)
+        self.settle()
 
     def settle(self) -> None:
         """The state is about to change: complete the copy under way first.

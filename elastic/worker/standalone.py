@@ -20,6 +20,9 @@ from .state.restore import Disk
 from .state.state import State
 from .state.sync import synchronise
 
+FINISH_S = 600.0
+"""How long the last checkpoint waits for the previous one to be written: there is one buffer only."""
+
 
 class NoLink:
     """Link of a process without an agent."""
@@ -143,7 +146,7 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Interv
         return
     saver = LocalSaver(disk.directory, disk.job, generation=generation, rank=job.rank, world_size=job.world_size)
     sink = LocalSnapshots(saver)
-    keeper = CheckpointScheduler(sink, rule, shared=True)
+    keeper = CheckpointScheduler(sink, rule, shared=True, finish_s=FINISH_S)
     keeper.enter(RankPosition(generation, job.rank, job.world_size, job.local_rank, 1), state.step)
     job.enter(rank=job.rank, world_size=job.world_size, generation=generation, keeper=keeper, state=state)
     state.begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from support.arenas import NoBackend
 
@@ -50,6 +51,24 @@ def test_every_so_many_steps_and_at_the_end() -> None:
     keeper.finish(state)
     keeper.finish(state)
     assert [part.step for part in sink.parts] == [10, 20, 25], "once is enough"
+
+
+def test_a_final_state_that_is_not_saved_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    class Slow(SnapshotBackend):
+        waited_s = 0.0
+
+        def wait(self, limit_s: float) -> None:
+            self.waited_s = limit_s
+
+    sink, state = Slow(), build()
+    keeper = CheckpointScheduler(sink, IntervalRule(every_steps=10), shared=True, finish_s=600.0)
+    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    run(keeper, state, 15)
+    sink.full = True
+    keeper.finish(state)
+    assert [part.step for part in sink.parts] == [10]
+    assert sink.waited_s == 600.0
+    assert "the final state, of step 15, is not saved: an earlier checkpoint was still" in capfd.readouterr().err
 
 
 def test_checkpoint_scheduler_skips_and_counts_a_full_sink() -> None:
