@@ -320,6 +320,7 @@ class ManagedWorker:
             print(f"elastic: {error}; training begins again from setup()", file=sys.stderr, flush=True)
         if self._state.established or not self._state.clean():
             del self._state
+            job.forget()
             gc.collect()  # a GPU may not have memory for two
             self._build(job)
             self._state.to(job.device)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import errno
+import gc
 import mmap
 import os
 import pathlib
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from elastic.contract import messages
 from elastic.contract.beat import PAGE_BYTES
+from elastic.worker.job import Job
 from elastic.worker.session import GenerationEnded, Session
+from elastic.worker.standalone import NoLink
 from elastic.worker.state.restore import Disk, Store
+from elastic.worker.state.state import State
 
 GENERATION = 3
 
@@ -94,3 +100,20 @@ def test_an_end_before_the_question_is_heard(tmp_path: pathlib.Path, asking: Ask
     with pytest.raises(GenerationEnded, match="at once"):
         again.saved()
     again.close()
+
+
+def test_nothing_keeps_a_state_that_is_built_anew(asking: Asking) -> None:
+    """A GPU may not have memory for two."""
+    net = torch.nn.Linear(2, 2)
+    state = State(model=net)
+    gone = weakref.ref(net)
+    store = Store(asking.session, None, state, GENERATION)
+    asking.session.on(messages.InMemorySnapshot, store._on_kept)  # as `saved` leaves it
+    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    job.enter(rank=0, world_size=1, generation=1, keeper=None, state=state)
+    job.ddp(net)
+    store.close()
+    del state, net, store
+    job.forget()
+    gc.collect()
+    assert gone() is None

@@ -118,7 +118,7 @@ class Store:
         """`restore` as in `state_source.choose`; 'snapshot' leaves out snapshots taken for memory only."""
         self._session = session
         self._disk = disk
-        self._state = state
+        self._state: State | None = state
         self._generation = generation
         self._saved_only = restore == "snapshot"
         self._kept = HeldSnapshots([])
@@ -151,6 +151,7 @@ class Store:
                 _close_all(self._answers.get_nowait())
 
     def load(self, origin: Origin) -> str:
+        assert self._state is not None, "loaded after close"
         if origin is Origin.SNAPSHOT:
             return self._kept.load(self._state, self._session.copied)
         assert self._disk is not None, "a job without a checkpoint directory offers no checkpoint"
@@ -158,6 +159,7 @@ class Store:
 
     def close(self) -> None:
         self._closed = True
+        self._state = None  # the session holds `_on_kept`, and so this
         self._drop_answers()
         self._kept.close()
 
