@@ -45,7 +45,7 @@ def merged(first: BrokenRecord, more: BrokenRecord) -> BrokenRecord:
     primary, other = (more, first) if heavier else (first, more)
     also = list(first.also)
     if heavier:
-        also = [loss for loss in also if not _covers(more.node, more.slots, loss)]
+        also = [loss for loss in also if not _covers(more, loss)]
     for loss in (_loss(other), *more.also):
         if _adds(primary, also, loss):
             also.append(loss)
@@ -80,8 +80,10 @@ def _adds(primary: BrokenRecord, also: list[Loss], loss: Loss) -> bool:
     return not set(loss.slots) <= slots or (weight(loss.kind) == 2 and not set(loss.ranks) <= ranks)
 
 
-def _covers(node: str, slots: tuple[int, ...], loss: Loss) -> bool:
-    return loss.node == node and set(loss.slots) <= set(slots)
+def _covers(more: BrokenRecord, loss: Loss) -> bool:
+    """Whether `more` names all that `loss` does. A rank with bad numbers has lost no slot."""
+    named = set(loss.slots) <= set(more.slots) if loss.slots else set(loss.ranks) <= set(more.ranks)
+    return loss.node == more.node and named
 
 
 def _loss(record: BrokenRecord) -> Loss:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import msgspec
@@ -57,6 +58,19 @@ def test_a_bad_loss_of_an_earlier_step_is_the_cause_of_those_after_it() -> None:
         assert (record.node, record.step, [loss.node for loss in record.also]) == ("b", 13, ["a"])
     drift = msgspec.structs.replace(earlier, kind="drift")
     assert merged(later, drift).node == "a", "another kind of failure"
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_each_rank_with_bad_numbers_stays_in_the_report_whichever_comes_first(order: tuple[int, ...]) -> None:
+    """They lose no slot. All are on one node, and the rank with the earliest step may report last."""
+    reports = [
+        BrokenRecord(generation=1, node="a", kind="bad loss", detail="nan", ranks=(rank,), step=13 if rank else 12)
+        for rank in range(3)
+    ]
+    first, *others = (reports[i] for i in order)
+    record = functools.reduce(merged, others, first)
+    assert (record.ranks, record.step) == ((0,), 12)
+    assert sorted(loss.ranks for loss in record.also) == [(1,), (2,)]
 
 
 def test_merged_report_keeps_rollback_in_any_report_order() -> None:
