@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ..contract.phases import PhaseTrigger, after
 from ..contract.records import BrokenRecord, Loss, Phase, WorkerError
-from .announce import broken_record, report_failure
+from .announce import add_evidence, broken_record, report_failure
 from .effects import PutBroken, PutState
 from .events import WorkerBadNumbers
 from .evidence import BAD_NUMBERS, bad_numbers, merged
@@ -35,6 +35,11 @@ def take_bad_numbers(turn: Turn, worker: Worker, event: WorkerBadNumbers) -> Non
         # The phase first, so that no leader forms another generation; then the failure report, for the incident.
         state, revision = turn.agent.etcd.view.state, turn.agent.etcd.view.state_revision
         turn.do(PutState(after(state, PhaseTrigger.FAILED, detail, turn.wall_s), revision))
+    formed = turn.agent.formed.generation
+    if formed is not None and formed.number > event.generation and formed.restore == "snapshot":
+        # The job goes back already, and its new generation does not have these numbers: they belong to the old one.
+        add_evidence(turn, broken_record(turn, event.generation, event.kind, detail, (), rollback=True, **said))  # type: ignore[arg-type]
+        return
     report_failure(turn, event.kind, detail, (), rollback=mode == "rollback", **said)
 
 

@@ -18,6 +18,7 @@ from elastic.contract.origin import Origin
 from elastic.contract.records import IncidentRecord, Phase, decode, encode
 from elastic.etcd.client import Put
 from elastic.recovery.announce import SAVE_S
+from elastic.recovery.events import WorkerBadNumbers
 
 
 @pytest.fixture(autouse=True)
@@ -350,6 +351,40 @@ def test_bad_numbers_take_the_job_back_though_etcd_is_away_at_that_moment(away_s
     (incident,) = incidents(cluster)
     check_incident(incident, kind="bad loss", nodes=["n0"], ranks=[0], redone=cluster.judge.redone())
     assert (cluster.record().number, cluster.record().restore) == (2, "snapshot")
+
+
+def test_bad_numbers_that_are_reported_late_do_not_break_the_generation_that_goes_back_from_them() -> None:
+    """They have spread to rank 2, whose report arrives when that generation is formed and its worker still aborts."""
+    cluster = Cluster(replace(TWO, rollback=True, checkpoint_every=5))
+    late, event = cluster.nodes[1], None
+
+    def poll() -> None:
+        nonlocal event
+        assert late.agent is not None
+        formed = late.agent.formed.generation
+        if event is None and formed is not None and formed.restore == "snapshot":
+            worker = late.agent.local.workers[0]
+            assert worker.generation == 1, "it is still in the generation with the bad numbers"
+            event = WorkerBadNumbers(0, worker.worker_id, 1, cluster.judge.top[1], "bad loss", "loss is nan", (2,))
+            late.take(event)
+        elif event is None:
+            cluster.clock.after(0.0005, poll)
+
+    cluster.run(STRUCK_S)
+    cluster.spoil(2)
+    for worker in late.processes.values():
+        worker.deaf = True
+    poll()
+    cluster.run(STRUCK_S + 1.2)
+    assert event is not None
+    for worker in late.processes.values():
+        worker.deaf = False
+    cluster.run(20.0)
+    (incident,) = incidents(cluster)
+    check_incident(incident, kind="bad loss", nodes=["n0", "n1"], ranks=[0, 2], redone=cluster.judge.redone())
+    assert {cause.generation for cause in incident.causes} == {1}
+    assert (cluster.record().number, cluster.record().restore) == (2, "snapshot")
+    assert cluster.state().restarts == 1, "one failure is charged"
 
 
 @pytest.mark.parametrize("node", [0, 1])

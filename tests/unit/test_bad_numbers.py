@@ -88,3 +88,19 @@ def test_a_job_that_is_stopped_or_has_failed_otherwise_keeps_its_reason(machine:
     machine.take(failed(theirs(14), Phase.STOPPED, "enough"))
     assert reasons(machine.take(OURS)) == []
     assert reasons(machine.take(failed(theirs(14), Phase.FAILED, "no node took it"))) == []
+
+
+@pytest.mark.parametrize(("restore", "breaks"), [("snapshot", 1), ("newest", 2)])
+def test_a_late_report_belongs_to_its_generation_if_the_job_goes_back_already(restore: str, breaks: int) -> None:
+    """Otherwise the generation after it goes on from the bad numbers."""
+    spec = msgspec.structs.replace(SPEC, on_bad_numbers="rollback")
+    machine, members = Machine(policy(spec=spec)), (member("a", 1), member("b", 2))
+    machine.take(Start(), Joined(), WorkerReady(0, 1), Viewed(view(*members, spec=spec, formed=FORMED), True))
+    machine.take(WorkerSynced(0, 1, 1, 7), WorkerStepping(0, 1, 1, 8), Progress(1, 8, 0.1))
+    first = msgspec.structs.replace(theirs(13), rollback=True)
+    machine.take(Viewed(view(*members, spec=spec, formed=FORMED, failed=first), True))
+    next_one = generation(2, [place("b"), place("a")], restore=restore)
+    machine.take(Viewed(view(*members, spec=spec, formed=next_one, revision=11), True))
+    told = [e.record for e in machine.take(OURS) if isinstance(e, PutBroken)]
+    assert [(record.generation, record.ranks) for record in told] == [(breaks, (1,))]
+    assert (machine.agent.formed.broken >= 2) == (breaks == 2)
