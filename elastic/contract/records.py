@@ -254,6 +254,7 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
     """Slots of `node` whose workers are lost."""
     ranks: tuple[int, ...] = ()
     step: int | None = None
+    step_in: int = 0  # as in BrokenRecord
 
 
 class BrokenRecord(Record, frozen=True, kw_only=True):
@@ -271,12 +272,11 @@ class BrokenRecord(Record, frozen=True, kw_only=True):
     error: WorkerError | None = None
     fingerprint: str = ""
     step: int | None = None
-    charged: bool = True
-    """Whether this counts against the restart budget."""
+    step_in: int = 0  # the generation in which `step` was reached, perhaps an earlier one; 0: not known
+    charged: bool = True  # whether this counts against the restart budget
     rollback: bool = False
     """The state itself is not trusted: restore the newest snapshot or checkpoint, not live state."""
-    also: tuple[Loss, ...] = ()
-    """At most `evidence.KEPT_LOSSES` of them."""
+    also: tuple[Loss, ...] = ()  # at most `evidence.KEPT_LOSSES` of them
     stacks: dict[str, str] = {}
     """Hang: process -> its stack, dumped before the kill."""
     last_lines: tuple[str, ...] = ()

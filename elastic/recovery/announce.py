@@ -76,6 +76,7 @@ def broken_record(
     *,
     ranks: tuple[int, ...] | None = None,
     step: int | None = None,
+    step_in: int = 0,
     fingerprint: str = "",
     error: WorkerError | None = None,
     charged: bool = True,
@@ -95,6 +96,7 @@ def broken_record(
         error=error,
         fingerprint=fingerprint,
         step=step,
+        step_in=step_in,
         charged=charged,
         rollback=rollback,
         stacks=stacks or {},
@@ -172,14 +174,14 @@ def _carry_over(turn: Turn, held: GenerationRecord | None, seen: GenerationRecor
     slots = tuple(sorted(record.lost(turn.policy.node)))
     if slots and here and seen.at_step is not None:
         report_failure(
-            turn, record.kind, record.detail, slots, step=record.step, fingerprint=record.fingerprint,
-            error=record.error, charged=record.charged,
+            turn, record.kind, record.detail, slots, step=record.step, step_in=record.step_in,
+            fingerprint=record.fingerprint, error=record.error, charged=record.charged,
         )  # fmt: skip
     bad = bad_numbers(record, turn.policy.node)
     if bad is not None and here and seen.restore != "snapshot":
         report_failure(
-            turn, bad.kind, bad.detail, (), ranks=bad.ranks, step=bad.step, fingerprint=bad.kind, error=record.error,
-            rollback=turn.policy.spec.on_bad_numbers == "rollback",
+            turn, bad.kind, bad.detail, (), ranks=bad.ranks, step=bad.step, step_in=bad.step_in, fingerprint=bad.kind,
+            error=record.error, rollback=turn.policy.spec.on_bad_numbers == "rollback",
         )  # fmt: skip
 
 
@@ -198,7 +200,8 @@ def group_failed(turn: Turn, detail: str, kind: str = COMM) -> None:
     # A generation that broke before its first step may do so forever: it counts against the restart budget, and the
     # next ones are tried ever more slowly.
     in_vain = agent.formed.generation is not None and agent.progress.settled < agent.formed.generation.number
-    report_failure(turn, kind, detail, (), charged=in_vain, step=agent.progress.step if in_vain else None)
+    step, step_in = (agent.progress.step, agent.progress.step_in) if in_vain else (None, 0)
+    report_failure(turn, kind, detail, (), charged=in_vain, step=step, step_in=step_in)
 
 
 def check_idle(turn: Turn) -> None:

@@ -26,7 +26,13 @@ def take_bad_numbers(turn: Turn, worker: Worker, event: WorkerBadNumbers) -> Non
     ranks = ", ".join(map(str, event.ranks)) or "?"
     detail = f"{event.kind} on rank {ranks} at step {event.step}: {event.detail}"
     error = WorkerError(node=turn.policy.node, slot=worker.slot, rank=-1, message=detail, step=event.step)
-    said = {"ranks": event.ranks, "step": event.step, "fingerprint": event.kind, "error": error}
+    said = {
+        "ranks": event.ranks,
+        "step": event.step,
+        "step_in": event.generation,
+        "fingerprint": event.kind,
+        "error": error,
+    }
     if mode == "stop" and turn.agent.etcd.view.state.phase is not Phase.RUNNING:
         # The job waits, is being stopped or has ended: that decision came first. But it may be a consequence.
         _add_cause(turn, broken_record(turn, event.generation, event.kind, detail, (), **said))  # type: ignore[arg-type]

@@ -94,4 +94,5 @@ def _loss(record: BrokenRecord) -> Loss:
         slots=record.slots,
         ranks=record.ranks,
         step=record.step,
+        step_in=record.step_in,
     )

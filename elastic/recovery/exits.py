@@ -41,7 +41,10 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     if not expected:
         _report_exit(turn, worker, event)
     elif turn.policy.shrink and worker.slot in turn.my_ranks() and not turn.is_broken():
-        report_failure(turn, "respawn", "did not abort in time", (worker.slot,), step=worker.step, charged=False)
+        report_failure(
+            turn, "respawn", "did not abort in time", (worker.slot,), step=worker.step, step_in=worker.synced,
+            charged=False,
+        )  # fmt: skip
     elif worker.generation:
         _report_fallen(turn, worker, event)
 
@@ -94,8 +97,9 @@ def _report_at_the_end(turn: Turn, worker: Worker, event: WorkerExited) -> None:
     if generation is None or worker.generation != generation.number or worker.slot not in turn.my_ranks():
         return
     record = broken_record(
-        turn, generation.number, "exit", _detail(event), (worker.slot,), step=worker.step, charged=False
-    )
+        turn, generation.number, "exit", _detail(event), (worker.slot,), step=worker.step, step_in=worker.synced,
+        charged=False,
+    )  # fmt: skip
     if turn.is_broken() and (known := turn.agent.formed.broken_record) is not None:
         record = merged(known, record)
     turn.change(broken=generation.number, broken_record=record)
@@ -114,7 +118,7 @@ def _report_fallen(turn: Turn, worker: Worker, event: WorkerExited) -> None:
     killed = worker.stage is Stage.KILLED
     kind, detail = ("respawn", "did not abort in time") if killed else ("exit", _detail(event))
     record = broken_record(
-        turn, formed.number, kind, detail, (worker.slot,), step=worker.step, charged=False,
+        turn, formed.number, kind, detail, (worker.slot,), step=worker.step, step_in=worker.synced, charged=False,
         ranks=(formed.ranks(turn.policy.node)[worker.slot],),
     )  # fmt: skip
     add_evidence(turn, record)
@@ -131,8 +135,8 @@ def _report_exit(turn: Turn, worker: Worker, event: WorkerExited | WorkerFailed)
     fingerprint = event.fingerprint or event.cause
     if worker.slot in turn.my_ranks():
         report_failure(
-            turn, "exit", detail, (worker.slot,), step=worker.step, fingerprint=fingerprint, error=event.error,
-            last_lines=event.last_lines if isinstance(event, WorkerExited) else (),
+            turn, "exit", detail, (worker.slot,), step=worker.step, step_in=worker.synced, fingerprint=fingerprint,
+            error=event.error, last_lines=event.last_lines if isinstance(event, WorkerExited) else (),
         )  # fmt: skip
         return
     _report_left_out(turn, worker, detail)
@@ -146,6 +150,7 @@ def _report_exit(turn: Turn, worker: Worker, event: WorkerExited | WorkerFailed)
         detail,
         (worker.slot,),
         step=worker.step,
+        step_in=worker.synced,
         fingerprint=fingerprint,
         error=event.error,
     )
@@ -163,7 +168,7 @@ def _report_left_out(turn: Turn, worker: Worker, detail: str) -> None:
     ):
         return
     record = broken_record(
-        turn, last_committed.number, "exit", detail, (worker.slot,), step=worker.step, charged=False,
-        ranks=(ranks[worker.slot],),
+        turn, last_committed.number, "exit", detail, (worker.slot,), step=worker.step, step_in=worker.synced,
+        charged=False, ranks=(ranks[worker.slot],),
     )  # fmt: skip
     add_evidence(turn, record)

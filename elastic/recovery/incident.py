@@ -110,13 +110,15 @@ def steps_lost(syncs: Iterable[Sync]) -> int:
 
 
 def informed(incident: Incident) -> tuple[Sync, ...]:
-    """The syncs, each with the newest step that a failure report since the sync before it names."""
+    """The syncs, each with the newest step that a failure report since the sync before it names. A step of a generation
+    before the one that failed is not counted: if the job went back behind it, an incident before this one says so."""
     found: list[Sync] = []
     for sync in incident.syncs:
         since = found[-1].generation if found else 0
         reports = [report for report in incident.reports if since <= report.generation < sync.generation]
         ends: list[BrokenRecord | Loss] = [*reports, *(loss for report in reports for loss in report.also)]
-        found.append(msgspec.structs.replace(sync, reached=max(sync.reached, *(end.step or 0 for end in ends), 0)))
+        steps = (end.step or 0 for end in ends if not 0 < end.step_in < incident.key - 1)
+        found.append(msgspec.structs.replace(sync, reached=max(sync.reached, *steps, 0)))
     return tuple(found)
 
 

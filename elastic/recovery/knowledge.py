@@ -86,7 +86,9 @@ def take(turn: Turn, event: Event) -> None:
         case Progress(generation, at_step, step_s):
             if at_step > turn.agent.progress.step or generation > turn.agent.progress.settled:
                 turn.change(stepped_at_s=turn.now_s)
-            turn.change(step=at_step, step_s=step_s, settled=max(turn.agent.progress.settled, generation))
+            turn.change(
+                step=at_step, step_in=generation, step_s=step_s, settled=max(turn.agent.progress.settled, generation)
+            )
             turn.reaches(generation, at_step)
             _forgive(turn)  # a Progress event comes in place of a Tick
         case RanksStill(standings):
@@ -182,7 +184,7 @@ def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
                 turn.reaches(generation, at_step)
         case WorkerStepping(_, _, generation, at_step):
             if generation == worker.generation:
-                turn.put(replace(worker, step=at_step, crashes=0))
+                turn.put(replace(worker, step=at_step, synced=generation, crashes=0))
                 turn.reaches(generation, at_step)
                 turn.change(settled=max(turn.agent.progress.settled, generation), stepped_at_s=turn.now_s)
         case WorkerGroupClosed():
@@ -194,8 +196,9 @@ def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
             if worker.stage in IN_GROUP | {Stage.STARTING, Stage.READY}:
                 if worker.slot in turn.my_ranks():
                     report_failure(
-                        turn, kind, evidence, (worker.slot,), step=worker.step, fingerprint=kind, stacks=dict(stacks)
-                    )
+                        turn, kind, evidence, (worker.slot,), step=worker.step, step_in=worker.synced,
+                        fingerprint=kind, stacks=dict(stacks),
+                    )  # fmt: skip
                 turn.kill(worker, evidence)
         case GroupStuck(_, _, evidence):
             if worker.stage is Stage.RUNNING and worker.slot in turn.my_ranks():

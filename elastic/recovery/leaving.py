@@ -33,8 +33,10 @@ def check_drain(turn: Turn) -> None:
         due = _may_fall_below_min(turn, bool(stay))
     if due:
         settle_member(turn)  # so that the next generation is formed without this node
-        at_step = max([agent.progress.reached[1], *(w.step for w in agent.local.workers.values())])
-        report_failure(turn, "drain", agent.drain.draining, tuple(turn.my_ranks()), step=at_step, charged=False)
+        step_in, at_step = max([agent.progress.reached, *((w.synced, w.step) for w in agent.local.workers.values())])
+        report_failure(
+            turn, "drain", agent.drain.draining, tuple(turn.my_ranks()), step=at_step, step_in=step_in, charged=False
+        )
         turn.change(leaving=f"drained: {agent.drain.draining}")
 
 

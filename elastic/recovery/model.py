@@ -156,6 +156,8 @@ class ProgressState(msgspec.Struct, frozen=True):
     """How far the job has got, as far as is known here."""
 
     step: int = 0
+    step_in: int = 0
+    """The generation in which `step` was committed."""
     step_s: float = 0.0
     stepped_at_s: float = float("-inf")
     settled: int = 0

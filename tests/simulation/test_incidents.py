@@ -11,6 +11,7 @@ import pytest
 import structlog
 from simulation.cluster import Cluster, Setting
 from simulation.histories import Fault, History, play
+from simulation.node import Node
 from simulation.run import silent
 from support.incidents import check_incident
 
@@ -18,7 +19,8 @@ from elastic.contract.origin import Origin
 from elastic.contract.records import IncidentRecord, Phase, decode, encode
 from elastic.etcd.client import Put
 from elastic.recovery.announce import SAVE_S
-from elastic.recovery.events import WorkerBadNumbers
+from elastic.recovery.events import Event, PeerReachable, PeerUnreachable, WorkerBadNumbers, WorkerGroupClosed
+from elastic.recovery.transitions import Stage
 
 
 @pytest.fixture(autouse=True)
@@ -591,6 +593,77 @@ def test_a_node_that_is_back_before_the_generation_without_it_is_seen_was_lost_a
         Fault(13.591, "cut", (1,)),
     )
     assert play(History(setting, faults)).failure == ""
+
+
+def left_out_and_set_back() -> Cluster:
+    """n2 reaches step 57 in generation 1 and is cut off; the two others go on, lose all workers, and begin again from
+    setup, in generation 3: that is one incident, and its steps are counted there. Then n2 is taken back."""
+    cluster = Cluster(replace(THREE, setup_s=0.3))
+    cluster.run(12.0)
+    cluster.isolate(2)
+    cluster.run(12.2)
+    hear(cluster, PeerUnreachable)
+    cluster.run(16.0)
+    cluster.kill_worker(0, 0)
+    cluster.kill_worker(1, 0)
+    cluster.run(20.0)
+    assert (cluster.record().number, cluster.judge.top[0]) == (3, 3)
+    agent = cluster.nodes[2].agent
+    assert agent is not None
+    assert agent.progress.reached[0] == 1
+    assert agent.progress.step > cluster.judge.top[1]
+    return cluster
+
+
+def hear(cluster: Cluster, event: type[PeerUnreachable | PeerReachable]) -> None:
+    """The agents of n2 and of each other node no longer reach each other, or do so again."""
+    *others, last = cluster.nodes
+    for one, other in (pair for node in others for pair in ((node, last), (last, node))):
+        said = ("no answer",) if event is PeerUnreachable else ()
+        one.take(event(other.name, other.incarnation, *said))
+
+
+def test_a_worker_that_dies_before_it_has_newer_state_says_nothing_of_steps_that_were_given_up_before() -> None:
+    """Its last step is that of a generation before the one that the job was set back to."""
+    cluster = left_out_and_set_back()
+
+    def strike() -> None:
+        agent = cluster.nodes[2].agent
+        assert agent is not None
+        worker = agent.local.workers[0]
+        if worker.generation == 4 and worker.stage is Stage.FORMING:
+            assert (worker.synced, worker.step) == (1, agent.progress.step)
+            cluster.kill_worker(2, 0)
+        else:
+            cluster.clock.after(0.001, strike)
+
+    strike()
+    cluster.heal_network()
+    hear(cluster, PeerReachable)
+    cluster.run(40.0)
+    cluster.judge.steps_told()
+    incident = incidents(cluster)[-1]
+    check_incident(incident, kind="exit", nodes=["n2"], ranks=[2], redone=0)
+    assert incident.steps_lost_at_most == 0
+
+
+def test_a_failed_collective_says_nothing_of_steps_that_were_given_up_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent of n2 is the first that reports it, and has not stepped since."""
+    cluster, soon = left_out_and_set_back(), Node.soon
+
+    def slow(node: Node, event: Event, worker_id: int = 0) -> None:
+        late_s = 0.5 if isinstance(event, WorkerGroupClosed) and node.name != "n2" else 0.0
+        cluster.clock.after(late_s, soon, node, event, worker_id) if late_s else soon(node, event, worker_id)
+
+    monkeypatch.setattr(Node, "soon", slow)
+    cluster.fail_forming(1)
+    cluster.heal_network()
+    hear(cluster, PeerReachable)
+    cluster.run(40.0)
+    cluster.judge.steps_told()
+    incident = incidents(cluster)[-1]
+    assert [(cause.kind, cause.node) for cause in incident.causes] == [("comm", "n2")]
+    assert (incident.open, incident.steps_lost, incident.steps_lost_at_most) == (False, 0, 0)
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

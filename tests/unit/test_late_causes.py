@@ -49,6 +49,23 @@ def test_late_report_adds_repeated_steps_to_the_lost_steps() -> None:
     assert over(LIVE).with_report(beside).record().steps_lost == 2
 
 
+@pytest.mark.parametrize(("step_in", "lost"), [(0, 3), (6, 3), (5, 3), (4, 0)])
+def test_a_step_of_a_generation_before_the_one_that_failed_is_not_lost_again(step_in: int, lost: int) -> None:
+    """It was given up, and counted, in an earlier incident. 0: an agent of an earlier version does not say."""
+    failed, formed = (generation(n, [place("a", 0), place("b", 0)]) for n in (5, 6))
+    report = replace_struct(DEATH, generation=5, step=23, step_in=step_in)
+    beside = BrokenRecord(generation=5, node="a", kind="comm", detail="", also=(
+        Loss(node="b", kind="exit", detail="x", step=23, step_in=step_in, slots=(0,)),
+    ))  # fmt: skip
+    for said in (report, beside):
+        incident = Incident(
+            key=6, generations=(failed, formed), began_s=0.0, reports=(said,),
+            syncs=(replace_struct(LIVE, generation=6),),
+        )  # fmt: skip
+        told = Closed(incident, formed, recovered=True, counted=True, witnessed=True).record()
+        assert (told.steps_lost, told.steps_lost_at_most) == (lost, lost)
+
+
 def test_the_exit_of_an_earlier_worker_says_nothing_of_the_one_that_replaced_it() -> None:
     """Node b goes on without being in the last generation: its new worker may have committed one step more."""
     last = generation(3, [place("a", 0)])
