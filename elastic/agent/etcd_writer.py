@@ -47,7 +47,7 @@ from ..recovery.effects import (
 from ..recovery.events import Event, Joined, LeaseLost, PublishFailed
 from ..recovery.evidence import merged
 from ..recovery.generation_delta import changes
-from ..recovery.incident import is_another, supplemented
+from ..recovery.incident import KEPT_REPEATS, supplemented
 from ..recovery.model import Policy
 from ..recovery.view import JobView
 from .member_writes import MemberKey, OpensStores, next_record
@@ -226,8 +226,8 @@ class EtcdWriter:
             ops.append(Put(self.keys.state, encode(effect.state)))
         if number > KEPT_RECORDS:
             old = number - KEPT_RECORDS
-            ops += [Delete(self.keys.broken(old)), Delete(self.keys.incident(old))]
-            ops += [Delete(self.keys.earlier_incident(old))]
+            ops += [Delete(self.keys.broken(old))]
+            ops += [Delete(self.keys.incident(old, repeat)) for repeat in range(KEPT_REPEATS + 1)]
         guards.append(ModIs(self.keys.generation, effect.expect_revision))
         if effect.at_step is not None:  # a generation that has just broken does not reach the boundary
             guards.append(Absent(self.keys.broken(number - 1)))
@@ -310,11 +310,11 @@ class EtcdWriter:
 
     def put_incident(self, record: IncidentRecord, number: int) -> None:
         """`number`: see PutIncident.key."""
-        self._put_incident(self.keys.incident(number), record, earlier=self.keys.earlier_incident(number))
+        self._put_incident(self.keys.incident(number, record.repeat), record)
 
     def add_causes(self, record: IncidentRecord, number: int) -> None:
         """Add causes to the record of an incident that is over: see AddCauses."""
-        key = self.keys.incident(number)
+        key = self.keys.incident(number, record.repeat)
 
         def order() -> None:
             if (kv := self.etcd.get(key)) is None:
@@ -344,17 +344,13 @@ class EtcdWriter:
         old = [self._beside.popleft()] if len(self._beside) > KEPT_BESIDE else []
         self._put_incident(key, record, [Delete(k) for k in old])
 
-    def _put_incident(self, key: str, record: IncidentRecord, also: Sequence[Op] = (), earlier: str = "") -> None:
-        """`earlier`: where a record at `key` goes that is of an incident before."""
-
+    def _put_incident(self, key: str, record: IncidentRecord, also: Sequence[Op] = ()) -> None:
         def order() -> None:
-            kv, aside = self.etcd.get(key), list[Op]()
-            if kv is not None and _is_over(kv.value):
-                if not (earlier and is_another(decode(IncidentRecord, kv.value), record)):
-                    return  # closed by an earlier try, or by another agent that led while this one was away
-                aside = [Put(earlier, kv.value)]
+            kv = self.etcd.get(key)
+            if kv is not None and _is_over(kv.value) and record.repeat < KEPT_REPEATS:
+                return  # closed by an earlier try, or by another agent that led while this one was away
             unchanged = ModIs(key, kv.mod_revision) if kv is not None else Absent(key)
-            if not self.etcd.txn([unchanged], [Put(key, encode(record)), *aside, *also]).ok:
+            if not self.etcd.txn([unchanged], [Put(key, encode(record)), *also]).ok:
                 raise EtcdUnavailable(f"{key} changed meanwhile", maybe_done=False)
 
         self._lazy.ask(key, order, persist=True)

@@ -131,12 +131,11 @@ class JobKeys:
     def broken(self, generation: int) -> str:
         return f"{self.broken_all}{generation:010d}"
 
-    def incident(self, generation: int) -> str:
-        return f"{self.incidents}{generation:010d}"
-
-    def earlier_incident(self, generation: int) -> str:
-        """Of the generation before, which stood still, stepped again, and failed later: that is `incident`."""
-        return f"{self.incident(generation)}.before"
+    def incident(self, generation: int, repeat: int = 0) -> str:
+        """Of the generation before. If that stood still, stepped again, and stood still or failed later, each of these
+        incidents has a key of its own: `repeat` counts them."""
+        again = f".again.{repeat}" if repeat else ""
+        return f"{self.incidents}{generation:010d}{again}"
 
     def exit_incident(self, generation: int, node: str, worker_id: int) -> str:
         """Of a process that did not exit after its script had ended; beside the incident of its generation."""

@@ -321,8 +321,8 @@ class IncidentRecord(Record, frozen=True, kw_only=True):
     """When it began: the detection; if all agents had died, the last sign of life of any of them."""
     timeline_s: dict[str, float] = {}
     """Phase -> seconds since `wall_s`, on the clock of the node that reports."""
-    open: bool = False
-    """The job has not recovered yet."""
+    open: bool = False  # the job has not recovered yet
+    repeat: int = 0  # false alarms of the same generation that were over before it began: see `JobKeys.incident`
     ended_wall_s: float | None = None
     causes: tuple[Cause, ...] = ()
     """All failures, the first one first, including those reported during the recovery."""

@@ -15,6 +15,10 @@ KEPT_CAUSES = 400
 """How many causes of an incident its record lists, the first ones: etcd accepts 1.5 MiB per request, and a record that
 it refuses would be retried forever and never be closed. `detail` counts all."""
 
+KEPT_REPEATS = 20
+"""How many further incidents of one generation have records of their own, while it steps on after each. Those after
+them share one record, that of the newest."""
+
 ENDS = ("exit", "respawn")
 """Kinds of reports that are made when the process has ended: its last step is known then."""
 
@@ -39,6 +43,8 @@ class Incident(msgspec.Struct, frozen=True):
     generations: tuple[GenerationRecord, ...]
     """The generation that failed or is replaced as planned, and those that followed it during the recovery."""
     began_s: float
+    repeat: int = 0
+    """As in its record: its place among the incidents of this key."""
     planned: bool = False
     began_wall_s: float = 0.0
     """Set if it began before this agent did, or has been recorded by an earlier leader: by that node's clock."""
@@ -181,6 +187,7 @@ def drawn(incident: Incident, *, counted: bool) -> IncidentRecord:
         wall_s=incident.began_wall_s,
         timeline_s=dict(incident.timeline_s),
         open=True,
+        repeat=incident.repeat,
         causes=found[:KEPT_CAUSES],
         step=incident.reached if counted else None,
         world_size_before=incident.generations[0].world_size,
@@ -243,6 +250,13 @@ class Closed(msgspec.Struct, frozen=True):
     recovered: bool
     counted: bool
     witnessed: bool
+    written: bool = False
+    """By this agent, or about to be."""
+
+    @property
+    def false_alarm(self) -> bool:
+        """Whether the generation of which it is stepped on."""
+        return self.recovered and self.generation.number < self.incident.key
 
     def record(self) -> IncidentRecord:
         return closed(
@@ -258,16 +272,6 @@ class Closed(msgspec.Struct, frozen=True):
         if incident is self.incident:
             return self
         return msgspec.structs.replace(self, incident=incident)
-
-
-def is_another(known: IncidentRecord, record: IncidentRecord) -> bool:
-    """Whether `record`, of the same number as `known`, is of a later incident: a generation that has stood still, as
-    for a node that seemed lost, may step again and then fail."""
-    resumed = not known.open and known.generation < record.generation
-    return resumed and any(
-        cause.generation == known.generation and weight(cause.kind) > 0 and cause not in known.causes
-        for cause in record.causes
-    )
 
 
 def supplemented(known: IncidentRecord, fuller: IncidentRecord) -> IncidentRecord:

@@ -12,7 +12,7 @@ from ..contract.records import Cause, GenerationNode, GenerationRecord, Incident
 from .effects import AddCauses, PutIncident
 from .events import Event, WorkerSynced
 from .evidence import weight
-from .incident import Closed, Incident, Sync, causes, dated, drawn
+from .incident import KEPT_REPEATS, Closed, Incident, Sync, causes, dated, drawn
 from .membership import cut_off, unreached
 from .model import Agent, is_leader, led_by
 from .transitions import Stage
@@ -36,7 +36,7 @@ def report(turn: Turn, before: Agent, event: Event) -> None:
         turn.change(unwritten=None)
         turn.do(late)
     known = turn.agent.incidents.incident
-    incident = _renewed(turn, before, known) if known else _opened(turn, before)
+    incident = _numbered(turn, _renewed(turn, before, known)) if known else _opened(turn, before)
     if incident is None:
         _sweep(turn)
         return
@@ -75,11 +75,14 @@ def _close(turn: Turn, incident: Incident, outcome: str, leads: bool) -> None:
             return
     # An agent without a rank in the generation that failed may know only of steps that were lost before it.
     witnessed = incident.generations[0].at(turn.policy.node) is not None
-    over = Closed(incident, generation, recovered=outcome == "stepping", counted=counted, witnessed=witnessed)
-    record = over.record()
-    turn.change(incident=None, reported=incident.key, closed=over)
     # If the job is stopped just after a failure, the leader may have left already: the reporting node writes, too.
     mine = outcome == "given_up" and any(report.node == turn.policy.node for report in incident.reports)
+    over = Closed(
+        incident, generation, recovered=outcome == "stepping", counted=counted, witnessed=witnessed,
+        written=leads or mine,
+    )  # fmt: skip
+    record = over.record()
+    turn.change(incident=None, reported=incident.key, closed=over)
     if leads or mine:
         _write(turn, incident, record)
     elif led_by(turn.agent) is None:
@@ -149,15 +152,18 @@ def _sweep(turn: Turn) -> None:
     if any(c.generation >= number and c.kind not in _UNPROVEN and weight(c.kind) for c in seen[1].causes):
         return  # this generation has failed, and this agent has not learnt it: no step follows in it
     over = agent.incidents.closed
-    if over is not None and over.incident.key == seen[0]:
+    if over is not None and (over.incident.key, over.incident.repeat) == (seen[0], seen[1].repeat):
         told = _put(turn, over.incident, over.record()).record  # with its times of day
         record = replace(told, ended_wall_s=told.wall_s + max(told.timeline_s.values()))
     else:
+        # The generation that it ended in is the one that the incident after it is of.
+        resumed = min((key - 1 for key in agent.etcd.view.repeats if key > seen[0]), default=number)
         record = replace(
-            seen[1], open=False, timeline_s={"stepping": 0.0}, world_size_after=agent.formed.generation.world_size
-        )
+            seen[1], open=False, timeline_s={"stepping": 0.0}, world_size_after=agent.formed.generation.world_size,
+            generation=resumed,
+        )  # fmt: skip
         record = dated(record, turn.now_s, turn.now_s, turn.wall_s)
-    turn.ask(PutIncident(seen[0], record), f"incident {seen[0]}")
+    turn.ask(PutIncident(seen[0], record), f"incident {seen[0]} {record.repeat}")
 
 
 def _counted(turn: Turn, incident: Incident) -> bool:
@@ -202,6 +208,7 @@ def _renewed(turn: Turn, before: Agent, incident: Incident) -> Incident:
         generations = tuple(g for g in incident.generations if g.number >= key - 1) or incident.generations[-1:]
         return replace(
             _since(turn, incident, generations, key),
+            repeat=record.repeat,
             began_wall_s=record.wall_s,
             inherited=record.causes,
             reached=max(record.step or 0, turn.agent.progress.reached[1]),
@@ -220,6 +227,22 @@ def _renewed(turn: Turn, before: Agent, incident: Incident) -> Incident:
         began_wall_s=progress.step_wall_s,
         reached=max((progress.generation, progress.step), turn.agent.progress.reached)[1],
     )
+
+
+def _numbered(turn: Turn, incident: Incident) -> Incident:
+    """With the number that it has among the incidents of its key. An open record there is of this incident. One of a
+    false alarm is of an incident before, if the generation has failed since, or if this agent has closed it itself."""
+    number, over = turn.agent.etcd.view.repeats.get(incident.key), turn.agent.incidents.closed
+    generation, seen = turn.agent.formed.generation, turn.agent.etcd.view.incident
+    if number is None or generation is None:
+        return incident  # none is on record
+    repeat = incident.repeat
+    if (seen is not None and seen[0] == incident.key) or turn.is_broken() or generation.number >= incident.key:
+        repeat = max(repeat, number)
+    if over is not None and over.incident.key == incident.key and over.false_alarm and over.written:
+        repeat = max(repeat, over.incident.repeat + 1)
+    repeat = min(repeat, KEPT_REPEATS)
+    return replace(incident, repeat=repeat, told=None) if repeat != incident.repeat else incident
 
 
 def _since(turn: Turn, incident: Incident, generations: tuple[GenerationRecord, ...], key: int) -> Incident:
@@ -250,11 +273,14 @@ def _reached(turn: Turn) -> int:
 def _continued(turn: Turn, incident: Incident) -> Incident:
     """With what precedes this agent: the record that an earlier leader has begun, and how far the job had got."""
     agent, seen, progress = turn.agent, turn.agent.etcd.view.incident, turn.agent.etcd.view.progress
-    if seen is not None and agent.incidents.reported < seen[0] <= incident.key:
+    incident = _numbered(turn, replace(incident, repeat=agent.etcd.view.repeats.get(incident.key, 0)))
+    this_one = seen is not None and (seen[0], seen[1].repeat) == (incident.key, incident.repeat)
+    if seen is not None and (agent.incidents.reported < seen[0] <= incident.key or this_one):
         key, record = seen
         incident = replace(
             incident,
             key=key,
+            repeat=record.repeat,
             began_wall_s=record.wall_s,
             inherited=record.causes,
             reached=max(incident.reached, record.step or 0),

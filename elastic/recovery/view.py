@@ -62,6 +62,11 @@ class Seats(Mapping[str, Member]):
         return len(self._formed.nodes) if self._formed else 0
 
 
+def _stepped_on(number: int, record: IncidentRecord) -> bool:
+    """Whether the generation of this incident, the one before `number`, has stepped on after it: a false alarm."""
+    return not record.open and record.generation < number
+
+
 @dataclass(frozen=True, slots=True)
 class JobView:
     """The records of one job at one etcd revision; of a large job perhaps only its head (see `watch_scope`)."""
@@ -83,6 +88,9 @@ class JobView:
     and further generations may break during that recovery."""
     incident: tuple[int, IncidentRecord] | None = field(default=None, compare=False)
     """(key, record) of the newest incident that is not over; None where only the head of the job is watched."""
+    repeats: Mapping[int, int] = field(default_factory=dict, compare=False)
+    """Key of an incident on record -> `repeat` of the newest one: that is open, or the job has recovered from it, or is
+    over. If the newest one was a false alarm, that of the next one."""
     revision: int = 0
     whole: bool = True
     """Whether member records are included. Otherwise `members` are the nodes of `generation`, dead or alive."""
@@ -127,6 +135,7 @@ class JobReader:
         formed = self._record(GenerationRecord, generation, self._generations.read) if generation else None
         broken = kvs.get(keys.broken(formed.number)) if formed else None
         progress = kvs.get(keys.progress)
+        incidents = self._incidents(kvs, formed) if formed else {}
         view = JobView(
             spec=self._record(SpecRecord, spec) if spec else None,
             state=self._record(JobState, state) if state else JobState(),
@@ -136,7 +145,8 @@ class JobReader:
             generation_revision=generation.mod_revision if generation else 0,
             broken=self._record(BrokenRecord, broken) if broken else None,
             broken_before=self._failed_before(kvs, formed) if formed else (),
-            incident=self._open_incident(kvs, formed) if formed else None,
+            incident=next((known for known in incidents.items() if known[1].open), None),
+            repeats={number: record.repeat + _stepped_on(number, record) for number, record in incidents.items()},
             revision=revision,
             saved_step=(self._record(ProgressRecord, progress).checkpoint_step or 0) if progress else 0,
             progress=self._record(ProgressRecord, progress) if progress else None,
@@ -153,14 +163,18 @@ class JobReader:
                 found.append(self._record(BrokenRecord, kv, name=f"broken {number % RECOVERY_GENERATIONS}"))
         return tuple(found)
 
-    def _open_incident(self, kvs: Mapping[str, Stored], formed: GenerationRecord) -> tuple[int, IncidentRecord] | None:
-        """Its key has the number after that of the generation that failed first."""
+    def _incidents(self, kvs: Mapping[str, Stored], formed: GenerationRecord) -> dict[int, IncidentRecord]:
+        """The newest record of each key, newest key first. A key has the number after that of the generation that
+        failed first."""
+        found = {}
         for number in range(formed.number + 1, max(1, formed.number - RECOVERY_GENERATIONS), -1):
-            if kv := kvs.get(self._keys.incident(number)):
-                record = self._record(IncidentRecord, kv, name=f"incident {number % (RECOVERY_GENERATIONS + 2)}")
-                if record.open:
-                    return number, record
-        return None
+            kv, repeat = kvs.get(self._keys.incident(number)), 0
+            while kv is not None and (later := kvs.get(self._keys.incident(number, repeat + 1))):
+                kv, repeat = later, repeat + 1
+            if kv is not None:
+                name = f"incident {number % (RECOVERY_GENERATIONS + 2)}"
+                found[number] = self._record(IncidentRecord, kv, name=name)
+        return found
 
     def _seated(self, formed: GenerationRecord | None) -> Seats:
         if self._seats[0] is not formed:

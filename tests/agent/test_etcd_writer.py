@@ -36,6 +36,7 @@ from elastic.etcd.client import EtcdUnavailable
 from elastic.recovery.effects import Publish, PutState
 from elastic.recovery.events import Event, PublishFailed
 from elastic.recovery.generation_delta import GenerationReader
+from elastic.recovery.incident import KEPT_REPEATS
 from elastic.recovery.membership import Change
 from elastic.recovery.model import CROWD, Agent
 from elastic.recovery.view import JobView
@@ -316,6 +317,21 @@ def test_a_record_that_was_closed_meanwhile_is_not_opened_again() -> None:
     kv = office.client.get(KEYS.incident(2))
     assert kv is not None
     assert decode(IncidentRecord, kv.value) == over
+
+
+def test_the_last_record_of_a_generation_is_that_of_its_newest_incident() -> None:
+    """Those before it have keys of their own, and each is over when it is closed."""
+    office = Office()
+    over = IncidentRecord(generation=1, kind="lost", node="a", ranks=(1,), detail="", wall_s=1.0, ended_wall_s=2.0)
+    late = msgspec.structs.replace(over, kind="exit", open=True, ended_wall_s=None)
+    for repeat in (0, 1, KEPT_REPEATS):
+        for record in (over, late):
+            office.registry.put_incident(msgspec.structs.replace(record, repeat=repeat), 2)
+            office.queues["lazy"].orders[-1]()
+    kinds = {repeat: office.client.get(KEYS.incident(2, repeat)) for repeat in (0, 1, KEPT_REPEATS)}
+    assert {repeat: decode(IncidentRecord, kv.value).kind for repeat, kv in kinds.items() if kv is not None} == {
+        0: "lost", 1: "lost", KEPT_REPEATS: "exit",
+    }  # fmt: skip
 
 
 def test_causes_that_are_reported_late_are_added_to_a_record_that_is_over() -> None:

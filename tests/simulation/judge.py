@@ -238,15 +238,17 @@ class Judge:
 
     # ── incidents ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def incidents(self) -> dict[int, IncidentRecord]:
-        """Those on record, by their key."""
+    def incidents(self) -> dict[tuple[int, int], IncidentRecord]:
+        """Those on record, by the number of their key and their repeat, in that order."""
         cluster = self._cluster
         prefix, kvs = cluster.keys.incidents, cluster.etcd.kvs
-        return {
-            int(key.removeprefix(prefix)): decode(IncidentRecord, kvs[key].value)
-            for key in sorted(kvs)
-            if key.startswith(prefix) and "." not in key.removeprefix(prefix)
-        }
+        found: dict[tuple[int, int], IncidentRecord] = {}
+        for key in kvs:
+            number, _, beside = key.removeprefix(prefix).partition(".")
+            if key.startswith(prefix) and beside.partition(".")[0] in ("", "again"):
+                record = decode(IncidentRecord, kvs[key].value)
+                found[int(number), record.repeat] = record
+        return dict(sorted(found.items()))
 
     def killed(self, worker: Worker) -> None:
         """`worker` is about to be killed from outside. Called for what its agent is to name in an incident."""
@@ -271,13 +273,28 @@ class Judge:
             if (node, incarnation) in agents and not any(named):
                 raise Broken("incidents", f"{node}/{slot} was killed in generation {generation}, not named: {causes}")
 
+    def failures_told(self) -> None:
+        """Each generation that was formed without a plan belongs to an incident, as the one before it has failed; but
+        the agent of its leader may have died before it had written that."""
+        if self._cluster.etcd.cluster != self._first_etcd:
+            return  # records were lost with etcd's data
+        found, agents = self.incidents(), {node.incarnation for node in self._cluster.nodes if node.agent is not None}
+        formed = (f for f in self.plans.values() if f.number > 1 and f.at_step is None)
+        lived = (f for f in formed if any(p.node == f.leader and p.incarnation in agents for p in f.nodes))
+        for number in (f.number for f in lived):
+            of = (i for (key, _), i in found.items() if key <= number and (i.open or number <= i.generation))
+            if next(of, None) is None:
+                raise Broken(
+                    "incidents", f"generation {number} was formed without a plan, and no incident has it: {found}"
+                )
+
     def steps_told(self) -> None:
         """Each incident says how many steps were done again, or at least says nothing that is wrong."""
         if self._cluster.etcd.cluster != self._first_etcd:
             return  # records were lost with etcd's data
         found = self.incidents()
-        for key, following in itertools.zip_longest(found, list(found)[1:], fillvalue=10**9):
-            incident = found[key]
+        for at, (following, _) in itertools.zip_longest(found, list(found)[1:], fillvalue=(10**9, 0)):
+            incident, key = found[at], at[0]
             if incident.open or incident.steps_lost is None:
                 continue
             redone, most = self.redone(key, following), incident.steps_lost_at_most

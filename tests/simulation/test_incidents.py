@@ -19,7 +19,14 @@ from elastic.contract.origin import Origin
 from elastic.contract.records import IncidentRecord, Phase, decode, encode
 from elastic.etcd.client import Put
 from elastic.recovery.announce import SAVE_S
-from elastic.recovery.events import Event, PeerReachable, PeerUnreachable, WorkerBadNumbers, WorkerGroupClosed
+from elastic.recovery.events import (
+    Event,
+    GroupStuck,
+    PeerReachable,
+    PeerUnreachable,
+    WorkerBadNumbers,
+    WorkerGroupClosed,
+)
 from elastic.recovery.transitions import Stage
 
 
@@ -513,6 +520,121 @@ def test_a_failure_after_a_false_alarm_in_the_same_generation_has_a_record_of_it
     assert told == [("exit", "n0", False), ("lost", "n1", False)]
 
 
+def hear(cluster: Cluster, index: int, event: type[PeerUnreachable | PeerReachable]) -> None:
+    """The agents of node `index` and of each other node no longer reach each other, or do so again."""
+    node = cluster.nodes[index]
+    for other in (other for other in cluster.nodes if other is not node and other.up):
+        for one, peer in ((node, other), (other, node)):
+            said = ("no answer",) if event is PeerUnreachable else ()
+            one.take(event(peer.name, peer.incarnation, *said))
+
+
+def cut(cluster: Cluster, from_s: float, until_s: float) -> None:
+    """The two nodes do not reach each other from `from_s` on until `until_s`: the job falls below its minimum."""
+    cluster.run(from_s)
+    cluster.isolate(1)
+    cluster.run(from_s + 3.5)
+    hear(cluster, 1, PeerUnreachable)
+    cluster.run(until_s)
+    assert cluster.state().phase is Phase.WAITING
+    cluster.heal_network()
+    hear(cluster, 1, PeerReachable)
+
+
+def told(cluster: Cluster) -> list[tuple[str, str, int, bool]]:
+    """Of each incident, in the order in which they began."""
+    found = sorted(incidents(cluster), key=lambda incident: incident.wall_s)
+    return [(incident.kind, incident.node, incident.generation, incident.open) for incident in found]
+
+
+CUT = ("unreachable", "n1", 1, False)
+
+
+def test_each_of_several_cuts_that_end_has_a_record_of_its_own() -> None:
+    """The generation steps on each time, and then fails: all records are of generation 2, the next one."""
+    cluster = Cluster(TWO)
+    for at_s in (5.0, 30.0, 55.0):
+        cut(cluster, at_s, at_s + 15.0)
+    cluster.run(75.0)
+    assert told(cluster) == [CUT] * 3
+    began_s = [incident.wall_s for incident in incidents(cluster)]
+    assert began_s == pytest.approx([8.5, 33.5, 58.5], abs=0.2)
+    assert [incident.ended_wall_s for incident in incidents(cluster)] == pytest.approx([20.0, 45.0, 70.0], abs=0.2)
+    cluster.kill_worker(0, 0)
+    cluster.run(90.0)
+    assert told(cluster) == [CUT] * 3 + [("exit", "n0", 2, False)]
+    cluster.judge.failures_told()
+
+
+def test_a_cut_that_lasts_is_on_record_while_it_lasts_though_one_before_it_is_over() -> None:
+    cluster = Cluster(TWO)
+    cut(cluster, 5.0, 20.0)
+    cluster.run(30.0)
+    cluster.isolate(1)
+    cluster.run(33.5)
+    hear(cluster, 1, PeerUnreachable)
+    cluster.run(45.0)
+    assert told(cluster) == [CUT, ("unreachable", "n1", 2, True)]
+
+
+def test_a_lease_that_runs_out_twice_is_told_twice() -> None:
+    cluster = Cluster(replace(TWO, slots=1))
+    for at_s in (5.0, 25.0):
+        cluster.run(at_s)
+        cluster.isolate(1)
+        cluster.pause_agent(1, 9.0)
+        cluster.run(at_s + 9.0)
+        cluster.heal_network()
+    cluster.run(45.0)
+    assert told(cluster) == [("lost", "n1", 1, False)] * 2
+
+
+def test_a_failed_collective_after_a_cut_that_has_ended_has_a_record_of_its_own() -> None:
+    cluster = Cluster(TWO)
+    cut(cluster, 5.0, 20.0)
+    cluster.run(30.0)
+    node = cluster.nodes[1]
+    assert node.agent is not None
+    node.take(GroupStuck(0, node.agent.local.workers[0].worker_id, "has waited for other ranks for 300 s"))
+    cluster.run(45.0)
+    assert told(cluster) == [CUT, ("comm", "n1", 2, False)]
+    cluster.judge.failures_told()
+
+
+def test_a_planned_change_after_a_cut_that_has_ended_has_a_record_of_its_own() -> None:
+    cluster = Cluster(replace(TWO, nodes=3, most=3))
+    cluster.power_off(2)
+    cut(cluster, 5.0, 20.0)
+    cluster.run(30.0)
+    cluster.power_on(2)
+    cluster.run(45.0)
+    assert cluster.record().world_size == 6
+    assert told(cluster) == [CUT, ("planned", "", 2, False)]
+
+
+@pytest.mark.parametrize(("off_s", "again_s"), [(-400.0, 26.0), (0.0, 26.0), (400.0, 26.0), (-400.0, 40.0)])
+def test_the_next_leader_tells_its_own_incident_from_that_of_the_leader_before(off_s: float, again_s: float) -> None:
+    """n0 led when the first cut began and ended, and its clock is wrong; it is lost to etcd, and n1 leads."""
+    cluster = Cluster(replace(TWO, slots=1))
+    cluster.nodes[0].wall_off_s = off_s
+    cut(cluster, 5.0, 20.0)
+    cluster.run(21.0)
+    cluster.cut(0)
+    cluster.run(again_s)
+    node = cluster.nodes[1]
+    assert node.agent is not None
+    node.take(GroupStuck(0, node.agent.local.workers[0].worker_id, "has waited for other ranks for 300 s"))
+    cluster.run(again_s + 2.0)
+    assert sorted(incident.repeat for incident in incidents(cluster)) == [0, 1], "n1 has written it"
+    cluster.heal_etcd_links()
+    cluster.run(70.0)
+    first, second = sorted(incidents(cluster), key=lambda incident: incident.generation)
+    assert (first.kind, first.node, first.generation, first.open) == CUT
+    assert (second.generation, second.open, second.repeat) == (2, False, 1)
+    assert ("comm", "n1") in {(cause.kind, cause.node) for cause in second.causes}
+    assert ("unreachable", "n1") not in {(cause.kind, cause.node) for cause in second.causes}
+
+
 def test_the_record_of_a_leader_that_dies_at_once_is_not_closed_before_the_others_learn_of_the_failure() -> None:
     """They take it for one that was left open: their steps still count as recent."""
     setting = replace(
@@ -602,7 +724,7 @@ def left_out_and_set_back() -> Cluster:
     cluster.run(12.0)
     cluster.isolate(2)
     cluster.run(12.2)
-    hear(cluster, PeerUnreachable)
+    hear(cluster, 2, PeerUnreachable)
     cluster.run(16.0)
     cluster.kill_worker(0, 0)
     cluster.kill_worker(1, 0)
@@ -613,14 +735,6 @@ def left_out_and_set_back() -> Cluster:
     assert agent.progress.reached[0] == 1
     assert agent.progress.step > cluster.judge.top[1]
     return cluster
-
-
-def hear(cluster: Cluster, event: type[PeerUnreachable | PeerReachable]) -> None:
-    """The agents of n2 and of each other node no longer reach each other, or do so again."""
-    *others, last = cluster.nodes
-    for one, other in (pair for node in others for pair in ((node, last), (last, node))):
-        said = ("no answer",) if event is PeerUnreachable else ()
-        one.take(event(other.name, other.incarnation, *said))
 
 
 def test_a_worker_that_dies_before_it_has_newer_state_says_nothing_of_steps_that_were_given_up_before() -> None:
@@ -639,7 +753,7 @@ def test_a_worker_that_dies_before_it_has_newer_state_says_nothing_of_steps_that
 
     strike()
     cluster.heal_network()
-    hear(cluster, PeerReachable)
+    hear(cluster, 2, PeerReachable)
     cluster.run(40.0)
     cluster.judge.steps_told()
     incident = incidents(cluster)[-1]
@@ -658,7 +772,7 @@ def test_a_failed_collective_says_nothing_of_steps_that_were_given_up_before(mon
     monkeypatch.setattr(Node, "soon", slow)
     cluster.fail_forming(1)
     cluster.heal_network()
-    hear(cluster, PeerReachable)
+    hear(cluster, 2, PeerReachable)
     cluster.run(40.0)
     cluster.judge.steps_told()
     incident = incidents(cluster)[-1]

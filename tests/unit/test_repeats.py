@@ -1,0 +1,107 @@
+"""Several incidents of one generation: it stood still, stepped on, and stood still or failed again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from msgspec.structs import replace as replace_struct
+from support.fake_etcd import FakeServer
+from support.jobs import broken, generation, member, place, policy, view
+
+from elastic.contract.keys import ClusterKeys
+from elastic.contract.records import IncidentRecord, encode
+from elastic.contract.spec import JobSpec
+from elastic.etcd.client import Put
+from elastic.recovery.effects import PutIncident
+from elastic.recovery.events import Viewed
+from elastic.recovery.incident import KEPT_REPEATS, Closed, Incident
+from elastic.recovery.model import Agent, changed
+from elastic.recovery.recovery import step
+from elastic.recovery.view import JobView
+
+KEYS = ClusterKeys("c").job("job")
+FORMED = generation(1, [place("a", 0), place("b", 0)])
+OPEN = IncidentRecord(generation=2, kind="lost", node="b", ranks=(1,), detail="", wall_s=1.0, open=True)
+OVER = replace_struct(OPEN, open=False, generation=1, ended_wall_s=2.0)
+"""A false alarm: generation 1 stepped on."""
+FAILED = replace_struct(OVER, generation=2)
+
+
+def seen(*records: IncidentRecord) -> JobView:
+    server = FakeServer()
+    puts = [Put(KEYS.incident(2, repeat), encode(record)) for repeat, record in enumerate(records)]
+    server.put_all([Put(KEYS.generation, encode(FORMED)), *puts])
+    return JobView.read(KEYS, server.kvs, server.revision)
+
+
+def again(record: IncidentRecord, repeat: int) -> IncidentRecord:
+    return replace_struct(record, repeat=repeat)
+
+
+def test_each_incident_of_a_generation_has_a_key_of_its_own() -> None:
+    assert len({KEYS.incident(2, repeat) for repeat in range(30)} | {KEYS.incident(3)}) == 31
+    assert all(KEYS.incident(2, repeat).startswith(KEYS.incidents) for repeat in range(30))
+
+
+@pytest.mark.parametrize(
+    ("records", "repeats", "is_open"),
+    [
+        ((), {}, False),
+        ((OPEN,), {2: 0}, True),
+        ((OVER,), {2: 1}, False),
+        ((FAILED,), {2: 0}, False),
+        ((OVER, again(OPEN, 1)), {2: 1}, True),
+        ((OVER, again(OVER, 1), again(OVER, 2)), {2: 3}, False),
+        ((OVER, again(FAILED, 1)), {2: 1}, False),
+    ],
+)
+def test_the_newest_record_of_a_generation_says_which_number_the_next_incident_has(
+    records: tuple[IncidentRecord, ...], repeats: dict[int, int], is_open: bool
+) -> None:
+    found = seen(*records)
+    assert found.repeats == repeats
+    assert found.incident == ((2, records[-1]) if is_open else None)
+
+
+SPEC = JobSpec(name="job", script="train.py", nodes="1:2")
+MEMBERS = [member(node, create_revision, ready=(0,)) for create_revision, node in enumerate(("a", "b"), 1)]
+BEGUN = Incident(key=2, generations=(FORMED,), began_s=50.0)
+
+
+def written(agent: Agent, *records: IncidentRecord) -> list[tuple[int, int, bool]]:
+    """(key, repeat, open) of each record that a, which leads, writes when b reports a failure of generation 1."""
+    shown = seen(*records)
+    failed = view(*MEMBERS, spec=SPEC, formed=FORMED, failed=broken(1, "b", 0))
+    agent, effects = step(agent, Viewed(replace(failed, incident=shown.incident, repeats=shown.repeats), True), 100.0)
+    return [(e.key, e.record.repeat, e.record.open) for e in effects if isinstance(e, PutIncident)]
+
+
+def closed(*, written: bool) -> Agent:
+    over = Closed(BEGUN, FORMED, recovered=True, counted=True, witnessed=True, written=written)
+    return changed(Agent(policy(spec=SPEC)), generation=FORMED, settled=1, reported=2, closed=over)
+
+
+@pytest.mark.parametrize(("records", "repeat"), [((), 0), ((OPEN,), 0), ((OVER,), 1), ((OVER, again(OVER, 1)), 2)])
+def test_a_failure_has_the_number_after_the_false_alarms(records: tuple[IncidentRecord, ...], repeat: int) -> None:
+    agent = changed(Agent(policy(spec=SPEC)), generation=FORMED, settled=1)
+    assert written(agent, *records) == [(2, repeat, True)]
+
+
+def test_a_record_that_still_looks_open_was_closed_by_this_agent() -> None:
+    """Its own write is on the way. What it did not write, as another agent led, is open."""
+    assert written(closed(written=True), OPEN) == [(2, 1, True)]
+    assert written(closed(written=False), OPEN) == [(2, 0, True)]
+    assert written(closed(written=True)) == [(2, 0, True)], "etcd has lost the record"
+
+
+def test_an_incident_that_began_before_another_leader_closed_a_false_alarm_gets_the_next_number() -> None:
+    """The generation has failed: it is not the false alarm."""
+    tracked = replace_struct(BEGUN, told=())
+    agent = changed(Agent(policy(spec=SPEC)), generation=FORMED, settled=1, incident=tracked)
+    assert written(agent, OVER) == [(2, 1, True)]
+
+
+def test_the_number_of_records_of_one_generation_is_limited() -> None:
+    many = [again(OVER, repeat) for repeat in range(KEPT_REPEATS + 1)]
+    assert written(changed(Agent(policy(spec=SPEC)), generation=FORMED, settled=1), *many) == [(2, KEPT_REPEATS, True)]
