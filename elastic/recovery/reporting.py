@@ -225,7 +225,7 @@ def _renewed(turn: Turn, before: Agent, incident: Incident) -> Incident:
         _since(turn, incident, generations, stepped.number + 1),
         began_s=turn.now_s,
         began_wall_s=progress.step_wall_s,
-        reached=max((progress.generation, progress.step), turn.agent.progress.reached)[1],
+        reached=max((progress.stepped_in, progress.step), turn.agent.progress.reached)[1],
     )
 
 
@@ -267,7 +267,7 @@ def _reached(turn: Turn) -> int:
     """The newest step that is known, of the newest generation that has one: a job that was set back while this agent
     was absent or had no rank has not reached what it had before."""
     progress, own = turn.agent.etcd.view.progress, turn.agent.progress.reached
-    return max((progress.generation, progress.step), own)[1] if progress is not None else own[1]
+    return max((progress.stepped_in, progress.step), own)[1] if progress is not None else own[1]
 
 
 def _continued(turn: Turn, incident: Incident) -> Incident:
@@ -289,7 +289,7 @@ def _continued(turn: Turn, incident: Incident) -> Incident:
     if here is not None or agent.progress.settled:
         return incident
     # This agent started after the outage had begun, or joins in this change.
-    told = (progress.generation, progress.step) if progress is not None else (0, 0)
+    told = (progress.stepped_in, progress.step) if progress is not None else (0, 0)
     incident = replace(incident, reached=max(incident.reached, _reached(turn)))
     if incident.planned:
         return incident

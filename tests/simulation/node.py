@@ -357,7 +357,8 @@ class Node:
         if not is_leader(agent):
             return
         known = agent.etcd.view.progress
-        mine, at_s = agent.progress.step, now_s
+        at = agent.progress
+        mine, at_s = (at.step if at.step_in >= at.settled else at.reached[1]), now_s
         if known is not None and known.generation > agent.progress.reached[0]:
             mine, at_s = known.step, known.step_wall_s
         self.registry.put_progress(

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import structlog
 from simulation.cluster import Cluster, Setting
-from simulation.histories import Fault, History, play
+from simulation.histories import Fault, History, family, play
 from simulation.node import Node
 from simulation.run import silent
 from support.incidents import check_incident
@@ -778,6 +778,11 @@ def test_a_failed_collective_says_nothing_of_steps_that_were_given_up_before(mon
     incident = incidents(cluster)[-1]
     assert [(cause.kind, cause.node) for cause in incident.causes] == [("comm", "n2")]
     assert (incident.open, incident.steps_lost, incident.steps_lost_at_most) == (False, 0, 0)
+
+
+def test_a_step_that_the_progress_record_has_from_an_earlier_generation_is_not_lost_again() -> None:
+    """It shows the newest generation, and until that steps the step of the one before, from which it went back."""
+    assert play(family(445)).failure == ""
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
