@@ -439,7 +439,8 @@ def test_next_generation_can_always_form(
         return
     placed = [p.node for p in verdict.nodes]
     assert len(set(placed)) == len(placed) >= least
-    assert len(placed) <= limits.max_nodes + 1, "one more than max only to hand over"
+    holders = [name for name in placed if current is not None and current.at(name) is not None]
+    assert len(placed) - limits.max_nodes <= len(holders), "more than max only to hand over"
     survivors = []
     for p in verdict.nodes:
         there = picture.members[p.node]
@@ -447,8 +448,10 @@ def test_next_generation_can_always_form(
         assert there.id not in dead
         assert p.slots
         assert len(set(p.slots)) == len(p.slots)
-        assert set(p.slots) <= set(there.record.ready)
         old = current.node_of(*there.id) if current else None
+        # The record of a node that steps, with no slot ready, is from before: etcd is slow.
+        stale = old is not None and steps_advance and not there.record.ready
+        assert set(p.slots) <= set(old.slots if stale and old else there.record.ready)
         lost = failed.slots if failed and failed.node == p.node else ()
         kept = [s for s in p.slots if old and s in old.slots and (s not in lost or not current)]
         survivors.append(bool(kept))
