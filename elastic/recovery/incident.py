@@ -304,6 +304,8 @@ def _certain(incident: Incident, generation: GenerationRecord) -> bool:
         return True
     if incident.generations[0].number >= incident.key:
         return False  # an earlier leader began the record, and this agent does not know the generation that failed
+    if _set_back_unseen(incident):
+        return False
     there = {(p.node, p.incarnation) for p in generation.nodes}
     # The newest place of each: an exit that was reported before says nothing of the worker that has replaced it.
     missing = {
@@ -313,6 +315,17 @@ def _certain(incident: Incident, generation: GenerationRecord) -> bool:
         if (p.node, p.incarnation) not in there
     }
     return all(set(p.slots) <= _reported(incident, number, p) for number, p in missing.values())
+
+
+def _set_back_unseen(incident: Incident) -> bool:
+    """Whether a worker has ended after a further generation had given it another state, of which this agent learnt
+    nothing: the step that its end names says nothing of what it had committed before."""
+    seen = {sync.generation for sync in incident.syncs}
+    for report in incident.reports:
+        ends: list[BrokenRecord | Loss] = [report, *report.also]
+        if any(end.kind in ENDS and end.step_in >= incident.key and end.step_in not in seen for end in ends):
+            return True
+    return False
 
 
 def _reported(incident: Incident, number: int, place: GenerationNode) -> set[int]:

@@ -785,6 +785,11 @@ def test_a_step_that_the_progress_record_has_from_an_earlier_generation_is_not_l
     assert play(family(445)).failure == ""
 
 
+def test_lost_steps_are_not_exact_if_a_worker_was_set_back_and_died_before_its_state_was_known() -> None:
+    """Node 0 has committed a step more than node 1, goes back with it, and dies before node 1 learns of it."""
+    assert play(family(801)).failure == ""
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_drain_whose_checkpoint_fails_takes_another_one(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks have stopped at the step that was to be saved."""
