@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .described import storage_of
+
 SHARDED = "ZeroRedundancyOptimizer"
 
 _owners: weakref.WeakSet[Optimizers] = weakref.WeakSet()
@@ -116,16 +118,23 @@ class Optimizers:
 
 def _refuse_unkept(name: str, optimizer: torch.optim.Optimizer, others: Iterable[Any]) -> None:
     """Raises TypeError if `optimizer`, part `name`, steps a parameter that none of the `others` holds."""
-    kept = {_storage(tensor) for other in others for tensor in _tensors_of(other)}
-    for number, group in enumerate(optimizer.param_groups):
-        for index, param in enumerate(group["params"]):
-            if _storage(param) not in kept:
-                raise TypeError(
-                    f"state.{name} steps a parameter of shape {tuple(param.shape)} (number {index} of its group "
-                    f"{number}) that no other part of the state holds: it would be lost with a process, and the "
-                    f"replicas would differ unseen. Return what holds it from setup() with the rest, State(…, "
-                    f"criterion=criterion), or leave it out of the optimizer"
-                )
+    stepped = [
+        (number, index, param)
+        for number, group in enumerate(optimizer.param_groups)
+        for index, param in enumerate(group["params"])
+    ]
+    for depth in (0, 3):  # into the attributes of other objects only if it must be: these may be long
+        kept = {_memory(tensor) for other in others for tensor in _tensors_of(other, depth)}
+        stepped = [each for each in stepped if _memory(each[2]) not in kept]
+        if not stepped:
+            return
+    number, index, param = stepped[0]
+    raise TypeError(
+        f"state.{name} steps a parameter of shape {tuple(param.shape)} (number {index} of its group {number}) that no "
+        f"other part of the state holds: it would be lost with a process, and the replicas would differ unseen. Return "
+        f"the module that has it from setup() with the rest, State(…, criterion=criterion), or leave the parameter out "
+        f"of the optimizer"
+    )
 
 
 def _refuse_more(name: str, optimizer: torch.optim.Optimizer) -> None:
@@ -146,16 +155,13 @@ def _items(held: Any) -> Iterable[Any]:
     return held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else ()
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    """Identifies the memory, which views share; a wrapper that has none identifies itself."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except NotImplementedError:
-        return id(tensor)
+def _memory(tensor: torch.Tensor) -> int:
+    """Identifies the tensor's memory, which views share."""
+    return storage_of(tensor) or id(tensor)
 
 
-def _tensors_of(held: Any, depth: int = 3) -> Iterable[torch.Tensor]:
-    """The tensors that a part holds itself, in containers, or in its attributes."""
+def _tensors_of(held: Any, depth: int) -> Iterable[torch.Tensor]:
+    """The tensors that a part is, or has as a module, or within `depth` levels of containers and attributes."""
     if isinstance(held, torch.Tensor):
         yield held
     elif isinstance(held, torch.nn.Module):
