@@ -213,6 +213,7 @@ def _renewed(turn: Turn, before: Agent, incident: Incident) -> Incident:
             inherited=record.causes,
             reached=max(record.step or 0, turn.agent.progress.reached[1]),
         )
+    incident = _told_apart(turn, incident)
     progress = turn.agent.etcd.view.progress
     if progress is None or progress.stepped_in < incident.key:
         return incident
@@ -226,6 +227,22 @@ def _renewed(turn: Turn, before: Agent, incident: Incident) -> Incident:
         began_s=turn.now_s,
         began_wall_s=progress.step_wall_s,
         reached=max((progress.stepped_in, progress.step), turn.agent.progress.reached)[1],
+    )
+
+
+def _told_apart(turn: Turn, incident: Incident) -> Incident:
+    """A new leader continues the open record of the leader before it. That one may have closed the record since, as its
+    last act: then the job had recovered, and the failure that ended that leader is another incident."""
+    first = incident.generations[0]
+    over = turn.agent.etcd.view.ended.get(incident.key)
+    if over is None or over.repeat != incident.repeat or first.number < max(incident.key, over.generation):
+        return incident
+    return replace(
+        _since(turn, incident, incident.generations, first.number + 1),
+        planned=incident.planned,
+        why=incident.why,
+        reached=_reached(turn),
+        timeline_s=incident.timeline_s,
     )
 
 

@@ -91,6 +91,8 @@ class JobView:
     repeats: Mapping[int, int] = field(default_factory=dict, compare=False)
     """Key of an incident on record -> `repeat` of the newest one: that is open, or the job has recovered from it, or is
     over. If the newest one was a false alarm, that of the next one."""
+    ended: Mapping[int, IncidentRecord] = field(default_factory=dict, compare=False)
+    """Key of an incident on record -> its newest record, if that is over."""
     revision: int = 0
     whole: bool = True
     """Whether member records are included. Otherwise `members` are the nodes of `generation`, dead or alive."""
@@ -147,6 +149,7 @@ class JobReader:
             broken_before=self._failed_before(kvs, formed) if formed else (),
             incident=next((known for known in incidents.items() if known[1].open), None),
             repeats={number: record.repeat + _stepped_on(number, record) for number, record in incidents.items()},
+            ended={number: record for number, record in incidents.items() if not record.open},
             revision=revision,
             saved_step=(self._record(ProgressRecord, progress).checkpoint_step or 0) if progress else 0,
             progress=self._record(ProgressRecord, progress) if progress else None,

@@ -69,6 +69,9 @@ def world_size(job: Job) -> int:
 
 
 DRIFT = """
+import time
+from elastic.checkpoint.find import peek
+
 made = t.setup
 
 def setup(job):
@@ -77,6 +80,9 @@ def setup(job):
     return state
 
 def strike(self, fault):
+    end_s = time.monotonic() + 60.0
+    while not any(step == 30 for step, _, _ in peek("CHECKPOINTS")) and time.monotonic() < end_s:
+        time.sleep(0.01)  # it is written beside the training
     with torch.no_grad():  # as a flipped bit in the memory of one machine
         state.model[0].weight[3, 5] += 0.5
 
@@ -87,10 +93,10 @@ t.setup, t.Faults.strike = setup, strike
 @pytest.mark.parametrize("policy", ["stop", pytest.param("rollback", marks=pytest.mark.long)])
 def test_a_replica_that_drifted_apart_is_named(policy: str) -> None:
     with Cluster(nodes=3, slots=1) as cluster:
-        checkpoint = {"dir": str(cluster.folder / "checkpoints"), "every_steps": 10}
+        checkpoint = {"dir": str(cluster.folder / "checkpoints"), "every_steps": 30}
+        script = cluster.script("drift", DRIFT.replace("CHECKPOINTS", checkpoint["dir"]))
         job = cluster.submit(
-            steps=100, script=cluster.script("drift", DRIFT), fingerprint_every_steps=5, on_bad_numbers=policy,
-            checkpoint=checkpoint, pace_s=0.03,  # so that the checkpoint of step 30 is whole before step 35
+            steps=100, script=script, fingerprint_every_steps=5, on_bad_numbers=policy, checkpoint=checkpoint,
         )  # fmt: skip
         job.order("drift", rank=1, step=32, do="drift", place="commit")
         if policy == "stop":

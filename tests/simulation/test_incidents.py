@@ -790,6 +790,22 @@ def test_lost_steps_are_not_exact_if_a_worker_was_set_back_and_died_before_its_s
     assert play(family(801)).failure == ""
 
 
+@pytest.mark.parametrize("effects", range(3, 10))
+def test_the_death_of_a_leader_that_has_just_closed_an_incident_is_another_incident(effects: int) -> None:
+    """The next leader learns of the death before it sees the record closed."""
+    setting = Setting(
+        seed=614887687, nodes=3, slots=1, most=2, step_s=0.6, shrink=True, checkpoint_every=7, save_s=4.0, setup_s=3.0,
+        drift=0.05, leader_candidates=1,
+    )  # fmt: skip
+    faults = (
+        Fault(5.333, "power_off", (1,)),
+        Fault(9.242, "stop_worker", (2, 0)),
+        Fault(10.054, "kill_source"),
+        Fault(10.626, "kill_agent_after", (0, effects)),
+    )
+    assert play(History(setting, faults)).failure == ""
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_drain_whose_checkpoint_fails_takes_another_one(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks have stopped at the step that was to be saved."""
