@@ -21,12 +21,13 @@ _DECODER = msgspec.json.Decoder(History)
 
 
 def added(history: History, point: Point, *, last: bool = False) -> History:
-    """With `point`, if it is the last one or comes at least `every_s` after the one before.
+    """With `point`, if it is the last one or dated at least `every_s` after the one before; or before it, by a clock
+    that was set back.
 
     Of too many points every second one goes, so that the whole course is kept, ever more coarsely; the first one stays.
     """
     points = history.points
-    if points and not point.wall_s >= points[-1].wall_s + (0 if last else history.every_s):
+    if points and not last and abs(point.wall_s - points[-1].wall_s) < history.every_s:
         return history
     points = (*points, point)
     every_s = history.every_s

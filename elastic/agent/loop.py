@@ -125,7 +125,8 @@ class AgentLoop:
         for problem in untested(versions()):
             log.warning("versions.untested", problem=problem)
         self._ended: Leave | None = None
-        self._terminating = False
+        self._end_by_s = float("inf")
+        """Set by SIGTERM: the monotonic instant until which this agent may drain."""
         self.changed = threading.Event()
         """Set at each new generation, for threads that wait for one."""
         self.on_generation: Callable[[Agent, GenerationRecord], None] = lambda agent, generation: None
@@ -209,7 +210,7 @@ class AgentLoop:
             self.saver.readable()
 
     def _on_signal(self) -> None:
-        self._terminating = True
+        self._end_by_s = min(self._end_by_s, time.monotonic() + self._spec.stop_grace_s)
         self.post(Tick())
 
     def _readable(self, key: tuple[str, int]) -> None:
@@ -264,8 +265,9 @@ class AgentLoop:
         self._ledger.looked(beats)
         self._step_times.look(beats, now_s)
         self._read_orders()
-        if self._terminating and self.agent.drain.draining is None:
-            self._turn(Drain("the agent was told to end", now_s + self._spec.stop_grace_s))
+        drain = self.agent.drain
+        if self._end_by_s < (drain.drain_deadline_s if drain.draining is not None else float("inf")):
+            self._turn(Drain(drain.draining or "the agent was told to end", self._end_by_s))
         self._turn(progress or Tick())
         if event := self.on_tick(self.agent):
             self._turn(event)
@@ -346,7 +348,7 @@ class AgentLoop:
         if (news := self._orders.news()) is None:
             return
         before, orders = news
-        if orders.draining != before.draining:
+        if (orders.draining, orders.drain_deadline_s) != (before.draining, before.drain_deadline_s):
             limit_s = orders.drain_deadline_s or float("inf")
             self._turn(Drain(orders.draining, time.monotonic() + limit_s) if orders.draining else Undrain())
         if orders.checkpoint > before.checkpoint:

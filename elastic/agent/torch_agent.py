@@ -154,7 +154,8 @@ class NodeAgent(SimpleElasticAgent):
         put_metric("recovery.count", 1, METRICS)
         if (stepping_s := incident.timeline_s.get("stepping")) is not None:
             put_metric("recovery.duration.ms", int(stepping_s * 1000), METRICS)
-        put_metric("recovery.steps_lost", incident.steps_lost or 0, METRICS)
+        if incident.steps_lost is not None:
+            put_metric("recovery.steps_lost", incident.steps_lost, METRICS)
 
     # ── torch's hooks ───────────────────────────────────────────────────────────────────────────────────────
 

@@ -94,7 +94,8 @@ def take(turn: Turn, event: Event) -> None:
         case RanksStill(standings):
             turn.change(standings=standings)
         case Drain(reason, deadline_s):
-            turn.change(draining=reason, drain_deadline_s=deadline_s, drain_saved=0)
+            saved = turn.agent.drain.drain_saved if turn.agent.drain.draining is not None else 0
+            turn.change(draining=reason, drain_deadline_s=deadline_s, drain_saved=saved)
         case Undrain():
             turn.change(draining=None, drain_deadline_s=math.inf)
             current = turn.agent.formed.generation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import selectors
 import time
 from collections.abc import Iterator
@@ -119,3 +120,30 @@ def test_orders_with_a_damaged_byte_are_as_if_not_given(loop: AgentLoop) -> None
     orders.write_bytes(b'{"draining": "a new disk"}')
     loop._read_orders()
     assert loop.agent.drain.draining == "a new disk"
+
+
+def test_a_deadline_that_is_given_later_reaches_an_agent_that_drains(loop: AgentLoop) -> None:
+    loop._viewed(view(GOOD, 10))
+    orders = Path(loop.config.agent_dir) / "orders.json"
+    orders.write_bytes(b'{"draining": "a new disk"}')
+    loop._read_orders()
+    assert loop.agent.drain.drain_deadline_s == math.inf
+    orders.write_bytes(b'{"draining": "a new disk", "drain_deadline_s": 300.0}')
+    loop._read_orders()
+    assert loop.agent.drain.drain_deadline_s <= time.monotonic() + 300.0
+
+
+def test_sigterm_bounds_a_drain_and_no_order_lifts_that(loop: AgentLoop) -> None:
+    loop._viewed(view(GOOD, 10))
+    orders = Path(loop.config.agent_dir) / "orders.json"
+    orders.write_bytes(b'{"draining": "a new disk"}')
+    loop._read_orders()
+    loop._on_signal()
+    loop._on_tick(time.monotonic())
+    assert loop.agent.drain.draining == "a new disk"
+    by_s = loop.agent.drain.drain_deadline_s
+    assert by_s < math.inf
+    for again in (b'{"draining": "a disk"}', b"{}"):
+        orders.write_bytes(again)
+        loop._on_tick(time.monotonic())
+        assert (loop.agent.drain.draining is None, loop.agent.drain.drain_deadline_s) == (False, by_s)

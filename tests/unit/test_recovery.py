@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import replace
 
 import msgspec
@@ -706,6 +707,15 @@ def test_drained_node_leaves_at_its_deadline() -> None:
     assert isinstance(said, PutBroken)
     assert (said.record.kind, said.record.slots, said.record.charged) == ("drain", (0, 1), False)
     assert kinds(effects[1:]) == [Kill, Kill]
+
+
+def test_a_deadline_that_is_set_later_is_obeyed_and_the_checkpoint_of_the_drain_still_counts() -> None:
+    machine = running()
+    machine.take(Drain("maintenance", math.inf), CheckpointSaved(7))
+    assert machine.wait(1000.0) == []
+    machine.take(Drain("maintenance", machine.now_s + 60.0))
+    assert machine.agent.drain.drain_saved == 7
+    assert kinds(machine.wait(60.0)) == [PutBroken, Kill, Kill]
 
 
 def test_a_node_that_leaves_at_its_deadline_names_no_step_of_before_the_job_went_back() -> None:
