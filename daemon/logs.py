@@ -38,11 +38,19 @@ class Tail:
     """Lines of all workers of one job on this node, or of one slot."""
 
     def __init__(
-        self, folder: Folder, slot: int | None = None, *, previous: bool = False, since_wall_s: float = 0.0
+        self,
+        folder: Folder,
+        slot: int | None = None,
+        *,
+        previous: bool = False,
+        since_wall_s: float = 0.0,
+        owner: int | None = None,
     ) -> None:
         """`previous`: only the workers before the present ones. `since_wall_s`: only workers that have written since;
-        lines carry no time of their own."""
+        lines carry no time of their own. `owner`: user id of the only user whose folder is read, as another user's job
+        may have taken the name since the reader was checked; None: anyone's."""
         self._folder = folder
+        self._owner = owner
         self._slot = slot
         self._previous = previous
         self._since_ns = int(since_wall_s * 1e9)
@@ -93,6 +101,8 @@ class Tail:
         """Name and descriptor of each matching log, by modification time."""
         try:
             with self._folder.opened() as folder:
+                if self._owner not in (None, os.fstat(folder).st_uid):
+                    return
                 found = self._chosen([(at, name) for at, name in regular_files(folder) if self._wanted(name)])
                 for _, name in sorted(found, reverse=newest_first):
                     try:

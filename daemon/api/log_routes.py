@@ -14,6 +14,7 @@ from elastic.contract.records import Phase
 
 from ..asks import ask_each
 from ..authority import owns
+from ..cluster import Job
 from ..errors import Refused
 from ..logs import PAST_BYTES, Line, Tail
 from ..published_state import Snapshot
@@ -40,6 +41,7 @@ PROGRESS_S = 0.5
 """Minimum interval between progress messages to a follower."""
 WAITS_S = 2.0
 """How long a job must have waited for something before its followers are told."""
+ANEW = "a later job has taken this name: its lines are not shown here"
 
 
 def get_logs(h: Request, query: Query, job: str) -> None:
@@ -52,10 +54,12 @@ def get_logs(h: Request, query: Query, job: str) -> None:
         return
     known, folder = board.now.cluster.jobs.get(job), h.service.logs(job)
     folder_uid = _folder_uid(h, job)
-    h.service.authority.check_logs(h.peer(), job, known.spec if known else None, folder_uid)
+    peer, authority, submission = h.peer(), h.service.authority, _submission(known)
+    authority.check_logs(peer, job, known.spec if known else None, folder_uid)
     since_s = query_values.seconds(query, "since_s")
     tail = Tail(folder, slot, previous=query_values.flag(query, "previous"),
-                since_wall_s=time.time() - since_s if since_s else 0.0)  # fmt: skip
+                since_wall_s=time.time() - since_s if since_s else 0.0,
+                owner=None if authority.is_admin(peer) else peer.uid)  # fmt: skip
     last = tail.more_from(_offsets(query)) if "offsets" in query else tail.last(query_values.count(query, "tail", 100))
     if not last and job not in board.now.cluster.jobs:
         raise Refused(404, no_job(job, board.now))
@@ -69,22 +73,23 @@ def get_logs(h: Request, query: Query, job: str) -> None:
     if not here:
         elsewhere = _other_nodes_lines(h, query, job, elsewhere)
     if query_values.flag(query, "follow"):
-        _follow(h, tail, query, job)
+        _follow(h, tail, query, job, submission)
     if not here or query_values.flag(query, "rest"):
         for line in tail.rest():
             h.stream(_line(h, job, line))
-    known = board.now.cluster.jobs.get(job)
+    known = None if _anew(board.now, job, submission) else board.now.cluster.jobs.get(job)
     phase = str(known.state.phase) if known else None
     h.stream({"end": True, "phase": phase, "elsewhere": elsewhere} | ({"offsets": tail.offsets} if here else {}))
     h.end_stream()
 
 
-def _follow(h: Request, tail: Tail, query: Query, job: str) -> None:
-    """Stream what is written, and what happens to the job, until it is over here or the reader has gone."""
+def _follow(h: Request, tail: Tail, query: Query, job: str, submission: str | None) -> None:
+    """Stream what is written, and what happens to the job, until it is over here or the reader has gone. A later job of
+    the same name may be another user's: the reader was checked for this `submission` only."""
     board, follow = h.service.board, True
     told, waits = _told(board.now, job), Waits(job)
     progress = ProgressReports(job) if query_values.flag(query, "progress") else None
-    while follow and h.still_there():
+    while follow and h.still_there() and not _anew(board.now, job, submission):
         if note := waits.look(board.now, time.monotonic()):
             h.stream({"note": note})
         before, told = told, _told(board.now, job)
@@ -94,7 +99,11 @@ def _follow(h: Request, tail: Tail, query: Query, job: str) -> None:
             h.stream({"progress": row})
         for line in tail.more():
             h.stream(_line(h, job, line))
-        follow = not _ended(board.wait(lambda s: _ended(s, job), FOLLOW_S), job)
+        seen = board.wait(lambda s: _ended(s, job) or _anew(s, job, submission), FOLLOW_S)
+        follow = not _ended(seen, job)
+    if _anew(board.now, job, submission):
+        h.stream({"note": ANEW, "cut": True})
+        return
     for line in tail.more():
         h.stream(_line(h, job, line))
 
@@ -136,6 +145,7 @@ def _far_rank(h: Request, query: Query, job: str, rank: int) -> None:
     """The lines of a rank on another node."""
     board = h.service.board
     known = board.now.cluster.jobs.get(job)
+    submission = _submission(known)
     h.service.authority.check_logs(h.peer(), job, known.spec if known else None, None)
     nodes = other_nodes(board.now, job, h.service.identity.node, rank)
     if "here" in query or not nodes:
@@ -145,16 +155,19 @@ def _far_rank(h: Request, query: Query, job: str, rank: int) -> None:
     h.begin_stream()
     _far_lines(h, nodes[0], answer)
     if query_values.flag(query, "follow"):
-        _follow_far(h, job, rank, nodes[0], _offsets_in(answer))
-    known = board.now.cluster.jobs.get(job)
+        _follow_far(h, job, rank, nodes[0], _offsets_in(answer), submission)
+    known = None if _anew(board.now, job, submission) else board.now.cluster.jobs.get(job)
     h.stream({"end": True, "phase": str(known.state.phase) if known else None, "elsewhere": {}})
     h.end_stream()
 
 
-def _follow_far(h: Request, job: str, rank: int, node: str, offsets: object) -> None:
+def _follow_far(h: Request, job: str, rank: int, node: str, offsets: object, submission: str | None) -> None:
     """Ask for more lines every FAR_S, wherever the rank is, until the job is over and all its lines are here."""
     board, path, over, rest, error = h.service.board, f"/v1/jobs/{job}/logs", False, False, ""
     while h.still_there():
+        if _anew(board.now, job, submission):
+            h.stream({"note": ANEW, "cut": True})
+            return
         ended = over  # before asking: then nothing is written any more
         there = other_nodes(board.now, job, h.service.identity.node, rank)
         if not over and node not in there:
@@ -279,6 +292,16 @@ def news(before: Sequence[str], told: Sequence[str]) -> list[str]:
     """The messages in `told` that are not in `before`. Not only at its end: an outage may end after a checkpoint failed
     in it; and the oldest incidents are removed."""
     return list((Counter(told) - Counter(before)).elements())
+
+
+def _submission(known: Job | None) -> str | None:
+    """None: its description is not known."""
+    return known.spec.submission if known and known.spec else None
+
+
+def _anew(snapshot: Snapshot, job: str, submission: str | None) -> bool:
+    """Whether the name is that of a later job than `submission`."""
+    return submission is not None and _submission(snapshot.cluster.jobs.get(job)) not in (None, submission)
 
 
 def _ended(snapshot: Snapshot, job: str) -> bool:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 from support.pictures import job, snapshot
 
 from elastic.contract.records import IncidentRecord, JobState, Phase, WorkerError
 from elasticd import log_privacy
-from elasticd.api import views
+from elasticd.api import log_routes, views
+from elasticd.api.remote_answers import Captured
+from elasticd.asks import User
+from elasticd.authority import Authority, Peer
+from elasticd.folders import Folder
+from elasticd.logs import Tail
 from elasticd.masking import MASK
+from elasticd.published_state import PublishedState, Snapshot
 
 LINE = "Epoch 3: the customers' names are Ada and Grace"
 NOW = views.Now(100.0, 1000.0)
@@ -46,3 +58,80 @@ def test_a_job_without_incidents_is_shown_as_it_is() -> None:
     one = job(incidents=())
     whole = views.job_detail(snapshot(one), one, NOW)
     assert log_privacy.job(whole) == whole
+
+
+# ── followed logs ───────────────────────────────────────────────────────────────────────────────────────────
+
+ADA = Peer(os.getuid(), os.getgid(), "ada")
+
+
+def submitted(number: str, **facts: Any) -> Snapshot:
+    one = job(members={}, generation=None, incidents=(), progress=None)
+    assert one.spec
+    spec = msgspec.structs.replace(one.spec, submission=number, uid=ADA.uid, user="ada")
+    return snapshot(replace(one, spec=spec, **facts))
+
+
+class Slow(Captured):
+    """A reader of a followed log; the first line is `taken` late."""
+
+    def __init__(self, board: PublishedState, folder: Path, taken: Any, authority: Authority) -> None:
+        service = SimpleNamespace(
+            board=board, identity=SimpleNamespace(node="a"), asker=None, logs=lambda job: Folder(folder),
+            authority=authority,
+        )  # fmt: skip
+        super().__init__(service, User(name=ADA.user, uid=ADA.uid, admin=False))  # type: ignore[arg-type]
+        self._taken = taken
+        self.rounds = 0
+
+    def stream(self, content: views.Json) -> None:
+        super().stream(content)
+        if self._taken and "line" in content:
+            self._taken, taken = None, self._taken
+            taken()
+
+    def still_there(self) -> bool:
+        self.rounds += 1
+        return self.rounds < 4
+
+
+def test_a_followed_log_does_not_go_on_into_a_later_job_of_the_name(tmp_path: Path) -> None:
+    board = PublishedState()
+    board.publish(submitted("one"))
+    (tmp_path / "slot0.i.1.log").write_text("of ada\n")
+
+    def another_job() -> None:
+        board.publish(submitted("two"))
+        (tmp_path / "slot0.j.1.log").write_text("of bob\n")
+
+    h = Slow(board, tmp_path, another_job, Authority(daemon_uid=ADA.uid + 1))
+    log_routes.get_logs(h, {"follow": "1"}, "train")
+    *before, end = h.content["lines"]
+    assert [m["line"] for m in before if "line" in m] == ["of ada"]
+    assert [m["note"] for m in before if "note" in m] == [log_routes.ANEW]
+    assert end["end"]
+    assert end["phase"] is None
+
+
+def test_a_folder_that_has_become_another_users_is_not_read(tmp_path: Path) -> None:
+    log = tmp_path / "slot0.i.1.log"
+    log.write_text("of bob\n")
+    assert [line.text for line in Tail(Folder(tmp_path), owner=os.getuid()).last(9)] == ["of bob"]
+    of_ada = Tail(Folder(tmp_path), owner=os.getuid() + 1)
+    assert of_ada.last(9) == []
+    assert list(of_ada.more()) == []
+    assert of_ada.more_from({log.name: 0}) == []
+
+
+def test_a_reader_gets_a_tail_of_the_own_folders_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slot0.i.1.log").write_text("of bob\n")
+    board = PublishedState()
+    board.publish(submitted("one"))
+    monkeypatch.setattr(log_routes, "_folder_uid", lambda h, job: None)  # there was no folder yet at the check
+    for peer_uid, lines in ((ADA.uid, ["of bob"]), (ADA.uid + 1, [])):
+        h = Slow(board, tmp_path, None, Authority(daemon_uid=ADA.uid + 2))
+        monkeypatch.setattr(h, "peer", lambda peer_uid=peer_uid: Peer(peer_uid, -1, "ada"))
+        monkeypatch.setattr(Authority, "check_logs", lambda *_: None)
+        monkeypatch.setattr(Authority, "is_admin", lambda *_: False)
+        log_routes.get_logs(h, {}, "train")
+        assert [m["line"] for m in h.content["lines"] if "line" in m] == lines
