@@ -95,8 +95,7 @@ class DaemonLoop:
         self._agent_rows: tuple[AgentRow, ...] = ()
         self._ready = False
         self._overdue: dict[str, float] = {}
-        self._aside: dict[str, float] = {}
-        """Job -> monotonic time at which this daemon first saw this node excluded for it."""
+        self._aside, self._deserted = reconcile.Since(), reconcile.Since()
         self._said: dict[str, str] = {}
         self._contact_said = ("", 0.0)
         """Why etcd could not be reached, as last logged, and the time before which no other reason is logged."""
@@ -351,25 +350,23 @@ class DaemonLoop:
             trouble = self._agents.trouble.get(job.name)
             failed = trouble.why if trouble and trouble.failures >= reconcile.FAILED_STARTS else ""
             here = job.name in self._agents.running
-            aside_s = self._set_aside_s(job)
-            state = reconcile.job_state(job, self._cluster, self._settings.node, here, failed, time.time(), aside_s)
+            no_room = self._plan.waiting.get(job.name, "")
+            deserted_s = self._deserted.lasts_s(job.name, bool(no_room) and not job.members, time.monotonic())
+            state = reconcile.job_state(
+                job, self._cluster, self._settings.node, here, failed, time.time(), self._set_aside_s(job), no_room,
+                deserted_s,
+            )  # fmt: skip
             if state is not None:
-                self._log.info(
-                    "job.state",
-                    job=job.name,
-                    phase=state.phase,
-                    reason=state.reason,
-                    excluded_nodes=state.excluded_nodes,
-                )
+                said = {"phase": state.phase, "reason": state.reason, "excluded_nodes": state.excluded_nodes}
+                self._log.info("job.state", job=job.name, **said)
                 self._writer.put_state(job, state)
 
     def _set_aside_s(self, job: Job) -> float:
         """How long this node has been excluded for `job`, as seen by this daemon; 0: it is not."""
-        if self._settings.node not in job.state.excluded_nodes:
-            if self._aside.pop(job.name, None) is not None:
-                self._agents.forget(job.name)  # failures before the exclusion no longer count
-            return 0.0
-        return time.monotonic() - self._aside.setdefault(job.name, time.monotonic())
+        excluded = self._settings.node in job.state.excluded_nodes
+        if not excluded and job.name in self._aside:
+            self._agents.forget(job.name)  # failures before the exclusion no longer count
+        return self._aside.lasts_s(job.name, excluded, time.monotonic())
 
     def _order_agents(self) -> None:
         drain = self._cluster.drains.get(self._settings.node)

@@ -21,6 +21,9 @@ FAILED_STARTS = 3
 """After this many consecutive agents that end before they report anything, the node is excluded for the job."""
 SET_ASIDE_S = 600.0
 """How long a node stays excluded for a job, for whatever reason, before it is tried again."""
+DESERTED_S = 30.0
+"""A job without any agent, and without room for one, is waiting after this time: longer than agents need to register
+again when etcd has lost its data."""
 END_AFTER_S = 10.0
 """Added to the job's own stop grace: how long an agent may outlive its job before SIGTERM, and as long again before
 SIGKILL."""
@@ -99,12 +102,38 @@ def is_oldest(cluster: Cluster, me: str) -> bool:
     )
 
 
+class Since:
+    """For how long something has been so, as seen by this daemon."""
+
+    def __init__(self) -> None:
+        self._first_s: dict[str, float] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._first_s
+
+    def lasts_s(self, name: str, holds: bool, now_s: float) -> float:
+        """`now_s`: monotonic. 0 if it does not hold, or since just now."""
+        if not holds:
+            self._first_s.pop(name, None)
+            return 0.0
+        return now_s - self._first_s.setdefault(name, now_s)
+
+
 def job_state(
-    job: Job, cluster: Cluster, me: str, here: bool, failed: str, wall_s: float, aside_s: float = 0.0
+    job: Job,
+    cluster: Cluster,
+    me: str,
+    here: bool,
+    failed: str,
+    wall_s: float,
+    aside_s: float = 0.0,
+    no_room: str = "",
+    deserted_s: float = 0.0,
 ) -> JobState | None:
     """The state that this daemon should write for a job, or None.
 
-    `failed`: why no agent starts here; `aside_s`: how long this daemon has seen its node excluded for the job.
+    `failed`: why no agent starts here; `aside_s`: how long this daemon has seen its node excluded for the job;
+    `no_room`: why too few nodes can take the job; `deserted_s`: how long this daemon has seen no agent of it.
     """
     state = job.state
     if job.over:
@@ -123,6 +152,9 @@ def job_state(
         without = msgspec.structs.replace(state, excluded_nodes=excluded_nodes, no_agent=no_agent)
         reason = f"no agent comes up on {me}: {failed}"
         return after(without, PhaseTrigger.FAILED, reason, wall_s) if hopeless else without
+    deserted = state.phase is Phase.RUNNING and not job.members and not here and deserted_s >= DESERTED_S
+    if deserted and no_room and is_oldest(cluster, me):  # else its leader writes this
+        return after(state, PhaseTrigger.BELOW_MIN, f"no agent of it is left: {no_room}", wall_s)
     return None
 
 

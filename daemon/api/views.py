@@ -167,7 +167,7 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> Json:
         "generation": job.generation.number if job.generation else 0,
         "world_size": job.generation.world_size if job.generation else 0,
         "step": progress.step if progress else None,
-        "steps_per_s": round(progress.steps_per_s, 3) if progress else None,
+        "steps_per_s": round(progress.steps_per_s, 3) if progress and (job.members or job.over) else None,
         "loss": _number(progress.loss) if progress else None,
         "progress_age_s": round(max(0.0, now.wall_s - progress.wall_s), 1) if progress else None,
         "checkpoint": _checkpoint(progress, now),

@@ -145,6 +145,31 @@ def state(of: Job, failed: str = "", here: bool = False, nodes: tuple[str, ...] 
     return reconcile.job_state(of, Cluster(nodes=there), "a", here, failed, 5.0)
 
 
+def test_a_running_job_without_agents_and_without_room_for_one_waits() -> None:
+    """Only its agents say so otherwise, and none is left."""
+    there = {n: Node(msgspec.structs.replace(NODE, node=n), revision) for revision, n in enumerate(("a", "b"), 1)}
+
+    def decided(of: Job, me: str = "a", no_room: str = "b is full", deserted_s: float = 30.0) -> JobState | None:
+        return reconcile.job_state(of, Cluster(nodes=there), me, False, "", 5.0, 0.0, no_room, deserted_s)
+
+    waits = decided(job(Phase.RUNNING))
+    assert waits is not None
+    assert (waits.phase, waits.reason) == (Phase.WAITING, "no agent of it is left: b is full")
+    member = Member(MemberRecord(node="b", incarnation="i", host="h", port=1, slots=1), 1)
+    assert decided(job(Phase.RUNNING, members={"b": member})) is None
+    assert decided(job(Phase.RUNNING), me="b") is None, "one daemon writes it"
+    assert decided(job(Phase.RUNNING), no_room="") is None
+    assert decided(job(Phase.RUNNING), deserted_s=29.0) is None
+    assert decided(job(Phase.PENDING)) is None
+
+
+def test_how_long_something_lasts_begins_anew_after_it_has_ended() -> None:
+    since = reconcile.Since()
+    assert [since.lasts_s("j", True, now_s) for now_s in (10.0, 12.0)] == [0.0, 2.0]
+    assert since.lasts_s("j", False, 13.0) == 0.0
+    assert since.lasts_s("j", True, 14.0) == 0.0
+
+
 def test_a_stopping_job_is_stopped_when_its_last_agent_is_gone() -> None:
     member = Member(MemberRecord(node="b", incarnation="i", host="h", port=1, slots=1), 1)
     assert state(job(Phase.STOPPING), here=True) is None
