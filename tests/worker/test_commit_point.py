@@ -257,6 +257,61 @@ def test_an_average_of_the_weights_is_copied_up_to_a_limit_in_all(monkeypatch: p
     assert not state.clean()
 
 
+class Average:
+    """Replaces its tensors at each update; `copies`: changes them in place, and its state_dict() has copies."""
+
+    def __init__(self, copies: bool) -> None:
+        self.shadow = {"w": torch.ones(10)}
+        self.copies = copies
+
+    def update(self) -> None:
+        self.shadow = {"w": self.shadow["w"].mul_(0.5) if self.copies else self.shadow["w"] * 0.5}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: tensor.clone() if self.copies else tensor for key, tensor in self.shadow.items()}
+
+    def load_state_dict(self, held: dict[str, Any]) -> None:
+        self.shadow = dict(held)
+
+
+@pytest.mark.parametrize("limit", ["COPIED_BYTES", "TOTAL_BYTES"])
+@pytest.mark.parametrize("copies", [False, True])
+def test_tensors_too_large_to_copy_go_back_if_they_are_replaced(
+    limit: str, copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The object of the commit is still there, and watched: it is put back."""
+    monkeypatch.setattr(f"elastic.worker.state.commit_point.{limit}", 30)
+    state = build(nn.Linear(4, 2), ema=Average(copies), large=torch.ones(10), small=torch.ones(3))
+    step(state)
+    state.turned()
+    for _ in range(2):
+        state.ema.update()
+        state.large = state.large * 0.5
+        state.small = state.small * 0.5
+        assert state.rewind() is None
+        assert state.clean()
+        assert [float(t[0]) for t in (state.ema.shadow["w"], state.large, state.small)] == [1.0, 1.0, 1.0]
+        state.begin()
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_tensors_too_large_to_copy_are_noticed_if_replaced_after_the_commit(
+    copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic.worker.state.commit_point.COPIED_BYTES", 30)
+    state = build(nn.Linear(4, 2), ema=Average(copies), large=torch.ones(10))
+    step(state)
+    state.large = state.large.clone()
+    state.turned()
+    state.ema.update()
+    with pytest.raises(RuntimeError, match=r"state\.ema was changed"):
+        state.turned()
+    step(state)
+    state.large = state.large * 0.5
+    with pytest.raises(RuntimeError, match=r"state\.large was changed"):
+        state.turned()
+
+
 @pytest.mark.parametrize("change", [False, True])
 def test_buffers_and_values_that_cannot_be_written_in_place(change: bool) -> None:
     net = nn.Linear(4, 2)

@@ -15,7 +15,7 @@ import torch
 
 from .. import torch_private
 from .copies import Copy, counted, equal, mark, writable
-from .parts import OptimizerPart, Part, Slot
+from .parts import OptimizerPart, Part, Slot, ValuePart
 from .watch import TensorWatch, versions
 
 COPIED_BYTES = 16 * 1024 * 1024
@@ -126,8 +126,9 @@ class CommitPoint:
         now = self._rests_now()
         for name, kept in self._rests.items():
             rest = now[name]
+            value = isinstance(self._parts[name], ValuePart)  # its tensors are other objects only if they were set
             if (kept is None) != (rest is None) or (
-                kept is not None and rest is not None and not kept.same(rest, wait=False)
+                kept is not None and rest is not None and not kept.same(rest, wait=value)
             ):
                 return name
         return None

@@ -81,9 +81,10 @@ class Copy:
         if mine is theirs and (self.marks[place] == other.marks[place] or a is None or b is None):
             return self.marks[place] == other.marks[place]
         # A change in place may have been undone, as by an evaluation: worth a wait to find out.
-        if a is None or b is None or (a.device.type != "cpu" and not wait and mine is not theirs):
-            return a is b or not wait
-        return equal(a, b)
+        if mine is not theirs and not wait and mine.device.type != "cpu":
+            return True
+        # One that is not copied is watched: what is in it now was in it at the commit.
+        return equal(mine if a is None else a, theirs if b is None else b)
 
     def _shape(self) -> Any:
         """The value with placeholders for its tensors."""
@@ -136,7 +137,8 @@ def writable(tensor: torch.Tensor) -> bool:
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether both are bit-identical. Waits for the device."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
+    alike = a.dtype == b.dtype and a.shape == b.shape and a.device == b.device
+    return alike and torch.equal(_bytes(a), _bytes(b))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
