@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from elastic.contract.agent_files import MARK_ENV, AgentConfig, AgentOrders, AgentStatus
+from elastic.contract.agent_files import LEFT, MARK_ENV, AgentConfig, AgentOrders, AgentStatus
 from elastic.contract.keys import NAME, check_name
 from elastic.contract.records import PROTOCOL
 from elastic.util.files import read_file, replace_file
@@ -205,7 +205,7 @@ class Agents:
                 config = msgspec.structs.replace(config, etcd=self._grants.of(user))
             job_folders.prepare(folder.parent, owner)
             self._end_leftovers(job)
-            (folder / "status.json").unlink(missing_ok=True)
+            _set_aside_status(folder)
             write(folder / "orders.json", AgentOrders(), owner)
             write(folder / "config.json", config, owner)
             service = launch.ServiceProcess(
@@ -365,6 +365,17 @@ def _read(path: Path, kind: type[T]) -> T | None:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return content if getattr(content, "protocol", PROTOCOL) == PROTOCOL else None
+
+
+def _set_aside_status(folder: Path) -> None:
+    """Leave what the last agent wrote for the next one to go on from: but no status of an agent that has ended. One
+    that never had a generation does not replace what was left before it. Raises OSError."""
+    file, left = folder / "status.json", folder / LEFT
+    status = _read(file, AgentStatus)
+    if status is not None and (status.progress is not None or not left.exists()):
+        os.replace(file, left)
+    else:
+        file.unlink(missing_ok=True)
 
 
 def _kill(pid: int, number: signal.Signals) -> None:

@@ -118,6 +118,7 @@ class AgentLoop:
         self._step_times = StepTimes(config.node, self._spec.debug.window_s, gpu=bool(config.gpus))
         self._ledger = LedgerKeeper(spec.submitted_wall_s, began_wall_s(), left_behind(folder, spec.submitted_wall_s))
         self._status_file = status.StatusFile(folder)
+        self._submitted_wall_s = spec.submitted_wall_s
         self._history = HistoryFile(folder, spec.submitted_wall_s)
         self._trimmer = Trimmer(self._spec.log_limit_mb, str(folder / "agent.log"))
         self._orders = OrdersFile(folder)
@@ -429,6 +430,7 @@ class AgentLoop:
             preloaded=self._preloaded,
             doing=self._doing[0],
             doing_since_wall_s=self._doing[1],
+            submitted_wall_s=self._submitted_wall_s,
         )
         self._status_file.write(record)
         now_s = time.monotonic()

@@ -10,15 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import msgspec
-
-from ..contract.agent_files import AgentStatus
 from ..contract.beat import Beat, Doing
 from ..contract.ledger import Bucket, Ledger, Seen, advance
 from ..contract.rank_records import RanksRecord, RankTimes, Sample, every_s
 from ..recovery.events import Event, WorkerFormed
 from ..recovery.ledger_view import seen, seen_slot
 from ..recovery.model import Agent
+from .status import of_predecessors
 
 NEWS = 0.8
 """The part of the time between two writes that is left out for news."""
@@ -116,11 +114,5 @@ class RankLedgers:
 
 def left_behind(folder: Path, submitted_wall_s: float) -> RanksRecord | None:
     """The account of this node's previous agent of the job; None: there was none, or of an earlier job of the name."""
-    try:
-        status = msgspec.json.decode((folder / "status.json").read_bytes(), type=AgentStatus)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    times = status.rank_times
-    if times is None or any(each.since_ms < submitted_wall_s * 1000 for each in times.ranks):
-        return None
-    return times
+    found = (status.rank_times for status in of_predecessors(folder, submitted_wall_s))
+    return next((times for times in found if times is not None), None)

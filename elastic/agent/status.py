@@ -6,12 +6,13 @@ import contextlib
 import math
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import psutil
 
-from ..contract.agent_files import AgentStatus
+from ..contract.agent_files import LEFT, AgentStatus
 from ..contract.records import ProgressRecord, RankRow
 from ..recovery.model import Agent
 from ..recovery.transitions import Stage
@@ -179,14 +180,20 @@ def phase_of(agent: Agent) -> str:
 def left_behind(folder: Path, submitted_wall_s: float) -> tuple[tuple[int, int], float]:
     """((generation, step) of the newest commit, its time of day) as the previous agent here last wrote them, normally
     half a second before its end or less. Zeros if there was none, or it ran an earlier job of the same name."""
-    try:
-        status = msgspec.json.decode((folder / "status.json").read_bytes(), type=AgentStatus)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return (0, 0), 0.0
-    progress = status.progress
-    if progress is None or not progress.step or progress.step_wall_s < submitted_wall_s:
-        return (0, 0), 0.0
-    return (progress.generation, progress.step), progress.step_wall_s
+    for status in of_predecessors(folder, submitted_wall_s):
+        if (progress := status.progress) is not None and progress.step:
+            return (progress.generation, progress.step), progress.step_wall_s
+    return (0, 0), 0.0
+
+
+def of_predecessors(folder: Path, submitted_wall_s: float) -> Iterator[AgentStatus]:
+    """What earlier agents of this job wrote last here, the newest first. A daemon sets the status file aside before it
+    starts an agent; an agent that was started without one finds it in place."""
+    for name in ("status.json", LEFT):
+        with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            status = msgspec.json.decode((folder / name).read_bytes(), type=AgentStatus)
+            if status.submitted_wall_s == submitted_wall_s:
+                yield status
 
 
 class StatusFile:

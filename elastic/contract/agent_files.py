@@ -3,6 +3,8 @@
     <state_dir>/jobs/<job>/agent/config.json    AgentConfig, written by the daemon before it starts the agent
     <state_dir>/jobs/<job>/agent/lock           flock held by the running agent (the kernel releases it at its exit)
     <state_dir>/jobs/<job>/agent/status.json    AgentStatus, replaced by the agent at least once a second
+    <state_dir>/jobs/<job>/agent/left.json      the last status.json of an agent before, which the daemon sets aside:
+                                                the next agent of the same submission goes on from it
     <state_dir>/jobs/<job>/agent/orders.json    AgentOrders, replaced by the daemon; read by the agent on SIGHUP
                                                 and once a second
     <state_dir>/jobs/<job>/agent/history.json   History, replaced by the agent every ten seconds
@@ -22,6 +24,7 @@ from .rank_records import RanksRecord
 from .records import PROTOCOL, ProgressRecord, RankRow
 from .timeouts import Timeouts
 
+LEFT = "left.json"
 MARK_ENV = "ELASTIC_AGENT_DIR"
 """Environment variable of all processes that the agent's workers start: it names their agent, should that crash."""
 
@@ -123,6 +126,8 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     doing_since_wall_s: float = 0.0
     preloaded: tuple[str, ...] = ()
     """Modules that the zygote has imported for the job: its `preload`, and those that the script begins with."""
+    submitted_wall_s: float = 0.0
+    """Of the job: a later one of the same name begins anew; 0: not known."""
     protocol: int = PROTOCOL
 
 

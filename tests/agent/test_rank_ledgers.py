@@ -169,7 +169,7 @@ def test_an_agent_continues_the_account_of_its_predecessor_on_the_node(tmp_path:
     first.turned(Tick(), changed(runs, step=4), 1500)
     told = record(first, runs)
     status = {"pid": 1, "incarnation": "", "job": "job", "node": "a", "phase": "", "reason": "", "leader": True,
-              "generation": 1, "etcd_ok": True, "written_wall_s": 1.0}  # fmt: skip
+              "generation": 1, "etcd_ok": True, "written_wall_s": 1.0, "submitted_wall_s": 0.5}  # fmt: skip
     assert left_behind(tmp_path, 0.5) is None
     (tmp_path / "status.json").write_text(json.dumps(status | {"rank_times": msgspec.to_builtins(told)}))
     before = left_behind(tmp_path, 0.5)
