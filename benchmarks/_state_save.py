@@ -136,7 +136,8 @@ class Ours:
         def guard() -> None:
             fill.finish()
             self.arena.seal(self.saves, 1)
-            self.writer.submit(orders.Write(directory=self.directory, step=self.saves, generation=1), self.arena)
+            order = orders.Write(directory=self.directory, job="j", step=self.saves, generation=1)
+            self.writer.submit(order, self.arena)
             self.writer.submit(
                 orders.Commit(
                     directory=self.directory, job="j", step=self.saves, generation=1, shards=1, world_size=1, keep=1

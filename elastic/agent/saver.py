@@ -158,7 +158,9 @@ class Saver:
             held.in_memory.add(message.buffer)
             return
         try:
-            order = orders.Write(directory=self.rules.dir, step=message.step, generation=message.generation)
+            order = orders.Write(
+                directory=self.rules.dir, job=self.job, step=message.step, generation=message.generation
+            )
             ticket = self.writer.submit(order, held.arenas[message.buffer])
         except (Busy, OSError) as error:
             self._fail(message.generation, message.step, str(error))

@@ -124,9 +124,9 @@ def peek(directory: str, job: str | None = None, *, files: Files = REAL) -> list
 
 
 def newest_generation(directory: str, job: str, *, files: Files = REAL) -> int:
-    """The highest generation of the checkpoints of `job`, and of any that is unfinished; 0: there is none. An
+    """The highest generation of the checkpoints of `job`, and of its unfinished ones; 0: there is none. An
     unfinished one counts: a save of the same step and generation would be completed with its shards."""
-    unfinished = [save[1] for name in files.names(directory) if (save := tmp_of(name))]
+    unfinished = [save[1] for name in files.names(directory) if (save := tmp_of(name, job))]
     return max([0, *unfinished, *(generation for _, generation, _ in peek(directory, job, files=files))])
 
 

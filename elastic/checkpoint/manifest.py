@@ -46,6 +46,8 @@ class BadManifest(Exception):
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """A shard, one rank's part: a safetensors file. Also written beside it as a note, once the file is on disk."""
 
+    job: str = ""
+    """Whose it is; empty in manifests of an earlier version. A commit takes only notes of its own job."""
     file: str
     shard: int
     shards: int
@@ -167,6 +169,8 @@ def _check(manifest: Manifest) -> None:
     for shard in manifest.shards:
         if (shard.step, shard.generation) != (manifest.step, manifest.generation):
             raise BadManifest("manifest-damaged", f"{shard.file} is of step {shard.step}, not {manifest.step}")
+        if shard.job not in ("", manifest.job):
+            raise BadManifest("manifest-damaged", f"{shard.file} is of job {shard.job!r}, not {manifest.job!r}")
         _check_shard(shard)
     names = [tensor.name for shard in manifest.shards for tensor in shard.tensors]
     if len(names) != len(set(names)):

@@ -2,9 +2,10 @@
 
 step-40                      a checkpoint
 step-40.g7                   another one of the same step, committed in generation 7 (after a roll-back)
-step-40.g7.tmp               being written, or left over from a crash
+step-40.g7.j…                another one, if other jobs have the names above: … is a hash of the job's name
+step-40.g7.j….tmp            being written by that job, or left over from a crash
 step-40.damaged-shard-hash   quarantined because it failed a check; never deleted by elastic
-step-40.fetch-…              being fetched from remote storage, or left over from a crash
+step-40.fetch-…-…            being fetched from remote storage by that job, or left over from a crash
 step-40.gone                 being removed by retention
 """
 
@@ -12,28 +13,43 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 
 import xxhash
 
 from . import manifest as m
 from .files import REAL, Files
 
-_FINAL = re.compile(r"step-(\d+)(?:\.g(\d+))?")
-_TMP = re.compile(r"step-(\d+)\.g(\d+)\.tmp")
-_ASIDE = re.compile(r"step-(\d+)(?:\.g\d+)?\.damaged-.+")
+_CHECKPOINT = r"step-\d+(?:\.g\d+)?(?:\.j[0-9a-f]{8})?"
+_FINAL = re.compile(_CHECKPOINT)
+_TMP = re.compile(r"step-(\d+)\.g(\d+)\.j([0-9a-f]{8})\.tmp")
+_ASIDE = re.compile(_CHECKPOINT + r"\.damaged-.+")
 _GONE = re.compile(r"step-\d+(\..+)?\.gone")
-_FETCH = re.compile(r"step-\d+(?:\.g\d+)?\.fetch-[^.]+")
+_FETCH = re.compile(_CHECKPOINT + r"\.fetch-([0-9a-f]{8})-[^.]+")
 
 
-def tmp_name(step: int, generation: int) -> str:
-    return f"step-{step}.g{generation}.tmp"
+def _tag(job: str) -> str:
+    """Tells the folders of jobs apart that save into one directory. Short: a note names its job in full."""
+    return xxhash.xxh3_64_hexdigest(job.encode())[:8]
 
 
-def final_name(step: int, generation: int, *, taken: Iterable[str] | None) -> str:
-    """`step-N`, or with the generation if that name is taken (`taken=None`: it is)."""
+def tmp_name(step: int, generation: int, job: str) -> str:
+    return f"step-{step}.g{generation}.j{_tag(job)}.tmp"
+
+
+def final_names(step: int, generation: int, job: str) -> tuple[str, str, str]:
+    """The names that a checkpoint may get: the first that is free when it is committed."""
     plain = f"step-{step}"
-    return plain if taken is not None and plain not in taken else f"{plain}.g{generation}"
+    return plain, f"{plain}.g{generation}", f"{plain}.g{generation}.j{_tag(job)}"
+
+
+def own_name(name: str, job: str) -> str:
+    """`name`, of a checkpoint, with the job in it: for a place where another job's checkpoint has that name."""
+    return re.sub(r"\.j[0-9a-f]{8}$", "", name) + f".j{_tag(job)}"
+
+
+def fetch_prefix(name: str, job: str) -> str:
+    """What the directory begins with into which `job` fetches checkpoint `name`."""
+    return f"{name}.fetch-{_tag(job)}-"
 
 
 def is_final(name: str) -> bool:
@@ -46,10 +62,10 @@ def step_of(name: str) -> int:
     return int(found[1]) if found else -1
 
 
-def tmp_of(name: str) -> tuple[int, int] | None:
-    """(step, generation) of a directory being written."""
+def tmp_of(name: str, job: str | None = None) -> tuple[int, int] | None:
+    """(step, generation) of a directory being written; with `job` of one that this job writes."""
     found = _TMP.fullmatch(name)
-    return (int(found[1]), int(found[2])) if found else None
+    return (int(found[1]), int(found[2])) if found and (job is None or found[3] == _tag(job)) else None
 
 
 def is_aside(name: str) -> bool:
@@ -60,8 +76,10 @@ def is_gone(name: str) -> bool:
     return _GONE.fullmatch(name) is not None
 
 
-def is_fetch(name: str) -> bool:
-    return _FETCH.fullmatch(name) is not None
+def is_fetch(name: str, job: str) -> bool:
+    """A directory into which `job` fetches."""
+    found = _FETCH.fullmatch(name)
+    return found is not None and found[1] == _tag(job)
 
 
 def head_of(path: str, files: Files = REAL) -> m.Head | None:

@@ -15,6 +15,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=Tru
 class Write(Order, frozen=True, kw_only=True):
     """Write the shard in the arena whose descriptor is sent along."""
 
+    job: str
     step: int
     generation: int
     """Step and generation that the arena must hold; the order fails otherwise."""

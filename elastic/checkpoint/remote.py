@@ -19,7 +19,7 @@ from . import manifest as m
 from .errors import CheckpointError, Damaged, NoGoodCheckpoint, SaveFailed
 from .files import FILE_MODE, FOLDER_MODE, REAL, open_folder
 from .find import verify
-from .names import is_final
+from .names import fetch_prefix, head_of, is_final, own_name
 from .retention import Entry, plan
 from .write import digest
 
@@ -59,9 +59,11 @@ def copy_up(path: str, url: str, *, keep: int = 0, keep_every_steps: int = 0) ->
     name = os.path.basename(path)
     with _said(f"copying {name} to {url}"):
         filesystem, root = _open(url)
+        if _job_of(filesystem, posixpath.join(root, name)) not in (None, manifest.job):
+            name = own_name(name, manifest.job)  # another job's checkpoint stays what it is
         target = posixpath.join(root, name)
         filesystem.makedirs(target, exist_ok=True)
-        if filesystem.exists(posixpath.join(target, m.MANIFEST)):  # of another run: invalid until it is replaced
+        if filesystem.exists(posixpath.join(target, m.MANIFEST)):  # of an earlier run: invalid until it is replaced
             filesystem.rm_file(posixpath.join(target, m.MANIFEST))
         for shard in manifest.shards:
             there = posixpath.join(target, shard.file)
@@ -76,6 +78,17 @@ def copy_up(path: str, url: str, *, keep: int = 0, keep_every_steps: int = 0) ->
                 filesystem.rm_file(posixpath.join(root, doomed, m.MANIFEST))
                 filesystem.rm(posixpath.join(root, doomed), recursive=True)
     return posixpath.join(url, name)
+
+
+def _job_of(filesystem: Any, folder: str) -> str | None:
+    """The job of the checkpoint in the remote directory `folder`; None if there is no valid manifest."""
+    manifest_at = posixpath.join(folder, m.MANIFEST)
+    if not filesystem.exists(manifest_at):
+        return None
+    try:
+        return m.decode_head(filesystem.cat_file(manifest_at), digest).job
+    except m.BadManifest:
+        return None
 
 
 def list_remote(url: str, job: str) -> list[Entry]:
@@ -99,18 +112,20 @@ def list_remote(url: str, job: str) -> list[Entry]:
     return sorted(found, key=lambda f: (f[1], f[0]), reverse=True)
 
 
-def fetch(url: str, name: str, directory: str) -> str:
-    """Fetch checkpoint `name` from `url` into `directory`, verify every byte, and return its directory.
+def fetch(url: str, name: str, directory: str, job: str) -> str:
+    """Fetch checkpoint `name` of `job` from `url` into `directory`, verify every byte, and return its directory.
 
     An existing local one is used as it is; several processes may do this at once. Raises RemoteError, Damaged, OSError.
     """
     target = os.path.join(directory, name)
+    if (head := head_of(target)) is not None and head.job != job:
+        target = os.path.join(directory, own_name(name, job))
     if os.path.exists(os.path.join(target, m.MANIFEST)):
         return target
     os.makedirs(directory, exist_ok=True)
     above = open_folder(directory)
     try:
-        made = tempfile.mkdtemp(prefix=f"{name}.fetch-", dir=f"/proc/self/fd/{above}")
+        made = tempfile.mkdtemp(prefix=fetch_prefix(name, job), dir=f"/proc/self/fd/{above}")
     finally:
         os.close(above)
     aside = os.path.join(directory, os.path.basename(made))
@@ -127,7 +142,7 @@ def fetch(url: str, name: str, directory: str) -> str:
                 with open(here, "rb") as file:
                     os.fchmod(file.fileno(), FILE_MODE)
                     os.fsync(file.fileno())
-        verify(aside)
+        verify(aside, job)
         REAL.sync_dir(aside)
         os.fchmod(folder, FOLDER_MODE)
         try:
@@ -147,7 +162,7 @@ def fetch_newest(url: str, job: str, directory: str) -> str | None:
     damaged = []
     for _, _, name in list_remote(url, job):
         try:
-            return fetch(url, name, directory)
+            return fetch(url, name, directory, job)
         except Damaged as damage:
             damaged.append(f"{name}: {damage.detail}")
     if damaged:

@@ -38,15 +38,15 @@ def plan(found: Sequence[Entry], keep: int, keep_every_steps: int, good: Callabl
     ]
 
 
-def leftovers(names: Iterable[str], newest: Entry | None) -> list[str]:
-    """Directories of saves that will never be committed, given the newest commit; and of interrupted fetches and
-    removals."""
+def leftovers(names: Iterable[str], job: str, newest: Entry | None) -> list[str]:
+    """Directories of saves of `job` that will never be committed, given its newest commit; and of its interrupted
+    fetches. And of removals, also another job's: what is being removed is of use to nobody."""
     found = []
     for name in names:
         # Fetches end before training starts, so none is in progress once there is a new commit.
-        if is_gone(name) or (newest is not None and is_fetch(name)):
+        if is_gone(name) or (newest is not None and is_fetch(name, job)):
             found.append(name)
-        elif newest is not None and (save := tmp_of(name)):
+        elif newest is not None and (save := tmp_of(name, job)):
             step, generation = save
             if (generation, step) <= (newest[1], newest[0]):
                 found.append(name)
@@ -82,7 +82,8 @@ def prune(
     try:
         found = peek(directory, job, files=files)
         doomed = plan(found, keep, keep_every_steps, lambda path: path == trusted or good(path)) if keep else []
-        doomed += [os.path.join(directory, n) for n in leftovers(files.names(directory), found[0] if found else None)]
+        newest = found[0] if found else None
+        doomed += [os.path.join(directory, name) for name in leftovers(files.names(directory), job, newest)]
     except OSError as error:
         return [], [f"{directory}: {error.strerror}"]
     for path in doomed:
@@ -95,18 +96,24 @@ def prune(
 
 
 def discard(
-    directory: str, step: int, generation: int, *, spare: Collection[tuple[int, int]] = (), files: Files = REAL
+    directory: str,
+    job: str,
+    step: int,
+    generation: int,
+    *,
+    spare: Collection[tuple[int, int]] = (),
+    files: Files = REAL,
 ) -> None:
-    """Free the space taken by the shards of a failed save and of older ones. Raises nothing.
+    """Free the space taken by the shards of a failed save of `job` and of its older ones. Raises nothing.
 
     Otherwise nothing newer could ever be committed on a full disk. `spare`: (step, generation) of saves in flight.
     """
     try:
-        names = leftovers(files.names(directory), (step, generation, ""))
+        names = leftovers(files.names(directory), job, (step, generation, ""))
     except OSError:
         return
     for name in names:
-        if tmp_of(name) not in spare:
+        if tmp_of(name, job) not in spare:
             try:
                 remove(os.path.join(directory, name), files)
             except OSError:

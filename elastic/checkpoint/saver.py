@@ -183,7 +183,7 @@ class LocalSaver:
             self._buffers.replace([Arena.create(nbytes)])
 
     def _order(self, arena: Arena, step: int) -> None:
-        write = orders.Write(directory=self._directory, step=step, generation=self._generation)
+        write = orders.Write(directory=self._directory, job=self._job, step=step, generation=self._generation)
         self._in_flight.add(self._writer.submit(write, arena))
         if self._rank == 0:
             commit = orders.Commit(

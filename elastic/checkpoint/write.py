@@ -1,6 +1,6 @@
 """From arenas to a checkpoint on disk: each process writes the shard that it holds, then one rename commits them.
 
-    step-40.g3.tmp/                         created by the first writer
+    step-40.g3.j….tmp/                      created by the first writer
         shard-00000-of-00002.safetensors    space reserved, written past the page cache, hashed, fsynced
         shard-00000-of-00002.json           its note: sizes, hashes, tensors. Written aside and renamed, last
         shard-00001-of-00002.…
@@ -13,6 +13,7 @@ No collective is needed and no shard waits for another, so a dead rank delays a 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ from .arena import Arena
 from .errors import SaveFailed, ShardsMissing
 from .files import REAL, Files
 from .layout import pad
-from .names import final_name, head_of, tmp_name
+from .names import final_names, head_of, tmp_name
 
 WRITE_THREADS = 4
 _LOOK_EVERY_S = 0.05
@@ -41,6 +42,7 @@ def digest(data: bytes | memoryview) -> str:
 def write_shard(
     arena: Arena,
     directory: str,
+    job: str,
     *,
     files: Files = REAL,
     threads: int = WRITE_THREADS,
@@ -53,8 +55,9 @@ def write_shard(
     """
     before = arena.header()
     data = arena.view(padded=True)
-    folder = os.path.join(directory, tmp_name(before.step, before.generation))
+    folder = os.path.join(directory, tmp_name(before.step, before.generation, job))
     shard = m.Shard(
+        job=job,
         file=m.shard_file(before.shard, before.shards),
         shard=before.shard,
         shards=before.shards,
@@ -142,9 +145,11 @@ def _give_back(path: str, files: Files) -> None:
         pass
 
 
-def shards_missing(directory: str, step: int, generation: int, shards: int, *, files: Files = REAL) -> tuple[int, ...]:
+def shards_missing(
+    directory: str, job: str, step: int, generation: int, shards: int, *, files: Files = REAL
+) -> tuple[int, ...]:
     """Shards without a note so far. Does not wait."""
-    names = set(files.names(os.path.join(directory, tmp_name(step, generation))))
+    names = set(files.names(os.path.join(directory, tmp_name(step, generation, job))))
     return tuple(shard for shard in range(shards) if m.shard_note(shard, shards) not in names)
 
 
@@ -168,7 +173,7 @@ def commit(
     ShardsMissing, SaveFailed for an invalid note, OSError. Doing it twice is harmless.
     """
     deadline_s = clock() + wait_s
-    while missing := shards_missing(directory, step, generation, shards, files=files):
+    while missing := shards_missing(directory, job, step, generation, shards, files=files):
         if done := _committed(directory, job, step, generation, files):
             return done
         if clock() >= deadline_s:
@@ -196,13 +201,13 @@ def _put_together(
     created_wall_s: float,
     files: Files,
 ) -> str:
-    folder = os.path.join(directory, tmp_name(step, generation))
+    folder = os.path.join(directory, tmp_name(step, generation, job))
     manifest = m.Manifest(
         job=job,
         step=step,
         generation=generation,
         world_size=world_size,
-        shards=tuple(_note(folder, shard, shards, files) for shard in range(shards)),
+        shards=tuple(_note(folder, job, shard, shards, files) for shard in range(shards)),
         versions=dict(versions),
         created_wall_s=created_wall_s,
     )
@@ -213,22 +218,41 @@ def _put_together(
         raise SaveFailed(f"step {step}: {error.detail}") from error
     _write_whole(os.path.join(folder, m.MANIFEST), raw, files)
     files.sync_dir(folder)
-    target = os.path.join(directory, final_name(step, generation, taken=files.names(directory)))
-    files.rename(folder, target)
+    target = _rename_to_a_free_name(folder, directory, job, step, generation, files)
     files.sync_dir(directory)
     return target
 
 
-def _note(folder: str, shard: int, shards: int, files: Files) -> m.Shard:
+def _rename_to_a_free_name(folder: str, directory: str, job: str, step: int, generation: int, files: Files) -> str:
+    """A name may be that of an earlier checkpoint of the step, or of another job's."""
+    names, taken = final_names(step, generation, job), files.names(directory)
+    for name in names:
+        if name in taken and name != names[-1]:
+            continue
+        try:
+            files.rename(folder, target := os.path.join(directory, name))
+        except OSError as error:
+            # Another job has committed under this name since the look: a rename replaces no folder that holds files.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or name == names[-1]:
+                raise
+        else:
+            return target
+    raise AssertionError("unreachable: the last name is tried or its error is raised")
+
+
+def _note(folder: str, job: str, shard: int, shards: int, files: Files) -> m.Shard:
     try:
-        return m.decode_note(files.read(os.path.join(folder, m.shard_note(shard, shards))), digest)
+        found = m.decode_note(files.read(os.path.join(folder, m.shard_note(shard, shards))), digest)
     except m.BadManifest as error:
         raise SaveFailed(f"shard {shard} of {shards}: {error.detail}") from error
+    if found.job != job:
+        raise SaveFailed(f"shard {shard} of {shards}: it belongs to job {found.job!r}, not {job!r}")
+    return found
 
 
 def _committed(directory: str, job: str, step: int, generation: int, files: Files) -> str | None:
     """The directory of this checkpoint, if it is committed already."""
-    for name in (final_name(step, generation, taken=()), final_name(step, generation, taken=None)):
+    for name in final_names(step, generation, job):
         path = os.path.join(directory, name)
         head = head_of(path, files)
         if head is not None and (head.job, head.step, head.generation) == (job, step, generation):

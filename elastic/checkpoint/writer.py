@@ -84,7 +84,7 @@ class CheckpointWriter:
             if not header.whole or (header.step, header.generation) != (order.step, order.generation):
                 state = header.state.name.lower()
                 raise SaveFailed(f"the arena is {state} with step {header.step} of generation {header.generation}")
-            shard = write_shard(arena, order.directory, threads=order.threads)
+            shard = write_shard(arena, order.directory, order.job, threads=order.threads)
         except (OSError, CheckpointError) as error:
             why = orders.describe(error)
             self._failed = {**dict(list(self._failed.items())[-_FAILED_KEPT:]), (order.step, order.generation): why}
@@ -114,7 +114,7 @@ class CheckpointWriter:
             return True
         waited_s = time.monotonic() - pending.started_s
         try:
-            missing = shards_missing(order.directory, order.step, order.generation, order.shards)
+            missing = shards_missing(order.directory, order.job, order.step, order.generation, order.shards)
             if missing and waited_s < order.wait_s:
                 return False
         except OSError:
@@ -146,7 +146,7 @@ class CheckpointWriter:
 
     def _discard(self, order: orders.Commit) -> None:
         spare = [(p.order.step, p.order.generation) for p in self._pending if p.order is not order]
-        discard(order.directory, order.step, order.generation, spare=spare)
+        discard(order.directory, order.job, order.step, order.generation, spare=spare)
 
     def _copy_up(self, order: orders.CopyUp) -> None:
         from .names import head_of

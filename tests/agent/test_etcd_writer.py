@@ -16,6 +16,7 @@ from elastic.agent.incidents import late_exit, save_failed
 from elastic.agent.process import Exited
 from elastic.agent.store import Stores
 from elastic.agent.write_queue import Write, WriteQueue
+from elastic.checkpoint.names import tmp_name
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records import (
     BrokenRecord,
@@ -422,7 +423,8 @@ def test_reports_of_two_ranks_of_a_node_are_both_kept_though_the_first_is_not_wr
 def test_first_generation_is_above_those_of_unfinished_checkpoints_too(tmp_path: Path) -> None:
     """A new life of a job that ended within its first save would complete that one with its own shards."""
     office = Office(dir=str(tmp_path))
-    (tmp_path / "step-60.g7.tmp").mkdir()
+    (tmp_path / tmp_name(60, 7, "job")).mkdir()
+    (tmp_path / tmp_name(60, 9, "another")).mkdir()
     office.client.put(KEYS.member("n"), b"ours")
     publish(office)()
     assert decode(GenerationRecord, office.client.server.kvs[KEYS.generation].value).number == 8

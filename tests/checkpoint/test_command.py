@@ -12,12 +12,13 @@ import torch
 from support.ckpt import flip, save, shard_paths
 
 from elastic.checkpoint.__main__ import main
+from elastic.checkpoint.names import tmp_name
 
 
 def test_list_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (10, 20):
         path = save(str(tmp_path), step)
-    (tmp_path / "step-30.g1.tmp").mkdir()
+    (tmp_path / tmp_name(30, 1, "job")).mkdir()
     (tmp_path / "step-5.damaged-shard-hash").mkdir()
     assert main(["list", str(tmp_path), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
@@ -34,7 +35,7 @@ def test_list_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["verify", path]) == 1
     assert main(["verify", str(tmp_path / "step-10")]) == 0
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [
-        "step-10", "step-20", "step-30.g1.tmp", "step-5.damaged-shard-hash"
+        "step-10", "step-20", tmp_name(30, 1, "job"), "step-5.damaged-shard-hash"
     ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from support.ckpt import blank, flip, resume, save, shard_paths, state_at
 from elastic.checkpoint import manifest as m
 from elastic.checkpoint.errors import Damaged, NoGoodCheckpoint
 from elastic.checkpoint.find import newest_good, peek, verify
+from elastic.checkpoint.names import tmp_name
 from elastic.checkpoint.read import Mismatch, load
 from elastic.checkpoint.write import digest
 
@@ -103,7 +104,7 @@ def test_another_jobs_and_another_formats_checkpoints_are_passed_over_and_left_a
 def test_nothing_there_is_no_error(tmp_path: Path) -> None:
     assert newest_good(str(tmp_path), "job") is None
     assert newest_good(str(tmp_path / "not there"), "job") is None
-    (tmp_path / "step-7.g1.tmp").mkdir()
+    (tmp_path / tmp_name(7, 1, "job")).mkdir()
     (tmp_path / "notes.txt").write_text("hello")
     assert resume(str(tmp_path), "job", lambda info: None) is None
 

@@ -12,6 +12,7 @@ from support.ckpt import filled, save, state_at
 from elastic.checkpoint import manifest as m
 from elastic.checkpoint.files import REAL
 from elastic.checkpoint.find import newest_good, verify
+from elastic.checkpoint.names import tmp_name
 from elastic.checkpoint.retention import prune
 from elastic.checkpoint.write import write_shard
 
@@ -46,7 +47,7 @@ def untouched(secret: Path) -> bool:
 
 
 def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(secret: Path, theirs: Path) -> None:
-    folder = theirs / "step-10.g1.tmp"
+    folder = theirs / tmp_name(10, 1, "job")
     folder.mkdir()
     os.chown(folder, ANOTHER, ANOTHER)
     names = [m.shard_file(0, 1), m.shard_note(0, 1), m.shard_note(0, 1) + ".part", m.MANIFEST, m.MANIFEST + ".part"]
@@ -59,18 +60,18 @@ def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(secret: Path
 
 
 def test_a_link_in_the_place_of_a_folder_is_refused(secret: Path, theirs: Path) -> None:
-    plant(theirs / "step-10.g1.tmp", secret)
+    plant(theirs / tmp_name(10, 1, "job"), secret)
     with filled(state_at(10), 10) as arena, pytest.raises(PermissionError, match=f"link of uid {ANOTHER}"):
-        write_shard(arena, str(theirs))
+        write_shard(arena, str(theirs), "job")
     assert untouched(secret)
 
 
 def test_a_link_in_the_place_of_the_checkpoints_folder_is_refused(secret: Path, theirs: Path) -> None:
     plant(theirs / "runs", secret)
     with filled(state_at(10), 10) as arena, pytest.raises(PermissionError, match=f"link of uid {ANOTHER}"):
-        write_shard(arena, str(theirs / "runs"))
+        write_shard(arena, str(theirs / "runs"), "job")
     with filled(state_at(10), 10) as arena, pytest.raises(PermissionError, match=f"link of uid {ANOTHER}"):
-        write_shard(arena, str(theirs / "runs" / "new"))
+        write_shard(arena, str(theirs / "runs" / "new"), "job")
     assert untouched(secret)
 
 

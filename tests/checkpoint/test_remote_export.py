@@ -31,6 +31,17 @@ def url(tmp_path: Path) -> str:
     return f"memory://{tmp_path.name}/checkpoints"
 
 
+def test_jobs_that_share_the_remote_end_and_the_folder_keep_their_checkpoints(tmp_path: Path, url: str) -> None:
+    for job in ("a", "b"):
+        copy_up(save(str(tmp_path / job), 20, job=job), url)
+    assert [len(list_remote(url, job)) for job in ("a", "b")] == [1, 1]
+    for job in ("a", "b"):
+        assert fetch_newest(url, job, str(tmp_path / "back")) is not None
+        found = newest_good(str(tmp_path / "back"), job)
+        assert found is not None
+        assert found.manifest.job == job
+
+
 def test_up_and_back(tmp_path: Path, url: str) -> None:
     assert list_remote(url, "job") == []
     for step in (10, 20):
@@ -38,12 +49,12 @@ def test_up_and_back(tmp_path: Path, url: str) -> None:
     assert [(step, name) for step, _, name in list_remote(url, "job")] == [(20, "step-20"), (10, "step-10")]
     assert list_remote(url, "another") == []
     (tmp_path / "there").mkdir()
-    path = fetch(url, "step-20", str(tmp_path / "there"))
+    path = fetch(url, "step-20", str(tmp_path / "there"), "job")
     found = newest_good(str(tmp_path / "there"), "job")
     assert found is not None
     assert (found.path, found.step) == (path, 20)
     assert os.listdir(tmp_path / "there") == ["step-20"]
-    assert fetch(url, "step-20", str(tmp_path / "there")) == path
+    assert fetch(url, "step-20", str(tmp_path / "there"), "job") == path
 
 
 def test_retention_there(tmp_path: Path, url: str) -> None:
@@ -79,7 +90,7 @@ def test_damage_there_is_found_on_the_way_back(tmp_path: Path) -> None:
     flip(shard_paths(str(tmp_path / "remote" / "step-10"))[0], -1)
     (tmp_path / "back").mkdir()
     with pytest.raises(Damaged, match="shard-hash"):
-        fetch(url, "step-10", str(tmp_path / "back"))
+        fetch(url, "step-10", str(tmp_path / "back"), "job")
     assert newest_good(str(tmp_path / "back"), "job") is None
 
 
@@ -149,7 +160,7 @@ def test_several_fetch_at_once(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/remote"
     copy_up(save(str(tmp_path / "here"), 10), url)
     with ThreadPoolExecutor(8) as pool:
-        paths = list(pool.map(lambda _: fetch(url, "step-10", str(tmp_path / "there")), range(8)))
+        paths = list(pool.map(lambda _: fetch(url, "step-10", str(tmp_path / "there"), "job"), range(8)))
     assert set(paths) == {str(tmp_path / "there" / "step-10")}
     assert os.listdir(tmp_path / "there") == ["step-10"]
 
@@ -196,7 +207,7 @@ def test_an_exported_state_loads_into_plain_torch(tmp_path: Path) -> None:
     tensors = {info.name: tensor for info, tensor in state.tensors()}
     extra = extra_of(state.extra(), range(len(tensors)))
     with filled(tensors, 3, extra=extra) as arena:
-        write_shard(arena, str(tmp_path), threads=1, piece_nbytes=PIECE)
+        write_shard(arena, str(tmp_path), "job", threads=1, piece_nbytes=PIECE)
     path = commit(str(tmp_path), "job", step=3, generation=1, shards=1, world_size=1)
     to_torch_save(path, str(tmp_path / "out.pt"))
     found = torch.load(tmp_path / "out.pt", weights_only=True)

@@ -12,6 +12,7 @@ from support.ckpt import flip, save, shard_paths
 
 from elastic.checkpoint.files import Files
 from elastic.checkpoint.find import newest_good
+from elastic.checkpoint.names import fetch_prefix, tmp_name
 from elastic.checkpoint.retention import leftovers, plan, prune
 
 entries = st.lists(st.integers(1, 50), unique=True, max_size=12).map(
@@ -58,32 +59,32 @@ def test_retention_keeps_the_last_good_checkpoint_when_newer_ones_are_damaged(tm
 
 
 def test_retention_removes_crash_leftovers_and_keeps_writes_in_progress(tmp_path: Path) -> None:
+    """Of its own job: what another one writes or fetches into the same folder has other numbers."""
     save(str(tmp_path), 20, generation=2)
+    kept = (
+        tmp_name(30, 2, "job"),
+        tmp_name(20, 3, "job"),
+        tmp_name(10, 1, "another"),
+        fetch_prefix("step-9", "another") + "a_1",
+    )
     for name in (
-        "step-10.g1.tmp",
-        "step-20.g2.tmp",
-        "step-90.g1.tmp",
+        tmp_name(10, 1, "job"),
+        tmp_name(20, 2, "job"),
+        tmp_name(90, 1, "job"),
         "step-5.g1.gone",
-        "step-9.fetch-a_1",
-        "step-30.g2.tmp",
-        "step-20.g3.tmp",
+        fetch_prefix("step-9", "job") + "a_1",
+        *kept,
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "shard-00000-of-00001.safetensors").write_bytes(b"half")
     (tmp_path / "step-15.damaged-shard-hash").mkdir()
     (tmp_path / "mine").mkdir()
     prune(str(tmp_path), "job", 3)
-    assert sorted(os.listdir(tmp_path)) == [
-        "mine",
-        "step-15.damaged-shard-hash",
-        "step-20",
-        "step-20.g3.tmp",
-        "step-30.g2.tmp",
-    ]
+    assert set(os.listdir(tmp_path)) == {"mine", "step-15.damaged-shard-hash", "step-20", *kept}
 
 
 def test_with_no_checkpoint_yet_nothing_under_way_is_touched() -> None:
-    assert leftovers(["step-10.g1.tmp", "step-5.gone"], None) == ["step-5.gone"]
+    assert leftovers([tmp_name(10, 1, "job"), "step-5.gone"], "job", None) == ["step-5.gone"]
 
 
 def test_another_jobs_checkpoints_are_not_ours_to_remove(tmp_path: Path) -> None:

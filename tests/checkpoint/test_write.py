@@ -19,6 +19,7 @@ from elastic.checkpoint import manifest as m
 from elastic.checkpoint.errors import SaveFailed, ShardsMissing
 from elastic.checkpoint.files import Files
 from elastic.checkpoint.find import newest_good, verify
+from elastic.checkpoint.names import tmp_name
 from elastic.checkpoint.saver import next_generation
 from elastic.checkpoint.write import commit, shards_missing, write_shard
 
@@ -32,7 +33,7 @@ def commit_20(directory: str, **more: float) -> str:
 def write_20(directory: str, *shards: int, files: Files | None = None) -> None:
     for shard in shards:
         with filled(state_at(20), 20, 1, shard, 2) as arena:
-            write_shard(arena, directory, piece_nbytes=PIECE, files=files or Files())
+            write_shard(arena, directory, "job", piece_nbytes=PIECE, files=files or Files())
 
 
 def test_a_checkpoint_is_two_files_a_shard_and_a_manifest(tmp_path: Path) -> None:
@@ -109,18 +110,18 @@ def test_a_file_system_without_o_direct_gets_plain_writes(tmp_path: Path, monkey
 
 def test_threads_write_the_same_bytes(tmp_path: Path) -> None:
     with filled(state_at(20), 20) as arena:
-        one = write_shard(arena, str(tmp_path / "one"), threads=1, piece_nbytes=PIECE)
-        four = write_shard(arena, str(tmp_path / "four"), threads=4, piece_nbytes=PIECE)
+        one = write_shard(arena, str(tmp_path / "one"), "job", threads=1, piece_nbytes=PIECE)
+        four = write_shard(arena, str(tmp_path / "four"), "job", threads=4, piece_nbytes=PIECE)
         assert one == four
-        name = f"step-20.g1.tmp/{one.file}"
+        name = f"{tmp_name(20, 1, 'job')}/{one.file}"
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "four" / name).read_bytes() == bytes(arena.view())
 
 
 def test_commit_waits_for_the_last_shard(tmp_path: Path) -> None:
     directory = str(tmp_path)
-    assert shards_missing(directory, 20, 1, 2) == (0, 1)
+    assert shards_missing(directory, "job", 20, 1, 2) == (0, 1)
     write_20(directory, 0)
-    assert shards_missing(directory, 20, 1, 2) == (1,)
+    assert shards_missing(directory, "job", 20, 1, 2) == (1,)
     with pytest.raises(ShardsMissing, match="step 20: 1 of 2 shards were not written: 1"):
         commit_20(directory, wait_s=0.1)
     assert newest_good(directory, "job") is None
@@ -172,9 +173,55 @@ def test_another_leader_is_faster_at_any_moment(tmp_path: Path, call: str) -> No
 def test_shards_of_two_cuts_never_become_a_checkpoint(tmp_path: Path) -> None:
     write_20(str(tmp_path), 0)
     with filled({"moment": torch.ones(2), "weight": torch.ones(2)}, 20, 1, 1, 2) as arena:
-        write_shard(arena, str(tmp_path))
+        write_shard(arena, str(tmp_path), "job")
     with pytest.raises(SaveFailed, match="a tensor is listed twice"):
         commit_20(str(tmp_path))
+
+
+def test_shards_of_two_jobs_in_one_folder_never_become_a_checkpoint(tmp_path: Path) -> None:
+    """Both are in generation 1 and reach step 20. Each has written another shard when the first leader looks."""
+    directory = str(tmp_path)
+    with filled(state_at(20), 20, 1, 0, 2) as arena:
+        write_shard(arena, directory, "job", piece_nbytes=PIECE)
+    with filled(state_at(21), 20, 1, 1, 2) as arena:
+        write_shard(arena, directory, "another", piece_nbytes=PIECE)
+    assert shards_missing(directory, "job", 20, 1, 2) == (1,)
+    with pytest.raises(ShardsMissing):
+        commit_20(directory)
+
+
+def test_a_note_of_another_job_is_refused(tmp_path: Path) -> None:
+    write_20(str(tmp_path), 0, 1)
+    with filled(state_at(20), 20, 1, 1, 2) as arena:
+        write_shard(arena, str(tmp_path), "another", piece_nbytes=PIECE)
+    name = m.shard_note(1, 2)
+    os.replace(tmp_path / tmp_name(20, 1, "another") / name, tmp_path / tmp_name(20, 1, "job") / name)
+    with pytest.raises(SaveFailed, match="shard 1 of 2: it belongs to job 'another', not 'job'"):
+        commit_20(str(tmp_path))
+
+
+@pytest.mark.parametrize("jobs", [("a", "b"), ("a", "b", "c")])
+def test_jobs_in_one_folder_keep_their_checkpoints_of_the_same_step(jobs: tuple[str, ...], tmp_path: Path) -> None:
+    paths = [save(str(tmp_path), 20, job=job, tensors=state_at(number)) for number, job in enumerate(jobs)]
+    assert [verify(path).job for path in paths] == list(jobs)
+    for job, path in zip(jobs, paths, strict=True):
+        found = newest_good(str(tmp_path), job)
+        assert found is not None
+        assert found.path == path
+        assert commit(str(tmp_path), job, step=20, generation=1, shards=2, world_size=2) == path
+
+
+def test_another_job_takes_the_name_just_before_the_rename(tmp_path: Path) -> None:
+    class Slow(Files):
+        def rename(self, old: str, new: str) -> None:
+            if new.endswith("step-20"):
+                save(str(tmp_path), 20, job="another")
+            super().rename(old, new)
+
+    write_20(str(tmp_path), 0, 1)
+    path = commit(str(tmp_path), "job", step=20, generation=1, shards=2, world_size=2, files=Slow())
+    assert verify(path).job == "job"
+    assert verify(str(tmp_path / "step-20")).job == "another"
 
 
 def test_a_shard_of_an_earlier_run_never_completes_a_checkpoint(tmp_path: Path) -> None:
@@ -183,28 +230,28 @@ def test_a_shard_of_an_earlier_run_never_completes_a_checkpoint(tmp_path: Path) 
     write_20(directory, 1)
     number = next_generation(directory, "job")
     for shard in (0, 1):
-        assert shards_missing(directory, 20, number, 2) == tuple(range(shard, 2))
+        assert shards_missing(directory, "job", 20, number, 2) == tuple(range(shard, 2))
         with filled(state_at(20), 20, number, shard, 2) as arena:
-            write_shard(arena, directory, piece_nbytes=PIECE)
+            write_shard(arena, directory, "job", piece_nbytes=PIECE)
     assert commit(directory, "job", step=20, generation=number, shards=2, world_size=2) == str(tmp_path / "step-20")
 
 
 def test_a_shard_written_again_is_missing_until_it_is_complete(tmp_path: Path) -> None:
     class Looks(Files):
         def write_at(self, fd: int, data: memoryview, at: int) -> None:
-            missing.append(shards_missing(str(tmp_path), 20, 1, 2))
+            missing.append(shards_missing(str(tmp_path), "job", 20, 1, 2))
             super().write_at(fd, data, at)
 
     missing: list[tuple[int, ...]] = []
     write_20(str(tmp_path), 0, 1)
     write_20(str(tmp_path), 1, files=Looks())
     assert set(missing) == {(1,)}
-    assert shards_missing(str(tmp_path), 20, 1, 2) == ()
+    assert shards_missing(str(tmp_path), "job", 20, 1, 2) == ()
 
 
 def test_a_damaged_note_is_not_believed(tmp_path: Path) -> None:
     write_20(str(tmp_path), 0, 1)
-    note = tmp_path / "step-20.g1.tmp" / m.shard_note(1, 2)
+    note = tmp_path / tmp_name(20, 1, "job") / m.shard_note(1, 2)
     note.write_bytes(note.read_bytes().replace(b'"step":20', b'"step":21'))
     with pytest.raises(SaveFailed, match="shard 1 of 2: the note's hash"):
         commit_20(str(tmp_path))
@@ -218,15 +265,15 @@ def test_an_arena_that_is_filled_again_meanwhile_is_never_taken(tmp_path: Path) 
             super().truncate(fd, nbytes)
 
     with filled(state_at(20), 20) as arena, pytest.raises(SaveFailed, match="filled again"):
-        write_shard(arena, str(tmp_path), files=Meanwhile())
-    assert os.listdir(tmp_path / "step-20.g1.tmp") == []
+        write_shard(arena, str(tmp_path), "job", files=Meanwhile())
+    assert os.listdir(tmp_path / tmp_name(20, 1, "job")) == []
 
 
 def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     with filled(state_at(20), 20) as arena, pytest.raises(NotADirectoryError):
-        write_shard(arena, str(blocked / "checkpoints"))
+        write_shard(arena, str(blocked / "checkpoints"), "job")
 
 
 def test_permission_denied() -> None:
@@ -237,8 +284,8 @@ def test_permission_denied() -> None:
         try:
             if user == 0:
                 os.seteuid(NOBODY)  # root may write anywhere
-            with filled(state_at(20), 20) as arena, pytest.raises(PermissionError, match=r"step-20\.g1\.tmp"):
-                write_shard(arena, folder)
+            with filled(state_at(20), 20) as arena, pytest.raises(PermissionError, match=r"step-20\.g1\.j\w+\.tmp"):
+                write_shard(arena, folder, "job")
         finally:
             os.seteuid(user)
             os.chmod(folder, 0o700)

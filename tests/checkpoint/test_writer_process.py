@@ -20,6 +20,7 @@ from support.wait import eventually, stretched
 from elastic.checkpoint import orders
 from elastic.checkpoint.client import MAX_COPIES, MAX_WAITING, Busy, WriterProcess
 from elastic.checkpoint.find import newest_good
+from elastic.checkpoint.names import tmp_name
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def writer() -> Iterator[WriterProcess]:
 
 
 def write(directory: Path, step: int = 20) -> orders.Write:
-    return orders.Write(directory=str(directory), step=step, generation=1)
+    return orders.Write(directory=str(directory), job="job", step=step, generation=1)
 
 
 def commit(directory: Path, step: int = 20, shards: int = 1, wait_s: float = 0.0) -> orders.Commit:
@@ -91,18 +92,22 @@ def test_a_failed_shard_fails_its_commit_at_once(writer: WriterProcess, tmp_path
 
 def test_a_failed_save_gives_its_room_back(writer: WriterProcess, tmp_path: Path) -> None:
     """Else, on a full disk, the shards of failed saves would keep it full for ever."""
-    (tmp_path / "step-7.g1.tmp").mkdir()
-    (tmp_path / "step-90.g1.tmp").mkdir()
+    older, under_way, newer, others = (
+        *(tmp_name(step, 1, "job") for step in (7, 10, 90)),
+        tmp_name(7, 1, "another"),
+    )
+    for name in (older, newer, others):
+        (tmp_path / name).mkdir()
     with filled(state_at(20), 20, 1, 0, 2) as arena:
         writer.submit(write(tmp_path), arena)
         writer.submit(commit(tmp_path, step=10, shards=2, wait_s=60))  # under way: its folder is not touched
-        (tmp_path / "step-10.g1.tmp").mkdir()
+        (tmp_path / under_way).mkdir()
         writer.submit(commit(tmp_path, shards=2, wait_s=0.1))
         results = eventually(writer.results, deadline_s=20)
         results += eventually(writer.results, deadline_s=20)
     assert [result.error for result in results] == ["", "step 20: 1 of 2 shards were not written: 1"]
     assert [result.missing for result in results] == [(), (1,)]
-    eventually(lambda: sorted(os.listdir(tmp_path)) == ["step-10.g1.tmp", "step-90.g1.tmp"], deadline_s=20)
+    eventually(lambda: set(os.listdir(tmp_path)) == {under_way, newer, others}, deadline_s=20)
 
 
 def test_a_commit_that_waits_for_others_holds_nothing_up(writer: WriterProcess, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def save(
     for shard in range(shards):
         extra = {"step": step, "shard": shard}
         with filled(tensors, step, generation, shard, shards, extra) as arena:
-            write_shard(arena, directory, files=files, threads=1, piece_nbytes=PIECE)
+            write_shard(arena, directory, job, files=files, threads=1, piece_nbytes=PIECE)
     return commit(directory, job, step=step, generation=generation, shards=shards, world_size=shards, files=files)
 
 

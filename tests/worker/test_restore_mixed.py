@@ -65,7 +65,7 @@ def test_from_the_memory_of_the_agents(agents: list[Agent]) -> None:
 def test_from_disk(agents: list[Agent], tmp_path: Path) -> None:
     state, newcomer = saved(agents), build(2)
     for agent in agents:
-        write_shard(next(arena for arena in agent.arenas if arena.header().whole), str(tmp_path))
+        write_shard(next(arena for arena in agent.arenas if arena.header().whole), str(tmp_path), "job")
     commit(str(tmp_path), "job", step=1, generation=1, shards=2, world_size=2)
     Disk(str(tmp_path), "job").load(newcomer)
     assert same(state, newcomer)

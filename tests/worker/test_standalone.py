@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from elastic.checkpoint.interval import IntervalRule
+from elastic.checkpoint.names import tmp_name
 from elastic.worker.job import Job
 from elastic.worker.standalone import run_standalone
 from elastic.worker.state.state import State
@@ -35,7 +36,7 @@ def test_a_checkpoint_that_fails_is_said_and_training_goes_on(
     tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def spoiled(job: Job, state: Any) -> None:
-        (tmp_path / "step-3.g1.tmp").write_text("a file where the folder should be")
+        (tmp_path / tmp_name(3, 1, "job")).write_text("a file where the folder should be")
         train(job, state)
 
     state = run_standalone(setup, spoiled, str(tmp_path), IntervalRule(every_steps=100))
