@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from elastic.worker.job import Job
+from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 from elastic.worker.state.watch import WINDOW, TensorWatch
 
@@ -477,6 +479,69 @@ def test_a_change_after_the_commit_is_refused_by_name_with_the_cure() -> None:
     assert turn(lambda: setattr(state, "best", 1.0)) == "state.best"
     assert turn(lambda: manual(net)) == "state.model.weight"
     assert turn(lambda: state.norm(torch.randn(4, 3))).startswith("state.norm.")
+
+
+EPOCH = 3  # steps
+
+
+def enter(state: State) -> Job:
+    """`train` is entered, in a process of its own."""
+    job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    state.forget_gradients()
+    job.enter(rank=0, world_size=1, generation=1, keeper=None)
+    state.begin()
+    return job
+
+
+def scheduled() -> State:
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    return State(model=net, optimizer=optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+
+
+def epochs(job: Job, state: State, first: int, within: bool, fails_at: int = -1) -> None:
+    """An epoch after the other, each a loop of its own; the schedule makes a step per epoch, `within` the last step of
+    it or between the loops. Ends in the middle of step `fails_at`."""
+    for epoch in range(first, 3):
+        for batch in job.batches(list(torch.ones(4 * EPOCH, 4)), state, batch_size=4, epochs=epoch + 1):
+            state.model(batch.data).sum().backward()
+            if state.step == fails_at:
+                return
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+            if within and (state.step + 1) % EPOCH == 0:
+                state.scheduler.step()
+            job.commit(state)
+        if not within:
+            state.scheduler.step()
+
+
+def test_a_change_between_two_loops_is_refused_as_one_between_two_batches() -> None:
+    """A failure in the first step of the second loop would undo it, and nothing would do it again."""
+    state = scheduled()
+    with pytest.raises(RuntimeError, match=r"state\.optimizer was changed between job\.commit\(\) and the next batch"):
+        epochs(enter(state), state, 0, within=False)
+    assert state.step == EPOCH
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_schedule_that_steps_before_the_last_commit_of_its_epoch_survives_a_failure(again: bool) -> None:
+    """Whether the epochs that are done are passed over (`again`: entered, and without a batch) or not."""
+    state = scheduled()
+    epochs(enter(state), state, 0, within=True, fails_at=EPOCH)
+    assert state.rewind() is None
+    epochs(enter(state), state, 0 if again else state.step // EPOCH, within=True)
+    assert state.optimizer.param_groups[0]["lr"] == 0.5**3
+
+
+def test_what_is_set_before_the_first_loop_of_an_entry_is_not_refused() -> None:
+    state = scheduled()
+    epochs(enter(state), state, 0, within=True, fails_at=EPOCH)
+    assert state.rewind() is None
+    job = enter(state)
+    state.optimizer.param_groups[0]["lr"] = 0.25
+    epochs(job, state, 0, within=True)
+    assert state.step == 3 * EPOCH
 
 
 def test_commit_point_accepts_weights_swapped_for_an_evaluation_and_back() -> None:

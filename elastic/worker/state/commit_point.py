@@ -42,6 +42,8 @@ class CommitPoint:
         self._parts = parts
         self._promoted: set[str] = set()
         self._taken = False
+        self.again = False
+        """Taken more than once since the last `drop`: a step was committed since `train` was entered."""
         self._stale = True
         self._steps = 0
         self._stepped: set[int] = set()
@@ -61,7 +63,7 @@ class CommitPoint:
 
     def drop(self) -> None:
         """Another state is adopted: there is no commit to return to. Modules may have changed, too."""
-        self._taken, self._stale = False, True
+        self._taken, self.again, self._stale = False, False, True
         self._rests = {}
 
     def take(self) -> None:
@@ -82,7 +84,7 @@ class CommitPoint:
             tensors = self._tensors()
         self._watch.take(tensors)
         self._saved.take()
-        self._taken = True
+        self._taken, self.again = True, self._taken
 
     def before_step(self) -> None:
         """The first optimizer of a step is about to change the state: changes so far were made by a forward or by

@@ -173,7 +173,9 @@ class State:
             self._built = Built(table, extra)
 
     def loop_begins(self) -> None:
-        """The loop asks for its first batch, in this generation."""
+        """A loop asks for its first batch. Raises RuntimeError as `turned`, if a step was committed in this entry."""
+        if self._point.again:
+            self.turned()
         self._flags().loop_begins()
 
     def turned(self) -> None:
