@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -89,7 +89,7 @@ class Gone:
     job: str
     pid: int
     code: int | None
-    """Exit code, negative for a signal; None if it was not our child."""
+    """Exit code, negative for a signal; None if it was not our child: then it may have left the code in its status."""
 
 
 class Agents:
@@ -254,16 +254,23 @@ class Agents:
         except OSError as error:  # e.g. out of descriptors: the next start looks again
             self._log.error("agent.cannot_look", job=event.job, why=str(error))
         lived_s = time.monotonic() - running.since_s
-        if event.code == 0:  # a clean exit: the job is over, or leaves this node
+        code = self._left_code(event) if event.code is None else event.code
+        if code == 0:  # a clean exit: the job is over, or leaves this node
             self._log.info("agent.left", job=event.job, pid=event.pid, lived_s=round(lived_s, 3))
             self.trouble[event.job] = Trouble(not_before_s=time.monotonic() + AFTER_LEAVING_S)
             return
-        self._log.warning("agent.gone", job=event.job, pid=event.pid, code=event.code, lived_s=round(lived_s, 3))
+        self._log.warning("agent.gone", job=event.job, pid=event.pid, code=code, lived_s=round(lived_s, 3))
         if lived_s > STABLE_S:
             self.trouble.pop(event.job, None)
         said = running.status is not None or (self.dir(event.job) / "status.json").exists()
-        how = "ended" if event.code is None else describe_exit(event.code)
+        how = "ended" if code is None else describe_exit(code)
         self._failed(event.job, f"the agent {how}{self._last_words(event.job)}", failed_start=not said)
+
+    def _left_code(self, event: Gone) -> int | None:
+        """The exit code as the agent wrote it with its last status; None: it was killed, or wrote nonsense."""
+        last = _read(self.dir(event.job) / "status.json", AgentStatus)
+        code = last.exit_code if last is not None and last.pid == event.pid else None
+        return code if code is not None and 0 <= code <= 255 else None
 
     def _failed(self, job: str, why: str, *, failed_start: bool) -> None:
         trouble = self.trouble.setdefault(job, Trouble())
@@ -286,6 +293,10 @@ class Agents:
         if running := self.running.get(job):
             self._log.warning("agent.signalled", job=job, pid=running.pid, signal=number.name)
             _kill(running.pid, number)
+
+    def why_none(self, jobs: Collection[str]) -> dict[str, str]:
+        """Job -> the last failure of its agent, for those in `jobs`: a job without a place here lacks no agent."""
+        return {job: trouble.why for job, trouble in self.trouble.items() if trouble.why and job in jobs}
 
     def forget(self, job: str) -> None:
         self.trouble.pop(job, None)

@@ -424,7 +424,7 @@ class DaemonLoop:
             ),
             plan=self._plan,
             agents=agents,
-            trouble={job: t.why for job, t in self._agents.trouble.items() if t.why},
+            trouble=self._agents.why_none(self._plan.of(self._settings.node)),
             registered=self._lease is not None,
             stays_out=stays_out,
             turn=self._turn,

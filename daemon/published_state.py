@@ -47,7 +47,7 @@ class Snapshot:
     plan: Assignment = field(default_factory=Assignment)
     agents: Mapping[str, LocalAgent] = field(default_factory=dict)
     trouble: Mapping[str, str] = field(default_factory=dict)
-    """Job -> the last failure of its agent here."""
+    """Job that has a place here -> the last failure of its agent."""
     registered: bool = False
     stays_out: str = ""
     """Why this node does not join the cluster; empty: it does."""

@@ -431,6 +431,7 @@ class AgentLoop:
             doing=self._doing[0],
             doing_since_wall_s=self._doing[1],
             submitted_wall_s=self._submitted_wall_s,
+            exit_code=self._ended.code if self._ended else None,
         )
         self._status_file.write(record)
         now_s = time.monotonic()

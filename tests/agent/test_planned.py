@@ -35,6 +35,8 @@ def test_a_drained_node_leaves_at_a_boundary() -> None:
         # The daemon passes on that the drain was taken back, while the agent is ending already.
         eventually(lambda: hang_up(job.agents["n0"]), 20.0, "it has left")
         assert job.agents["n0"].returncode == 0
+        codes = {node: status.exit_code for node, status in job.statuses().items()}
+        assert codes == {"n0": 0, "n1": None}, "for a daemon that the kernel does not tell the code"
         eventually(lambda: job.incidents(), 10.0, "the planned change")
         incident = job.incidents()[0]
         assert (incident.kind, incident.world_size_before, incident.world_size_after, incident.steps_lost) == (

@@ -1,17 +1,19 @@
-"""An agent that cannot be started because the machine is short of something is no fault of the job's."""
+"""Which ends of an agent are failures, and whose: a machine that is short of something is no fault of the job's."""
 
 from __future__ import annotations
 
 import errno
 import os
 import pathlib
+import time
 
+import msgspec
 import pytest
 import structlog
 
-from elastic.contract.agent_files import AgentConfig, EtcdAccess
+from elastic.contract.agent_files import AgentConfig, AgentStatus, EtcdAccess
 from elastic.contract.timeouts import Timeouts
-from elasticd.agents import SHORT_OF_S, Agents
+from elasticd.agents import SHORT_OF_S, Agents, Gone, Running
 from elasticd.errors import CannotStart
 from elasticd.launch import ServiceProcess, Started
 from elasticd.reconcile import FAILED_STARTS
@@ -51,3 +53,51 @@ def test_node_is_excluded_only_for_start_failures_the_job_can_influence(
     assert (trouble.failures >= FAILED_STARTS) == blamed
     assert os.strerror(code) in trouble.why
     assert (trouble.pause_s > SHORT_OF_S) == blamed
+
+
+PID = 4_000_000
+
+
+def ended(tmp_path: pathlib.Path, code: int | None, wrote: int | None, pid: int = PID) -> Agents:
+    """An agent that was adopted, or is a unit of its own, has ended: the kernel tells the daemon `code`, and its last
+    status has `wrote`."""
+    log = structlog.get_logger()
+    agents = Agents(tmp_path, Refuses(0), Threads(log), lambda gone: None, log)
+    folder = agents.dir("j")
+    folder.mkdir(parents=True)
+    status = AgentStatus(
+        pid=pid, incarnation="i", job="j", node="n", phase="finishing", reason="", leader=False, generation=1,
+        etcd_ok=True, written_wall_s=0.0, exit_code=wrote,
+    )  # fmt: skip
+    (folder / "status.json").write_bytes(msgspec.json.encode(status))
+    agents.running["j"] = Running(config(tmp_path), PID, time.monotonic(), status=status)
+    agents.gone(Gone("j", PID, code))
+    return agents
+
+
+def test_an_agent_that_leaves_is_no_failure_where_its_exit_code_is_not_known(tmp_path: pathlib.Path) -> None:
+    left = ended(tmp_path, None, 0)
+    assert left.trouble["j"].why == ""
+    assert left.why_none(["j"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "wrote", "pid", "why"),
+    [
+        (None, None, PID, "the agent ended"),  # killed
+        (None, 3, PID, "the agent ended with exit code 3"),
+        (None, 0, PID - 1, "the agent ended"),  # the status of another one
+        (None, 10**400, PID, "the agent ended"),  # the job's user may write anything
+        (-9, 0, PID, "the agent was killed by SIGKILL"),  # the kernel knows better
+    ],
+)
+def test_any_other_end_is_a_failure(
+    tmp_path: pathlib.Path, code: int | None, wrote: int | None, pid: int, why: str
+) -> None:
+    assert ended(tmp_path, code, wrote, pid).trouble["j"].why == why
+
+
+def test_a_failure_is_told_only_while_the_job_has_a_place_here(tmp_path: pathlib.Path) -> None:
+    agents = ended(tmp_path, -9, None)
+    assert agents.why_none({"j": 1}) == {"j": "the agent was killed by SIGKILL"}
+    assert agents.why_none({"other": 1}) == {}
