@@ -63,12 +63,12 @@ class Client:
     def lines(self, path: str, query: Mapping[str, object]) -> Iterator[Json]:
         """A stream of JSON lines, until the daemon ends it. Raises Unreachable if it breaks."""
         with self._send("GET", _with(path, query), None, None) as connection, connection.makefile("rb") as answer:
-            status = _head(answer)
-            if status != 200:
-                raise _failed(status, answer.read())
             try:
+                status = _head(answer)
+                if status != 200:
+                    raise _failed(status, answer.read())
                 for line in answer:
-                    yield json.loads(line)
+                    yield _parsed(line)
             except OSError as error:
                 raise Unreachable(f"the connection to elasticd broke: {error}") from error
 
@@ -83,8 +83,7 @@ class Client:
                 raise Unreachable(f"the connection to elasticd broke: {error}") from error
         if status >= 400:
             raise _failed(status, raw)
-        content: Json = json.loads(raw)
-        return content
+        return _parsed(raw)
 
     def _send(self, method: str, path: str, body: Json | None, timeout_s: float | None) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
@@ -121,6 +120,14 @@ def _head(answer: Any) -> int:
     while answer.readline().strip():
         pass
     return int(first[1])
+
+
+def _parsed(raw: bytes) -> Json:
+    try:
+        content: Json = json.loads(raw)
+    except ValueError:
+        raise Unreachable("the connection to elasticd broke in the middle of its answer") from None
+    return content
 
 
 def _failed(status: int, raw: bytes) -> Failed:

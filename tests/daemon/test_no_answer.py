@@ -40,3 +40,23 @@ def test_silence_is_told_from_a_stranger(tmp_path: pathlib.Path, answer: bytes, 
     path = tmp_path / "s"
     with answering(path, answer), pytest.raises(Unreachable, match=words):
         Client(str(path)).get("/v1/status")
+
+
+HEAD = b"HTTP/1.0 200 OK\r\n\r\n"
+
+
+@pytest.mark.parametrize("answer", [HEAD, HEAD + b'{"jobs": [{"job": "tr', HEAD + b'{"note": "\xc3'])
+def test_an_answer_that_breaks_off_is_a_broken_connection(tmp_path: pathlib.Path, answer: bytes) -> None:
+    """As when elasticd is restarted while it sends."""
+    path = tmp_path / "s"
+    with answering(path, answer), pytest.raises(Unreachable, match="broke in the middle of its answer"):
+        Client(str(path)).get("/v1/status")
+
+
+def test_a_stream_that_breaks_off_in_a_line_gives_the_lines_before_it(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "s"
+    with answering(path, HEAD + b'{"line": "one"}\n{"line": "tw'):
+        lines = Client(str(path)).lines("/v1/jobs/j/logs", {})
+        assert next(lines) == {"line": "one"}
+        with pytest.raises(Unreachable, match="broke in the middle of its answer"):
+            next(lines)
