@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import platform
 import re
 import shutil
@@ -61,7 +62,9 @@ def bundle(client: Client, job: str | None, output: Path | None, with_logs: bool
     missing: dict[str, list[str]] = {}
     kept, away = [], False
     try:
-        with tarfile.open(target, "x:gz") as archive:
+        # For this user only: the masks are a guess, and another user's logs may be in it.
+        private = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(private, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
             for file, make in parts(client, job, with_logs):
                 try:
                     content = make()

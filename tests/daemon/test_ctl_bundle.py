@@ -73,6 +73,7 @@ def test_bundle_holds_all_that_answers_and_names_what_does_not(daemon: None, tmp
             read = archive.extractfile(entry)
             assert read is not None
             assert b"secret1" not in read.read(), entry.name
+    assert target.stat().st_mode & 0o777 == 0o600, "the masks are a guess, and logs are for their owner"
     again = CliRunner().invoke(ctl.main, ["bundle", "-o", str(target)])
     assert again.exit_code == 1
     assert "is there already" in again.output
