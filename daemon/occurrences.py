@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.contract.keys import LAST_WALL_S
 from elastic.contract.origin import Origin
 from elastic.contract.records import IncidentRecord, Phase
 
@@ -36,8 +37,6 @@ SAME_S = 0.5
 KEPT = 5_000
 """So many occurrences are remembered after they are gone from etcd: one that comes back is not new."""
 TEXT_CHARS = 500
-LAST_WALL_S = 253402300799.0
-"""The end of the year 9999, the last that can be written as a date."""
 
 Key = tuple[str, str, bool, float]
 """Event, job, whether it is a late exit (which may begin with another incident of its job), beginning."""

@@ -40,14 +40,16 @@ def happened(before: Cluster, after: Cluster, wall_s: float) -> list[EventRecord
                        "jobs back from memory")]  # fmt: skip
     found = list(_of_nodes(before, after, wall_s))
     for name, job in after.jobs.items():
-        found += _of_job(before.jobs.get(name), job, wall_s)
+        found += _of_one(job, _of_job(before.jobs.get(name), job, wall_s), wall_s)
     return found
 
 
 def missed(cluster: Cluster) -> list[EventRecord]:
     """Incidents that began after the newest event on record: no daemon saw them begin."""
     newest_s = max((event.when_wall_s for event in read(cluster.events)), default=0.0)
-    found = [e for job in cluster.jobs.values() for i in job.incidents for e in _of_incident(job, None, i)]
+    found = [
+        e for job in cluster.jobs.values() for i in job.incidents for e in _of_one(job, _of_incident(job, None, i))
+    ]
     return [event for event in found if event.when_wall_s > newest_s]
 
 
@@ -93,6 +95,14 @@ def as_json(event: EventRecord) -> dict[str, Any]:
 
 def _event(wall_s: float, kind: str, job: str = "", node: str = "", text: str = "") -> EventRecord:
     return EventRecord(when_wall_s=wall_s, kind=kind, job=job, node=node, text=text[:TEXT_CHARS])
+
+
+def _of_one(job: Job, events: Iterator[EventRecord], wall_s: float = 0.0) -> list[EventRecord]:
+    """`events` of `job`. Its user can write its records: if they cannot be told, the other jobs' events still are."""
+    try:
+        return list(events)
+    except (ArithmeticError, ValueError, LookupError) as error:
+        return [_event(wall_s, "job.untold", job.name, text=f"its records cannot be told: {error}")]
 
 
 def _of_nodes(before: Cluster, after: Cluster, wall_s: float) -> Iterator[EventRecord]:

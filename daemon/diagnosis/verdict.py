@@ -6,6 +6,7 @@ to stop a job: a person is needed only where the job has ended with a failure, o
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -29,6 +30,9 @@ LAST_LINES = 12
 RANKS_SHOWN = 8
 FRAMES = 12
 """How many frames of a hung process's main thread are searched: those further out only called these."""
+TEXT_CHARS, LINE_CHARS, STACK_CHARS, STACK_LINE_CHARS = 2_000, 1_000, 20_000, 500
+"""How much is searched of a message or report, of a line of a log, of a stack and of a line in it. A job's user can
+write longer ones, and the time that a pattern takes grows with the square of a line's length."""
 
 KILLED = ("SIGKILL", "SIGTERM")
 """Signals that come from outside: what the log ends with is not the reason for them."""
@@ -41,8 +45,6 @@ _FRAME = re.compile(r'File "[^"\n]+", line \d+(?:, in [^\n]+)?')
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|/elastic/(worker|checkpoint|contract)/|<frozen")
 """Frames that are not the script's own."""
 _MORE = re.compile(r" \(and \d+ more\)")
-_MAIN_THREAD = re.compile(r'^Thread [^\n]*"MainThread"[^\n]*\n((?:[ \t]+[^\n]*(?:\n|\Z))+)', re.MULTILINE)
-"""In a dump of py-spy: a line for the thread, then its frames, the innermost one first."""
 _BY_NAME = {rule.name: rule for rule in RULES}
 
 
@@ -143,25 +145,25 @@ class _Texts:
 
 def _texts(record: IncidentRecord) -> _Texts:
     error = record.error
-    report = Evidence(f"report of {record.node}" if record.node else "report", _report(record))
+    report = Evidence(f"report of {record.node}" if record.node else "report", _cut(_report(record)))
     says, logs = [], []
-    said = f"{record.detail}\n{error.message if error else ''}"
+    said = f"{_cut(record.detail)}\n{_cut(error.message) if error else ''}"
     found = _SIGNAL.search(said)
     signal = found[1] if found else (error.signal or "") if error else ""
     if error is not None:
         of = f"rank {error.rank} on {error.node}" if error.rank >= 0 else f"slot {error.slot} on {error.node}"
-        says += [Evidence(f"error of {of}", error.message)] if error.message else []
+        says += [Evidence(f"error of {of}", _cut(error.message))] if error.message else []
         lines = error.last_lines or tuple(line for line in error.traceback.splitlines() if line.strip())
-        logs = [Evidence(f"log of {of}", line.strip(), True) for line in lines[-LAST_LINES:]]
+        logs = [Evidence(f"log of {of}", _cut(line.strip(), LINE_CHARS), True) for line in lines[-LAST_LINES:]]
         says += [line for line in reversed(logs) if signal not in KILLED and _EXCEPTION.match(line.line)][:1]
     says.append(report)
     if error is not None and (frames := _FRAME.findall(error.traceback)):
         own = [frame for frame in frames if not _LIBRARY.search(frame)]
         says.append(Evidence(f"traceback of {of}", (own or frames)[-1]))
-    stacks = tuple(Evidence(f"stack of {who}", _main_thread(stack)) for who, stack in record.stacks.items())
+    stacks = tuple(Evidence(f"stack of {who}", main_thread(stack)) for who, stack in record.stacks.items())
     if record.last_lines:
         log = f"log of {_ranks(record.ranks)} on {record.node}"
-        logs = [Evidence(log, line, True) for line in record.last_lines]
+        logs = [Evidence(log, _cut(line, LINE_CHARS), True) for line in record.last_lines[-LAST_LINES:]]
     if signal in KILLED:
         says = [replace(e, line=_WITHOUT_LOG.sub(r"\1", e.line)) for e in says]
     return _Texts(tuple(says), tuple(logs), stacks, signal)
@@ -259,10 +261,23 @@ def _evidence(record: IncidentRecord, texts: _Texts, found: Evidence | None, etc
     return tuple(kept.values())
 
 
-def _main_thread(dump: str) -> str:
-    """The innermost frames of the main thread, which runs the script; of a dump of another form, all of it."""
-    found = _MAIN_THREAD.search(dump)
-    return "\n".join(found[1].splitlines()[:FRAMES]) if found else dump
+def _cut(text: str, most: int = TEXT_CHARS) -> str:
+    """Both ends of a longer text."""
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[len(text) - most // 2 :]}"
+
+
+def main_thread(dump: str) -> str:
+    """The innermost frames of the main thread, which runs the script; of a dump of another form, all of it.
+
+    In a dump of py-spy each thread has a line, then its frames, the innermost one first.
+    """
+    lines = [line[:STACK_LINE_CHARS] for line in dump[:STACK_CHARS].split("\n") if line.strip()]
+    for i, line in enumerate(lines):
+        if line.startswith("Thread ") and '"MainThread"' in line:
+            frames = list(itertools.takewhile(lambda frame: frame[0] in " \t", lines[i + 1 :]))
+            if frames:
+                return "\n".join(frames[:FRAMES])
+    return "\n".join(lines)
 
 
 def _innermost(stack: str) -> str:

@@ -26,7 +26,8 @@ import re
 NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 """A valid cluster, node or job name: lower-case letters, digits, ``.``, ``_``, ``-``; at most 63 characters."""
 
-
+LAST_WALL_S = 253402300799.0
+"""The end of the year 9999, the last that can be written as a date."""
 KEPT_EVENTS = 2000
 """How many events of a cluster are kept; the daemon of the oldest node deletes older ones."""
 
@@ -95,8 +96,9 @@ class ClusterKeys:
         return f"{self.drains}{node}"
 
     def event(self, when_wall_s: float, node: str, unique: str) -> str:
-        """Sorts by time; `unique` tells two events of one node in one millisecond apart."""
-        return f"{self.events}{int(when_wall_s * 1000):015d}.{node}.{unique}"
+        """Sorts by time; `unique` tells two events of one node in one millisecond apart. A time that is no date, as a
+        job's records may name, is the nearest one that is."""
+        return f"{self.events}{int(1000 * max(0.0, min(when_wall_s, LAST_WALL_S))):015d}.{node}.{unique}"
 
     def job(self, job: str) -> JobKeys:
         return JobKeys(self, job)

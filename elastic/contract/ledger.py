@@ -14,6 +14,8 @@ import enum
 
 import msgspec
 
+from .numbers import Int
+
 
 class Bucket(enum.StrEnum):
     STEPPING = "stepping"  # steps that were committed, and not repeated: goodput
@@ -54,8 +56,8 @@ class Seen(msgspec.Struct, frozen=True):
 class Spread(msgspec.Struct, frozen=True):
     """A histogram: how many durations are at most each bound and above the one before; the last count is above all."""
 
-    counts: tuple[int, ...] = ()
-    sum_ms: int = 0
+    counts: tuple[Int, ...] = ()
+    sum_ms: Int = 0
 
     def with_more(self, bounds: tuple[float, ...], each_s: float, count: int, sum_ms: int) -> Spread:
         counts = [*self.counts, *[0] * (len(bounds) + 1 - len(self.counts))]
@@ -66,17 +68,17 @@ class Spread(msgspec.Struct, frozen=True):
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """Immutable; `advance` makes the next one."""
 
-    until_ms: int
+    until_ms: Int
     """Time of day up to which all is accounted for."""
-    wall_ms: int = 0
+    wall_ms: Int = 0
     """Time accounted for, whatever the number of ranks."""
-    ranks_ms: dict[str, int] = {}
+    ranks_ms: dict[str, Int] = {}
     """Bucket -> milliseconds, summed over the ranks. None ever decreases."""
-    open_ms: int = 0
+    open_ms: Int = 0
     """The same, of the step under way."""
-    stall_ms: int = 0
+    stall_ms: Int = 0
     """How much of `open_ms` was spent on a snapshot."""
-    step: int = 0
+    step: Int = 0
     """The highest step ever committed."""
     steps: Spread = Spread()
     """Durations of committed steps, without what snapshots took; several between two looks count with their mean."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from .numbers import Int, Real, WallS
 from .records import Record, prepare
 
 WRITE_S = 10.0
@@ -14,7 +15,7 @@ WATCHERS_PER_S = 1000.0
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank's gradients and weights were in one step, in short; all of it is in a file of its node."""
 
-    step: int
+    step: Int
     gradients: str
     """Digest of the gradients of this rank's own samples."""
     weights: str
@@ -29,17 +30,17 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     """One slot of a node. Times are whole milliseconds; the sum over the buckets and `open_ms` is exactly the time
     from `since_ms` to `until_ms`."""
 
-    slot: int
-    rank: int
+    slot: Int
+    rank: Int
     """In the present generation; -1: none."""
-    since_ms: int
+    since_ms: Int
     """Time of day at which the first agent of this node began."""
-    until_ms: int
-    ranks_ms: dict[str, int] = {}
+    until_ms: Int
+    ranks_ms: dict[str, Int] = {}
     """Bucket of `ledger.Bucket` -> milliseconds. None ever decreases."""
-    open_ms: int = 0
+    open_ms: Int = 0
     """Since the newest commit: not in a bucket yet."""
-    own_s: tuple[float, ...] = ()
+    own_s: tuple[Real, ...] = ()
     """Its own time of a step in its newest windows, the newest last: what other ranks wait for."""
     sample: Sample | None = None
     """The newest sample of its gradients."""
@@ -47,8 +48,8 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 class RanksRecord(Record, frozen=True, kw_only=True):
     node: str
-    generation: int
-    wall_s: float
+    generation: Int
+    wall_s: WallS
     ranks: tuple[RankTimes, ...] = ()
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from .ledger import Ledger
+from .numbers import Int, Real, WallS
 from .origin import Origin
 from .spec import JobSpec
 from .step_parts import SlowRank, StepParts
@@ -66,13 +67,13 @@ class WorkerError(msgspec.Struct, frozen=True, kw_only=True):
     """Why a worker ended, as far as is known: from torch's error file, else from its exit status."""
 
     node: str
-    slot: int
-    rank: int
+    slot: Int
+    rank: Int
     message: str
     traceback: str = ""
-    exit_code: int | None = None
+    exit_code: Int | None = None
     signal: str | None = None
-    step: int | None = None
+    step: Int | None = None
     last_lines: tuple[str, ...] = ()
     """Of its log, where `traceback` is not taken from that."""
     no_state: bool = False
@@ -82,13 +83,13 @@ class WorkerError(msgspec.Struct, frozen=True, kw_only=True):
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """One failure that counts against the job's restart budget."""
 
-    wall_s: float
-    generation: int
+    wall_s: WallS
+    generation: Int
     node: str
     fingerprint: str
     """Equal for two failures that are the same: exception type and place, or the signal; see `restart_budget`."""
-    step: int | None = None
-    slots: tuple[int, ...] = ()
+    step: Int | None = None
+    slots: tuple[Int, ...] = ()
     """Slots of the failed workers on `node`."""
     no_state: bool = False
     """See WorkerError."""
@@ -97,8 +98,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 class JobState(Record, frozen=True, kw_only=True):
     phase: Phase = Phase.PENDING
     reason: str = ""
-    since_wall_s: float = 0.0
-    restarts: int = 0
+    since_wall_s: WallS = 0.0
+    restarts: Int = 0
     """Failures counted over the job's whole life."""
     failures: tuple[Failure, ...] = ()
     """Those still inside the sliding window, oldest first."""
@@ -113,11 +114,11 @@ class JobState(Record, frozen=True, kw_only=True):
 class Standing(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How far a rank that shows no progress has got, as its own agent sees it."""
 
-    rank: int
-    position: tuple[int, int, int]  # see `hang_rules.Position`
+    rank: Int
+    position: tuple[Int, Int, Int]  # see `hang_rules.Position`
     doing: str
-    silent_s: float  # since its last sign of progress, when this was written
-    gap_s: float = 0.0  # its longest time without one on the way there
+    silent_s: Real  # since its last sign of progress, when this was written
+    gap_s: Real = 0.0  # its longest time without one on the way there
     waits: bool = False  # for other ranks
     stopped: bool = False  # its process is stopped by a signal
     deaf: bool = False  # no thread of it runs Python
@@ -131,13 +132,13 @@ class MemberRecord(Record, frozen=True, kw_only=True):
     incarnation: str
     """Unique per agent process, so that a restarted agent is never taken for its predecessor."""
     host: str
-    port: int
+    port: Int
     """Where the agent listens; a refused connection here proves that it is dead."""
-    slots: int
-    ready: tuple[int, ...] = ()
+    slots: Int
+    ready: tuple[Int, ...] = ()
     """Slots that may be given a rank: they have a worker, or (`on_loss = wait`) will have one shortly."""
     draining: str | None = None
-    done: int = 0
+    done: Int = 0
     """The newest generation all of whose local workers have finished `train`; 0 = none."""
     unreachable: tuple[str, ...] = ()
     """Nodes, sorted, whose agents do not answer this one although their leases are valid."""
@@ -153,16 +154,16 @@ class GenerationNode(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     node: str
     incarnation: str
     host: str
-    slots: tuple[int, ...]
-    port: int = 0
+    slots: tuple[Int, ...]
+    port: Int = 0
     """Where its agent listens for other agents."""
 
 
 class Splice(msgspec.Struct, frozen=True, array_like=True):
     """Replaces the earlier nodes [start:stop] by `nodes`."""
 
-    start: int
-    stop: int
+    start: Int
+    stop: Int
     nodes: tuple[GenerationNode, ...] = ()
 
 
@@ -176,13 +177,13 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
 class GenerationHead(Record, frozen=True, kw_only=True):
     """The record of a generation without its nodes."""
 
-    number: int
+    number: Int
     store_host: str
-    store_port: int  # of the TCPStore of this generation, hosted by the leader's agent
+    store_port: Int  # of the TCPStore of this generation, hosted by the leader's agent
     store_secret: str = ""  # seals the values in the store (`util.sealed_store`); never logged or shown
     leader: str
     why: str
-    at_step: int | None = None
+    at_step: Int | None = None
     """Planned change: the generation before runs until it has committed this step. None: its group is aborted now."""
     restore: str = "newest"
     """'newest': the newest of live state, snapshot and checkpoint. 'snapshot': live state is not trusted (rollback)."""
@@ -250,29 +251,29 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     kind: str
     detail: str
-    slots: tuple[int, ...] = ()
+    slots: tuple[Int, ...] = ()
     """Slots of `node` whose workers are lost."""
-    ranks: tuple[int, ...] = ()
-    step: int | None = None
-    step_in: int = 0  # as in BrokenRecord
+    ranks: tuple[Int, ...] = ()
+    step: Int | None = None
+    step_in: Int = 0  # as in BrokenRecord
 
 
 class BrokenRecord(Record, frozen=True, kw_only=True):
     """The first failure of a generation, and in `also` those reported after it. A failed collective without a known
     cause is replaced by the cause when that is reported: see `evidence`."""
 
-    generation: int
+    generation: Int
     node: str
     kind: str
     """exit, hang, comm, store, form, drain, undrain, idle, respawn, or of the numerics: nan, inf, drift, …"""
     detail: str
-    slots: tuple[int, ...] = ()
+    slots: tuple[Int, ...] = ()
     """Slots of `node` whose workers are lost: their state is gone, and they are ranked behind survivors."""
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[Int, ...] = ()
     error: WorkerError | None = None
     fingerprint: str = ""
-    step: int | None = None
-    step_in: int = 0  # the generation in which `step` was reached, perhaps an earlier one; 0: not known
+    step: Int | None = None
+    step_in: Int = 0  # the generation in which `step` was reached, perhaps an earlier one; 0: not known
     charged: bool = True  # whether this counts against the restart budget
     rollback: bool = False
     """The state itself is not trusted: restore the newest snapshot or checkpoint, not live state."""
@@ -297,43 +298,43 @@ class BrokenRecord(Record, frozen=True, kw_only=True):
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """One failure of an incident."""
 
-    generation: int  # the generation that it broke
+    generation: Int  # the generation that it broke
     node: str
     kind: str
-    ranks: tuple[int, ...] = ()  # ranks of `generation` that were lost by it
+    ranks: tuple[Int, ...] = ()  # ranks of `generation` that were lost by it
     detail: str = ""  # the evidence
 
 
 class IncidentRecord(Record, frozen=True, kw_only=True):
     """One failure or planned change and its recovery. Written when it begins (`open`), and again when it is over."""
 
-    generation: int
+    generation: Int
     """The generation formed by the recovery; while it is open, the next one."""
     kind: str
     """Of the first cause: see BrokenRecord; or lost, unreachable, planned, checkpoint, no-state."""
     node: str
     """Nodes of the causes in the generation that failed first, comma-separated."""
-    ranks: tuple[int, ...]
+    ranks: tuple[Int, ...]
     """All ranks lost in the generation that failed first."""
     detail: str
     """Evidence of the first cause."""
-    wall_s: float
+    wall_s: WallS
     """When it began: the detection; if all agents had died, the last sign of life of any of them."""
-    timeline_s: dict[str, float] = {}
+    timeline_s: dict[str, Real] = {}
     """Phase -> seconds since `wall_s`, on the clock of the node that reports."""
     open: bool = False  # the job has not recovered yet
-    repeat: int = 0  # false alarms of the same generation that were over before it began: see `JobKeys.incident`
-    ended_wall_s: float | None = None
+    repeat: Int = 0  # false alarms of the same generation that were over before it began: see `JobKeys.incident`
+    ended_wall_s: WallS | None = None
     causes: tuple[Cause, ...] = ()
     """All failures, the first one first, including those reported during the recovery."""
-    step: int | None = None
+    step: Int | None = None
     """The newest step known to have been committed before it."""
-    steps_lost: int | None = None
+    steps_lost: Int | None = None
     """Committed steps that had to be repeated: at least this many. None: nothing is known."""
-    steps_lost_at_most: int | None = None
+    steps_lost_at_most: Int | None = None
     """Equal to `steps_lost` if the number is certain; None: no bound is known."""
-    world_size_before: int = 0
-    world_size_after: int = 0
+    world_size_before: Int = 0
+    world_size_after: Int = 0
     restored_from: str = ""
     """In words, as `messages.Synced.source`; '' while it is open or if it is not known."""
     origin: Origin | None = None  # the same as a value
@@ -345,24 +346,24 @@ class IncidentRecord(Record, frozen=True, kw_only=True):
 
 
 class RankRow(msgspec.Struct, frozen=True, kw_only=True):
-    rank: int
+    rank: Int
     node: str
-    slot: int
-    pid: int
+    slot: Int
+    pid: Int
     phase: str
-    step: int
-    incarnation: int  # how many workers this slot has had before, in this agent's lifetime
-    rss_mb: float | None = None
-    step_s: float = 0.0  # duration of its last step; 0: none yet
+    step: Int
+    incarnation: Int  # how many workers this slot has had before, in this agent's lifetime
+    rss_mb: Real | None = None
+    step_s: Real = 0.0  # duration of its last step; 0: none yet
     parts: StepParts | None = None  # of its steps lately
 
 
 class Stillness(msgspec.Struct, frozen=True, kw_only=True):
     """No rank has committed a step for longer than ten step times."""
 
-    since_wall_s: float
+    since_wall_s: WallS
     because: str  # what is known of the cause, in words
-    rank: int | None = None  # where the cause probably lies; None: not known
+    rank: Int | None = None  # where the cause probably lies; None: not known
     node: str = ""  # its node, or the node that has not published how far its ranks have got
     declared: bool = False  # the script has declared this span (`job.quiet`)
 
@@ -370,25 +371,25 @@ class Stillness(msgspec.Struct, frozen=True, kw_only=True):
 class ProgressRecord(Record, frozen=True, kw_only=True):
     """A running job as `status` shows it. Written by the leader every few seconds, never per step."""
 
-    generation: int
-    world_size: int
-    step: int
-    steps_per_s: float
+    generation: Int
+    world_size: Int
+    step: Int
+    steps_per_s: Real
     loss: float | None
-    wall_s: float
-    step_wall_s: float = 0.0
+    wall_s: WallS
+    step_wall_s: WallS = 0.0
     """When `step` was seen to be committed, to within half a second; 0: not known."""
-    stepped_in: int = 0
+    stepped_in: Int = 0
     """The newest generation in which a step is known to have been committed."""
-    checkpoint_step: int | None = None
-    checkpoint_wall_s: float | None = None
-    checkpoint_write_s: float | None = None
+    checkpoint_step: Int | None = None
+    checkpoint_wall_s: WallS | None = None
+    checkpoint_write_s: Real | None = None
     checkpoint_error: str | None = None
     checkpoint_interval: str = ""
-    checkpoint_skipped: int = 0
-    snapshot_step: int | None = None
+    checkpoint_skipped: Int = 0
+    snapshot_step: Int | None = None
     """Newest snapshot that the leader's node holds completely in memory."""
-    snapshot_mb: float = 0.0
+    snapshot_mb: Real = 0.0
     """Memory used by snapshots on the leader's node."""
     snapshot_interval: str = ""
     waiting_for: str = ""
@@ -408,7 +409,6 @@ class ProgressRecord(Record, frozen=True, kw_only=True):
 
 
 R = TypeVar("R", bound=Record)
-
 _encoder = msgspec.json.Encoder()
 
 

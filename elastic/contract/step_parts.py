@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from .numbers import Int, Real
+
 WINDOWS = 3
 """A rank is slow if it was so in this many windows one after the other."""
 SLOWER = 1.3
@@ -17,26 +19,26 @@ LEAST_S = 0.001
 class StepParts(msgspec.Struct, frozen=True, kw_only=True):
     """Mean seconds of a step over a window. None: not measured, as the host does not wait for a GPU's work."""
 
-    step_s: float
+    step_s: Real
     """From commit to commit."""
-    data_s: float
+    data_s: Real
     """Until the next batch was there, in `job.batches` and `job.streams`."""
-    compute_s: float | None
+    compute_s: Real | None
     """The script's own code: forward, backward and all else, up to the last gradient."""
-    collectives_s: float | None
+    collectives_s: Real | None
     """From the last own contribution until all others' have arrived: waiting for the slowest rank, and moving bytes."""
-    optimizer_s: float | None
+    optimizer_s: Real | None
     """From the optimizer's step to the commit."""
-    snapshot_s: float
+    snapshot_s: Real
     """Standing still for a snapshot; a copy beside the training is not counted."""
 
 
 class SlowRank(msgspec.Struct, frozen=True, kw_only=True):
     """A rank whose own work takes longer than that of the other ranks of its node, or of the job."""
 
-    rank: int
+    rank: Int
     node: str
-    ratio: float
+    ratio: Real
     """Its own time of a step over the median of the others'."""
 
 

@@ -217,3 +217,25 @@ def test_event_in_words_names_the_user_and_holds_no_control_characters() -> None
     said = ctl_events.in_words(row)
     assert said.endswith("job.stopped           j               bye\\x1b[2J (by ada, pid 3)")
     assert "(by" not in ctl_events.in_words(row | {"user": "", "uid": None, "pid": None})
+
+
+def test_an_incident_that_cannot_be_told_keeps_no_other_job_untold() -> None:
+    """Its record may be a user's own: the loop of each daemon of the cluster reads it."""
+    record = job().incidents[-1]
+    bad = msgspec.structs.replace(record, world_size_before=10**400, open=False)
+    evil, good = replace(job(incidents=(bad,)), name="evil"), job(incidents=(record,))
+    before = cluster(replace(evil, incidents=()), replace(good, incidents=()))
+    after = cluster(evil, good)
+    assert ("incident.opened", "train", record.node) in told(before, after)
+    assert ("job.untold", "evil", "") in told(before, after)
+    assert {event.job for event in timeline.missed(after)} == {"train"}
+
+
+def test_an_incident_with_a_time_that_is_no_date_has_its_event() -> None:
+    record = msgspec.structs.replace(job().incidents[-1], wall_s=1e306)
+    line = Timeline(KEYS, "a")
+    line.look(cluster(job(incidents=())), NOW_S)
+    line.look(cluster(job(incidents=(record,))), NOW_S)
+    sent: list[Put] = []
+    line.send(lambda batch: not sent.extend(batch))
+    assert len(sent) >= 1

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.contract.records import Cause, IncidentRecord, Phase, WorkerError
+from elasticd.diagnosis import verdict
 from elasticd.diagnosis.rules import RULES
 from elasticd.diagnosis.verdict import Class, Verdict, VerdictContext, judge
 
@@ -361,3 +362,20 @@ def test_every_incident_has_a_verdict_and_none_that_recovered_asks_for_a_person(
     assert isinstance(verdict, Verdict)
     assert not verdict.person
     assert verdict.what.strip()
+
+
+def test_text_without_end_is_searched_in_part() -> None:
+    """A job's user can write any record of the own job, and the rules' patterns take the square of a line's length: the
+    loop of each daemon of the cluster would stand still. A text is searched up to what an agent writes."""
+    begin, end = "begin", "CUDA out of memory"
+    found = judge(raised(f"{begin}{'etcd' * 300_000}{end}"))
+    assert found.rule == "gpu_memory"
+    assert all(len(e.line) <= verdict.TEXT_CHARS + 1 for e in found.evidence)
+    stack = "Thread " + '"MainThread"' * 100_000 + "\nx\n" + "\n" * 300_000
+    assert judge(incident("hang", "no progress", stacks={"slot 1 (hung)": stack})).cls
+
+
+def test_main_thread_of_a_dump_is_found_behind_other_threads() -> None:
+    frames = "".join(f"    frame{i} (train.py:{i})\n" for i in range(20))
+    dump = f'Thread 1 "other"\n    x (y.py:1)\nThread 2 "MainThread"\nThread 3 (idle): "MainThread"\n{frames}\nThread 4'
+    assert verdict.main_thread(dump).splitlines() == [f"    frame{i} (train.py:{i})" for i in range(12)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.node_records import EventRecord
 from elastic.contract.records import decode, encode
@@ -20,3 +22,12 @@ def test_event_of_elasticd_itself_names_no_user() -> None:
     read = decode(EventRecord, encode(event))
     assert read == event
     assert (read.user, read.uid, read.pid) == ("", None, None)
+
+
+def test_a_time_that_is_no_date_has_a_key_all_the_same() -> None:
+    """The daemons' loops make these keys of times that a job's records name."""
+    keys = ClusterKeys("lab")
+    made = [keys.event(at, "a", "x") for at in (-1.0, 1000.0, 1e306, math.inf)]
+    assert made == sorted(made)
+    assert made[0] == keys.event(0.0, "a", "x")
+    assert keys.event(math.nan, "a", "x") == made[0]
