@@ -64,7 +64,7 @@ def bundle(client: Client, job: str | None, output: Path | None, with_logs: bool
     try:
         # For this user only: the masks are a guess, and another user's logs may be in it.
         private = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(private, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+        with open(private, "wb") as whole, tarfile.open(fileobj=whole, mode="w:gz") as archive:
             for file, make in parts(client, job, with_logs):
                 try:
                     content = make()
