@@ -23,6 +23,7 @@ from ..contract.spec import Checkpoint
 from .memory import available_nbytes, plenty
 
 COMMIT_WAIT_S = 60.0
+"""How long a commit waits for the next shard of another node, see `orders.Commit.wait_s`."""
 KEPT_WRITE_S, KEPT_COMMIT_S = 60.0, 3.0
 """How long a recovery without live state waits for the checkpoint under way: for this node's writes, and for other
 nodes' shards, which may never come."""

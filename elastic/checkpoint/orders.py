@@ -32,7 +32,8 @@ class Commit(Order, frozen=True, kw_only=True):
     world_size: int
     versions: dict[str, str] = {}
     wait_s: float = 60.0
-    """How long to wait for shards of other nodes. Other orders are carried out meanwhile."""
+    """How long to wait for the next shard of another node: anew at each that arrives, without the time in which
+    this node's own are written. Other orders are carried out meanwhile."""
     keep: int = 3
     """Newest good checkpoints to keep; 0: nothing is removed."""
     keep_every_steps: int = 0

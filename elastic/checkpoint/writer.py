@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -32,31 +33,41 @@ _FAILED_KEPT = 32
 
 @dataclass(slots=True)
 class _Pending:
-    """A commit that waits for shards of other hosts."""
+    """A commit that waits for shards."""
 
     order: orders.Commit
     started_s: float
+    waits_since_s: float
+    """When the last shard came, plus the time since then in which this process was writing."""
+    missing: int
 
 
 class CheckpointWriter:
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._channel = channel
+        self._clock = clock
         self._arenas: dict[int, Arena] = {}
         """By inode: mapping two gigabytes again for each save would cost more than the write itself."""
         self._pending: list[_Pending] = []
         self._failed: dict[tuple[int, int], str] = {}
         """Saves of which this process failed to write a shard, and why: waiting for the others is pointless."""
         self._notes: tuple[str, ...] = ()
+        self._poller = select.poll()
+        self._poller.register(channel, select.POLLIN)
 
     def run(self) -> None:
         """Process orders until the other end is closed."""
-        poller = select.poll()
-        poller.register(self._channel, select.POLLIN)
-        while True:
-            # Files of other hosts appear without an event, so they are polled for while a commit waits.
-            if poller.poll(_LOOK_EVERY_S * 1000 if self._pending else None) and not self._receive():
-                return
-            self._pending = [pending for pending in self._pending if not self._try_commit(pending)]
+        # Files of other hosts appear without an event, so they are polled for while a commit waits.
+        while self.turn(_LOOK_EVERY_S if self._pending else None):
+            pass
+
+    def turn(self, timeout_s: float | None) -> bool:
+        """Process one order if one arrives in time, then look at the commits that wait. False: the other end is
+        closed."""
+        if self._poller.poll(None if timeout_s is None else timeout_s * 1000) and not self._receive():
+            return False
+        self._pending = [pending for pending in self._pending if not self._try_commit(pending)]
+        return True
 
     def _receive(self) -> bool:
         raw, fds, _, _ = socket.recv_fds(self._channel, MAX_PACKET_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
@@ -65,15 +76,24 @@ class CheckpointWriter:
         order = orders.decode_order(raw)
         match order:
             case orders.Write():
+                started_s = self._clock()
                 self._reply(self._write(order, fds[0]))
+                self._has_written(order, self._clock() - started_s)
             case orders.Commit():
-                self._pending.append(_Pending(order, time.monotonic()))
+                now_s = self._clock()
+                self._pending.append(_Pending(order, now_s, now_s, order.shards))
             case orders.CopyUp():
                 threading.Thread(target=self._copy_up, args=(order,), daemon=True).start()
             case orders.Forget():
                 while self._arenas:
                     self._arenas.popitem()[1].close()
         return True
+
+    def _has_written(self, order: orders.Write, seconds: float) -> None:
+        """A commit does not wait for others while shards of this node, of its save or an earlier one, are written."""
+        for pending in self._pending:
+            if (order.generation, order.step) <= (pending.order.generation, pending.order.step):
+                pending.waits_since_s += seconds
 
     def _write(self, order: orders.Write, fd: int) -> orders.Result:
         started_s = time.monotonic()
@@ -112,10 +132,12 @@ class CheckpointWriter:
             self._reply(_with(result, error=why))
             self._discard(order)
             return True
-        waited_s = time.monotonic() - pending.started_s
+        now_s = self._clock()
         try:
             missing = shards_missing(order.directory, order.job, order.step, order.generation, order.shards)
-            if missing and waited_s < order.wait_s:
+            if len(missing) < pending.missing:
+                pending.missing, pending.waits_since_s = len(missing), now_s
+            if missing and now_s - pending.waits_since_s < order.wait_s:
                 return False
         except OSError:
             pass  # commit gets the same error, and reports it
@@ -135,7 +157,7 @@ class CheckpointWriter:
             result = _with(result, error=orders.describe(error), missing=missing)
         else:
             result = _with(result, path=path, notes=self._notes)
-        self._reply(_with(result, seconds=time.monotonic() - pending.started_s))
+        self._reply(_with(result, seconds=self._clock() - pending.started_s))
         if not result.ok:
             self._discard(order)
         else:
