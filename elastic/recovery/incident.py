@@ -83,6 +83,20 @@ class Incident(msgspec.Struct, frozen=True):
             self, reports=tuple(sorted([*others, report], key=lambda known: known.generation))
         )
 
+    def since(self, generations: tuple[GenerationRecord, ...], key: int) -> Incident:
+        """The incident `key` that follows this one, which is over: with what belongs to `generations`."""
+        return Incident(
+            key=key,
+            generations=generations,
+            began_s=self.began_s,
+            stepped_s=self.stepped_s,
+            left_wall_s=self.left_wall_s,
+            reports=tuple(report for report in self.reports if report.generation >= key - 1),
+            gone=tuple(cause for cause in self.gone if cause.generation >= key - 1),
+            gone_s=self.gone_s,
+            syncs=tuple(sync for sync in self.syncs if sync.generation >= key),
+        )
+
     def with_mark(self, phase: str, now_s: float) -> Incident:
         times = {**dict(self.timeline_s), phase: round(now_s - self.began_s, 4)}
         return msgspec.structs.replace(self, timeline_s=tuple(times.items()))

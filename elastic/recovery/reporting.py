@@ -207,7 +207,7 @@ def _renewed(turn: Turn, before: Agent, incident: Incident) -> Incident:
         key, record = seen
         generations = tuple(g for g in incident.generations if g.number >= key - 1) or incident.generations[-1:]
         return replace(
-            _since(turn, incident, generations, key),
+            incident.since(generations, key),
             repeat=record.repeat,
             began_wall_s=record.wall_s,
             inherited=record.causes,
@@ -223,7 +223,7 @@ def _renewed(turn: Turn, before: Agent, incident: Incident) -> Incident:
         return incident  # an agent with a rank there observes the recovery itself
     generations = (stepped, *(g for g in incident.generations if g.number > stepped.number))
     return replace(
-        _since(turn, incident, generations, stepped.number + 1),
+        incident.since(generations, stepped.number + 1),
         began_s=turn.now_s,
         began_wall_s=progress.step_wall_s,
         reached=max((progress.stepped_in, progress.step), turn.agent.progress.reached)[1],
@@ -238,7 +238,7 @@ def _told_apart(turn: Turn, incident: Incident) -> Incident:
     if over is None or over.repeat != incident.repeat or first.number < max(incident.key, over.generation):
         return incident
     return replace(
-        _since(turn, incident, incident.generations, first.number + 1),
+        incident.since(incident.generations, first.number + 1),
         planned=incident.planned,
         why=incident.why,
         reached=_reached(turn),
@@ -260,20 +260,6 @@ def _numbered(turn: Turn, incident: Incident) -> Incident:
         repeat = max(repeat, over.incident.repeat + 1)
     repeat = min(repeat, KEPT_REPEATS)
     return replace(incident, repeat=repeat, told=None) if repeat != incident.repeat else incident
-
-
-def _since(turn: Turn, incident: Incident, generations: tuple[GenerationRecord, ...], key: int) -> Incident:
-    return Incident(
-        key=key,
-        generations=generations,
-        began_s=incident.began_s,
-        stepped_s=incident.stepped_s,
-        left_wall_s=incident.left_wall_s,
-        reports=tuple(report for report in incident.reports if report.generation >= key - 1),
-        gone=tuple(cause for cause in incident.gone if cause.generation >= key - 1),
-        gone_s=incident.gone_s,
-        syncs=tuple(sync for sync in incident.syncs if sync.generation >= key),
-    )
 
 
 def _drains(turn: Turn) -> bool:
