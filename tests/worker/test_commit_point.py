@@ -760,6 +760,99 @@ def test_an_optimizer_that_steps_before_its_closure_is_noticed() -> None:
     assert not state.clean()
 
 
+def _momentum(optimizer: Any) -> None:
+    """As a correction of the momentum where the learning rate is changed."""
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.1
+    for param in optimizer.param_groups[0]["params"]:
+        optimizer.state[param]["momentum_buffer"].mul_(0.1)
+
+
+def _momentum_replaced(optimizer: Any) -> None:
+    for param in optimizer.param_groups[0]["params"]:
+        optimizer.state[param]["momentum_buffer"] = optimizer.state[param]["momentum_buffer"] * 0.1
+
+
+def _momentum_dropped(optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def _number(optimizer: Any) -> None:
+    optimizer.state["held"]["calls"] += 1
+
+
+def _number_within(optimizer: Any) -> None:
+    optimizer.state["held"]["list"].append(1)
+
+
+OUTSIDE_STEP: list[Callable[[Any], None]] = [
+    _momentum,
+    _momentum_replaced,
+    _momentum_dropped,
+    _number,
+    _number_within,
+]
+
+
+@pytest.mark.parametrize("change", OUTSIDE_STEP)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_optimizers_state_that_changes_outside_its_step_is_noticed(
+    change: Callable[[Any], None], wrapped: bool
+) -> None:
+    """Its tensors are not copied, so what has changed them cannot be undone."""
+
+    def stepped() -> State:
+        net = nn.Linear(4, 2)
+        optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        outer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+        outer.inner = optimizer
+        state = State(model=net, optimizer=outer if wrapped else optimizer)
+        state.begin()
+        for _ in range(2):
+            forward(state)
+            optimizer.step()
+            optimizer.state["held"] = {"calls": 5, "list": [torch.ones(1)]}
+            state.committed(1)
+        return state
+
+    state = stepped()
+    state.turned()
+    change(state.optimizer.inner if wrapped else state.optimizer)
+    assert state.rewind() == "optimizer.state"
+    assert not state.clean()
+    state = stepped()
+    change(state.optimizer.inner if wrapped else state.optimizer)
+    with pytest.raises(RuntimeError, match=r"state\.optimizer\S* was changed between job\.commit"):
+        state.turned()
+
+
+def test_an_optimizers_state_that_does_not_change_is_no_change() -> None:
+    """Nor are a look at it, which creates an empty entry, an optimizer's first entries that are empty, and NaN."""
+    for optimizer in (torch.optim.AdamW, torch.optim.LBFGS):
+        net = nn.Linear(4, 2)
+        state = State(model=net, optimizer=optimizer(net.parameters()))
+        state.begin()
+        state.optimizer.state["held"] = {"calls": 0}
+        assert not state.optimizer.state[net.weight]
+        assert state.rewind() is None
+        for _ in range(2):
+
+            def closure() -> torch.Tensor:
+                loss = net(torch.ones(1, 4)).sum()  # noqa: B023
+                loss.backward()
+                return loss
+
+            state.optimizer.step(closure)
+            state.optimizer.state["held"] = {"least": float("nan"), "none": None}
+            state.committed(1)
+            state.optimizer.state["held"] = {"least": float("nan"), "none": None}
+            assert state.optimizer.state[net.bias] is not None
+            state.optimizer.state_dict()
+            state.turned()
+            assert state.rewind() is None
+            assert state.clean()
+
+
 class _Counting(torch.optim.SGD):
     """Changes its own state first, and then asks for the gradients."""
 

@@ -15,6 +15,7 @@ import torch
 
 from .. import torch_private
 from .copies import Copy, counted, equal, mark, writable
+from .optimizer_marks import OptimizerMarks
 from .parts import OptimizerPart, Part, Slot, ValuePart
 from .watch import TensorWatch, versions
 
@@ -52,6 +53,9 @@ class CommitPoint:
         """Holder and key of each of them: of each slot its attributes take longer to read than the tensor."""
         self._saved = SavedTensors([])
         self._watch = TensorWatch()
+        self._optimizers: dict[str, OptimizerMarks] = {}
+        self._held = 0
+        """Number of tensors in the optimizers' state."""
         self._large: list[tuple[str, torch.Tensor]] = []
         self._rests: dict[str, Copy | None] = {}
         self._room_bytes = TOTAL_BYTES
@@ -83,6 +87,7 @@ class CommitPoint:
             self._look()
             tensors = self._tensors()
         self._watch.take(tensors)
+        self._held = sum(marks.take() for marks in self._optimizers.values())
         self._saved.take()
         self._taken, self.again = True, self._taken
 
@@ -94,12 +99,12 @@ class CommitPoint:
             self._promote(self._watch.stepped(self._tensors()))
 
     def changed(self) -> str | None:
-        """Name of the first changed tensor that cannot be restored, None if there is none. Waits for the device."""
+        """Name of the first changed item that cannot be restored, None if there is none. Waits for the device."""
         if not self._taken:
             return None
         places = self._watch.changed(self._tensors())
         self._promote(places)
-        return self._named(places[0]) if places else None
+        return self._named(places[0]) if places else self._optimizer_changed()
 
     def put_back(self) -> None:
         """Restore everything that is copied."""
@@ -123,6 +128,9 @@ class CommitPoint:
         look = len(self._watched) <= OFTEN or self._steps % SELDOM == 1
         if look and (places := self._watch.differs(self._tensors())):
             return self._named(places[0])
+        look = self._held <= OFTEN or self._steps % SELDOM == 1
+        if look and (name := self._optimizer_changed()) is not None:
+            return name
         if (name := self._saved.changed()) is not None:
             return name
         now = self._rests_now()
@@ -135,6 +143,9 @@ class CommitPoint:
                 return name
         return None
 
+    def _optimizer_changed(self) -> str | None:
+        return next((f"{name}.state" for name, marks in self._optimizers.items() if marks.changed()), None)
+
     def _look(self) -> None:
         """List the tensors, and choose which to copy and which to watch."""
         self._stale = False
@@ -146,6 +157,8 @@ class CommitPoint:
             for p in group["params"]
         ]
         self._stepped = set(map(id, params))
+        parts = self._parts.items()
+        self._optimizers = {name: OptimizerMarks(part.value) for name, part in parts if isinstance(part, OptimizerPart)}
         seen: set[int] = set()
         total = 0
         watched: list[Slot] = []
