@@ -4,15 +4,14 @@
     <state_dir>/access/<uid>/ca.pem, cert.pem, key.pem
     <state_dir>/access/<uid>/client-0      the embedded etcd's socket: a second name of the same file
 
-They are renewed when the originals change, and removed with the user's last agent on this node. docs/security.md says
-what a user can do with them.
+They are renewed when the originals change, and removed with the user's last agent on this node; anything else that the
+user put into the folder stays there. docs/security.md says what a user can do with them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,10 +23,13 @@ from elastic.util.files import replace_file
 from . import ownership
 from .authority import Account
 from .errors import CannotStart
+from .folders import Folder
 from .log import Log
 
 FILES = {"ca_file": "ca.pem", "cert_file": "cert.pem", "key_file": "key.pem"}
 SOCKET = "unix:"
+MOST_LINKS = 16
+"""An elasticd with other endpoints may have left so many."""
 Version = tuple[tuple[int, int], ...]
 
 
@@ -57,13 +59,24 @@ class EtcdGrants:
             try:
                 if uid not in users:
                     self._granted.pop(uid, None)
-                    shutil.rmtree(self._root / name)  # does not follow links
+                    self._remove(name)
                 elif self._granted.get(uid) != self._version():
                     self._write(uid, users[uid])
             except (OSError, CannotStart) as error:
                 # E.g. etcd has just ended: the next turn tries again. Or a user has put something in the way: that
                 # must not keep the others from theirs.
                 self._log.debug("access.not_renewed", uid=uid, why=str(error))
+
+    def _remove(self, name: str) -> None:
+        """What elasticd put into the folder, and the folder, unless its user keeps other things there: however many
+        and deep these are, the loop does not wait for them. Raises OSError."""
+        ours = [*FILES.values(), *(_link(i) for i in range(max(MOST_LINKS, len(self._access.endpoints))))]
+        with Folder(self._root, (name,)).opened() as folder:
+            for each in ours:
+                for path in (each, _aside(each)):
+                    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                        os.unlink(path, dir_fd=folder)
+        os.rmdir(self._root / name)
 
     def _write(self, uid: int, gid: int) -> None:
         version = self._version()
@@ -90,11 +103,16 @@ def _link(number: int) -> str:
     return f"client-{number}"
 
 
+def _aside(name: str) -> str:
+    """What a file or link is called until it is complete."""
+    return f".{name}.new"
+
+
 def _second_name(socket: Path, name: Path) -> None:
     """A hard link: processes that may search the folder of `name` can then connect, and no others: only
     elasticd's own user may enter the folder of the socket itself."""
     os.chmod(socket, 0o666)
-    aside = name.with_name(f".{name.name}.new")
+    aside = name.with_name(_aside(name.name))
     for path in (aside, name):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)

@@ -7,6 +7,8 @@ import os
 import pathlib
 import socket
 import stat
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -245,6 +247,33 @@ def test_what_one_user_puts_in_the_way_keeps_no_other_from_renewed_access(
         grants.renew({ALICE.uid: ALICE.gid, BOB.uid: BOB.gid})
         assert (state / "access" / str(other.uid) / "key.pem").read_text() == user.user
         (state / "access" / str(user.uid) / ".key.pem.new").rmdir()
+
+
+@as_root
+def test_folders_that_a_user_nests_do_not_end_the_loop_and_the_access_ends_all_the_same(
+    state: pathlib.Path, access: EtcdAccess
+) -> None:
+    """The folder is the user's: what else is in it stays, whatever that is."""
+    grants = EtcdGrants(state, access, structlog.get_logger())
+    grants.of(ALICE)
+    folder = state / "access" / "1500"
+    deepest = os.open(folder, os.O_RDONLY)
+    for _ in range(sys.getrecursionlimit() + 100):
+        os.mkdir("d", dir_fd=deepest)
+        below = os.open("d", os.O_RDONLY, dir_fd=deepest)
+        os.close(deepest)
+        deepest = below
+    os.close(deepest)
+    try:
+        grants.renew({})
+        grants.renew({})
+        assert os.listdir(folder) == ["d"]
+        assert grants.of(ALICE).key_file == f"{folder}/key.pem"
+        assert (folder / "key.pem").exists()
+    finally:
+        subprocess.run(["rm", "-r", str(folder / "d")], check=True)
+    grants.renew({})
+    assert list((state / "access").iterdir()) == []
 
 
 @as_root
