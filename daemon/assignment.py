@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastic.contract.records import Phase
+from elastic.contract.spec_values import MAX_WORKERS_PER_NODE
 
 from .cluster import Cluster, Job, Node, slots_wanted
 
@@ -50,7 +51,7 @@ def plan(cluster: Cluster, running: Mapping[str, int], me: str) -> Assignment:
     for job in cluster.jobs.values():
         if job.over:
             continue
-        places[job.name] = _standing(job, running, me)
+        places[job.name] = _standing(cluster, job, running, me)
         for node, slots in places[job.name].items():
             used.add(job, node, slots)
     waiting: dict[str, str] = {}
@@ -118,13 +119,20 @@ def _on_gpus(cluster: Cluster, job: Job, mine: Mapping[str, int]) -> bool:
     return any(node.record.gpus for node in nodes)
 
 
-def _standing(job: Job, running: Mapping[str, int], me: str) -> dict[str, int]:
+def _standing(cluster: Cluster, job: Job, running: Mapping[str, int], me: str) -> dict[str, int]:
     """Nodes of the job's agents, oldest member first; this node last while its agent is not a member yet."""
     members = sorted(job.members.items(), key=lambda item: item[1].create_revision)
-    standing = {node: member.record.slots for node, member in members}
+    standing = {node: _taken(cluster, job, node, member.record.slots) for node, member in members}
     if job.name in running:
         standing[me] = running[job.name]
     return standing
+
+
+def _taken(cluster: Cluster, job: Job, node: str, slots: int) -> int:
+    """`slots` of a member record, within what an agent there can have: the job's user can write any number."""
+    known = cluster.nodes.get(node)
+    there = known.record.slots if known else MAX_WORKERS_PER_NODE
+    return max(1, min(slots, there, slots_wanted(job.spec, there) if job.spec else there))
 
 
 def _leaving(cluster: Cluster, job: Job, node: str) -> bool:

@@ -113,6 +113,16 @@ def test_a_job_that_trains_on_cpus_takes_no_node_with_gpus_that_comes_later() ->
     assert "b has GPUs, and the job's other nodes train on their CPUs (backend auto)" in made.waiting["j1"]
 
 
+@pytest.mark.parametrize("slots", [-1000, 10**12])
+def test_slots_that_no_agent_can_have_neither_free_nor_fill_a_node(slots: int) -> None:
+    """A job's user can write its member records."""
+    strange = replace(job("j1", workers=1), members={"a": member("a", slots), "gone": member("gone", slots)})
+    made = plan(cluster([node("a", 4)], [strange, job("j2", workers=3), job("j3", workers=3)]), {}, "a")
+    assert made.of("a") == {"j1": 1, "j2": 3}
+    assert made.places["j1"]["gone"] == 1
+    assert "a has 0 of 4 slots free, 3 are needed" in made.waiting["j3"]
+
+
 def test_auto_takes_the_whole_node() -> None:
     made = plan(cluster([node("a", 3)], [job("j1", workers="auto"), job("j2", workers=1)]), {}, "a")
     assert made.of("a") == {"j1": 3}
