@@ -12,6 +12,8 @@ from torch import nn
 
 from elastic.worker.job import Job
 from elastic.worker.standalone import NoLink
+from elastic.worker.state.optimizer_marks import WINDOW as COMPARED
+from elastic.worker.state.optimizer_marks import OptimizerMarks
 from elastic.worker.state.state import State
 from elastic.worker.state.watch import WINDOW, TensorWatch
 
@@ -824,6 +826,22 @@ def test_an_optimizers_state_that_changes_outside_its_step_is_noticed(
     change(state.optimizer.inner if wrapped else state.optimizer)
     with pytest.raises(RuntimeError, match=r"state\.optimizer\S* was changed between job\.commit"):
         state.turned()
+
+
+def test_the_state_of_each_of_many_parameters_is_compared_in_turn() -> None:
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(2 * COMPARED + 5)]
+    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    sum(weights).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    marks, found = OptimizerMarks(optimizer), set()
+    for _ in range(3):
+        marks.take()
+        for place, weight in enumerate(weights):
+            optimizer.state[weight]["momentum_buffer"].add_(1.0)
+            found |= {place} if marks.changed() else set()
+            marks._round -= 1
+            marks.take()
+    assert found == set(range(len(weights)))
 
 
 def test_an_optimizers_state_that_does_not_change_is_no_change() -> None:

@@ -13,8 +13,9 @@ import torch
 from .watch import versions
 from .wrapped import inner_optimizers
 
-WINDOW = 256
-"""Number of parameters whose state is compared; with more of them, the next window at each commit."""
+WINDOW = 32
+"""Number of parameters whose state is compared; with more of them, the next window at each commit. This is paid in each
+step, and what changes an optimizer's state by hand changes that of all its parameters."""
 
 Marks = tuple[list[weakref.ref[torch.Tensor]], list[int], list[tuple[tuple[Any, ...], Any]]]
 """(its tensors, their version counters, its plain values by their path)"""
