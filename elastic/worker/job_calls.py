@@ -91,7 +91,7 @@ class JobCalls(abc.ABC):
         with self._collective("evaluate"):
             # A forward in evaluation mode exchanges no buffers once they are equal. It must not: ranks have different
             # numbers of batches.
-            self._gradient_weight.share_buffers()
+            self._gradient_weight.share_buffers(last=False)
         with self.quiet("evaluation", limit_s), evaluation.unnoticed():
             try:
                 for module in state.modules():

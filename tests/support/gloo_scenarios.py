@@ -156,6 +156,31 @@ def buffers_shared(rank: int, world_size: int, folder: str) -> Any:
     return [*net[0].running_mean.tolist(), len(exchanges)]
 
 
+def buffers_of_a_part(rank: int, world_size: int, folder: str, *, grad: bool) -> Any:
+    """The model is in evaluation mode and its BatchNorm in training, or trains without gradients: running mean at
+    the commit of each step."""
+    join(folder, "store", rank, world_size)
+    net = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+    job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=NoLink())
+    state = State(model=net)
+    job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
+    state.begin()
+    wrapped = job.ddp(net)
+    found = []
+    for _ in range(3):
+        if grad:
+            net.eval()
+            net[0].train()
+        with torch.set_grad_enabled(grad):
+            for _ in range(1 if grad else 1 + rank):
+                loss = wrapped(torch.tensor([[rank + 1.0], [rank + 1.0]])).sum()
+        if grad:
+            loss.backward()
+        job.commit(state)
+        found += net[0].running_mean.tolist()
+    return found
+
+
 def skipped_step(rank: int, world_size: int, folder: str) -> Any:
     """As `buffers`; GradScaler skips the optimizer's step for its infinite gradients, and an evaluation follows the
     commit: (running mean at the commit, what the loop is told at its next batch)."""
@@ -268,6 +293,8 @@ SCENARIOS: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
     "buffers synced": (2, buffers, {"sync": True}),
     "buffers apart": (2, buffers, {"sync": False}),
     "buffers shared": (2, buffers_shared, {}),
+    "buffers of a part": (2, buffers_of_a_part, {"grad": True}),
+    "buffers without gradients": (2, buffers_of_a_part, {"grad": False}),
     "skipped step": (2, skipped_step, {}),
     "swallowed": (2, swallowed, {}),
     "nan": (2, empty_loss_is_nan, {}),

@@ -56,6 +56,13 @@ def test_rank_0s_buffers_are_everywhere_before_a_step_is_applied(played: dict[st
     assert played["buffers shared"] == [[pytest.approx(0.271), 4]] * 2
 
 
+@pytest.mark.parametrize("name", ["buffers of a part", "buffers without gradients"])
+def test_buffers_are_alike_at_each_commit_whatever_changed_them(played: dict[str, list[Any]], name: str) -> None:
+    """In a part of the model that trains while the whole does not, and in forwards without gradients, of which the
+    ranks have different numbers."""
+    assert played[name] == [[pytest.approx(0.1), pytest.approx(0.19), pytest.approx(0.271)]] * 2
+
+
 def test_a_step_that_was_skipped_is_committed_with_rank_0s_buffers_too(played: dict[str, list[Any]]) -> None:
     assert played["skipped step"] == [[pytest.approx(0.1), ""]] * 2
 

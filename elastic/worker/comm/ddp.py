@@ -53,11 +53,12 @@ class GradientWeight:
         self._sums = 0
         self.failed = False
 
-    def share_buffers(self) -> None:
-        """Broadcast rank 0's buffers before a step is applied. All ranks call it at the same point."""
+    def share_buffers(self, *, last: bool = True) -> None:
+        """Broadcast rank 0's buffers before a step is applied, or (`last` False) sooner. All ranks call it at the same
+        point."""
         for model in self._models:
             if isinstance(model, _Told):
-                model.share_buffers()
+                model.share_buffers(last=last)
 
     def fail(self) -> None:
         """Gradients may be sums over some ranks only: they must not be applied in this group any more."""
@@ -81,6 +82,9 @@ class GradientWeight:
 
     def committed(self) -> None:
         self._sums = 0
+        for model in self._models:
+            if isinstance(model, _Told):
+                model.shared = False
 
     @property
     def empty(self) -> bool:
@@ -178,18 +182,33 @@ class _Told(DistributedDataParallel):
     """
 
     on_buffers: tuple[Callable[[], None], Callable[[], None]]
+    shared = False
+    """The buffers were exchanged before this step is applied. Once a step they are in any case: forwards without
+    gradients change them too (in training mode), of which each rank may have another number."""
     _alike = False
-    """No training forward has changed this rank's buffers since they were exchanged."""
+    """No training forward with gradients has changed this rank's buffers since they were exchanged."""
 
-    def share_buffers(self) -> None:
-        """Broadcast rank 0's buffers unless they are already equal. All ranks call it at the same point of a step."""
-        if not self._alike and super()._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        # A part may train while the whole is in evaluation mode.
+        self._writers = [model, *(module for module in model.modules() if any(True for _ in module.buffers(False)))]
+
+    def share_buffers(self, *, last: bool) -> None:
+        """Broadcast rank 0's buffers unless they are already equal; with `last` once a step at least. All ranks call it
+        at the same point of a step."""
+        if self._alike and (self.shared or not last):
+            return
+        # DDP's check says no after a forward without gradients, which leaves this flag unset.
+        kept, self.require_forward_param_sync = self.require_forward_param_sync, True
+        due = super()._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
+        self.require_forward_param_sync = kept
+        if due:
             self._sync_buffers()
-            self._alike = True
+            self._alike, self.shared = True, last
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
         due = not self._alike and super()._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
-        if self.module.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and any(module.training for module in self._writers):
             self._alike = False
         elif due:
             self._alike = True
