@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from ..worker.boot.inherited_sockets import leave_parents_sockets
-from ..worker.data.batches import seed_everything, take_many
+from ..worker.data.batches import seed_everything, take_many, word
 from ..worker.data.sharding import BatchPlan, SampleOrder, rank_range
 
 Key = tuple[int, int]
@@ -116,8 +116,8 @@ def order_of(sampler: Iterable[int] | None, samples: int, seed: int) -> Callable
     """epoch -> the order that `sampler` stands for.
 
     A RandomSampler becomes a permutation by (seed, epoch). Any other sampler is run once per epoch, with the random
-    generators seeded by (seed, epoch): its order must depend on nothing else. Raises ValueError if it does not yield
-    as many samples as it did at first.
+    generators, and its own (`generator`), seeded by (seed, epoch): its order must depend on nothing else. Raises
+    ValueError if it does not yield as many samples as it did at first.
     """
     if sampler is None or type(sampler) is SequentialSampler:
         return functools.partial(_sequential, samples)
@@ -132,6 +132,8 @@ def _sequential(samples: int, _epoch: int) -> EpochOrder:
 
 def _sampled(sampler: Iterable[int], samples: int, seed: int, epoch: int) -> EpochOrder:
     seed_everything(seed, 2, epoch)
+    if isinstance(own := getattr(sampler, "generator", None), torch.Generator):
+        own.manual_seed(word(seed, 2, epoch))  # it is as far as this process has got: on another rank elsewhere
     if (set_epoch := getattr(sampler, "set_epoch", None)) is not None:
         set_epoch(epoch)
     found = list(sampler)

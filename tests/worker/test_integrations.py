@@ -100,6 +100,16 @@ def test_another_samplers_order_is_a_function_of_seed_and_epoch() -> None:
         _data.order_of(WeightedRandomSampler([1.0] * 40, 30), 40, seed=3)(0)
 
 
+def test_a_sampler_with_a_generator_of_its_own_draws_the_same_in_each_epoch_wherever_that_is_entered() -> None:
+    def orders(*epochs: int) -> list[list[int]]:
+        sampler = WeightedRandomSampler([1.0] * 40, 40, generator=torch.Generator().manual_seed(7))
+        made = _data.order_of(sampler, 40, seed=3)
+        return [list(made(epoch).take(0, 40)) for epoch in epochs]
+
+    assert orders(0, 1, 2)[2] == orders(2)[0]
+    assert orders(0)[0] != orders(1)[0]
+
+
 def test_skipped_steps_are_not_loaded() -> None:
     loaded = []
 

@@ -184,10 +184,10 @@ def batches(
 
 def seed_everything(seed: int, *path: int) -> None:
     """Seed the global generators of Python, numpy and torch from (seed, *path). A few microseconds without CUDA."""
-    _seed(_word(seed, *path))
+    _seed(word(seed, *path))
 
 
-def _word(seed: int, *path: int) -> int:
+def word(seed: int, *path: int) -> int:
     """64 bits that depend on every argument."""
     low, high = derive(seed, *path)[:2]
     return high << 32 | low
@@ -238,7 +238,7 @@ class _Parts:
         self._looked = False
         self._seeded_for = -1
         """The step for whose training loop the generators of this process are seeded, and nothing was drawn since."""
-        self._loop = _word(seed, 1, rank)
+        self._loop = word(seed, 1, rank)
         self._ahead: list[list[int]] = []
         """This rank's samples in some steps of equal size, one after the other."""
         self._ahead_of = 0
@@ -268,7 +268,7 @@ class _Parts:
         if whole.epoch != self._epoch:
             self._epoch = whole.epoch
             self._order = SampleOrder(plan.samples, self._seed, whole.epoch, shuffle=self._shuffle)
-            self._draws = _word(self._seed, 0, whole.epoch)
+            self._draws = word(self._seed, 0, whole.epoch)
         start, stop = rank_range(whole.start, whole.stop, self._rank, self._world)
         size, full = stop - start, (plan.samples - whole.start) // plan.batch_size
         count = max(1, min(full, _BLOCK // max(1, size)))

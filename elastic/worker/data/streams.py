@@ -8,7 +8,8 @@ before, to their kept positions and skips the samples taken since.
 
 Guaranteed: every sample of every stream is taken exactly once and in order, also when the world size changes, if a
 stream yields the same samples each time it is read. Not guaranteed: random numbers drawn inside a stream; a stream that
-draws must keep its generator in its own ``state_dict``.
+draws must keep its generator in its own ``state_dict``. At the end of a stream, samples that do not fill its part of a
+step are left out: the next step begins its next pass.
 """
 
 from __future__ import annotations
