@@ -49,6 +49,27 @@ def bits(state: State) -> list[bytes]:
 # ── what is put back ────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize(("size", "there"), [(20_000, 3), (200_000, 4)])
+def test_counters_that_numpy_changes_never_go_back_behind_the_commit(size: int, there: int) -> None:
+    """No version counter tells of it. What a failure cuts off is undone up to 1 MiB, and stays beyond that."""
+    net = nn.Linear(4, 2)
+    net.register_buffer("seen", torch.zeros(size, dtype=torch.int64))
+    net.register_buffer("mask", torch.zeros(8 * size, dtype=torch.bool))
+    state = build(net, counts=torch.zeros(size, dtype=torch.int64))
+
+    def count() -> None:
+        np.add.at(state.counts.numpy(), [5], 1)
+        np.add.at(net.seen.numpy(), [5], 1)
+        net.mask.numpy()[state.step] = True
+
+    for _ in range(3):
+        count()
+        step(state)
+    count()
+    assert state.rewind() is None
+    assert (int(state.counts[5]), int(net.seen[5]), int(net.mask.sum())) == (there, there, there)
+
+
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_rewind_restores_buffers_changed_by_a_forward(steps: int) -> None:
     """Running statistics and the vectors of spectral_norm: the step is taken again, from what the commit left."""

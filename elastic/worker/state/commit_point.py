@@ -14,7 +14,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 import torch
 
 from .. import torch_private
-from .copies import Copy, counted, equal, mark, writable
+from .copies import Copy, Mark, counted, equal, mark, unmarked, writable
 from .optimizer_marks import OptimizerMarks
 from .parts import OptimizerPart, Part, Slot, ValuePart
 from .watch import TensorWatch, versions
@@ -218,7 +218,7 @@ class SavedTensors:
         self._slots = slots
         self._tensors: list[torch.Tensor | None] = []
         self._versions: list[int] = []
-        self._marks: list[tuple[int, int]] = []
+        self._marks: list[Mark] = []
         self._copies: list[torch.Tensor | None] = []
         self._always: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         """(copies, tensors) that are copied each time; each pair of lists has one dtype on one device."""
@@ -280,10 +280,13 @@ class SavedTensors:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        for slot, copy in zip(self._slots, self._copies, strict=False):
+        marks = dict(zip(self._counted, self._marks, strict=True))
+        for i, (slot, copy) in enumerate(zip(self._slots, self._copies, strict=False)):
             tensor = slot.holder.get(slot.key)
             if copy is None:
                 slot.holder[slot.key] = None
+            elif tensor is not None and tensor is self._tensors[i] and i in marks and unmarked(tensor, marks[i]):
+                continue
             elif tensor is None or tensor.shape != copy.shape or tensor.dtype != copy.dtype:
                 slot.holder[slot.key] = copy.clone()
             elif writable(tensor):
