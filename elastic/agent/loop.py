@@ -23,6 +23,7 @@ from ..contract.keys import JobKeys
 from ..contract.records import (
     GenerationRecord,
     IncidentRecord,
+    Phase,
     ProgressRecord,
     ProtocolVersionMismatch,
     SpecRecord,
@@ -126,8 +127,7 @@ class AgentLoop:
         for problem in untested(versions()):
             log.warning("versions.untested", problem=problem)
         self._ended: Leave | None = None
-        self._end_by_s = float("inf")
-        """Set by SIGTERM: the monotonic instant until which this agent may drain."""
+        self._end_by_s = float("inf")  # set by SIGTERM: the monotonic instant until which this agent may drain
         self.changed = threading.Event()
         """Set at each new generation, for threads that wait for one."""
         self.on_generation: Callable[[Agent, GenerationRecord], None] = lambda agent, generation: None
@@ -204,11 +204,18 @@ class AgentLoop:
         self._registry.put_save_incident(save_failed(self.agent, step, error, time.time()))
 
     def _finish_saving(self) -> None:
-        """Wait for the writes of snapshots that the workers have handed over, FINISH_SAVING_S seconds at most."""
-        deadline_s = time.monotonic() + FINISH_SAVING_S
-        while self.saver.busy() and time.monotonic() < deadline_s:
-            self._selector.select(0.1)
-            self.saver.readable()
+        """Wait until the snapshots that the workers have handed over are on disk: the last state of a job that has
+        succeeded is nowhere else, and has as long as a worker has to end."""
+        soon_s = time.monotonic() + FINISH_SAVING_S
+        succeeded = self.agent.etcd.view.state.phase is Phase.SUCCEEDED
+        latest_s = max(soon_s, time.monotonic() + self._spec.exit_timeout_s) if succeeded else soon_s
+        with selectors.DefaultSelector() as results:  # events of all else have no receiver any more
+            if self.saver.busy():
+                results.register(self.saver.writer, selectors.EVENT_READ)
+            while self.saver.busy() and time.monotonic() < min(latest_s, max(soon_s, self._end_by_s)):
+                results.select(STATUS_S)
+                self.saver.readable()
+                self._write_status()
 
     def _on_signal(self) -> None:
         self._end_by_s = min(self._end_by_s, time.monotonic() + self._spec.stop_grace_s)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import math
 import selectors
+import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from elastic.contract.messages import Preload
 from elastic.contract.records import GenerationNode, GenerationRecord, JobState, MemberRecord, Phase, SpecRecord, encode
 from elastic.contract.spec import JobSpec
 from elastic.etcd.client import KV, View
-from elastic.recovery.model import Agent
+from elastic.recovery.model import Agent, changed
 
 KEYS = ClusterKeys("c").job("job")
 SPEC = SpecRecord(spec=JobSpec(name="job", script="x.py"), submitted_wall_s=0.0, submitted_by="me")
@@ -147,3 +149,39 @@ def test_sigterm_bounds_a_drain_and_no_order_lifts_that(loop: AgentLoop) -> None
         orders.write_bytes(again)
         loop._on_tick(time.monotonic())
         assert (loop.agent.drain.draining is None, loop.agent.drain.drain_deadline_s) == (False, by_s)
+
+
+class _Writing:
+    """A saver that is busy for `looks` looks, of ten seconds each."""
+
+    def __init__(self, looks: int) -> None:
+        self.left = looks
+        self.writer, self.other = socket.socketpair()
+
+    def busy(self) -> bool:
+        return self.left > 0
+
+    def readable(self) -> None:
+        self.left -= 1
+
+
+@pytest.mark.parametrize(
+    ("phase", "told", "left"),
+    [(Phase.SUCCEEDED, False, 0), (Phase.SUCCEEDED, True, 17), (Phase.FAILED, False, 17)],
+)
+def test_the_last_state_of_a_job_that_has_succeeded_gets_the_time_to_be_saved(
+    loop: AgentLoop, monkeypatch: pytest.MonkeyPatch, phase: Phase, told: bool, left: int
+) -> None:
+    over = changed(loop.agent, view=replace(loop.agent.etcd.view, state=JobState(phase=phase)))
+    monkeypatch.setattr(loop, "agent", over)
+    saver = _Writing(20)
+    monkeypatch.setattr(loop, "saver", saver)
+    monkeypatch.setattr(loop, "_write_status", lambda: None)
+    monkeypatch.setattr("elastic.agent.loop.STATUS_S", 0.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 10.0 * (20 - saver.left))
+    if told:
+        loop._on_signal()
+    loop._finish_saving()
+    saver.writer.close()
+    saver.other.close()
+    assert saver.left == left
