@@ -351,6 +351,7 @@ class Job(JobCalls):
                 self._link.waited(time.monotonic() - began_s)
                 self._batch = batch
                 if batch is None:
+                    self._gradient_weight.release()  # what comes after the loop is no part of its last batch
                     return
                 yield batch
 
@@ -379,7 +380,7 @@ class Job(JobCalls):
         are never taken for complete.
         """
         self._refuse_failed_sums()
-        self._gradient_weight.share_buffers()
+        self._gradient_weight.before_step()
         if self._queued():
             self._link.contributed()
             torch.cuda.current_stream(self.device).synchronize()

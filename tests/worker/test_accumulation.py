@@ -143,3 +143,53 @@ def test_accumulation_exchanges_once_a_step_and_gives_the_whole_batchs_gradient(
         gradients, exchanges = rank[form]
         assert exchanges == STEPS
         assert gradients == [pytest.approx(step, rel=1e-10) for step in want]
+
+
+# ── a loop over micro-batches that is not the one of its step ───────────────────────────────────────────────
+
+
+def alone() -> tuple[Job, State, nn.Module]:
+    net = nn.Linear(4, 1, dtype=torch.float64)
+    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    state = State(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    state.watch_optimizers(job.guard())
+    job.enter(rank=0, world_size=1, generation=1, keeper=None)
+    state.begin()
+    return job, state, job.ddp(net)
+
+
+def test_a_second_loop_over_the_parts_of_a_step_is_refused() -> None:
+    """It would weight the gradients of the first again."""
+    job, state, model = alone()
+    loaded = job.batches(Pairs(), state, batch_size=8, micro_batch=2)
+    batch = next(loaded)
+    for part in batch.parts():
+        F.mse_loss(model(part.x), part.y).backward()
+    with pytest.raises(RuntimeError, match=r"a second loop over batch\.parts\(\) in one step"):
+        next(batch.parts())
+    state.optimizer.step()
+    for part in batch.parts():  # of another model, as a GAN's generator
+        F.mse_loss(model(part.x), part.y).backward()
+    state.optimizer.zero_grad()
+    for part in batch.parts():
+        F.l1_loss(model(part.x), part.y).backward()
+
+
+def test_a_loop_over_parts_that_is_left_before_its_end_is_not_applied() -> None:
+    job, state, model = alone()
+    batch = next(job.batches(Pairs(), state, batch_size=8, micro_batch=2))
+    for _, part in zip(range(4), batch.parts(), strict=False):
+        F.mse_loss(model(part.x), part.y).backward()
+    with pytest.raises(RuntimeError, match=r"zip\(batch\.parts\(\), masks\)"):
+        state.optimizer.step()
+
+
+def test_after_the_loop_over_batches_no_rank_counts_as_empty() -> None:
+    job, state, _ = alone()
+    for _ in job.batches(Pairs(), state, batch_size=60, epochs=1):
+        state.optimizer.step()
+        job.commit(state)
+    job._gradient_weight.begin(0.0)  # as on a rank without samples in the last batch
+    for _ in job.batches(Pairs(), state, batch_size=60, epochs=1):
+        pass
+    assert not job._gradient_weight.empty

@@ -30,6 +30,10 @@ class GradientWeight:
         self._weight: float | None = None
         self._models: list[nn.Module] = []
         self._sums = 0
+        self._part_weight: float | None = None
+        """Of the last micro-batch, while a loop over several is under way."""
+        self._whole = False
+        """The gradients hold the result of such a loop, which no optimizer has applied yet."""
         self.failed = False
         """An exchange of gradients has failed in this group, even if the script handles the error."""
 
@@ -49,8 +53,8 @@ class GradientWeight:
     def detach_all(self) -> None:
         """Drop the models and the weight: their group is closed."""
         self._models.clear()
-        self._weight = None
-        self._sums = 0
+        self._weight = self._part_weight = None
+        self._sums, self._whole = 0, False
         self.failed = False
 
     def share_buffers(self, *, last: bool = True) -> None:
@@ -59,6 +63,21 @@ class GradientWeight:
         for model in self._models:
             if isinstance(model, _Told):
                 model.share_buffers(last=last)
+
+    def before_step(self) -> None:
+        """An optimizer is about to apply the gradients. Raises RuntimeError if a loop over `batch.parts()` has not come
+        to its end, and the gradients lack the weight of their last part."""
+        if self._part_weight not in (None, 1.0) and not self._sums and _grads(self._unwrapped()):
+            self._part_weight = None
+            raise RuntimeError(
+                "the loop over batch.parts() was left before its end: its gradients are not the batch's mean. Run it "
+                "to its end; in zip() it comes first: zip(batch.parts(), masks)"
+            )
+        self._part_weight, self._whole = None, False
+        self.share_buffers()
+
+    def _unwrapped(self) -> list[nn.Module]:
+        return [model for model in self._models if not isinstance(model, DistributedDataParallel)]
 
     def fail(self) -> None:
         """Gradients may be sums over some ranks only: they must not be applied in this group any more."""
@@ -71,6 +90,10 @@ class GradientWeight:
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = exchange  # all that DDP.no_sync() does
 
+    def release(self) -> None:
+        """The loop over batches is over: further gradients have the weight of a loop of the script's own."""
+        self._weight = None
+
     def add_up(self, loss: torch.Tensor, world_size: int) -> None:
         """Until the commit gradients are summed over ranks and micro-batches: `loss`, this rank's part of the mean, has
         its weight already. Its backward is scaled to balance the weight that the exchange applies; without samples
@@ -81,7 +104,7 @@ class GradientWeight:
             loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
 
     def committed(self) -> None:
-        self._sums = 0
+        self._sums, self._part_weight, self._whole = 0, None, False
         for model in self._models:
             if isinstance(model, _Told):
                 model.shared = False
@@ -91,6 +114,16 @@ class GradientWeight:
         """This rank has no samples in this step, and one to take part with that must not count."""
         return self._weight == 0.0
 
+    def enter_parts(self, last: float) -> None:
+        """A loop over several micro-batches begins; `last`: the weight of its last one. Raises RuntimeError if the
+        gradients of such a loop are held already: this one would weight them again."""
+        if self._whole and not self._sums and any(bool(grad.any()) for grad in _grads(self._models)):
+            raise RuntimeError(
+                "a second loop over batch.parts() in one step: the gradients of the first would be weighted again. "
+                "Put both losses into one loop"
+            )
+        self._part_weight = last
+
     def rescale(self, factor: float) -> None:
         """Multiply the gradients accumulated so far, so that micro-batches of unequal size keep their proportion."""
         if self._sums:
@@ -99,11 +132,16 @@ class GradientWeight:
 
     def finish(self) -> None:
         """After the last micro-batch: apply its weight to models without a gradient hook."""
-        _scale([m for m in self._models if not isinstance(m, DistributedDataParallel)], self())
+        _scale(self._unwrapped(), self())
+        self._part_weight, self._whole = None, self._part_weight is not None
+
+
+def _grads(models: Sequence[nn.Module]) -> list[torch.Tensor]:
+    return [p.grad for model in models for p in model.parameters() if p.grad is not None]
 
 
 def _scale(models: Sequence[nn.Module], factor: float) -> None:
-    grads = [p.grad for model in models for p in model.parameters() if p.grad is not None]
+    grads = _grads(models)
     if grads and factor != 1.0:
         torch_private.foreach_mul(grads, factor)
 

@@ -94,8 +94,11 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         """The same samples in micro-batches of at most `micro_batch`, for `loss.backward()` on each in turn.
 
         Gradients accumulate to the exact mean over the global batch; they are exchanged during the last backward only.
+        Raises RuntimeError in a second such loop of one step.
         """
         sizes = micro_sizes(self.size, self.micro_batch)
+        if self.gradient_weight is not None and len(sizes) > 1:
+            self.gradient_weight.enter_parts(sizes[-1] / self.global_size)
         start = 0
         for number, size in enumerate(sizes):
             if self.gradient_weight is not None:
