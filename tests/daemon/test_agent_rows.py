@@ -30,7 +30,7 @@ def test_agent_rows(known: AgentStatus | None, rows: list[tuple[str, float]]) ->
 
 def test_whatever_a_user_writes_fits_into_the_record_of_the_node() -> None:
     row = {"rank": 0, "node": "a", "slot": 0, "pid": 7, "phase": "running", "step": 0, "incarnation": 0}
-    hostile = status(doing="x" * 3_000_000, ranks=[row | {"pid": 10**4000}, *[row] * 50_000])
+    hostile = status(doing="x" * 3_000_000, ranks=[row | {"pid": 2**63 - 1}, *[row] * 50_000])
     waits = status(phase="joining", etcd_ok=False, reason="x" * 3_000_000)
     assert len(msgspec.json.encode(worker_rows({"j": hostile}))) < 10_000
     assert len(msgspec.json.encode(agent_rows({"j": (hostile, 0.0), "k": (waits, 0.0)}))) < 1_000

@@ -35,7 +35,7 @@ def test_a_dump_that_takes_its_time_holds_up_no_other() -> None:
 
 def test_a_file_that_names_workers_without_end() -> None:
     dumped: list[int] = []
-    hostile = agent(*[10**30, -1, 0], *[os.getpid()] * 10_000)
+    hostile = agent(*[2**63 - 1, -1, 0], *[os.getpid()] * 10_000)
     rows = stacks.of_workers(hostile, None, lambda pid: str(dumped.append(pid)))
     assert len(rows) == stacks.MOST_WORKERS
     assert len(dumped) == stacks.MOST_WORKERS - 3

@@ -134,7 +134,7 @@ class EtcdServer:
 
     def pause(self) -> None:
         """It holds its connections and answers nothing."""
-        procs.kill(self.pid, signal.SIGSTOP)
+        procs.stop(self.pid)
 
     def cont(self) -> None:
         procs.kill(self.pid, signal.SIGCONT)

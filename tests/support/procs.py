@@ -49,8 +49,8 @@ def describe(pids: Iterable[int]) -> str:
     return "\n".join(lines)
 
 
-def state(pid: int) -> str:
-    """The kernel's letter for it (R, S, D, T, Z, …), or '' when it is gone."""
+def state(pid: int | str) -> str:
+    """The kernel's letter for it, or for a thread ("PID/task/TID"): R, S, D, T, Z, …; "" when it is gone."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -68,6 +68,15 @@ def kill(pid: int, number: int = signal.SIGKILL) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, and wait until each thread has stopped: on a busy machine others run on until the first one obeys."""
+    assert kill(pid, signal.SIGSTOP), f"{pid} is gone"
+    end_s = time.monotonic() + 30.0
+    while not all(state(f"{pid}/task/{thread}") == "T" for thread in os.listdir(f"/proc/{pid}/task")):
+        assert time.monotonic() < end_s, f"{pid} does not stop"
+        time.sleep(0.002)
 
 
 def end_all(pids: Iterable[int], deadline_s: float = 5.0) -> None:
