@@ -47,7 +47,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """A shard, one rank's part: a safetensors file. Also written beside it as a note, once the file is on disk."""
 
     job: str = ""
-    """Whose it is; empty in manifests of an earlier version. A commit takes only notes of its own job."""
+    """The job that wrote the shard; empty in manifests of an earlier version. A commit refuses another job's notes."""
     file: str
     shard: int
     shards: int

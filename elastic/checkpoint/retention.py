@@ -40,7 +40,7 @@ def plan(found: Sequence[Entry], keep: int, keep_every_steps: int, good: Callabl
 
 def leftovers(names: Iterable[str], job: str, newest: Entry | None) -> list[str]:
     """Directories of saves of `job` that will never be committed, given its newest commit; and of its interrupted
-    fetches. And of removals, also another job's: what is being removed is of use to nobody."""
+    fetches. And `.gone` directories of any job: their checkpoints are no longer complete."""
     found = []
     for name in names:
         # Fetches end before training starts, so none is in progress once there is a new commit.

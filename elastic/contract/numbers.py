@@ -1,5 +1,5 @@
-"""Bounds of the numbers in records that a job's agents sign. Whoever may submit a job can write such a record, and all
-daemons compute with it: a number beyond these bounds makes it a malformed record, which is reported and not used."""
+"""Bounds of the numbers in records that a job's agents sign. Each user who may submit a job can write such records, and
+all daemons compute with them: a record with a number beyond these bounds is malformed; it is reported, not used."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_before_the_first_step_there_is_nothing_to_know(tmp_path: Path) -> None:
 
 
 class Refuses:
-    """A launcher that cannot: what it was to start finds the folder as an agent would."""
+    """A launcher that starts no process. The test then reads the agent's folder in place of that agent."""
 
     switches_user = False
 

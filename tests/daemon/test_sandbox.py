@@ -253,7 +253,7 @@ def test_what_one_user_puts_in_the_way_keeps_no_other_from_renewed_access(
 def test_folders_that_a_user_nests_do_not_end_the_loop_and_the_access_ends_all_the_same(
     state: pathlib.Path, access: EtcdAccess
 ) -> None:
-    """The folder is the user's: what else is in it stays, whatever that is."""
+    """The folder belongs to the user: elasticd removes its own files only, and leaves the nested folders there."""
     grants = EtcdGrants(state, access, structlog.get_logger())
     grants.of(ALICE)
     folder = state / "access" / "1500"
