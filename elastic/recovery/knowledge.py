@@ -53,7 +53,8 @@ from .turn import Turn
 from .view import JobView
 
 
-def take(turn: Turn, event: Event) -> None:
+# One case per event, none inside another: a list to be read, whatever its length.
+def take(turn: Turn, event: Event) -> None:  # noqa: C901
     match event:
         case Start():
             _start(turn)
@@ -170,7 +171,8 @@ def _take_from_worker(turn: Turn, event: WorkerEvent) -> None:
                 _heard(turn, worker, event)
 
 
-def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
+# As `take`: one case per event.
+def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:  # noqa: C901
     match event:
         case WorkerManaged():
             manage(turn)
