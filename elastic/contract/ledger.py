@@ -73,11 +73,13 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     wall_ms: Int = 0
     """Time accounted for, whatever the number of ranks."""
     ranks_ms: dict[str, Int] = {}
-    """Bucket -> milliseconds, summed over the ranks. None ever decreases."""
+    """Bucket -> milliseconds, summed over the ranks. None ever decreases, but for `stepping` by `plain_ms`."""
     open_ms: Int = 0
     """The same, of the step under way."""
     stall_ms: Int = 0
     """How much of `open_ms` was spent on a snapshot."""
+    plain_ms: Int = 0
+    """How much of `stepping` was booked while the script was not known to call `elastic.run`."""
     step: Int = 0
     """The highest step ever committed."""
     steps: Spread = Spread()
@@ -117,16 +119,30 @@ def advance(ledger: Ledger, before: Seen, after: Seen, now_ms: int, stall_ms: in
 
 def _settled(ledger: Ledger, before: Seen, after: Seen) -> Ledger:
     """With the time since the last commit in its bucket, if it is known now which one that is."""
-    if before.counted != after.counted:  # it calls elastic.run only now: until here it was importing
-        return _close(ledger, Bucket.SETUP if after.counted else Bucket.STEPPING)
+    if before.counted != after.counted:
+        return _called(ledger) if after.counted else _uncounted(ledger)
     if not before.counted:
         ends = after.bucket is not Bucket.STEPPING or ledger.open_ms >= UNCOUNTED_MS * max(1, before.ranks)
-        return _close(ledger, Bucket.STEPPING) if ends else ledger
+        return _uncounted(ledger) if ends else ledger
     if before.bucket is Bucket.STEPPING and after.step > before.step:
         ledger = _committed(ledger, before.step, after.step, max(1, before.ranks))
     if after.bucket is Bucket.STEPPING:
         return ledger
     return _close(ledger, Bucket.DETECT if after.broken else after.bucket)
+
+
+def _uncounted(ledger: Ledger) -> Ledger:
+    """What is open is stepping, unless the script turns out to commit its steps."""
+    return _close(msgspec.structs.replace(ledger, plain_ms=ledger.plain_ms + ledger.open_ms), Bucket.STEPPING)
+
+
+def _called(ledger: Ledger) -> Ledger:
+    """The script calls `elastic.run` only now: until here it was importing, also in generations that failed."""
+    stepping_ms = ledger.ranks_ms.get(Bucket.STEPPING, 0)
+    plain_ms = min(ledger.plain_ms, stepping_ms)
+    ranks_ms = {name: spent_ms for name, spent_ms in ledger.ranks_ms.items() if name != Bucket.STEPPING}
+    called = msgspec.structs.replace(ledger, ranks_ms=ranks_ms, plain_ms=0, open_ms=0, stall_ms=0)
+    return _booked(_booked(called, Bucket.STEPPING, stepping_ms - plain_ms), Bucket.SETUP, plain_ms + ledger.open_ms)
 
 
 def _committed(ledger: Ledger, before: int, after: int, ranks: int) -> Ledger:

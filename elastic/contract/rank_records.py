@@ -37,7 +37,7 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Time of day at which the first agent of this node began."""
     until_ms: Int
     ranks_ms: dict[str, Int] = {}
-    """Bucket of `ledger.Bucket` -> milliseconds. None ever decreases."""
+    """Bucket of `ledger.Bucket` -> milliseconds. None decreases, but for `stepping` once (`Ledger.plain_ms`)."""
     open_ms: Int = 0
     """Since the newest commit: not in a bucket yet."""
     own_s: tuple[Real, ...] = ()

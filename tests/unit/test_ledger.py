@@ -20,7 +20,7 @@ TURNS = st.lists(st.tuples(SEEN, st.integers(-500, 90_000), st.integers(-5, 2_00
 
 
 @given(TURNS)
-def test_ledger_sums_to_the_time_of_all_ranks_and_no_bucket_ever_shrinks(
+def test_ledger_sums_to_the_time_of_all_ranks_and_no_bucket_shrinks_but_what_was_an_import(
     turns: list[tuple[Seen, int, int]],
 ) -> None:
     ledger, before, now_ms, wall_ms, ranks_ms = Ledger(until_ms=0), Seen(Bucket.WAITING, 2), 0, 0, 0
@@ -31,7 +31,10 @@ def test_ledger_sums_to_the_time_of_all_ranks_and_no_bucket_ever_shrinks(
         wall_ms += passed_ms
         ranks_ms += passed_ms * before.ranks
         assert (ledger.wall_ms, ledger.total_ms) == (wall_ms, ranks_ms)
-        assert all(ledger.ranks_ms[name] >= spent for name, spent in known.ranks_ms.items())
+        called = after.counted and not before.counted
+        shrunk_ms = {name: spent - ledger.ranks_ms.get(name, 0) for name, spent in known.ranks_ms.items()}
+        assert {name for name, ms in shrunk_ms.items() if ms > 0} <= ({"stepping"} if called else set())
+        assert 0 <= ledger.plain_ms <= ledger.ranks_ms.get("stepping", 0)
         assert ledger.open_ms >= 0
         assert ledger.step >= known.step
         assert sum(shares(ledger).values()) == pytest.approx(1.0 if ranks_ms else 0.0)
@@ -88,6 +91,17 @@ def test_a_plain_script_trains_once_it_has_run_for_a_while_and_was_importing_if_
     assert played((plain, 100), (plain, UNCOUNTED_MS), (plain, 0)) == {"stepping": 2 * (UNCOUNTED_MS + 100)}
     assert played((plain, 100), (Seen(Bucket.FORM, 2, broken=True, counted=False), 0)) == {"stepping": 200}
     assert played((plain, 100), (Seen(Bucket.SETUP, 2), 5), (stepping(0), 0)) == {"setup": 210}
+
+
+def test_a_script_that_fails_before_it_calls_elastic_was_importing_all_along() -> None:
+    plain, failed = stepping(0, counted=False), Seen(Bucket.FORM, 2, broken=True, counted=False)
+    turns = (plain, UNCOUNTED_MS), (failed, 5), (plain, 100), (Seen(Bucket.SETUP, 2), 7), (stepping(0), 0)
+    assert played(*turns) == {"form": 10, "setup": 2 * (UNCOUNTED_MS + 107)}
+
+
+def test_steps_that_an_earlier_agent_has_counted_stay_goodput_when_the_next_one_learns_what_the_script_is() -> None:
+    turns = (stepping(4), 100), (stepping(5), 0), (Seen(Bucket.SETUP, 2, 5, counted=False), 10)
+    assert played(*turns, (stepping(5), 0)) == {"stepping": 200, "setup": 20}
 
 
 def test_goodput_counts_the_step_under_way_and_is_unknown_before_any_time_has_passed() -> None:
