@@ -80,8 +80,9 @@ def rank_rows(agent: Agent, pool: Pool) -> tuple[RankRow, ...]:
 
 
 def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], saved: SaveStatus) -> ProgressRecord:
-    for worker in agent.local.workers.values():
-        if process := pool.processes.get(worker.worker_id):
+    # The loss of this node's lowest rank, whichever slot has it: where the leader writes, that is rank 0.
+    for worker_id in (row.incarnation for row in sorted(rows, key=lambda row: (row.rank < 0, row.rank))):
+        if process := pool.processes.get(worker_id):
             beat = process.page.read()
             if not math.isnan(beat.loss):
                 gauge.loss = beat.loss

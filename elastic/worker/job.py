@@ -251,10 +251,10 @@ class Job(JobCalls):
     def commit(self, state: State, loss: torch.Tensor | float | None = None) -> None:
         """Commit this step on this rank. Call it once per optimizer step, as the last statement.
 
-        `loss` is shown by ``elasticctl status`` and checked for NaN and infinity. May not return: at the end of a
-        generation it raises out of `train`, which is called again in the next one. Changes that the loop makes to the
-        state after `commit` are then lost; loops over `batches` and `streams` raise RuntimeError for such changes,
-        other loops do not.
+        `loss` is checked for NaN and infinity on each rank; ``elasticctl status`` shows rank 0's. May not return: at
+        the end of a generation it raises out of `train`, which is called again in the next one. Changes that the loop
+        makes to the state after `commit` are then lost; loops over `batches` and `streams` raise RuntimeError for such
+        changes, other loops do not.
 
         Raises CannotEncodeError or TypeError if the state holds anything that could not be sent to a replacement, and,
         standalone, FloatingPointError for a loss that is NaN or infinite.

@@ -8,6 +8,7 @@ from support.jobs import generation, member, place, policy, view
 
 from elastic.agent.saver import SaveStatus
 from elastic.agent.status import Gauge, progress, rank_rows
+from elastic.contract.beat import PAGE_BYTES, BeatPage
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records import ProgressRecord, encode
 from elastic.recovery.model import Agent, Worker, changed
@@ -18,6 +19,16 @@ ON_RECORD = ProgressRecord(
     generation=2, world_size=2, step=50, steps_per_s=10.0, loss=0.25, wall_s=1.0, checkpoint_step=40,
     checkpoint_wall_s=0.5, checkpoint_interval="every 20 steps",
 )  # fmt: skip
+
+
+class Reporting:
+    """A worker's process whose beat page shows `loss`."""
+
+    pid = 0
+
+    def __init__(self, loss: float) -> None:
+        self.page = BeatPage(memoryview(bytearray(PAGE_BYTES)))
+        self.page.committed(51, 0.1, loss, 1.0)
 
 
 class NoPool:
@@ -52,6 +63,20 @@ def test_progress_record_reports_step_restored_from_checkpoint() -> None:
 def test_progress_record_keeps_survivor_step_while_forming() -> None:
     written = recorded(Stage.FORMING, in_generation=3, step=52, loss=0.125)
     assert (written.step, written.loss) == (52, 0.125)
+
+
+def test_the_loss_is_that_of_the_lowest_rank_whichever_slot_has_it() -> None:
+    formed = generation(3, [place("a", 1, 0)])  # slot 1 has survived, and has rank 0
+    workers = {
+        slot: Worker(slot=slot, worker_id=slot + 7, stage=Stage.RUNNING, generation=3, step=51) for slot in (0, 1)
+    }
+    agent = changed(
+        Agent(policy("a", slots=2)), view=view(member("a"), formed=formed), generation=formed, workers=workers
+    )
+    gauge, pool = Gauge(), NoPool()
+    pool.processes = {7: Reporting(loss=0.75), 8: Reporting(loss=0.5)}
+    written = progress(agent, pool, gauge, rank_rows(agent, pool), SaveStatus())  # type: ignore[arg-type]
+    assert (written.step, written.loss) == (51, 0.5)
 
 
 def test_the_view_carries_the_progress_record() -> None:
