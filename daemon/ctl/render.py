@@ -206,9 +206,10 @@ def print_error(out: Console, error: Json) -> None:
     how = error["signal"] or (f"exit code {error['exit_code']}" if error["exit_code"] is not None else "")
     _say(out, Text(f"{failed_first(error)}{how and f' ({how})'}", "bold red"))
     _say(out, Text(error["traceback"].rstrip() or error["message"]))
-    if error.get("last_lines"):
+    lines = error.get("last_lines") or []
+    if not all(line.strip() in error["traceback"] for line in lines):  # most often they are the traceback's own
         _say(out, Text("the last lines of its log:", "dim"))
-        _say(out, Text("\n".join(error["last_lines"])))
+        _say(out, Text("\n".join(lines)))
 
 
 def failed_first(error: Json) -> str:

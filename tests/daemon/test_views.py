@@ -199,6 +199,22 @@ def told_of(seen: Job, screen: io.StringIO) -> str:
     return screen.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("lines", "shown"),
+    [(("  File x", "ValueError: boom"), False), (("CUDA says: lost", "ValueError: boom"), True), ((), False)],
+)
+def test_the_end_of_a_log_is_shown_only_where_it_says_more_than_the_traceback(
+    lines: tuple[str, ...], shown: bool, screen: io.StringIO
+) -> None:
+    error = {
+        "node": "a", "slot": 0, "rank": 0, "step": 3, "exit_code": 1, "signal": "", "message": "boom",
+        "traceback": "Traceback:\n  File x\nValueError: boom\n", "last_lines": list(lines),
+    }  # fmt: skip
+    render.print_error(render.console(), error)
+    assert screen.getvalue().count("ValueError: boom") == 1 + shown
+    assert ("CUDA says: lost" in screen.getvalue()) == shown
+
+
 def test_job_screen_shows_a_rate_only_while_steps_are_made(screen: io.StringIO) -> None:
     assert "step  40, 9.88 a second\n" in told_of(job(), screen)
     screen.truncate(0)
