@@ -47,6 +47,7 @@ from ..recovery.events import (
     WorkerFailed,
     WorkerManaged,
     WorkerReady,
+    WorkerStarted,
 )
 from ..recovery.exits import ends_too_early
 from ..recovery.model import Agent, is_leader
@@ -64,7 +65,7 @@ from .logs import Trimmer
 from .orders import OrdersFile
 from .peer_monitor import PeerMonitor
 from .peers import Peers
-from .pool import Exited, Pool, PoolEvent, WorkerMessage, ZygoteUp
+from .pool import Exited, Pool, PoolEvent, Started, WorkerMessage, ZygoteUp
 from .rank_ledgers import left_behind
 from .saver import Saver
 from .standstill import with_stillness
@@ -299,6 +300,8 @@ class AgentLoop:
             case ZygoteUnfit(why, preload):
                 log.error("zygote.unfit", why=why, next="a zygote without preload" if preload else "new processes")
                 self._status_due_s = 0.0
+            case Started(worker_id):
+                self._turn(WorkerStarted(self._slot(worker_id), worker_id))
             case Exited():
                 self._exited(happening)
             case WorkerMessage(worker_id, message):
@@ -330,26 +333,15 @@ class AgentLoop:
         log.info("worker.failed", slot=slot, worker_id=worker_id, cause=ended.cause)
         self._turn(WorkerFailed(slot, worker_id, ended.cause, code, error, fingerprint, ended.step))
 
-    def _exited(self, happening: Exited) -> None:
-        slot = self._slot(happening.worker_id)
-        error, fingerprint = self._why(happening, slot)
-        log.info(
-            "worker.exited", slot=slot, worker_id=happening.worker_id, cause=happening.cause, late_s=happening.late_s
-        )
-        if record := late_exit(self.agent, slot, happening, error, time.time()):
-            self._registry.put_exit_incident(record, happening.worker_id)
+    def _exited(self, ended: Exited) -> None:
+        slot = self._slot(ended.worker_id)
+        error, fingerprint = self._why(ended, slot)
+        log.info("worker.exited", slot=slot, worker_id=ended.worker_id, cause=ended.cause, late_s=ended.late_s)
+        if record := late_exit(self.agent, slot, ended, error, time.time()):
+            self._registry.put_exit_incident(record, ended.worker_id)
+        said, signal = last_lines(ended.log_file) if ended.signal else (), ended.signal or ""
         self._turn(
-            WorkerExited(
-                slot,
-                happening.worker_id,
-                happening.cause,
-                happening.code,
-                error=error,
-                fingerprint=fingerprint,
-                step=happening.step,
-                last_lines=last_lines(happening.log_file) if happening.signal else (),
-                signal=happening.signal or "",
-            )
+            WorkerExited(slot, ended.worker_id, ended.cause, ended.code, error, fingerprint, ended.step, said, signal)
         )
 
     def _read_orders(self) -> None:

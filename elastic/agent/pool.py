@@ -32,6 +32,7 @@ from .oom import OomWatch
 from .process import Exited as Exited
 from .process import PoolEvent as PoolEvent
 from .process import Process as Process
+from .process import Started as Started
 from .process import WorkerMessage as WorkerMessage
 from .process import ZygoteUp as ZygoteUp
 from .zygote import CLOSE_S, Zygote, ZygoteDied, ZygoteUnfit
@@ -64,7 +65,7 @@ class Pool:
         self._zygote = Zygote(selector, python, preload)
         self._waiting: dict[int, tuple[messages.Fork, tuple[int, int, int]]] = {}
         self._held: set[int] = set()
-        self._never_began: list[Exited] = []
+        self._untold: list[PoolEvent] = []  # what follows from the pool's own actions: for the next call's events
         self._oom = OomWatch()
         self._family = Descendants()
         self._others = {pid: descendants.started(pid) for pid in descendants.children(os.getpid())}
@@ -94,7 +95,7 @@ class Pool:
                 yield from self._forked(forked)
             case ZygoteDied() as died:
                 self._zygote_died(died)
-                yield from self._take_never_began()
+                yield from self._take_untold()
             case ZygoteUnfit() as unfit:
                 yield from self._zygote_unfit(unfit)
 
@@ -104,7 +105,7 @@ class Pool:
         yield unfit
         for ticket in tuple(self._waiting) if self._zygote.unfit else ():
             self._order_when_free(ticket)
-        yield from self._take_never_began()
+        yield from self._take_untold()
 
     @property
     def why_fresh(self) -> str:
@@ -132,12 +133,10 @@ class Pool:
             self.selector.unregister(process.channel)
         process.channel.close()
         log.warning("worker.never_began", slot=process.slot, worker_id=worker_id, why=why)
-        self._never_began.append(
-            Exited(worker_id, 1, None, 0, process.error_file, log_file or process.log_file, why),
-        )
+        self._untold.append(Exited(worker_id, 1, None, 0, process.error_file, log_file or process.log_file, why))
 
-    def _take_never_began(self) -> list[Exited]:
-        taken, self._never_began = self._never_began, []
+    def _take_untold(self) -> list[PoolEvent]:
+        taken, self._untold = self._untold, []
         return taken
 
     # ── workers ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -154,7 +153,7 @@ class Pool:
         except OSError as error:
             log.warning("worker.never_began", slot=slot, worker_id=worker_id, why=str(error))
             why = f"a worker cannot be started: {error}"
-            self._never_began.append(Exited(worker_id, 1, None, 0, error_file, log_file, why))
+            self._untold.append(Exited(worker_id, 1, None, 0, error_file, log_file, why))
             return
         if self._zygote.up or self._zygote.unfit:
             self._order_when_free(worker_id)
@@ -216,9 +215,9 @@ class Pool:
             self._began(process, message.pid)
         except OSError as error:
             self._give_up(message.ticket, f"a worker cannot be started: {error}")
-            yield from self._take_never_began()
-            return
-        self._zygote.proved()
+        else:
+            self._zygote.proved()
+        yield from self._take_untold()
 
     def _began(self, process: Process, pid: int) -> None:
         """The worker runs, as process `pid`. Raises OSError when it cannot be waited for."""
@@ -228,6 +227,7 @@ class Pool:
             os.close(descriptor)
         process.pid, process.pidfd = pid, pidfd
         process.started_s = time.monotonic()
+        self._untold.append(Started(process.worker_id))
         self.selector.register(process.pidfd, selectors.EVENT_READ, ("exit", process.worker_id))
         if process.killed:
             self.kill(process.worker_id)
@@ -290,7 +290,7 @@ class Pool:
                 log.warning("worker.exits_late", slot=process.slot, worker_id=process.worker_id, after_s=process.late_s)
                 self.kill(process.worker_id)
                 process.killed = False  # not killed on request: its own fault
-        return [*happened, *closed, *self._take_never_began()]
+        return [*happened, *closed, *self._take_untold()]
 
     def handle(self, key: tuple[str, int]) -> list[PoolEvent]:
         """The events that follow from a readable descriptor of the pool."""

@@ -52,7 +52,14 @@ class ZygoteUp:
     """Modules that it has imported for the job."""
 
 
-PoolEvent = WorkerMessage | Exited | ZygoteUp | ZygoteUnfit
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The process of a worker that was ordered runs."""
+
+    worker_id: int
+
+
+PoolEvent = WorkerMessage | Started | Exited | ZygoteUp | ZygoteUnfit
 
 
 @dataclass(slots=True)

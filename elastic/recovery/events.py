@@ -47,6 +47,14 @@ class StoreClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerStarted:
+    """Its process runs: it was ordered before, and its zygote may have had to import first."""
+
+    slot: int
+    worker_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerManaged:
     """Its script has called `elastic.run`."""
 
@@ -244,7 +252,8 @@ class Tick:
 
 
 WorkerEvent = (
-    WorkerManaged
+    WorkerStarted
+    | WorkerManaged
     | WorkerReady
     | WorkerFormed
     | WorkerSynced

@@ -38,6 +38,7 @@ from .events import (
     WorkerGroupClosed,
     WorkerManaged,
     WorkerReady,
+    WorkerStarted,
     WorkerStepping,
     WorkerSynced,
     WorkerUnhealthy,
@@ -174,6 +175,8 @@ def _take_from_worker(turn: Turn, event: WorkerEvent) -> None:
 # As `take`: one case per event.
 def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:  # noqa: C901
     match event:
+        case WorkerStarted():
+            turn.put(replace(worker, started=True))
         case WorkerManaged():
             manage(turn)
         case WorkerReady():

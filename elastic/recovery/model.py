@@ -38,6 +38,8 @@ class Worker(msgspec.Struct, frozen=True):
     """It was told to end by SIGTERM, not killed at once."""
     synced: int = 0
     """The newest generation in which its process has held the job's state."""
+    started: bool = False
+    """Its process runs. A worker is ordered before, and its zygote may have to import first."""
     seat: int = 0
     """The generation whose rank its process was started with, if it has called `elastic.run` and not formed since."""
 

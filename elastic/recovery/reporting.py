@@ -442,8 +442,8 @@ def _outcome(turn: Turn, incident: Incident) -> str:
 
 
 def _plain_runs(turn: Turn) -> bool:
-    """A script without `elastic` reports no steps: it has recovered when its workers run again."""
+    """A script without `elastic` reports no steps: it has recovered when its workers' processes run again."""
     number = turn.agent.formed.generation.number if turn.agent.formed.generation else 0
     mine = [w for s, w in turn.agent.local.workers.items() if s in turn.my_ranks()]
-    running = all(w.stage in (Stage.RUNNING, Stage.DONE) and w.generation == number for w in mine)
+    running = all(w.stage in (Stage.RUNNING, Stage.DONE) and w.generation == number and w.started for w in mine)
     return not turn.policy.managed and bool(mine) and running

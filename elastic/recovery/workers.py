@@ -82,7 +82,7 @@ def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: Mappi
     if not turn.policy.managed:
         turn.change(spawned=turn.agent.local.spawned + 1)
         worker_id = turn.agent.local.spawned
-        turn.move(worker, Trigger.FORK_PLAIN, generation=generation.number, worker_id=worker_id)
+        turn.move(worker, Trigger.FORK_PLAIN, generation=generation.number, worker_id=worker_id, started=False)
         turn.do(ForkPlain(worker.slot, worker_id, generation))
         return
     at = generation.at(turn.policy.node)

@@ -11,8 +11,28 @@ from elastic.contract import messages
 from elastic.contract.decoding import Member
 from elastic.contract.records import ProgressRecord
 from elastic.contract.spec import JobSpec
-from elastic.recovery.effects import Effect, ForkPlain, ForkWorker, Kill, PutBroken, PutMember, Rejoin, Send
-from elastic.recovery.events import Event, Joined, Start, Viewed, WorkerExited, WorkerManaged, WorkerReady
+from elastic.recovery.effects import (
+    Effect,
+    ForkPlain,
+    ForkWorker,
+    Kill,
+    PutBroken,
+    PutIncident,
+    PutMember,
+    Rejoin,
+    Send,
+)
+from elastic.recovery.events import (
+    Event,
+    Joined,
+    Start,
+    Tick,
+    Viewed,
+    WorkerExited,
+    WorkerManaged,
+    WorkerReady,
+    WorkerStarted,
+)
 from elastic.recovery.model import Agent
 from elastic.recovery.recovery import step
 from elastic.recovery.transitions import Stage
@@ -139,3 +159,18 @@ def test_where_no_member_is_left_the_generation_tells() -> None:
     formed = msgspec.structs.replace(generation(3, FORMED.nodes), managed=True)
     effects = machine.see(member("a", 9, worker_id=2), formed=formed)
     assert [e.slot for e in effects if isinstance(e, ForkWorker)] == [0, 1]
+
+
+def test_an_incident_of_a_plain_script_is_open_until_the_new_processes_run() -> None:
+    """The zygote may have died too: then the workers of the next generation wait for one that imports for seconds."""
+    machine = Machine()
+    machine.take(Start(), Joined())
+    machine.see(A, formed=(first := generation(1, [place("a", 0, 1)])))
+    effects = machine.take(WorkerStarted(0, 1), WorkerStarted(1, 2), WorkerExited(0, 1, "killed by SIGKILL"))
+    effects += machine.see(A, formed=generation(2, first.nodes))
+    effects += machine.take(WorkerExited(1, 2, "killed by SIGKILL"), Tick(), WorkerStarted(0, 3), Tick())
+    assert [e.record.open for e in effects if isinstance(e, PutIncident)] == [True]
+    effects = machine.take(WorkerStarted(1, 4), Tick())
+    assert [(e.record.open, "stepping" in e.record.timeline_s) for e in effects if isinstance(e, PutIncident)] == [
+        (False, True)
+    ]
