@@ -99,6 +99,8 @@ class EtcdWriter:
         self.progress: Callable[[], ProgressRecord | None] = lambda: None
         """What the job has reached at this instant; None: nothing is known."""
         self._first = True
+        self._saved_in = 0
+        """`MemberRecord.saved_in`, once this agent has joined."""
         self._member: MemberRecord | None = None
         self._state = JobState()
 
@@ -144,7 +146,8 @@ class EtcdWriter:
         self._key.drop()
         if self._first:  # else the key would keep the create revision of the previous agent, whose store is gone
             self.etcd.delete(self._key.key)
-        lease = self._key.join(encode(self._member))
+            self._saved_in = self._own_checkpoints()
+        lease = self._key.join(self._encoded(self._member))
         self._first = False
         log.info("member.joined", lease=f"{lease.id:x}")
         self.post(Joined())
@@ -152,7 +155,21 @@ class EtcdWriter:
     def _write_member(self) -> None:
         assert self._member is not None
         if (lease := self._key.held) is not None:
-            self.etcd.put(self._key.key, encode(self._member), lease.id)
+            self.etcd.put(self._key.key, self._encoded(self._member), lease.id)
+
+    def _encoded(self, member: MemberRecord) -> bytes:
+        return encode(msgspec.structs.replace(member, saved_in=self._saved_in) if self._saved_in else member)
+
+    def _own_checkpoints(self) -> int:
+        """The newest generation in this node's checkpoint folder, if no other node can see it; 0: there is none."""
+        rules = self.policy.spec.checkpoint
+        if rules.shared or not rules.dir:
+            return 0
+        try:
+            return newest_generation(rules.dir, self.policy.spec.name)
+        except OSError as error:  # its workers cannot load from it either
+            log.warning("checkpoints.not_read", folder=rules.dir, error=str(error))
+            return 0
 
     # ── generations ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -166,7 +183,7 @@ class EtcdWriter:
             also: list[Op] = []
             if member is not None and self._member is not None and self._key.lease is not None:
                 # The newest one: this may be a retry, and the record may have changed since.
-                also = [Put(self._key.key, encode(self._member), self._key.lease.id)]
+                also = [Put(self._key.key, self._encoded(self._member), self._key.lease.id)]
             result = self.etcd.txn([Absent(key)], [Put(key, encode(record)), *also], also)
             log.info(
                 "generation.broken",
@@ -210,7 +227,7 @@ class EtcdWriter:
 
     def _publish(self, effect: Publish, view: JobView) -> bool:
         guards = self._guards(view.state_revision)
-        number = self._number(effect.number)
+        number = self._number(effect.number, view)
         record = next_record(
             self.stores,
             self.policy.node,
@@ -245,13 +262,15 @@ class EtcdWriter:
     def _changes(self, before: GenerationRecord | None, places: tuple[GenerationNode, ...]) -> Changes | None:
         return changes(before.nodes, places) if before and len(places) > self.policy.crowd else None
 
-    def _number(self, number: int) -> int:
-        """Generation numbers continue from those in the job's checkpoints: newer state always has the larger number."""
+    def _number(self, number: int, view: JobView) -> int:
+        """Generation numbers continue from those in the job's checkpoints, wherever a member has one that it may load:
+        newer state always has the larger number."""
         rules, name = self.policy.spec.checkpoint, self.policy.spec.name
         if number > 1 or not rules.dir:
             return number
-        newest = newest_generation(rules.dir, name)
-        if rules.remote and not peek(rules.dir, name):
+        own = [member.record.saved_in for member in view.members.values()]
+        newest = max([newest_generation(rules.dir, name), *own])
+        if rules.remote and (not peek(rules.dir, name) or (not rules.shared and 0 in own)):
             newest = max([newest, *(generation for _, generation, _ in list_remote(rules.remote, name))])
         return 1 + newest
 

@@ -144,8 +144,8 @@ class MemberRecord(Record, frozen=True, kw_only=True):
     """Nodes, sorted, whose agents do not answer this one although their leases are valid."""
     standings: tuple[Standing, ...] = ()
     """Of local workers that showed no progress: written when a job stands still; the positions show if it is stale."""
-    managed: bool = False
-    """Whether this agent has learnt that the job's workers call `elastic.run`."""
+    managed: bool = False  # this agent has learnt that the job's workers call `elastic.run`
+    saved_in: Int = 0  # newest generation in this node's checkpoint folder, if `checkpoint.shared` is false; 0 = none
 
 
 class GenerationNode(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -9,14 +9,16 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.fake_etcd import FakeClient, FakeServer
-from support.jobs import generation, place, policy
+from support.jobs import generation, member, place, policy
 
+from elastic.agent import etcd_writer
 from elastic.agent.etcd_writer import KEPT_BESIDE, EtcdWriter
 from elastic.agent.incidents import late_exit, save_failed
 from elastic.agent.process import Exited
 from elastic.agent.store import Stores
 from elastic.agent.write_queue import Write, WriteQueue
 from elastic.checkpoint.names import tmp_name
+from elastic.contract.decoding import Member
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records import (
     BrokenRecord,
@@ -428,4 +430,51 @@ def test_first_generation_is_above_those_of_unfinished_checkpoints_too(tmp_path:
     office.client.put(KEYS.member("n"), b"ours")
     publish(office)()
     assert decode(GenerationRecord, office.client.server.kvs[KEYS.generation].value).number == 8
+    office.stores.close()
+
+
+def member_with(node: str, saved_in: int) -> Member:
+    return Member(msgspec.structs.replace(member(node).record, saved_in=saved_in), 1)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_agent_says_which_generation_its_own_checkpoint_folder_has(tmp_path: Path, shared: bool) -> None:
+    office = Office(dir=str(tmp_path), shared=shared)
+    (tmp_path / tmp_name(60, 7, "job")).mkdir()
+    office.registry.rejoin(member("n").record)
+    office.queues["urgent"].orders[-1]()
+    office.registry.put_member(member("n", ready=(0,)).record)
+    office.queues["urgent"].orders[-1]()
+    said = decode(MemberRecord, office.client.server.kvs[KEYS.member("n")].value)
+    assert said.saved_in == (0 if shared else 7)
+    office.registry.leave()
+
+
+def test_first_generation_is_above_those_of_the_checkpoints_that_only_other_nodes_have(tmp_path: Path) -> None:
+    """Else what the job does from then on would be older than the checkpoint of generation 10 that it began from."""
+    office = Office(dir=str(tmp_path), shared=False)
+    (tmp_path / tmp_name(60, 3, "job")).mkdir()
+    office.client.put(KEYS.member("n"), b"ours")
+    seen = {"n": member_with("n", 3), "m": member_with("m", 10)}
+    office.registry.publish(Publish(1, Change((), "first", planned=False), 0, None, None), JobView(members=seen))
+    office.queues["urgent"].orders[-1]()
+    assert decode(GenerationRecord, office.client.server.kvs[KEYS.generation].value).number == 11
+    office.stores.close()
+
+
+def test_first_generation_is_above_those_of_remote_checkpoints_where_a_node_has_none_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That node loads the remote one, though the publisher has a checkpoint."""
+    office = Office(dir=str(tmp_path), shared=False, remote="memory://copies")
+    monkeypatch.setattr(etcd_writer, "peek", lambda *_: [(60, 3, "step-60")])
+    monkeypatch.setattr(etcd_writer, "newest_generation", lambda *_: 3)
+    monkeypatch.setattr(etcd_writer, "list_remote", lambda *_: [(500, 10, "step-500")])
+    office.client.put(KEYS.member("n"), b"ours")
+    for other, number in ((0, 11), (3, 4)):
+        office.client.delete(KEYS.generation)
+        seen = {"n": member_with("n", 3), "m": member_with("m", other)}
+        office.registry.publish(Publish(1, Change((), "first", planned=False), 0, None, None), JobView(members=seen))
+        office.queues["urgent"].orders[-1]()
+        assert decode(GenerationRecord, office.client.server.kvs[KEYS.generation].value).number == number
     office.stores.close()
