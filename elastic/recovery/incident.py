@@ -71,9 +71,14 @@ class Incident(msgspec.Struct, frozen=True):
     told: tuple[Cause, ...] | None = None
     """The causes in the record as this agent wrote it last; None: it has not."""
 
+    @property
+    def first(self) -> int:
+        """Number of the generation that failed first, also if only an earlier leader has seen that."""
+        return min(self.generations[0].number, self.key - 1)
+
     def with_report(self, report: BrokenRecord) -> Incident:
         """With `report` merged into what is known of its generation: etcd may not show yet what was just reported."""
-        if report in self.reports or report.generation < self.generations[0].number:
+        if report in self.reports or report.generation < self.first:
             return self
         known = next((r for r in self.reports if r.generation == report.generation), None)
         if known is not None and (report := merged(report, known)) == known:

@@ -311,8 +311,7 @@ def _continued(turn: Turn, incident: Incident) -> Incident:
 def _observed(turn: Turn, before: Agent, event: Event, incident: Incident) -> Incident:
     agent, view = turn.agent, turn.agent.etcd.view
     if known := agent.incidents.incident:
-        first = incident.generations[0].number
-        reports = (report for report in known.reports if report.generation >= first)
+        reports = (report for report in known.reports if report.generation >= incident.first)
         incident = replace(incident, reports=tuple(reports))  # with those made in this turn
     for record in (*view.broken_before, view.broken, agent.formed.broken_record):
         if record is not None:

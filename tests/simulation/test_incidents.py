@@ -635,6 +635,19 @@ def test_the_next_leader_tells_its_own_incident_from_that_of_the_leader_before(o
     assert ("unreachable", "n1") not in {(cause.kind, cause.node) for cause in second.causes}
 
 
+def test_a_death_on_a_node_that_leaves_is_named_by_that_node_if_the_leader_is_lost() -> None:
+    """The leader stands still while it is reported. The node that was to leave goes on, and continues its record."""
+    setting = replace(DRAWN, seed=264325583, nodes=2, slots=1, least=2, most=2, step_s=0.6, setup_s=1.0)
+    faults = (
+        Fault(4.38, "pause_agent_after", (0, 6, 9)),
+        Fault(6.33, "scale", (1, 1)),
+        Fault(6.338, "isolate", (1,)),
+        Fault(8.478, "kill_worker", (1, 0)),
+        Fault(10.019, "kill_agent", (0,)),
+    )
+    assert play(History(setting, faults)).failure == ""
+
+
 def test_the_record_of_a_leader_that_dies_at_once_is_not_closed_before_the_others_learn_of_the_failure() -> None:
     """They take it for one that was left open: their steps still count as recent."""
     setting = replace(
