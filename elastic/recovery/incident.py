@@ -102,6 +102,14 @@ class Incident(msgspec.Struct, frozen=True):
             syncs=tuple(sync for sync in self.syncs if sync.generation >= key),
         )
 
+    def with_recorded(self, key: int, record: IncidentRecord) -> Incident:
+        """With the causes that only an earlier leader has learnt of, if this agent is about to replace its record."""
+        if self.told is not None or (key, record.repeat) != (self.key, self.repeat):
+            return self
+        known = {(cause.generation, cause.node) for cause in causes(self)}
+        more = tuple(c for c in record.causes if weight(c.kind) > 0 and (c.generation, c.node) not in known)
+        return msgspec.structs.replace(self, inherited=(*self.inherited, *more)) if more else self
+
     def with_mark(self, phase: str, now_s: float) -> Incident:
         times = {**dict(self.timeline_s), phase: round(now_s - self.began_s, 4)}
         return msgspec.structs.replace(self, timeline_s=tuple(times.items()))

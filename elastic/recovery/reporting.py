@@ -43,6 +43,8 @@ def report(turn: Turn, before: Agent, event: Event) -> None:
     incident = _observed(turn, before, event, incident)
     outcome = _outcome(turn, incident)
     leads = is_leader(turn.agent)
+    if leads and (seen := turn.agent.etcd.view.incident) is not None:
+        incident = incident.with_recorded(*seen)
     if outcome:
         _close(turn, incident, outcome, leads)
         return

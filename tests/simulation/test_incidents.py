@@ -635,6 +635,17 @@ def test_the_next_leader_tells_its_own_incident_from_that_of_the_leader_before(o
     assert ("unreachable", "n1") not in {(cause.kind, cause.node) for cause in second.causes}
 
 
+@pytest.mark.parametrize("after_s", [0.05, 0.2])
+def test_a_cause_that_only_the_leader_before_has_learnt_of_stays_on_record(after_s: float) -> None:
+    """n0 has written that n1 is lost, and is lost itself; n2, which had no place with n1, leads."""
+    cluster = played(replace(THREE, most=2), lambda c: c.kill_agent(1), until_s=STRUCK_S + after_s)
+    cluster.power_off(0)
+    cluster.run(40.0)
+    (incident,) = incidents(cluster)
+    assert [(c.generation, c.node, c.kind) for c in incident.causes] == [(1, "n1", "lost"), (2, "n0", "lost")]
+    assert (incident.node, incident.ranks, incident.open) == ("n1", (1,), False)
+
+
 def test_a_death_on_a_node_that_leaves_is_named_by_that_node_if_the_leader_is_lost() -> None:
     """The leader stands still while it is reported. The node that was to leave goes on, and continues its record."""
     setting = replace(DRAWN, seed=264325583, nodes=2, slots=1, least=2, most=2, step_s=0.6, setup_s=1.0)
