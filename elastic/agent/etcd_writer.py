@@ -227,7 +227,7 @@ class EtcdWriter:
 
     def _publish(self, effect: Publish, view: JobView) -> bool:
         guards = self._guards(view.state_revision)
-        number = self._number(effect.number, view)
+        number = self._number(effect, view)
         record = next_record(
             self.stores,
             self.policy.node,
@@ -247,7 +247,7 @@ class EtcdWriter:
             ops += [Delete(self.keys.incident(old, repeat)) for repeat in range(KEPT_REPEATS + 1)]
         guards.append(ModIs(self.keys.generation, effect.expect_revision))
         if effect.at_step is not None:  # a generation that has just broken does not reach the boundary
-            guards.append(Absent(self.keys.broken(number - 1)))
+            guards.append(Absent(self.keys.broken(effect.number - 1)))
         done = self.etcd.txn(guards, ops).ok
         log.info(
             "generation.published" if done else "generation.lost_race",
@@ -262,17 +262,27 @@ class EtcdWriter:
     def _changes(self, before: GenerationRecord | None, places: tuple[GenerationNode, ...]) -> Changes | None:
         return changes(before.nodes, places) if before and len(places) > self.policy.crowd else None
 
-    def _number(self, number: int, view: JobView) -> int:
-        """Generation numbers continue from those in the job's checkpoints, wherever a member has one that it may load:
-        newer state always has the larger number."""
+    def _number(self, effect: Publish, view: JobView) -> int:
+        """Generation numbers continue from those in the job's checkpoints: newer state always has the larger number.
+
+        The record in etcd says how far they are, unless etcd has lost its data, or was set back to an earlier backup:
+        then either no agent is left of the generation on record, or that was written back by one of them, which may
+        have been away while others formed newer ones.
+        """
+        before = view.generation
+        kept = before is not None and any(before.node_of(p.node, p.incarnation) for p in effect.change.nodes)
+        if (kept and not view.written_back) or not self.policy.spec.checkpoint.dir:
+            return effect.number
+        return max(effect.number, 1 + self._newest_saved(view))
+
+    def _newest_saved(self, view: JobView) -> int:
+        """The newest generation of the checkpoints that any member may load; 0: there is none."""
         rules, name = self.policy.spec.checkpoint, self.policy.spec.name
-        if number > 1 or not rules.dir:
-            return number
         own = [member.record.saved_in for member in view.members.values()]
         newest = max([newest_generation(rules.dir, name), *own])
         if rules.remote and (not peek(rules.dir, name) or (not rules.shared and 0 in own)):
             newest = max([newest, *(generation for _, generation, _ in list_remote(rules.remote, name))])
-        return 1 + newest
+        return newest
 
     def _say(self, view: JobView, reason: str) -> None:
         """Put into the job's state why it does not start, for users."""

@@ -77,6 +77,8 @@ class JobView:
     members: Mapping[str, Member] = field(default_factory=dict)
     generation: GenerationRecord | None = None
     generation_revision: int = 0
+    written_back: bool = False
+    """Whether `generation` was written back after etcd had lost its data, and none has been published since."""
     saved_step: int = 0
     """Step of the newest checkpoint that the leader has published."""
     progress: ProgressRecord | None = field(default=None, compare=False)
@@ -145,6 +147,8 @@ class JobReader:
             members=members if whole else self._seated(formed),
             generation=formed,
             generation_revision=generation.mod_revision if generation else 0,
+            # The spec is written first when a job is submitted, and last when it is written back.
+            written_back=bool(spec and generation and generation.mod_revision < spec.create_revision),
             broken=self._record(BrokenRecord, broken) if broken else None,
             broken_before=self._failed_before(kvs, formed) if formed else (),
             incident=next((known for known in incidents.items() if known[1].open), None),

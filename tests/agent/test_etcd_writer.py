@@ -478,3 +478,49 @@ def test_first_generation_is_above_those_of_remote_checkpoints_where_a_node_has_
         office.queues["urgent"].orders[-1]()
         assert decode(GenerationRecord, office.client.server.kvs[KEYS.generation].value).number == number
     office.stores.close()
+
+
+def numbered(tmp_path: Path, *, member_of: str, written_back: bool) -> int:
+    """The number of the generation after 1, which `member_of` had a place in, when there is a checkpoint of 10."""
+    office = Office(dir=str(tmp_path))
+    (tmp_path / tmp_name(60, 10, "job")).mkdir(parents=True)
+    office.client.put(KEYS.member("n"), b"ours")
+    office.client.put(KEYS.generation, encode(former := generation(1, [place(member_of, 0)])))
+    at = office.client.server.kvs[KEYS.generation].mod_revision
+    seen = JobView(generation=former, generation_revision=at, written_back=written_back)
+    office.registry.publish(Publish(2, Change((place("n", 0),), "lost", planned=False), at, None, None), seen)
+    office.queues["urgent"].orders[-1]()
+    office.stores.close()
+    return decode(GenerationRecord, office.client.server.kvs[KEYS.generation].value).number
+
+
+def test_generation_is_above_the_checkpoints_if_etcd_may_have_an_old_one(tmp_path: Path) -> None:
+    """An agent that was away has written back what it knew; or etcd was set back to a backup while no agent ran."""
+    assert numbered(tmp_path / "a", member_of="n", written_back=True) == 11
+    assert numbered(tmp_path / "b", member_of="gone", written_back=False) == 11
+
+
+def test_checkpoint_folder_is_not_read_while_a_node_goes_on(tmp_path: Path) -> None:
+    """It may be slow or gone, and is not needed to re-form."""
+    assert numbered(tmp_path, member_of="n", written_back=False) == 2
+
+
+def test_a_generation_that_was_written_back_is_known_by_its_revision() -> None:
+    office = Office()
+    former = generation(5, [place("n", 0)])
+    spec = SpecRecord(spec=office.policy.spec, submitted_wall_s=0.0, submitted_by="me")
+
+    def seen() -> JobView:
+        server = office.client.server
+        return JobView.read(KEYS, server.kvs, server.revision)
+
+    office.client.put(KEYS.spec, encode(spec))
+    office.client.put(KEYS.generation, encode(former))
+    assert not seen().written_back
+    office.client.server.wipe()
+    office.registry.restore(former, JobState(), spec)
+    office.queues["urgent"].orders[-1]()
+    assert seen().generation == former
+    assert seen().written_back
+    office.client.put(KEYS.generation, encode(generation(6, [place("n", 0)])))
+    assert not seen().written_back

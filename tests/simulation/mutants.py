@@ -162,6 +162,9 @@ MUTANTS = (
     Mutant("an exit of before covers the worker that has replaced it", "recovery.incident",
            "if report.generation != number:", "if report.generation > number:",
            "unit/test_late_causes.py::test_the_exit_of_an_earlier_worker_says_nothing_of_the_one_that_replaced_it"),
+    Mutant("what an agent that was away writes back sets the numbers back", "agent.etcd_writer",
+           "return max(effect.number, 1 + self._newest_saved(view))", "return effect.number",
+           "simulation/test_numbers.py::test_what_an_agent_that_was_away_writes_back_does_not_set_the_numbers_back"),
     Mutant("steps that were lost are counted from the last failure alone", "worker.state.state_source",
            "return max(known)[1]", "return 0"),
 )  # fmt: skip

@@ -110,6 +110,15 @@ class Stores:
         return self._node.name, self.open_ports[generation]
 
 
+class Writer(EtcdWriter):
+    """Finds the checkpoints of the virtual cluster."""
+
+    node: Node
+
+    def _newest_saved(self, view: JobView) -> int:
+        return self.node.cluster.training.saved_in
+
+
 class Node:
     def __init__(self, cluster: Cluster, index: int, rate: float) -> None:
         self.cluster = cluster
@@ -182,7 +191,7 @@ class Node:
             leader_candidates=cluster.setting.leader_candidates,
         )
         self.stores = Stores(self)
-        self.registry = EtcdWriter(
+        self.registry = Writer(
             client,  # type: ignore[arg-type]
             cluster.keys,
             policy,
@@ -192,6 +201,7 @@ class Node:
             queue=lambda _: WriteQueue(self),
             wall=self.wall_s,
         )
+        self.registry.node = self
         self.agent = Agent(policy)
         self._watch = client.watch(cluster.keys.root, self._on_view)
         self.take(Start())

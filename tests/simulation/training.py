@@ -479,6 +479,8 @@ class Training:
         self.groups: dict[int, Group] = {}
         self.checkpoint_every = checkpoint_every
         self.checkpoints: list[tuple[Version, int]] = []
+        self.saved_in = 0
+        """The newest generation of which a checkpoint was begun."""
         self.latest: Group | None = None
         self._ports = 0
 
@@ -507,6 +509,7 @@ class Training:
         self.latest = group
         if self.checkpoint_every and (step % self.checkpoint_every == 0 or group.save or group.stop):
             group.save = False
+            self.saved_in = max(self.saved_in, group.version[0])
             self.cluster.clock.after(self.cluster.setting.save_s, self._saved, (group.version, group.chain))
 
     def save_soon(self, node: Node, stop: bool) -> None:
