@@ -129,15 +129,27 @@ class Judge:
     def _generation(self, node: Node, old: GenerationRecord | None, new: GenerationRecord | None) -> None:
         if new is None or (old is not None and new.number <= old.number):
             raise Broken("generations grow", f"{node.name} goes from {old} to {new}")
-        if self.plans.get(new.number, new) != new and not self._forgotten(new.number):
-            raise Broken("one plan per generation", f"{node.name} has {new}, others {self.plans[new.number]}")
-
+        if self.plans.get(new.number, new) != new:
+            if not self._forgotten(new.number):
+                raise Broken("one plan per generation", f"{node.name} has {new}, others {self.plans[new.number]}")
+            self._forget(new.number)
         self.plans[new.number] = new
 
     def _forgotten(self, number: int) -> bool:
-        """etcd was wiped, and nobody lives who knew of that generation: no step was done in it, and none can be."""
-        held = [node.agent.formed.generation for node in self._cluster.nodes if node.agent is not None]
-        return number not in self.newest and self.plans[number] not in held
+        """etcd was wiped, and nobody lives who knew of that generation. No step was done in it, and none can be; or
+        nothing is left of its steps, nor of those of later generations: no process and no checkpoint."""
+        cluster = self._cluster
+        held = [node.agent.formed.generation for node in cluster.nodes if node.agent is not None]
+        if self.plans[number] in held or number not in self.newest:
+            return self.plans[number] not in held
+        left = [w.state()[0][0] for node in cluster.nodes for w in node.processes.values() if w.established]
+        left += [generation.number - 1 for generation in held if generation is not None]
+        return cluster.etcd.cluster != self._first_etcd and max([*left, cluster.training.saved_in]) < number
+
+    def _forget(self, number: int) -> None:
+        self.chains = {version: chain for version, chain in self.chains.items() if version[0] < number}
+        self.newest = {of: step for of, step in self.newest.items() if of < number}
+        self.plans = {of: plan for of, plan in self.plans.items() if of < number}
 
     def stored(self) -> None:
         """Something may have been written to etcd."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 from simulation.cluster import Cluster, Setting
+from simulation.histories import Fault, History, play
 from simulation.run import silent
 
 
@@ -48,3 +49,16 @@ def test_what_an_agent_that_was_away_writes_back_does_not_set_the_numbers_back()
         cluster.kill_agent(node)
     cluster.run(70.0)
     assert cluster.judge.redone(since=later[0][0] + 1) <= reached - later[0][1]
+
+
+def test_a_number_is_used_again_if_nothing_is_left_of_the_generation_that_had_it() -> None:
+    """The job is stopped and saves nothing, etcd loses its data, and the agent that was away knows generation 1."""
+    setting = Setting(seed=978986661, nodes=4, slots=1, least=2, most=3, step_s=0.1, steps=0, setup_s=3.0)
+    faults = (
+        Fault(0.845, "kill_receiver"),
+        Fault(0.923, "lose_answers", (0,)),
+        Fault(0.923, "kill_worker", (2, 0)),
+        Fault(2.811, "stop_job"),
+        Fault(3.425, "wipe_etcd"),
+    )
+    assert play(History(setting, faults)).failure == ""
