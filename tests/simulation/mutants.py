@@ -165,6 +165,12 @@ MUTANTS = (
     Mutant("what an agent that was away writes back sets the numbers back", "agent.etcd_writer",
            "return max(effect.number, 1 + self._newest_saved(view))", "return effect.number",
            "simulation/test_numbers.py::test_what_an_agent_that_was_away_writes_back_does_not_set_the_numbers_back"),
+    Mutant("a new leader drops the causes that only the one before has learnt of", "recovery.reporting",
+           "incident = incident.with_recorded(*seen)", "pass",
+           "simulation/test_incidents.py::test_a_cause_that_only_the_leader_before_has_learnt_of_stays_on_record"),
+    Mutant("a death in the generation before that of its own incident is dropped", "recovery.incident",
+           "report.generation < self.first", "report.generation < self.generations[0].number",
+           "simulation/test_incidents.py::test_a_death_on_a_node_that_leaves_is_named_by_that_node_if_the_leader_is_lost"),
     Mutant("steps that were lost are counted from the last failure alone", "worker.state.state_source",
            "return max(known)[1]", "return 0"),
 )  # fmt: skip
