@@ -20,7 +20,7 @@ import xxhash
 from . import manifest as m
 from .errors import Damaged, NoGoodCheckpoint
 from .files import REAL, Files, open_file
-from .names import head_of, is_aside, is_final, step_of, tmp_of
+from .names import head_of, is_aside, is_final, job_of, step_of, tmp_of
 from .write import digest
 
 READ_THREADS = 2
@@ -121,6 +121,18 @@ def peek(directory: str, job: str | None = None, *, files: Files = REAL) -> list
         if is_final(name) and (head := head_of(path, files)) and job in (None, head.job):
             found.append((head.step, head.generation, path))
     return sorted(found, key=lambda f: (f[1], f[0]), reverse=True)
+
+
+def lost_step(directory: str, job: str, *, files: Files = REAL) -> int:
+    """The newest step of the checkpoints of `job` without a readable manifest, and of its quarantined ones; 0: none.
+
+    One that does not tell its job counts.
+    """
+    steps = [0]
+    for name in files.names(directory):
+        if (is_final(name) or is_aside(name)) and job_of(os.path.join(directory, name), files) in (None, job):
+            steps.append(step_of(name))
+    return max(steps)
 
 
 def newest_generation(directory: str, job: str, *, files: Files = REAL) -> int:

@@ -11,6 +11,7 @@ step-40.gone                 being removed by retention
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 
@@ -88,3 +89,17 @@ def head_of(path: str, files: Files = REAL) -> m.Head | None:
         return m.decode_head(files.read(os.path.join(path, m.MANIFEST)), xxhash.xxh3_64_hexdigest)
     except (OSError, m.BadManifest):
         return None
+
+
+def job_of(path: str, files: Files = REAL) -> str | None:
+    """The job of the checkpoint in `path`, by its manifest, else by the note of a shard; None: neither tells it."""
+    if (head := head_of(path, files)) is not None:
+        return head.job
+    try:
+        for name in files.names(path):
+            if name.startswith("shard-") and name.endswith(".json"):
+                with contextlib.suppress(m.BadManifest):
+                    return m.decode_note(files.read(os.path.join(path, name)), xxhash.xxh3_64_hexdigest).job or None
+    except OSError:
+        pass  # as unreadable as its manifest
+    return None

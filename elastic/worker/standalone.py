@@ -168,7 +168,7 @@ def _restore(job: Job, state: State, disk: Disk | None) -> int:
         rank=job.rank,
         world_size=job.world_size,
         restore="newest",
-        saved=(lambda: (None, disk.newest())) if disk else None,
+        saved=disk.saved if disk else None,
         load=(lambda _: disk.load(state)) if disk else None,
     )
     if synced.origin is Origin.CHECKPOINT and job.rank == 0:

@@ -22,6 +22,7 @@ from elastic.worker.session import GenerationEnded, Session
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.restore import Disk, Store
 from elastic.worker.state.state import State
+from elastic.worker.state.sync import Saved
 
 GENERATION = 3
 
@@ -90,7 +91,7 @@ def test_an_answer_to_a_generation_before_is_none(asking: Asking) -> None:
     assert closed(asking.answer(GENERATION - 1))
     assert asking.thread.is_alive()
     asking.session._take(messages.InMemorySnapshot(generation=GENERATION), [])
-    assert asking.end() == (None, None)
+    assert asking.end() == Saved()
 
 
 def test_an_end_before_the_question_is_heard(tmp_path: pathlib.Path, asking: Asking) -> None:

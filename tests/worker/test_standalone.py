@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.ckpt import flip, shard_paths
 
+from elastic.checkpoint.errors import NoGoodCheckpoint
 from elastic.checkpoint.interval import IntervalRule
+from elastic.checkpoint.manifest import MANIFEST
 from elastic.checkpoint.names import tmp_name
 from elastic.worker.job import Job
 from elastic.worker.standalone import run_standalone
 from elastic.worker.state.state import State
+from elastic.worker.state.state_source import NoStateError
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +56,26 @@ def test_standalone_success_prints_nothing(tmp_path: pathlib.Path, capfd: pytest
     run_standalone(setup, train, str(tmp_path), IntervalRule(every_steps=100))
     assert capfd.readouterr().err == ""
     assert os.listdir(tmp_path) == ["step-3"]
+
+
+@pytest.mark.parametrize("kind", ["manifest", "shard"])
+def test_a_folder_of_damaged_checkpoints_is_no_beginning_however_often_it_is_tried(
+    kind: str, tmp_path: pathlib.Path
+) -> None:
+    run_standalone(setup, train, str(tmp_path), IntervalRule(every_steps=100))
+    flip(str(tmp_path / "step-3" / MANIFEST) if kind == "manifest" else shard_paths(str(tmp_path / "step-3"))[0], -9)
+    for _ in range(2):
+        with pytest.raises((NoGoodCheckpoint, NoStateError)):
+            run_standalone(setup, train, str(tmp_path), IntervalRule(every_steps=100))
+
+
+def test_damaged_checkpoints_of_another_job_keep_none_from_beginning(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_standalone(setup, train, str(tmp_path), IntervalRule(every_steps=100))
+    flip(str(tmp_path / "step-3" / MANIFEST), -9)
+    monkeypatch.setenv("ELASTIC_JOB", "another")
+    assert run_standalone(setup, train, str(tmp_path), IntervalRule(every_steps=100)).step == 3
 
 
 def test_setup_with_a_wrong_return_value_is_refused_with_the_remedy() -> None:

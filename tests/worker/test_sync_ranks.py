@@ -14,12 +14,13 @@ import torch
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 
+from elastic.checkpoint.errors import NoGoodCheckpoint
 from elastic.worker.comm.errors import GroupAborted, is_communication_error
 from elastic.worker.comm.group import Group
 from elastic.worker.state import broadcast, pull
 from elastic.worker.state.state import State
 from elastic.worker.state.state_source import NoStateError
-from elastic.worker.state.sync import synchronise
+from elastic.worker.state.sync import Saved, synchronise
 
 pytestmark = pytest.mark.slow
 
@@ -201,7 +202,12 @@ def from_disk(rank: int, world_size: int, port: int) -> Any:
 
     made = group(rank, world_size, port, 9)
     synced = synchronise(
-        state, rank=rank, world_size=world_size, generation=9, saved=lambda: (None, (3, 4) if rank else None), load=load
+        state,
+        rank=rank,
+        world_size=world_size,
+        generation=9,
+        saved=lambda: Saved(checkpoint=(3, 4) if rank else None),
+        load=load,
     )
     made.close()
     return [synced.step, synced.source, state.version, fingerprint(state)]
@@ -210,6 +216,36 @@ def from_disk(rank: int, world_size: int, port: int) -> Any:
 def test_one_rank_loads_and_the_others_receive() -> None:
     results = run_ranks(from_disk, world_size=3)
     assert [r[:3] for r in results] == [[2, "checkpoint step 2 at /here", [3, 2]]] * 3
+    assert len({r[3] for r in results}) == 1
+
+
+def from_two_disks(rank: int, world_size: int, port: int, damage: str) -> Any:
+    """Each rank has a disk of its own. The newest checkpoint on rank 0's is damaged: it loads an older one, or none."""
+    state = build(rank)
+
+    def load(kind: str) -> str:
+        if rank == 0 and damage == "all":
+            raise NoGoodCheckpoint("step-4: damaged")
+        older = build(5)
+        for _ in range(3 if rank else 2):
+            step(older, generation=3)
+        state.adopt(older.table(), older.extra())
+        for (_, here), (_, there) in zip(state.tensors(), older.tensors(), strict=True):
+            here.copy_(there)
+        state.filled()
+        return f"{kind} step {state.step} of rank {rank}"
+
+    made = group(rank, world_size, port, 9)
+    theirs = Saved(checkpoint=(3, 3) if rank else (3, 4))
+    synced = synchronise(state, rank=rank, world_size=world_size, generation=9, saved=lambda: theirs, load=load)
+    made.close()
+    return [synced.step, synced.source, state.version, fingerprint(state)]
+
+
+@pytest.mark.parametrize("damage", ["the newest", "all"])
+def test_another_ranks_checkpoint_is_loaded_when_the_newest_turns_out_damaged(damage: str) -> None:
+    results = run_ranks(from_two_disks, world_size=2, damage=damage)
+    assert [r[:3] for r in results] == [[3, "checkpoint step 3 of rank 1", [3, 3]]] * 2
     assert len({r[3] for r in results}) == 1
 
 

@@ -20,6 +20,7 @@ from .. import gc_pause
 from ..session import Session
 from .state import State
 from .state_source import Version
+from .sync import Saved
 
 ASK_S = 90.0
 """Longer than the agent takes to answer in any case."""
@@ -86,6 +87,12 @@ class Disk:
         found = find.peek(self.directory, self.job) or (list_remote(self.remote, self.job) if self.remote else [])
         return next(((generation, step) for step, generation, _ in found), None)
 
+    def saved(self, snapshot: Version | None = None) -> Saved:
+        """`newest`, beside `snapshot`. If there is none, the checkpoints that cannot be loaded count: training must not
+        begin anew beside them."""
+        newest = self.newest()
+        return Saved(snapshot, newest, 0 if newest else find.lost_step(self.directory, self.job))
+
     def load(self, state: State, progress: Progress = unreported) -> str:
         """Load the newest intact checkpoint into `state`; returns a description. Damaged ones are quarantined on the
         way.
@@ -125,14 +132,14 @@ class Store:
         self._answers: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
         self._closed = False
 
-    def saved(self) -> tuple[Version | None, Version | None]:
-        """Returns (snapshot, checkpoint). The agent answers once pending writes are on disk. Raises GenerationEnded."""
+    def saved(self) -> Saved:
+        """The agent answers once pending writes are on disk. Raises GenerationEnded."""
         self._session.on(messages.InMemorySnapshot, self._on_kept)
         self._session.send(messages.RequestSnapshot(generation=self._generation, saved=self._saved_only))
         self._session.wait(lambda: not self._answers.empty(), self._generation, ASK_S)
         descriptors = [] if self._answers.empty() else self._answers.get_nowait()
         self._kept = HeldSnapshots([Arena.from_fd(descriptor, warm=False) for descriptor in descriptors])
-        return self._kept.version(), self._disk.newest() if self._disk else None
+        return self._disk.saved(self._kept.version()) if self._disk else Saved(self._kept.version())
 
     def _on_kept(self, message: messages.Message, descriptors: list[int]) -> None:
         """In the monitor thread. Closes the descriptors of an answer that came too late or for an earlier

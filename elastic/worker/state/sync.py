@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from ...checkpoint.errors import NoGoodCheckpoint
 from ...checkpoint.memcpy import device_type
 from ...contract.origin import Origin
 from ...contract.tensor_table import Table
 from .. import gc_pause
 from . import broadcast, pull
 from .state import State
-from .state_source import Choice, Offer, Version, choose, reached
+from .state_source import Choice, NoStateError, Offer, Version, choose, reached
 from .survey import Survey
 
-SavedVersions = Callable[[], tuple[Version | None, Version | None]]
-"""Returns (newest snapshot, newest checkpoint) that this rank could load; may take a while."""
+
+class Saved(NamedTuple):
+    """What a rank could load by itself."""
+
+    snapshot: Version | None = None
+    """The newest one."""
+    checkpoint: Version | None = None
+    """The newest one, by its manifest: only `Load` finds out whether it is intact."""
+    lost_step: int = 0
+    """Newest step of the checkpoints that cannot be loaded, if there are no others; 0: none."""
+
+
+SavedVersions = Callable[[], Saved]
+"""May take a while."""
 
 Load = Callable[[Origin], str]
 """Load this rank's newest snapshot or checkpoint into the state (adopt, fill, filled). Returns a description, such
@@ -96,12 +110,15 @@ def synchronise(
         offer.clean and offer.established and offer.version[0] >= generation - 1 for offer in offers
     )
     if saved is not None and not alive:
-        snapshot, checkpoint = saved()
+        snapshot, checkpoint, lost_step = saved()
         check()
-        offers = _gather(msgspec.structs.replace(mine, snapshot=snapshot, checkpoint=checkpoint), world_size)
-    choice = choose(offers, restore)
+        known_step = max(known_step, lost_step)
+        mine = msgspec.structs.replace(mine, snapshot=snapshot, checkpoint=checkpoint, known_step=known_step)
+        offers = _gather(mine, world_size)
     with gc_pause.paused():
-        source, nbytes = _bring(state, choice, rank, generation, load, check)
+        choice, said = _chosen(state, mine, offers, restore, load)
+        check()
+        source, nbytes = _bring(state, choice, said, rank, generation, load, check)
     check()
     seconds = time.monotonic() - begun_s
     return SyncResult(
@@ -143,18 +160,52 @@ def _offer(rank: int, numbers: Sequence[int]) -> Offer:
     )
 
 
+def _chosen(state: State, mine: Offer, offers: Sequence[Offer], restore: str, load: Load | None) -> tuple[Choice, str]:
+    """The source, and, on that rank, the description of the checkpoint it has loaded; '' if it has loaded none yet.
+
+    Only loading shows that a checkpoint is damaged. The one before it may be older than what another rank has, so all
+    ranks choose again, by what was really loaded.
+    """
+    said, damaged = "", None
+    loaded: set[int] = set()
+    while True:
+        try:
+            choice = choose(offers, restore)
+        except NoStateError:
+            if damaged is not None:
+                raise damaged from None  # it lists the checkpoints
+            raise
+        if choice.origin is not Origin.CHECKPOINT or choice.source in loaded:
+            return choice, said
+        loaded.add(choice.source)
+        if mine.rank == choice.source:
+            try:
+                said = _loaded(load, choice.origin)
+                version = state.version
+            except NoGoodCheckpoint as error:
+                print(f"elastic: {error}", file=sys.stderr, flush=True)
+                damaged, version = error, None
+            known_step = max(mine.known_step, choice.version[1])
+            mine = msgspec.structs.replace(mine, clean=False, checkpoint=version, known_step=known_step)
+        offers = _gather(mine, len(offers))
+
+
+def _loaded(load: Load | None, origin: Origin) -> str:
+    if load is None:
+        raise AssertionError("a rank without `load` offers nothing to load")
+    return load(origin)
+
+
 def _bring(
-    state: State, choice: Choice, rank: int, generation: int, load: Load | None, check: Callable[[], None]
+    state: State, choice: Choice, said: str, rank: int, generation: int, load: Load | None, check: Callable[[], None]
 ) -> tuple[str, int]:
     """Returns (description of the source, bytes received by this rank)."""
-    said: str = choice.origin.value
+    said = said if choice.origin is Origin.CHECKPOINT else choice.origin.value
     if rank == choice.source:
         if choice.origin is Origin.SETUP:
             state.establish(generation)
-        elif choice.origin is not Origin.LIVE:
-            if load is None:
-                raise AssertionError("a rank without `load` offers nothing to load")
-            said = load(choice.origin)
+        elif choice.origin is Origin.SNAPSHOT:
+            said = _loaded(load, choice.origin)
     elif rank not in choice.needs:
         return said, 0
     if rank == choice.source:
