@@ -6,6 +6,7 @@ checkpoint either. Object stores have no rename, so the manifest is the commit t
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import posixpath
@@ -19,7 +20,7 @@ from . import manifest as m
 from .errors import CheckpointError, Damaged, NoGoodCheckpoint, SaveFailed
 from .files import FILE_MODE, FOLDER_MODE, REAL, open_folder
 from .find import verify
-from .names import fetch_prefix, head_of, is_final, own_name
+from .names import fetch_prefix, final_names, head_of, is_final, own_name
 from .retention import Entry, plan
 from .write import digest
 
@@ -51,44 +52,61 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def copy_up(path: str, url: str, *, keep: int = 0, keep_every_steps: int = 0) -> str:
-    """Copy the checkpoint directory `path` below `url`, check the sizes there, and return its URL.
+    """Copy the checkpoint directory `path` below `url`, check the sizes there, and return its URL. The name there has
+    generation and job in it: no other checkpoint gets it.
 
     `keep` > 0 then applies retention there. Raises RemoteError, Damaged, and SaveFailed for a wrong size.
     """
     manifest = verify(path, hashes=False)
-    name = os.path.basename(path)
-    with _said(f"copying {name} to {url}"):
+    # Not the local name, which another job's checkpoint may have there, or an earlier one of this job's.
+    name = final_names(manifest.step, manifest.generation, manifest.job)[-1]
+    with _said(f"copying {os.path.basename(path)} to {url}"):
         filesystem, root = _open(url)
-        if _job_of(filesystem, posixpath.join(root, name)) not in (None, manifest.job):
-            name = own_name(name, manifest.job)  # another job's checkpoint stays what it is
         target = posixpath.join(root, name)
-        filesystem.makedirs(target, exist_ok=True)
-        if filesystem.exists(posixpath.join(target, m.MANIFEST)):  # of an earlier run: invalid until it is replaced
-            filesystem.rm_file(posixpath.join(target, m.MANIFEST))
-        for shard in manifest.shards:
-            there = posixpath.join(target, shard.file)
-            filesystem.put_file(os.path.join(path, shard.file), there)
-            filesystem.invalidate_cache()
-            if (size := filesystem.size(there)) != shard.nbytes:
-                raise SaveFailed(f"{there} has {size} bytes there, {shard.nbytes} here")
-        filesystem.put_file(os.path.join(path, m.MANIFEST), posixpath.join(target, m.MANIFEST))
+        if not _has_all(filesystem, target, manifest):
+            _put(filesystem, path, target, manifest)
         if keep:
             for doomed in plan(list_remote(url, manifest.job), keep, keep_every_steps, lambda _: True):
-                # The manifest goes first, so that an interrupted removal leaves no checkpoint.
-                filesystem.rm_file(posixpath.join(root, doomed, m.MANIFEST))
-                filesystem.rm(posixpath.join(root, doomed), recursive=True)
+                if doomed != name:
+                    _remove(filesystem, posixpath.join(root, doomed))
     return posixpath.join(url, name)
 
 
-def _job_of(filesystem: Any, folder: str) -> str | None:
-    """The job of the checkpoint in the remote directory `folder`; None if there is no valid manifest."""
-    manifest_at = posixpath.join(folder, m.MANIFEST)
+def _has_all(filesystem: Any, target: str, manifest: m.Manifest) -> bool:
+    """Whether the copy is there already: without a shared folder each node copies its own checkpoint of the state."""
+    manifest_at = posixpath.join(target, m.MANIFEST)
     if not filesystem.exists(manifest_at):
-        return None
+        return False
     try:
-        return m.decode_head(filesystem.cat_file(manifest_at), digest).job
-    except m.BadManifest:
-        return None
+        found = m.decode(filesystem.cat_file(manifest_at), digest)
+        sizes = [filesystem.size(posixpath.join(target, shard.file)) for shard in found.shards]
+    except (m.BadManifest, FileNotFoundError):
+        return False
+    same = (found.job, found.step, found.generation) == (manifest.job, manifest.step, manifest.generation)
+    return same and sizes == [shard.nbytes for shard in found.shards]
+
+
+def _put(filesystem: Any, path: str, target: str, manifest: m.Manifest) -> None:
+    manifest_at = posixpath.join(target, m.MANIFEST)
+    filesystem.makedirs(target, exist_ok=True)
+    if filesystem.exists(manifest_at):  # of a copy that is not whole: invalid until it is replaced
+        filesystem.rm_file(manifest_at)
+    for shard in manifest.shards:
+        there = posixpath.join(target, shard.file)
+        filesystem.put_file(os.path.join(path, shard.file), there)
+        filesystem.invalidate_cache()
+        if (size := filesystem.size(there)) != shard.nbytes:
+            raise SaveFailed(f"{there} has {size} bytes there, {shard.nbytes} here")
+    filesystem.put_file(os.path.join(path, m.MANIFEST), manifest_at)
+
+
+def _remove(filesystem: Any, folder: str) -> None:
+    """Another copy, or another node's, may be removing it as well."""
+    # The manifest goes first, so that an interrupted removal leaves no checkpoint.
+    with contextlib.suppress(FileNotFoundError):
+        filesystem.rm_file(posixpath.join(folder, m.MANIFEST))
+    with contextlib.suppress(FileNotFoundError):
+        filesystem.rm(folder, recursive=True)
 
 
 def list_remote(url: str, job: str) -> list[Entry]:

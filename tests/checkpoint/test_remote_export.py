@@ -19,6 +19,7 @@ from elastic.checkpoint import read
 from elastic.checkpoint.errors import Damaged, NoGoodCheckpoint, SaveFailed
 from elastic.checkpoint.export import to_dcp, to_torch_save
 from elastic.checkpoint.find import newest_good
+from elastic.checkpoint.names import final_names
 from elastic.checkpoint.read import load_newest
 from elastic.checkpoint.remote import RemoteError, copy_up, fetch, fetch_newest, list_remote
 from elastic.checkpoint.write import commit, write_shard
@@ -29,6 +30,11 @@ from elastic.worker.state.state import State
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     return f"memory://{tmp_path.name}/checkpoints"
+
+
+def there(step: int) -> str:
+    """The name of a copy."""
+    return final_names(step, 1, "job")[-1]
 
 
 def test_jobs_that_share_the_remote_end_and_the_folder_keep_their_checkpoints(tmp_path: Path, url: str) -> None:
@@ -42,19 +48,95 @@ def test_jobs_that_share_the_remote_end_and_the_folder_keep_their_checkpoints(tm
         assert found.manifest.job == job
 
 
+def test_copies_of_two_jobs_at_the_same_time_do_not_mix(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    filesystem = type(fsspec.filesystem("memory"))
+    real = filesystem.put_file
+    other = [save(str(tmp_path / "b"), 20, job="b", tensors=state_at(21))]
+
+    def put_file(self: Any, here: str, there: str, **more: Any) -> None:
+        real(self, here, there, **more)
+        if other:
+            copy_up(other.pop(), url)
+
+    monkeypatch.setattr(filesystem, "put_file", put_file)
+    copy_up(save(str(tmp_path / "a"), 20, job="a"), url)
+    for job in ("a", "b"):
+        assert fetch_newest(url, job, str(tmp_path / "back")) is not None
+
+
+def test_the_only_copy_stays_while_one_of_the_same_step_is_made(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The local checkpoint was damaged, the job went back and has come to that step again."""
+    import fsspec
+
+    copy_up(save(str(tmp_path / "before"), 20, generation=1), url)
+
+    def put_file(self: Any, here: str, there: str, **more: Any) -> None:
+        raise ConnectionResetError("the network is gone")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "put_file", put_file)
+    with pytest.raises(RemoteError):
+        copy_up(save(str(tmp_path / "after"), 20, generation=2), url)
+    assert [(step, generation) for step, generation, _ in list_remote(url, "job")] == [(20, 1)]
+
+
+def test_a_copy_of_another_node_is_not_taken_away_to_make_it_again(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a shared folder each node copies what it has saved itself."""
+    import fsspec
+
+    copy_up(save(str(tmp_path / "n0"), 20), url)
+
+    def put_file(self: Any, here: str, there: str, **more: Any) -> None:
+        raise ConnectionResetError("the network is gone")
+
+    path = save(str(tmp_path / "n1"), 20)
+    with monkeypatch.context() as broken:
+        broken.setattr(type(fsspec.filesystem("memory")), "put_file", put_file)
+        copy_up(path, url)
+    assert fetch_newest(url, "job", str(tmp_path / "back")) is not None
+
+
+def test_a_copy_that_another_one_has_removed_meanwhile_is_no_failure(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    filesystem = type(fsspec.filesystem("memory"))
+    real = filesystem.rm_file
+
+    def rm_file(self: Any, path: str) -> None:
+        real(self, path)
+        self.rm(path.rpartition("/")[0], recursive=True)
+
+    copy_up(save(str(tmp_path), 10), url)
+    monkeypatch.setattr(filesystem, "rm_file", rm_file)
+    copy_up(save(str(tmp_path), 20), url, keep=1)
+    assert [step for step, _, _ in list_remote(url, "job")] == [20]
+
+
 def test_up_and_back(tmp_path: Path, url: str) -> None:
     assert list_remote(url, "job") == []
     for step in (10, 20):
         copy_up(save(str(tmp_path / "here"), step), url)
-    assert [(step, name) for step, _, name in list_remote(url, "job")] == [(20, "step-20"), (10, "step-10")]
+    assert [(step, name) for step, _, name in list_remote(url, "job")] == [
+        (20, there(20)),
+        (10, there(10)),
+    ]
     assert list_remote(url, "another") == []
     (tmp_path / "there").mkdir()
-    path = fetch(url, "step-20", str(tmp_path / "there"), "job")
+    path = fetch(url, there(20), str(tmp_path / "there"), "job")
     found = newest_good(str(tmp_path / "there"), "job")
     assert found is not None
     assert (found.path, found.step) == (path, 20)
-    assert os.listdir(tmp_path / "there") == ["step-20"]
-    assert fetch(url, "step-20", str(tmp_path / "there"), "job") == path
+    assert os.listdir(tmp_path / "there") == [there(20)]
+    assert fetch(url, there(20), str(tmp_path / "there"), "job") == path
 
 
 def test_retention_there(tmp_path: Path, url: str) -> None:
@@ -87,10 +169,10 @@ def test_a_copy_that_breaks_off_is_no_checkpoint(tmp_path: Path, url: str, monke
 def test_damage_there_is_found_on_the_way_back(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/remote"
     copy_up(save(str(tmp_path), 10), url)
-    flip(shard_paths(str(tmp_path / "remote" / "step-10"))[0], -1)
+    flip(shard_paths(str(tmp_path / "remote" / there(10)))[0], -1)
     (tmp_path / "back").mkdir()
     with pytest.raises(Damaged, match="shard-hash"):
-        fetch(url, "step-10", str(tmp_path / "back"), "job")
+        fetch(url, there(10), str(tmp_path / "back"), "job")
     assert newest_good(str(tmp_path / "back"), "job") is None
 
 
@@ -107,13 +189,13 @@ def test_the_remote_copy_is_the_last_resort(tmp_path: Path, url: str) -> None:
         return found.step
 
     assert resumed() == 20  # nothing here
-    assert sorted(os.listdir(here)) == ["step-20"]
+    assert sorted(os.listdir(here)) == [there(20)]
     shutil.rmtree(here)
     save(str(here), 5)
     assert resumed() == 5  # the local one comes first
     flip(shard_paths(str(here / "step-5"))[0], -1)
     assert resumed() == 20  # but not when it is damaged
-    assert sorted(os.listdir(here)) == ["step-20", "step-5.damaged-shard-hash"]
+    assert sorted(os.listdir(here)) == [there(20), "step-5.damaged-shard-hash"]
 
 
 def test_a_load_that_failed_in_the_middle_is_never_called_loaded(
@@ -142,14 +224,14 @@ def test_a_load_that_failed_in_the_middle_is_never_called_loaded(
 
 
 def test_remote_fetch_takes_the_newest_good_checkpoint(tmp_path: Path) -> None:
-    url, there = f"file://{tmp_path}/remote", tmp_path / "remote"
+    url, remote = f"file://{tmp_path}/remote", tmp_path / "remote"
     for step in (10, 20):
         copy_up(save(str(tmp_path), step), url)
-    flip(shard_paths(str(there / "step-20"))[0], -1)
-    assert fetch_newest(url, "job", str(tmp_path / "back")) == str(tmp_path / "back" / "step-10")
-    assert os.listdir(tmp_path / "back") == ["step-10"]
-    flip(shard_paths(str(there / "step-10"))[0], -1)
-    with pytest.raises(NoGoodCheckpoint, match=r"step-20: piece .* has hash"):
+    flip(shard_paths(str(remote / there(20)))[0], -1)
+    assert fetch_newest(url, "job", str(tmp_path / "back")) == str(tmp_path / "back" / there(10))
+    assert os.listdir(tmp_path / "back") == [there(10)]
+    flip(shard_paths(str(remote / there(10)))[0], -1)
+    with pytest.raises(NoGoodCheckpoint, match=r"step-20\..*: piece .* has hash"):
         fetch_newest(url, "job", str(tmp_path / "again"))
     assert fetch_newest(url, "another", str(tmp_path / "again")) is None
     with pytest.raises(NoGoodCheckpoint):
@@ -160,9 +242,9 @@ def test_several_fetch_at_once(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/remote"
     copy_up(save(str(tmp_path / "here"), 10), url)
     with ThreadPoolExecutor(8) as pool:
-        paths = list(pool.map(lambda _: fetch(url, "step-10", str(tmp_path / "there"), "job"), range(8)))
-    assert set(paths) == {str(tmp_path / "there" / "step-10")}
-    assert os.listdir(tmp_path / "there") == ["step-10"]
+        paths = list(pool.map(lambda _: fetch(url, there(10), str(tmp_path / "there"), "job"), range(8)))
+    assert set(paths) == {str(tmp_path / "there" / there(10))}
+    assert os.listdir(tmp_path / "there") == [there(10)]
 
 
 def test_an_unknown_scheme_says_so(tmp_path: Path) -> None:
