@@ -60,12 +60,14 @@ def prune(
     keep_every_steps: int = 0,
     *,
     trusted: str | None = None,
+    spare: Collection[str] = (),
     files: Files = REAL,
 ) -> tuple[list[str], list[str]]:
     """Apply retention and clean up. Returns the paths removed, and the failures as text; raises nothing.
 
-    `trusted`: a checkpoint just written and fsynced, which is not verified again. Others are checked by size, and until
-    one has passed by hash too, so that a removal never costs the last good one.
+    `trusted`: a checkpoint just written and fsynced, which is not verified again, and stays even if others count as
+    newer. Others are checked by size, and until one has passed by hash too, so that a removal never costs the last good
+    one. `spare`: paths that are in use.
     """
     sure = {trusted} if trusted else set()
 
@@ -82,6 +84,7 @@ def prune(
     try:
         found = peek(directory, job, files=files)
         doomed = plan(found, keep, keep_every_steps, lambda path: path == trusted or good(path)) if keep else []
+        doomed = [path for path in doomed if path != trusted and path not in spare]
         newest = found[0] if found else None
         doomed += [os.path.join(directory, name) for name in leftovers(files.names(directory), job, newest)]
     except OSError as error:

@@ -51,6 +51,8 @@ class CheckpointWriter:
         self._pending: list[_Pending] = []
         self._failed: dict[tuple[int, int], str] = {}
         """Saves of which this process failed to write a shard, and why: waiting for the others is pointless."""
+        self._copying: set[str] = set()
+        """Checkpoints that are being copied to remote storage, which retention spares meanwhile."""
         self._notes: tuple[str, ...] = ()
         self._poller = select.poll()
         self._poller.register(channel, select.POLLIN)
@@ -83,6 +85,7 @@ class CheckpointWriter:
                 now_s = self._clock()
                 self._pending.append(_Pending(order, now_s, now_s, order.shards))
             case orders.CopyUp():
+                self._copying.add(order.path)
                 threading.Thread(target=self._copy_up, args=(order,), daemon=True).start()
             case orders.Forget():
                 while self._arenas:
@@ -162,7 +165,14 @@ class CheckpointWriter:
             self._discard(order)
         else:
             # After the reply, which need not wait for removals. Failed removals are reported with the next commit.
-            _, failed = prune(order.directory, order.job, order.keep, order.keep_every_steps, trusted=result.path)
+            _, failed = prune(
+                order.directory,
+                order.job,
+                order.keep,
+                order.keep_every_steps,
+                trusted=result.path,
+                spare=self._copying,
+            )
             self._notes = tuple(failed[:8])
         return True
 
@@ -185,6 +195,7 @@ class CheckpointWriter:
             result = _with(result, error=orders.describe(error))
         else:
             result = _with(result, path=url)
+        self._copying.discard(order.path)
         self._reply(_with(result, seconds=time.monotonic() - started_s))
 
     def _reply(self, result: orders.Result) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.ckpt import flip, save, shard_paths
+from support.ckpt import filled, flip, save, shard_paths, state_at
 
+from elastic.checkpoint import orders, remote
 from elastic.checkpoint.files import Files
 from elastic.checkpoint.find import newest_good
 from elastic.checkpoint.names import fetch_prefix, tmp_name
 from elastic.checkpoint.retention import leftovers, plan, prune
+from elastic.checkpoint.write import write_shard
+from elastic.checkpoint.writer import MAX_PACKET_BYTES, CheckpointWriter
 
 entries = st.lists(st.integers(1, 50), unique=True, max_size=12).map(
     lambda steps: [(step, 1, f"step-{step}") for step in sorted(steps, reverse=True)]
@@ -56,6 +61,51 @@ def test_retention_keeps_the_last_good_checkpoint_when_newer_ones_are_damaged(tm
     found = newest_good(str(tmp_path), "job")
     assert found is not None
     assert found.step == 10
+
+
+def test_the_checkpoint_just_saved_stays_though_one_of_a_later_generation_is_there(tmp_path: Path) -> None:
+    """As on a disk of one node, of a job whose generations were counted anew from another node's disk."""
+    save(str(tmp_path), 300, generation=7)
+    saved = save(str(tmp_path), 310, generation=6)
+    prune(str(tmp_path), "job", 1, trusted=saved)
+    assert sorted(os.listdir(tmp_path)) == ["step-300", "step-310"]
+
+
+def test_a_checkpoint_that_is_being_copied_stays_until_the_copy_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies that take longer than `keep` checkpoints would all fail, and none would ever arrive."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    copied = threading.Event()
+
+    def slow(path: str, url: str, **_: object) -> str:
+        assert copied.wait(60.0)
+        return url
+
+    monkeypatch.setattr(remote, "copy_up", slow)
+    writer = CheckpointWriter(theirs)
+
+    def order(it: orders.AnyOrder) -> None:
+        ours.send(orders.encode(it))
+        writer.turn(0.0)
+
+    def commit(step: int) -> list[str]:
+        with filled(state_at(step), step) as arena:
+            write_shard(arena, str(tmp_path), "job")
+        order(
+            orders.Commit(directory=str(tmp_path), job="job", step=step, generation=1, shards=1, world_size=1, keep=1)
+        )
+        assert orders.decode_result(ours.recv(MAX_PACKET_BYTES)).ok
+        return sorted(os.listdir(tmp_path))
+
+    with ours, theirs:
+        commit(10)
+        order(orders.CopyUp(path=str(tmp_path / "step-10"), url="memory://there"))
+        assert commit(20) == ["step-10", "step-20"]
+        copied.set()
+        ours.settimeout(60.0)
+        assert orders.decode_result(ours.recv(MAX_PACKET_BYTES)).kind == "CopyUp"
+        assert commit(30) == ["step-30"]
 
 
 def test_retention_removes_crash_leftovers_and_keeps_writes_in_progress(tmp_path: Path) -> None:
