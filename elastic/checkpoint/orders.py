@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+ERROR_CHARS = 2000
+"""Of an error's text: a storage service may answer with a page, and a result must fit into one packet."""
+
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
     id: int = 0
@@ -98,4 +101,4 @@ def describe(error: BaseException) -> str:
     """One line for an operator: what failed, and on which file."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return f"{error}" or type(error).__name__
+    return " ".join(f"{error}".split("\n"))[:ERROR_CHARS] or type(error).__name__

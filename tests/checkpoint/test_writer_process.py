@@ -18,9 +18,10 @@ from support.ckpt import filled, state_at
 from support.wait import eventually, stretched
 
 from elastic.checkpoint import orders
-from elastic.checkpoint.client import MAX_COPIES, MAX_WAITING, Busy, WriterProcess
+from elastic.checkpoint.client import MAX_COPIES, MAX_PACKET_BYTES, MAX_WAITING, Busy, WriterProcess
 from elastic.checkpoint.find import newest_good
 from elastic.checkpoint.names import tmp_name
+from elastic.checkpoint.remote import RemoteError
 
 
 @pytest.fixture
@@ -78,6 +79,14 @@ def test_errors_come_back_in_words(writer: WriterProcess, tmp_path: Path) -> Non
         first, second = writer.wait(20)
     assert first.error.startswith("Not a directory: ")
     assert second.error == "the arena is whole with step 20 of generation 1"
+
+
+def test_an_error_of_any_length_is_one_line_that_fits_into_a_packet() -> None:
+    said = orders.describe(RemoteError("403: " + "<p>Forbidden\n" * 10_000))
+    assert said.startswith("403: <p>Forbidden <p>")
+    assert "\n" not in said
+    result = orders.Result(id=1, kind="CopyUp", step=20, generation=1, error=said)
+    assert len(orders.encode(result)) < MAX_PACKET_BYTES
 
 
 def test_a_failed_shard_fails_its_commit_at_once(writer: WriterProcess, tmp_path: Path) -> None:
