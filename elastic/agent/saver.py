@@ -115,9 +115,13 @@ class Saver:
                 self.last.kept_interval = f"no memory: {wanted / 1e6:.0f} MB on this node would leave too little"
                 self.tell(worker_id, messages.Arena(nbytes=0), ())
                 return
+            fresh: tuple[Arena, ...] = ()
             try:
-                fresh = (Arena.create(nbytes, warm=False), Arena.create(nbytes, warm=False))  # the worker warms them
+                while len(fresh) < 2:
+                    fresh += (Arena.create(nbytes, warm=False),)  # the worker warms them
             except ArenaError as error:
+                for arena in fresh:
+                    arena.close()
                 self._fail(0, 0, f"no shared memory for snapshots: {error}")
                 self.tell(worker_id, messages.Arena(nbytes=0), ())
                 return

@@ -11,6 +11,8 @@ from support.jobs import generation, place
 from elastic.agent.incidents import has_failed
 from elastic.agent.saver import Saver
 from elastic.checkpoint import orders
+from elastic.checkpoint.arena import Arena
+from elastic.checkpoint.errors import ArenaError
 from elastic.checkpoint.failures import ESCALATE_AFTER
 from elastic.contract import messages
 from elastic.contract.spec import Checkpoint
@@ -136,3 +138,19 @@ def test_a_generation_has_failed_once_it_is_broken_or_left_at_once() -> None:
     assert has_failed(FormedState(generation=one, broken=1), 1)
     assert has_failed(FormedState(generation=two), 1), "its node is gone"
     assert not has_failed(FormedState(generation=planned), 1)
+
+
+def test_a_buffer_without_its_second_is_given_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker asks again at each checkpoint: the agent would run out of descriptors."""
+    create, made = Arena.create, []
+
+    def short_of_memory(nbytes: int, *, warm: bool = True) -> Arena:
+        if made:
+            raise ArenaError("no shared memory")
+        made.append(create(nbytes, warm=warm))
+        return made[0]
+
+    monkeypatch.setattr(Arena, "create", short_of_memory)
+    bench.saver.need_arena(0, 1, 1 << 20)
+    assert bench.failed == ["0: no shared memory for snapshots: no shared memory"]
+    assert made[0].fd == -1
