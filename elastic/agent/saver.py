@@ -135,6 +135,7 @@ class Saver:
             for ticket, (of, step, buffer) in tuple(self._writes.items()):
                 if of == slot:
                     self._writes[ticket] = (-1, step, buffer)
+            self._look_for_kept()
         held.worker_id = worker_id
         self.last.kept_mb = sum(arena.capacity for one in self._slots.values() for arena in one.arenas) / 1e6
         writing = {buffer for of, _, buffer in self._writes.values() if of == slot}
@@ -157,8 +158,7 @@ class Saver:
             return
         self.last.kept_interval = message.kept or self.last.kept_interval
         held.in_memory.discard(message.buffer)
-        if arenas := self._whole():
-            self.last.kept_step = arenas[0].header().step
+        self._look_for_kept()
         if not message.save:
             held.in_memory.add(message.buffer)
             return
@@ -285,6 +285,7 @@ class Saver:
                 for buffer in held.in_memory:
                     held.arenas[buffer].clear()
                 held.in_memory.clear()
+            self._look_for_kept()
         self._asking[worker_id] = (generation, time.monotonic())
         self.answer()
 
@@ -301,6 +302,10 @@ class Saver:
                 log.warning("checkpoint.kept_too_many", arenas=len(arenas), limit=MAX_KEPT)
                 arenas = []
             self.tell(worker_id, messages.InMemorySnapshot(generation=generation), tuple(arena.fd for arena in arenas))
+
+    def _look_for_kept(self) -> None:
+        arenas = self._whole()
+        self.last.kept_step = arenas[0].header().step if arenas else None
 
     def _whole(self) -> list[Arena]:
         """The arenas of the newest snapshot of which this node has every part."""

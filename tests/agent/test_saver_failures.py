@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+import torch
+from support.ckpt import table_of
 from support.jobs import generation, place
 
 from elastic.agent.incidents import has_failed
@@ -154,3 +156,20 @@ def test_a_buffer_without_its_second_is_given_back(bench: Bench, monkeypatch: py
     bench.saver.need_arena(0, 1, 1 << 20)
     assert bench.failed == ["0: no shared memory for snapshots: no shared memory"]
     assert made[0].fd == -1
+
+
+@pytest.mark.parametrize("how", ["a rollback", "larger buffers"])
+def test_a_snapshot_that_is_gone_is_not_shown(how: str, bench: Bench) -> None:
+    bench.saver.need_arena(0, 1, 1 << 16)
+    arena, tensors = bench.saver._slots[0].arenas[0], {"w": torch.ones(4)}
+    arena.layout(table_of(tensors))
+    arena.fill(list(tensors.values()))
+    arena.seal(7, 2)
+    filled = messages.Filled(step=7, generation=2, buffer=0, nbytes=9, shard=0, shards=1, stall_s=0.0, save=False)
+    bench.saver.filled(0, filled, lead=True, world_size=1)
+    assert bench.saver.last.kept_step == 7
+    if how == "a rollback":
+        bench.saver.ask_kept(1, 3, saved=True)
+    else:
+        bench.saver.need_arena(0, 1, 1 << 20)
+    assert bench.saver.last.kept_step is None
