@@ -164,7 +164,11 @@ class Saver:
             return
         try:
             order = orders.Write(
-                directory=self.rules.dir, job=self.job, step=message.step, generation=message.generation
+                directory=self.rules.dir,
+                job=self.job,
+                step=message.step,
+                generation=message.generation,
+                alone=not self.rules.shared,
             )
             ticket = self.writer.submit(order, held.arenas[message.buffer])
         except (Busy, OSError) as error:

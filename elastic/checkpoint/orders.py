@@ -23,6 +23,9 @@ class Write(Order, frozen=True, kw_only=True):
     generation: int
     """Step and generation that the arena must hold; the order fails otherwise."""
     threads: int = 4
+    alone: bool = False
+    """No other process writes into the directory for this job: what is unfinished there before the first order is of an
+    earlier run."""
 
 
 class Commit(Order, frozen=True, kw_only=True):

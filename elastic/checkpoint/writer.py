@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -51,6 +52,8 @@ class CheckpointWriter:
         self._pending: list[_Pending] = []
         self._failed: dict[tuple[int, int], str] = {}
         """Saves of which this process failed to write a shard, and why: waiting for the others is pointless."""
+        self._swept = False
+        """What an earlier run had left unfinished is removed; in a directory of this node alone."""
         self._copying: set[str] = set()
         """Checkpoints that are being copied to remote storage, which retention spares meanwhile."""
         self._notes: tuple[str, ...] = ()
@@ -101,6 +104,11 @@ class CheckpointWriter:
     def _write(self, order: orders.Write, fd: int) -> orders.Result:
         started_s = time.monotonic()
         result = orders.Result(id=order.id, kind="Write", step=order.step, generation=order.generation)
+        if order.alone and not self._swept:
+            # Its generations may have been counted from another node's disk: a save of this run could be completed with
+            # its shards.
+            self._swept = True
+            discard(order.directory, order.job, sys.maxsize, sys.maxsize)
         try:
             arena = self._arena(fd)
             header = arena.header()

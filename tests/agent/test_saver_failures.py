@@ -81,6 +81,15 @@ def bench() -> Iterator[Bench]:
             arena.close()
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_writer_is_told_whether_the_folder_is_of_this_node_alone(shared: bool, bench: Bench) -> None:
+    bench.saver.rules = msgspec.structs.replace(bench.saver.rules, shared=shared)
+    bench.save(7)
+    order = bench.writer.orders[0]
+    assert isinstance(order, orders.Write)
+    assert order.alone is not shared
+
+
 def test_checkpoint_with_failed_shard_and_failed_commit_counts_as_one_failure(bench: Bench) -> None:
     bench.save(7, "no space")
     assert bench.failed == ["7: no space"]

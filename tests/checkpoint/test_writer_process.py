@@ -22,6 +22,7 @@ from elastic.checkpoint.client import MAX_COPIES, MAX_PACKET_BYTES, MAX_WAITING,
 from elastic.checkpoint.find import newest_good
 from elastic.checkpoint.names import tmp_name
 from elastic.checkpoint.remote import RemoteError
+from elastic.checkpoint.write import write_shard
 
 
 @pytest.fixture
@@ -97,6 +98,25 @@ def test_a_failed_shard_fails_its_commit_at_once(writer: WriterProcess, tmp_path
         first, second = writer.wait(20)
     assert second.kind == "Commit"
     assert second.error == first.error != ""
+
+
+def test_shards_of_an_earlier_run_on_a_disk_of_this_node_alone_complete_no_checkpoint(
+    writer: WriterProcess, tmp_path: Path
+) -> None:
+    """Etcd and all agents were lost, and another node, which has not seen this disk, counts the generations anew."""
+    with filled(state_at(1), 40, 6, 1, 2) as arena:
+        write_shard(arena, str(tmp_path), "job")
+    with filled(state_at(2), 40, 6, 0, 2) as arena:
+        for _ in range(2):
+            order = orders.Write(directory=str(tmp_path), job="job", step=40, generation=6, alone=True)
+            writer.submit(order, arena)
+        commit = orders.Commit(
+            directory=str(tmp_path), job="job", step=40, generation=6, shards=2, world_size=2, wait_s=0.0
+        )
+        writer.submit(commit)
+        *written, committed = writer.wait(20)
+    assert [result.error for result in written] == ["", ""], "what this run has written stays"
+    assert committed.missing == (1,)
 
 
 def test_a_failed_save_gives_its_room_back(writer: WriterProcess, tmp_path: Path) -> None:
