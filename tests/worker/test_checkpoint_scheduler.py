@@ -71,6 +71,20 @@ def test_a_final_state_that_is_not_saved_is_said(capfd: pytest.CaptureFixture[st
     assert "the final state, of step 15, is not saved: an earlier checkpoint was still" in capfd.readouterr().err
 
 
+def test_a_final_state_that_was_changed_after_its_commit_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    sink, state = SnapshotBackend(), build()
+    keeper = CheckpointScheduler(sink, IntervalRule(every_steps=10), shared=True)
+    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    run(keeper, state, 12)
+    state.changing()  # as an optimizer's step does
+    keeper.finish(state)
+    assert [part.step for part in sink.parts] == [10, 12]
+    assert "without job.commit: the state saved as step 12 has that change, too" in capfd.readouterr().err
+    run(keeper, state, 1)
+    keeper.finish(state)
+    assert capfd.readouterr().err == ""
+
+
 def test_checkpoint_scheduler_skips_and_counts_a_full_sink() -> None:
     sink, state = SnapshotBackend(), build()
     keeper = CheckpointScheduler(sink, IntervalRule(every_steps=5), shared=True)
