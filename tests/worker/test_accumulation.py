@@ -148,12 +148,13 @@ def test_accumulation_exchanges_once_a_step_and_gives_the_whole_batchs_gradient(
 # ── a loop over micro-batches that is not the one of its step ───────────────────────────────────────────────
 
 
-def alone() -> tuple[Job, State, nn.Module]:
+def alone(rank: int = 0, world_size: int = 1) -> tuple[Job, State, nn.Module]:
+    torch.manual_seed(0)
     net = nn.Linear(4, 1, dtype=torch.float64)
     job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
     state = State(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
     state.watch_optimizers(job.guard())
-    job.enter(rank=0, world_size=1, generation=1, keeper=None)
+    job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
     state.begin()
     return job, state, job.ddp(net)
 
@@ -193,3 +194,37 @@ def test_after_the_loop_over_batches_no_rank_counts_as_empty() -> None:
     for _ in job.batches(Pairs(), state, batch_size=60, epochs=1):
         pass
     assert not job._gradient_weight.empty
+
+
+def left_early(rank: int, world_size: int, port: int) -> Any:
+    """(what the optimizer's step raised, whether the weights are those of the beginning), with and without
+    `weighted`."""
+    where: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "generation": 1}
+    group = Group(backend="gloo", rank=rank, world_size=world_size, **where)
+    group.form()
+    found = []
+    for weighted in (False, True):
+        job, state, model = alone(rank, world_size)
+        before = state.model.weight.detach().clone()
+        batch = next(job.batches(Pairs(), state, batch_size=8, micro_batch=2))
+        for part in batch.parts():
+            loss = F.mse_loss(model(part.x), part.y)
+            (job.weighted(loss, 2) if weighted else loss).backward()
+            break
+        try:
+            state.optimizer.step()
+            said = ""
+        except RuntimeError as error:
+            said = str(error)
+        found.append([said, bool(torch.equal(before, state.model.weight))])
+    group.close()
+    return found
+
+
+@pytest.mark.slow
+def test_gradients_of_a_rank_alone_are_not_applied_where_a_loop_over_parts_was_left_early() -> None:
+    """The ranks exchange them in the last backward: without it the replicas would drift apart."""
+    for results in run_ranks(left_early, world_size=2):
+        for said, as_before in results:
+            assert "left before its end" in said
+            assert as_before

@@ -32,6 +32,8 @@ class GradientWeight:
         self._sums = 0
         self._part_weight: float | None = None
         """Of the last micro-batch, while a loop over several is under way."""
+        self._exchanges = True
+        """The backward of the micro-batch that was taken last exchanges the gradients."""
         self._whole = False
         """The gradients hold the result of such a loop, which no optimizer has applied yet."""
         self.failed = False
@@ -66,15 +68,19 @@ class GradientWeight:
 
     def before_step(self) -> None:
         """An optimizer is about to apply the gradients. Raises RuntimeError if a loop over `batch.parts()` has not come
-        to its end, and the gradients lack the weight of their last part."""
-        if self._part_weight not in (None, 1.0) and not self._sums and _grads(self._unwrapped()):
-            self._part_weight = None
+        to its end, and the gradients lack their exchange or the weight of their last part."""
+        if self._part_weight is not None and self._left_early():
             raise RuntimeError(
                 "the loop over batch.parts() was left before its end: its gradients are not the batch's mean. Run it "
                 "to its end; in zip() it comes first: zip(batch.parts(), masks)"
             )
         self._part_weight, self._whole = None, False
         self.share_buffers()
+
+    def _left_early(self) -> bool:
+        if not self._exchanges:  # not even begun with the last part: each rank has gradients of its own
+            return bool(_grads(self._models))
+        return self._part_weight != 1.0 and not self._sums and bool(_grads(self._unwrapped()))
 
     def _unwrapped(self) -> list[nn.Module]:
         return [model for model in self._models if not isinstance(model, DistributedDataParallel)]
@@ -85,7 +91,7 @@ class GradientWeight:
 
     def begin(self, weight: float, *, exchange: bool = True) -> None:
         """Set the weight of the next forward and backward; without `exchange` they only accumulate, as in `no_sync`."""
-        self._weight = weight
+        self._weight, self._exchanges = weight, exchange
         for model in self._models:
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = exchange  # all that DDP.no_sync() does
