@@ -24,6 +24,7 @@ from .first_bad import FirstBad
 from .gradient_samples import GradientSampler
 from .job_calls import JobCalls
 from .logged import JobLog
+from .loss_reader import LossReader
 from .lr_scaling import ScaledSteps
 from .numerics import Fingerprint, disagreeing
 from .state.state import State
@@ -108,7 +109,7 @@ class Job(JobCalls):
         self._group_s = math.inf
         self._gradient_weight = ddp.GradientWeight()
         self._began_s = 0.0
-        self._loss = _LossReader()
+        self._loss = LossReader()
         self._fingerprint_every = fingerprint_every_steps
         self._fingerprint: Fingerprint | None = None
         self._ignore_bad_numbers = ignore_bad_numbers
@@ -148,6 +149,7 @@ class Job(JobCalls):
         self._scaled.clear()
         self._fingerprint = None
         self._began_s = time.monotonic()
+        self._loss = LossReader()  # the last one's value may be of a step that is undone
         self._log.enter(step, first=rank == 0)
         self.sampler.begin(step)
         if state is not None and (self._every_layer or self._suspect > step):
@@ -406,29 +408,6 @@ class Job(JobCalls):
         self._link.entered()
         if outliers and not self._ignore_bad_numbers:
             self._link.bad_numbers(state.step, "drift", "weights differ from the other replicas'", outliers)
-
-
-class _LossReader:
-    """The loss as a float, without waiting for a GPU: there, the value of an earlier step."""
-
-    def __init__(self) -> None:
-        self._copy: torch.Tensor | None = None
-        self._event: torch.cuda.Event | None = None
-
-    def read(self, loss: torch.Tensor | float | None) -> float | None:
-        if not isinstance(loss, torch.Tensor):
-            return None if loss is None else float(loss)
-        if not loss.is_cuda:
-            return float(loss.item())
-        loss, value = loss.detach(), None
-        if self._event is not None and self._copy is not None and self._event.query():  # type: ignore[no-untyped-call]
-            value, self._event = float(self._copy), None
-        if self._event is None:
-            self._copy = torch.empty((), dtype=loss.dtype, pin_memory=True) if self._copy is None else self._copy
-            self._copy.copy_(loss, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-        return value
 
 
 Setup = Callable[[Job], State]

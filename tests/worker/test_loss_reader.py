@@ -1,0 +1,50 @@
+"""The loss of a GPU is read a step or more later: not that of a step which was undone meanwhile."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.worker import loss_reader
+from elastic.worker.job import Job
+from elastic.worker.standalone import NoLink
+
+
+class OnGpu(torch.Tensor):
+    """A tensor on the CPU that says otherwise."""
+
+    is_cuda = True
+
+
+class Event:
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: Any = lambda shape, dtype, pin_memory: torch.zeros(shape, dtype=dtype)  # noqa: E731
+    monkeypatch.setattr(
+        loss_reader, "torch", SimpleNamespace(Tensor=torch.Tensor, cuda=SimpleNamespace(Event=Event), empty=pinned)
+    )
+
+
+def loss(value: float) -> torch.Tensor:
+    return torch.tensor(value).as_subclass(OnGpu)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_loss_that_was_not_read_before_a_rollback_is_not_taken_for_one_after_it() -> None:
+    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    job.enter(rank=0, world_size=1, generation=1, keeper=None)
+    assert job._loss.read(loss(1.0)) is None
+    assert job._loss.read(loss(math.nan)) == 1.0
+    job.enter(rank=0, world_size=1, generation=2, keeper=None)
+    assert job._loss.read(loss(2.0)) is None
+    assert job._loss.read(loss(3.0)) == 2.0
