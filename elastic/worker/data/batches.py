@@ -19,6 +19,7 @@ from ..boot.inherited_sockets import leave_parents_sockets
 from ..comm.ddp import GradientWeight
 from ..torch_private import pytree
 from .collate import collated
+from .columns import cut
 from .draws import draws
 from .sharding import BatchPlan, SampleOrder, derive, micro_sizes, rank_range
 
@@ -94,7 +95,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         """The same samples in micro-batches of at most `micro_batch`, for `loss.backward()` on each in turn.
 
         Gradients accumulate to the exact mean over the global batch; they are exchanged during the last backward only.
-        Raises RuntimeError in a second such loop of one step.
+        Raises RuntimeError in a second such loop of one step, and TypeError for what `columns.cut` cannot cut.
         """
         sizes = micro_sizes(self.size, self.micro_batch)
         if self.gradient_weight is not None and len(sizes) > 1:
@@ -111,11 +112,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             self.gradient_weight.finish()
 
     def _slice(self, start: int, stop: int) -> Batch:
-        def cut(leaf: Any) -> Any:
-            return leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf
-
         return Batch(
-            data=pytree.tree_map(cut, self.data),
+            data=cut(self.data, self.size, start, stop),
             indices=self.indices[start:stop],
             step=self.step,
             epoch=self.epoch,

@@ -24,8 +24,8 @@ from torch.utils.data import IterableDataset, default_collate
 
 from .. import shared_values, torch_private
 from ..comm.ddp import GradientWeight
-from ..torch_private import pytree
 from .batches import Batch, elsewhere, move, seed_everything
+from .columns import joined
 from .sharding import rank_range
 
 Make = Callable[[int, int], Iterable[Any]]
@@ -79,7 +79,7 @@ def streams(
         while (step := state.step) < steps:
             if step % keep_every == 0 and (state.streams is None or state.streams["step"] != step):
                 state.streams = {"step": step, "states": _exchanged(mine, rank, world_size)}
-            data = _joined([next(stream) for stream in mine.values()])
+            data = joined([next(stream) for stream in mine.values()], each)
             batch = Batch(
                 data=move(elsewhere(device), data),
                 indices=tuple(range(step * batch_size + first * each, step * batch_size + stop * each)),
@@ -212,14 +212,3 @@ def _exchanged(mine: dict[int, _Stream], rank: int, world_size: int) -> dict[str
         return found
     gathered = shared_values.gather(found, rank=rank, world_size=world_size, device=torch.device("cpu"))
     return {number: theirs for part in gathered for number, theirs in part.items()}
-
-
-def _joined(parts: list[Any]) -> Any:
-    """Batches of several streams as one: tensors concatenated, other leaves as lists."""
-    if len(parts) == 1:
-        return parts[0]
-    leaves, spec = zip(*(pytree.tree_flatten(part) for part in parts), strict=True)
-    joined = [
-        torch.cat(leaf) if isinstance(leaf[0], torch.Tensor) else list(leaf) for leaf in zip(*leaves, strict=True)
-    ]
-    return pytree.tree_unflatten(joined, spec[0])
