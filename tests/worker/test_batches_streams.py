@@ -117,3 +117,42 @@ def test_indices_number_the_samples_over_all_ranks(monkeypatch: pytest.MonkeyPat
         loop = streams(lambda n, _: range(100), state, count=2, batch_size=4, steps=9, rank=rank, world_size=2)
         found += next(loop).indices
     assert found == [12, 13, 14, 15]
+
+
+class HubDataset:
+    """As `datasets.IterableDataset`: what was loaded stays where each pass of that epoch begins."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.epoch = length, 0
+        self._starting: dict[str, int] | None = None
+        self._at = {"at": 0, "epoch": 0}
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        begins = self._starting is not None and self._starting["epoch"] == self.epoch
+        self._at = {"at": self._starting["at"] if begins and self._starting else 0, "epoch": self.epoch}
+        while self._at["at"] < self.length:
+            self._at["at"] += 1
+            yield self._at["at"] - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self._at)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._starting = dict(state)
+
+
+@pytest.mark.parametrize("restored_at", [4, 10, 16])
+def test_each_pass_of_a_stream_of_datasets_is_whole_after_it_was_restored(restored_at: int) -> None:
+    """10 samples are 5 steps."""
+    kept, found = None, []
+    for first, until in ((0, restored_at), (restored_at, 30)):
+        state = SimpleNamespace(step=first, streams=json.loads(json.dumps(kept)))
+        options: dict[str, Any] = {"count": 1, "batch_size": 2, "rank": 0, "world_size": 1, "keep_every": 2}
+        for batch in streams(lambda n, count: HubDataset(10), state, steps=until, **options):
+            found += batch.data.tolist()
+            state.step += 1
+        kept = state.streams
+    assert found == [*range(10)] * 6

@@ -30,7 +30,8 @@ from .sharding import rank_range
 
 Make = Callable[[int, int], Iterable[Any]]
 """(stream, count) -> the samples of that stream, in order. An iterable with ``state_dict``/``load_state_dict`` is
-restored directly; without them it is read again from its beginning."""
+restored directly; without them it is read again from its beginning. If it has ``set_epoch`` as well, as those of
+`datasets` do, that is called with the number of each further pass."""
 
 
 class HasStreams(Protocol):
@@ -120,7 +121,13 @@ class _Stream:
             from torchdata.stateful_dataloader import StatefulDataLoader
         except ImportError:
             raise ImportError("streams need torchdata: pip install 'elasticd[data]'") from None
-        dataset = _Stateful(samples) if hasattr(samples, "state_dict") else _Counted(samples)
+        self._pass = 0
+        """How often the stream has ended."""
+        self._begins: Callable[[int], None] = lambda _: None
+        dataset: IterableDataset[Any] = _Counted(samples)
+        if hasattr(samples, "state_dict"):
+            dataset = _Stateful(samples)
+            self._begins = getattr(samples, "set_epoch", self._begins)
         with warnings.catch_warnings():
             # torchdata 0.11 calls a torch function that 2.13 deprecates; the user cannot do anything about it.
             warnings.filterwarnings("ignore", message="'set_vital'")
@@ -135,6 +142,9 @@ class _Stream:
         try:
             return next(self._iterator)
         except StopIteration:
+            self._pass += 1
+            # Without it a stream of `datasets` begins each further pass where it was restored.
+            self._begins(self._pass)
             self._iterator = iter(self._loader)
         try:
             return next(self._iterator)
@@ -142,11 +152,12 @@ class _Stream:
             raise ValueError("a stream has fewer samples than one step takes from it") from None
 
     def state(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._loader.state_dict()
-        return found
+        return {"pass": self._pass, "loader": self._loader.state_dict()}
 
     def load(self, state: dict[str, Any]) -> None:
-        self._loader.load_state_dict(state)
+        self._pass = state["pass"]
+        self._begins(self._pass)
+        self._loader.load_state_dict(state["loader"])
         self._iterator = None
 
     def close(self) -> None:
