@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import StackDataset, Subset, default_collate
 
 from elastic.worker.data import batches
 from elastic.worker.data.batches import _Parts, seed_everything
@@ -163,3 +164,33 @@ def test_a_random_function_that_is_no_generators_is_no_error(monkeypatch: pytest
     drawn.mark()
     np.random.rand()
     assert drawn.any()
+
+
+class Numbered(torch.utils.data.Dataset[torch.Tensor]):
+    """Each sample has a number that was drawn for it."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.stack([torch.tensor(float(index)), torch.rand(())])
+
+
+@pytest.mark.parametrize("kind", ["subset", "subset of a subset", "stacked"])
+def test_what_a_subsets_samples_draw_is_the_same_for_any_world_size(kind: str) -> None:
+    """torch's Subset has `__getitems__` also for a dataset that is read sample by sample."""
+    whole = Numbered()
+    data: Any = Subset(Subset(whole, range(30)) if kind == "subset of a subset" else whole, range(20))
+    if kind == "stacked":
+        data = StackDataset(whole)
+    drawn = []
+    for world_size in (1, 2, 3):
+        found: dict[int, float] = {}
+        for rank in range(world_size):
+            state = SimpleNamespace(step=0)
+            for batch in batches.batches(data, state, batch_size=10, rank=rank, world_size=world_size):
+                rows = batch.data[0] if kind == "stacked" else batch.data
+                found |= {int(index): float(number) for index, number in rows}
+                state.step += 1
+        drawn.append(found)
+    assert drawn[0] == drawn[1] == drawn[2]

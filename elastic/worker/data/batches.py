@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, StackDataset, Subset, default_collate
 
 from .. import torch_private
 from ..boot.inherited_sockets import leave_parents_sockets
@@ -149,7 +149,8 @@ def batches(
 
     Random numbers drawn in `dataset[i]` depend only on (seed, epoch, position of the sample in the epoch), so they are
     the same for any world size; those drawn in the training loop (dropout) depend on (seed, step, rank). This holds for
-    Python's `random`, numpy's global generator and torch's, on CPU and CUDA.
+    Python's `random`, numpy's global generator and torch's, on CPU and CUDA. Those drawn in a `__getitems__` depend on
+    the position of its first sample, and so on the world size.
 
     `on_turn` is called when a turn has ended, before the next batch is loaded.
 
@@ -231,6 +232,7 @@ class _Parts:
         self._seed = seed
         self._shuffle = shuffle
         self._collate = collate
+        self._many = _reads_many(dataset)
         self._epoch = -1
         self._order: SampleOrder
         self._draws = 0
@@ -281,9 +283,10 @@ class _Parts:
 
     def _fetch(self, step: int, start: int, indices: tuple[int, ...]) -> list[Any]:
         self._seeded_for = -1
-        if many := getattr(self._dataset, "__getitems__", None):
+        if self._many:
+            many: Any = self._dataset
             _seed(_scatter(self._draws ^ start))
-            return list(many(list(indices)))
+            return list(many.__getitems__(list(indices)))
         if self._random or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return self._seeded(start, indices)
         return self._watched(step, start, indices)
@@ -322,6 +325,17 @@ class _Parts:
         else:  # it may draw: seed as after the last sample
             _seed(_scatter(self._draws ^ start + len(indices) - 1))
         return samples
+
+
+def _reads_many(dataset: Any) -> bool:
+    """Whether `dataset` reads several samples at once. torch's Subset and StackDataset have a `__getitems__` for
+    datasets without one too, and read one sample after the other then, of which each is to be seeded."""
+    if type(dataset) is Subset:
+        return _reads_many(dataset.dataset)
+    if type(dataset) is StackDataset:
+        inner = dataset.datasets
+        return any(map(_reads_many, inner.values() if isinstance(inner, dict) else inner))
+    return callable(getattr(dataset, "__getitems__", None))
 
 
 def take_many(order: SampleOrder, start: int, stop: int) -> tuple[int, ...]:
