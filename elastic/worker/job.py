@@ -346,16 +346,22 @@ class Job(JobCalls):
     def _timed(self, loaded: Iterator[data.Batch], state: State) -> Iterator[data.Batch]:
         """`loaded`, with the time until each batch is there reported as waiting for data."""
         state.loop_begins()
-        with contextlib.closing(loaded) as batches:  # type: ignore[type-var]  # both are generators
-            while True:
-                began_s = time.monotonic()
-                batch = next(batches, None)
-                self._link.waited(time.monotonic() - began_s)
-                self._batch = batch
-                if batch is None:
-                    self._gradient_weight.release()  # what comes after the loop is no part of its last batch
-                    return
-                yield batch
+        batch = None
+        try:
+            with contextlib.closing(loaded) as batches:  # type: ignore[type-var]  # both are generators
+                while True:
+                    began_s = time.monotonic()
+                    batch = next(batches, None)
+                    self._link.waited(time.monotonic() - began_s)
+                    self._batch = batch
+                    if batch is None:
+                        return
+                    yield batch
+        finally:
+            # What comes after the loop is no part of its last batch, also if it was left by `break`. The script may
+            # still have to train on that one: next(job.batches(…)). Another loop may have begun in the meantime.
+            if self._batch is batch:
+                self._gradient_weight.release(committed=batch is None or state.step > batch.step)
 
     def _turned(self, state: State) -> None:
         """The loop asks for its next batch. Also ends the generation in a script that catches every error of its

@@ -228,3 +228,35 @@ def test_gradients_of_a_rank_alone_are_not_applied_where_a_loop_over_parts_was_l
         for said, as_before in results:
             assert "left before its end" in said
             assert as_before
+
+
+def test_after_a_loop_over_batches_that_was_left_no_rank_has_its_weight() -> None:
+    job, state, _ = alone()
+    for _ in job.batches(Pairs(), state, batch_size=60, epochs=1):
+        job._gradient_weight.begin(0.0)  # as on a rank without samples in this batch
+        state.optimizer.step()
+        job.commit(state)
+        assert job._gradient_weight.empty, "a number that is added up behind the commit is still that of this step"
+        break
+    assert not job._gradient_weight.empty
+
+
+def test_a_batch_whose_loop_is_gone_has_its_weight_until_it_is_committed() -> None:
+    job, state, _ = alone()
+    batch = next(job.batches(Pairs(), state, batch_size=8, epochs=1))
+    assert job._gradient_weight() == batch.weight == 1.0
+    job._gradient_weight.begin(0.25)  # as on one of four ranks
+    assert job._gradient_weight() == 0.25
+    job.commit(state)
+    assert job._gradient_weight._weight is None
+
+
+def test_a_loop_that_is_closed_late_leaves_the_weight_of_the_one_that_follows() -> None:
+    job, state, _ = alone()
+    first = job.batches(Pairs(), state, batch_size=8, epochs=1)
+    next(first)
+    job.commit(state)
+    second = job.batches(Pairs(), state, batch_size=8, epochs=1)
+    next(second)
+    first.close()  # type: ignore[attr-defined]  # a generator, dropped with the traceback that held it
+    assert job._gradient_weight._weight == 1.0

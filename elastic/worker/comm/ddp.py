@@ -28,6 +28,8 @@ class GradientWeight:
 
     def __init__(self) -> None:
         self._weight: float | None = None
+        self._ends = False
+        """The loop over batches is over, and its last batch is not committed."""
         self._models: list[nn.Module] = []
         self._sums = 0
         self._part_weight: float | None = None
@@ -56,6 +58,7 @@ class GradientWeight:
         """Drop the models and the weight: their group is closed."""
         self._models.clear()
         self._weight = self._part_weight = None
+        self._ends = False
         self._sums, self._whole = 0, False
         self.failed = False
 
@@ -96,9 +99,12 @@ class GradientWeight:
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = exchange  # all that DDP.no_sync() does
 
-    def release(self) -> None:
-        """The loop over batches is over: further gradients have the weight of a loop of the script's own."""
-        self._weight = None
+    def release(self, *, committed: bool = True) -> None:
+        """The loop over batches is over: further gradients have the weight of a loop of the script's own. Those of its
+        last batch keep theirs until it is `committed`."""
+        self._ends = not committed
+        if committed:
+            self._weight = None
 
     def add_up(self, loss: torch.Tensor, world_size: int) -> None:
         """Until the commit gradients are summed over ranks and micro-batches: `loss`, this rank's part of the mean, has
@@ -111,6 +117,8 @@ class GradientWeight:
 
     def committed(self) -> None:
         self._sums, self._part_weight, self._whole = 0, None, False
+        if self._ends:
+            self.release()
         for model in self._models:
             if isinstance(model, _Told):
                 model.shared = False
