@@ -260,3 +260,27 @@ def test_a_loop_that_is_closed_late_leaves_the_weight_of_the_one_that_follows() 
     next(second)
     first.close()  # type: ignore[attr-defined]  # a generator, dropped with the traceback that held it
     assert job._gradient_weight._weight == 1.0
+
+
+def test_two_loops_in_one_step_are_refused_where_one_weight_cannot_serve_both() -> None:
+    job, state, _ = alone(rank=1, world_size=2)
+    both = zip(
+        job.batches(Pairs(), state, batch_size=8, steps=10),
+        job.batches(Pairs(), state, batch_size=16, steps=10),
+        strict=True,
+    )
+    for labelled, unlabelled in both:  # half of each
+        assert labelled.weight == unlabelled.weight
+        job.commit(state)
+        if state.step == 2:
+            break
+    both = zip(
+        job.batches(Pairs(), state, batch_size=8, steps=10),
+        job.batches(Pairs(), state, batch_size=7, steps=10),
+        strict=True,
+    )
+    with pytest.raises(RuntimeError, match=r"has 0\.5 and 0\.4286 of the samples"):
+        next(both)
+    del both
+    next(job.batches(Pairs(), state, batch_size=7))  # to look at a sample: its loop is gone
+    next(job.batches(Pairs(), state, batch_size=8))

@@ -30,6 +30,8 @@ class GradientWeight:
         self._weight: float | None = None
         self._ends = False
         """The loop over batches is over, and its last batch is not committed."""
+        self._taken: float | None = None
+        """Of the batch that a loop has taken and the step has not committed."""
         self._models: list[nn.Module] = []
         self._sums = 0
         self._part_weight: float | None = None
@@ -58,7 +60,7 @@ class GradientWeight:
         """Drop the models and the weight: their group is closed."""
         self._models.clear()
         self._weight = self._part_weight = None
-        self._ends = False
+        self._taken, self._ends = None, False
         self._sums, self._whole = 0, False
         self.failed = False
 
@@ -92,6 +94,17 @@ class GradientWeight:
         """Gradients may be sums over some ranks only: they must not be applied in this group any more."""
         self.failed = True
 
+    def take(self, weight: float) -> None:
+        """A loop over batches has its next one, of this weight. Raises RuntimeError if another loop has one in this
+        step, of another weight: gradients have one weight only."""
+        if self._taken not in (None, weight):
+            raise RuntimeError(
+                f"two loops over batches in one step, of which this rank has {self._taken:.4g} and {weight:.4g} of the "
+                "samples: one weight cannot give the mean of both. Read both in one dataset, dataset[i] == (a, b)"
+            )
+        self._taken, self._ends = weight, False
+        self.begin(weight)
+
     def begin(self, weight: float, *, exchange: bool = True) -> None:
         """Set the weight of the next forward and backward; without `exchange` they only accumulate, as in `no_sync`."""
         self._weight, self._exchanges = weight, exchange
@@ -102,7 +115,7 @@ class GradientWeight:
     def release(self, *, committed: bool = True) -> None:
         """The loop over batches is over: further gradients have the weight of a loop of the script's own. Those of its
         last batch keep theirs until it is `committed`."""
-        self._ends = not committed
+        self._taken, self._ends = None, not committed
         if committed:
             self._weight = None
 
@@ -117,6 +130,7 @@ class GradientWeight:
 
     def committed(self) -> None:
         self._sums, self._part_weight, self._whole = 0, None, False
+        self._taken = None
         if self._ends:
             self.release()
         for model in self._models:

@@ -174,7 +174,7 @@ def batches(
                 gradient_weight=gradient_weight,
             )
             if gradient_weight is not None:
-                gradient_weight.begin(len(indices) / whole.size)
+                gradient_weight.take(len(indices) / whole.size)
             yield batch
             if state.step != step + 1:
                 raise RuntimeError(
