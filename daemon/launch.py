@@ -196,7 +196,8 @@ def holder(lock: Path) -> int | None:
                 return None
             written = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
             lockers = _lockers(os.fstat(descriptor).st_ino)
-            for pid in dict.fromkeys([*([int(written)] if written.isdigit() else []), *lockers]):
+            number = written.isascii() and written.isdigit()  # a job's user may have written it: int("²") fails
+            for pid in dict.fromkeys([*([int(written)] if number else []), *lockers]):
                 if _has_open(pid, descriptor, unseen=pid in lockers):
                     return pid
             if time.monotonic() >= deadline_s:

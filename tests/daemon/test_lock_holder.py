@@ -25,7 +25,7 @@ time.sleep(60)
 """
 
 
-def held(procs: Procs, lock: Path, written: int) -> subprocess.Popen[bytes]:
+def held(procs: Procs, lock: Path, written: object) -> subprocess.Popen[bytes]:
     """A process that holds `lock`, in which another number is written: as it stands until the holder has written its
     own, or where that comes from another pid namespace."""
     lock.write_text(str(written))
@@ -44,6 +44,13 @@ def test_a_number_in_the_file_is_not_believed(tmp_path: Path) -> None:
         assert alive(bystander.pid)
     assert launch.holder(tmp_path / "lock") is None
     assert launch.holder(tmp_path / "absent") is None
+
+
+def test_digits_that_are_no_number_are_not_believed_either(tmp_path: Path) -> None:
+    """A job's user can write them into the lock of the job's agent: the daemon's loop looks at it."""
+    with Procs() as procs:
+        holder = held(procs, tmp_path / "lock", "²")
+        assert launch.holder(tmp_path / "lock") == holder.pid
 
 
 def test_lock_holder_in_another_pid_namespace_is_reported_and_nothing_is_ended(
