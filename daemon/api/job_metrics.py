@@ -126,7 +126,8 @@ def _rank_times(summed: Mapping[str, Row]) -> Iterator[Any]:
 
 
 def _spread(family: HistogramMetricFamily, job: str, spread: Spread, bounds: Sequence[float]) -> None:
-    counts = [*spread.counts, *[0] * (len(bounds) + 1 - len(spread.counts))]
+    most = len(bounds) + 1
+    counts = [*spread.counts, *[0] * most][:most]  # the job's agents wrote them, and may have written too many
     total, buckets = 0, []
     for bound, count in zip([*(f"{b:g}" for b in bounds), "+Inf"], counts, strict=True):
         total += count

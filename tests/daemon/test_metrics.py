@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.pictures import SPEC, job, progress, row, snapshot
 
-from elastic.contract.ledger import Ledger, Spread
+from elastic.contract.ledger import STEP_S, Ledger, Spread
 from elastic.contract.node_records import NodeRecord
 from elastic.contract.rank_records import RanksRecord, RankTimes
 from elastic.contract.records import IncidentRecord, JobState, Phase, SpecRecord
@@ -86,6 +86,14 @@ def test_a_job_has_gauges_counters_and_histograms() -> None:
         'elasticd_job_incidents_total{job="train",kind="exit"}': 1, 'elasticd_job_steps_lost_total{job="train"}': 0,
     }  # fmt: skip
     assert {name: found.get(name) for name in wanted} == wanted
+
+
+def test_a_histogram_with_too_many_counts_takes_no_metric_from_the_others() -> None:
+    """Its job's user can write any record of the job."""
+    hostile = msgspec.structs.replace(LEDGER, steps=Spread((1,) * 100, 7))
+    found = samples(text(snapshot(job(progress=progress(ledger=hostile)))))
+    assert found['elasticd_job_step_seconds_count{job="train"}'] == len(STEP_S) + 1
+    assert found["elasticd_registered"] is not None
 
 
 def test_a_value_that_is_not_known_has_no_sample() -> None:
