@@ -23,6 +23,9 @@ from ..cluster import Cluster, Job, Node
 from . import gradients, step_time, verdict
 
 TEXT_CHARS = 500
+NODE_CHARS = 4_000
+"""An incident names all nodes that failed; a batch of events must stay below the 1.5 MiB that etcd takes, whatever a
+job's user has written there."""
 PENDING = 1_000
 """This many events wait at most until etcd takes them; then the oldest are dropped."""
 BATCH = 50
@@ -94,7 +97,7 @@ def as_json(event: EventRecord) -> dict[str, Any]:
 
 
 def _event(wall_s: float, kind: str, job: str = "", node: str = "", text: str = "") -> EventRecord:
-    return EventRecord(when_wall_s=wall_s, kind=kind, job=job, node=node, text=text[:TEXT_CHARS])
+    return EventRecord(when_wall_s=wall_s, kind=kind, job=job, node=node[:NODE_CHARS], text=text[:TEXT_CHARS])
 
 
 def _of_one(job: Job, events: Iterator[EventRecord], wall_s: float = 0.0) -> list[EventRecord]:

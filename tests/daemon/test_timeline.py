@@ -239,3 +239,11 @@ def test_an_incident_with_a_time_that_is_no_date_has_its_event() -> None:
     sent: list[Put] = []
     line.send(lambda batch: not sent.extend(batch))
     assert len(sent) >= 1
+
+
+def test_an_event_is_small_whatever_an_incident_calls_its_node() -> None:
+    """etcd refuses a batch that is too large, and with it the events of the other jobs."""
+    record = msgspec.structs.replace(job().incidents[-1], node="\0" * 250_000)
+    events = timeline.happened(cluster(job(incidents=())), cluster(job(incidents=(record,))), NOW_S)
+    assert [event.kind for event in events if event.node] == ["incident.opened"]
+    assert max(len(encode(event)) for event in events) * timeline.BATCH < 1_500_000
