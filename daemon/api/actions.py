@@ -84,20 +84,19 @@ class Actions:
         state, revision = self._read(JobState, keys.state)
         if state is None or not state.phase.over:
             raise Refused(409, f"job {job!r} is not over: stop it first")
-        # The description is replaced last, in one transaction: a failure on the way loses none of it.
-        self._txn([], [Delete(keys.generation), Delete(keys.progress), Delete(keys.asked)])
-        for prefix in (keys.members, keys.broken_all, keys.incidents):
-            self._delete(prefix)
+        gone = [Delete(keys.generation), Delete(keys.progress), Delete(keys.asked)]
+        gone += [Delete(prefix, prefix=True) for prefix in (keys.members, keys.ranks, keys.broken_all, keys.incidents)]
         record = msgspec.structs.replace(
             spec, submitted_wall_s=time.time(), submitted_by=peer.user, submission=uuid.uuid4().hex
         )
         pending = JobState(phase=Phase.PENDING, since_wall_s=record.submitted_wall_s)
         puts = [Put(keys.spec, encode(record)), Put(keys.state, encode(pending))]
-        if not self._txn([ModIs(keys.state, revision)], puts):
-            raise Refused(409, f"job {job!r} is being changed by another request too; try again")
+        # In one transaction: a failure on the way loses nothing, and what another request has started anew stays.
+        if not self._txn([ModIs(keys.state, revision)], [*gone, *puts]):
+            raise _overtaken(job)
 
     def _make_room(self, keys: JobKeys, name: str, replace: bool, peer: Peer) -> None:
-        state, _ = self._read(JobState, keys.state)
+        state, revision = self._read(JobState, keys.state)
         if state is None or not state.phase.over:
             phase = state.phase if state else Phase.PENDING
             raise Refused(409, f"job {name!r} is there already and {phase}: stop it first, or choose another name")
@@ -105,7 +104,7 @@ class Actions:
             raise Refused(409, f"job {name!r} has {_ended(state.phase)}: choose another name, or submit with --replace")
         there, _ = self._read(SpecRecord, keys.spec)
         self._authority.check_job(peer, name, there, "replace")
-        self._remove(keys)
+        self._remove(keys, name, [ModIs(keys.state, revision)])
 
     def stop(self, job: str, reason: str, peer: Peer) -> None:
         """Stop a job. Complete when its phase is 'stopped'."""
@@ -170,13 +169,13 @@ class Actions:
                 raise Refused(
                     409, f"job {job!r} has agents of another elasticd version: stop it with that version first"
                 )
-            self._remove(self._job(job))
+            self._remove(self._job(job), job, [])
             return
         self._owned(job, peer, "forget")
-        state, _ = self._read(JobState, self._job(job).state)
+        state, revision = self._read(JobState, self._job(job).state)
         if state is None or not state.phase.over:
             raise Refused(409, f"job {job!r} is not over: stop it first")
-        self._remove(self._job(job))
+        self._remove(self._job(job), job, [ModIs(self._job(job).state, revision)])
 
     def cordon(self, node: str, reason: str) -> None:
         """Assign no new work to this node; running work stays."""
@@ -289,16 +288,10 @@ class Actions:
             self._board.wait(lambda s: s.cluster.revision >= result.revision, SEEN_S)
         return result.ok
 
-    def _remove(self, keys: JobKeys) -> None:
-        self._delete(keys.root)
-        name = keys.root.rstrip("/").rpartition("/")[2]
-        self._board.wait(lambda s: name not in s.cluster.jobs, SEEN_S)
-
-    def _delete(self, prefix: str) -> None:
-        try:
-            self._etcd.delete_prefix(prefix)
-        except EtcdError as error:
-            raise _unavailable(error) from error
+    def _remove(self, keys: JobKeys, name: str, compares: Sequence[Compare]) -> None:
+        """Unless another request has changed the job since it was looked at: it may have been started anew."""
+        if not self._txn(compares, [Delete(keys.root, prefix=True)]):
+            raise _overtaken(name)
 
 
 def no_job(job: str, snapshot: Snapshot) -> str:
@@ -319,6 +312,10 @@ def no_node(node: str, known: Iterable[str]) -> str:
 
 def _ended(phase: Phase) -> str:
     return "been stopped" if phase is Phase.STOPPED else str(phase)
+
+
+def _overtaken(job: str) -> Refused:
+    return Refused(409, f"job {job!r} is being changed by another request too; try again")
 
 
 def _unavailable(error: EtcdError) -> Refused:

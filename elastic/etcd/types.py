@@ -71,6 +71,8 @@ class Put:
 @dataclass(frozen=True, slots=True)
 class Delete:
     key: str
+    prefix: bool = False
+    """All keys that begin with `key`."""
 
 
 @dataclass(frozen=True, slots=True)

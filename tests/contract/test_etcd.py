@@ -205,6 +205,19 @@ def test_a_transaction_compares_and_does_all_or_the_other(world: World) -> None:
         etcd.txn([], [Put("/t/g", b"5"), Put("/t/g", b"6")])
 
 
+def test_a_transaction_deletes_a_prefix(world: World) -> None:
+    etcd = world.client()
+    for key in ("/t/a/1", "/t/a/2", "/t/b"):
+        etcd.put(key, b"x")
+    stale = etcd.txn([Absent("/t/b")], [Delete("/t/a/", prefix=True)])
+    assert not stale.ok
+    done = etcd.txn([Present("/t/b")], [Delete("/t/a/", prefix=True), Put("/t/b", b"y")])
+    assert done.ok
+    assert set(etcd.get_prefix("/t/").kvs) == {"/t/b"}
+    with pytest.raises(EtcdError, match="duplicate key"):
+        etcd.txn([], [Delete("/t/a/", prefix=True), Put("/t/a/3", b"z")])
+
+
 def test_etcd_lease_revoke_deletes_its_keys_at_one_revision(world: World) -> None:
     etcd = world.client()
     lease = etcd.grant(5)

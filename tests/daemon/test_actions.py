@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import structlog
@@ -12,7 +12,7 @@ from support.fake_etcd import FakeClient, FakeServer
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.node_records import AskedRecord, NodeRecord
 from elastic.contract.records import Failure, JobState, MemberRecord, Phase, SpecRecord, decode, encode
-from elastic.etcd.client import Etcd, EtcdUnavailable
+from elastic.etcd.client import Etcd, EtcdUnavailable, TxnResult
 from elasticd.api import actions
 from elasticd.api.actions import Actions
 from elasticd.authority import Authority, Peer
@@ -219,7 +219,8 @@ def test_restart_submits_a_finished_job_again_and_keeps_nothing_but_its_descript
     with pytest.raises(Refused, match="not over"):
         writes.actions.restart("j", ADMIN)
     writes.put_phase(Phase.FAILED)
-    for key in (JOB.generation, JOB.progress, JOB.asked, JOB.member("a"), JOB.broken(1), JOB.incident(1)):
+    ranks = JOB.ranks_of("a")
+    for key in (JOB.generation, JOB.progress, JOB.asked, JOB.member("a"), ranks, JOB.broken(1), JOB.incident(1)):
         writes.client.put(key, b"{}")
     writes.actions.restart("j", ADMIN)
     assert set(writes.server.kvs) == {JOB.spec, JOB.state}
@@ -237,13 +238,43 @@ def test_restart_loses_no_description_if_etcd_fails_on_the_way(
     writes.actions.submit(RAW, ADA, ADA)
     writes.put_phase(Phase.STOPPED)
 
-    def fails(prefix: str) -> int:
+    def fails(compares: object, then: object) -> TxnResult:
         raise EtcdUnavailable("gone")
 
-    monkeypatch.setattr(writes.client, "delete_prefix", fails)
+    monkeypatch.setattr(writes.client, "txn", fails)
     with pytest.raises(Refused, match="etcd cannot be reached"):
         writes.actions.restart("j", ADMIN)
     assert (writes.spec().submitted_by, writes.state().phase) == ("ada", Phase.STOPPED)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda a: a.restart("j", ADA),
+        lambda a: a.forget("j", ADA),
+        lambda a: a.submit(RAW, ADA, ADA, replace=True),
+    ],
+    ids=["restart", "forget", "replace"],
+)
+def test_a_job_that_another_request_has_started_anew_meanwhile_keeps_its_records(
+    writes: WriteQueue, monkeypatch: pytest.MonkeyPatch, act: Callable[[Actions], object]
+) -> None:
+    writes.actions.submit(RAW, ADA, ADA)
+    writes.put_phase(Phase.STOPPED)
+    anew = {JOB.state: encode(JobState(phase=Phase.RUNNING)), JOB.generation: b"g", JOB.member("a"): b"m"}
+    read = writes.actions._read
+
+    def overtaken(kind: type[Any], key: str) -> tuple[Any, int]:
+        found = read(kind, key)
+        if key == JOB.state and found[0].phase.over:
+            for each, value in anew.items():
+                writes.client.put(each, value)
+        return found
+
+    monkeypatch.setattr(writes.actions, "_read", overtaken)
+    with pytest.raises(Refused, match="is being changed by another request too"):
+        act(writes.actions)
+    assert {key: kv.value for key, kv in writes.server.kvs.items() if key != JOB.spec} == anew
 
 
 def test_uncordon_readmits_an_excluded_node(writes: WriteQueue) -> None:

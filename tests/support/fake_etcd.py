@@ -118,7 +118,7 @@ class FakeServer:
             raise LeaseGone(f"requested lease not found: {missing[0]}")
         revision = self.revision + 1
         changes: list[Change] = []
-        for op in ops:
+        for op in self._expanded(ops):
             old = self.kvs.pop(op.key, None)
             if old and old.lease in self.leases:
                 self.leases[old.lease].keys.discard(op.key)
@@ -136,11 +136,21 @@ class FakeServer:
             self._history.append((revision, tuple(changes)))
         return self.revision
 
+    def _expanded(self, ops: Sequence[Op]) -> list[Op]:
+        """With a deletion for each key of a prefix."""
+        found: list[Op] = []
+        for op in ops:
+            whole = isinstance(op, Delete) and op.prefix
+            found += [Delete(key) for key in sorted(self.kvs) if key.startswith(op.key)] if whole else [op]
+        return found
+
     def txn(self, compares: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]) -> TxnResult:
         for ops in (then, otherwise):  # a real etcd looks at both, before it compares
             puts = [op.key for op in ops if isinstance(op, Put)]
+            ranges = [op.key for op in ops if isinstance(op, Delete) and op.prefix]
             deleted = {op.key for op in ops if isinstance(op, Delete)}
-            if len(set(puts)) < len(puts) or deleted & set(puts):
+            within = [key for key in puts for each in ranges if key.startswith(each)]
+            if len(set(puts)) < len(puts) or deleted & set(puts) or within:
                 raise EtcdError("duplicate key given in txn request")
         ok = all(self.holds(compare) for compare in compares)
         return TxnResult(ok, self.put_all(then if ok else otherwise))
