@@ -3,13 +3,12 @@ job only the head (see `recovery.watch_scope`)."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import structlog
 
 from ..contract.keys import JobKeys
-from ..etcd.client import Etcd, EtcdError, View, Watch
+from ..etcd.client import Etcd, EtcdError, EtcdUnavailable, View, Watch
 
 WHOLE_S, HEAD_S = 5.0, 15.0
 """How often a watch confirms that etcd answers and is the same as before. Less often for the head: in a large job a
@@ -50,18 +49,23 @@ class WatchScope:
     def choose(self, whole: bool, now_s: float) -> None:
         if whole == self.whole:
             return
+        before = self._watch
+        try:
+            self._open(whole, now_s)
+        except EtcdUnavailable as error:  # no thread can be started: chosen again at the next beat
+            log.warning("watch.scope_stays", whole=self.whole, why=str(error))
+            return
         log.info("watch.scope", whole=whole)
-        if self._watch is not None:  # close may wait for an answer: not in this thread
-            threading.Thread(target=self._watch.close, name="watch-close", daemon=True).start()
-        self._open(whole, now_s)
+        if before is not None:
+            before.close(wait=False)  # it may wait for an answer
 
     def _open(self, whole: bool, now_s: float) -> None:
-        self._narrow_since_s = None if whole else now_s
-        self.prefix = self._keys.root if whole else self._keys.head
-        refresh_s = WHOLE_S if whole else HEAD_S
+        """Raises EtcdUnavailable; then nothing has changed."""
+        prefix, refresh_s = (self._keys.root, WHOLE_S) if whole else (self._keys.head, HEAD_S)
         self._watch = self._etcd.watch(
-            self.prefix, self._post, refresh_s=refresh_s, before=self._keys.ranks if whole else ""
+            prefix, self._post, refresh_s=refresh_s, before=self._keys.ranks if whole else ""
         )
+        self._narrow_since_s, self.prefix = None if whole else now_s, prefix
 
     def close(self) -> None:
         if self._watch is not None:

@@ -17,6 +17,14 @@ from typing import Protocol
 from .types import KV, EtcdError, EtcdUnavailable, LeaseGone, Refusal, View
 
 
+def started(thread: threading.Thread) -> None:
+    """Start it. Raises EtcdUnavailable at a limit of threads: that passes, and must end no agent and no daemon."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise EtcdUnavailable(str(error), maybe_done=False) from None
+
+
 class Compacted(EtcdError):
     """The history that a watch needs has been compacted."""
 
@@ -82,7 +90,12 @@ class Lease:
         self._thread = threading.Thread(target=self._run, name=f"etcd-lease-{lease:x}", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Raises EtcdUnavailable; the lease then expires by itself."""
+        try:
+            started(self._thread)
+        except EtcdUnavailable:
+            self.lost = True
+            raise
 
     def close(self, revoke: bool = True) -> None:
         """Stop renewing and, with `revoke`, end the lease at once. Never raises; may be called twice."""
@@ -147,17 +160,23 @@ class Watch:
         return self._closing.is_set()
 
     def start(self) -> None:
-        self._thread.start()
+        """Raises EtcdUnavailable; the watch is then closed."""
+        try:
+            started(self._thread)
+        except EtcdUnavailable:
+            self._closing.set()
+            raise
 
     def nudge(self) -> None:
         """Check the contact now rather than at the next refresh: another call got no answer from etcd."""
         self._inbox.put(None)
 
-    def close(self) -> None:
-        """End the watch; afterwards `on_view` is not called any more. May be called twice, and from `on_view`."""
+    def close(self, wait: bool = True) -> None:
+        """End the watch; afterwards `on_view` is not called any more, without `wait` once more at most. May be called
+        twice, and from `on_view`."""
         self._closing.set()
         self.nudge()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
+        if wait and self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(self._source.call_s + 1)
 
     def _run(self) -> None:
@@ -205,9 +224,9 @@ class Watch:
         assert self.view is not None
         stream = self._source.events(self.prefix, self.view.revision + 1, self._before)
         reader = threading.Thread(target=self._read, args=(stream,), name=f"{self._thread.name}-read", daemon=True)
-        reader.start()
         stands = False
         try:
+            started(reader)
             wait_s = self._source.call_s
             while not self._closing.is_set():
                 try:
@@ -230,7 +249,8 @@ class Watch:
                 self._confirm()
         finally:
             stream.cancel()
-            reader.join()  # the inbox is unbounded, and the cancelled stream ends
+            if reader.is_alive():
+                reader.join()  # the inbox is unbounded, and the cancelled stream ends
 
     def _read(self, stream: Iterable[WatchBatch]) -> None:
         try:

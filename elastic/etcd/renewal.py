@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
-from .types import EtcdError
+from .keepers import started
+from .types import EtcdError, EtcdUnavailable
 
 EVERY_S = 15.0
 """Interval between looks at the files of a connection that is in use."""
@@ -45,9 +47,11 @@ class Renewal:
             return
         self._due_s = now_s + EVERY_S
         if connection.outdated and self._busy.acquire(blocking=False):
-            threading.Thread(
-                target=self._renew, args=(endpoint, connection), name="etcd-certificates", daemon=True
-            ).start()
+            name, work = "etcd-certificates", partial(self._renew, endpoint, connection)
+            try:
+                started(threading.Thread(target=work, name=name, daemon=True))
+            except EtcdUnavailable:  # at the next look
+                self._busy.release()
 
     def _renew(self, endpoint: str, old: Connection) -> None:
         new = unused = None

@@ -14,7 +14,7 @@ import grpc
 
 from ..contract.agent_files import EtcdAccess
 from . import etcd3_import
-from .keepers import Compacted, WatchBatch
+from .keepers import Compacted, WatchBatch, started
 from .types import KV, EtcdDenied, EtcdError, EtcdFull, EtcdUnavailable, LeaseGone, key_text
 
 _OPTIONS = (
@@ -149,9 +149,9 @@ class Connection:
             if self._denied is not None and time.monotonic() < self._denied[0]:
                 raise self._denied[1]
             if self._opening is None or self._opening.done.is_set():
-                self._opening = _Opening()
-                name = f"etcd-open-{self.endpoint}"
-                threading.Thread(target=self._make, args=(self._opening, login), name=name, daemon=True).start()
+                opening, name = _Opening(), f"etcd-open-{self.endpoint}"
+                started(threading.Thread(target=self._make, args=(opening, login), name=name, daemon=True))
+                self._opening = opening  # not before it has begun: each later call would wait for it
             opening = self._opening
         if not opening.done.wait(within_s):
             if login and (denied := self._denied) is not None:
@@ -289,7 +289,7 @@ class Stream:
         self._over = threading.Event()
         try:
             self._call = method(self._requests(), metadata=metadata)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # the channel is closed; gRPC can start no thread
             raise EtcdUnavailable(str(error), maybe_done=False) from None
 
     def _requests(self) -> Iterator[Any]:

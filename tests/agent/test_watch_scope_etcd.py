@@ -7,7 +7,7 @@ from support.fake_etcd import FakeClient, FakeServer
 
 from elastic.agent.watch_scope import WatchScope
 from elastic.contract.keys import ClusterKeys
-from elastic.etcd.client import Put, View
+from elastic.etcd.client import EtcdUnavailable, Put, View
 
 KEYS = ClusterKeys("c").job("job")
 
@@ -79,3 +79,19 @@ def test_watch_scope_has_no_accounts_of_ranks() -> None:
     watcher.server.put_all([Put(KEYS.progress, b"another")])
     assert watcher.look() == before
     assert len(watcher.seen) == count + 1
+
+
+def test_a_scope_that_cannot_be_watched_now_is_chosen_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at a limit of threads: the loop of the agent goes on with the watch that it has."""
+    watcher = Watcher(1)
+    watcher.sight.start(watcher.seen.append, 0.0)
+
+    def fails(*args: object, **options: object) -> None:
+        raise EtcdUnavailable("can't start new thread", maybe_done=False)
+
+    with monkeypatch.context() as starved:
+        starved.setattr(watcher.client, "watch", fails)
+        watcher.sight.choose(False, 1.0)
+    assert (watcher.sight.whole, watcher.look()) == (True, {"head/spec", "members/n0", "progress"})
+    watcher.sight.choose(False, 2.0)
+    assert (watcher.sight.whole, watcher.look()) == (False, {"head/spec"})

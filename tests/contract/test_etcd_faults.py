@@ -263,6 +263,56 @@ def test_a_missing_certificate_is_named(tmp_path: Path) -> None:
         etcd.get("/t/a")
 
 
+def no_threads(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """No thread can be started whose name has `name` in it, as at a limit of threads; the names of those refused."""
+    refused: list[str] = []
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if name in thread.name:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    return refused
+
+
+def test_a_watch_outlives_a_lack_of_threads(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    views: list[View] = []
+    with monkeypatch.context() as starved:
+        refused = no_threads(starved, "-read")
+        watch = etcd.watch("/t/", views.append)
+        eventually(lambda: len(refused) > 1, 5, "it tries again")
+        assert not watch.closed
+    etcd.put("/t/a", b"1")
+    eventually(lambda: "/t/a" in views[-1].kvs, 5)
+
+
+def test_a_login_outlives_a_lack_of_threads(server: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    enable_auth(server, "root", "secret")
+    etcd = Etcd(EtcdAccess(endpoints=(server.endpoint,), user="root", password="secret"))
+    try:
+        with monkeypatch.context() as starved:
+            no_threads(starved, "etcd-open")
+            with pytest.raises(EtcdUnavailable, match="can't start new thread"):
+                etcd.put("/t/a", b"1")
+        assert etcd.put("/t/a", b"1")
+    finally:
+        etcd.close()
+
+
+def test_a_lease_or_a_watch_without_a_thread_is_an_error_in_time(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as starved:
+        no_threads(starved, "etcd-")
+        with pytest.raises(EtcdUnavailable, match="can't start new thread"):
+            etcd.keep(5.0, 1.0, lambda why: None)
+        with pytest.raises(EtcdUnavailable, match="can't start new thread"):
+            etcd.watch("/t/", lambda view: None)
+    assert etcd.keep(5.0, 1.0, lambda why: None).id
+    assert len(etcd._leases) == 1
+
+
 def test_importing_loads_neither_grpc_nor_etcd3() -> None:
     heavy = "{'grpc', 'etcd3', 'google.protobuf', 'tenacity'}"
     code = f"import sys, elastic.etcd.client; print(sorted({heavy} & set(sys.modules)))"

@@ -268,7 +268,7 @@ class FakeWatch:
     def nudge(self) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         self.closed = True
 
     def pump(self, limit: int | None = None) -> int:
