@@ -149,8 +149,9 @@ class Pool:
         error_file = env.get(ERROR_FILE, "")
         order = messages.Fork(ticket=worker_id, env=dict(env), argv=tuple(argv), workdir=workdir)
         try:
+            messages.encode(order)
             self._prepare(worker_id, slot, error_file, log_file, order)
-        except OSError as error:
+        except (OSError, messages.TooLarge) as error:
             log.warning("worker.never_began", slot=slot, worker_id=worker_id, why=str(error))
             why = f"a worker cannot be started: {error}"
             self._untold.append(Exited(worker_id, 1, None, 0, error_file, log_file, why))

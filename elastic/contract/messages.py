@@ -16,6 +16,10 @@ MAX_MESSAGE_BYTES = 192 * 1024
 """Below the default socket buffer (212,992), so that a packet never fails with EMSGSIZE."""
 
 
+class TooLarge(ValueError):
+    """A message has more than MAX_MESSAGE_BYTES."""
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
     pass
 
@@ -394,10 +398,12 @@ def to_preload(raw: bytes) -> Preload:
 
 
 def encode(message: Message) -> bytes:
-    """Raises ValueError for a message that would not fit in one packet."""
+    """Raises TooLarge for a message that would not fit in one packet."""
     raw = _encoder.encode(message)
     if len(raw) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"{type(message).__name__} takes {len(raw)} bytes, the limit is {MAX_MESSAGE_BYTES}")
+        fork = isinstance(message, Fork)
+        what = "its arguments and its environment take" if fork else f"{type(message).__name__} takes"
+        raise TooLarge(f"{what} {len(raw)} bytes, the limit is {MAX_MESSAGE_BYTES}")
     return raw
 
 

@@ -326,6 +326,18 @@ def test_worker_that_cannot_be_forked_is_reported_as_exited(bench: Bench) -> Non
     assert not bench.pool.processes
 
 
+def test_a_worker_whose_environment_no_message_can_hold_is_reported_as_exited(bench: Bench) -> None:
+    """Its job may take 512 KiB as a record: that must not end the agent, again and again."""
+    env = dict(os.environ) | {f"TABLE_{i}": "x" * 99_000 for i in range(3)}
+    log_file = bench.folder / "1.log"
+    bench.pool.fork(1, 0, env, ["x.py"], str(bench.folder), str(log_file))
+    bench.until(lambda: bench.exit_of(1))
+    end = bench.exit_of(1)
+    assert end is not None
+    assert "a worker cannot be started: its arguments and its environment take" in end.cause
+    assert not bench.pool.processes
+
+
 @pytest.mark.parametrize("pid", [0, 2**22 + 1])
 def test_a_fork_that_failed_is_an_exit(bench: Bench, pid: int) -> None:
     bench.pool.fork(1, 0, dict(os.environ), ["x.py"], str(bench.folder), str(bench.folder / "1.log"))
