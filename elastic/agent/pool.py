@@ -226,8 +226,7 @@ class Pool:
         _, descriptors = self._waiting.pop(process.worker_id)
         for descriptor in descriptors:
             os.close(descriptor)
-        process.pid, process.pidfd = pid, pidfd
-        process.started_s = time.monotonic()
+        process.pid, process.pidfd, process.started_s = pid, pidfd, time.monotonic()
         self._untold.append(Started(process.worker_id))
         self.selector.register(process.pidfd, selectors.EVENT_READ, ("exit", process.worker_id))
         if process.killed:
