@@ -56,9 +56,9 @@ def dump(pid: int, environment: Mapping[str, str] = os.environ) -> str:
         return "py-spy is not installed: pip install py-spy"
     argv = [tool, "dump", "--nonblocking", "--pid", str(pid)]
     try:
-        done = subprocess.run(argv, env=dict(environment), capture_output=True, text=True, timeout=DUMP_S, check=False)
+        done = subprocess.run(argv, env=dict(environment), capture_output=True, timeout=DUMP_S, check=False)
     except (subprocess.TimeoutExpired, OSError) as error:
         return f"{NO_STACK}: {error}"
     if done.returncode:
-        return f"{NO_STACK}: {(done.stderr.strip() or str(done.returncode))[-500:]}"
-    return done.stdout[:STACK_CHARS]
+        return f"{NO_STACK}: {(done.stderr.decode(errors='replace').strip() or str(done.returncode))[-500:]}"
+    return done.stdout.decode(errors="replace")[:STACK_CHARS]

@@ -30,10 +30,11 @@ def stack(pid: int, native: bool) -> str:
 def _dump(tool: str, option: str, pid: int, limit_s: float) -> str:
     argv = [tool, "dump", option, "--pid", str(pid)]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=limit_s, check=False)
+        done = subprocess.run(argv, capture_output=True, timeout=limit_s, check=False)
     except (subprocess.TimeoutExpired, OSError):  # no dump: the worker is reported as hung without one
         return ""
-    return done.stdout[:STACK_CHARS] if done.returncode == 0 else ""
+    # Always UTF-8, whatever this process's locale is.
+    return done.stdout.decode(errors="replace")[:STACK_CHARS] if done.returncode == 0 else ""
 
 
 def process_state(pid: int) -> str:
