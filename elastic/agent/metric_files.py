@@ -190,13 +190,21 @@ class MetricWriter:
         if self._folder is None:
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=[self._folder], name="metrics", daemon=True)
-            self._thread.start()
+            self._begin(self._folder)
         for row in rows:
             try:
                 self._queue.put_nowait((generation, begun, row, repeated))
             except queue.Full:
                 log.error("metrics.dropped", step=row.step, why=f"{MOST_WAITING} rows wait to be written")
+
+    def _begin(self, folder: Path) -> None:
+        thread = threading.Thread(target=self._run, args=[folder], name="metrics", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # at a limit of threads: the rows wait, and the next ones try again
+            log.warning("metrics.not_written", folder=str(folder), error=str(error), next="trying again")
+        else:
+            self._thread = thread
 
     def close(self) -> None:
         """Write what waits, for CLOSE_S seconds at most."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,21 @@ def test_a_folder_that_takes_no_writes_holds_up_nothing_and_is_tried_again(
     eventually(lambda: (tmp_path / "job" / "metrics.jsonl").exists(), 10.0, "it is written")
     writer.close()
     assert steps(tmp_path / "job") == [1]
+
+
+def test_rows_wait_for_a_thread_that_cannot_be_started_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a limit of threads the loop of the agent goes on."""
+    writer = MetricWriter(tmp_path / "job")
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as starved:
+        starved.setattr(threading.Thread, "start", refuse)
+        writer.take(1, 0, [row(1)], repeated=False)
+    writer.take(1, 0, [row(2)], repeated=False)
+    writer.close()
+    assert steps(tmp_path / "job") == [1, 2]
 
 
 def test_a_loss_that_is_not_finite_passes_the_message_and_the_file(tmp_path: Path) -> None:
