@@ -16,6 +16,8 @@ REQUEST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 
 RECOVERY_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 WRITE_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
+BESIDE = ("checkpoint", "late exit")
+"""Kinds of incidents that break no generation."""
 PHASES = ("published", "aborted", "synced", "stepping")
 """Marks in an incident's time line: seconds from the detection on."""
 
@@ -45,8 +47,9 @@ class JobHistory:
     """By phase."""
     write_s: Histograms = field(default_factory=lambda: Histograms(WRITE_S))
     submitted: int = 0
-    seen: set[tuple[int, float, str]] = field(default_factory=set)
-    """Incidents that are counted already."""
+    seen: dict[tuple[int, float, bool], int] = field(default_factory=dict)
+    """Incidents that are counted already -> the lost steps that are. The third: whether its kind is in BESIDE. The kind
+    itself may change after the end, when another agent reports what the cause was."""
     saved_step: int = -1
 
 
@@ -73,11 +76,13 @@ class Histories:
 
     @staticmethod
     def _learn(known: JobHistory, job: Job) -> None:
-        over = {(i.generation, i.wall_s, i.kind): i for i in job.incidents if not i.open}
+        over = {(i.generation, i.wall_s, i.kind in BESIDE): i for i in job.incidents if not i.open}
+        lost = {key: max(incident.steps_lost or 0, known.seen.get(key, 0)) for key, incident in over.items()}
         for key, incident in over.items():
             if key not in known.seen:
                 _count(known, incident)
-        known.seen = set(over)
+            known.steps_lost += lost[key] - known.seen.get(key, 0)
+        known.seen = lost
         progress = job.progress
         if progress is not None and progress.checkpoint_write_s and progress.checkpoint_step is not None:
             if progress.checkpoint_step > known.saved_step:
@@ -87,7 +92,6 @@ class Histories:
 
 def _count(known: JobHistory, incident: IncidentRecord) -> None:
     known.incidents[incident.kind] += 1
-    known.steps_lost += incident.steps_lost or 0
     for phase in PHASES:
         if (at_s := incident.timeline_s.get(phase)) is not None:
             known.recovery_s.observe(at_s, phase)

@@ -96,6 +96,17 @@ def test_a_histogram_with_too_many_counts_takes_no_metric_from_the_others() -> N
     assert found["elasticd_registered"] is not None
 
 
+def test_an_incident_that_gets_another_cause_later_is_counted_once() -> None:
+    """Another agent may report after the end what it was: the kind of the record changes, and it may cost more."""
+    histories, first = Histories(), msgspec.structs.replace(job().incidents[-1], kind="comm", open=False, steps_lost=1)
+    cause = msgspec.structs.replace(first, kind="exit", steps_lost=3)
+    for record in (first, first, cause, cause):
+        known = histories.look(snapshot(job(incidents=(record,))))["train"]
+    assert (dict(known.incidents), known.steps_lost) == ({"comm": 1}, 3)
+    beside = msgspec.structs.replace(first, kind="late exit", steps_lost=0)
+    assert histories.look(snapshot(job(incidents=(cause, beside))))["train"].incidents.total() == 2
+
+
 def test_a_value_that_is_not_known_has_no_sample() -> None:
     found = text(snapshot(job()))
     assert "elasticd_job_checkpoint_age_seconds{" not in found
