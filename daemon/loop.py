@@ -160,10 +160,11 @@ class DaemonLoop:
             if job is None or job.over:
                 self._agents.forget(name)
         self._contact = Contact(view.connected, view.as_of_s, view.error)
-        for key, why in self._cluster.foreign.items():
-            self._say(f"record {key}", why)
-        for key, why in self._cluster.refused.items():
-            self._say(f"record {key}", f"refused: {why}")
+        unusable = {f"record {key}": why for key, why in self._cluster.foreign.items()}
+        unusable |= {f"record {key}": f"refused: {why}" for key, why in self._cluster.refused.items()}
+        self._said = {a: what for a, what in self._said.items() if not a.startswith("record ") or a in unusable}
+        for about, why in unusable.items():
+            self._say(about, why)
 
     def _say_contact(self, seen: View | Contact) -> None:
         """Log that contact with etcd is gained or lost, including a first failure after the start."""

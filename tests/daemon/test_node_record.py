@@ -137,3 +137,20 @@ def test_node_publishes_which_jobs_it_does_not_run_and_starts_no_agent_of_them(d
     daemon.client.delete_prefix(keys.root)
     daemon.settle()
     assert daemon.record.refuses == {}
+
+
+def test_records_that_could_not_be_read_are_forgotten_with_their_keys(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job's user can write other keys of that kind without end, and every daemon of the cluster reads them."""
+    made = Daemon(tmp_path, monkeypatch)
+    incidents = ClusterKeys("main").job("j").incidents
+    for number in range(20):
+        made.client.put(f"{incidents}{number}", b"no record")
+        made.turn()
+        made.client.delete(f"{incidents}{number}")
+        made.turn()
+    assert not [about for about in made.loop._said if about.startswith("record ")]
+    made.client.put(f"{incidents}1", b"no record")
+    made.turn()
+    assert [about for about in made.loop._said if about.startswith("record ")] == [f"record {incidents}1"]
