@@ -7,7 +7,7 @@ import os
 import msgspec
 
 from elastic.contract.agent_files import History
-from elastic.contract.records import GenerationRecord
+from elastic.contract.records import GenerationRecord, SpecRecord
 
 from ..folders import Folder, open_file
 from .views import Json
@@ -19,8 +19,9 @@ NODES_NAMED = 8
 _DECODER = msgspec.json.Decoder(History)
 
 
-def read(logs: Folder) -> Json | None:
-    """`logs`: the job's folder of logs, beside the agent's. None: no agent of the job has written a point here."""
+def read(logs: Folder, spec: SpecRecord | None = None) -> Json | None:
+    """`logs`: the job's folder of logs, beside the agent's; `spec`: the job, if etcd has it: the file may be that of an
+    earlier one of its name. None: no agent of the job has written a point here."""
     try:
         with Folder(logs.root, (*logs.names[:-1], "agent")).opened() as folder:
             descriptor = open_file(folder, "history.json")
@@ -29,6 +30,8 @@ def read(logs: Folder) -> Json | None:
             finally:
                 os.close(descriptor)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if spec is not None and found.submitted_wall_s != spec.submitted_wall_s:
         return None
     points = [
         {"wall_s": p.wall_s, "step": p.step, "loss": p.loss, "steps_per_s": p.steps_per_s,

@@ -111,9 +111,10 @@ def get_job(h: Request, query: Query, job: str) -> None:
 
 
 def get_history(h: Request, query: Query, job: str) -> None:
-    found, board = course.read(h.service.logs(job)), h.service.board.now
+    board = h.service.board.now
+    known = board.cluster.jobs.get(job)
+    found = course.read(h.service.logs(job), known.spec if known else None)
     if found is None:
-        known = board.cluster.jobs.get(job)
         if known is None:
             raise Refused(404, no_job(job, board))
         raise Refused(404, course.nowhere(job, known.generation, h.service.identity.node))

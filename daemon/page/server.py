@@ -70,7 +70,7 @@ class PageSource:
         return live.job(
             log_privacy.job(views.job_detail(snapshot, known, instant)),
             [log_privacy.incident(row) for row in views.incidents(snapshot, job, instant)],
-            course.read(self.logs(job)),
+            course.read(self.logs(job), known.spec),
             event_routes.listed(snapshot.cluster, job, "", 0.0, live.LAST_EVENTS),
             instant.wall_s,
         )

@@ -253,9 +253,20 @@ def test_a_request_for_the_course_is_answered_or_told_where_it_is(tmp_path: path
     assert refused.value.status == 404
     with pytest.raises(Refused, match="absent"):
         answer(asked, {}, job="absent")
-    written(tmp_path, msgspec.json.encode(History(submitted_wall_s=1.0, every_s=4.0)))
+    spec = job().spec
+    assert spec is not None
+    written(tmp_path, msgspec.json.encode(History(submitted_wall_s=spec.submitted_wall_s, every_s=4.0)))
     answer(asked, {}, **names)
     assert asked.sent == [(200, {"schema": 1, "job": "train", "node": "a", "every_s": 4.0, "points": []})]
+
+
+def test_the_course_of_an_earlier_job_of_the_name_is_not_shown_for_this_one(tmp_path: pathlib.Path) -> None:
+    written(tmp_path, msgspec.json.encode(History(submitted_wall_s=1.0, every_s=4.0)))
+    asked = Asked(tmp_path)
+    answer, names = routes.find("GET", "/v1/jobs/train/history")
+    with pytest.raises(Refused, match="has made no step on node 'a': ask on b"):
+        answer(asked, {}, **names)
+    assert answers.read(Folder(tmp_path, ("train", "logs"))) is not None, "it is, if there is no other one"
 
 
 def test_a_node_without_the_job_names_nodes_that_have_it() -> None:
