@@ -65,7 +65,7 @@ from .logs import Trimmer
 from .orders import OrdersFile
 from .peer_monitor import PeerMonitor
 from .peers import Peers
-from .pool import Exited, Pool, PoolEvent, Started, WorkerMessage, ZygoteUp
+from .pool import Exited, Pool, PoolEvent, ProcessStarted, WorkerMessage, ZygoteUp
 from .rank_ledgers import left_behind
 from .saver import Saver
 from .standstill import with_stillness
@@ -300,7 +300,7 @@ class AgentLoop:
             case ZygoteUnfit(why, preload):
                 log.error("zygote.unfit", why=why, next="a zygote without preload" if preload else "new processes")
                 self._status_due_s = 0.0
-            case Started(worker_id):
+            case ProcessStarted(worker_id):
                 self._turn(WorkerStarted(self._slot(worker_id), worker_id))
             case Exited():
                 self._exited(happening)

@@ -32,7 +32,7 @@ from .oom import OomWatch
 from .process import Exited as Exited
 from .process import PoolEvent as PoolEvent
 from .process import Process as Process
-from .process import Started as Started
+from .process import ProcessStarted as ProcessStarted
 from .process import WorkerMessage as WorkerMessage
 from .process import ZygoteUp as ZygoteUp
 from .zygote import CLOSE_S, Zygote, ZygoteDied, ZygoteUnfit
@@ -227,7 +227,7 @@ class Pool:
         for descriptor in descriptors:
             os.close(descriptor)
         process.pid, process.pidfd, process.started_s = pid, pidfd, time.monotonic()
-        self._untold.append(Started(process.worker_id))
+        self._untold.append(ProcessStarted(process.worker_id))
         self.selector.register(process.pidfd, selectors.EVENT_READ, ("exit", process.worker_id))
         if process.killed:
             self.kill(process.worker_id)

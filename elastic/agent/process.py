@@ -53,13 +53,13 @@ class ZygoteUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class ProcessStarted:
     """The process of a worker that was ordered runs."""
 
     worker_id: int
 
 
-PoolEvent = WorkerMessage | Started | Exited | ZygoteUp | ZygoteUnfit
+PoolEvent = WorkerMessage | ProcessStarted | Exited | ZygoteUp | ZygoteUnfit
 
 
 @dataclass(slots=True)

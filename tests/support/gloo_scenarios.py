@@ -80,6 +80,7 @@ def exact_gradient(
             F.cross_entropy(wrapped(part.x), part.y).backward()
         gradients.append(flat(p.grad for p in net.parameters()))
         net.zero_grad(set_to_none=True)
+        weight.committed()
         state.step += 1
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, ids)
@@ -125,6 +126,7 @@ def same_bits(rank: int, world_size: int, folder: str, *, reform_at: tuple[int, 
             F.cross_entropy(wrapped(batch.x.float()), batch.y).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            weight.committed()
             state.step += 1
         weight.detach_all()
         del wrapped

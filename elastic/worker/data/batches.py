@@ -144,8 +144,7 @@ def batches(
 
     `batch_size` is the number of samples over all ranks and does not change with the world size. `epochs` and `steps`
     are totals from the start of training, and the smaller one counts; neither: one epoch. `micro_batch`: see
-    `Batch.parts`. `num_workers` processes load ahead; they end with the iterator, and with this process however it
-    ends.
+    `Batch.parts`. `num_workers` processes load ahead; they end with the iterator, and with this process.
 
     Random numbers drawn in `dataset[i]` depend only on (seed, epoch, position of the sample in the epoch), so they are
     the same for any world size; those drawn in the training loop (dropout) depend on (seed, step, rank). This holds for
