@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from ..checkpoint.find import newest_generation, peek
-from ..checkpoint.remote import list_remote
+from ..checkpoint.errors import CheckpointError
 from ..contract.keys import JobKeys
 from ..contract.phases import PhaseTrigger, after
 from ..contract.rank_records import RanksRecord
@@ -50,6 +49,7 @@ from ..recovery.generation_delta import changes
 from ..recovery.incident import KEPT_REPEATS, supplemented
 from ..recovery.model import Policy
 from ..recovery.view import JobView
+from . import generation_numbers
 from .member_writes import MemberKey, OpensStores, next_record
 from .write_queue import Write, WriteQueue
 
@@ -99,8 +99,8 @@ class EtcdWriter:
         self.progress: Callable[[], ProgressRecord | None] = lambda: None
         """What the job has reached at this instant; None: nothing is known."""
         self._first = True
-        self._saved_in = 0
-        """`MemberRecord.saved_in`, once this agent has joined."""
+        self._saved_generation = 0
+        """`MemberRecord.saved_generation`, once this agent has joined."""
         self._member: MemberRecord | None = None
         self._state = JobState()
 
@@ -146,7 +146,7 @@ class EtcdWriter:
         self._key.drop()
         if self._first:  # else the key would keep the create revision of the previous agent, whose store is gone
             self.etcd.delete(self._key.key)
-            self._saved_in = self._own_checkpoints()
+            self._saved_generation = generation_numbers.of_own_folder(self.policy.spec)
         lease = self._key.join(self._encoded(self._member))
         self._first = False
         log.info("member.joined", lease=f"{lease.id:x}")
@@ -158,18 +158,8 @@ class EtcdWriter:
             self.etcd.put(self._key.key, self._encoded(self._member), lease.id)
 
     def _encoded(self, member: MemberRecord) -> bytes:
-        return encode(msgspec.structs.replace(member, saved_in=self._saved_in) if self._saved_in else member)
-
-    def _own_checkpoints(self) -> int:
-        """The newest generation in this node's checkpoint folder, if no other node can see it; 0: there is none."""
-        rules = self.policy.spec.checkpoint
-        if rules.shared or not rules.dir:
-            return 0
-        try:
-            return newest_generation(rules.dir, self.policy.spec.name)
-        except OSError as error:  # its workers cannot load from it either
-            log.warning("checkpoints.not_read", folder=rules.dir, error=str(error))
-            return 0
+        saved = self._saved_generation
+        return encode(msgspec.structs.replace(member, saved_generation=saved) if saved else member)
 
     # ── generations ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -216,7 +206,7 @@ class EtcdWriter:
             done = False
             try:
                 done = self._publish(effect, view)
-            except OSError as error:  # of the checkpoint directory
+            except (OSError, CheckpointError) as error:  # of the checkpoint directory, or its remote end
                 self._say(view, f"checkpoint.dir cannot be read: {error}")
                 raise
             finally:
@@ -263,26 +253,19 @@ class EtcdWriter:
         return changes(before.nodes, places) if before and len(places) > self.policy.crowd else None
 
     def _number(self, effect: Publish, view: JobView) -> int:
-        """Generation numbers continue from those in the job's checkpoints: newer state always has the larger number.
-
-        The record in etcd says how far they are, unless etcd has lost its data, or was set back to an earlier backup:
-        then either no agent is left of the generation on record, or that was written back by one of them, which may
-        have been away while others formed newer ones.
+        """The record in etcd says how far the numbers are, unless etcd has lost its data or was set back to a backup:
+        then no agent is left of the generation on record, or one that lives has seen the loss, or the record was
+        written back by an agent that may have been away while others formed newer ones.
         """
         before = view.generation
         kept = before is not None and any(before.node_of(p.node, p.incarnation) for p in effect.change.nodes)
-        if (kept and not view.written_back) or not self.policy.spec.checkpoint.dir:
+        if (kept and not view.written_back and not effect.after_loss) or not self.policy.spec.checkpoint.dir:
             return effect.number
-        return max(effect.number, 1 + self._newest_saved(view))
+        return max(effect.number, 1 + self._newest_saved(view, remote=not kept))
 
-    def _newest_saved(self, view: JobView) -> int:
-        """The newest generation of the checkpoints that any member may load; 0: there is none."""
-        rules, name = self.policy.spec.checkpoint, self.policy.spec.name
-        own = [member.record.saved_in for member in view.members.values()]
-        newest = max([newest_generation(rules.dir, name), *own])
-        if rules.remote and (not peek(rules.dir, name) or (not rules.shared and 0 in own)):
-            newest = max([newest, *(generation for _, generation, _ in list_remote(rules.remote, name))])
-        return newest
+    def _newest_saved(self, view: JobView, *, remote: bool) -> int:
+        members = [member.record for member in view.members.values()]
+        return generation_numbers.newest_saved(self.policy.spec, members, remote=remote)
 
     def _say(self, view: JobView, reason: str) -> None:
         """Put into the job's state why it does not start, for users."""

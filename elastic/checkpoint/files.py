@@ -215,6 +215,13 @@ class Files:
             return None
         return found.st_dev, found.st_ino
 
+    def owner(self, path: str) -> int | None:
+        """The user id that owns a file or directory; None if it does not exist."""
+        try:
+            return os.stat(path, follow_symlinks=False).st_uid
+        except FileNotFoundError:
+            return None
+
     def size(self, path: str) -> int:
         with _in_folder(path) as (folder, name):
             return os.stat(name, dir_fd=folder, follow_symlinks=False).st_size

@@ -20,7 +20,7 @@ import xxhash
 from . import manifest as m
 from .errors import Damaged, NoGoodCheckpoint
 from .files import REAL, Files, open_file
-from .names import head_of, is_aside, is_final, job_of, step_of, tmp_of
+from .names import head_of, is_aside, is_final, job_of, names_another, step_of, tmp_of
 from .write import digest
 
 READ_THREADS = 2
@@ -123,16 +123,24 @@ def peek(directory: str, job: str | None = None, *, files: Files = REAL) -> list
     return sorted(found, key=lambda f: (f[1], f[0]), reverse=True)
 
 
-def lost_step(directory: str, job: str, *, files: Files = REAL) -> int:
+def unusable_step(directory: str, job: str, *, files: Files = REAL) -> int:
     """The newest step of the checkpoints of `job` without a readable manifest, and of its quarantined ones; 0: none.
 
-    One that does not tell its job counts.
+    One that does not tell its job counts, unless another user owns it.
     """
     steps = [0]
     for name in files.names(directory):
-        if (is_final(name) or is_aside(name)) and job_of(os.path.join(directory, name), files) in (None, job):
-            steps.append(step_of(name))
+        path = os.path.join(directory, name)
+        if (is_final(name) or is_aside(name)) and not names_another(name, job):
+            told = job_of(path, files)
+            if told == job or (told is None and _may_be_ours(files.owner(path))):
+                steps.append(step_of(name))
     return max(steps)
+
+
+def _may_be_ours(owner: int | None) -> bool:
+    """Root's jobs may have been another user's before. None: it is gone by now."""
+    return owner is not None and os.geteuid() in (0, owner)
 
 
 def newest_generation(directory: str, job: str, *, files: Files = REAL) -> int:

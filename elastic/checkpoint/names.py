@@ -48,6 +48,12 @@ def own_name(name: str, job: str) -> str:
     return re.sub(r"\.j[0-9a-f]{8}$", "", name) + f".j{_tag(job)}"
 
 
+def names_another(name: str, job: str) -> bool:
+    """Whether `name`, of a checkpoint or a quarantined one, has another job in it than `job`."""
+    found = re.match(r"step-\d+(?:\.g\d+)?\.j([0-9a-f]{8})(?:\.|$)", name)
+    return found is not None and found[1] != _tag(job)
+
+
 def fetch_prefix(name: str, job: str) -> str:
     """What the directory begins with into which `job` fetches checkpoint `name`."""
     return f"{name}.fetch-{_tag(job)}-"

@@ -63,7 +63,10 @@ def copy_up(path: str, url: str, *, keep: int = 0, keep_every_steps: int = 0) ->
     with _said(f"copying {os.path.basename(path)} to {url}"):
         filesystem, root = _open(url)
         target = posixpath.join(root, name)
-        if not _has_all(filesystem, target, manifest):
+        whole = _is_whole(filesystem, target, manifest)
+        if whole is False:  # invalid until it is replaced
+            filesystem.rm_file(posixpath.join(target, m.MANIFEST))
+        if not whole:
             _put(filesystem, path, target, manifest)
         if keep:
             for doomed in plan(list_remote(url, manifest.job), keep, keep_every_steps, lambda _: True):
@@ -72,11 +75,12 @@ def copy_up(path: str, url: str, *, keep: int = 0, keep_every_steps: int = 0) ->
     return posixpath.join(url, name)
 
 
-def _has_all(filesystem: Any, target: str, manifest: m.Manifest) -> bool:
-    """Whether the copy is there already: without a shared folder each node copies its own checkpoint of the state."""
+def _is_whole(filesystem: Any, target: str, manifest: m.Manifest) -> bool | None:
+    """Whether the copy that is there is complete; None: there is none, or another node is making it. Without a shared
+    folder each node copies its own checkpoint of the state."""
     manifest_at = posixpath.join(target, m.MANIFEST)
     if not filesystem.exists(manifest_at):
-        return False
+        return None
     try:
         found = m.decode(filesystem.cat_file(manifest_at), digest)
         sizes = [filesystem.size(posixpath.join(target, shard.file)) for shard in found.shards]
@@ -87,17 +91,14 @@ def _has_all(filesystem: Any, target: str, manifest: m.Manifest) -> bool:
 
 
 def _put(filesystem: Any, path: str, target: str, manifest: m.Manifest) -> None:
-    manifest_at = posixpath.join(target, m.MANIFEST)
     filesystem.makedirs(target, exist_ok=True)
-    if filesystem.exists(manifest_at):  # of a copy that is not whole: invalid until it is replaced
-        filesystem.rm_file(manifest_at)
     for shard in manifest.shards:
         there = posixpath.join(target, shard.file)
         filesystem.put_file(os.path.join(path, shard.file), there)
         filesystem.invalidate_cache()
         if (size := filesystem.size(there)) != shard.nbytes:
             raise SaveFailed(f"{there} has {size} bytes there, {shard.nbytes} here")
-    filesystem.put_file(os.path.join(path, m.MANIFEST), manifest_at)
+    filesystem.put_file(os.path.join(path, m.MANIFEST), posixpath.join(target, m.MANIFEST))
 
 
 def _remove(filesystem: Any, folder: str) -> None:

@@ -203,7 +203,8 @@ class CheckpointWriter:
             result = _with(result, error=orders.describe(error))
         else:
             result = _with(result, path=url)
-        self._copying.discard(order.path)
+        finally:
+            self._copying.discard(order.path)
         self._reply(_with(result, seconds=time.monotonic() - started_s))
 
     def _reply(self, result: orders.Result) -> None:

@@ -402,7 +402,7 @@ def encode(message: Message) -> bytes:
     raw = _encoder.encode(message)
     if len(raw) > MAX_MESSAGE_BYTES:
         fork = isinstance(message, Fork)
-        what = "its arguments and its environment take" if fork else f"{type(message).__name__} takes"
+        what = "the job's arguments and environment take" if fork else f"{type(message).__name__} takes"
         raise TooLarge(f"{what} {len(raw)} bytes, the limit is {MAX_MESSAGE_BYTES}")
     return raw
 

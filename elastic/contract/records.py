@@ -145,7 +145,7 @@ class MemberRecord(Record, frozen=True, kw_only=True):
     standings: tuple[Standing, ...] = ()
     """Of local workers that showed no progress: written when a job stands still; the positions show if it is stale."""
     managed: bool = False  # this agent has learnt that the job's workers call `elastic.run`
-    saved_in: Int = 0  # newest generation in this node's checkpoint folder, if `checkpoint.shared` is false; 0 = none
+    saved_generation: Int = 0  # the newest in this node's checkpoint folder, if no other node sees it; 0 = none
 
 
 class GenerationNode(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

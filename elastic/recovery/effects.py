@@ -69,6 +69,8 @@ class Publish:
     """Whether `state` counts a failure against the job's restart budget."""
     managed: bool = False
     """Whether the job's workers are known to call `elastic.run`."""
+    after_loss: bool = False
+    """etcd has lost data since the generation before was formed: its number may be behind those of the checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)

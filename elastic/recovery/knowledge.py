@@ -229,6 +229,7 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
         turn.change(absence_ignored_until_s=turn.now_s + turn.policy.timeouts.lease_ttl_s)
         if wiped:  # and with it what this agent may have published, or has asked for
             turn.change(wiped_until_s=turn.agent.etcd.absence_ignored_until_s, publishing=0, asked={})
+            turn.change(lost_at=before.formed.generation.number if before.formed.generation else 0)
     if view.progress is None and before.etcd.view.progress is not None:  # until a step is on record again
         view = dataclasses.replace(view, progress=before.etcd.view.progress)
     turn.change(view=view, connected=connected)

@@ -157,7 +157,9 @@ def _publish(turn: Turn, change: Change) -> None:
         state = after(state, PhaseTrigger.PUBLISHED, "", turn.wall_s)
     new = state if state != view.state else None
     counted = bool(told and broken and broken.charged)
-    turn.do(Publish(number, change, view.generation_revision, at_step, new, counted, turn.policy.managed))
+    formed = agent.formed.generation.number if agent.formed.generation else 0
+    after_loss = agent.etcd.lost_at >= formed
+    turn.do(Publish(number, change, view.generation_revision, at_step, new, counted, turn.policy.managed, after_loss))
 
 
 def _reported(turn: Turn) -> BrokenRecord | None:

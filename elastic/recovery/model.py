@@ -100,6 +100,8 @@ class EtcdState(msgspec.Struct, frozen=True):
     """etcd was wiped or unavailable: until then, an absent member may only not have registered again yet."""
     wiped_until_s: float = float("-inf")
     """etcd has lost its data: until then, an agent may still restore a newer generation than etcd shows."""
+    lost_at: int = -1
+    """The newest generation known here when etcd was last seen to have lost data; -1: it was not."""
     orphaned_s: float | None = None
     """Since when all nodes that hold the job's state are absent from etcd, with none known to be dead; None: not so."""
     published: MemberRecord | None = None

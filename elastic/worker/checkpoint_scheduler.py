@@ -230,7 +230,9 @@ class CheckpointScheduler:
         if self._rule is None or state.step == self._saved_step:
             return
         if self._place.rank == 0 and not state.clean():
-            said = f"the state saved as step {state.step} has that change, too, and a job that resumes makes it again"
+            said = (
+                f"the checkpoint of step {state.step} has this change, too, and a job that resumes from it repeats it"
+            )
             text = f"elastic: `train` has returned after an optimizer's step without job.commit: {said}"
             print(text, file=sys.stderr, flush=True)
         self._sink.wait(self._finish_s)

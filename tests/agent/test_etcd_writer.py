@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 from pathlib import Path
@@ -11,13 +12,14 @@ import pytest
 from support.fake_etcd import FakeClient, FakeServer
 from support.jobs import generation, member, place, policy
 
-from elastic.agent import etcd_writer
+from elastic.agent import generation_numbers
 from elastic.agent.etcd_writer import KEPT_BESIDE, EtcdWriter
 from elastic.agent.incidents import late_exit, save_failed
 from elastic.agent.process import Exited
 from elastic.agent.store import Stores
 from elastic.agent.write_queue import Write, WriteQueue
 from elastic.checkpoint.names import tmp_name
+from elastic.checkpoint.remote import RemoteError
 from elastic.contract.decoding import Member
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records import (
@@ -433,8 +435,8 @@ def test_first_generation_is_above_those_of_unfinished_checkpoints_too(tmp_path:
     office.stores.close()
 
 
-def member_with(node: str, saved_in: int) -> Member:
-    return Member(msgspec.structs.replace(member(node).record, saved_in=saved_in), 1)
+def member_with(node: str, saved_generation: int) -> Member:
+    return Member(msgspec.structs.replace(member(node).record, saved_generation=saved_generation), 1)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -446,7 +448,7 @@ def test_an_agent_says_which_generation_its_own_checkpoint_folder_has(tmp_path: 
     office.registry.put_member(member("n", ready=(0,)).record)
     office.queues["urgent"].orders[-1]()
     said = decode(MemberRecord, office.client.server.kvs[KEYS.member("n")].value)
-    assert said.saved_in == (0 if shared else 7)
+    assert said.saved_generation == (0 if shared else 7)
     office.registry.leave()
 
 
@@ -462,25 +464,36 @@ def test_first_generation_is_above_those_of_the_checkpoints_that_only_other_node
     office.stores.close()
 
 
-def test_first_generation_is_above_those_of_remote_checkpoints_where_a_node_has_none_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("local", "remote", "number"), [(3, 10, 11), (3, None, 4), (0, 10, 11), (0, None, 0)], ids=str)
+def test_first_generation_is_above_those_of_remote_checkpoints(
+    local: int, remote: int | None, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That node loads the remote one, though the publisher has a checkpoint."""
-    office = Office(dir=str(tmp_path), shared=False, remote="memory://copies")
-    monkeypatch.setattr(etcd_writer, "peek", lambda *_: [(60, 3, "step-60")])
-    monkeypatch.setattr(etcd_writer, "newest_generation", lambda *_: 3)
-    monkeypatch.setattr(etcd_writer, "list_remote", lambda *_: [(500, 10, "step-500")])
+    """A node without one of its own may load them, and a user may have moved local ones away to go back. A remote end
+    that does not answer (None) is waited for only if there is no other checkpoint: number 0."""
+
+    def listed(*_: object) -> list[tuple[int, int, str]]:
+        if remote is None:
+            raise RemoteError("listing memory://copies: no answer")
+        return [(500, remote, "step-500")]
+
+    office = Office(dir=str(tmp_path), remote="memory://copies")
+    monkeypatch.setattr(generation_numbers, "peek", lambda *_: [(60, local, "step-60")] if local else [])
+    monkeypatch.setattr(generation_numbers, "newest_generation", lambda *_: local)
+    monkeypatch.setattr(generation_numbers, "list_remote", listed)
     office.client.put(KEYS.member("n"), b"ours")
-    for other, number in ((0, 11), (3, 4)):
-        office.client.delete(KEYS.generation)
-        seen = {"n": member_with("n", 3), "m": member_with("m", other)}
-        office.registry.publish(Publish(1, Change((), "first", planned=False), 0, None, None), JobView(members=seen))
+    effect = Publish(1, Change((), "first", planned=False), 0, None, None)
+    office.registry.publish(effect, JobView(members={"n": member_with("n", 0)}))
+    with contextlib.nullcontext() if number else pytest.raises(RemoteError):
         office.queues["urgent"].orders[-1]()
-        assert decode(GenerationRecord, office.client.server.kvs[KEYS.generation].value).number == number
+    kv = office.client.server.kvs.get(KEYS.generation)
+    assert (decode(GenerationRecord, kv.value).number if kv else 0) == number
+    if not number:
+        state = decode(JobState, office.client.server.kvs[KEYS.state].value)
+        assert "no answer" in state.reason
     office.stores.close()
 
 
-def numbered(tmp_path: Path, *, member_of: str, written_back: bool) -> int:
+def numbered(tmp_path: Path, *, member_of: str, written_back: bool = False, after_loss: bool = False) -> int:
     """The number of the generation after 1, which `member_of` had a place in, when there is a checkpoint of 10."""
     office = Office(dir=str(tmp_path))
     (tmp_path / tmp_name(60, 10, "job")).mkdir(parents=True)
@@ -488,7 +501,8 @@ def numbered(tmp_path: Path, *, member_of: str, written_back: bool) -> int:
     office.client.put(KEYS.generation, encode(former := generation(1, [place(member_of, 0)])))
     at = office.client.server.kvs[KEYS.generation].mod_revision
     seen = JobView(generation=former, generation_revision=at, written_back=written_back)
-    office.registry.publish(Publish(2, Change((place("n", 0),), "lost", planned=False), at, None, None), seen)
+    change = Change((place("n", 0),), "lost", planned=False)
+    office.registry.publish(Publish(2, change, at, None, None, after_loss=after_loss), seen)
     office.queues["urgent"].orders[-1]()
     office.stores.close()
     return decode(GenerationRecord, office.client.server.kvs[KEYS.generation].value).number
@@ -497,12 +511,13 @@ def numbered(tmp_path: Path, *, member_of: str, written_back: bool) -> int:
 def test_generation_is_above_the_checkpoints_if_etcd_may_have_an_old_one(tmp_path: Path) -> None:
     """An agent that was away has written back what it knew; or etcd was set back to a backup while no agent ran."""
     assert numbered(tmp_path / "a", member_of="n", written_back=True) == 11
-    assert numbered(tmp_path / "b", member_of="gone", written_back=False) == 11
+    assert numbered(tmp_path / "b", member_of="gone") == 11
+    assert numbered(tmp_path / "c", member_of="n", after_loss=True) == 11
 
 
 def test_checkpoint_folder_is_not_read_while_a_node_goes_on(tmp_path: Path) -> None:
     """It may be slow or gone, and is not needed to re-form."""
-    assert numbered(tmp_path, member_of="n", written_back=False) == 2
+    assert numbered(tmp_path, member_of="n") == 2
 
 
 def test_a_generation_that_was_written_back_is_known_by_its_revision() -> None:

@@ -334,7 +334,7 @@ def test_a_worker_whose_environment_no_message_can_hold_is_reported_as_exited(be
     bench.until(lambda: bench.exit_of(1))
     end = bench.exit_of(1)
     assert end is not None
-    assert "a worker cannot be started: its arguments and its environment take" in end.cause
+    assert "a worker cannot be started: the job's arguments and environment take" in end.cause
     assert not bench.pool.processes
 
 

@@ -15,8 +15,9 @@ from support.ckpt import blank, flip, resume, save, shard_paths, state_at
 
 from elastic.checkpoint import manifest as m
 from elastic.checkpoint.errors import Damaged, NoGoodCheckpoint
-from elastic.checkpoint.find import newest_good, peek, verify
-from elastic.checkpoint.names import tmp_name
+from elastic.checkpoint.files import Files
+from elastic.checkpoint.find import newest_good, peek, unusable_step, verify
+from elastic.checkpoint.names import final_names, tmp_name
 from elastic.checkpoint.read import Mismatch, load
 from elastic.checkpoint.write import digest
 
@@ -218,3 +219,28 @@ def test_a_tensor_of_another_kind_is_the_programs_fault(wrong: torch.Tensor, tmp
     with pytest.raises(Mismatch, match=r"weight is F32 \[60, 40\] in the checkpoint"):
         resume(str(tmp_path), "job", lambda info: wrong if info.name == "weight" else None)
     assert os.listdir(tmp_path) == ["step-10"]
+
+
+def test_what_other_jobs_leave_in_the_folder_keeps_no_job_from_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job's name is in the folder's; another user owns it, who may not let this one look into it; or it is
+    being removed at this moment."""
+    theirs = tmp_path / final_names(40, 7, "theirs")[-1]
+    theirs.mkdir()
+    Path(f"{theirs}.damaged-manifest-missing").mkdir()
+    closed = tmp_path / "step-4000"
+    closed.mkdir()
+
+    class Seen(Files):
+        def names(self, path: str) -> list[str]:
+            return [*super().names(path), *(["step-50"] if path == str(tmp_path) else [])]  # listed, and gone since
+
+        def owner(self, path: str) -> int | None:
+            return os.geteuid() + 1 if path == str(closed) else super().owner(path)
+
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert unusable_step(str(tmp_path), "job", files=Seen()) == 0
+    (tmp_path / "step-30.damaged-shard-hash").mkdir()
+    os.chown(tmp_path / "step-30.damaged-shard-hash", 1000, -1) if os.getuid() == 0 else None
+    assert unusable_step(str(tmp_path), "job", files=Seen()) == (30 if os.getuid() in (0, 1000) else 0)

@@ -163,7 +163,7 @@ MUTANTS = (
            "if report.generation != number:", "if report.generation > number:",
            "unit/test_late_causes.py::test_the_exit_of_an_earlier_worker_says_nothing_of_the_one_that_replaced_it"),
     Mutant("what an agent that was away writes back sets the numbers back", "agent.etcd_writer",
-           "return max(effect.number, 1 + self._newest_saved(view))", "return effect.number",
+           "return max(effect.number, 1 + self._newest_saved(view, remote=not kept))", "return effect.number",
            "simulation/test_numbers.py::test_what_an_agent_that_was_away_writes_back_does_not_set_the_numbers_back"),
     Mutant("a new leader drops the causes that only the one before has learnt of", "recovery.reporting",
            "incident = incident.with_recorded(*seen)", "pass",

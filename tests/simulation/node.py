@@ -115,7 +115,7 @@ class Writer(EtcdWriter):
 
     node: Node
 
-    def _newest_saved(self, view: JobView) -> int:
+    def _newest_saved(self, view: JobView, *, remote: bool) -> int:
         return self.node.cluster.training.saved_in
 
 

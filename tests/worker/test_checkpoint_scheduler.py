@@ -79,7 +79,7 @@ def test_a_final_state_that_was_changed_after_its_commit_is_said(capfd: pytest.C
     state.changing()  # as an optimizer's step does
     keeper.finish(state)
     assert [part.step for part in sink.parts] == [10, 12]
-    assert "without job.commit: the state saved as step 12 has that change, too" in capfd.readouterr().err
+    assert "without job.commit: the checkpoint of step 12 has this change, too" in capfd.readouterr().err
     run(keeper, state, 1)
     keeper.finish(state)
     assert capfd.readouterr().err == ""

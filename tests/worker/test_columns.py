@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
@@ -51,6 +52,16 @@ def test_a_tensor_without_the_samples_in_its_first_dimension_is_not_cut() -> Non
     batch = next(batches(Texts(4), state, batch_size=4, micro_batch=2, rank=0, world_size=1, collate=by_time))
     with pytest.raises(TypeError, match=r"shape \[1, 4\] in a batch of 4 samples"):
         next(batch.parts())
+
+
+def test_arrays_are_cut_and_joined_as_tensors_are() -> None:
+    """Also beside a list in a tuple of as many columns as there are samples."""
+    texts, labels = cut((["a", "b"], np.array([0, 1])), 2, 0, 1)
+    assert (texts, labels.tolist()) == (["a"], [0])
+    whole = joined([{"id": np.array([0, 1]), "at": np.array(5)}, {"id": np.array([2, 3]), "at": np.array(6)}], 2)
+    assert whole["id"].tolist() == [0, 1, 2, 3]
+    assert [int(at) for at in whole["at"]] == [5, 6]
+    assert [a.tolist() for a in cut([np.array([1, 2]), np.array([3])], 2, 1, 2)] == [[3]], "arrays of any length"
 
 
 def test_lists_of_any_length_are_cut_by_sample_and_the_rest_belongs_to_all() -> None:

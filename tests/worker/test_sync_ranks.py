@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pathlib
 import signal
 import threading
 import time
@@ -236,7 +237,8 @@ def from_two_disks(rank: int, world_size: int, port: int, damage: str) -> Any:
         return f"{kind} step {state.step} of rank {rank}"
 
     made = group(rank, world_size, port, 9)
-    theirs = Saved(checkpoint=(3, 3) if rank else (3, 4))
+    newest = (3, 3) if rank else (3, 4)
+    theirs = Saved(checkpoint=newest, look_again=lambda: newest)
     synced = synchronise(state, rank=rank, world_size=world_size, generation=9, saved=lambda: theirs, load=load)
     made.close()
     return [synced.step, synced.source, state.version, fingerprint(state)]
@@ -247,6 +249,39 @@ def test_another_ranks_checkpoint_is_loaded_when_the_newest_turns_out_damaged(da
     results = run_ranks(from_two_disks, world_size=2, damage=damage)
     assert [r[:3] for r in results] == [[3, "checkpoint step 3 of rank 1", [3, 3]]] * 2
     assert len({r[3] for r in results}) == 1
+
+
+def from_one_disk(rank: int, world_size: int, port: int, folder: str) -> Any:
+    """All ranks see one folder. Its newest checkpoint is damaged, which the first rank that loads finds out."""
+    state, damaged = build(rank), pathlib.Path(folder, "damaged")
+    loads = 0
+
+    def load(kind: str) -> str:
+        nonlocal loads
+        loads += 1
+        damaged.touch()
+        older = build(5)
+        for _ in range(3):
+            step(older, generation=3)
+        state.adopt(older.table(), older.extra())
+        for (_, here), (_, there) in zip(state.tensors(), older.tensors(), strict=True):
+            here.copy_(there)
+        state.filled()
+        return f"{kind} step {state.step} of rank {rank}"
+
+    def newest() -> tuple[int, int]:
+        return (3, 3) if damaged.exists() else (3, 4)
+
+    made = group(rank, world_size, port, 9)
+    found = Saved(checkpoint=newest(), look_again=newest)
+    synced = synchronise(state, rank=rank, world_size=world_size, generation=9, saved=lambda: found, load=load)
+    made.close()
+    return [synced.step, synced.source, loads]
+
+
+def test_a_damaged_checkpoint_of_a_shared_folder_costs_one_load_not_one_of_each_rank(tmp_path: pathlib.Path) -> None:
+    results = run_ranks(from_one_disk, world_size=3, folder=str(tmp_path))
+    assert results == [[3, "checkpoint step 3 of rank 0", 1 if rank == 0 else 0] for rank in range(3)]
 
 
 class Large(nn.Module):

@@ -1,4 +1,4 @@
-"""Cuts and joins collated samples: each tensor along its first dimension, each list with one entry per sample."""
+"""Cuts and joins collated samples: tensors along the first dimension, lists and arrays with one entry per sample."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..torch_private import pytree
 
 
 def cut(data: Any, size: int, start: int, stop: int) -> Any:
-    """Samples [start, stop) of `data`, which has `size`. A tensor of one number and what is neither a tensor nor a list
-    with one entry per sample belong to all samples.
+    """Samples [start, stop) of `data`, which has `size`. A tensor of one number and what has no entry per
+    sample belong to all samples.
 
     Raises TypeError for a tensor whose first dimension is another one: its samples cannot be told apart.
     """
@@ -42,16 +43,22 @@ def joined(parts: Sequence[Any], each: int) -> Any:
     def whole(column: tuple[Any, ...]) -> Any:
         if isinstance(column[0], torch.Tensor):
             return torch.cat(column)
+        if isinstance(column[0], np.ndarray) and by_sample(column[0]):
+            return np.concatenate(column)
         return list(itertools.chain.from_iterable(column)) if by_sample(column[0]) else list(column)
 
     return pytree.tree_unflatten(list(map(whole, zip(*columns, strict=True))), spec[0])
 
 
 def _by_sample(node: Any, size: int) -> bool:
-    """Whether `node` is a list with one entry per sample: texts, as `default_collate` leaves them, or lists of any
-    length. Not a list of columns, which are tensors or such lists themselves."""
+    """Whether `node` is a list or array with one entry per sample: texts, as `default_collate` leaves them, or lists of
+    any length. Not a list of columns, which are tensors, arrays or such lists themselves."""
+    if isinstance(node, np.ndarray):
+        return node.ndim > 0 and len(node) == size
     if not isinstance(node, (list, tuple)) or len(node) != size:
         return False
-    if all(isinstance(item, (list, tuple)) and len(item) == size for item in node):
+    inner = [item for item in node if isinstance(item, (list, tuple)) or (isinstance(item, np.ndarray) and item.ndim)]
+    mixed = len({isinstance(item, np.ndarray) for item in inner}) > 1
+    if len(inner) == size and (mixed or all(len(item) == size for item in inner)):
         return False
     return not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(node))

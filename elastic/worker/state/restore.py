@@ -91,7 +91,8 @@ class Disk:
         """`newest`, beside `snapshot`. If there is none, the checkpoints that cannot be loaded count: training must not
         begin anew beside them."""
         newest = self.newest()
-        return Saved(snapshot, newest, 0 if newest else find.lost_step(self.directory, self.job))
+        unusable = 0 if newest else find.unusable_step(self.directory, self.job)
+        return Saved(snapshot, newest, unusable, self.newest)
 
     def load(self, state: State, progress: Progress = unreported) -> str:
         """Load the newest intact checkpoint into `state`; returns a description. Damaged ones are quarantined on the

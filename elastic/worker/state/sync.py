@@ -30,8 +30,10 @@ class Saved(NamedTuple):
     """The newest one."""
     checkpoint: Version | None = None
     """The newest one, by its manifest: only `Load` finds out whether it is intact."""
-    lost_step: int = 0
+    unusable_step: int = 0
     """Newest step of the checkpoints that cannot be loaded, if there are no others; 0: none."""
+    look_again: Callable[[], Version | None] = lambda: None
+    """Returns the newest checkpoint by now: in a shared folder another rank may have found one damaged."""
 
 
 SavedVersions = Callable[[], Saved]
@@ -104,20 +106,21 @@ def synchronise(
         known_step=known_step,
         reached=known_commit,
     )
-    offers = _gather(mine, world_size)
+    offers, found = _gather(mine, world_size), Saved()
     # Live state of an older generation may belong to a node that was partitioned while the others trained on and saved.
     alive = restore == "newest" and any(
         offer.clean and offer.established and offer.version[0] >= generation - 1 for offer in offers
     )
     if saved is not None and not alive:
-        snapshot, checkpoint, lost_step = saved()
+        found = saved()
         check()
-        known_step = max(known_step, lost_step)
-        mine = msgspec.structs.replace(mine, snapshot=snapshot, checkpoint=checkpoint, known_step=known_step)
+        known_step = max(known_step, found.unusable_step)
+        mine = msgspec.structs.replace(
+            mine, snapshot=found.snapshot, checkpoint=found.checkpoint, known_step=known_step
+        )
         offers = _gather(mine, world_size)
     with gc_pause.paused():
-        choice, said = _chosen(state, mine, offers, restore, load)
-        check()
+        choice, said = _chosen(state, mine, offers, restore, load, found.look_again, check)
         source, nbytes = _bring(state, choice, said, rank, generation, load, check)
     check()
     seconds = time.monotonic() - begun_s
@@ -160,11 +163,19 @@ def _offer(rank: int, numbers: Sequence[int]) -> Offer:
     )
 
 
-def _chosen(state: State, mine: Offer, offers: Sequence[Offer], restore: str, load: Load | None) -> tuple[Choice, str]:
+def _chosen(
+    state: State,
+    mine: Offer,
+    offers: Sequence[Offer],
+    restore: str,
+    load: Load | None,
+    look_again: Callable[[], Version | None],
+    check: Callable[[], None],
+) -> tuple[Choice, str]:
     """The source, and, on that rank, the description of the checkpoint it has loaded; '' if it has loaded none yet.
 
     Only loading shows that a checkpoint is damaged. The one before it may be older than what another rank has, so all
-    ranks choose again, by what was really loaded.
+    ranks choose again, by what was really loaded. All make the same number of exchanges.
     """
     said, damaged = "", None
     loaded: set[int] = set()
@@ -185,9 +196,19 @@ def _chosen(state: State, mine: Offer, offers: Sequence[Offer], restore: str, lo
             except NoGoodCheckpoint as error:
                 print(f"elastic: {error}", file=sys.stderr, flush=True)
                 damaged, version = error, None
-            known_step = max(mine.known_step, choice.version[1])
-            mine = msgspec.structs.replace(mine, clean=False, checkpoint=version, known_step=known_step)
+            known_step, clean = (
+                max(mine.known_step, choice.version[1]),
+                mine.clean and version is None and state.clean(),
+            )
+            mine = msgspec.structs.replace(mine, clean=clean, checkpoint=version, known_step=known_step)
         offers = _gather(mine, len(offers))
+        check()
+        if offers[choice.source].checkpoint != choice.version:
+            if (
+                mine.rank not in loaded
+            ):  # else each rank of a shared folder would offer the damaged one, and load another
+                mine = msgspec.structs.replace(mine, checkpoint=look_again())
+            offers = _gather(mine, len(offers))
 
 
 def _loaded(load: Load | None, origin: Origin) -> str:
