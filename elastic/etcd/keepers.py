@@ -14,15 +14,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
+from .threads import start_thread
 from .types import KV, EtcdError, EtcdUnavailable, LeaseGone, Refusal, View
-
-
-def started(thread: threading.Thread) -> None:
-    """Start it. Raises EtcdUnavailable at a limit of threads: that passes, and must end no agent and no daemon."""
-    try:
-        thread.start()
-    except RuntimeError as error:
-        raise EtcdUnavailable(str(error), maybe_done=False) from None
 
 
 class Compacted(EtcdError):
@@ -92,7 +85,7 @@ class Lease:
     def start(self) -> None:
         """Raises EtcdUnavailable; the lease then expires by itself."""
         try:
-            started(self._thread)
+            start_thread(self._thread)
         except EtcdUnavailable:
             self.lost = True
             raise
@@ -162,7 +155,7 @@ class Watch:
     def start(self) -> None:
         """Raises EtcdUnavailable; the watch is then closed."""
         try:
-            started(self._thread)
+            start_thread(self._thread)
         except EtcdUnavailable:
             self._closing.set()
             raise
@@ -226,7 +219,7 @@ class Watch:
         reader = threading.Thread(target=self._read, args=(stream,), name=f"{self._thread.name}-read", daemon=True)
         stands = False
         try:
-            started(reader)
+            start_thread(reader)
             wait_s = self._source.call_s
             while not self._closing.is_set():
                 try:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from .keepers import started
+from .threads import start_thread
 from .types import EtcdError, EtcdUnavailable
 
 EVERY_S = 15.0
@@ -49,7 +49,7 @@ class Renewal:
         if connection.outdated and self._busy.acquire(blocking=False):
             name, work = "etcd-certificates", partial(self._renew, endpoint, connection)
             try:
-                started(threading.Thread(target=work, name=name, daemon=True))
+                start_thread(threading.Thread(target=work, name=name, daemon=True))
             except EtcdUnavailable:  # at the next look
                 self._busy.release()
 

@@ -14,7 +14,8 @@ import grpc
 
 from ..contract.agent_files import EtcdAccess
 from . import etcd3_import
-from .keepers import Compacted, WatchBatch, started
+from .keepers import Compacted, WatchBatch
+from .threads import start_thread
 from .types import KV, EtcdDenied, EtcdError, EtcdFull, EtcdUnavailable, LeaseGone, key_text
 
 _OPTIONS = (
@@ -150,7 +151,7 @@ class Connection:
                 raise self._denied[1]
             if self._opening is None or self._opening.done.is_set():
                 opening, name = _Opening(), f"etcd-open-{self.endpoint}"
-                started(threading.Thread(target=self._make, args=(opening, login), name=name, daemon=True))
+                start_thread(threading.Thread(target=self._make, args=(opening, login), name=name, daemon=True))
                 self._opening = opening  # not before it has begun: each later call would wait for it
             opening = self._opening
         if not opening.done.wait(within_s):
