@@ -136,7 +136,7 @@ class Judge:
         self.plans[new.number] = new
 
     def _forgotten(self, number: int) -> bool:
-        """etcd was wiped, and nobody lives who knew of that generation. No step was done in it, and none can be; or
+        """etcd was wiped, and no agent lives that knew of that generation. No step was done in it, and none can be; or
         nothing is left of its steps, nor of those of later generations: no process and no checkpoint."""
         cluster = self._cluster
         held = [node.agent.formed.generation for node in cluster.nodes if node.agent is not None]

@@ -187,18 +187,23 @@ def test_the_rank_that_is_ahead_is_the_source() -> None:
     assert len({r[2] for r in results}) == 1
 
 
+def fill(state: State, steps: int) -> None:
+    """As a checkpoint of generation 3 does."""
+    older = build(5)
+    for _ in range(steps):
+        step(older, generation=3)
+    state.adopt(older.table(), older.extra())
+    for (_, here), (_, there) in zip(state.tensors(), older.tensors(), strict=True):
+        here.copy_(there)
+    state.filled()
+
+
 def from_disk(rank: int, world_size: int, port: int) -> Any:
     """Only rank 1 can load; the one it offered is damaged, and `load` took the one before."""
     state = build(rank)
 
     def load(kind: str) -> str:
-        older = build(5)
-        for _ in range(2):
-            step(older, generation=3)
-        state.adopt(older.table(), older.extra())
-        for (_, here), (_, there) in zip(state.tensors(), older.tensors(), strict=True):
-            here.copy_(there)
-        state.filled()
+        fill(state, 2)
         return f"{kind} step 2 at /here"
 
     made = group(rank, world_size, port, 9)
@@ -227,13 +232,7 @@ def from_two_disks(rank: int, world_size: int, port: int, damage: str) -> Any:
     def load(kind: str) -> str:
         if rank == 0 and damage == "all":
             raise NoGoodCheckpoint("step-4: damaged")
-        older = build(5)
-        for _ in range(3 if rank else 2):
-            step(older, generation=3)
-        state.adopt(older.table(), older.extra())
-        for (_, here), (_, there) in zip(state.tensors(), older.tensors(), strict=True):
-            here.copy_(there)
-        state.filled()
+        fill(state, 3 if rank else 2)
         return f"{kind} step {state.step} of rank {rank}"
 
     made = group(rank, world_size, port, 9)
@@ -260,13 +259,7 @@ def from_one_disk(rank: int, world_size: int, port: int, folder: str) -> Any:
         nonlocal loads
         loads += 1
         damaged.touch()
-        older = build(5)
-        for _ in range(3):
-            step(older, generation=3)
-        state.adopt(older.table(), older.extra())
-        for (_, here), (_, there) in zip(state.tensors(), older.tensors(), strict=True):
-            here.copy_(there)
-        state.filled()
+        fill(state, 3)
         return f"{kind} step {state.step} of rank {rank}"
 
     def newest() -> tuple[int, int]:
