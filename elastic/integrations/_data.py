@@ -131,15 +131,20 @@ def _sequential(samples: int, _epoch: int) -> EpochOrder:
 
 
 def _sampled(sampler: Iterable[int], samples: int, seed: int, epoch: int) -> EpochOrder:
+    found = drawn(sampler, seed, epoch)
+    if len(found) < samples:
+        raise ValueError(f"{type(sampler).__name__} yields {len(found)} samples in epoch {epoch}, not {samples}")
+    return _Listed(found)
+
+
+def drawn(sampler: Iterable[int], seed: int, epoch: int) -> list[int]:
+    """What `sampler` yields with the global generators, and its own, seeded by (seed, epoch)."""
     seed_everything(seed, 2, epoch)
     if isinstance(own := getattr(sampler, "generator", None), torch.Generator):
         own.manual_seed(word(seed, 2, epoch))  # it is as far as this process has got: on another rank elsewhere
     if (set_epoch := getattr(sampler, "set_epoch", None)) is not None:
         set_epoch(epoch)
-    found = list(sampler)
-    if len(found) < samples:
-        raise ValueError(f"{type(sampler).__name__} yields {len(found)} samples in epoch {epoch}, not {samples}")
-    return _Listed(found)
+    return list(sampler)
 
 
 def count(dataset: Any, sampler: Any) -> int:

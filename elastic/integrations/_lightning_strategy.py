@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
@@ -19,12 +20,14 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from ..contract.timeouts import QUIET_S
 from ..worker.data.batches import seed_everything
 from ..worker.job import Job
 from ..worker.run import run
 from ..worker.state.state import State
+from ._data import drawn
 from ._epoch_rest import skipped
 from ._lightning_env import ElasticEnvironment
 from ._prepare_lock import one_at_a_time
@@ -135,8 +138,11 @@ class ElasticStrategy(DDPStrategy):
         """elastic has its own."""
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Have a training loader go on after the batches of this epoch that are committed."""
+        """Have all ranks draw the same order, and a training loader go on after the committed batches of its epoch."""
         trainer = self.lightning_module.trainer
+        sampler = getattr(dataloader, "sampler", None)
+        if self.state is not None and isinstance(sampler, DistributedSamplerWrapper):
+            sampler.dataset._sampler = _SameOnAllRanks(sampler, self.seed)
         if self.state is None or not self.state.step or not trainer.training or not trainer.fit_loop.restarting:
             return dataloader
         _set_sampler_epoch(dataloader, trainer.fit_loop.epoch_progress.current.processed)
@@ -184,6 +190,25 @@ class ElasticStrategy(DDPStrategy):
         self.end_between()
         self._model = None
         self.optimizers, self.lr_scheduler_configs, self._loss = [], [], None
+
+
+class _SameOnAllRanks:
+    """The sampler that Lightning has wrapped to take each rank's share of it; its order is a function of (seed, epoch).
+
+    The ranks' global generators differ, so the shares would be those of different orders.
+    """
+
+    def __init__(self, wrapper: DistributedSamplerWrapper, seed: int) -> None:
+        self._wrapper, self._seed = wrapper, seed
+        self._sampler = wrapper.dataset._sampler
+
+    def __iter__(self) -> Iterator[int]:
+        # The order is drawn within a batch, whose other random numbers are the rank's own.
+        with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+            return iter(drawn(self._sampler, self._seed, self._wrapper.epoch))
+
+    def __len__(self) -> int:
+        return len(self._sampler)
 
 
 class _Runs(_Launcher):

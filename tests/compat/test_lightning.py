@@ -37,6 +37,7 @@ class Ran:
         self.pids = {line["pid"] for line in lines if "sum" in line}
         self.incidents = [i for i in job.incidents() if i.kind != "late exit"]
         self.batches = {(line["rank"], line["batch"]): line["sum"] for line in lines if "sum" in line}
+        self.labels = {(line["rank"], line["batch"]): line["labels"] for line in lines if "sum" in line}
 
 
 def run(*, kills: tuple[str, ...] = (), **args: object) -> Ran:
@@ -74,6 +75,15 @@ def test_trainer_survives_a_death_at_every_place_of_its_loop(kind: str, kills: t
     epochs = 3 if kind == "plateau" else 2
     whole, ran = run(kind=kind, epochs=epochs), run(kind=kind, epochs=epochs, kills=kills)
     check_recovered(ran, whole, kills)
+
+
+def test_each_sample_of_another_sampler_is_taken_once_in_an_epoch_and_by_the_same_rank_after_a_death() -> None:
+    """Ranks draw different random numbers, and the sampler draws its order."""
+    whole, kills = run(kind="subset", epochs=3), ("forward:1:3", "backward:0:17", "optimizer:1:30")
+    for epoch in range(3):
+        taken = [label for (_, batch), labels in whole.labels.items() if batch // 12 == epoch for label in labels]
+        assert len(taken) == len(set(taken)) == 96, f"epoch {epoch}: {len(set(taken))} of 96 samples"
+    check_recovered(run(kind="subset", epochs=3, kills=kills), whole, kills)
 
 
 def test_trainer_that_accumulates_gradients_repeats_the_step_it_was_in() -> None:

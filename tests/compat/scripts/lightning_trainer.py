@@ -77,7 +77,8 @@ class Module(lightning.LightningModule):
         return loss
 
     def on_train_batch_end(self, outputs: object, batch: object, index: int) -> None:
-        write(batch=self.trainer.fit_loop.total_batch_idx, sum=float(batch[0].sum()))
+        labels = batch[1].flatten().tolist()  # each sample has another
+        write(batch=self.trainer.fit_loop.total_batch_idx, sum=float(batch[0].sum()), labels=labels)
 
     def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> None:
         die("validation", self.global_step)
@@ -122,7 +123,14 @@ class Plateau(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
 
-KINDS = {"automatic": Module, "manual": Manual, "plateau": Plateau}
+KINDS = {"automatic": Module, "subset": Module, "manual": Manual, "plateau": Plateau}
+
+
+def data() -> torch.utils.data.DataLoader:
+    if ARGS.kind != "subset":
+        return torch.utils.data.DataLoader(Data(96, 1), batch_size=4, shuffle=True)
+    of_them = torch.utils.data.SubsetRandomSampler([index for index in range(120) if index % 5])
+    return torch.utils.data.DataLoader(Data(120, 1), batch_size=4, sampler=of_them)
 
 
 def main() -> None:
@@ -138,8 +146,7 @@ def main() -> None:
         enable_progress_bar=False, enable_model_summary=False, callbacks=[saver, every, stopper],
         accumulate_grad_batches=ARGS.accumulate, gradient_clip_val=None if ARGS.kind == "manual" else 1.0,
     )  # fmt: skip
-    trainer.fit(model, torch.utils.data.DataLoader(Data(96, 1), batch_size=4, shuffle=True),
-                torch.utils.data.DataLoader(Data(16, 2), batch_size=4))  # fmt: skip
+    trainer.fit(model, data(), torch.utils.data.DataLoader(Data(16, 2), batch_size=4))
     weights = hashlib.sha256(b"".join(t.cpu().numpy().tobytes() for t in model.state_dict().values())).hexdigest()
     write(final=weights, at=trainer.global_step, best=float(saver.best_model_score), wait=stopper.wait_count,
           rate=trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else None,
