@@ -121,10 +121,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _began(self, step: int, part: int, size: int, steps: _data.Steps) -> None:
         """The next batch is number `part` of `step`, with `size` samples (0: one that does not count)."""
-        if part == 0 and self._kept.step != step:
+        if self._kept.step != step:
             raise RuntimeError(
-                f"step {step - 1} ended with state.step = {self._kept.step}: call accelerator.commit(loss) once for "
-                "each batch, after the optimizer's step"
+                f"batch {part} of step {step} began with state.step = {self._kept.step}: call accelerator.commit(loss) "
+                "once for each batch, after the optimizer's step"
+            )
+        if part == 0 and self.step % steps.parts:
+            # Accelerate's count goes on: the first batch, which the loop begins with again, would complete the step.
+            raise RuntimeError(
+                f"the loop over the training data was left within step {step}, which has {steps.parts} batches: leave "
+                "it where accelerator.sync_gradients is true, after accelerator.commit(loss)"
             )
         seed_everything(self._seed, 1, step, self._job.rank, part)
         if self._weigh or not size:

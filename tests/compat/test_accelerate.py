@@ -7,10 +7,14 @@ import pathlib
 from typing import Any
 
 import pytest
+import torch
 from support.agents import Job
 from support.wait import eventually
+from torch.utils.data import DataLoader, TensorDataset
 
+import elastic
 from elastic.contract.records import Phase
+from elastic.integrations.accelerate import Accelerator
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "accelerate_loop.py"
 
@@ -60,3 +64,32 @@ def test_a_step_is_the_same_in_any_world() -> None:
     assert {tuple(final["rate"]) for final in ran.values()} == {tuple(ran[1]["rate"])}
     assert ran[2]["norm"] == pytest.approx(ran[1]["norm"], rel=1e-6)
     assert ran[3]["norm"] == pytest.approx(ran[1]["norm"], rel=1e-6)
+
+
+def test_loop_that_is_left_within_a_step_is_refused_when_it_is_entered_again() -> None:
+    """Accelerate would count its first batch as the second one of that step, and apply it twice."""
+    steps = []
+
+    def setup(job: Any) -> elastic.State:
+        model = torch.nn.Linear(1, 1)
+        return elastic.State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def train(job: Any, state: Any) -> None:
+        accelerator = Accelerator(job, state, gradient_accumulation_steps=2, cpu=True)
+        loader = DataLoader(TensorDataset(torch.ones(16, 1)), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(state.model, state.optimizer, loader)
+        for batches in (4, 1, 2):
+            for number, (x,) in enumerate(loader, 1):
+                with accelerator.accumulate(model):
+                    loss = model(x).mean()
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                accelerator.commit(loss)
+                steps.append(state.step)
+                if number == batches:
+                    break
+
+    with pytest.raises(RuntimeError, match=r"left within step 2.*accelerator.sync_gradients"):
+        elastic.run(setup, train)
+    assert steps == [0, 1, 1, 2, 2], "nothing of step 2 was applied"
