@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from ..worker.boot.inherited_sockets import leave_parents_sockets
 from ..worker.data.batches import seed_everything, take_many, word
@@ -117,8 +117,14 @@ def order_of(sampler: Iterable[int] | None, samples: int, seed: int) -> Callable
 
     A RandomSampler becomes a permutation by (seed, epoch). Any other sampler is run once per epoch, with the random
     generators, and its own (`generator`), seeded by (seed, epoch): its order must depend on nothing else. Raises
-    ValueError if it does not yield as many samples as it did at first.
+    ValueError for one that is a rank's share already, and if it does not yield as many samples as it did at first.
     """
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise ValueError(
+            f"DistributedSampler(num_replicas={sampler.num_replicas}): elastic shares the samples out to the ranks, "
+            "and would share one rank's part of them out again; give the dataset without it, with shuffle=True or "
+            "another sampler over all samples"
+        )
     if sampler is None or type(sampler) is SequentialSampler:
         return functools.partial(_sequential, samples)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == samples:

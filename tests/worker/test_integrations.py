@@ -11,7 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from elastic.integrations import _data, _versions
 from elastic.integrations._schedule import Schedule
@@ -108,6 +114,16 @@ def test_a_sampler_with_a_generator_of_its_own_draws_the_same_in_each_epoch_wher
 
     assert orders(0, 1, 2)[2] == orders(2)[0]
     assert orders(0)[0] != orders(1)[0]
+
+
+@pytest.mark.parametrize(("replicas", "fits"), [(1, True), (2, False)])
+def test_a_sampler_that_is_one_ranks_share_already_is_refused(replicas: int, fits: bool) -> None:
+    sampler = DistributedSampler(Numbers(40), num_replicas=replicas, rank=0)
+    if fits:
+        assert sorted(_data.order_of(sampler, 40, seed=3)(0).take(0, 40)) == list(range(40))
+        return
+    with pytest.raises(ValueError, match=r"DistributedSampler\(num_replicas=2\).*give the dataset without it"):
+        _data.order_of(sampler, 20, seed=3)
 
 
 def test_skipped_steps_are_not_loaded() -> None:
