@@ -66,10 +66,7 @@ class Job:
                 state.step += 1
             self.read += sum(stream.read for stream in made)
             if kept is None or state.streams["step"] == kept["step"]:
-                kept = {
-                    "step": state.streams["step"],
-                    "states": (kept or {"states": {}})["states"] | state.streams["states"],
-                }
+                kept = state.streams | {"states": (kept or {"states": {}})["states"] | state.streams["states"]}
         self.step, self.kept = until, kept
 
     def _take(self, batch: Batch) -> None:
@@ -108,6 +105,16 @@ def test_numbers_that_do_not_go_together_are_refused(monkeypatch: pytest.MonkeyP
         job.run(5, 1)
     with pytest.raises(ValueError, match="fewer samples"):
         Job(monkeypatch, length=1).run(1, 1)
+
+
+@pytest.mark.parametrize(("name", "value"), [("count", 2), ("batch_size", 16)])
+def test_positions_of_other_numbers_are_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: int) -> None:
+    """A restarted job with another count or batch_size: its streams would go on at the wrong samples."""
+    job = Job(monkeypatch)
+    job.run(2, 5)
+    before = {"count": 4, "batch_size": 8}[name]
+    with pytest.raises(ValueError, match=rf"{name} = {value}: .* {name} = {before}.*use that again.*new job"):
+        job.run(2, 7, **{name: value})
 
 
 def test_indices_number_the_samples_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,11 +67,11 @@ def streams(
     must be a multiple of `count`, and `count` at least `world_size`. `Batch.indices` number the samples: step ×
     batch_size + position in the global batch. `num_workers`: loader processes per stream.
 
-    Raises ValueError for numbers that violate this and for a stream with fewer samples than a step takes from it,
-    TypeError for a stream whose state is not JSON, RuntimeError for a turn without a commit, ImportError without
-    torchdata.
+    Raises ValueError for numbers that violate it, for another `count` or `batch_size` than in the steps so far and for
+    a stream with fewer samples than a step takes from it, TypeError for a stream whose state is not JSON, RuntimeError
+    for a turn without a commit, ImportError without torchdata.
     """
-    _check(count, batch_size, world_size)
+    numbers = _checked(count, batch_size, world_size, state)
     first, stop = rank_range(0, count, rank, world_size)
     each = batch_size // count
     mine = {n: _Stream(make(n, count), each, num_workers, collate or default_collate) for n in range(first, stop)}
@@ -79,7 +79,7 @@ def streams(
         _put_back(mine, state)
         while (step := state.step) < steps:
             if step % keep_every == 0 and (state.streams is None or state.streams["step"] != step):
-                state.streams = {"step": step, "states": _exchanged(mine, rank, world_size)}
+                state.streams = {"step": step, **numbers, "states": _exchanged(mine, rank, world_size)}
             data = joined([next(stream) for stream in mine.values()], each)
             batch = Batch(
                 data=move(elsewhere(device), data),
@@ -104,11 +104,20 @@ def streams(
             stream.close()
 
 
-def _check(count: int, batch_size: int, world_size: int) -> None:
+def _checked(count: int, batch_size: int, world_size: int, state: HasStreams) -> dict[str, int]:
+    """The numbers that the positions of the streams depend on."""
     if batch_size % count:
         raise ValueError(f"batch_size = {batch_size}: must be a multiple of count = {count} streams")
     if world_size > count:
         raise ValueError(f"count = {count} streams: not enough for a world of {world_size}")
+    numbers = {"count": count, "batch_size": batch_size}
+    for name, number in numbers.items():
+        if (kept := (state.streams or {}).get(name, number)) != number:
+            raise ValueError(
+                f"{name} = {number}: the streams of the steps so far had {name} = {kept}, and their positions fit no "
+                "other number; use that again, or begin a new job"
+            )
+    return numbers
 
 
 class _Stream:
