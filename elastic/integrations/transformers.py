@@ -295,8 +295,12 @@ class ElasticMixin:
         run.kept.trainer, history = recovery.held(grad_norm, learning_rate)
         if history is not None:
             run.kept.history = history
-        self._own = tr_loss.detach().clone(), float(self.current_flos)
-        run.job.commit(run.kept, loss=run.loss)
+        own, step = (tr_loss.detach().clone(), float(self.current_flos)), run.kept.step
+        try:
+            run.job.commit(run.kept, loss=run.loss)
+        finally:
+            if run.kept.step > step:  # else the step is done again, and its loss is added again
+                self._own = own
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
         run = self._run

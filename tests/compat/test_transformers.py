@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import pathlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.agents import Job
 from support.wait import eventually
 
 from elastic.contract.records import Phase
+from elastic.integrations.transformers import Trainer
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "hf_trainer.py"
 
@@ -116,3 +119,21 @@ def test_a_token_weighted_step_is_the_same_in_any_world() -> None:
     assert norms[3] == pytest.approx(norms[1], rel=1e-6)
     assert losses[2] == pytest.approx(losses[1], rel=1e-4)
     assert losses[3] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize(("committed", "loss"), [(True, 5.0), (False, 2.0)])
+def test_losses_of_a_step_count_once_it_is_committed_and_not_before(committed: bool, loss: float) -> None:
+    """A commit ends a generation by raising, before the step is committed or behind that; else it is done again."""
+
+    def commit(kept: Any, **_: Any) -> None:
+        kept.step += committed
+        raise InterruptedError
+
+    trainer: Any = object.__new__(Trainer)
+    trainer.state, trainer.current_flos = SimpleNamespace(global_step=4), 1.0
+    trainer._own = torch.tensor(2.0), 0.5
+    trainer._recovery = SimpleNamespace(held=lambda *_: ("", None))
+    run = SimpleNamespace(job=SimpleNamespace(commit=commit), kept=SimpleNamespace(step=3), loss=None)
+    with pytest.raises(InterruptedError):
+        trainer._commit(run, torch.tensor(5.0), None, None)
+    assert trainer._own[0] == loss
