@@ -163,3 +163,21 @@ def test_each_pass_of_a_stream_of_datasets_is_whole_after_it_was_restored(restor
             state.step += 1
         kept = state.streams
     assert found == [*range(10)] * 6
+
+
+def test_an_epoch_that_the_script_has_set_stays_for_the_first_pass_after_it_was_restored() -> None:
+    """A shuffled stream has another order in another epoch."""
+    made: list[HubDataset] = []
+
+    def make(n: int, count: int) -> HubDataset:
+        made.append(HubDataset(10))
+        made[-1].set_epoch(3)
+        return made[-1]
+
+    options: dict[str, Any] = {"count": 1, "batch_size": 2, "rank": 0, "world_size": 1, "keep_every": 2}
+    state = SimpleNamespace(step=0, streams=None)
+    for _ in streams(make, state, steps=2, **options):
+        state.step += 1
+    for _ in streams(make, SimpleNamespace(step=2, streams=state.streams), steps=3, **options):
+        break
+    assert [dataset.epoch for dataset in made] == [3, 3]

@@ -165,7 +165,8 @@ class _Stream:
 
     def load(self, state: dict[str, Any]) -> None:
         self._pass = state["pass"]
-        self._begins(self._pass)
+        if self._pass:  # in the first one the script may have called `set_epoch` itself
+            self._begins(self._pass)
         self._loader.load_state_dict(state["loader"])
         self._iterator = None
 
