@@ -26,7 +26,8 @@ from .job_calls import JobCalls
 from .logged import JobLog
 from .loss_reader import LossReader
 from .lr_scaling import ScaledSteps
-from .numerics import Fingerprint, disagreeing
+from .numerics import Fingerprint, disagreeing, refuse_different
+from .state.broadcast import control_device
 from .state.state import State
 
 
@@ -185,7 +186,7 @@ class Job(JobCalls):
         `compress`: exchange the gradients in 16 bits, or by a `PowerSGD` that is part of the state. `hook`: a
         communication hook of torch's kind, called as ``hook(hook_state, bucket)``; its mean over the ranks becomes the
         mean over the samples. What it keeps in `hook_state` is not restored after a failure. Raises ValueError for
-        other values, or for both.
+        other values, or for both, and RuntimeError if the ranks begin with different parameters.
         """
         exchange = comm_hooks.chosen(compress, hook, hook_state)
         if not torch.distributed.is_initialized():
@@ -204,6 +205,8 @@ class Job(JobCalls):
             sampler=self.sampler,
             **options,
         )
+        if self._state is not None and not self._state.step:  # later it would cost each recovery a pass over the model
+            refuse_different(model, world_size=self.world_size, device=control_device())
         if isinstance(compress, PowerSGD):
             compress.begin(model)
         link.entered()
@@ -410,7 +413,7 @@ class Job(JobCalls):
             self._fingerprint = Fingerprint([tensor for _, tensor in state.tensors()])
         digest = self._fingerprint.of(state.step // self._fingerprint_every)
         self._link.contributed()
-        outliers = disagreeing(digest, world_size=self.world_size)
+        outliers = disagreeing(digest, world_size=self.world_size, device=control_device())
         self._link.entered()
         if outliers and not self._ignore_bad_numbers:
             self._link.bad_numbers(state.step, "drift", "weights differ from the other replicas'", outliers)

@@ -93,9 +93,10 @@ class JobCalls(abc.ABC):
             # numbers of batches.
             self._gradient_weight.share_buffers(last=False)
         with self.quiet("evaluation", limit_s), evaluation.unnoticed():
+            before = [(module, module.training) for root in state.modules() for module in root.modules()]
             try:
-                for module in state.modules():
-                    module.eval()
+                for root in state.modules():
+                    root.eval()
                 return evaluation.evaluate(
                     dataset,
                     measure,
@@ -108,6 +109,9 @@ class JobCalls(abc.ABC):
                     **options,
                 )
             finally:
+                for module, training in before:  # parents first
+                    if module.training != training:
+                        module.train(training)  # some do more there than set the flag, as LoRA's layers
                 modes.put_back()
 
     def weighted(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 import xxhash
+from torch import nn
 
 WINDOW_BYTES = 4 * 1024 * 1024
 
@@ -74,3 +76,18 @@ def disagreeing(
     everyone = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(everyone, mine, group=group)
     return outliers([int(d) for d in torch.cat(everyone).tolist()])
+
+
+def refuse_different(model: nn.Module, *, world_size: int, device: torch.device | str = "cpu") -> None:
+    """All ranks must call. Raises RuntimeError if the parameters of `model` are not the same on all of them.
+
+    All have those of one rank's `setup`. If a rank then changes its own, stock DDP sends rank 0's to all; here, where
+    none are sent, the replicas would differ for good.
+    """
+    digest = Fingerprint([param.detach() for param in model.parameters()], sys.maxsize).of(0)
+    if ranks := disagreeing(digest, world_size=world_size, device=device):
+        raise RuntimeError(
+            f"job.ddp: the parameters differ between the ranks ({', '.join(map(str, ranks))} from the majority): they "
+            "were changed in train() on some ranks only, as in `if job.rank == 0: model.load_state_dict(…)`. Load "
+            "weights in setup(): its state goes to all ranks"
+        )

@@ -147,10 +147,12 @@ def own_tensors(module: torch.nn.Module) -> tuple[Any, Any, set[str]]:
     return module._parameters, module._buffers, module._non_persistent_buffers_set
 
 
-def forget_unscaled(scaler: object) -> None:
-    """Drop a GradScaler's marks of optimizers whose gradients it has unscaled in this step."""
-    for held in getattr(scaler, "_per_optimizer_states", {}).values():
-        held.update(torch.amp.grad_scaler._refresh_per_optimizer_state())
+def forget_unscaled(*holders: object) -> None:
+    """Drop the marks of optimizers whose gradients a GradScaler, one of `holders`, has unscaled in this step."""
+    for scaler in holders:
+        if isinstance(scaler, torch.amp.GradScaler):
+            for held in scaler._per_optimizer_states.values():
+                held.update(torch.amp.grad_scaler._refresh_per_optimizer_state())
 
 
 _collate_tensors = collate.default_collate_fn_map.get(torch.Tensor)

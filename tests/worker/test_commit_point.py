@@ -217,6 +217,48 @@ def test_a_scaler_forgets_the_step_that_was_cut_short() -> None:
     assert state.scaler.get_scale() == 8.0
 
 
+class NativeScaler:
+    """As timm, MAE and DeiT have one."""
+
+    def __init__(self) -> None:
+        self._scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+
+    def __call__(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        self._scaler.scale(loss).backward()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._scaler.load_state_dict(state)
+
+
+def test_a_scaler_within_another_object_forgets_the_step_that_was_cut_short() -> None:
+    """Else the step that is done again finds its gradients unscaled already, and applies them 65536 times too large."""
+    net = nn.Linear(4, 2)
+    state = State(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), scaler=NativeScaler())
+    state.begin()
+
+    def ended() -> None:
+        raise RuntimeError("the generation has ended")
+
+    state.scaler(net(torch.ones(1, 4)).sum(), state.optimizer)
+    state.committed(1)
+    state.optimizer.zero_grad()
+    state.watch_optimizers(ended)
+    with pytest.raises(RuntimeError, match="has ended"):
+        state.scaler(net(torch.ones(1, 4)).sum(), state.optimizer)
+    assert state.rewind() is None
+    state.watch_optimizers(None)
+    state.forget_gradients()
+    state.begin()
+    before = net.weight.detach().clone()
+    state.scaler(net(torch.ones(1, 4)).sum(), state.optimizer)
+    assert torch.allclose(before - net.weight, torch.full_like(before, 0.1))
+
+
 def test_rewind_restores_parameters_known_to_change_in_a_forward() -> None:
     """`max_norm` renormalises rows in the forward."""
     torch.manual_seed(0)
@@ -863,6 +905,22 @@ def test_the_state_of_each_of_many_parameters_is_compared_in_turn() -> None:
             marks._round -= 1
             marks.take()
     assert found == set(range(len(weights)))
+
+
+@pytest.mark.parametrize("commits", [3, 4])
+def test_a_look_at_the_state_of_a_parameter_that_has_none_is_no_change(commits: int) -> None:
+    """It creates an empty entry, after as many as are compared at once."""
+    weights = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(COMPARED + 1)])
+    state = State(model=weights, optimizer=torch.optim.Adam(weights, lr=0.1))
+    state.begin()
+    for weight in weights[:-1]:
+        weight.grad = torch.ones(1)
+    for _ in range(commits):
+        state.optimizer.step()
+        state.committed(1)
+    assert not state.optimizer.state[weights[COMPARED]]
+    state.turned()
+    assert state.rewind() is None
 
 
 def test_an_optimizers_state_that_does_not_change_is_no_change() -> None:

@@ -100,6 +100,26 @@ def test_an_error_in_measure_leaves_modes_as_they_were() -> None:
     assert torch.is_grad_enabled()
 
 
+class Merging(nn.Linear):
+    """As LoRA's layers: merged for evaluation, and taken apart again for training."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> Merging:
+        super().train(mode)
+        self.merged = not mode
+        return self
+
+
+def test_a_module_that_does_more_than_set_the_mode_is_told_of_its_return() -> None:
+    model = nn.Sequential(Merging(4, 2), Merging(2, 2))
+    state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    job = alone(state)
+    model[1].eval()
+    measured(job, state, model)
+    assert [(layer.training, layer.merged) for layer in model] == [(True, False), (False, True)]
+
+
 def test_between_step_and_commit_it_is_refused() -> None:
     state = build()
     job = alone(state)

@@ -109,6 +109,23 @@ def test_tensors_that_are_not_dense_are_refused() -> None:
         State(odd=torch.eye(3).to_sparse())
 
 
+class Quantised(torch.Tensor):
+    """As torchao's optimizer states are: the bytes lie in other tensors."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def test_tensors_whose_bytes_lie_elsewhere_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"state\.odd is a Quantised.*only dense"):
+        State(odd=Quantised(torch.zeros(3, dtype=torch.uint8)))
+
+
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda inner: (

@@ -178,7 +178,7 @@ def batches(
             if state.step != step + 1:
                 raise RuntimeError(
                     f"step {step} ended with state.step = {state.step}: call job.commit(state) once, "
-                    "at the end of each turn"
+                    "at the end of each turn, after the optimizer's step; to accumulate gradients: micro_batch=…"
                 )
             on_turn()
 

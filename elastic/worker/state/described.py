@@ -58,12 +58,15 @@ class Described:
 def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
     if (code := CODES.get(tensor.dtype)) is not None and type(tensor) in _PLAIN and tensor.layout is torch.strided:
         return TensorInfo(name, code, tuple(tensor.shape), tensor.nbytes)
-    if tensor.is_quantized or tensor.layout is not torch.strided or type(tensor).__name__ == "DTensor":
+    # A subclass that dispatches by itself has its bytes elsewhere: DTensor, 8-bit optimizer states, NF4 weights.
+    other = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if tensor.is_quantized or tensor.layout is not torch.strided or other:
         odd = "quantised" if tensor.is_quantized else "sparse" if tensor.layout is not torch.strided else ""
+        kind = type(tensor).__name__
         raise TypeError(
-            f"state.{name} is {odd or 'a DTensor'} ({type(tensor).__name__}, {tensor.layout}, {tensor.dtype}): only "
-            f"dense tensors that are whole on each rank can be kept; keep it dense (tensor.to_dense(), "
-            f"tensor.dequantize()) in the state and make the other form of it where it is used"
+            f"state.{name} is {odd or f'a {kind}'} ({kind}, {tensor.layout}, {tensor.dtype}): only dense tensors that "
+            f"are whole on each rank can be kept; keep it dense (tensor.to_dense(), tensor.dequantize()) in the state "
+            f"and make the other form of it where it is used"
         )
     return TensorInfo(name, code_of(tensor.dtype), tuple(tensor.shape), nbytes_of(tensor))
 

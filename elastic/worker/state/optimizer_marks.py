@@ -30,11 +30,13 @@ class OptimizerMarks:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers = list(_with_inner(optimizer))
         self._marks: list[Marks] = []
+        self._windows: list[slice] = []
         self._round = 0
 
     def take(self) -> int:
         """Record the present state. Returns the number of its tensors."""
         self._round += 1
+        self._windows = [_window(len(each.state), self._round) for each in self._optimizers]
         self._marks = self._now()
         return sum(len(refs) for refs, _, _ in self._marks)
 
@@ -42,7 +44,8 @@ class OptimizerMarks:
         return any(map(_differ, self._marks, self._now()))
 
     def _now(self) -> list[Marks]:
-        return [_marks(_window(each.state, self._round)) for each in self._optimizers]
+        # Of the same entries in both: to read the state of a parameter without one creates an empty one, at the end.
+        return [_marks(_part(each.state, part)) for each, part in zip(self._optimizers, self._windows, strict=True)]
 
 
 def _with_inner(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
@@ -51,11 +54,15 @@ def _with_inner(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimi
         yield from _with_inner(inner)
 
 
-def _window(held: dict[Any, Any], number: int) -> dict[Any, Any]:
-    if len(held) <= WINDOW:
-        return held
-    start = number % -(-len(held) // WINDOW) * WINDOW
-    return dict(itertools.islice(held.items(), start, start + WINDOW))
+def _window(count: int, number: int) -> slice:
+    if count <= WINDOW:
+        return slice(None)
+    start = number % -(-count // WINDOW) * WINDOW
+    return slice(start, start + WINDOW)
+
+
+def _part(held: dict[Any, Any], part: slice) -> dict[Any, Any]:
+    return held if part.stop is None else dict(itertools.islice(held.items(), part.start, part.stop))
 
 
 def _marks(held: dict[Any, Any]) -> Marks:

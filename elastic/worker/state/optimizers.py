@@ -132,8 +132,8 @@ def _refuse_unkept(name: str, optimizer: torch.optim.Optimizer, others: Iterable
     raise TypeError(
         f"state.{name} steps a parameter of shape {tuple(param.shape)} (number {index} of its group {number}) that no "
         f"other part of the state holds: it would be lost with a process, and the replicas would differ unseen. Return "
-        f"the module that has it from setup() with the rest, State(…, criterion=criterion), or leave the parameter out "
-        f"of the optimizer"
+        f"the module that has it from setup() with the rest, State(…, criterion=criterion), and wrap that with job.ddp "
+        f"as well, or leave the parameter out of the optimizer"
     )
 
 

@@ -247,7 +247,7 @@ class ObjectPart:
         self._put(held)
 
     def settle(self) -> None:
-        pass
+        torch_private.forget_unscaled(*getattr(self.value, "__dict__", {}).values())  # as timm's NativeScaler has one
 
     def _encoded(self) -> tuple[Any, dict[str, torch.Tensor]]:
         tensors: dict[str, torch.Tensor] = {}
