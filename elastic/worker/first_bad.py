@@ -79,7 +79,9 @@ class FirstBad:
             hit = [ids[at] for at in places if at < len(ids)] if ids else []
             said.append(f"first in layer {name}" + (f", for {_samples(hit)}" if hit else ""))
         elif self.on:
-            said.append("the outputs of all layers are finite: look at the loss function")
+            said.append(
+                "the outputs of all layers without inner ones are finite: look at what follows them, and at the loss"
+            )
         if batch is not None and (inputs := _bad_inputs(batch)):
             said.append(f"the data of {_samples(inputs)} are not finite themselves")
         elif ids and not said:

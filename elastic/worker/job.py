@@ -112,7 +112,6 @@ class Job(JobCalls):
         self._began_s = 0.0
         self._loss = LossReader()
         self._fingerprint_every = fingerprint_every_steps
-        self._fingerprint: Fingerprint | None = None
         self._ignore_bad_numbers = ignore_bad_numbers
         self._quiet_until_s = 0.0
         self._scaled = ScaledSteps()
@@ -148,7 +147,6 @@ class Job(JobCalls):
         self._group_s = group_s if world_size > 1 else math.inf
         self._gradient_weight.detach_all()
         self._scaled.clear()
-        self._fingerprint = None
         self._began_s = time.monotonic()
         self._loss = LossReader()  # the last one's value may be of a step that is undone
         self._log.enter(step, first=rank == 0)
@@ -159,7 +157,7 @@ class Job(JobCalls):
 
     def forget(self) -> None:
         """Drop every reference to the state and to what `train` has made of it. Not for scripts."""
-        self._state = self._fingerprint = self._batch = None
+        self._state = self._batch = None
         self._gradient_weight.detach_all()
         self._first_bad.off()
 
@@ -409,9 +407,9 @@ class Job(JobCalls):
     def _compare_replicas(self, state: State) -> None:
         if self.world_size == 1:
             return
-        if self._fingerprint is None:
-            self._fingerprint = Fingerprint([tensor for _, tensor in state.tensors()])
-        digest = self._fingerprint.of(state.step // self._fingerprint_every)
+        # Of the tensors that the state has now: one that was replaced is no part of it any more.
+        fingerprint = Fingerprint([tensor for _, tensor in state.tensors()])
+        digest = fingerprint.of(state.step // self._fingerprint_every)
         self._link.contributed()
         outliers = disagreeing(digest, world_size=self.world_size, device=control_device())
         self._link.entered()

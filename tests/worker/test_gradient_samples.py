@@ -169,7 +169,10 @@ def test_finite_outputs_of_all_layers_point_to_the_loss() -> None:
     model, found = nn.Linear(1, 1), FirstBad()
     found.watch([model])
     model(torch.ones(1, 1))
-    assert found.told(None) == "the outputs of all layers are finite: look at the loss function"
+    assert (
+        found.told(None)
+        == "the outputs of all layers without inner ones are finite: look at what follows them, and at the loss"
+    )
 
 
 def test_a_job_without_debug_sets_no_hook_and_reads_no_gradient() -> None:

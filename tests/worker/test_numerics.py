@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from elastic.worker import job as job_module
+from elastic.worker.job import Job
 from elastic.worker.numerics import Fingerprint, outliers
+from elastic.worker.standalone import NoLink
+from elastic.worker.state.state import State
 
 
 def test_outliers_are_the_ranks_that_differ_from_the_majority() -> None:
@@ -36,3 +40,16 @@ def test_every_bit_is_looked_at_once_a_round(dtype: torch.dtype) -> None:
             after = [fingerprint.of(check) for check in range(rounds)]
             assert 1 <= sum(a != b for a, b in zip(after, before, strict=True)) <= 2, (dtype, place)
             tensor[tuple(place)] = 0
+
+
+def test_a_tensor_that_was_replaced_since_the_last_check_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    digests: list[int] = []
+    monkeypatch.setattr(job_module, "disagreeing", lambda digest, **_: digests.append(digest) or ())
+    monkeypatch.setattr(job_module, "control_device", lambda: torch.device("cpu"))
+    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink(), fingerprint_every_steps=1)
+    state = State(model=torch.nn.Linear(1, 1), mean=torch.zeros(4))
+    job.enter(rank=0, world_size=2, generation=1, keeper=None, state=state)
+    job._compare_replicas(state)
+    state.mean = torch.ones(4)
+    job._compare_replicas(state)
+    assert digests[0] != digests[1]
