@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .described import storage_of
+from .unkept import Unkept
 
 SHARDED = "ZeroRedundancyOptimizer"
 
@@ -33,6 +35,7 @@ class Optimizers:
         self._changing = changing
         self._parts = parts
         self._params = params
+        self._unkept = Unkept()
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._waits: torch.optim.Optimizer | None = None
         self._early: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Early] = weakref.WeakKeyDictionary()
@@ -50,6 +53,13 @@ class Optimizers:
                 _refuse_unkept(name, part.value, [other.value for other in self._parts.values() if other is not part])
         _owners.add(self)
         _hook_once()
+
+    def look_for_unkept(self) -> None:
+        """Say which attributes change in an optimizer's steps and are not kept. At the first commits of a process."""
+        held = {name: part.value for name, part in self._parts.items()}
+        told = self._unkept.look({n: value for n, value in held.items() if isinstance(value, torch.optim.Optimizer)})
+        if told:
+            print(f"elastic: {told}", file=sys.stderr, flush=True)
 
     def own(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer` is part of the state."""

@@ -240,9 +240,9 @@ class State:
         for part in self._parts.values():
             if isinstance(part, ModulePart):
                 _refuse_sharded(part.name, part.value)
+        self._optimizers.look_for_unkept()
         extra: dict[str, Any] = {}
-        table = tuple(info for info, _ in self.tensors(extra))
-        self.refuse_growth(table, extra)
+        self.refuse_growth(tuple(info for info, _ in self.tensors(extra)), extra)
 
     def refuse_growth(self, table: Table, extra: Mapping[str, Any]) -> None:
         """`table` and `extra`: the present contents. Raises TypeError if a replacement could not receive them, as
