@@ -29,7 +29,7 @@ def test_setup_that_fails_the_second_time_is_named_also_where_the_generation_is_
         return State()
 
     def lost(*_: Any, **__: Any) -> None:
-        raise StateLostError("nobody has a state")
+        raise StateLostError("no rank has a state")
 
     monkeypatch.setattr(run, "synchronise", lost)
     monkeypatch.setattr(run, "_announce", lambda *_: None)
