@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
+from .comm.p2p import control_device
 from .data.batches import Batch, MapDataset, elsewhere, loaded, move, seed_everything
 from .data.sharding import BatchPlan, rank_range
-from .state.broadcast import control_device
 
 Measure = Callable[[Batch], Mapping[str, "torch.Tensor | float"]]
 """A batch -> sums over its samples, by name: tensors of one element, or numbers."""

@@ -17,6 +17,7 @@ from ..contract.messages import GradientSample, LoggedRow
 from ..contract.timeouts import QUIET_S
 from .comm import comm_hooks, ddp
 from .comm.errors import GroupAborted
+from .comm.p2p import control_device
 from .comm.powersgd import PowerSGD
 from .data import batches as data
 from .data import streams
@@ -27,7 +28,6 @@ from .logged import JobLog
 from .loss_reader import LossReader
 from .lr_scaling import ScaledSteps
 from .numerics import Fingerprint, disagreeing, refuse_different
-from .state.broadcast import control_device
 from .state.state import State
 
 

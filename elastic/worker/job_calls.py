@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from ..contract.timeouts import QUIET_S
 from . import evaluation, shared_values
+from .comm.p2p import control_device
 from .data.batches import MapDataset
 from .lr_scaling import Mode, ScaledSteps, factor
-from .state.broadcast import control_device
 from .state.modes import Modes
 
 if TYPE_CHECKING:

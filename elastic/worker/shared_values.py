@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..checkpoint.dtypes import code_of, dtype_of, nbytes_of
 from ..contract.tensor_table import Table, TensorInfo
+from .comm import p2p
 from .state import broadcast
 from .state.json_codec import CannotEncodeError, decode, encode
 
@@ -93,12 +94,12 @@ def broadcast_value(value: Any, *, rank: int, world_size: int, device: torch.dev
         try:
             raw, tensors = pack(value, device)
         except (TypeError, ValueError) as error:
-            broadcast.send_bytes(msgspec.json.encode(ValueHeader(error=str(error))), following)
+            p2p.send_bytes(msgspec.json.encode(ValueHeader(error=str(error))), following)
             raise
-        broadcast.send_bytes(raw, following)
+        p2p.send_bytes(raw, following)
     else:
-        raw = broadcast.receive_bytes(rank - 1)
-        broadcast.send_bytes(raw, following)
+        raw = p2p.receive_bytes(rank - 1)
+        p2p.send_bytes(raw, following)
         header = msgspec.json.decode(raw, type=ValueHeader)
         if header.error:
             raise TypeError(f"{header.error} (on rank 0)")
@@ -127,7 +128,7 @@ def gather(value: Any, *, rank: int, world_size: int, device: torch.device) -> l
     mine += [broadcast.byte_view(tensor.cpu().contiguous().resolve_conj().resolve_neg()) for tensor in tensors]
     if world_size == 1:  # a copy, as from several ranks: what is gathered must not follow later changes
         return [_from_bytes(msgspec.json.decode(raw, type=ValueHeader), torch.cat(mine)[len(raw) :])]
-    control = broadcast.control_device()
+    control = p2p.control_device()
     flat = torch.cat([piece.to(control) for piece in mine])
     sizes = torch.tensor([len(raw), flat.numel()], device=control)
     everywhere = [torch.empty_like(sizes) for _ in range(world_size)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 
@@ -348,14 +349,14 @@ def damaged(rank: int, world_size: int, port: int) -> Any:
     tensors = [torch.full((3 << 20,), float(rank)), torch.full((5,), float(rank))]
     made = group(rank, world_size, port, 2)
     if rank == 1:
-        really = broadcast.dist.isend
+        really = dist.isend
 
         def spoil(data: torch.Tensor, target: int) -> Any:
             bad = data.clone()
             bad[-1] ^= 1
             return really(bad, target)
 
-        broadcast.dist.isend = spoil  # type: ignore[assignment]
+        dist.isend = spoil  # type: ignore[assignment]
     said = ""
     try:
         broadcast.relay(

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from ...util.resolver import without_dns
 from ...util.sealed_store import SealedStore
 from .. import torch_private
-from . import nccl, sockets
+from . import direct, nccl, sockets
 from .errors import FormError, GroupAborted, is_communication_error
 from .in_flight import IN_FLIGHT
 
@@ -335,6 +335,7 @@ class Group:
         # script's or SyncBatchNorm's, is ended after `abort_s`.
         how = socket.SHUT_RD if self._looks < GENTLE_LOOKS else socket.SHUT_RDWR
         self._looks += 1
+        direct.cut()
         for sock in sockets.gloo_sockets():
             sockets.cut(sock, how)
         found = sockets.sockets_to(self._store_addresses)

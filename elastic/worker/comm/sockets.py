@@ -44,6 +44,15 @@ def gloo_listeners() -> list[Sock]:
     return found
 
 
+def listening_at() -> list[tuple[str, socket.AddressFamily]]:
+    """The addresses on which gloo groups listen: those of the interface that was chosen for them."""
+    found = []
+    for sock in gloo_listeners():
+        for handle in _open(sock):
+            found.append((handle.getsockname()[0], handle.family))
+    return list(dict.fromkeys(found))
+
+
 def tcp_sockets() -> list[Sock]:
     """Every TCP socket of this process."""
     found = [sock for fd, link in _links().items() if (sock := _as_socket(fd, link))]

@@ -2,7 +2,8 @@
 
 A chain moves every byte once over every link, and ranks are numbered node by node, so each network link carries the
 state once. Ranks outside the chain take no part. Large tensors are sent in slices of their own memory; small and
-non-contiguous ones go through reused staging buffers.
+non-contiguous ones go through reused staging buffers. Much data between CPUs goes over sockets of its own
+(`comm/direct.py`), all else over the group.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import xxhash
 
 from ...checkpoint.memcpy import device_type, movable
 from .. import torch_private
+from ..comm import direct
+from ..comm.p2p import exchange
 
 SLICE_BYTES = 4 << 20
 """Maximum size of a slice. Those that are in flight shall fit into a CPU's cache, where hashing takes a third of the
@@ -31,6 +33,10 @@ ALIGN = 16
 
 IN_FLIGHT = 4
 """Slices on their way from the previous rank, and to the following one; so many staging buffers exist of each."""
+
+
+DIRECT_BYTES = 16 << 20
+"""From this size on, data on the CPU goes over sockets of its own; for less, making the connection is not worth it."""
 
 
 class CorruptError(RuntimeError):
@@ -101,10 +107,15 @@ def relay(
     or what torch raises when the group is aborted.
     """
     slices = plan(tensors)
-    if previous is None:
-        digests = _send(slices, tensors, following, check)
-    else:
-        digests = _receive(slices, tensors, previous, following, check)
+    near = [part for part in slices if device_type(tensors[part.segments[0].tensor]) == "cpu"]
+    group = direct.OverGroup(previous, following)
+    digests: list[int] = []
+    if sum(part.nbytes for part in near) >= DIRECT_BYTES:
+        with direct.connected(previous, following) as sockets:
+            digests += _moved(near, tensors, sockets, previous, following, check)
+        near_here = set(map(id, near))
+        slices = [part for part in slices if id(part) not in near_here]
+    digests += _moved(slices, tensors, group, previous, following, check)
     mine = torch.tensor(digests, dtype=torch.int64)
     theirs = mine.clone()
     if previous is not None:
@@ -113,7 +124,7 @@ def relay(
         exchange(theirs, target=following)
     check()
     compare(mine, theirs)
-    return sum(part.nbytes for part in slices)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def compare(mine: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -122,54 +133,31 @@ def compare(mine: torch.Tensor, theirs: torch.Tensor) -> None:
         raise CorruptError(f"{len(wrong)} of {len(mine)} slices of the state arrived damaged, the first is {wrong[0]}")
 
 
-def exchange(tensor: torch.Tensor, *, source: int | None = None, target: int | None = None) -> None:
-    """One small blocking transfer of a CPU tensor, over whichever backend the group has."""
-    device = control_device()
-    moved = tensor if tensor.device == device else tensor.to(device)
-    if source is not None:
-        dist.recv(moved, source)
-        tensor.copy_(moved)
-    if target is not None:
-        dist.send(moved, target)
-
-
-def send_bytes(raw: bytes, following: int | None) -> None:
-    """To rank `following`, if there is one: the length, then the bytes."""
-    if following is not None:
-        exchange(torch.tensor([len(raw)], dtype=torch.int64), target=following)
-        exchange(torch.frombuffer(bytearray(raw), dtype=torch.uint8), target=following)
-
-
-def receive_bytes(previous: int) -> bytes:
-    """What rank `previous` has passed to `send_bytes`."""
-    length = torch.zeros(1, dtype=torch.int64)
-    exchange(length, source=previous)
-    raw = torch.empty(int(length), dtype=torch.uint8)
-    exchange(raw, source=previous)
-    return raw.numpy().tobytes()
-
-
-def control_device() -> torch.device:
-    """Device on which small tensors must be to be sent: the CPU, unless the group has only NCCL."""
-    if dist.get_backend() == "nccl" and "cpu:" not in str(dist.get_backend_config()):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def _moved(
+    slices: Sequence[Slice],
+    tensors: Sequence[torch.Tensor],
+    transport: direct.Transport,
+    previous: int | None,
+    following: int | None,
+    check: Callable[[], None],
+) -> list[int]:
+    if previous is not None:
+        return _receive(slices, tensors, transport, following is not None, check)
+    return _send(slices, tensors, transport, check) if following is not None else []
 
 
 def _send(
-    slices: Sequence[Slice], tensors: Sequence[torch.Tensor], following: int | None, check: Callable[[], None]
+    slices: Sequence[Slice], tensors: Sequence[torch.Tensor], transport: direct.Transport, check: Callable[[], None]
 ) -> list[int]:
-    if following is None:
-        return []
     staging = _Staging()
-    flying: list[tuple[Any, torch.Tensor]] = []
+    flying: list[tuple[direct.Work, torch.Tensor]] = []
     digests = []
     for part, own in zip(slices, _own_memory(slices, tensors), strict=True):
         data = own
         if data is None:
             data = staging.take(part, tensors)
             _pack(part, tensors, data)
-        flying.append((dist.isend(data, following), data))
+        flying.append((transport.isend(data), data))
         digests.append(digest(data))
         if len(flying) == IN_FLIGHT:
             _land(flying, staging, check)
@@ -178,7 +166,7 @@ def _send(
     return digests
 
 
-def _land(flying: list[tuple[Any, torch.Tensor]], staging: _Staging, check: Callable[[], None]) -> None:
+def _land(flying: list[tuple[direct.Work, torch.Tensor]], staging: _Staging, check: Callable[[], None]) -> None:
     work, data = flying.pop(0)
     work.wait()
     check()
@@ -188,20 +176,20 @@ def _land(flying: list[tuple[Any, torch.Tensor]], staging: _Staging, check: Call
 def _receive(
     slices: Sequence[Slice],
     tensors: Sequence[torch.Tensor],
-    previous: int,
-    following: int | None,
+    transport: direct.Transport,
+    forwards: bool,
     check: Callable[[], None],
 ) -> list[int]:
     staging = _Staging()
-    coming: list[tuple[Slice | None, Any, torch.Tensor]] = []
-    going: list[tuple[Any, torch.Tensor]] = []
+    coming: list[tuple[Slice | None, direct.Work, torch.Tensor]] = []
+    going: list[tuple[direct.Work, torch.Tensor]] = []
     digests = []
     ahead = zip(slices, _own_memory(slices, tensors), strict=True)
 
     def ask() -> None:
         for part, own in itertools.islice(ahead, 1):
             data = staging.take(part, tensors) if own is None else own
-            coming.append((part if own is None else None, dist.irecv(data, previous), data))
+            coming.append((part if own is None else None, transport.irecv(data), data))
 
     for _ in range(IN_FLIGHT):
         ask()
@@ -210,12 +198,12 @@ def _receive(
         work.wait()
         check()
         ask()
-        if following is not None:
-            going.append((dist.isend(data, following), data))
+        if forwards:
+            going.append((transport.isend(data), data))
         digests.append(digest(data))
         if staged is not None:
             _unpack(staged, tensors, data)
-        if following is None:
+        if not forwards:
             staging.give(data)
         elif len(going) == IN_FLIGHT:
             _land(going, staging, check)

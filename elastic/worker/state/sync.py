@@ -17,6 +17,7 @@ from ...checkpoint.memcpy import device_type
 from ...contract.origin import Origin
 from ...contract.tensor_table import Table
 from .. import gc_pause
+from ..comm import p2p
 from . import broadcast, pull
 from .state import State
 from .state_source import Choice, NoStateError, Offer, Version, choose, reached
@@ -141,7 +142,7 @@ def _gather(mine: Offer, world_size: int) -> list[Offer]:
     numbers += [*snapshot, *checkpoint]
     if world_size == 1:
         return [mine]
-    device = broadcast.control_device()
+    device = p2p.control_device()
     sent = torch.tensor(numbers, dtype=torch.int64, device=device)
     rows = [torch.empty_like(sent) for _ in range(world_size)]
     dist.all_gather(rows, sent)
@@ -243,10 +244,10 @@ def _give(state: State, said: str, choice: Choice, check: Callable[[], None]) ->
     table = tuple([each.info for each, _ in held])
     with pull.open_to_readers([each.address for each, _ in held]) as window:
         head = StateHeader(table, extra, said, tuple([each.device for each, _ in held]), window)
-        broadcast.send_bytes(msgspec.json.encode(head), choice.needs[0])
+        p2p.send_bytes(msgspec.json.encode(head), choice.needs[0])
         readers = [bool(_number(source=rank)) for rank in choice.needs]
         for rank in choice.needs:
-            broadcast.exchange(torch.tensor(readers, dtype=torch.int64), target=rank)
+            p2p.exchange(torch.tensor(readers, dtype=torch.int64), target=rank)
         dense, rest = _split(tensors, window)
         _relay(rest, (choice.source, *choice.needs), choice.source, check)
         waiting = [rank for rank, reads in zip(choice.needs, readers, strict=True) if not reads]
@@ -255,7 +256,7 @@ def _give(state: State, said: str, choice: Choice, check: Callable[[], None]) ->
         if reading:
             digests = torch.tensor(pull.digests(*_readable(head), check), dtype=torch.int64)
             for rank in reading:
-                broadcast.exchange(digests, target=rank)
+                p2p.exchange(digests, target=rank)
             for rank in reading:
                 _number(source=rank)  # until that rank has read everything, nothing here may change
     check()
@@ -266,21 +267,21 @@ def _take(state: State, choice: Choice, rank: int, check: Callable[[], None]) ->
     previous, following = _neighbours(chain, rank)
     assert previous is not None
     survey = state.survey()
-    raw = broadcast.receive_bytes(previous)
-    broadcast.send_bytes(raw, following)
+    raw = p2p.receive_bytes(previous)
+    p2p.send_bytes(raw, following)
     head = msgspec.json.decode(raw, type=StateHeader)
     reads = pull.can_read(head.window)
-    broadcast.exchange(torch.tensor([int(reads)]), target=choice.source)
+    p2p.exchange(torch.tensor([int(reads)]), target=choice.source)
     readers = torch.zeros(len(choice.needs), dtype=torch.int64)
-    broadcast.exchange(readers, source=choice.source)
+    p2p.exchange(readers, source=choice.source)
     tensors = _adopt(state, head, survey)
     dense, rest = _split(tensors, head.window)
     _relay(rest, chain, rank, check)
     if reads:
         mine = torch.tensor(pull.pull(dense, *_readable(head), head.window.pid, check), dtype=torch.int64)
         theirs = torch.empty_like(mine)
-        broadcast.exchange(theirs, source=choice.source)
-        broadcast.exchange(torch.ones(1, dtype=torch.int64), target=choice.source)
+        p2p.exchange(theirs, source=choice.source)
+        p2p.exchange(torch.ones(1, dtype=torch.int64), target=choice.source)
         broadcast.compare(mine, theirs)
     else:
         waiting = [r for r, flag in zip(choice.needs, readers.tolist(), strict=True) if not flag]
@@ -327,5 +328,5 @@ def _neighbours(chain: Sequence[int], rank: int) -> tuple[int | None, int | None
 
 def _number(*, source: int) -> int:
     number = torch.zeros(1, dtype=torch.int64)
-    broadcast.exchange(number, source=source)
+    p2p.exchange(number, source=source)
     return int(number)

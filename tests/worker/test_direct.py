@@ -1,0 +1,168 @@
+"""Much data goes over sockets of its own: bit for bit, only to the rank that has the token, and an abort wakes both."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
+
+from elastic.worker.comm import direct
+from elastic.worker.comm.errors import is_communication_error
+from elastic.worker.comm.group import Group
+from elastic.worker.state import broadcast
+
+pytestmark = pytest.mark.slow
+
+ELEMENTS = 6 << 20
+"""24 MiB of float32."""
+
+
+def group(rank: int, world_size: int, port: int) -> Group:
+    made = Group(
+        backend="gloo", rank=rank, world_size=world_size, store_host="127.0.0.1", store_port=port, generation=1
+    )
+    made.form()
+    return made
+
+
+def tensors(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(ELEMENTS, generator=generator),
+        torch.randn(5, generator=generator),
+        torch.randn(300, 700, generator=generator).t(),
+        torch.randn((), generator=generator),
+    ]
+
+
+def relay(held: list[torch.Tensor], rank: int, world_size: int) -> None:
+    following = rank + 1 if rank + 1 < world_size else None
+    broadcast.relay(held, previous=rank - 1 if rank else None, following=following)
+
+
+def same(held: list[torch.Tensor]) -> bool:
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(held, tensors(0), strict=True))
+
+
+class Counted:
+    """Counts what goes over a rank's own sockets."""
+
+    def __init__(self, spoilt: bool = False) -> None:
+        self.nbytes = 0
+        self._spoilt = spoilt
+        self._really = direct._send
+        direct._send = self._send
+
+    def _send(self, sock: socket.socket, data: torch.Tensor) -> None:
+        self.nbytes += data.numel()
+        if self._spoilt:
+            data = data.clone()
+            data[-1] ^= 1
+        self._really(sock, data)
+
+
+def sent(rank: int, world_size: int, port: int) -> Any:
+    counted, made, held = Counted(), group(rank, world_size, port), tensors(rank)
+    relay(held, rank, world_size)
+    made.close()
+    return [same(held), counted.nbytes, len(direct._OPEN)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_bit_arrives_over_sockets_that_are_closed_afterwards(world_size: int) -> None:
+    results = run_ranks(sent, world_size=world_size)
+    assert [(right, left) for right, _, left in results] == [(True, 0)] * world_size
+    assert all(nbytes > ELEMENTS * 4 for _, nbytes, _ in results[:-1])
+    assert results[-1][1] == 0
+
+
+def spoilt(rank: int, world_size: int, port: int) -> Any:
+    """Rank 1 passes on other bytes than it has received."""
+    Counted(spoilt=rank == 1)
+    made, said = group(rank, world_size, port), ""
+    try:
+        relay(tensors(rank), rank, world_size)
+    except broadcast.CorruptError as error:
+        said = str(error)
+    made.close()
+    return said
+
+
+def test_damage_on_the_way_is_found() -> None:
+    assert run_ranks(spoilt, world_size=3) == ["", "", "7 of 7 slices of the state arrived damaged, the first is 0"]
+
+
+def unreachable(rank: int, world_size: int, port: int, where: str) -> Any:
+    counted, made, held = Counted(), group(rank, world_size, port), tensors(rank)
+    if where == "no listener" and rank == 0:
+        direct.sockets.listening_at = list
+    if where == "refused" and rank == 1:
+        direct.socket.create_connection = refuse  # type: ignore[assignment]
+    relay(held, rank, world_size)
+    made.close()
+    return [same(held), counted.nbytes]
+
+
+def refuse(*_: object, **__: object) -> socket.socket:
+    raise ConnectionRefusedError("Connection refused")
+
+
+@pytest.mark.parametrize("where", ["no listener", "refused"])
+def test_without_a_connection_the_group_is_used(where: str) -> None:
+    first, second, third = run_ranks(unreachable, world_size=3, where=where)
+    assert (first, third) == ([True, 0], [True, 0])
+    assert second[0]
+    assert second[1] > 0  # its own follower can connect
+
+
+def with_strangers(rank: int, world_size: int, port: int) -> Any:
+    """Before rank 1, three others connect: one says nothing, one leaves, one guesses."""
+    counted, made, held = Counted(), group(rank, world_size, port), tensors(rank)
+    strangers: list[socket.socket] = []
+    really = direct.socket.create_connection
+
+    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+        strangers.extend(really(address, timeout) for _ in range(3))
+        strangers[1].close()
+        strangers[2].sendall(b"0" * direct.TOKEN_BYTES)
+        return really(address, timeout)
+
+    if rank:
+        direct.socket.create_connection = connect  # type: ignore[assignment]
+    relay(held, rank, world_size)
+    made.close()
+    return [same(held), counted.nbytes]
+
+
+def test_only_the_connection_with_the_token_is_used() -> None:
+    (source, nbytes), (received, _) = run_ranks(with_strangers, world_size=2)
+    assert (source, received) == (True, True)
+    assert nbytes > ELEMENTS * 4
+
+
+def aborted(rank: int, world_size: int, port: int) -> Any:
+    """Rank 2 reads nothing for a while, so the other two wait in the middle of the transfer, without any `check`."""
+    made, really = group(rank, world_size, port), direct._Receiving.wait
+
+    def late(receiving: direct._Receiving) -> None:
+        threading.Event().wait(1.5)
+        really(receiving)
+
+    if rank == 2:
+        direct._Receiving.wait = late  # type: ignore[method-assign]
+    threading.Timer(0.7, made.abort, ["told so"]).start()
+    held = [torch.full((32 << 20,), float(rank))]
+    with pytest.raises(RuntimeError) as caught:
+        relay(held, rank, world_size)
+    known = is_communication_error(caught.value)
+    del caught
+    made.close()
+    return [known, len(direct._OPEN), [t.name for t in threading.enumerate() if t.name.startswith("elastic-send")]]
+
+
+def test_an_abort_wakes_every_rank_of_the_chain() -> None:
+    assert run_ranks(aborted, world_size=3, timeout_s=30) == [[True, 0, []]] * 3
