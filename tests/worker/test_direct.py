@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
 from elastic.worker.comm import direct
@@ -166,3 +167,61 @@ def aborted(rank: int, world_size: int, port: int) -> Any:
 
 def test_an_abort_wakes_every_rank_of_the_chain() -> None:
     assert run_ranks(aborted, world_size=3, timeout_s=30) == [[True, 0, []]] * 3
+
+
+def fails(rank: int, world_size: int, port: int) -> Any:
+    """Rank 1 fails by itself while its thread waits for rank 2, which reads nothing until rank 1 is out."""
+    made, said, looks = group(rank, world_size, port), "", []
+    out = made._store
+    assert out is not None
+    really = direct._Receiving.wait
+
+    def after_it(receiving: direct._Receiving) -> None:
+        out.wait(["rank 1 is out"])
+        really(receiving)
+
+    def check() -> None:
+        looks.append(1)
+        if rank == 1 and len(looks) == 4:
+            raise ValueError("told so")
+
+    if rank == 2:
+        direct._Receiving.wait = after_it  # type: ignore[method-assign]
+    try:
+        following = rank + 1 if rank < 2 else None
+        broadcast.relay(
+            [torch.full((32 << 20,), float(rank))],
+            previous=rank - 1 if rank else None,
+            following=following,
+            check=check,
+        )
+    except (ValueError, RuntimeError) as error:
+        said = "told so" if "told so" in str(error) else "lost" if is_communication_error(error) else repr(error)
+    if rank == 1:
+        out.set("rank 1 is out", "")
+    made.close()
+    return said
+
+
+def test_a_rank_that_fails_does_not_wait_for_its_follower() -> None:
+    assert run_ranks(fails, world_size=3, timeout_s=30) == ["lost", "told so", "lost"]
+
+
+class Dribble:
+    """A socket that returns less than was asked for, as after a signal."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+
+    def recv_into(self, view: memoryview, nbytes: int, flags: int) -> int:
+        count = min(3, len(self._raw))
+        view[:count], self._raw = self._raw[:count], self._raw[count:]
+        return count
+
+
+def test_bytes_that_come_in_pieces_are_put_together_and_an_early_end_is_an_error() -> None:
+    data = torch.zeros(10, dtype=torch.uint8)
+    direct._Receiving(Dribble(bytes(range(10))), data).wait()  # type: ignore[arg-type]
+    assert data.tolist() == list(range(10))
+    with pytest.raises(dist.DistNetworkError, match="connection closed"):
+        direct._Receiving(Dribble(bytes(5)), data).wait()  # type: ignore[arg-type]
