@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import structlog
 
 from ..contract.beat import WITH_OTHERS, Beat, Doing
-from ..contract.records import Standing
 from ..contract.spec import Hang
+from ..contract.standings import Standing
 from ..recovery.collective_frames import is_blocked_in_collective
 from ..recovery.events import Event, GroupStuck, Progress, RanksStill, StillBusy, WorkerUnhealthy
 from ..recovery.hang_rules import (

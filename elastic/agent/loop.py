@@ -140,7 +140,7 @@ class AgentLoop:
         """What the agent does before its workers are at work, and since what time of day."""
         self.saver = Saver(
             self._spec.checkpoint, config.job, self.pool.tell,
-            on_saved=lambda step: self.post(CheckpointSaved(step)), on_failed=self._save_failed,
+            on_saved=lambda generation, step: self.post(CheckpointSaved(generation, step)), on_failed=self._save_failed,
             cut=lambda generation: cut_short(self.agent, generation),
             versions=versions(), slots=config.slots,
         )  # fmt: skip

@@ -40,6 +40,8 @@ class SaveStatus:
     """Checkpoints and snapshots as the status shows them."""
 
     step: int | None = None
+    generation: int = 0
+    """In which `step` was committed."""
     wall_s: float | None = None
     seconds: float = 0.0
     failing: FailuresInRow = field(default_factory=FailuresInRow)
@@ -73,13 +75,14 @@ class _Slot:
 
 @dataclass
 class Saver:
-    """`on_saved(step)` is called when a checkpoint has become durable, `on_failed(step, error)` when one failed: not if
-    shards of it are missing and `cut(generation)` says that the job has left that generation for a failure, or ends."""
+    """`on_saved(generation, step)` is called when a checkpoint has become durable, `on_failed(step, error)` when one
+    failed: not if shards of it are missing and `cut(generation)` says that the job has left that generation for a
+    failure, or ends."""
 
     rules: Checkpoint
     job: str
     tell: Tell
-    on_saved: Callable[[int], None]
+    on_saved: Callable[[int, int], None]
     on_failed: Callable[[int, str], None]
     cut: Callable[[int], bool] = lambda generation: False
     versions: dict[str, str] = field(default_factory=dict)
@@ -235,12 +238,13 @@ class Saver:
             self._fail(result.generation, result.step, result.error)
             return
         last = self.last
-        last.step, last.wall_s, last.seconds = result.step, time.time(), result.seconds
+        last.generation, last.step = result.generation, result.step
+        last.wall_s, last.seconds = time.time(), result.seconds
         last.failing = FailuresInRow()
         log.info("checkpoint.saved", step=result.step, path=result.path, seconds=round(result.seconds, 3))
         for note in result.notes:
             log.warning("checkpoint.not_removed", why=note)
-        self.on_saved(result.step)
+        self.on_saved(result.generation, result.step)
         if self.rules.remote:
             order = orders.CopyUp(
                 path=result.path,

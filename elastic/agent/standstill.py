@@ -8,8 +8,9 @@ from datetime import UTC, datetime
 from msgspec.structs import replace
 
 from ..contract.decoding import Member
-from ..contract.records import ProgressRecord, Standing, Stillness
+from ..contract.records import ProgressRecord
 from ..contract.spec import Hang
+from ..contract.standings import Standing, Stillness
 from ..recovery.model import Agent
 from ..recovery.stillness import StandstillCause, StillRank, explain, still_s
 from ..recovery.transitions import Stage

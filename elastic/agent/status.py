@@ -93,6 +93,9 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
     mine = max((row.step for row in rows), default=agent.progress.step)
     step, loss = _reached(agent, mine, gauge.loss)
     repeats = known is not None and step == known.step and (step != mine or not gauge.step_wall_s)
+    view = agent.etcd.view
+    # A leader of before, or one that has led before, may have saved more since than this agent itself.
+    own = saved.step is not None and (saved.generation, saved.step) >= (view.saved_generation, view.saved_step)
     return ProgressRecord(
         generation=agent.formed.generation.number if agent.formed.generation else 0,
         world_size=agent.formed.generation.world_size if agent.formed.generation else 0,
@@ -105,9 +108,10 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
         waiting_for=reason or _waits_for(agent, starting, time.monotonic()),
         starting=bool(starting),
         ranks=rows,
-        checkpoint_step=saved.step if saved.step is not None else agent.etcd.view.saved_step or None,
-        checkpoint_wall_s=saved.wall_s if saved.step is not None or known is None else known.checkpoint_wall_s,
-        checkpoint_write_s=saved.seconds if saved.step is not None else known.checkpoint_write_s if known else None,
+        checkpoint_step=saved.step if own else view.saved_step or None,
+        checkpoint_generation=saved.generation if own else view.saved_generation,
+        checkpoint_wall_s=saved.wall_s if own or known is None else known.checkpoint_wall_s,
+        checkpoint_write_s=saved.seconds if own else known.checkpoint_write_s if known else None,
         checkpoint_error=saved.error,
         checkpoint_interval=saved.interval or (known.checkpoint_interval if known else ""),
         checkpoint_skipped=saved.skipped,

@@ -17,6 +17,7 @@ from .ledger import Ledger
 from .numbers import Int, Real, WallS
 from .origin import Origin
 from .spec import JobSpec
+from .standings import Standing, Stillness
 from .step_parts import SlowRank, StepParts
 
 PROTOCOL = 4
@@ -109,20 +110,6 @@ class JobState(Record, frozen=True, kw_only=True):
     """Nodes excluded from this job: its workers die there more often than elsewhere, or no agent of it starts there."""
     no_agent: dict[str, str] = {}
     """Of these, the nodes on which no agent of it starts -> why."""
-
-
-class Standing(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """How far a rank that shows no progress has got, as its own agent sees it."""
-
-    rank: Int
-    position: tuple[Int, Int, Int]  # see `hang_rules.Position`
-    doing: str
-    silent_s: Real  # since its last sign of progress, when this was written
-    gap_s: Real = 0.0  # its longest time without one on the way there
-    waits: bool = False  # for other ranks
-    stopped: bool = False  # its process is stopped by a signal
-    deaf: bool = False  # no thread of it runs Python
-    quiet: bool = False  # it has declared a span without steps
 
 
 class MemberRecord(Record, frozen=True, kw_only=True):
@@ -358,16 +345,6 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     parts: StepParts | None = None  # of its steps lately
 
 
-class Stillness(msgspec.Struct, frozen=True, kw_only=True):
-    """No rank has committed a step for longer than ten step times."""
-
-    since_wall_s: WallS
-    because: str  # what is known of the cause, in words
-    rank: Int | None = None  # where the cause probably lies; None: not known
-    node: str = ""  # its node, or the node that has not published how far its ranks have got
-    declared: bool = False  # the script has declared this span (`job.quiet`)
-
-
 class ProgressRecord(Record, frozen=True, kw_only=True):
     """A running job as `status` shows it. Written by the leader every few seconds, never per step."""
 
@@ -382,6 +359,7 @@ class ProgressRecord(Record, frozen=True, kw_only=True):
     stepped_in: Int = 0
     """The newest generation in which a step is known to have been committed."""
     checkpoint_step: Int | None = None
+    checkpoint_generation: Int = 0  # in which that step was committed; 0: not known
     checkpoint_wall_s: WallS | None = None
     checkpoint_write_s: Real | None = None
     checkpoint_error: str | None = None

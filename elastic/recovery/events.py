@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..contract.origin import Origin
-from ..contract.records import Standing, WorkerError
+from ..contract.records import WorkerError
+from ..contract.standings import Standing
 from .view import JobView
 
 
@@ -243,6 +244,8 @@ class Undrain:
 class CheckpointSaved:
     """A checkpoint of this job has become durable."""
 
+    generation: int
+    """In which its step was committed."""
     step: int
 
 

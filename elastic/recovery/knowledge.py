@@ -96,7 +96,7 @@ def take(turn: Turn, event: Event) -> None:  # noqa: C901
         case RanksStill(standings):
             turn.change(standings=standings)
         case Drain(reason, deadline_s):
-            saved = turn.agent.drain.drain_saved if turn.agent.drain.draining is not None else 0
+            saved = turn.agent.drain.drain_saved if turn.agent.drain.draining is not None else (0, 0)
             turn.change(draining=reason, drain_deadline_s=deadline_s, drain_saved=saved)
         case Undrain():
             turn.change(draining=None, drain_deadline_s=math.inf)
@@ -108,8 +108,8 @@ def take(turn: Turn, event: Event) -> None:  # noqa: C901
         case StoreClosed(number, why):
             if (held := turn.agent.formed.generation) and held.number == number:
                 group_failed(turn, why, STORE)
-        case CheckpointSaved(at_step):
-            turn.change(drain_saved=at_step)
+        case CheckpointSaved(generation, at_step):
+            turn.change(drain_saved=(generation, at_step))
         case Tick():
             _forgive(turn)
         case _:

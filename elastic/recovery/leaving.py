@@ -6,7 +6,7 @@ from ..contract import messages
 from ..contract.records import Phase
 from .announce import report_failure, settle_member
 from .effects import Kill, Leave, SaveNow, Send
-from .model import has_process
+from .model import Worker, has_process
 from .transitions import IN_GROUP, Stage, Trigger
 from .turn import Turn
 
@@ -60,11 +60,24 @@ def _may_fall_below_min(turn: Turn, others: bool) -> bool:
     if not turn.policy.spec.checkpoint.dir:
         return others  # the other nodes keep the state, and wait
     stopped = all(w.stage is Stage.READY for w in agent.local.workers.values() if w.slot in turn.my_ranks())
-    at_step = max((w.step for w in agent.local.workers.values()), default=0)
-    if stopped and max(agent.drain.drain_saved, agent.etcd.view.saved_step) >= at_step > 0:
+    if stopped and all(_is_saved(turn, worker) for worker in agent.local.workers.values()) and _stopped_at(turn) > 0:
         return True
     turn.ask(SaveNow(f"drain: {agent.drain.draining}", stop=True), "save")
     return False
+
+
+def _stopped_at(turn: Turn) -> int:
+    return max((w.step for w in turn.agent.local.workers.values()), default=0)
+
+
+def _is_saved(turn: Turn, worker: Worker) -> bool:
+    """Whether the newest checkpoint has what this worker holds. After the job has gone back, one of the course that it
+    left may have a larger step: the generation in which a step was committed comes first."""
+    agent = turn.agent
+    generation, step = max(agent.drain.drain_saved, (agent.etcd.view.saved_generation, agent.etcd.view.saved_step))
+    if not generation or agent.progress.settled < worker.synced:
+        return step >= worker.step  # in which generation one of the two was committed is not known
+    return (generation, step) >= (worker.synced, worker.step)
 
 
 def check_end(turn: Turn) -> None:

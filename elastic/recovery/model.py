@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ..contract.records import BrokenRecord, Failure, GenerationRecord, JobState, MemberRecord, SpecRecord, Standing
+from ..contract.records import BrokenRecord, Failure, GenerationRecord, JobState, MemberRecord, SpecRecord
 from ..contract.spec import JobSpec
+from ..contract.standings import Standing
 from ..contract.timeouts import Timeouts
 from .effects import PutIncident
 from .incident import Closed, Incident
@@ -191,8 +192,8 @@ class DrainState(msgspec.Struct, frozen=True):
 
     draining: str | None = None
     drain_deadline_s: float = float("inf")
-    drain_saved: int = 0
-    """Step of the newest checkpoint that became durable since the drain was ordered."""
+    drain_saved: tuple[int, int] = (0, 0)
+    """(generation, step) of the newest checkpoint that became durable since the drain was ordered."""
     leaving: str | None = None
     left: bool = False
     """All workers have ended, and the agent has been told to."""

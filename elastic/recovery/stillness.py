@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ..contract.beat import WITH_OTHERS, Beat, Doing
-from ..contract.records import Standing
 from ..contract.spec import Hang
+from ..contract.standings import Standing
 from .hang_rules import STOPPED_STATE, Position, RankWait, position
 
 FIRST_STEP_S = 30.0

@@ -81,6 +81,8 @@ class JobView:
     """Whether `generation` was written back after etcd had lost its data, and none has been published since."""
     saved_step: int = 0
     """Step of the newest checkpoint that the leader has published."""
+    saved_generation: int = 0
+    """In which that step was committed; 0: not known."""
     progress: ProgressRecord | None = field(default=None, compare=False)
     """The progress record; None where it does not exist, or only the head of the job is watched."""
     broken: BrokenRecord | None = None
@@ -156,6 +158,7 @@ class JobReader:
             ended={number: record for number, record in incidents.items() if not record.open},
             revision=revision,
             saved_step=(self._record(ProgressRecord, progress).checkpoint_step or 0) if progress else 0,
+            saved_generation=self._record(ProgressRecord, progress).checkpoint_generation if progress else 0,
             progress=self._record(ProgressRecord, progress) if progress else None,
             whole=whole,
         )

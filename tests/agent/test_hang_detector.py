@@ -23,8 +23,9 @@ from elastic.agent.hang_detector import HangDetector
 from elastic.agent.pool import Process
 from elastic.contract.beat import PAGE_BYTES, BeatPage, Doing
 from elastic.contract.decoding import Member
-from elastic.contract.records import GenerationNode, GenerationRecord, MemberRecord, Standing
+from elastic.contract.records import GenerationNode, GenerationRecord, MemberRecord
 from elastic.contract.spec import Hang
+from elastic.contract.standings import Standing
 from elastic.recovery.events import Event, GroupStuck, RanksStill, WorkerUnhealthy
 from elastic.recovery.model import Worker
 from elastic.recovery.transitions import Stage

@@ -36,16 +36,18 @@ class NoPool:
         self.processes: dict[int, object] = {}
 
 
-def recorded(stage: Stage, *, in_generation: int, step: int, loss: float | None = None) -> ProgressRecord:
+def recorded(
+    stage: Stage, *, in_generation: int, step: int, loss: float | None = None, saved: SaveStatus | None = None
+) -> ProgressRecord:
     """What the agent of node b, with one worker, writes where ON_RECORD stands."""
     formed = generation(3, [place("a"), place("b")])
-    picture = view(member("b"), formed=formed, saved_step=40)
+    picture = view(member("b"), formed=formed, saved_step=40, saved_generation=2)
     object.__setattr__(picture, "progress", ON_RECORD)
     worker = Worker(slot=0, worker_id=1, stage=stage, generation=in_generation, step=step)
     agent = changed(Agent(policy("b", nodes="1:2")), view=picture, generation=formed, workers={0: worker})
     gauge, pool = Gauge(), NoPool()
     gauge.loss = loss
-    return progress(agent, pool, gauge, rank_rows(agent, pool), SaveStatus())  # type: ignore[arg-type]
+    return progress(agent, pool, gauge, rank_rows(agent, pool), saved or SaveStatus())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stage", [Stage.STARTING, Stage.READY, Stage.FORMING])
@@ -54,6 +56,17 @@ def test_an_agent_that_joined_late_does_not_set_the_record_back(stage: Stage) ->
     assert (written.step, written.loss) == (50, 0.25)
     assert (written.checkpoint_step, written.checkpoint_wall_s) == (40, 0.5)
     assert written.checkpoint_interval == "every 20 steps"
+
+
+@pytest.mark.parametrize(("own_generation", "step", "shown"), [(1, 100, (2, 40)), (2, 20, (2, 40)), (3, 30, (3, 30))])
+def test_the_newest_checkpoint_is_that_of_the_newest_generation(
+    own_generation: int, step: int, shown: tuple[int, int]
+) -> None:
+    """Another leader has saved since this agent did, perhaps after the job went back."""
+    own = SaveStatus(step=step, generation=own_generation, wall_s=9.0)
+    written = recorded(Stage.RUNNING, in_generation=3, step=52, saved=own)
+    assert (written.checkpoint_generation, written.checkpoint_step) == shown
+    assert written.checkpoint_wall_s == (9.0 if shown[0] == 3 else 0.5)
 
 
 def test_progress_record_reports_step_restored_from_checkpoint() -> None:

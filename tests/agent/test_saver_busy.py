@@ -40,7 +40,7 @@ class Bench:
             Checkpoint(dir="/nowhere"),
             "job",
             lambda worker_id, message, fds: self.told.append((message, len(fds))),
-            on_saved=lambda step: None,
+            on_saved=lambda generation, step: None,
             on_failed=lambda step, error: self.failed.append(step),
         )
         self.saver.writer.close()

@@ -45,7 +45,7 @@ class Bench:
             Checkpoint(dir="/nowhere", remote="memory://there"),
             "job",
             lambda worker_id, message, fds: None,
-            on_saved=lambda step: None,
+            on_saved=lambda generation, step: None,
             on_failed=lambda step, error: self.failed.append(f"{step}: {error}"),
             cut=lambda generation: generation <= self.broken,
         )

@@ -11,8 +11,9 @@ from support.jobs import generation, member, place, policy, view
 
 from elastic.agent.standstill import Others, with_stillness
 from elastic.contract.decoding import Member
-from elastic.contract.records import BrokenRecord, JobState, MemberRecord, Phase, ProgressRecord, Standing, Stillness
+from elastic.contract.records import BrokenRecord, JobState, MemberRecord, Phase, ProgressRecord
 from elastic.contract.spec import Hang
+from elastic.contract.standings import Standing, Stillness
 from elastic.recovery.model import Agent, Worker, changed
 from elastic.recovery.stillness import StillRank
 from elastic.recovery.transitions import Stage

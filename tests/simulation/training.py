@@ -526,7 +526,7 @@ class Training:
             return  # the worker saves no bad numbers
         self.checkpoints.append(checkpoint)
         for node in self.cluster.nodes:
-            node.soon(CheckpointSaved(checkpoint[0][1]))
+            node.soon(CheckpointSaved(*checkpoint[0]))
 
     def newest_checkpoint(self) -> tuple[Version, int] | None:
         return max(self.checkpoints, default=None)

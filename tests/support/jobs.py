@@ -91,6 +91,7 @@ def view(
     reason: str = "",
     excluded_nodes: tuple[str, ...] = (),
     saved_step: int = 0,
+    saved_generation: int = 0,
     revision: int = 10,
 ) -> JobView:
     return JobView(
@@ -102,6 +103,7 @@ def view(
         generation_revision=5 if formed else 0,
         broken=failed,
         saved_step=saved_step,
+        saved_generation=saved_generation,
         revision=revision,
     )
 

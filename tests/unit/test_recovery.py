@@ -724,10 +724,10 @@ def test_drained_node_leaves_at_its_deadline() -> None:
 
 def test_a_deadline_that_is_set_later_is_obeyed_and_the_checkpoint_of_the_drain_still_counts() -> None:
     machine = running()
-    machine.take(Drain("maintenance", math.inf), CheckpointSaved(7))
+    machine.take(Drain("maintenance", math.inf), CheckpointSaved(1, 7))
     assert machine.wait(1000.0) == []
     machine.take(Drain("maintenance", machine.now_s + 60.0))
-    assert machine.agent.drain.drain_saved == 7
+    assert machine.agent.drain.drain_saved == (1, 7)
     assert kinds(machine.wait(60.0)) == [PutBroken, Kill, Kill]
 
 
@@ -748,9 +748,38 @@ def test_the_last_node_stays_until_its_state_is_saved() -> None:
     machine = running(spec)
     asked = machine.take(Drain("maintenance", machine.now_s + 600.0))
     assert [(e.reason, e.stop) for e in asked if isinstance(e, SaveNow)] == [("drain: maintenance", True)]
-    machine.take(WorkerGroupClosed(0, 1, 1, 12), WorkerGroupClosed(1, 2, 1, 12), CheckpointSaved(11))
+    machine.take(WorkerGroupClosed(0, 1, 1, 12), WorkerGroupClosed(1, 2, 1, 12), CheckpointSaved(1, 11))
     assert machine.agent.drain.leaving is None
-    machine.take(CheckpointSaved(12))
+    machine.take(CheckpointSaved(1, 12))
+    assert machine.agent.drain.leaving == "drained: maintenance"
+
+
+def test_a_checkpoint_of_the_course_that_the_job_has_gone_back_from_does_not_count_for_a_drain() -> None:
+    """Step 100 of generation 1 was saved; the job went back to step 50, and its newest checkpoint on record stays that
+    of step 100 until the next one is written."""
+    spec = JobSpec(name="job", script="train.py", nodes="2:2", workers_per_node=2, checkpoint=Checkpoint(dir="/c"))
+    machine = running(spec)
+    machine.take(Progress(1, 100, 0.1))
+    machine.take(WorkerExited(0, 1, "signal SIGKILL", step=100), WorkerExited(1, 2, "signal SIGKILL", step=100))
+    second = generation(2, SECOND.nodes, restore="snapshot")
+    shown = view(A, B, spec=spec, formed=second, saved_step=100, saved_generation=1)
+    machine.see(shown)
+    machine.take(WorkerReady(0, 3), WorkerReady(1, 4))
+    machine.take(WorkerSynced(0, 3, 2, 50), WorkerSynced(1, 4, 2, 50))
+    machine.take(WorkerStepping(0, 3, 2, 51), WorkerStepping(1, 4, 2, 51), Progress(2, 55, 0.1))
+    assert any(isinstance(effect, SaveNow) for effect in machine.take(Drain("maintenance", machine.now_s + 600.0)))
+    machine.take(WorkerGroupClosed(0, 3, 2, 55), WorkerGroupClosed(1, 4, 2, 55))
+    assert machine.agent.drain.leaving is None
+    machine.see(replace(shown, saved_step=55, saved_generation=2, revision=11))
+    assert machine.agent.drain.leaving == "drained: maintenance"
+
+
+def test_a_checkpoint_whose_generation_is_not_on_record_counts_by_its_step() -> None:
+    spec = JobSpec(name="job", script="train.py", nodes="2:2", workers_per_node=2, checkpoint=Checkpoint(dir="/c"))
+    machine = running(spec)
+    machine.see(view(A, B, spec=spec, formed=SECOND, saved_step=12))
+    machine.take(Drain("maintenance", machine.now_s + 600.0))
+    machine.take(WorkerGroupClosed(0, 1, 1, 12), WorkerGroupClosed(1, 2, 1, 12))
     assert machine.agent.drain.leaving == "drained: maintenance"
 
 
@@ -826,7 +855,7 @@ happenings: st.SearchStrategy[Event] = st.one_of(
     st.builds(Progress, numbers_, steps, st.sampled_from([0.0, 0.1])),
     st.builds(Drain, st.just("off"), st.floats(100.0, 200.0)),
     st.builds(Undrain),
-    st.builds(CheckpointSaved, steps),
+    st.builds(CheckpointSaved, numbers_, steps),
     st.builds(StoreClosed, st.integers(0, 5), st.just("grew")),
     st.builds(Tick),
 )

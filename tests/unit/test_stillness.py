@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from elastic.contract.beat import Beat, Doing
-from elastic.contract.records import Standing
 from elastic.contract.spec import Hang
+from elastic.contract.standings import Standing
 from elastic.recovery.hang_rules import judge
 from elastic.recovery.stillness import (
     FIRST_STEP_S,

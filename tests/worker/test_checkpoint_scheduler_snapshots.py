@@ -174,7 +174,7 @@ class Told:
             Checkpoint(),
             "job",
             lambda worker_id, message, fds: self.told.append((message, fds)),
-            on_saved=lambda step: None,
+            on_saved=lambda generation, step: None,
             on_failed=lambda step, error: None,
         )
 
