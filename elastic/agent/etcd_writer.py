@@ -217,13 +217,14 @@ class EtcdWriter:
 
     def _publish(self, effect: Publish, view: JobView) -> bool:
         guards = self._guards(view.state_revision)
-        number = self._number(effect, view)
+        number, previous = self._number(effect, view), view.generation.number if view.generation else 0
         record = next_record(
             self.stores,
             self.policy.node,
             number,
             effect.change,
             basis=(self._restored, effect.expect_revision),
+            previous=previous,
             at_step=effect.at_step,
             changes=self._changes(view.generation, effect.change.nodes),
             managed=effect.managed,
@@ -232,12 +233,10 @@ class EtcdWriter:
         if effect.state is not None:
             ops.append(Put(self.keys.state, encode(effect.state)))
         if number > KEPT_RECORDS:
-            old = number - KEPT_RECORDS
-            ops += [Delete(self.keys.broken(old))]
-            ops += [Delete(self.keys.incident(old, repeat)) for repeat in range(KEPT_REPEATS + 1)]
+            ops += self._outdated(number, view)
         guards.append(ModIs(self.keys.generation, effect.expect_revision))
         if effect.at_step is not None:  # a generation that has just broken does not reach the boundary
-            guards.append(Absent(self.keys.broken(effect.number - 1)))
+            guards.append(Absent(self.keys.broken(previous)))
         done = self.etcd.txn(guards, ops).ok
         log.info(
             "generation.published" if done else "generation.lost_race",
@@ -248,6 +247,14 @@ class EtcdWriter:
             at_step=record.at_step,
         )
         return done
+
+    def _outdated(self, number: int, view: JobView) -> list[Op]:
+        """All below a number, not those of one generation: numbers may have been left out. What the view shows of the
+        newest failures stays, however far back that is."""
+        shown = [*view.repeats, *(report.generation for report in view.broken_before)]
+        first = min([number - KEPT_RECORDS + 1, *shown])
+        below = ((self.keys.broken_all, self.keys.broken(first)), (self.keys.incidents, self.keys.incident(first)))
+        return [Delete(prefix, prefix=True, before=before) for prefix, before in below]
 
     def _changes(self, before: GenerationRecord | None, places: tuple[GenerationNode, ...]) -> Changes | None:
         return changes(before.nodes, places) if before and len(places) > self.policy.crowd else None

@@ -65,6 +65,7 @@ def next_record(
     change: Change,
     *,
     basis: Hashable,
+    previous: int = 0,
     at_step: int | None = None,
     changes: Changes | None = None,
     managed: bool = False,
@@ -73,6 +74,7 @@ def next_record(
     host, port = stores.open(number, basis)
     return GenerationRecord(
         number=number,
+        previous=previous,
         nodes=change.nodes,
         store_host=host,
         store_port=port,

@@ -28,6 +28,8 @@ NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 
 LAST_WALL_S = 253402300799.0
 """The end of the year 9999, the last that can be written as a date."""
+NUMBER_DIGITS = 10
+"""Of a generation's number in a key, so that keys sort by it."""
 KEPT_EVENTS = 2000
 """How many events of a cluster are kept; the daemon of the oldest node deletes older ones."""
 
@@ -131,13 +133,13 @@ class JobKeys:
         return f"{self.ranks}{node}"
 
     def broken(self, generation: int) -> str:
-        return f"{self.broken_all}{generation:010d}"
+        return f"{self.broken_all}{generation:0{NUMBER_DIGITS}d}"
 
     def incident(self, generation: int, repeat: int = 0) -> str:
         """Of the generation before. If that stood still, stepped again, and stood still or failed later, each of these
         incidents has a key of its own: `repeat` counts them."""
         again = f".again.{repeat}" if repeat else ""
-        return f"{self.incidents}{generation:010d}{again}"
+        return f"{self.incidents}{generation:0{NUMBER_DIGITS}d}{again}"
 
     def exit_incident(self, generation: int, node: str, worker_id: int) -> str:
         """Of a process that did not exit after its script had ended; beside the incident of its generation."""

@@ -165,6 +165,7 @@ class GenerationHead(Record, frozen=True, kw_only=True):
     """The record of a generation without its nodes."""
 
     number: Int
+    previous: Int = 0  # see `before`
     store_host: str
     store_port: Int  # of the TCPStore of this generation, hosted by the leader's agent
     store_secret: str = ""  # seals the values in the store (`util.sealed_store`); never logged or shown
@@ -178,6 +179,12 @@ class GenerationHead(Record, frozen=True, kw_only=True):
     """Given for a large generation, if they are few."""
     managed: bool = False
     """Whether its leader had learnt that the job's workers call `elastic.run`."""
+
+    @property
+    def before(self) -> int:
+        """Number of the generation that it follows; of the first one, a number that no generation has. Numbers may be
+        left out once etcd has lost its data."""
+        return self.previous or self.number - 1
 
 
 FEW = 4

@@ -35,6 +35,6 @@ def op(pb: Any, op: Op) -> Any:
     match op:
         case Put(key, value, lease):
             return pb.RequestOp(request_put=pb.PutRequest(key=key.encode(), value=value, lease=lease))
-        case Delete(key, prefix):
-            keys = span(key) if prefix else {"key": key.encode()}
+        case Delete(key, prefix, before):
+            keys = span(key, before) if prefix else {"key": key.encode()}
             return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(**keys))

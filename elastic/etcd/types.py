@@ -73,6 +73,8 @@ class Delete:
     key: str
     prefix: bool = False
     """All keys that begin with `key`."""
+    before: str = ""
+    """With `prefix`: of these the ones that sort before this key."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,7 @@ def _carry_over(turn: Turn, held: GenerationRecord | None, seen: GenerationRecor
     before: a planned change, for which there was no step boundary, and a node that was to leave may be the only one
     that holds the state; or one that goes on from the state from which this node wants to go back."""
     record = turn.agent.formed.broken_record
-    if held is None or record is None or seen.number != held.number + 1 or record.generation != held.number:
+    if held is None or record is None or seen.before != held.number or record.generation != held.number:
         return
     here = seen.node_of(turn.policy.node, turn.policy.incarnation) is not None
     slots = tuple(sorted(record.lost(turn.policy.node)))

@@ -143,7 +143,8 @@ def _publish(turn: Turn, change: Change) -> None:
     )
     charged = Charge(view.state)
     if broken is not None and told:
-        charged = charge(view.state, broken, turn.policy.spec.restarts, turn.wall_s, _spare(turn))
+        before = agent.formed.generation.before if agent.formed.generation else None
+        charged = charge(view.state, broken, turn.policy.spec.restarts, turn.wall_s, _spare(turn), before=before)
         # Its agent stops the job, too, and tries once: etcd may have been away, or the state changed at that moment.
         if turn.policy.spec.on_bad_numbers == "stop" and (bad := bad_numbers(broken)):
             charged = Charge(after(view.state, PhaseTrigger.FAILED, bad.detail, turn.wall_s), bad.detail)

@@ -33,7 +33,8 @@ OF_THE_NETWORK = frozenset({COMM, STORE})
 """Kinds that no node is charged with, and not the job either once it has stepped."""
 
 NUMBERS_LEFT_OUT = 2
-"""The numbers of consecutive generations differ by at most this: one number is skipped after etcd has lost its data."""
+"""The numbers of consecutive generations differ by at most this, and a row of failures is seen as one: one number is
+skipped after etcd has lost its data. Where more are, above those of the checkpoints, a row begins anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,22 @@ class Charge:
     """Why the job is stopped; empty: it goes on."""
 
 
-def charge(state: JobState, broken: BrokenRecord, rules: Restarts, wall_s: float, other_nodes: int | None) -> Charge:
+def charge(
+    state: JobState,
+    broken: BrokenRecord,
+    rules: Restarts,
+    wall_s: float,
+    other_nodes: int | None,
+    *,
+    before: int | None = None,
+) -> Charge:
     """Count one failure against the budget. `other_nodes`: how many living nodes the job could go on with besides the
-    failing one, beyond its minimum (0: no node can be spared, none is excluded; None: unknown, no further one is)."""
+    failing one, beyond its minimum (0: no node can be spared, none is excluded; None: unknown, no further one is).
+    `before`: number of the generation before the one that failed; None: one less."""
     if not broken.charged:
         return Charge(state)
     error = broken.error or state.error
-    if _follows_from_another(state, broken):
+    if _follows_from_another(state, broken, before):
         return Charge(msgspec.structs.replace(state, error=error))
     failure = Failure(
         wall_s=wall_s,
@@ -107,10 +117,11 @@ def _stop(state: JobState, wall_s: float, reason: str) -> Charge:
     return Charge(after(state, PhaseTrigger.FAILED, reason, wall_s), reason)
 
 
-def _follows_from_another(state: JobState, broken: BrokenRecord) -> bool:
+def _follows_from_another(state: JobState, broken: BrokenRecord, before: int | None) -> bool:
     """Whether no state was found because of the failure of the previous generation, which is counted already. If none
     is found in the next generation either, that is a failure of its own."""
-    return broken.no_state and any(f.generation == broken.generation - 1 and not f.no_state for f in state.failures)
+    before = broken.generation - 1 if before is None else before
+    return broken.no_state and any(f.generation == before and not f.no_state for f in state.failures)
 
 
 def _after_each_step(failures: tuple[Failure, ...]) -> int:

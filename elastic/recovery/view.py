@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..contract.decoding import Decoder, Member, R, Stored
-from ..contract.keys import JobKeys
+from ..contract.keys import NUMBER_DIGITS, JobKeys
 from ..contract.records import (
     BrokenRecord,
     GenerationRecord,
@@ -22,7 +22,8 @@ from . import reachability
 from .generation_delta import GenerationReader
 
 RECOVERY_GENERATIONS = 8
-"""For how many generations back the record of an open incident, and the failure reports that belong to it, are read."""
+"""For about how many failures back the record of an open incident, and the failure reports that belong to it, are read:
+not for how many numbers, of which many may be left out after a loss of etcd."""
 
 
 # Cached: after an outage all member records are read again, and most are unchanged.
@@ -60,6 +61,15 @@ class Seats(Mapping[str, Member]):
 
     def __len__(self) -> int:
         return len(self._formed.nodes) if self._formed else 0
+
+
+def _numbers(keys: Iterable[str], prefix: str) -> list[int]:
+    """The generations that have a record below `prefix`, newest first; not what is beside an incident's record."""
+    digits = (key[len(prefix) :] for key in keys if key.startswith(prefix))
+    return sorted(
+        (int(text) for text in digits if len(text) == NUMBER_DIGITS and text.isascii() and text.isdecimal()),
+        reverse=True,
+    )
 
 
 def _stepped_on(number: int, record: IncidentRecord) -> bool:
@@ -167,23 +177,22 @@ class JobReader:
         return view
 
     def _failed_before(self, kvs: Mapping[str, Stored], formed: GenerationRecord) -> tuple[BrokenRecord, ...]:
+        numbers = [number for number in _numbers(kvs, self._keys.broken_all) if number < formed.number]
         found = []
-        for number in range(formed.number - 1, max(0, formed.number - RECOVERY_GENERATIONS), -1):
-            if kv := kvs.get(self._keys.broken(number)):
-                found.append(self._record(BrokenRecord, kv, name=f"broken {number % RECOVERY_GENERATIONS}"))
+        for place, number in enumerate(numbers[: RECOVERY_GENERATIONS - 1]):
+            found.append(self._record(BrokenRecord, kvs[self._keys.broken(number)], name=f"broken {place}"))
         return tuple(found)
 
     def _incidents(self, kvs: Mapping[str, Stored], formed: GenerationRecord) -> dict[int, IncidentRecord]:
         """The newest record of each key, newest key first. A key has the number after that of the generation that
         failed first."""
+        numbers = [number for number in _numbers(kvs, self._keys.incidents) if number <= formed.number + 1]
         found = {}
-        for number in range(formed.number + 1, max(1, formed.number - RECOVERY_GENERATIONS), -1):
-            kv, repeat = kvs.get(self._keys.incident(number)), 0
-            while kv is not None and (later := kvs.get(self._keys.incident(number, repeat + 1))):
+        for place, number in enumerate(numbers[: RECOVERY_GENERATIONS + 1]):
+            kv, repeat = kvs[self._keys.incident(number)], 0
+            while later := kvs.get(self._keys.incident(number, repeat + 1)):
                 kv, repeat = later, repeat + 1
-            if kv is not None:
-                name = f"incident {number % (RECOVERY_GENERATIONS + 2)}"
-                found[number] = self._record(IncidentRecord, kv, name=name)
+            found[number] = self._record(IncidentRecord, kv, name=f"incident {place}")
         return found
 
     def _seated(self, formed: GenerationRecord | None) -> Seats:

@@ -49,7 +49,7 @@ def _settle_in_group(turn: Turn, worker: Worker, generation: GenerationRecord) -
     planned = (
         generation.at_step is not None
         and not turn.is_broken()
-        and worker.generation == generation.number - 1
+        and worker.generation == generation.before
         and turn.policy.managed
     )
     if planned and worker.stage is Stage.RUNNING:

@@ -539,3 +539,46 @@ def test_a_generation_that_was_written_back_is_known_by_its_revision() -> None:
     assert seen().written_back
     office.client.put(KEYS.generation, encode(generation(6, [place("n", 0)])))
     assert not seen().written_back
+
+
+def test_a_planned_generation_is_not_published_over_a_failure_of_the_one_before_whatever_its_number(
+    tmp_path: Path,
+) -> None:
+    office = Office(dir=str(tmp_path))
+    (tmp_path / tmp_name(60, 10, "job")).mkdir(parents=True)
+    office.client.put(KEYS.member("n"), b"ours")
+    office.client.put(KEYS.generation, encode(former := generation(1, [place("n", 0)])))
+    at = office.client.server.kvs[KEYS.generation].mod_revision
+    seen = JobView(generation=former, generation_revision=at)
+    effect = Publish(3, Change((place("n", 0),), "m joins", planned=True), at, 12, None, after_loss=True)
+    office.client.put(KEYS.broken(1), encode(msgspec.structs.replace(BROKEN, generation=1)))
+    office.registry.publish(effect, seen)
+    office.queues["urgent"].orders[-1]()
+    assert decode(GenerationRecord, office.client.server.kvs[KEYS.generation].value).number == 1
+    office.client.delete(KEYS.broken(1))
+    office.queues["urgent"].orders[-1]()
+    written = decode(GenerationRecord, office.client.server.kvs[KEYS.generation].value)
+    assert (written.number, written.before) == (11, 1)
+    office.stores.close()
+
+
+def test_records_of_numbers_below_those_that_were_left_out_are_deleted_but_not_what_is_shown() -> None:
+    office = Office()
+    office.client.put(KEYS.member("n"), b"ours")
+    office.client.put(KEYS.generation, encode(former := generation(499, [place("n", 0)])))
+    for number in (3, 4, 299, 300):
+        office.client.put(KEYS.broken(number), b"")
+        office.client.put(KEYS.incident(number), b"")
+        office.client.put(KEYS.save_incident(number, "n", 7), b"")
+    at = office.client.server.kvs[KEYS.generation].mod_revision
+    change = Change((place("n", 0),), "lost", planned=False)
+    for shown, left in (({4: 0}, {4, 299, 300}), ({}, set())):
+        seen = JobView(generation=former, generation_revision=at, repeats=shown)
+        office.registry.publish(Publish(500, change, at, None, None), seen)
+        office.queues["urgent"].orders[-1]()
+        at = office.client.server.kvs[KEYS.generation].mod_revision
+        kvs = office.client.server.kvs
+        assert {number for number in range(500) if KEYS.incident(number) in kvs} == left
+        assert {number for number in range(500) if KEYS.broken(number) in kvs} == left
+        assert {number for number in range(500) if KEYS.save_incident(number, "n", 7) in kvs} == left
+    office.stores.close()

@@ -140,8 +140,11 @@ class FakeServer:
         """With a deletion for each key of a prefix."""
         found: list[Op] = []
         for op in ops:
-            whole = isinstance(op, Delete) and op.prefix
-            found += [Delete(key) for key in sorted(self.kvs) if key.startswith(op.key)] if whole else [op]
+            if isinstance(op, Delete) and op.prefix:
+                below = (key for key in sorted(self.kvs) if key.startswith(op.key))
+                found += [Delete(key) for key in below if not op.before or key < op.before]
+            else:
+                found.append(op)
         return found
 
     def txn(self, compares: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]) -> TxnResult:

@@ -58,6 +58,7 @@ def generation(
     leader: str = "",
     at_step: int | None = None,
     restore: str = "newest",
+    previous: int = 0,
 ) -> GenerationRecord:
     """`leader`: whose agent hosts the store; by default the first."""
     placed = tuple(places)
@@ -71,6 +72,7 @@ def generation(
         why="because",
         at_step=at_step,
         restore=restore,
+        previous=previous,
     )
 
 

@@ -12,6 +12,7 @@ from elastic.contract.records import (
     BrokenRecord,
     GenerationNode,
     GenerationRecord,
+    IncidentRecord,
     JobState,
     MemberRecord,
     Phase,
@@ -141,3 +142,18 @@ def test_view_reader_keeps_changes_that_came_with_an_unreadable_record() -> None
     etcd.put(KEYS.state, JobState())
     assert etcd.read(reader) == etcd.read(JobReader(KEYS))
     assert etcd.read(reader).members["a"].record.ready == (0, 1)
+
+
+def test_an_open_incident_and_its_failure_are_found_across_numbers_that_are_left_out() -> None:
+    """After a loss of etcd a generation is numbered above the checkpoints, however far that is."""
+    etcd, reader = Fake(), JobReader(KEYS)
+    incident = IncidentRecord(generation=6, kind="exit", node="n1", ranks=(0,), detail="", wall_s=1.0, open=True)
+    etcd.put(KEYS.generation, _generation(40, "n1"))
+    etcd.put(KEYS.broken(5), BrokenRecord(generation=5, node="n1", kind="exit", detail="n1"))
+    etcd.put(KEYS.incident(6), incident)
+    etcd.put(KEYS.incident(41, 1), incident)  # of another one, whose first record is gone
+    etcd.put(KEYS.save_incident(39, "n1", 7), incident)
+    etcd.put(KEYS.incidents + "\u0663" * 10, incident)  # digits, but not ours
+    view = etcd.read(reader)
+    assert view.incident == (6, incident)
+    assert [report.generation for report in view.broken_before] == [5]

@@ -325,6 +325,19 @@ def test_planned_generation_published_over_a_failure_is_reported_broken_too() ->
     assert [(r.generation, r.kind, r.slots) for r in reports] == [(2, "exit", (0,))]
 
 
+def test_numbers_that_are_left_out_make_no_change_unplanned_and_no_failure_forgotten() -> None:
+    """As above, where the next generation is numbered above the checkpoints: etcd had lost its data before."""
+    places = [place("b", 0, 1), place("a", 0, 1)]
+    planned = generation(40, [*places, place("c")], at_step=12, previous=1)
+    orders = told(running().see(view(A, B, spec=SPEC, formed=planned)))
+    assert orders == [messages.StopAtStep(generation=1, at_step=12, why="because")] * 2
+    machine = running()
+    machine.take(WorkerExited(0, 1, "signal SIGKILL"))
+    over = view(A, B, spec=SPEC, formed=generation(40, places, at_step=12, previous=1))
+    reports = [e.record for e in machine.see(over) if isinstance(e, PutBroken)]
+    assert [(r.generation, r.kind, r.slots) for r in reports] == [(40, "exit", (0,))]
+
+
 def test_the_record_of_an_older_generation_says_nothing_of_the_newest_one() -> None:
     machine = running()
     third = generation(3, [place("b", 0, 1), place("a", 0, 1)])

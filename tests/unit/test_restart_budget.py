@@ -250,6 +250,13 @@ def test_a_worker_that_finds_no_state_after_a_failure_is_not_charged_again() -> 
     assert verdict.state.error is not None, "it is shown all the same"
 
 
+def test_a_worker_that_finds_no_state_after_numbers_were_left_out_is_not_charged_again() -> None:
+    before, _ = book((0.0, broken(generation=4)), rules=Restarts(budget=1))
+    lacking = broken(LACKING, generation=40, node="b", bug=True)
+    assert charge(before, lacking, Restarts(budget=1), 1.0, 1, before=4).state.restarts == 1
+    assert charge(before, lacking, Restarts(budget=1), 1.0, 1, before=5).state.restarts == 2
+
+
 def test_a_state_that_stays_away_is_charged() -> None:
     """Only the first generation after a failure is its consequence: else a job would look for its state for ever."""
     lacking = [(float(n), broken(LACKING, generation=n, bug=True)) for n in range(5, 9)]
