@@ -109,13 +109,16 @@ def _report_at_the_end(turn: Turn, worker: Worker, event: WorkerExited) -> None:
 def _report_fallen(turn: Turn, worker: Worker, event: WorkerExited) -> None:
     """The worker died while it aborted its group: killed together with the one that broke the generation, or because it
     did not abort in time. It does not count against the restart budget: one failure per generation does."""
-    incident = turn.agent.incidents.incident
-    formed = next((w for w in incident.generations if w.number == worker.generation), None) if incident else None
-    if incident is None or formed is None or formed.node_of(turn.policy.node, turn.policy.incarnation) is None:
+    incident, killed = turn.agent.incidents.incident, worker.stage is Stage.KILLED
+    # On a node that was to leave: of the generation that runs on to the boundary, while the next one has just broken.
+    left = None if killed else turn.agent.formed.last_committed
+    known = (*(incident.generations if incident else ()), *((left,) if left else ()))
+    formed = next((w for w in known if w.number == worker.generation), None)
+    if formed is None or formed.node_of(turn.policy.node, turn.policy.incarnation) is None:
         return
-    if any(worker.slot in r.lost(turn.policy.node) for r in incident.reports if r.generation == formed.number):
+    reports = incident.reports if incident else ()
+    if any(worker.slot in r.lost(turn.policy.node) for r in reports if r.generation == formed.number):
         return
-    killed = worker.stage is Stage.KILLED
     kind, detail = ("respawn", "did not abort in time") if killed else ("exit", _detail(event))
     record = broken_record(
         turn, formed.number, kind, detail, (worker.slot,), step=worker.step, step_in=worker.synced, charged=False,

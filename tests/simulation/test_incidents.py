@@ -317,6 +317,14 @@ def test_a_worker_that_is_killed_on_the_node_that_leaves_is_named(offset_s: floa
     assert cluster.state().restarts == 1, "one failure is charged"
 
 
+def test_a_worker_that_is_killed_while_it_lets_go_on_the_node_that_leaves_is_named() -> None:
+    """The generation without it has just broken: its agent counts that as an incident of its own, without a rank."""
+    setting = Setting(seed=830141033, nodes=4, slots=1, least=2, most=3, step_s=0.1, steps=0, standby=1,
+                      checkpoint_every=7, setup_s=0.2)  # fmt: skip
+    faults = Fault(1.570, "drain", (3, 1e6)), Fault(1.707, "fail_worker", (1, 0)), Fault(1.716, "kill_worker", (3, 0))
+    assert play(History(setting, faults)).failure == ""
+
+
 def test_a_death_that_is_reported_after_a_second_generation_has_broken_is_named() -> None:
     """The record of the generation in which it died is older than that of the newest failure by then."""
     cluster = played(TWO, lambda c: c.pause_agent(1, 1.5), lambda c: c.kill_worker(1, 0), lambda c: c.kill_worker(0, 1),
