@@ -80,7 +80,7 @@ class Actions:
 
     def restart(self, job: str, peer: Peer) -> None:
         """Submit a finished job again, with the same description and owner."""
-        spec, keys = self._owned(job, peer, "restart"), self._job(job)
+        (spec, same), keys = self._owned(job, peer, "restart"), self._job(job)
         state, revision = self._read(JobState, keys.state)
         if state is None or not state.phase.over:
             raise Refused(409, f"job {job!r} is not over: stop it first")
@@ -92,7 +92,7 @@ class Actions:
         pending = JobState(phase=Phase.PENDING, since_wall_s=record.submitted_wall_s)
         puts = [Put(keys.spec, encode(record)), Put(keys.state, encode(pending))]
         # In one transaction: a failure on the way loses nothing, and what another request has started anew stays.
-        if not self._txn([ModIs(keys.state, revision)], [*gone, *puts]):
+        if not self._txn([same, ModIs(keys.state, revision)], [*gone, *puts]):
             raise _overtaken(job)
 
     def _make_room(self, keys: JobKeys, name: str, replace: bool, peer: Peer) -> None:
@@ -108,20 +108,20 @@ class Actions:
 
     def stop(self, job: str, reason: str, peer: Peer) -> None:
         """Stop a job. Complete when its phase is 'stopped'."""
-        self._owned(job, peer, "stop")
 
         def stopping(state: JobState) -> JobState | None:
             if state.phase.over or state.phase is Phase.STOPPING:
                 return None
             return after(state, PhaseTrigger.STOP, reason, time.time())
 
-        self._change(JobState, self._job(job).state, stopping, JobState())
+        self._change(JobState, self._job(job).state, stopping, JobState(), lambda: self._owned(job, peer, "stop")[1])
 
     def scale(self, job: str, nodes: str, peer: Peer) -> None:
         """Change the number of nodes that a job may have."""
-        self._owned(job, peer, "scale")
+        self._owned(job, peer, "scale")  # says what is wrong if there is no such job
 
         def scaled(record: SpecRecord) -> SpecRecord:
+            self._authority.check_job(peer, job, record, "scale")
             raw = msgspec.to_builtins(record.spec) | {"nodes": nodes}
             try:
                 return msgspec.structs.replace(record, spec=parse_job(raw))
@@ -132,7 +132,8 @@ class Actions:
 
     def checkpoint(self, job: str, peer: Peer) -> None:
         """Request a checkpoint of a running job at its next agreed step."""
-        spec = self._owned(job, peer, "request a checkpoint of").spec
+        verb = "request a checkpoint of"
+        spec = self._owned(job, peer, verb)[0].spec
         state, _ = self._read(JobState, self._job(job).state)
         if state is not None and state.phase.over:
             raise Refused(409, f"job {job!r} has {_ended(state.phase)}")
@@ -144,12 +145,11 @@ class Actions:
         more: Callable[[AskedRecord], AskedRecord] = lambda asked: msgspec.structs.replace(  # noqa: E731
             asked, checkpoint=asked.checkpoint + 1
         )
-        self._change(AskedRecord, self._job(job).asked, more, AskedRecord())
+        self._change(AskedRecord, self._job(job).asked, more, AskedRecord(), lambda: self._owned(job, peer, verb)[1])
 
     def sample(self, job: str, step: int, peer: Peer, *, next_step: int) -> int:
         """Request a sample of the gradients of a running job at `step`; returns the step. It is that of an earlier
         request which `next_step`, the job's next one, has not passed: a second one would take its place."""
-        self._owned(job, peer, "debug")
         chosen = step
 
         def more(asked: AskedRecord) -> AskedRecord | None:
@@ -157,7 +157,7 @@ class Actions:
             chosen = asked.sample_step if next_step <= asked.sample_step <= step else step
             return msgspec.structs.replace(asked, sample_step=step) if chosen != asked.sample_step else None
 
-        self._change(AskedRecord, self._job(job).asked, more, AskedRecord())
+        self._change(AskedRecord, self._job(job).asked, more, AskedRecord(), lambda: self._owned(job, peer, "debug")[1])
         return chosen
 
     def forget(self, job: str, peer: Peer) -> None:
@@ -171,11 +171,11 @@ class Actions:
                 )
             self._remove(self._job(job), job, [])
             return
-        self._owned(job, peer, "forget")
+        _, same = self._owned(job, peer, "forget")
         state, revision = self._read(JobState, self._job(job).state)
         if state is None or not state.phase.over:
             raise Refused(409, f"job {job!r} is not over: stop it first")
-        self._remove(self._job(job), job, [ModIs(self._job(job).state, revision)])
+        self._remove(self._job(job), job, [same, ModIs(self._job(job).state, revision)])
 
     def cordon(self, node: str, reason: str) -> None:
         """Assign no new work to this node; running work stays."""
@@ -231,17 +231,15 @@ class Actions:
         except EtcdError as error:
             raise _unavailable(error) from error
 
-    def _spec(self, job: str) -> SpecRecord:
-        spec, _ = self._read(SpecRecord, self._job(job).spec)
+    def _owned(self, job: str, peer: Peer, verb: str) -> tuple[SpecRecord, Compare]:
+        """The job as it stands in etcd now, if `peer` may do this to it, and a condition for the write that follows: by
+        then the name may be that of another user's new job. Raises Refused (403, 404)."""
+        key = self._job(job).spec
+        spec, revision = self._read(SpecRecord, key)
         if spec is None:
             raise Refused(404, no_job(job, self._board.now))
-        return spec
-
-    def _owned(self, job: str, peer: Peer, verb: str) -> SpecRecord:
-        """The job as it stands in etcd now, if `peer` may do this to it. Raises Refused (403, 404)."""
-        spec = self._spec(job)
         self._authority.check_job(peer, job, spec, verb)
-        return spec
+        return spec, ModIs(key, revision)
 
     def _node(self, node: str) -> None:
         try:
@@ -251,14 +249,24 @@ class Actions:
         if node not in (known := known_nodes(self._board.now.cluster)):
             raise Refused(404, no_node(node, known))
 
-    def _change(self, kind: type[R], key: str, change: Callable[[R], R | None], default: R | None = None) -> None:
-        """Read, change, write back unless the record was written meanwhile; then again, up to TRIES times."""
+    def _change(
+        self,
+        kind: type[R],
+        key: str,
+        change: Callable[[R], R | None],
+        default: R | None = None,
+        allowed: Callable[[], Compare] | None = None,
+    ) -> None:
+        """Read, change, write back unless the record was written meanwhile; then again, up to TRIES times. `allowed`
+        checks the request before each of them, and gives the condition under which that holds."""
         for _ in range(TRIES):
+            guards = [allowed()] if allowed is not None else []
             there, revision = self._read(kind, key)
             record = there if there is not None else default
             if record is None:
                 raise Refused(404, f"{key} is not there")
-            if (changed := change(record)) is None or self._txn([ModIs(key, revision)], [Put(key, encode(changed))]):
+            changed = change(record)
+            if changed is None or self._txn([*guards, ModIs(key, revision)], [Put(key, encode(changed))]):
                 return
         raise Refused(409, f"{key} is changed by other requests all the time; try again")
 

@@ -399,6 +399,45 @@ def test_another_users_job_cannot_be_changed(writes: WriteQueue, act: Callable[[
     assert writes.server.kvs == before
 
 
+@pytest.mark.parametrize(
+    ("act", "phase"),
+    [
+        (lambda a: a.stop("j", "x", ADA), Phase.RUNNING),
+        (lambda a: a.scale("j", "2:4", ADA), Phase.RUNNING),
+        (lambda a: a.checkpoint("j", ADA), Phase.RUNNING),
+        (lambda a: a.sample("j", 9, ADA, next_step=5), Phase.RUNNING),
+        (lambda a: a.forget("j", ADA), Phase.STOPPED),
+        (lambda a: a.restart("j", ADA), Phase.STOPPED),
+        (lambda a: a.submit(RAW, ADA, ADA, replace=True), Phase.STOPPED),
+    ],
+    ids=["stop", "scale", "checkpoint", "sample", "forget", "restart", "replace"],
+)
+def test_a_request_does_nothing_to_another_users_job_that_takes_the_name_meanwhile(
+    writes: WriteQueue, monkeypatch: pytest.MonkeyPatch, act: Callable[[Actions], object], phase: Phase
+) -> None:
+    """Between the check of the owner and the write: ada's job is forgotten, and bob submits his."""
+    raw = RAW | {"checkpoint": {"dir": "/c"}}
+    writes.actions.submit(raw, ADA, ADA)
+    writes.put_phase(phase)
+    get, before = writes.client.get, dict(writes.server.kvs)
+
+    def overtaken(key: str) -> object:
+        found = get(key)
+        if key == JOB.spec and dict(writes.server.kvs) == before:
+            monkeypatch.setattr(writes.client, "get", get)
+            writes.client.put(JOB.state, encode(JobState(phase=Phase.STOPPED)))
+            writes.actions.submit(raw, ADMIN, BOB, replace=True)
+            writes.put_phase(phase)
+            taken.update(writes.server.kvs)
+        return found
+
+    taken: dict[str, object] = {}
+    monkeypatch.setattr(writes.client, "get", overtaken)
+    with pytest.raises(Refused, match=r"belongs to bob|is being changed by another request"):
+        act(writes.actions)
+    assert writes.server.kvs == taken
+
+
 def test_submission_of_a_job_that_this_node_would_refuse_writes_nothing(
     writes: WriteQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
