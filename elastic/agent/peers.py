@@ -6,6 +6,9 @@ death (until the agent answers again: a firewall may refuse as well, so a peer t
 and so does another agent answering on that port. Silence proves no death: after a connection has timed out and several
 attempts in a row got no answer, the peer is unreachable from here, until a connection to it has held for a while again.
 The peer's kernel answers, so neither a frozen process nor a busy host is taken for a partition.
+
+Both sides say who they are. Connections that do not, and those of agents that this one does not watch itself, are
+limited, so that another program on the network cannot take all of the agent's descriptors.
 """
 
 from __future__ import annotations
@@ -38,6 +41,11 @@ HOLD_S, HOLD_MAX_S = 5.0, 60.0
 FORGET_S = 300.0
 """The earlier losses of a peer that has been reachable for this long are forgotten."""
 HELLO_BYTES = 64
+HELLO_S = 30.0
+"""An incoming connection that has not said whose it is within this time is closed. A dialler says it at once."""
+STRANGERS = 256
+"""So many incoming connections of others than the watched peers are held; then the oldest are closed. An agent in a
+large job dials few that do not watch it in turn, and one whose connection is closed dials again."""
 OUT_KEEPALIVE = (1, 1, 2)
 """Outgoing connections: idle seconds, seconds between probes, probes. Silence breaks one after two to three seconds."""
 IN_KEEPALIVE = (30, 10, 3)
@@ -130,7 +138,12 @@ class Peers:
         self._lines: dict[Id, _Line] = {}
         self._refusers: set[Id] = set()
         """Peers reported dead after a refusal, without an answer since: if watched again, an answer is reported."""
-        self._inbound: set[socket.socket] = set()
+        self._inbound: dict[socket.socket, str] = {}
+        """Incoming connections, oldest first -> incarnation of the dialler; '' until its hello has come."""
+        self._silent: dict[socket.socket, float] = {}
+        """Those without a hello, oldest first -> when they are closed."""
+        self._known: frozenset[str] = frozenset()
+        """Incarnations of the watched peers."""
         self._deaf_until_s: float | None = None
         """Set when no descriptors were left for incoming connections: none is accepted until then."""
         self._changed = True
@@ -149,6 +162,7 @@ class Peers:
             if wanted == self._wanted:
                 return
             self._wanted = dict(wanted)
+            self._known = frozenset(incarnation for _, incarnation in wanted)
         self._changed = True
         self._wake()
 
@@ -174,6 +188,7 @@ class Peers:
                 self._changed = False
                 self._reconcile()
                 due = [line.deadline_s for line in self._lines.values() if not line.connected or line.doubted]
+                due += [*self._silent.values()][:1]
                 due_s = min([*due, float("inf") if self._deaf_until_s is None else self._deaf_until_s])
             timeout = min(max(0.0, due_s - time.monotonic()), RETRY_S) if due_s < float("inf") else None
             for key, _ in self._selector.select(timeout):
@@ -206,6 +221,8 @@ class Peers:
         if self._deaf_until_s is not None and now_s >= self._deaf_until_s:
             self._deaf_until_s = None
             self._selector.register(self._listener, selectors.EVENT_READ, None)
+        for sock in [sock for sock, end_s in self._silent.items() if now_s >= end_s]:
+            self._turn_away(sock)
         for peer, address in wanted.items():
             line = self._lines.setdefault(peer, _Line(peer, address, refused_us=peer in self._refusers))
             if now_s < line.deadline_s:
@@ -275,6 +292,8 @@ class Peers:
             line.deadline_s = float("inf")  # a peer that was unreachable: until its hello arrives
             line.misses = line.resets = 0
             self._selector.modify(sock, selectors.EVENT_READ, line)
+            with contextlib.suppress(OSError):  # read below, as the end of the connection
+                sock.send(self._incarnation.encode())
         try:
             hello = sock.recv(HELLO_BYTES)
         except BlockingIOError:
@@ -362,19 +381,38 @@ class Peers:
         except OSError:
             sock.close()
         else:
-            self._inbound.add(sock)
+            self._inbound[sock], self._silent[sock] = "", time.monotonic() + HELLO_S
+            self._changed = self._changed or len(self._silent) == 1
+            self._make_room()
+
+    def _make_room(self) -> None:
+        if len(self._inbound) <= STRANGERS:
+            return
+        for sock in tuple(self._silent):
+            self._inbound_ready(sock)  # its hello may have come, and this thread be late
+        strangers = [sock for sock, hello in self._inbound.items() if hello not in self._known]
+        for sock in strangers[: max(0, len(strangers) - STRANGERS)]:
+            self._turn_away(sock)
 
     def _inbound_ready(self, sock: socket.socket) -> None:
+        if sock not in self._inbound:
+            return  # turned away, in the same round of events
         try:
-            alive = bool(sock.recv(HELLO_BYTES))
+            hello = sock.recv(HELLO_BYTES)
         except BlockingIOError:
             return
         except OSError:
-            alive = False
-        if not alive:
-            self._selector.unregister(sock)
-            self._inbound.discard(sock)
-            sock.close()
+            hello = b""
+        if not hello:
+            self._turn_away(sock)
+        elif self._silent.pop(sock, None) is not None:
+            self._inbound[sock] = hello.decode(errors="replace").strip()
+
+    def _turn_away(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+        self._inbound.pop(sock, None)
+        self._silent.pop(sock, None)
+        sock.close()
 
 
 def _keep_alive(sock: socket.socket, idle_s: int, probe_s: int, probes: int) -> None:

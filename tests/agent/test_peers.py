@@ -185,8 +185,17 @@ class Deaf:
             self.taken.append(line)
             with contextlib.suppress(OSError):
                 line.send(hello)
-            if not select.select([line], [], [], 0.15)[0]:
+            if not self._ends(line):
                 return
+
+    def _ends(self, line: socket.socket) -> bool:
+        while select.select([line], [], [], 0.15)[0]:
+            try:
+                if not line.recv(64):
+                    return True
+            except OSError:
+                return True
+        return False
 
     def close(self) -> None:
         for sock in (self.server, *self._fill, *self.taken):
@@ -400,3 +409,54 @@ def test_peer_that_resets_every_connection_is_retried_after_a_pause() -> None:
     assert line.deadline_s > time.monotonic() + peers_module.RETRY_S / 2
     peers.start()
     peers.close()
+
+
+def dial(port: int, hello: bytes = b"") -> socket.socket:
+    line = socket.create_connection(("127.0.0.1", port), timeout=30)
+    assert line.recv(64)
+    line.sendall(hello)
+    return line
+
+
+def is_closed(line: socket.socket) -> bool:
+    line.settimeout(0.0)
+    with contextlib.suppress(BlockingIOError, ConnectionResetError):
+        return not line.recv(64)
+    return False
+
+
+def test_a_connection_that_does_not_say_whose_it_is_is_closed(watcher: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "HELLO_S", 0.2)
+    peer = other("one")
+    peer.watch({("n0", "watcher"): ("127.0.0.1", watcher.port)})
+    silent, named = dial(watcher.port), dial(watcher.port, b"two")
+    try:
+        eventually(lambda: is_closed(silent), 5.0)
+        eventually(lambda: not watcher._silent, 5.0)
+        assert sorted(watcher._inbound.values()) == ["one", "two"]
+    finally:
+        for line in (silent, named):
+            line.close()
+        peer.close()
+
+
+@pytest.mark.parametrize("hello", [b"", b"two"], ids=["silent", "named"])
+def test_connections_of_strangers_are_limited_and_displace_no_watched_peer(
+    watcher: Peers, deaths: queue.SimpleQueue[tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch, hello: bytes
+) -> None:
+    monkeypatch.setattr(peers_module, "STRANGERS", 4)
+    peer = other("one")
+    peer.watch({("n0", "watcher"): ("127.0.0.1", watcher.port)})
+    watcher.watch({("n1", "one"): ("127.0.0.1", peer.port)})
+    eventually(lambda: "one" in watcher._inbound.values(), 5.0)
+    (friend,) = [sock for sock, said in watcher._inbound.items() if said == "one"]
+    lines = [dial(watcher.port, hello) for _ in range(12)]
+    try:
+        eventually(lambda: sum(map(is_closed, lines[:8])) == 8, 5.0)
+        assert not any(map(is_closed, lines[8:]))
+        assert watcher._inbound[friend] == "one"
+        assert deaths.empty()
+    finally:
+        for line in lines:
+            line.close()
+        peer.close()
