@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -26,11 +26,9 @@ from ..contract.records import (
     Phase,
     ProgressRecord,
     ProtocolVersionMismatch,
-    Record,
     SpecRecord,
     decode,
 )
-from ..contract.records import encode as _strictly
 from ..etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, ModIs, Op, Put
 from ..recovery.effects import (
     AddCauses,
@@ -51,6 +49,7 @@ from ..recovery.model import Policy
 from ..recovery.view import JobView
 from . import generation_numbers
 from .member_writes import MemberKey, OpensStores, next_record
+from .record_writes import encode, put_report
 from .write_queue import Write, WriteQueue
 
 log = structlog.get_logger()
@@ -174,7 +173,7 @@ class EtcdWriter:
             if member is not None and self._member is not None and self._key.lease is not None:
                 # The newest one: this may be a retry, and the record may have changed since.
                 also = [Put(self._key.key, self._encoded(self._member), self._key.lease.id)]
-            result = self.etcd.txn([Absent(key)], [Put(key, encode(record)), *also], also)
+            result = put_report(self.etcd, [Absent(key)], key, record, also, also)
             log.info(
                 "generation.broken",
                 generation=record.generation,
@@ -197,7 +196,7 @@ class EtcdWriter:
             first = decode(BrokenRecord, kv.value)
             if (more := merged(first, record)) == first:
                 return
-            if self.etcd.txn([ModIs(key, kv.mod_revision)], [Put(key, encode(more))]).ok:
+            if put_report(self.etcd, [ModIs(key, kv.mod_revision)], key, more).ok:
                 return
         raise EtcdUnavailable(f"{key} changed under {TRIES} tries in a row", maybe_done=False)
 
@@ -343,7 +342,7 @@ class EtcdWriter:
                 raise EtcdUnavailable(f"{key} is not closed yet", maybe_done=False)
             if (fuller := supplemented(known, record)) is known:
                 return
-            if not self.etcd.txn([ModIs(key, kv.mod_revision)], [Put(key, encode(fuller))]).ok:
+            if not put_report(self.etcd, [ModIs(key, kv.mod_revision)], key, fuller).ok:
                 raise EtcdUnavailable(f"{key} changed meanwhile", maybe_done=False)
 
         self._lazy.ask(f"{key} causes", order, persist=True)
@@ -369,7 +368,7 @@ class EtcdWriter:
             if kv is not None and _is_over(kv.value) and record.repeat < KEPT_REPEATS:
                 return  # closed by an earlier try, or by another agent that led while this one was away
             unchanged = ModIs(key, kv.mod_revision) if kv is not None else Absent(key)
-            if not self.etcd.txn([unchanged], [Put(key, encode(record)), *also]).ok:
+            if not put_report(self.etcd, [unchanged], key, record, also).ok:
                 raise EtcdUnavailable(f"{key} changed meanwhile", maybe_done=False)
 
         self._lazy.ask(key, order, persist=True)
@@ -409,27 +408,6 @@ class EtcdWriter:
                 self.etcd.txn([ModIs(self.keys.state, kv.mod_revision)], [Put(self.keys.state, encode(stopped))])
         except (EtcdError, ProtocolVersionMismatch, msgspec.MsgspecError, UnicodeDecodeError) as error:
             log.warning("member.not_deregistered", error=str(error))
-
-
-def encode(record: Record) -> bytes:
-    """A script's error may contain text that UTF-8 cannot encode, such as a file name in another encoding. Such a
-    failure must be written all the same, or the job would fail in this way again and again."""
-    try:
-        return _strictly(record)
-    except UnicodeEncodeError:
-        return _strictly(msgspec.convert(_readable(msgspec.to_builtins(record)), type(record)))
-
-
-def _readable(value: Any) -> Any:
-    """Plain data with characters that UTF-8 cannot encode replaced by escape sequences."""
-    match value:
-        case str():
-            return value.encode(errors="backslashreplace").decode()
-        case dict():
-            return {_readable(key): _readable(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_readable(item) for item in value]
-    return value
 
 
 def _is_over(raw: bytes) -> bool:

@@ -1,4 +1,5 @@
-"""Writes to etcd on behalf of the loop, in a separate thread, retried until they are done or superseded.
+"""Writes to etcd on behalf of the loop, in a separate thread, retried until they are done or superseded; one that etcd
+will never do is given up.
 
 Each write has a key; a newer write with the same key replaces it. The loop never waits for etcd.
 """
@@ -13,7 +14,8 @@ import structlog
 
 from ..checkpoint.errors import CheckpointError
 from ..contract.records import ProtocolVersionMismatch
-from ..etcd.client import EtcdDenied, EtcdError, EtcdFull
+from ..etcd.client import EtcdError
+from ..etcd.types import EtcdRefused
 
 RETRY_S = 0.2
 
@@ -82,7 +84,10 @@ class WriteQueue:
         """Whether the write is finished: done, or failed and not to be retried."""
         try:
             order()
-        except (EtcdError, EtcdDenied, EtcdFull) as error:
+        except EtcdRefused as error:  # too large, say: again and again it would only fill the log and keep etcd busy
+            self._failing.discard(key)
+            log.error("etcd.order_given_up", order=key, error=str(error))
+        except EtcdError as error:  # a missing permission, too: the next attempt finds it granted
             if key not in self._failing:
                 self._failing.add(key)
                 log.warning("etcd.order_failed", order=key, error=str(error), again=persist)

@@ -4,6 +4,7 @@ EtcdError                  the request failed, and repeating it unchanged does n
 ├── EtcdUnavailable        no answer, or no quorum: retry later
 ├── EtcdDenied             user, password or permissions: needs an operator
 ├── EtcdForged             the record was not written by a holder of the cluster key: it is not used
+├── EtcdRefused            the request itself is wrong or too large: etcd will never do it
 ├── EtcdFull               etcd's space quota is used up (NOSPACE): needs an operator
 └── LeaseGone              the lease named in the request does not exist (any more): grant another
 """
@@ -148,6 +149,10 @@ class EtcdForged(EtcdError):
         super().__init__(f"{kv.key}: {why}")
         self.kv = kv
         self.why = why
+
+
+class EtcdRefused(EtcdError):
+    """etcd will never do this request: it is too large, or not valid."""
 
 
 class EtcdFull(EtcdError):

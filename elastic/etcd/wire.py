@@ -16,7 +16,7 @@ from ..contract.agent_files import EtcdAccess
 from . import etcd3_import
 from .keepers import Compacted, WatchBatch
 from .threads import start_thread
-from .types import KV, EtcdDenied, EtcdError, EtcdFull, EtcdUnavailable, LeaseGone, key_text
+from .types import KV, EtcdDenied, EtcdError, EtcdFull, EtcdRefused, EtcdUnavailable, LeaseGone, key_text
 
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),  # etcd answers more frequent pings with GOAWAY
@@ -355,4 +355,6 @@ def translate(error: Any, where: str) -> EtcdError:
         return EtcdDenied(text)
     if code in _RETRY_CODES or any(sign in lowered for sign in _RETRY):
         return EtcdUnavailable(text, maybe_done=not any(sign in lowered for sign in _NOT_DONE))
+    if code is grpc.StatusCode.INVALID_ARGUMENT or "larger than max" in lowered:
+        return EtcdRefused(text)
     return EtcdError(text)

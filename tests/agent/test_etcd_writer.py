@@ -582,3 +582,22 @@ def test_records_of_numbers_below_those_that_were_left_out_are_deleted_but_not_w
         assert {number for number in range(500) if KEYS.broken(number) in kvs} == left
         assert {number for number in range(500) if KEYS.save_incident(number, "n", 7) in kvs} == left
     office.stores.close()
+
+
+def test_a_report_that_etcd_finds_too_large_is_written_without_its_long_texts() -> None:
+    """A failure that is not reported breaks no generation: the job would stand still."""
+    office, long = Office(), "x" * 1_600_000
+    error = WorkerError(node="n", slot=0, rank=0, message="ValueError: planted", traceback=long)
+    record = msgspec.structs.replace(BROKEN, generation=1, slots=(0,), error=error, stacks={"rank 0": long})
+    office.registry.put_broken(record, None)
+    incident = IncidentRecord(generation=2, kind="exit", node="n", ranks=(0,), detail=long, wall_s=1.0, error=error)
+    office.registry.put_incident(incident, 2)
+    for queue in office.queues.values():
+        for order in queue.orders:
+            order()
+    broken = decode(BrokenRecord, office.client.server.kvs[KEYS.broken(1)].value)
+    assert broken.error is not None
+    assert (broken.detail, broken.slots, broken.error.message) == ("ValueError", (0,), "ValueError: planted")
+    assert (broken.fingerprint, broken.stacks, broken.error.traceback) == (record.fingerprint, {}, "")
+    written = decode(IncidentRecord, office.client.server.kvs[KEYS.incident(2)].value)
+    assert (written.kind, len(written.detail)) == ("exit", 1000)

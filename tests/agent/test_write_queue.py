@@ -6,10 +6,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import structlog
 from support.wait import eventually
 
 from elastic.agent.write_queue import WriteQueue
-from elastic.etcd.client import EtcdUnavailable
+from elastic.etcd.client import EtcdDenied, EtcdUnavailable
+from elastic.etcd.types import EtcdRefused
 
 
 @pytest.fixture
@@ -24,6 +26,7 @@ def queue() -> Iterator[WriteQueue]:
     "fault",
     [
         EtcdUnavailable("away", maybe_done=False),
+        EtcdDenied("etcdserver: permission denied"),
         PermissionError("no"),
         RuntimeError("?"),
         ValueError("?"),
@@ -50,6 +53,20 @@ def test_orders_that_raise_are_tried_again_or_dropped(queue: WriteQueue, fault: 
     eventually(lambda: "after" in tried, 5.0)
     assert tried.count("once") == 1
     assert queue._thread.is_alive()
+
+
+def test_an_order_that_etcd_will_never_do_is_given_up(queue: WriteQueue) -> None:
+    tried: list[str] = []
+
+    def too_large() -> None:
+        tried.append("too large")
+        raise EtcdRefused("etcdserver: request is too large")
+
+    with structlog.testing.capture_logs() as said:
+        queue.ask("too large", too_large, persist=True)
+        eventually(lambda: not queue._orders, 5.0)
+    assert tried == ["too large"]
+    assert [(line["event"], line["order"]) for line in said] == [("etcd.order_given_up", "too large")]
 
 
 def test_bug_in_an_order_reaches_the_threads_excepthook(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from support.fake_etcd import FakeClient, FakeServer
 from support.wait import eventually, stretched
 
 from elastic.etcd.client import Absent, Delete, Etcd, EtcdError, EtcdUnavailable, LeaseGone, ModIs, Present, Put, View
+from elastic.etcd.types import EtcdRefused
 
 Client = Etcd | FakeClient
 
@@ -425,3 +426,20 @@ def test_a_closed_client_says_so(world: World) -> None:
     etcd.close()
     with pytest.raises(EtcdError, match="closed"):
         etcd.get("/t/a")
+
+
+@pytest.mark.parametrize("nbytes", [1_700_000, 3_000_000], ids=["by etcd", "by its gRPC"])
+def test_a_request_that_is_too_large_is_refused_for_good(world: World, nbytes: int) -> None:
+    etcd = world.client()
+    with pytest.raises(EtcdRefused):
+        etcd.put("/t/large", bytes(nbytes))
+    with pytest.raises(EtcdRefused):
+        etcd.txn([Absent("/t/large")], [Put("/t/large", bytes(nbytes))])
+
+
+def test_keys_below_a_prefix_are_deleted_up_to_one_of_them(world: World) -> None:
+    etcd = world.client()
+    for key in ("/t/a/1", "/t/a/2", "/t/a/3", "/t/b"):
+        etcd.put(key, b"x")
+    etcd.txn([], [Delete("/t/a/", prefix=True, before="/t/a/3")])
+    assert set(etcd.get_prefix("/t/").kvs) == {"/t/a/3", "/t/b"}

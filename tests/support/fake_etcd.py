@@ -32,11 +32,14 @@ from elastic.etcd.client import (
     View,
 )
 from elastic.etcd.keepers import Newest
+from elastic.etcd.types import EtcdRefused
 
 T = TypeVar("T")
 
 MIN_TTL_S = 2.0
 """What a real etcd makes of a shorter lease."""
+MOST_NBYTES = 1_572_864
+"""Of a request, as etcd has it by default."""
 
 Change = KV | str
 """A key as written, or the name of a deleted one."""
@@ -114,6 +117,8 @@ class FakeServer:
 
     def put_all(self, ops: Sequence[Op]) -> int:
         """Do all operations at one revision; returns the revision afterwards."""
+        if sum(len(op.value) for op in ops if isinstance(op, Put)) > MOST_NBYTES:
+            raise EtcdRefused("etcdserver: request is too large")
         if missing := [op.lease for op in ops if isinstance(op, Put) and op.lease and op.lease not in self.leases]:
             raise LeaseGone(f"requested lease not found: {missing[0]}")
         revision = self.revision + 1
