@@ -111,6 +111,8 @@ class Agents:
         self._post = post
         self._log = log
         self._grants = grants
+        self._unwatched: dict[str, tuple[int, Callable[[], None]]] = {}
+        """Job -> pid of its agent and the wait for its end, for which no thread could be started yet."""
         self._starting = threading.Lock()
         """Held while an agent is started, and while a folder is retired."""
 
@@ -168,6 +170,7 @@ class Agents:
 
     def refresh(self) -> None:
         """Read the agents' status files; renew their access to etcd."""
+        self._watch_all()
         if self._grants is not None:
             self._grants.renew(dict(running.owner for running in self.running.values() if running.owner is not None))
         for job, running in self.running.items():
@@ -329,7 +332,14 @@ class Agents:
                 wait_until_gone(pid)
             self._post(Gone(job, pid, code))
 
-        self._threads.start(f"agent-{job}", wait)
+        self._unwatched[job] = pid, wait
+        self._watch_all()
+
+    def _watch_all(self) -> None:
+        for job, (pid, wait) in tuple(self._unwatched.items()):
+            running = self.running.get(job)
+            if running is None or running.pid != pid or self._threads.try_start(f"agent-{job}", wait):
+                del self._unwatched[job]
 
     def _last_words(self, job: str) -> str:
         last = job_folders.last_line(self.dir(job).parent)

@@ -32,6 +32,8 @@ SICK_XIDS = {
 """XIDs that indicate a faulty GPU. The others, such as 13 and 31, are mostly caused by a program, whose worker dies."""
 
 TESTING = "self-test of its GPUs is under way"
+TEST_AGAIN_S = 10.0
+"""Until a self-test that could not be started, for want of memory or processes, is tried again."""
 
 
 class Health:
@@ -46,6 +48,7 @@ class Health:
         self.reason = TESTING if self._self_test else ""
         """Why the node should accept no work; empty: it may. Once a GPU is faulty it stays so until the daemon
         restarts."""
+        self._testing = self._self_test
         self._stopped = threading.Event()
         self._throttled: dict[int, bool] = {}
         if problem:
@@ -54,14 +57,14 @@ class Health:
     @property
     def sick(self) -> str:
         """As `reason`, but empty during the self-test: why jobs that run here should leave."""
-        reason = self.reason
-        return "" if reason == TESTING else reason
+        return "" if self._testing else self.reason
 
     def run(self) -> None:
         if not self._gpus:
             return
         if self._self_test:
-            self._say(self_test())
+            self._say(self._tested())
+            self._testing = False
         try:
             import pynvml
         except ImportError:
@@ -74,6 +77,17 @@ class Health:
 
     def stop(self) -> None:
         self._stopped.set()
+
+    def _tested(self) -> str:
+        """The result of the self-test, as `self_test`. A node that cannot start it takes no work until it can."""
+        while not self._stopped.is_set():
+            try:
+                return self_test()
+            except OSError as error:
+                self.reason = f"the self-test of its GPUs cannot be started: {error}; tried again"
+                self._log.error("gpu.not_tested", why=str(error))
+                self._stopped.wait(TEST_AGAIN_S)
+        return self.reason
 
     def _say(self, reason: str) -> None:
         self.reason = reason
@@ -185,7 +199,7 @@ def _same(handle: Any, other: Any) -> bool:
 
 
 def self_test(command: Sequence[str] = (sys.executable, "-m", "elastic.agent.gpu_selftest")) -> str:
-    """The problem with the GPUs; empty: none, or torch here cannot use them."""
+    """The problem with the GPUs; empty: none, or torch here cannot use them. Raises OSError if it cannot be started."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SELF_TEST_S, check=False

@@ -71,7 +71,10 @@ class Webhook:
             raise NotSent("the request before this one still has no whole answer", True)
         refused: list[NotSent] = []
         thread = threading.Thread(target=self._post, args=(body, refused), name="webhook", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # at a limit of threads
+            raise NotSent(str(error), True) from None
         thread.join(self._deadline_s)
         if thread.is_alive():
             self._late = thread

@@ -60,7 +60,12 @@ def listener(address: str, ports: tuple[int, int]) -> Iterator[str]:
                     measured += _receive(connection)
 
     thread = threading.Thread(target=accept, name="doctor", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # at a limit of threads: a finding, too
+        server.close()
+        yield ""
+        return
     host = f"[{address}]" if ":" in address else address
     try:
         yield f"{host}:{server.getsockname()[1]}"

@@ -127,7 +127,8 @@ class Daemon:
             self._mailbox.post(Stop(why))
             return
         self._leaving = True
-        self._threads.start("shutdown", lambda: self._leave_and_stop(why))
+        if not self._threads.try_start("shutdown", lambda: self._leave_and_stop(why)):
+            self._mailbox.post(Stop(why))
 
     def _leave_and_stop(self, why: str) -> None:
         if self._actions and machine_shutdown.is_stopping():

@@ -22,9 +22,19 @@ class Threads:
         self._log = log
 
     def start(self, name: str, work: Callable[[], None]) -> threading.Thread:
+        """Raises RuntimeError at a limit of threads: a daemon that has just begun ends then, and is started again."""
         thread = threading.Thread(target=self.run, args=(name, work), name=name, daemon=True)
         thread.start()
         return thread
+
+    def try_start(self, name: str, work: Callable[[], None]) -> bool:
+        """False at a limit of threads, which is logged: that passes, and must not end a daemon that serves."""
+        try:
+            self.start(name, work)
+        except RuntimeError as error:
+            self._log.error("daemon.no_thread", thread=name, why=str(error))
+            return False
+        return True
 
     def run(self, name: str, work: Callable[[], T]) -> T:
         """Do `work` in this thread. If it raises, the process ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib
 import importlib.util
 import inspect
@@ -328,6 +329,24 @@ def test_a_node_takes_no_work_before_its_self_test_is_passed(nvml: FakeNvml, mon
     health.run()
     assert health.sick == health.reason == "cuda:0: 3 of 8 words came back changed from a copy"
     assert nvml.open == 0
+
+
+def test_a_self_test_that_cannot_be_started_is_tried_again(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of memory or processes: it ended the daemon, and is no reason for what runs here to leave."""
+    health, seen = Health((0,), structlog.get_logger(), self_test=True), []
+
+    def short() -> str:
+        seen.append((health.reason, health.sick))
+        if len(seen) < 3:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return "cuda:0: a bad copy"
+
+    monkeypatch.setattr("elasticd.gpus.self_test", short)
+    monkeypatch.setattr("elasticd.gpus.TEST_AGAIN_S", 0.0)
+    health.run()
+    assert [sick for _, sick in seen] == ["", "", ""]
+    assert "cannot be started: [Errno 11]" in seen[2][0]
+    assert health.sick == health.reason == "cuda:0: a bad copy"
 
 
 def test_a_node_without_gpus_is_well_at_once() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+import threading
 import time
 
 import msgspec
 import pytest
 import structlog
+from support.wait import eventually
 
 from elastic.contract.agent_files import AgentConfig, AgentStatus, EtcdAccess
 from elastic.contract.timeouts import Timeouts
@@ -101,3 +103,24 @@ def test_a_failure_is_told_only_while_the_job_has_a_place_here(tmp_path: pathlib
     agents = ended(tmp_path, -9, None)
     assert agents.why_none({"j": 1}) == {"j": "the agent was killed by SIGKILL"}
     assert agents.why_none({"other": 1}) == {}
+
+
+def test_an_agent_that_no_thread_waits_for_is_waited_for_later(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a limit of threads: it ended the daemon."""
+    log, ended, start = structlog.get_logger(), [], threading.Thread.start
+    agents = Agents(tmp_path, Refuses(0), Threads(log), ended.append, log)
+    agents.running["j"] = Running(config(tmp_path), PID, time.monotonic())
+
+    def refuses(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    agents._watch("j", PID, None)  # a pid that no process has
+    agents.refresh()
+    assert ended == []
+    monkeypatch.setattr(threading.Thread, "start", start)
+    agents.refresh()
+    eventually(lambda: ended, 5.0)
+    assert ended == [Gone("j", PID, None)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import pytest
 
@@ -66,3 +67,12 @@ def test_a_slow_link_is_named_with_its_cure() -> None:
 
 def _port(listening: str) -> int:
     return int(listening.rpartition(":")[2])
+
+
+def test_at_a_limit_of_threads_there_is_no_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    with reach.listener("127.0.0.1", (0, 0)) as listening:
+        assert listening == ""

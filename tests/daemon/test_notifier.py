@@ -103,6 +103,16 @@ def test_refusal_says_what_the_receiver_said_and_whether_to_try_again(
     assert error.value.again is again
 
 
+def test_at_a_limit_of_threads_it_is_sent_again(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    with pytest.raises(NotSent, match="can't start new thread") as error:
+        Webhook(receiver.url).send(BODY)
+    assert error.value.again
+
+
 def test_redirect_is_a_failure_and_is_not_followed(receiver: Receiver) -> None:
     receiver.status, receiver.headers = 302, {"Location": receiver.url}
     with pytest.raises(NotSent, match="HTTP 302"):
