@@ -262,10 +262,14 @@ class EtcdWriter:
         """The record in etcd says how far the numbers are, unless etcd has lost its data or was set back to a backup:
         then no agent is left of the generation on record, or one that lives has seen the loss, or the record was
         written back by an agent that may have been away while others formed newer ones.
+
+        As long as an agent of that generation is left, a folder that one node alone sees does not count: it may be an
+        earlier job's, and a number above that one would have its checkpoint outrank the state that lives.
         """
-        before = view.generation
+        before, rules = view.generation, self.policy.spec.checkpoint
         kept = before is not None and any(before.node_of(p.node, p.incarnation) for p in effect.change.nodes)
-        if (kept and not view.written_back and not effect.after_loss) or not self.policy.spec.checkpoint.dir:
+        told = kept and not (rules.shared and (view.written_back or effect.after_loss))
+        if told or not rules.dir:
             return effect.number
         return max(effect.number, 1 + self._newest_saved(view, remote=not kept))
 

@@ -493,14 +493,18 @@ def test_first_generation_is_above_those_of_remote_checkpoints(
     office.stores.close()
 
 
-def numbered(tmp_path: Path, *, member_of: str, written_back: bool = False, after_loss: bool = False) -> int:
-    """The number of the generation after 1, which `member_of` had a place in, when there is a checkpoint of 10."""
-    office = Office(dir=str(tmp_path))
+def numbered(
+    tmp_path: Path, *, member_of: str, written_back: bool = False, after_loss: bool = False, shared: bool = True
+) -> int:
+    """The number of the generation after 1, which `member_of` had a place in, when there is a checkpoint of 10; if the
+    folder is not `shared`, one of 30 in that of another node."""
+    office = Office(dir=str(tmp_path), shared=shared)
     (tmp_path / tmp_name(60, 10, "job")).mkdir(parents=True)
     office.client.put(KEYS.member("n"), b"ours")
     office.client.put(KEYS.generation, encode(former := generation(1, [place(member_of, 0)])))
     at = office.client.server.kvs[KEYS.generation].mod_revision
-    seen = JobView(generation=former, generation_revision=at, written_back=written_back)
+    members = {"late": member_with("late", 0 if shared else 30)}
+    seen = JobView(generation=former, generation_revision=at, written_back=written_back, members=members)
     change = Change((place("n", 0),), "lost", planned=False)
     office.registry.publish(Publish(2, change, at, None, None, after_loss=after_loss), seen)
     office.queues["urgent"].orders[-1]()
@@ -513,6 +517,14 @@ def test_generation_is_above_the_checkpoints_if_etcd_may_have_an_old_one(tmp_pat
     assert numbered(tmp_path / "a", member_of="n", written_back=True) == 11
     assert numbered(tmp_path / "b", member_of="gone") == 11
     assert numbered(tmp_path / "c", member_of="n", after_loss=True) == 11
+
+
+def test_a_folder_of_one_node_does_not_set_the_numbers_above_state_that_lives(tmp_path: Path) -> None:
+    """It may be an earlier job's of the same name, on a node that came late: in generation 31 the live state of
+    generation 1 would be older than its checkpoint, and the job would go on from that."""
+    assert numbered(tmp_path / "a", member_of="n", written_back=True, shared=False) == 2
+    assert numbered(tmp_path / "b", member_of="n", after_loss=True, shared=False) == 2
+    assert numbered(tmp_path / "c", member_of="gone", shared=False) == 31
 
 
 def test_checkpoint_folder_is_not_read_while_a_node_goes_on(tmp_path: Path) -> None:
