@@ -32,6 +32,8 @@ class Gauge:
         self._marks: deque[tuple[float, int]] = deque()
         self.loss: float | None = None
         """The last one reported; kept when the worker is gone."""
+        self._loss_of: int | None = None
+        """`incarnation` of the worker that reported it."""
         self.step_wall_s = 0.0
         """Time of day at which the step was last seen to change; 0: not yet."""
 
@@ -43,6 +45,11 @@ class Gauge:
         self._marks.append((now_s, step))
         while len(self._marks) > 2 and now_s - self._marks[0][0] > RATE_WINDOW_S:
             self._marks.popleft()
+
+    def show(self, loss: float, worker_id: int) -> None:
+        """`loss` on a worker's page: NaN until the worker reports one, and where the one that it reports is NaN."""
+        if not math.isnan(loss) or worker_id == self._loss_of:
+            self.loss, self._loss_of = loss, worker_id
 
     def per_s(self) -> float:
         if len(self._marks) < 2:
@@ -83,10 +90,8 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
     # The loss of this node's lowest rank, whichever slot has it: where the leader writes, that is rank 0.
     for worker_id in (row.incarnation for row in sorted(rows, key=lambda row: (row.rank < 0, row.rank))):
         if process := pool.processes.get(worker_id):
-            beat = process.page.read()
-            if not math.isnan(beat.loss):
-                gauge.loss = beat.loss
-                break
+            gauge.show(process.page.read().loss, worker_id)
+            break
     reason = "" if phase_of(agent) == "running" else agent.lead.reason
     starting = [] if reason else _starting(agent)
     known = agent.etcd.view.progress

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 from support.jobs import generation, member, place, policy, view
@@ -78,7 +80,13 @@ def test_progress_record_keeps_survivor_step_while_forming() -> None:
     assert (written.step, written.loss) == (52, 0.125)
 
 
-def test_the_loss_is_that_of_the_lowest_rank_whichever_slot_has_it() -> None:
+@pytest.mark.parametrize(
+    ("of_rank_0", "of_rank_1", "shown"), [(0.5, 0.75, 0.5), (math.nan, 0.75, 0.25), (math.inf, 0.75, math.inf)]
+)
+def test_the_loss_is_that_of_the_lowest_rank_whichever_slot_has_it(
+    of_rank_0: float, of_rank_1: float, shown: float
+) -> None:
+    """As long as that rank has reported none, the last one stays, and no other rank's is shown for it."""
     formed = generation(3, [place("a", 1, 0)])  # slot 1 has survived, and has rank 0
     workers = {
         slot: Worker(slot=slot, worker_id=slot + 7, stage=Stage.RUNNING, generation=3, step=51) for slot in (0, 1)
@@ -87,9 +95,22 @@ def test_the_loss_is_that_of_the_lowest_rank_whichever_slot_has_it() -> None:
         Agent(policy("a", slots=2)), view=view(member("a"), formed=formed), generation=formed, workers=workers
     )
     gauge, pool = Gauge(), NoPool()
-    pool.processes = {7: Reporting(loss=0.75), 8: Reporting(loss=0.5)}
+    gauge.loss = 0.25
+    pool.processes = {7: Reporting(loss=of_rank_1), 8: Reporting(loss=of_rank_0)}
     written = progress(agent, pool, gauge, rank_rows(agent, pool), SaveStatus())  # type: ignore[arg-type]
-    assert (written.step, written.loss) == (51, 0.5)
+    assert (written.step, written.loss) == (51, shown)
+
+
+def test_a_loss_that_becomes_nan_is_not_shown_as_the_last_finite_one() -> None:
+    """On its page a worker that has reported none has NaN, too."""
+    gauge = Gauge()
+    gauge.show(0.5, 7)
+    gauge.show(math.nan, 8)
+    assert gauge.loss == 0.5, "worker 8 has just started"
+    gauge.show(0.25, 8)
+    gauge.show(math.nan, 8)
+    assert gauge.loss is not None
+    assert math.isnan(gauge.loss)
 
 
 def test_the_view_carries_the_progress_record() -> None:
