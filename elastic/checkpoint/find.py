@@ -20,7 +20,7 @@ import xxhash
 from . import manifest as m
 from .errors import Damaged, NoGoodCheckpoint
 from .files import REAL, Files, open_file
-from .names import head_of, is_aside, is_final, job_of, names_another, step_of, tmp_of
+from .names import head_of, is_aside, is_final, is_foreign, job_of, names_another, step_of, tmp_of
 from .write import digest
 
 READ_THREADS = 2
@@ -94,10 +94,11 @@ def newest_good(
 
 
 def _by_age(directory: str, files: Files) -> list[str]:
-    """All directories named like a checkpoint: first those without a valid manifest, then the others, newest first."""
+    """All directories of checkpoints: first those without a valid manifest, then the others, newest first."""
     paths = [os.path.join(directory, name) for name in files.names(directory) if is_final(name)]
     heads = {path: head_of(path, files) for path in paths}
-    lost = sorted((p for p in paths if heads[p] is None), key=lambda p: -step_of(os.path.basename(p)))
+    lost = [path for path in paths if heads[path] is None and not is_foreign(path, files)]
+    lost.sort(key=lambda path: -step_of(os.path.basename(path)))
     known = [(head.generation, head.step, path) for path, head in heads.items() if head is not None]
     return lost + [path for _, _, path in sorted(known, reverse=True)]
 
@@ -126,21 +127,22 @@ def peek(directory: str, job: str | None = None, *, files: Files = REAL) -> list
 def unusable_step(directory: str, job: str, *, files: Files = REAL) -> int:
     """The newest step of the checkpoints of `job` without a readable manifest, and of its quarantined ones; 0: none.
 
-    One that does not tell its job counts, unless another user owns it.
+    One that does not tell its job counts, unless another user owns it, or no file in it is named as elastic's.
     """
     steps = [0]
     for name in files.names(directory):
         path = os.path.join(directory, name)
         if (is_final(name) or is_aside(name)) and not names_another(name, job):
             told = job_of(path, files)
-            if told == job or (told is None and _may_be_ours(files.owner(path))):
+            if told == job or (told is None and _may_be_ours(path, files)):
                 steps.append(step_of(name))
     return max(steps)
 
 
-def _may_be_ours(owner: int | None) -> bool:
-    """Root's jobs may have been another user's before. None: it is gone by now."""
-    return owner is not None and os.geteuid() in (0, owner)
+def _may_be_ours(path: str, files: Files) -> bool:
+    """Root's jobs may have been another user's before. Without an owner it is gone by now."""
+    owner = files.owner(path)
+    return owner is not None and os.geteuid() in (0, owner) and not is_foreign(path, files)
 
 
 def newest_generation(directory: str, job: str, *, files: Files = REAL) -> int:

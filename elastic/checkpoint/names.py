@@ -109,3 +109,15 @@ def job_of(path: str, files: Files = REAL) -> str | None:
     except OSError:
         pass  # as unreadable as its manifest
     return None
+
+
+def is_foreign(path: str, files: Files = REAL) -> bool:
+    """Whether `path`, named as a checkpoint, holds files and none of elastic's: a script or another program may name
+    its own folders so. An empty one, or one that cannot be read, is not known to be foreign."""
+    if is_aside(os.path.basename(path)):
+        return False
+    try:
+        names = files.names(path)
+    except OSError:
+        return False
+    return bool(names) and not any(name == m.MANIFEST or name.startswith("shard-") for name in names)

@@ -244,3 +244,15 @@ def test_what_other_jobs_leave_in_the_folder_keeps_no_job_from_beginning(
     (tmp_path / "step-30.damaged-shard-hash").mkdir()
     os.chown(tmp_path / "step-30.damaged-shard-hash", 1000, -1) if os.getuid() == 0 else None
     assert unusable_step(str(tmp_path), "job", files=Seen()) == (30 if os.getuid() in (0, 1000) else 0)
+
+
+def test_a_folder_of_a_scripts_own_is_no_checkpoint_that_is_lost(tmp_path: Path) -> None:
+    """Named as one of ours, with nothing of ours in it: it keeps no job from beginning, and stays where it is."""
+    own = tmp_path / "step-1000"
+    own.mkdir()
+    (own / "pytorch_model.bin").write_bytes(b"weights")
+    assert unusable_step(str(tmp_path), "job") == 0
+    assert newest_good(str(tmp_path), "job") is None
+    (own / "pytorch_model.bin").rename(own / "shard-0.safetensors")
+    assert unusable_step(str(tmp_path), "job") == 1000
+    assert own.exists()

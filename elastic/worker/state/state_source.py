@@ -86,9 +86,10 @@ def choose(offers: Sequence[Offer], restore: str = "newest") -> Choice:
         raise kind_of_error(f"nothing to go on from (restore = {restore!r}): {'; '.join(map(_lacks, offers))}")
     if known > 0:
         raise NoStateError(
-            f"the job has had a checkpoint of step {known}, and now no rank finds a good one, nor a snapshot, nor live "
-            "state: training does not begin again from step 0 by itself. Is checkpoint.dir there, and the right one? "
-            "To begin anew, move the damaged ones in it away, and submit the job again"
+            f"the job has had a checkpoint of step {known}, by its record or by a folder step-{known}… in "
+            "checkpoint.dir, and now no rank finds a good one, nor a snapshot, nor live state: training does not begin "
+            "again from step 0 by itself. Is checkpoint.dir there, and the right one? To begin anew, move the damaged "
+            "ones in it away, and submit the job again"
         )
     for offer in sorted(offers, key=lambda o: o.rank):
         if offer.clean:
