@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.ckpt import save
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 
 from elastic.checkpoint.errors import NoGoodCheckpoint
 from elastic.worker.comm.errors import GroupAborted, is_communication_error
 from elastic.worker.comm.group import Group
-from elastic.worker.state import broadcast, pull
+from elastic.worker.state import broadcast, pull, restore
+from elastic.worker.state.restore import Disk
 from elastic.worker.state.state import State
 from elastic.worker.state.state_source import NoStateError
 from elastic.worker.state.sync import Saved, synchronise
@@ -238,7 +240,7 @@ def from_two_disks(rank: int, world_size: int, port: int, damage: str) -> Any:
 
     made = group(rank, world_size, port, 9)
     newest = (3, 3) if rank else (3, 4)
-    theirs = Saved(checkpoint=newest, look_again=lambda: newest)
+    theirs = Saved(checkpoint=newest, place=rank, look_again=lambda passed: (newest, rank))
     synced = synchronise(state, rank=rank, world_size=world_size, generation=9, saved=lambda: theirs, load=load)
     made.close()
     return [synced.step, synced.source, state.version, fingerprint(state)]
@@ -251,31 +253,50 @@ def test_another_ranks_checkpoint_is_loaded_when_the_newest_turns_out_damaged(da
     assert len({r[3] for r in results}) == 1
 
 
-def from_one_disk(rank: int, world_size: int, port: int, folder: str) -> Any:
-    """All ranks see one folder. Its newest checkpoint is damaged, which the first rank that loads finds out."""
-    state, damaged = build(rank), pathlib.Path(folder, "damaged")
-    loads = 0
+def from_one_disk(rank: int, world_size: int, port: int, folder: str, ends: str) -> Any:
+    """All ranks see one folder. Its newest checkpoint is damaged, which shows while it is loaded, and it `ends` so."""
+    state, loads, disk = build(rank), 0, Disk(folder, "job")
+    if ends == "on another host":
+        restore._place = lambda _: rank + 1
 
     def load(kind: str) -> str:
         nonlocal loads
         loads += 1
-        damaged.touch()
-        fill(state, 3)
+        newest = pathlib.Path(folder, "step-4")
+        if ends == "moved":
+            newest.rename(f"{newest}.damaged-shard-hash")
+        if ends == "all passed over":
+            raise NoGoodCheckpoint("none is good")
+        fill(state, 4 if ends == "on another host" and rank else 3)
         return f"{kind} step {state.step} of rank {rank}"
 
-    def newest() -> tuple[int, int]:
-        return (3, 3) if damaged.exists() else (3, 4)
-
     made = group(rank, world_size, port, 9)
-    found = Saved(checkpoint=newest(), look_again=newest)
-    synced = synchronise(state, rank=rank, world_size=world_size, generation=9, saved=lambda: found, load=load)
-    made.close()
+    try:
+        synced = synchronise(state, rank=rank, world_size=world_size, generation=9, saved=disk.saved, load=load)
+    except (NoGoodCheckpoint, NoStateError):
+        return [0, "", loads]
+    finally:
+        made.close()
     return [synced.step, synced.source, loads]
 
 
-def test_a_damaged_checkpoint_of_a_shared_folder_costs_one_load_not_one_of_each_rank(tmp_path: pathlib.Path) -> None:
-    results = run_ranks(from_one_disk, world_size=3, folder=str(tmp_path))
-    assert results == [[3, "checkpoint step 3 of rank 0", 1 if rank == 0 else 0] for rank in range(3)]
+@pytest.mark.parametrize("ends", ["moved", "in place", "all passed over"])
+def test_a_damaged_checkpoint_of_a_shared_folder_costs_one_load_not_one_of_each_rank(
+    tmp_path: pathlib.Path, ends: str
+) -> None:
+    """Also if it keeps its name: its folder is read-only, or the disk reports errors."""
+    for at in (3, 4):
+        save(str(tmp_path), at, generation=3)
+    results = run_ranks(from_one_disk, world_size=3, folder=str(tmp_path), ends=ends)
+    said = [0, ""] if ends == "all passed over" else [3, "checkpoint step 3 of rank 0"]
+    assert results == [[*said, 1 if rank == 0 else 0] for rank in range(3)]
+
+
+def test_a_checkpoint_that_one_host_cannot_read_is_tried_by_another(tmp_path: pathlib.Path) -> None:
+    for at in (3, 4):
+        save(str(tmp_path), at, generation=3)
+    results = run_ranks(from_one_disk, world_size=3, folder=str(tmp_path), ends="on another host")
+    assert results == [[4, "checkpoint step 4 of rank 1", loads] for loads in (1, 1, 0)]
 
 
 class Large(nn.Module):

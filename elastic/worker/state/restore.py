@@ -9,17 +9,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 from ...checkpoint import find, read
 from ...checkpoint.arena import Arena
 from ...checkpoint.progress import Progress, unreported
 from ...checkpoint.remote import list_remote
+from ...checkpoint.retention import Entry
 from ...contract import messages
 from ...contract.origin import Origin
 from ...contract.tensor_table import Table, TensorInfo
 from .. import gc_pause
 from ..session import Session
 from .state import State
-from .state_source import Version
+from .state_source import Passed, Version
 from .sync import Saved
 
 ASK_S = 90.0
@@ -82,17 +85,22 @@ class Disk:
     job: str
     remote: str = ""
 
-    def newest(self) -> Version | None:
-        """The version that `load` would most likely load; reads names and manifests only."""
-        found = find.peek(self.directory, self.job) or (list_remote(self.remote, self.job) if self.remote else [])
-        return next(((generation, step) for step, generation, _ in found), None)
+    def newest(self, passed: Sequence[Passed] = ()) -> tuple[Version | None, int]:
+        """The version that `load` would most likely load, and its place; reads names and manifests only. `passed`: what
+        other ranks have found damaged."""
+        place = _place(self.directory)
+        found = _not_passed(find.peek(self.directory, self.job), place, passed)
+        if not found and self.remote:
+            place = _hashed(self.remote)
+            found = _not_passed(list_remote(self.remote, self.job), place, passed)
+        return (found[0], place) if found else (None, 0)
 
     def saved(self, snapshot: Version | None = None) -> Saved:
         """`newest`, beside `snapshot`. If there is none, the checkpoints that cannot be loaded count: training must not
         begin anew beside them."""
-        newest = self.newest()
+        newest, place = self.newest()
         unusable = 0 if newest else find.unusable_step(self.directory, self.job)
-        return Saved(snapshot, newest, unusable, self.newest)
+        return Saved(snapshot, newest, unusable, place, self.newest)
 
     def load(self, state: State, progress: Progress = unreported) -> str:
         """Load the newest intact checkpoint into `state`; returns a description. Damaged ones are quarantined on the
@@ -115,6 +123,26 @@ class Disk:
         state.filled()
         said = f"checkpoint step {found.step} at {found.path}"
         return said + "".join(f"; quarantined {one}" for one in found.aside)
+
+
+def _not_passed(found: Iterable[Entry], place: int, passed: Sequence[Passed]) -> list[Version]:
+    versions = [(generation, step) for step, generation, _ in found]
+    return [version for version in versions if not any(one.place == place and one.covers(version) for one in passed)]
+
+
+def _place(folder: str) -> int:
+    """By host: what cannot be read on one may be readable on another."""
+    try:
+        found = os.stat(folder)
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return _hashed(f"{file.read()} {found.st_dev} {found.st_ino}")
+    except OSError:
+        return 0
+
+
+def _hashed(place: str) -> int:
+    """63 bits: it is sent as a signed number."""
+    return xxhash.xxh3_64_intdigest(place.encode()) >> 1
 
 
 class Store:

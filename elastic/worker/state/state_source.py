@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,10 +30,25 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Newest snapshot this rank could load by itself."""
     checkpoint: Version | None = None
     """Newest checkpoint this rank could load by itself."""
+    place: int = 0
+    """Where that lies, as a hash: ranks of one host that see one folder have the same, and so have all that load from
+    one remote end."""
     known_step: int = 0
     """The newest step for which the job is known to have had a checkpoint, found or not; 0: none."""
     reached: Version = (0, 0)
     """Of the newest commit known to this rank or its agent, whether or not that state still exists."""
+
+
+class Passed(NamedTuple):
+    """Checkpoints that a rank has found damaged, or could not read, while it loaded: those of one place, newer than
+    what it has loaded in the end, up to the newest one there."""
+
+    place: int
+    loaded: Version
+    newest: Version
+
+    def covers(self, version: Version) -> bool:
+        return self.loaded < version <= self.newest
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):

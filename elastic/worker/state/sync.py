@@ -20,8 +20,11 @@ from .. import gc_pause
 from ..comm import p2p
 from . import broadcast, pull
 from .state import State
-from .state_source import Choice, NoStateError, Offer, Version, choose, reached
+from .state_source import Choice, NoStateError, Offer, Passed, Version, choose, reached
 from .survey import Survey
+
+LookAgain = Callable[[Sequence[Passed]], tuple[Version | None, int]]
+"""Returns the newest checkpoint, and its place, by now and without those that other ranks have passed over."""
 
 
 class Saved(NamedTuple):
@@ -33,8 +36,9 @@ class Saved(NamedTuple):
     """The newest one, by its manifest: only `Load` finds out whether it is intact."""
     unusable_step: int = 0
     """Newest step of the checkpoints that cannot be loaded, if there are no others; 0: none."""
-    look_again: Callable[[], Version | None] = lambda: None
-    """Returns the newest checkpoint by now: in a shared folder another rank may have found one damaged."""
+    place: int = 0
+    """See `Offer`."""
+    look_again: LookAgain = lambda _: (None, 0)
 
 
 SavedVersions = Callable[[], Saved]
@@ -117,7 +121,7 @@ def synchronise(
         check()
         known_step = max(known_step, found.unusable_step)
         mine = msgspec.structs.replace(
-            mine, snapshot=found.snapshot, checkpoint=found.checkpoint, known_step=known_step
+            mine, snapshot=found.snapshot, checkpoint=found.checkpoint, place=found.place, known_step=known_step
         )
         offers = _gather(mine, world_size)
     with gc_pause.paused():
@@ -139,7 +143,7 @@ def synchronise(
 def _gather(mine: Offer, world_size: int) -> list[Offer]:
     snapshot, checkpoint = mine.snapshot or _NONE, mine.checkpoint or _NONE
     numbers = [*mine.version, int(mine.clean), int(mine.established), mine.known_step, *mine.reached]
-    numbers += [*snapshot, *checkpoint]
+    numbers += [*snapshot, *checkpoint, mine.place]
     if world_size == 1:
         return [mine]
     device = p2p.control_device()
@@ -161,6 +165,7 @@ def _offer(rank: int, numbers: Sequence[int]) -> Offer:
         reached=(reached_in, reached_step),
         snapshot=None if snapshot == _NONE else snapshot,
         checkpoint=None if checkpoint == _NONE else checkpoint,
+        place=kept[4],
     )
 
 
@@ -170,7 +175,7 @@ def _chosen(
     offers: Sequence[Offer],
     restore: str,
     load: Load | None,
-    look_again: Callable[[], Version | None],
+    look_again: LookAgain,
     check: Callable[[], None],
 ) -> tuple[Choice, str]:
     """The source, and, on that rank, the description of the checkpoint it has loaded; '' if it has loaded none yet.
@@ -180,6 +185,7 @@ def _chosen(
     """
     said, damaged = "", None
     loaded: set[int] = set()
+    passed: list[Passed] = []
     while True:
         try:
             choice = choose(offers, restore)
@@ -202,13 +208,14 @@ def _chosen(
                 mine.clean and version is None and state.clean(),
             )
             mine = msgspec.structs.replace(mine, clean=clean, checkpoint=version, known_step=known_step)
+        place = offers[choice.source].place
         offers = _gather(mine, len(offers))
         check()
-        if offers[choice.source].checkpoint != choice.version:
-            if (
-                mine.rank not in loaded
-            ):  # else each rank of a shared folder would offer the damaged one, and load another
-                mine = msgspec.structs.replace(mine, checkpoint=look_again())
+        if (version := offers[choice.source].checkpoint) != choice.version:
+            passed.append(Passed(place, version or _NONE, choice.version))
+            if mine.rank not in loaded:  # else each rank of a shared folder would offer the damaged one, and load it
+                newest, place = look_again(passed)
+                mine = msgspec.structs.replace(mine, checkpoint=newest, place=place)
             offers = _gather(mine, len(offers))
 
 
