@@ -322,12 +322,14 @@ class EtcdWriter:
         """Guarded by the revision alone, since this agent may not be a member yet. Should etcd be wiped again between
         the two calls, and be back at the same revision with a newer generation, the agents that hold that generation
         find it missing and write it back."""
-        key, put = self.keys.generation, Put(self.keys.generation, encode(generation))
+        key = self.keys.generation
+        # In one transaction: `JobView.written_back` compares their revisions.
+        puts = [Put(key, encode(generation)), Put(self.keys.restored, b"{}")]
         kv, done = self.etcd.get(key), False
         if kv is None:
-            done = self.etcd.txn([Absent(key)], [put]).ok
+            done = self.etcd.txn([Absent(key)], puts).ok
         elif decode(GenerationRecord, kv.value).number < generation.number:
-            done = self.etcd.txn([ModIs(key, kv.mod_revision)], [put]).ok
+            done = self.etcd.txn([ModIs(key, kv.mod_revision)], puts).ok
         return done
 
     def put_incident(self, record: IncidentRecord, number: int) -> None:

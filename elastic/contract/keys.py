@@ -7,6 +7,7 @@
 /elastic/<cluster>/jobs/<job>/head/spec                     SpecRecord
 /elastic/<cluster>/jobs/<job>/head/state                    JobState
 /elastic/<cluster>/jobs/<job>/head/generation               GenerationRecord (compare-and-swap)
+/elastic/<cluster>/jobs/<job>/head/restored                 {}: written with a generation that etcd had lost
 /elastic/<cluster>/jobs/<job>/head/broken/<generation>      BrokenRecord (first failure wins)
 /elastic/<cluster>/jobs/<job>/members/<node>       leased   MemberRecord
 /elastic/<cluster>/jobs/<job>/incidents/<generation>        IncidentRecord
@@ -119,6 +120,7 @@ class JobKeys:
         self.spec = f"{self.head}spec"
         self.state = f"{self.head}state"
         self.generation = f"{self.head}generation"
+        self.restored = f"{self.head}restored"
         self.progress = f"{self.root}progress"
         self.asked = f"{self.root}asked"
         self.members = f"{self.root}members/"

@@ -149,7 +149,7 @@ class JobReader:
         members = self._members if kvs is self._kvs or not whole else self._changed_members(kvs)
         spec, state, generation = kvs.get(keys.spec), kvs.get(keys.state), kvs.get(keys.generation)
         formed = self._record(GenerationRecord, generation, self._generations.read) if generation else None
-        broken = kvs.get(keys.broken(formed.number)) if formed else None
+        restored, broken = kvs.get(keys.restored), kvs.get(keys.broken(formed.number)) if formed else None
         progress = kvs.get(keys.progress)
         incidents = self._incidents(kvs, formed) if formed else {}
         view = JobView(
@@ -159,8 +159,7 @@ class JobReader:
             members=members if whole else self._seated(formed),
             generation=formed,
             generation_revision=generation.mod_revision if generation else 0,
-            # The spec is written first when a job is submitted, and last when it is written back.
-            written_back=bool(spec and generation and generation.mod_revision < spec.create_revision),
+            written_back=bool(generation and restored and restored.mod_revision == generation.mod_revision),
             broken=self._record(BrokenRecord, broken) if broken else None,
             broken_before=self._failed_before(kvs, formed) if formed else (),
             incident=next((known for known in incidents.items() if known[1].open), None),

@@ -532,7 +532,8 @@ def test_checkpoint_folder_is_not_read_while_a_node_goes_on(tmp_path: Path) -> N
     assert numbered(tmp_path, member_of="n") == 2
 
 
-def test_a_generation_that_was_written_back_is_known_by_its_revision() -> None:
+@pytest.mark.parametrize("by", ["one agent", "a second one, which holds a newer one"])
+def test_a_generation_that_was_written_back_is_known_by_its_revision(by: str) -> None:
     office = Office()
     former = generation(5, [place("n", 0)])
     spec = SpecRecord(spec=office.policy.spec, submitted_wall_s=0.0, submitted_by="me")
@@ -545,8 +546,10 @@ def test_a_generation_that_was_written_back_is_known_by_its_revision() -> None:
     office.client.put(KEYS.generation, encode(former))
     assert not seen().written_back
     office.client.server.wipe()
-    office.registry.restore(former, JobState(), spec)
-    office.queues["urgent"].orders[-1]()
+    older = generation(4, [place("n", 0)])
+    for record in [former] if by == "one agent" else [older, former]:
+        office.registry.restore(record, JobState(), spec)
+        office.queues["urgent"].orders[-1]()
     assert seen().generation == former
     assert seen().written_back
     office.client.put(KEYS.generation, encode(generation(6, [place("n", 0)])))
