@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -126,6 +126,19 @@ class SnapshotBackend(Protocol):
         until then."""
 
 
+class Agreed(NamedTuple):
+    """The outcome of an exchange, the same on all ranks."""
+
+    plan: checkpoint_interval.IntervalPlan
+    """Rank 0's."""
+    busy: bool
+    """Any rank lacks a free buffer."""
+    stop: bool
+    """Rank 0 asks to stop."""
+    differ: bool
+    """The ranks' digests are not all the same."""
+
+
 class CheckpointScheduler:
     """One per process. Call `enter` for each generation and `after` for each commit."""
 
@@ -184,16 +197,17 @@ class CheckpointScheduler:
         plan = self._plan
         return step == plan.agree_at or step == plan.keep_at or step == plan.save_at
 
-    def after(self, state: State, *, keep: bool = True) -> None:
-        """Called after each commit, on every rank at the same step.
+    def after(self, state: State, *, keep: bool = True, digest: int = 0) -> bool:
+        """Called after each commit, on every rank at the same step. Returns whether the ranks' `digest` (48 bits)
+        differ, on all of them alike.
 
-        With `keep` False on any rank, because its state is bad, no rank takes a snapshot at this step. Raises
-        GenerationEnded after a checkpoint at which training is to stop.
+        With `keep` False on any rank, because its state is bad, or digests that differ, no rank takes a snapshot at
+        this step. Raises GenerationEnded after a checkpoint at which training is to stop.
         """
         self.settle()  # no optimizer step has run since
         step = state.step
         if not self.exchanges_at(step):
-            return
+            return False
         save = step == self._plan.save_at
         take = save or step == self._plan.keep_at
         now_s = time.monotonic()
@@ -208,14 +222,14 @@ class CheckpointScheduler:
             self._kept_s = now_s
         plan = self._next_plan(step, now_s, save) if self._place.rank == 0 else checkpoint_interval.IntervalPlan()
         stop = self._place.rank == 0 and self._sink.stops()
-        self._plan, busy, stop = self._exchange(plan, take and not (keep and self._sink.free()), stop)
+        self._plan, busy, stop, differ = self._exchange(plan, take and not (keep and self._sink.free()), stop, digest)
         if not take:
             self._prepare(state)
-            return
-        if busy:
+            return differ
+        if busy or differ:
             self.skipped += save  # the previous one is still being written
             self._kept_s = kept_s  # the in-memory snapshot stays due: checked again at the next exchange
-            return
+            return differ
         if save:
             self._asked = False
             self._saved_step = step  # agreed by all ranks, whether or not the copy succeeds on each
@@ -223,6 +237,7 @@ class CheckpointScheduler:
         if kept and save and stop:
             self.settle()
             raise GenerationEnded(f"stopped at step {step}, which is saved")
+        return False
 
     def finish(self, state: State) -> None:
         """`train` has returned on this rank: save the final state, unless that step was just saved."""
@@ -236,7 +251,7 @@ class CheckpointScheduler:
             text = f"elastic: `train` has returned after an optimizer's step without job.commit: {said}"
             print(text, file=sys.stderr, flush=True)
         self._sink.wait(self._finish_s)
-        _, busy, _ = self._exchange(checkpoint_interval.IntervalPlan(), not self._sink.free())
+        _, busy, _, _ = self._exchange(checkpoint_interval.IntervalPlan(), not self._sink.free())
         if busy:
             self.skipped += 1
             if self._place.rank == 0:
@@ -343,19 +358,19 @@ class CheckpointScheduler:
         return plan if plan.agree_at else checkpoint_interval.IntervalPlan(save_at=plan.save_at, agree_at=agree_at)
 
     def _exchange(
-        self, plan: checkpoint_interval.IntervalPlan, busy: bool, stop: bool = False
-    ) -> tuple[checkpoint_interval.IntervalPlan, bool, bool]:
-        """Returns (rank 0's plan, whether any rank is busy, whether rank 0 asks to stop)."""
+        self, plan: checkpoint_interval.IntervalPlan, busy: bool, stop: bool = False, digest: int = 0
+    ) -> Agreed:
         if self._place.world_size == 1:
-            return plan, busy, stop
-        mine = [plan.save_at, plan.keep_at, plan.agree_at, int(busy), int(stop)]
-        numbers = torch.tensor(mine, dtype=torch.int64)
+            return Agreed(plan, busy, stop, False)
+        mine = [plan.save_at, plan.keep_at, plan.agree_at, int(busy), int(stop), digest]
+        numbers = torch.tensor([*mine, digest if self._place.rank == 0 else 0], dtype=torch.int64)
         dist.all_reduce(numbers)
-        save_at, keep_at, agree_at, busy_ranks, stopping = numbers.tolist()
-        return (
+        save_at, keep_at, agree_at, busy_ranks, stopping, digests, first = numbers.tolist()
+        return Agreed(
             checkpoint_interval.IntervalPlan(save_at=save_at, keep_at=keep_at, agree_at=agree_at),
             busy_ranks > 0,
             stopping > 0,
+            digests != first * self._place.world_size,
         )
 
     def _part(self, state: State, *, save: bool) -> SnapshotPart:

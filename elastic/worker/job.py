@@ -28,6 +28,7 @@ from .logged import JobLog
 from .loss_reader import LossReader
 from .lr_scaling import ScaledSteps
 from .numerics import Fingerprint, disagreeing, refuse_different
+from .replicas import Replicas
 from .state.state import State
 
 
@@ -68,8 +69,9 @@ class CheckpointScheduler(Protocol):
     def exchanges_at(self, step: int) -> bool:
         """Whether `after` exchanges anything with the other ranks at `step`; the same on all ranks."""
 
-    def after(self, state: State, *, keep: bool) -> None:
+    def after(self, state: State, *, keep: bool, digest: int) -> bool:
         """Called after each commit, on every rank at the same step; copies this rank's shard when a snapshot is due.
+        Returns whether the ranks' `digest` differ.
 
         With `keep` False, because this rank's state is bad, no rank takes one.
         """
@@ -113,6 +115,7 @@ class Job(JobCalls):
         self._loss = LossReader()
         self._fingerprint_every = fingerprint_every_steps
         self._ignore_bad_numbers = ignore_bad_numbers
+        self._replicas = Replicas(self._gradient_weight, only_say=ignore_bad_numbers)
         self._quiet_until_s = 0.0
         self._scaled = ScaledSteps()
         self._state: State | None = None
@@ -146,6 +149,7 @@ class Job(JobCalls):
         self._keeper = keeper
         self._group_s = group_s if world_size > 1 else math.inf
         self._gradient_weight.detach_all()
+        self._replicas.enter()
         self._scaled.clear()
         self._began_s = time.monotonic()
         self._loss = LossReader()  # the last one's value may be of a step that is undone
@@ -291,10 +295,11 @@ class Job(JobCalls):
         if self._fingerprint_every and step % self._fingerprint_every == 0:
             self._compare_replicas(state)
         waits = self._keeper is not None and self._keeper.exchanges_at(step)
+        digest = self._replicas.digest(state) if waits and self.world_size > 1 else 0
         if waits:
             self._link.contributed()
-        if self._keeper is not None:
-            self._keeper.after(state, keep=not bad)
+        if self._keeper is not None and self._keeper.after(state, keep=not bad, digest=digest):
+            self._replicas.refuse(rank=self.rank, world_size=self.world_size, step=step)
         self._link.check(step)
         if waits:
             self._link.entered()
@@ -408,7 +413,8 @@ class Job(JobCalls):
         if self.world_size == 1:
             return
         # Of the tensors that the state has now: one that was replaced is no part of it any more.
-        fingerprint = Fingerprint([tensor for _, tensor in state.tensors()])
+        own = self._gradient_weight.own_buffers
+        fingerprint = Fingerprint([tensor for _, tensor in state.tensors(own=False) if id(tensor) not in own])
         digest = fingerprint.of(state.step // self._fingerprint_every)
         self._link.contributed()
         outliers = disagreeing(digest, world_size=self.world_size, device=control_device())

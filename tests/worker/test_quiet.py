@@ -36,7 +36,8 @@ class Settles:
     def exchanges_at(self, step: int) -> bool:
         return False
 
-    def after(self, state: State, *, keep: bool) -> None: ...
+    def after(self, state: State, *, keep: bool, digest: int) -> bool:
+        return False
 
     def settle(self) -> None:
         self.settled_in.append(list(self.link.said))

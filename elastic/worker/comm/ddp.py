@@ -42,6 +42,8 @@ class GradientWeight:
         """The gradients hold the result of such a loop, which no optimizer has applied yet."""
         self.failed = False
         """An exchange of gradients has failed in this group, even if the script handles the error."""
+        self._weighted = False
+        """`add_up` was called in this group."""
 
     def __call__(self) -> float:
         """Samples of the current backward / samples of the global batch; 1 / world size before the first batch is
@@ -62,7 +64,23 @@ class GradientWeight:
         self._weight = self._part_weight = None
         self._taken, self._ends = None, False
         self._sums, self._whole = 0, False
-        self.failed = False
+        self.failed = self._weighted = False
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether this group is known to exchange gradients."""
+        return self._weighted or any(isinstance(model, DistributedDataParallel) for model in self._models)
+
+    @property
+    def exchanged(self) -> set[int]:
+        """Identities of the parameters whose gradients are exchanged by the models."""
+        return {key for model in self._models if isinstance(model, _Told) for key in model.exchanged}
+
+    @property
+    def own_buffers(self) -> set[int]:
+        """Identities of the buffers of which each rank has its own, as `wrap` was told."""
+        apart = (model for model in self._models if isinstance(model, _Told) and not model.broadcast_buffers)
+        return {id(buffer) for model in apart for buffer in model.buffers()}
 
     def share_buffers(self, *, last: bool = True) -> None:
         """Broadcast rank 0's buffers before a step is applied, or (`last` False) sooner. All ranks call it at the same
@@ -123,7 +141,7 @@ class GradientWeight:
         """Until the commit gradients are summed over ranks and micro-batches: `loss`, this rank's part of the mean, has
         its weight already. Its backward is scaled to balance the weight that the exchange applies; without samples
         it is zero."""
-        self._sums = world_size
+        self._sums, self._weighted = world_size, True
         if loss.requires_grad and (world_size > 1 or self.empty):
             factor = 0.0 if self.empty else float(world_size)
             loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
@@ -248,6 +266,8 @@ class _Told(DistributedDataParallel):
     """
 
     on_buffers: tuple[Callable[[], None], Callable[[], None]]
+    exchanged: set[int]
+    """Identities of the parameters in its buckets: not those that wanted no gradients when it was built."""
     shared = False
     """The buffers were exchanged before this step is applied. Once a step they are in any case: forwards without
     gradients change them too (in training mode), of which each rank may have another number."""
@@ -258,6 +278,11 @@ class _Told(DistributedDataParallel):
         super().__init__(model, **options)
         # A part may train while the whole is in evaluation mode.
         self._writers = [model, *(module for module in model.modules() if any(True for _ in module.buffers(False)))]
+
+    def _build_params_for_reducer(self) -> Any:
+        parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        self.exchanged = set(map(id, parameters))
+        return parameters, expect_sparse
 
     def share_buffers(self, *, last: bool) -> None:
         """Broadcast rank 0's buffers unless they are already equal; with `last` once a step at least. All ranks call it
@@ -312,5 +337,5 @@ class _FixedLayout(_Told):
         self._has_rebuilt_buckets = torch_private.rebuild_buckets(self.reducer)
 
     def _build_params_for_reducer(self) -> Any:
-        parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        parameters, expect_sparse = super()._build_params_for_reducer()
         return parameters[::-1], expect_sparse[::-1]

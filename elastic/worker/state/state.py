@@ -16,8 +16,9 @@ from .commit_point import CommitPoint
 from .described import Described
 from .json_codec import Codecs
 from .modes import Modes
-from .optimizers import Optimizers, is_sharded, sharded, sharded_module
+from .optimizers import Optimizers, is_sharded, sharded
 from .parts import ModulePart, ObjectPart, OptimizerPart, Part, ScalerPart, ValuePart
+from .refused import listed, refuse_lazy, refuse_sharded
 from .state_source import Version
 from .survey import Survey, mismatch, own_tensors
 from .wrapped import optimizer_part
@@ -102,8 +103,8 @@ class State:
 
     def _part(self, name: str, value: Any) -> Part:
         if isinstance(value, torch.nn.Module):
-            _refuse_sharded(name, value)
-            _refuse_lazy(name, value)
+            refuse_sharded(name, value)
+            refuse_lazy(name, value)
             return ModulePart(name, value, self._codecs)
         if isinstance(value, torch.optim.Optimizer):
             if is_sharded(value):
@@ -239,7 +240,7 @@ class State:
         self._proven += 1
         for part in self._parts.values():
             if isinstance(part, ModulePart):
-                _refuse_sharded(part.name, part.value)
+                refuse_sharded(part.name, part.value)
         self._optimizers.look_for_unkept()
         extra: dict[str, Any] = {}
         self.refuse_growth(tuple(info for info, _ in self.tensors(extra)), extra)
@@ -305,12 +306,30 @@ class State:
     def volatile(self) -> set[str]:
         """Names of the tensors that may change other than in an optimizer step, such as buffers, which a forward
         changes."""
-        optimizers = [part for part in self._parts.values() if isinstance(part, OptimizerPart)]
-        stepped = {id(p) for part in optimizers for group in part.groups() for p in group["params"]}
+        stepped = {id(param) for _, _, param in self._groups()}
         found = {name for part in self._parts.values() for name, t in part.tensors() if id(t) not in stepped}
-        for part in optimizers:
+        for part in self._optimizer_parts():
             found = {name for name in found if not (name.startswith(f"{part.name}.") and ".state." in name)}
         return found
+
+    def stepped(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters that an optimizer of the state may step, each once, by name."""
+        names = {id(tensor): name for name, tensor in self._parameters()}
+        found = {id(param): (f"{part}'s parameter {number}", param) for part, number, param in self._groups()}
+        yield from ((names.get(key, name), param) for key, (name, param) in found.items())
+
+    def optimizer_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """What the optimizers keep, by name."""
+        return [each for part in self._optimizer_parts() for each in part.tensors()]
+
+    def _optimizer_parts(self) -> list[OptimizerPart]:
+        return [part for part in self._parts.values() if isinstance(part, OptimizerPart)]
+
+    def _groups(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """(optimizer, number, parameter) of all that they step."""
+        for part in self._optimizer_parts():
+            for number, param in enumerate(param for group in part.groups() for param in group["params"]):
+                yield part.name, number, param
 
     def table(self) -> Table:
         return tuple(info for info, _ in self.tensors(own=False))
@@ -360,12 +379,12 @@ class State:
             raise ValueError(f"the state that came has format {extra.get('format')}, this elastic reads {FORMAT}")
         theirs = extra["parts"]
         if list(theirs) != list(self._parts):
-            raise ValueError(f"this state has the parts {_listed(self._parts)}, the one that came {_listed(theirs)}")
+            raise ValueError(f"this state has the parts {listed(self._parts)}, the one that came {listed(theirs)}")
         by_part: dict[str, dict[str, TensorInfo]] = {name: {} for name in self._parts}
         for info in table:
             name = info.name
             if (held := by_part.get(name.partition(".")[0])) is None:
-                raise ValueError(f"{name} belongs to no part of this state: {_listed(self._parts)}")
+                raise ValueError(f"{name} belongs to no part of this state: {listed(self._parts)}")
             held[name] = info
         places = own_tensors(survey or self.survey(), by_part, theirs)
         self._whole = False
@@ -427,24 +446,3 @@ class State:
     def modules(self) -> list[torch.nn.Module]:
         """The parts that are modules."""
         return [part.value for part in self._parts.values() if isinstance(part.value, torch.nn.Module)]
-
-
-def _refuse_sharded(name: str, module: torch.nn.Module) -> None:
-    """Raises TypeError."""
-    kinds = {kind.__name__ for inner in module.modules() for kind in type(inner).__mro__}
-    found = next((kind for kind in ("FSDPModule", "FullyShardedDataParallel") if kind in kinds), "")
-    if not found:
-        found = "DTensor" if any(type(p).__name__ == "DTensor" for p in module.parameters()) else ""
-    if found:
-        raise TypeError(sharded_module(name, found))
-
-
-def _refuse_lazy(name: str, module: torch.nn.Module) -> None:
-    """Raises TypeError."""
-    held = [*module.named_parameters(), *module.named_buffers()]
-    if found := next((key for key, tensor in held if torch.nn.parameter.is_lazy(tensor)), ""):
-        raise TypeError(f"state.{name}.{found} has no shape yet: run one forward of the lazy module in setup()")
-
-
-def _listed(names: Mapping[str, Any]) -> str:
-    return ", ".join(names) or "nothing"

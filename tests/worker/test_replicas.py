@@ -1,0 +1,188 @@
+"""Parameters and optimizer state that nothing makes the same on all ranks, named at the first exchange."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.arenas import NoBackend
+from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
+from torch import nn
+
+from elastic.checkpoint.interval import IntervalRule
+from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
+from elastic.worker.comm.group import Group
+from elastic.worker.job import Job
+from elastic.worker.standalone import NoLink
+from elastic.worker.state.state import State
+
+CPU = torch.device("cpu")
+
+
+class Sharded(torch.optim.Optimizer):
+    """As Muon's original distributed class: rank r keeps the momentum of parameters r, r + W, …"""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in enumerate(params):
+            owner = number % dist.get_world_size()
+            if owner == dist.get_rank():
+                momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
+                param.sub_(momentum.add_(param.grad), alpha=self.param_groups[0]["lr"])
+            dist.broadcast(param, owner)
+
+
+def build(kind: type[torch.optim.Optimizer]) -> State:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    criterion = nn.Linear(3, 1, bias=False)
+    if kind is Sharded:
+        return State(model=model, optimizer=Sharded(model.parameters()))
+    model[0].requires_grad_(False)
+    return State(
+        model=model,
+        criterion=criterion,
+        optimizer=kind([*model.parameters(), *criterion.parameters()], lr=0.01),
+    )
+
+
+def step(job: Job, state: State, model: Any, criterion: Any, how: str) -> None:
+    loss = criterion(model(torch.full((2, 4), 1.0 + job.rank))).square().mean()
+    if how == "weighted":
+        loss = job.weighted(loss * 2, 2)
+    loss.backward()
+    if how in ("by hand", "no job.ddp, by hand"):
+        for param in (p for group in state.optimizer.param_groups for p in group["params"] if p.grad is not None):
+            dist.all_reduce(param.grad)
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    job.commit(state)
+
+
+def train(job: Job, how: str, steps: int) -> State:
+    state = build(Sharded if how == "sharded" else torch.optim.AdamW)
+    keeper = CheckpointScheduler(NoBackend(), IntervalRule(every_steps=1), shared=True)
+    keeper.enter(RankPosition(1, job.rank, job.world_size, 0, 1), 0)
+    job.enter(rank=job.rank, world_size=job.world_size, generation=1, keeper=keeper, state=state)
+    state.begin()
+    wraps = not how.startswith("no job.ddp") and how != "weighted"
+    model = job.ddp(state.model) if wraps else state.model
+    criterion = nn.Identity() if how == "sharded" else state.criterion
+    if how == "wrapped":
+        criterion = job.ddp(criterion)
+    if how == "in the optimizer only":
+        criterion = nn.Identity()
+    if how == "frozen for good":
+        state.criterion.requires_grad_(False)
+    for number in range(steps):
+        if how.startswith("unfrozen"):
+            criterion = nn.Identity()
+            if number == 2:
+                state.model[0].requires_grad_(True)
+                model = job.ddp(state.model) if "again" in how else model
+        step(job, state, model, criterion, how)
+    return state
+
+
+def formed(rank: int, world_size: int, port: int) -> Group:
+    group = Group(
+        backend="gloo", rank=rank, world_size=world_size, store_host="127.0.0.1", store_port=port, generation=1
+    )
+    group.form()
+    return group
+
+
+def on_ranks(rank: int, world_size: int, port: int, *, how: str, steps: int, ignore: bool = False) -> list[Any]:
+    """[error, committed steps, what was printed]"""
+    group = formed(rank, world_size, port)
+    job = Job(name="j", device=CPU, local_rank=rank, link=NoLink(), ignore_bad_numbers=ignore)
+    job.rank, job.world_size = rank, world_size
+    said, error, state = io.StringIO(), "", None
+    with contextlib.redirect_stderr(said):
+        try:
+            state = train(job, how, steps)
+        except RuntimeError as raised:
+            error = str(raised)
+    group.close()
+    return [error, state.step if state else 0, said.getvalue()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        # Adam's first step is the gradient's sign alone, and the same on all ranks here.
+        ("unwrapped", "state.criterion.weight differs between the ranks after step 2 (ranks 1, 2 from rank 0)"),
+        ("weighted", "state.model.1.weight"),
+        ("unfrozen later", "state.model.0.weight, state.model.0.bias differs between the ranks after step 4"),
+        ("sharded", "state.optimizer.state.0.momentum"),
+    ],
+)
+def test_what_no_exchange_makes_alike_is_refused_by_name_on_all_ranks(how: str, name: str) -> None:
+    found = run_ranks(on_ranks, world_size=3, how=how, steps=6)
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert name in found[0][0]
+    assert "job.ddp" in found[0][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how",
+    ["wrapped", "by hand", "no job.ddp, by hand", "unfrozen again", "in the optimizer only", "frozen for good"],
+)
+def test_replicas_that_are_alike_train_on(how: str) -> None:
+    assert run_ranks(on_ranks, world_size=2, how=how, steps=5) == [["", 5, ""]] * 2
+
+
+@pytest.mark.slow
+def test_where_nothing_is_known_to_exchange_gradients_it_is_said_once() -> None:
+    first, second = run_ranks(on_ranks, world_size=2, how="no job.ddp at all", steps=5)
+    assert first[:2] == second[:2] == ["", 5]
+    assert first[2].count("differs between the ranks after step") == 1
+    assert second[2] == ""
+
+
+@pytest.mark.slow
+def test_a_job_that_ignores_bad_numbers_is_told_and_trains_on() -> None:
+    first, second = run_ranks(on_ranks, world_size=2, how="unwrapped", steps=5, ignore=True)
+    assert first[:2] == second[:2] == ["", 5]
+    assert "state.criterion.weight differs" in first[2]
+
+
+def drifts(rank: int, world_size: int, port: int, *, weights: bool) -> str:
+    """What the fingerprint says of a model whose BatchNorm is each rank's own, by `sync_buffers=False`."""
+    group = formed(rank, world_size, port)
+    job = Job(name="j", device=CPU, local_rank=rank, link=NoLink(), fingerprint_every_steps=1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    job.enter(rank=rank, world_size=world_size, generation=1, keeper=None, state=state)
+    state.begin()
+    wrapped = job.ddp(state.model, sync_buffers=False)
+    try:
+        for _ in range(2):
+            wrapped(torch.randn(8, 4) * (rank + 1)).square().sum().backward()
+            state.optimizer.step()
+            if weights and rank:
+                with torch.no_grad():
+                    model[0].weight[0, 0] += 1.0
+            job.commit(state)
+    except FloatingPointError as error:
+        return str(error)
+    finally:
+        group.close()
+    return ""
+
+
+@pytest.mark.slow
+def test_buffers_that_are_each_ranks_own_are_no_drift() -> None:
+    assert run_ranks(drifts, world_size=2, weights=False) == ["", ""]
+    assert "drift at step 1" in run_ranks(drifts, world_size=2, weights=True)[0]
