@@ -213,6 +213,7 @@ def test_a_scaler_forgets_the_step_that_was_cut_short() -> None:
     state.committed(1)
     scaled()
     assert state.rewind() is None
+    state.forget_gradients()
     scaled()  # "unscale_() has already been called" if anything was left of the other one
     assert state.scaler.get_scale() == 8.0
 

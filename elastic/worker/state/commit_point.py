@@ -118,7 +118,6 @@ class CommitPoint:
                 kept.put_tensors_back()
                 if now is None or not kept.same(now):
                     part.put_back(kept.restored())
-            part.settle()
 
     def differs(self) -> str | None:
         """Name of the first item that differs from the commit, even if it could be restored; None if none does.

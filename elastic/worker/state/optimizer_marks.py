@@ -28,7 +28,7 @@ class OptimizerMarks:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizers = list(_with_inner(optimizer))
+        self._optimizers = list(with_inner(optimizer))
         self._marks: list[Marks] = []
         self._windows: list[slice] = []
         self._round = 0
@@ -48,10 +48,11 @@ class OptimizerMarks:
         return [_marks(_part(each.state, part)) for each, part in zip(self._optimizers, self._windows, strict=True)]
 
 
-def _with_inner(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+def with_inner(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """`optimizer`, and those that it holds."""
     yield optimizer
     for _, inner in inner_optimizers(optimizer):
-        yield from _with_inner(inner)
+        yield from with_inner(inner)
 
 
 def _window(count: int, number: int) -> slice:

@@ -59,9 +59,6 @@ class Part(Protocol):
     def put_back(self, held: Any) -> None:
         """Load what `Copy.restored` returns for a `rest`."""
 
-    def settle(self) -> None:
-        """Drop what an interrupted step has left behind."""
-
 
 class ModulePart:
     """Parameters and persistent buffers, in place. Anything else in `state_dict()`, such as extra state and what a
@@ -165,9 +162,6 @@ class ModulePart:
         if missed:
             raise ValueError(f"{self.name}.{min(missed)} is in the state, and load_state_dict() here does not take it")
 
-    def settle(self) -> None:
-        pass
-
     def split(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(the module's own tensors by full name, everything else in its state_dict by key)."""
         held = self.value.state_dict(keep_vars=True)
@@ -246,9 +240,6 @@ class ObjectPart:
     def put_back(self, held: Any) -> None:
         self._put(held)
 
-    def settle(self) -> None:
-        torch_private.forget_unscaled(*getattr(self.value, "__dict__", {}).values())  # as timm's NativeScaler has one
-
     def _encoded(self) -> tuple[Any, dict[str, torch.Tensor]]:
         tensors: dict[str, torch.Tensor] = {}
         return encode(self._get(), self.name, tensors, self._codecs), tensors
@@ -281,9 +272,6 @@ class ScalerPart(ObjectPart):
 
     def put_back(self, held: Any) -> None:
         vars(self.value).update(held)
-
-    def settle(self) -> None:
-        torch_private.forget_unscaled(self.value)  # the step was aborted
 
 
 class OptimizerPart:
@@ -382,9 +370,6 @@ class OptimizerPart:
             for key in [key for key in group if key != "params" and key not in options]:
                 del group[key]
             group.update(options)
-
-    def settle(self) -> None:
-        pass
 
     def groups(self) -> list[dict[str, Any]]:
         """Parameter groups, each once."""

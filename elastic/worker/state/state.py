@@ -11,6 +11,7 @@ import torch
 from ...contract.tensor_table import Table, TensorInfo
 from .. import gc_pause
 from ..torch_private import pytree
+from . import left_behind
 from .built import Built
 from .commit_point import CommitPoint
 from .described import Described
@@ -423,18 +424,12 @@ class State:
             part.to(torch.device(device))
 
     def forget_gradients(self) -> None:
-        """`train` is about to be entered: drop what an interrupted step has left behind.
+        """`train` is about to be entered: drop what an interrupted step has left behind (`left_behind.forget`).
 
-        Gradients are dropped, as the next backward would add to them. The modules' `training` and the parameters'
-        `requires_grad` are reset to those of `setup`, until the first batch.
+        The modules' `training` and the parameters' `requires_grad` are reset to those of `setup`, until the first
+        batch.
         """
-        for part in self._parts.values():
-            if isinstance(part.value, torch.nn.Module):
-                part.value.zero_grad(set_to_none=True)
-            elif isinstance(part.value, torch.optim.Optimizer):
-                for group in part.value.param_groups:  # not its zero_grad(), which need not take an argument
-                    for param in group["params"]:
-                        param.grad = None
+        left_behind.forget(self._parts)
         self._flags().put_back()
 
     def _flags(self) -> Modes:

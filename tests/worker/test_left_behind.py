@@ -1,0 +1,105 @@
+"""A GradScaler and an optimizer whose step has raised: the step that is done again changes the weights as it should."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic.worker.state.state import State
+
+
+class Training:
+    """Four steps with a scaler, of which the third is begun `attempts` times before it succeeds."""
+
+    def __init__(self, optimizers: int, *, fused: bool, kept: bool, unscales: bool = False) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 1)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        options: dict[str, Any] = {"lr": 0.01, "fused": fused}
+        held = [torch.optim.SGD([param], **options) for param in list(self.net.parameters())[:optimizers]]
+        self.unscales, self.ends_in = unscales, -1
+        self.optimizers = held
+        parts: dict[str, Any] = {f"optimizer{number}": each for number, each in enumerate(held)}
+        self.state = State(model=self.net, **parts, **({"scaler": self.scaler} if kept else {}))
+        self.state.watch_optimizers(self.guard)
+
+    def guard(self) -> None:
+        if self.ends_in == 0:
+            raise RuntimeError("the generation has ended")
+        self.ends_in -= 1
+
+    def step(self, number: int) -> None:
+        self.net.zero_grad()
+        self.scaler.scale(self.net(torch.full((2, 4), number + 1.0)).square().mean()).backward()
+        for optimizer in self.optimizers:
+            if self.unscales:
+                self.scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        self.state.committed(1)
+
+    def run(self, *, attempts: int) -> list[float]:
+        self.state.forget_gradients()
+        self.state.begin()
+        for number in range(4):
+            for _ in range(attempts if number == 2 else 0):
+                self.ends_in = 0
+                with pytest.raises(RuntimeError, match="has ended"):
+                    self.step(number)
+                self.ends_in = -1
+                assert self.state.rewind() is None
+                self.state.forget_gradients()
+                self.state.begin()
+            self.step(number)
+        return torch.cat([param.detach().flatten() for param in self.net.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["in the state", "outside"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+@pytest.mark.parametrize("unscales", [True, False], ids=["clipped", "not clipped"])
+def test_a_step_that_is_done_again_divides_its_gradients_once(kept: bool, fused: bool, unscales: bool) -> None:
+    undisturbed = Training(1, fused=fused, kept=kept, unscales=unscales).run(attempts=0)
+    assert Training(1, fused=fused, kept=kept, unscales=unscales).run(attempts=2) == undisturbed
+
+
+def test_of_a_state_that_is_to_be_replaced_the_marks_are_dropped_too() -> None:
+    """The first of two optimizers has stepped: this rank receives the state of another one."""
+    training = Training(2, fused=False, kept=True)
+    training.ends_in = 1
+    with pytest.raises(RuntimeError, match="has ended"):
+        training.step(0)
+    assert not training.state.clean()
+    training.ends_in = -1
+    training.state.rewind()
+    training.state.forget_gradients()
+    training.step(0)  # "step() has already been called" if anything was left
+
+
+@pytest.mark.parametrize("how", ["outside", "in the state", "within a part", "not used yet"])
+def test_a_scaler_outside_the_state_begins_as_on_a_replacement(how: str) -> None:
+    class Holder:
+        def __init__(self, scaler: Any) -> None:
+            self.parts = {"amp": [scaler]}
+
+        def state_dict(self) -> Any:
+            return self.parts["amp"][0].state_dict()
+
+        def load_state_dict(self, held: Any) -> None:
+            self.parts["amp"][0].load_state_dict(held)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    net = nn.Linear(1, 1)
+    parts: dict[str, Any] = {"in the state": {"scaler": scaler}, "within a part": {"scaler": Holder(scaler)}}
+    state = State(model=net, **parts.get(how, {}))
+    if how == "not used yet":
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
+    else:
+        scaler.scale(torch.ones(1))
+        scaler.update(2.0)
+    state.forget_gradients()
+    assert scaler.get_scale() == (8.0 if how == "outside" else 2.0)
+    assert scaler.scale(torch.ones(1)).item() == (8.0 if how == "outside" else 2.0)
