@@ -14,6 +14,7 @@ import torch
 from ...checkpoint.plain import tensors_named
 from ...contract.tensor_table import TensorInfo
 from .. import torch_private
+from . import taken
 from .copies import Copy, immutable, writable
 from .described import Like, fitting, storage_of
 from .json_codec import Codecs, decode, encode
@@ -198,6 +199,8 @@ class ObjectPart:
         self._codecs = codecs
         self._coming: dict[str, torch.Tensor] | None = None
         self._coming_extra: Any = None
+        """As JSON."""
+        self._coming_value: Any = None
 
     def held(self) -> tuple[Named, Any]:
         encoded, found = self._encoded()
@@ -219,14 +222,16 @@ class ObjectPart:
             coming[name] = fitting(mine.get(name), infos[name], device)
             return coming[name]
 
-        self._coming_extra = decode(extra, target, self._codecs)
+        self._coming_extra, self._coming_value = extra, decode(extra, target, self._codecs)
         self._coming = coming
         return coming
 
     def filled(self) -> None:
         if self._coming is not None:
-            self._put(self._coming_extra)
-            self._coming = self._coming_extra = None
+            given, value = (self._coming_extra, self._coming), self._coming_value
+            self._coming = self._coming_extra = self._coming_value = None
+            self._put(value)
+            self._compare(*given)
 
     def to(self, device: torch.device) -> None:
         pass  # left to the object; most hold no tensors
@@ -238,7 +243,13 @@ class ObjectPart:
         return Copy(self._get(), self.name, self._codecs, before, watched)
 
     def put_back(self, held: Any) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        given = encode(held, self.name, tensors, self._codecs)
         self._put(held)
+        self._compare(given, tensors)
+
+    def _compare(self, extra: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        taken.told(self.name, (extra, tensors), self._encoded())
 
     def _encoded(self) -> tuple[Any, dict[str, torch.Tensor]]:
         tensors: dict[str, torch.Tensor] = {}
@@ -261,6 +272,9 @@ class ValuePart(ObjectPart):
 
     def _put(self, held: Any) -> None:
         self.value = held
+
+    def _compare(self, extra: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        pass  # it is what it was set to
 
 
 class ScalerPart(ObjectPart):
