@@ -2,14 +2,15 @@
 
 A sample reads tensors and changes none; nothing is exchanged with other ranks, and while none is due a step pays for
 one comparison. This rank's own gradients are read in DDP's hook, before they are summed; the mean over the ranks before
-the optimizer's step, and the weights at the commit. A step that is not committed leaves no sample.
+the optimizer's step, and the weights at the commit. A step that is not committed leaves no sample. Of gradients of a
+loss that a GradScaler has scaled, the norms are divided by its factor.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ import xxhash
 from torch import nn
 
 from ..contract.messages import GradientRow, GradientSample
+from . import torch_private
 
 ROWS = 300
 """Parameters in one message."""
@@ -25,6 +27,9 @@ ROWS = 300
 class HasModules(Protocol):
     def modules(self) -> list[nn.Module]:
         """The modules of the state."""
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of the state."""
 
 
 Send = Callable[[GradientSample], None]
@@ -44,13 +49,15 @@ class GradientSampler:
         self._own: dict[int, Numbers] = {}
         self._mean: dict[int, Numbers] = {}
         """By identity of the parameter."""
+        self._divided: set[int] = set()
+        """Parameters whose own gradient's numbers are divided already."""
 
     def begin(self, step: int) -> None:
         """The step after `step` committed ones begins."""
         due = (self._every and (step + 1) % self._every == 0) or (self.asked_at and step + 1 >= self.asked_at)
         self.on = bool(due)
         if due or self._own or self._mean:
-            self._own, self._mean = {}, {}
+            self._own, self._mean, self._divided = {}, {}, set()
 
     def own(self, bucket: Any) -> None:
         """Called by the communication hook with gradients of this rank alone."""
@@ -58,10 +65,18 @@ class GradientSampler:
             self._own[id(parameter)] = _numbers(gradient)
 
     def applied(self, state: HasModules) -> None:
-        """An optimizer is about to step: the gradients are means over the ranks."""
+        """An optimizer is about to step: the gradients are means over the ranks. GradScaler has unscaled them, unless
+        the optimizer divides by the factor itself."""
+        optimizers = state.optimizers()
+        scaled = _by_parameter(torch_private.scales(optimizers))
+        for key in self._own.keys() & (scaled.keys() - self._divided):
+            self._own[key] = _divided(self._own[key], scaled[key])
+            self._divided.add(key)
+        theirs = {each: getattr(each, "grad_scale", None) for each in optimizers}
+        left = _by_parameter({each: factor for each, factor in theirs.items() if isinstance(factor, torch.Tensor)})
         for _, parameter in _parameters(state):
             if parameter.grad is not None:
-                self._mean[id(parameter)] = _numbers(parameter.grad)
+                self._mean[id(parameter)] = _divided(_numbers(parameter.grad), left.get(id(parameter)))
 
     def committed(self, state: HasModules, *, generation: int, step: int, rank: int, empty: bool) -> None:
         """`empty`: this rank had no samples in the step; its own gradients mean nothing then."""
@@ -127,6 +142,19 @@ def _numbers(tensor: torch.Tensor) -> Numbers:
     return torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.dtype is not torch.float64 else None), (
         tensor.sum(dtype=torch.float32)
     )
+
+
+def _by_parameter(factors: Mapping[torch.optim.Optimizer, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Identity of a parameter -> the factor of its optimizer."""
+    pairs = ((group, factor) for optimizer, factor in factors.items() for group in optimizer.param_groups)
+    return {id(parameter): factor for group, factor in pairs for parameter in group["params"]}
+
+
+def _divided(numbers: Numbers, factor: torch.Tensor | None) -> Numbers:
+    if factor is None:
+        return numbers
+    norm, total = (number / factor.to(number.device) for number in numbers)
+    return norm, total
 
 
 def _values(numbers: list[torch.Tensor]) -> list[float]:

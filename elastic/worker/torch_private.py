@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -163,6 +163,13 @@ def used_scalers() -> list[torch.amp.GradScaler]:
         kinds += kind.__subclasses__()
     found = [item for item in gc.get_referrers(*kinds) if issubclass(type(item), torch.amp.GradScaler)]
     return [scaler for scaler in found if getattr(scaler, "_scale", None) is not None]
+
+
+def scales(optimizers: Iterable[torch.optim.Optimizer]) -> dict[torch.optim.Optimizer, torch.Tensor]:
+    """The factors of the losses whose gradients a GradScaler hands to these optimizers in this step."""
+    used = used_scalers()
+    found = ((each, scaler) for each in optimizers for scaler in used if id(each) in scaler._per_optimizer_states)
+    return {each: scaler._scale for each, scaler in found if scaler._scale is not None}
 
 
 def begin_anew(scaler: torch.amp.GradScaler) -> None:

@@ -13,6 +13,7 @@ from elastic.worker.first_bad import FirstBad
 from elastic.worker.gradient_samples import ROWS, GradientSampler
 from elastic.worker.job import Job
 from elastic.worker.standalone import NoLink
+from elastic.worker.state import state as elastic_state
 
 
 class State:
@@ -21,6 +22,9 @@ class State:
 
     def modules(self) -> list[nn.Module]:
         return self._modules
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return []
 
 
 class Bucket:
@@ -192,3 +196,25 @@ def test_scripted_and_sparse_layers_are_left_out_of_the_search() -> None:
     assert "Spoils" in found.told(None)
     sparse = torch.ones(2, 2).to_sparse()
     assert FirstBad().told(Batch([5, 6], {"x": sparse})) == "this rank had samples 5, 6"
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("unscales", [True, False])
+def test_norms_are_those_of_the_loss_whatever_a_scaler_multiplies_it_by(fused: bool, unscales: bool) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    state = elastic_state.State(model=model, optimizer=optimizer)
+    sent: list[GradientSample] = []
+    sampler, scaler = GradientSampler(1, sent.append), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    state.watch_optimizers(lambda: sampler.applied(state))
+    sampler.begin(0)
+    scaler.scale(model(torch.tensor([[3.0, 4.0]])).sum()).backward()
+    assert model.weight.grad is not None
+    sampler.own(Bucket([(model.weight, model.weight.grad)]))
+    if unscales:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update(1.0)
+    sampler.committed(state, generation=1, step=1, rank=0, empty=False)
+    (row,) = sent[0].rows
+    assert (row.own, row.mean) == (5.0, 5.0)

@@ -441,3 +441,7 @@ class State:
     def modules(self) -> list[torch.nn.Module]:
         """The parts that are modules."""
         return [part.value for part in self._parts.values() if isinstance(part.value, torch.nn.Module)]
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The parts that are optimizers."""
+        return [part.value for part in self._optimizer_parts()]
