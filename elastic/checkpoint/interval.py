@@ -17,7 +17,9 @@ import msgspec
 AGREE_EVERY_S = 1.0
 """How long a request ('checkpoint now') waits at most until all ranks have it."""
 
-FARTHEST_AGREEMENT_STEPS = 10_000
+FARTHEST_AGREEMENT_STEPS = 100
+"""An agreement costs at most as much as the exchange of gradients in each step, so that this is below 1 % of the time.
+More would put off checkpoints and requests for long if steps become much slower."""
 
 PRIOR_MTBF_S = 4 * 3600.0
 """Prior for the mean time between failures: a job that has not failed yet counts as failing once after this long."""

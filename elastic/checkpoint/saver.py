@@ -85,6 +85,8 @@ class LocalSaver:
         self._in_flight: set[int] = set()
         self._versions = versions()
         self.counts = Counts()
+        self.failed_step = -1
+        """Step of the newest save that has failed."""
 
     @property
     def busy(self) -> bool:
@@ -132,7 +134,7 @@ class LocalSaver:
             self._copied = step, extra
             done = self._buffers.begin(0, tensors, volatile=volatile)
         except (OSError, CheckpointError) as error:
-            self._fail(orders.describe(error))
+            self._fail(step, orders.describe(error))
             return False
         return self.settle() if done else True
 
@@ -156,7 +158,7 @@ class LocalSaver:
             arena.seal(step, self._generation, extra)
             self._order(arena, step)
         except (OSError, CheckpointError) as error:
-            self._fail(orders.describe(error))
+            self._fail(step, orders.describe(error))
             return False
         self.counts.started += 1
         return True
@@ -205,13 +207,14 @@ class LocalSaver:
         for result in results:
             self._in_flight.discard(result.id)
             if result.error and result.kind == last:  # rank 0's commit carries the error of its shard
-                self._fail(result.error)
+                self._fail(result.step, result.error)
             elif result.kind == last and result.ok:
                 self.counts.durable += 1
                 self.counts.failing = FailuresInRow()
                 self.counts.last_seconds = result.seconds
         return results
 
-    def _fail(self, error: str) -> None:
+    def _fail(self, step: int, error: str) -> None:
+        self.failed_step = step
         self.counts.failed += 1
         self.counts.failing.add(error)

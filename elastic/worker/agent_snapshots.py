@@ -50,6 +50,7 @@ class AgentSnapshots:
         self._offers: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[messages.SaveResult] = queue.SimpleQueue()
         self._durable_s = 0.0
+        self._failed_step = -1
         session.on(messages.Arena, self._on_arena)
         session.on(messages.SaveResult, self._on_saved)
 
@@ -80,6 +81,10 @@ class AgentSnapshots:
             return True  # which buffers are busy is only learned when the agent sends them
         self._take_results()
         return self._buffers.free() is not None
+
+    def failed(self, step: int) -> bool:
+        self._take_results()
+        return self._failed_step == step
 
     def wait(self, limit_s: float) -> None:
         deadline_s = time.monotonic() + limit_s
@@ -158,6 +163,7 @@ class AgentSnapshots:
             arena.seal(part.step, part.commit_generation, extra=part.extra)
         except ArenaError as error:
             warnings.warn(f"no snapshot of step {part.step}: {error}", stacklevel=2)
+            self._failed_step = part.step
             return
         if part.save:
             self._buffers.busy.add(buffer)
@@ -279,3 +285,5 @@ class AgentSnapshots:
     def _take(self, message: messages.SaveResult) -> None:
         self._buffers.busy.discard(message.buffer)
         self._durable_s = message.seconds or self._durable_s
+        if message.error:
+            self._failed_step = message.step

@@ -103,6 +103,9 @@ class SnapshotBackend(Protocol):
     def wait(self, limit_s: float) -> None:
         """Return when a buffer is free, or after `limit_s` seconds."""
 
+    def failed(self, step: int) -> bool:
+        """Whether this rank's part of the save of `step` is known to have failed."""
+
     def put(self, part: SnapshotPart) -> bool:
         """Copy `part`, or begin to. Returns False if the snapshot was skipped."""
 
@@ -176,9 +179,11 @@ class CheckpointScheduler:
         self._own: Table = ()
         self._volatile: frozenset[int] = frozenset()
         self._generations = 0
-        self._saved_step = -1
+        self._saved_step = self._lost_step = -1
         self._asked = False
         """A checkpoint was requested, and none was begun since."""
+        self._late = False
+        """A checkpoint was due and was not taken, and none was begun since."""
         self.skipped = 0
 
     def enter(self, place: RankPosition, step: int) -> None:
@@ -186,7 +191,8 @@ class CheckpointScheduler:
         self._cut_for = ((), 0, 0)  # a standby's state may have moved to a GPU since
         self._place = place
         self._generations += 1
-        self._saved_step = -1  # the same on all ranks, new workers among them
+        self._saved_step = self._lost_step = -1  # the same on all ranks, new workers among them
+        self._late = False
         self._marked = (step, time.monotonic())
         first = checkpoint_interval.first_plan(self._rule, step, snapshots=self._snapshots)
         # After two steps the step time is known well enough to plan with it.
@@ -215,9 +221,9 @@ class CheckpointScheduler:
         if step > marked_step:
             self._step_s = (now_s - marked_s) / (step - marked_step)
         self._marked = (step, now_s)
+        saved_s, kept_s = self._saved_s, self._kept_s
         if save:
             self._saved_s = now_s
-        kept_s = self._kept_s
         if take:
             self._kept_s = now_s
         plan = self._next_plan(step, now_s, save) if self._place.rank == 0 else checkpoint_interval.IntervalPlan()
@@ -227,23 +233,32 @@ class CheckpointScheduler:
             self._prepare(state)
             return differ
         if busy or differ:
-            self.skipped += save  # the previous one is still being written
-            self._kept_s = kept_s  # the in-memory snapshot stays due: checked again at the next exchange
+            fixed = self._rule is not None and self._rule.every_steps > 0
+            self.skipped += save and (fixed or not self._late)  # the previous one is still being written
+            self._late = self._late or save
+            self._saved_s, self._kept_s = saved_s, kept_s  # both stay due: checked again at the next exchange
             return differ
         if save:
-            self._asked = False
+            self._asked = self._late = False
             self._saved_step = step  # agreed by all ranks, whether or not the copy succeeds on each
         kept = self._put(state, save=save)
+        if save and not kept:
+            self._lost_step = step
         if kept and save and stop:
             self.settle()
             raise GenerationEnded(f"stopped at step {step}, which is saved")
         return False
 
     def finish(self, state: State) -> None:
-        """`train` has returned on this rank: save the final state, unless that step was just saved."""
+        """`train` has returned on this rank: save the final state, unless that step was just saved; once more if that
+        is known to have failed on any rank."""
         self.settle()
-        if self._rule is None or state.step == self._saved_step:
+        if self._rule is None:
             return
+        if state.step == self._saved_step:
+            lost = state.step == self._lost_step or self._sink.failed(state.step)
+            if not self._exchange(checkpoint_interval.IntervalPlan(), lost).busy:
+                return
         if self._place.rank == 0 and not state.clean():
             said = (
                 f"the checkpoint of step {state.step} has this change, too, and a job that resumes from it repeats it"
@@ -251,8 +266,7 @@ class CheckpointScheduler:
             text = f"elastic: `train` has returned after an optimizer's step without job.commit: {said}"
             print(text, file=sys.stderr, flush=True)
         self._sink.wait(self._finish_s)
-        _, busy, _, _ = self._exchange(checkpoint_interval.IntervalPlan(), not self._sink.free())
-        if busy:
+        if self._exchange(checkpoint_interval.IntervalPlan(), not self._sink.free()).busy:
             self.skipped += 1
             if self._place.rank == 0:
                 said = f"the final state, of step {state.step}, is not saved: an earlier checkpoint was still being"

@@ -84,6 +84,10 @@ class LocalSnapshots:
     def wait(self, limit_s: float) -> None:
         self._saver.wait(limit_s)
 
+    def failed(self, step: int) -> bool:
+        self._saver.poll()
+        return self._saver.failed_step == step
+
     def put(self, part: SnapshotPart) -> bool:
         return self._saver.begin(part.step, part.table, part.tensors, part.extra, volatile=part.volatile)
 

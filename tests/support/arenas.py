@@ -82,6 +82,9 @@ class NoBackend:
 
     def wait(self, limit_s: float) -> None: ...
 
+    def failed(self, step: int) -> bool:
+        return False
+
     def put(self, part: SnapshotPart) -> bool:
         self.parts.append(part)
         return True

@@ -7,7 +7,8 @@ import torch
 from support.arenas import NoBackend
 
 from elastic.checkpoint.interval import FARTHEST_AGREEMENT_STEPS, IntervalRule
-from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
+from elastic.worker import checkpoint_scheduler
+from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
 from elastic.worker.state.state import State
 
 
@@ -16,6 +17,14 @@ class SnapshotBackend(NoBackend):
         super().__init__()
         self.asked = False
         self.full = False
+        self.refuses = False
+        self.failed_steps: set[int] = set()
+
+    def put(self, part: SnapshotPart) -> bool:
+        return not self.refuses and super().put(part)
+
+    def failed(self, step: int) -> bool:
+        return step in self.failed_steps
 
     def wanted(self) -> bool:
         asked, self.asked = self.asked, False
@@ -51,6 +60,49 @@ def test_every_so_many_steps_and_at_the_end() -> None:
     keeper.finish(state)
     keeper.finish(state)
     assert [part.step for part in sink.parts] == [10, 20, 25], "once is enough"
+
+
+@pytest.mark.parametrize("how", ["not copied", "not written"])
+def test_a_final_state_whose_save_has_failed_is_saved_again(how: str) -> None:
+    sink, state = SnapshotBackend(), build()
+    keeper = CheckpointScheduler(sink, IntervalRule(every_steps=10), shared=True)
+    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    sink.refuses = how == "not copied"
+    run(keeper, state, 10)
+    sink.refuses = False
+    if how == "not written":
+        sink.failed_steps = {10}
+        assert [part.step for part in sink.parts] == [10]
+    sink.parts.clear()
+    keeper.finish(state)
+    assert [part.step for part in sink.parts] == [10]
+
+
+def test_a_checkpoint_that_was_due_and_not_taken_is_taken_as_soon_as_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(checkpoint_scheduler.time, "monotonic", lambda: now_s)
+    sink, state = SnapshotBackend(), build()
+    keeper = CheckpointScheduler(sink, IntervalRule(every_s=600.0), shared=True)
+    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    for second in range(1, 620):
+        now_s = float(second)
+        sink.full = 590 < second < 610
+        run(keeper, state, 1)
+    assert [610 <= part.step <= 612 for part in sink.parts] == [True]
+    assert keeper.skipped == 1
+
+
+def test_steps_that_become_much_slower_do_not_put_off_a_checkpoint_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(checkpoint_scheduler.time, "monotonic", lambda: now_s)
+    sink, state = SnapshotBackend(), build()
+    keeper = CheckpointScheduler(sink, IntervalRule(every_s=60.0), shared=True)
+    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    for step in range(2, 1300):
+        now_s += 0.0001 if step < 1000 else 1.0
+        run(keeper, state, 1)
+    assert sink.parts
+    assert sink.parts[0].step < 1000 + 60 + FARTHEST_AGREEMENT_STEPS
 
 
 def test_a_final_state_that_is_not_saved_is_said(capfd: pytest.CaptureFixture[str]) -> None:
