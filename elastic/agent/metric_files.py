@@ -138,25 +138,35 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 def _read(descriptor: int) -> dict[int, LoggedRow]:
-    """The newest rows. What follows the last whole line is cut off: its writer was killed."""
+    """The newest rows. What follows the last good line is cut off: its writer was killed. A damaged line between good
+    ones stays and is passed over: the rows after it are nowhere else."""
     rows: dict[int, LoggedRow] = {}
-    end = 0
+    at = end = damaged = 0
     with open(os.dup(descriptor), "rb") as file:
         file.seek(0)
         for line in file:
-            if not line.endswith(b"\n"):
-                break
-            try:
-                row = _ROW.decode(line).from_json()
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                break
-            end += len(line)
+            at += len(line)
+            if (row := _row(line)) is None:
+                continue
+            damaged, end = damaged + at - end - len(line), at
             known = rows.pop(row.step, None)
             rows[row.step] = msgspec.structs.replace(row, values={**(known.values if known else {}), **row.values})
             if len(rows) > KEPT_ROWS:
                 del rows[next(iter(rows))]
+    if damaged:
+        log.warning("metrics.damaged", nbytes=damaged, next="passed over")
     os.ftruncate(descriptor, end)
     return rows
+
+
+def _row(line: bytes) -> LoggedRow | None:
+    """None: the line is damaged, or not whole."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        return _ROW.decode(line).from_json()
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def _offset(descriptor: int, step: int) -> int:
@@ -165,7 +175,8 @@ def _offset(descriptor: int, step: int) -> int:
     with open(os.dup(descriptor), "rb") as file:
         file.seek(0)
         for line in file:
-            if _ROW.decode(line).step >= step:
+            row = _row(line)
+            if row is not None and row.step >= step:
                 break
             offset += len(line)
     return offset

@@ -22,6 +22,7 @@ from .files import REAL, Files
 
 _CHECKPOINT = r"step-\d+(?:\.g\d+)?(?:\.j[0-9a-f]{8})?"
 _FINAL = re.compile(_CHECKPOINT)
+_FULL = re.compile(r"step-(\d+)\.g(\d+)\.j([0-9a-f]{8})")
 _TMP = re.compile(r"step-(\d+)\.g(\d+)\.j([0-9a-f]{8})\.tmp")
 _ASIDE = re.compile(_CHECKPOINT + r"\.damaged-.+")
 _GONE = re.compile(r"step-\d+(\..+)?\.gone")
@@ -52,6 +53,12 @@ def names_another(name: str, job: str) -> bool:
     """Whether `name`, of a checkpoint or a quarantined one, has another job in it than `job`."""
     found = re.match(r"step-\d+(?:\.g\d+)?\.j([0-9a-f]{8})(?:\.|$)", name)
     return found is not None and found[1] != _tag(job)
+
+
+def version_of(name: str, job: str) -> tuple[int, int] | None:
+    """(generation, step) in the name of a checkpoint that has `job` in it, too, as those at the remote end have."""
+    found = _FULL.fullmatch(name)
+    return (int(found[2]), int(found[1])) if found and found[3] == _tag(job) else None
 
 
 def fetch_prefix(name: str, job: str) -> str:

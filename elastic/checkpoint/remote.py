@@ -20,9 +20,12 @@ from . import manifest as m
 from .errors import CheckpointError, Damaged, NoGoodCheckpoint, SaveFailed
 from .files import FILE_MODE, FOLDER_MODE, REAL, open_folder
 from .find import verify
-from .names import fetch_prefix, final_names, head_of, is_final, own_name
+from .names import fetch_prefix, final_names, head_of, is_final, own_name, step_of, version_of
 from .retention import Entry, plan
 from .write import digest
+
+_under_way: set[str] = set()
+"""URLs of the copies that threads of this process are making; changed by single operations."""
 
 
 class RemoteError(CheckpointError):
@@ -60,6 +63,16 @@ def copy_up(path: str, url: str, *, keep: int = 0, keep_every_steps: int = 0) ->
     manifest = verify(path, hashes=False)
     # Not the local name, which another job's checkpoint may have there, or an earlier one of this job's.
     name = final_names(manifest.step, manifest.generation, manifest.job)[-1]
+    copy = posixpath.join(url, name)
+    _under_way.add(copy)
+    try:
+        _copy_up(path, url, name, manifest, keep, keep_every_steps)
+    finally:
+        _under_way.discard(copy)
+    return copy
+
+
+def _copy_up(path: str, url: str, name: str, manifest: m.Manifest, keep: int, keep_every_steps: int) -> None:
     with _said(f"copying {os.path.basename(path)} to {url}"):
         filesystem, root = _open(url)
         target = posixpath.join(root, name)
@@ -69,10 +82,20 @@ def copy_up(path: str, url: str, *, keep: int = 0, keep_every_steps: int = 0) ->
         if not whole:
             _put(filesystem, path, target, manifest)
         if keep:
-            for doomed in plan(list_remote(url, manifest.job), keep, keep_every_steps, lambda _: True):
-                if doomed != name:
-                    _remove(filesystem, posixpath.join(root, doomed))
-    return posixpath.join(url, name)
+            found = list_remote(url, manifest.job)
+            doomed = plan(found, keep, keep_every_steps, lambda _: True)
+            for each in (*doomed, *_broken_off(filesystem, root, manifest.job, found[:keep])):
+                if posixpath.join(url, each) not in _under_way:
+                    _remove(filesystem, posixpath.join(root, each))
+
+
+def _broken_off(filesystem: Any, root: str, job: str, kept: list[Entry]) -> list[str]:
+    """Names of copies without a manifest that are older than all of `kept`, the newest copies: another node may be
+    making a newer one."""
+    oldest = min((generation, step) for step, generation, _ in kept) if kept else (0, 0)
+    names = [posixpath.basename(folder.rstrip("/")) for folder in filesystem.ls(root, detail=False)]
+    older = [name for name in names if (version := version_of(name, job)) and version < oldest]
+    return [name for name in older if not filesystem.exists(posixpath.join(root, name, m.MANIFEST))]
 
 
 def _is_whole(filesystem: Any, target: str, manifest: m.Manifest) -> bool | None:
@@ -112,7 +135,19 @@ def _remove(filesystem: Any, folder: str) -> None:
 
 def list_remote(url: str, job: str) -> list[Entry]:
     """(step, generation, name) of each checkpoint of `job` at `url`, newest first. Raises RemoteError."""
-    found = []
+    heads = ((name, head) for name, head in _heads(url) if head is not None and head.job == job)
+    found = [(head.step, head.generation, name) for name, head in heads]
+    return sorted(found, key=lambda f: (f[1], f[0]), reverse=True)
+
+
+def unusable_step(url: str, job: str) -> int:
+    """The newest step of the copies of `job` at `url` whose manifest is damaged; 0: none. Raises RemoteError."""
+    return max([0, *(step_of(name) for name, head in _heads(url) if head is None and version_of(name, job))])
+
+
+def _heads(url: str) -> list[tuple[str, m.Head | None]]:
+    """Names of the checkpoints of all jobs at `url`, and the heads of their manifests; None: it is damaged."""
+    found: list[tuple[str, m.Head | None]] = []
     with _said(f"listing {url}"):
         filesystem, root = _open(url)
         if not filesystem.exists(root):
@@ -123,12 +158,10 @@ def list_remote(url: str, job: str) -> list[Entry]:
             if not is_final(name) or not filesystem.exists(manifest_at):
                 continue
             try:
-                head = m.decode_head(filesystem.cat_file(manifest_at), digest)
+                found.append((name, m.decode_head(filesystem.cat_file(manifest_at), digest)))
             except m.BadManifest:
-                continue
-            if head.job == job:
-                found.append((head.step, head.generation, name))
-    return sorted(found, key=lambda f: (f[1], f[0]), reverse=True)
+                found.append((name, None))
+    return found
 
 
 def fetch(url: str, name: str, directory: str, job: str) -> str:

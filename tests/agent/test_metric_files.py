@@ -121,6 +121,25 @@ def test_the_next_rank_0_fills_the_gap_of_its_predecessor_and_nothing_twice(tmp_
     assert {step for _, step in shown(tmp_path)} == {1, 2, 3, 4, 5, 6}
 
 
+def test_a_damaged_line_costs_none_of_the_lines_after_it(tmp_path: Path) -> None:
+    first = MetricFiles(tmp_path)
+    for step in range(1, 7):
+        first.take(1, 0, row(step, a=step), repeated=False)
+    first.close()
+    file = tmp_path / "metrics.jsonl"
+    whole = file.read_bytes().splitlines(keepends=True)
+    whole[2] = b"\0" * (len(whole[2]) - 1) + b"\n"
+    file.write_bytes(b"".join(whole))
+    then = MetricFiles(tmp_path)
+    then.take(2, 6, row(7, a=7), repeated=False)
+    assert file.read_bytes().startswith(b"".join(whole))
+    assert then.last == 7
+    then.take(3, 4, row(5, a=50), repeated=False)  # steps 5 to 7 were lost
+    then.close()
+    good = [json.loads(line) for line in file.read_bytes().splitlines() if not line.startswith(b"\0")]
+    assert [(each["step"], each["values"]["a"]) for each in good] == [(1, 1), (2, 2), (4, 4), (5, 50)]
+
+
 def test_agents_that_take_turns_write_each_step_once(tmp_path: Path) -> None:
     """Rank 0 is lost on one node, then on the other one: its first agent does not rely on what it knew."""
     one, other = MetricFiles(tmp_path), MetricFiles(tmp_path)

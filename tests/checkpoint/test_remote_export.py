@@ -23,7 +23,7 @@ from elastic.checkpoint.names import final_names
 from elastic.checkpoint.read import load_newest
 from elastic.checkpoint.remote import RemoteError, copy_up, fetch, fetch_newest, list_remote
 from elastic.checkpoint.write import commit, write_shard
-from elastic.worker.state.restore import extra_of
+from elastic.worker.state.restore import Disk, extra_of
 from elastic.worker.state.state import State
 
 
@@ -164,6 +164,44 @@ def test_a_copy_that_breaks_off_is_no_checkpoint(tmp_path: Path, url: str, monke
     monkeypatch.undo()
     copy_up(path, url)
     assert len(list_remote(url, "job")) == 1
+
+
+def test_a_copy_that_broke_off_is_removed_once_newer_ones_are_kept(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a manifest retention does not see it. One of another job, and one that may be under way, stay."""
+    import fsspec
+
+    filesystem = type(fsspec.filesystem("memory"))
+
+    def put_file(self: Any, here: str, there: str, **more: Any) -> None:
+        if "shard-00001" in there:
+            raise ConnectionResetError("the network is gone")
+        real(self, here, there, **more)
+
+    real = filesystem.put_file
+    monkeypatch.setattr(filesystem, "put_file", put_file)
+    for step, job in ((10, "job"), (10, "other"), (25, "job")):
+        with pytest.raises(RemoteError):
+            copy_up(save(str(tmp_path / job), step, job=job), url)
+    monkeypatch.undo()
+    for step in (20, 30):
+        copy_up(save(str(tmp_path / "job"), step), url, keep=2)
+    found, root = fsspec.core.url_to_fs(url)
+    names = {path.rpartition("/")[2] for path in found.ls(root, detail=False)}
+    assert names == {there(20), there(25), there(30), final_names(10, 1, "other")[-1]}
+
+
+def test_a_copy_with_a_damaged_manifest_counts_against_a_silent_start(tmp_path: Path, url: str) -> None:
+    import fsspec
+
+    copy_up(save(str(tmp_path / "here"), 10), url)
+    copy_up(save(str(tmp_path / "other"), 40, job="other"), url)
+    filesystem, root = fsspec.core.url_to_fs(url)
+    for name in (there(10), final_names(40, 1, "other")[-1]):
+        filesystem.pipe_file(f"{root}/{name}/manifest.json", b"no manifest")
+    disk = Disk(str(tmp_path / "empty"), "job", url)
+    assert (disk.newest(), disk.saved().unusable_step) == (None, 10)
 
 
 def test_damage_there_is_found_on_the_way_back(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import xxhash
 from ...checkpoint import find, read
 from ...checkpoint.arena import Arena
 from ...checkpoint.progress import Progress, unreported
-from ...checkpoint.remote import list_remote
+from ...checkpoint.remote import list_remote, unusable_step
 from ...checkpoint.retention import Entry
 from ...contract import messages
 from ...contract.origin import Origin
@@ -99,8 +99,12 @@ class Disk:
         """`newest`, beside `snapshot`. If there is none, the checkpoints that cannot be loaded count: training must not
         begin anew beside them."""
         newest, place = self.newest()
-        unusable = 0 if newest else find.unusable_step(self.directory, self.job)
+        unusable = 0 if newest else self._unusable_step()
         return Saved(snapshot, newest, unusable, place, self.newest)
+
+    def _unusable_step(self) -> int:
+        there = unusable_step(self.remote, self.job) if self.remote else 0
+        return max(there, find.unusable_step(self.directory, self.job))
 
     def load(self, state: State, progress: Progress = unreported) -> str:
         """Load the newest intact checkpoint into `state`; returns a description. Damaged ones are quarantined on the
