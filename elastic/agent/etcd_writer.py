@@ -98,7 +98,7 @@ class EtcdWriter:
         self.progress: Callable[[], ProgressRecord | None] = lambda: None
         """What the job has reached at this instant; None: nothing is known."""
         self._first = True
-        self._saved_generation = 0
+        self.saved_generation = 0
         """`MemberRecord.saved_generation`, once this agent has joined."""
         self._member: MemberRecord | None = None
         self._state = JobState()
@@ -145,7 +145,7 @@ class EtcdWriter:
         self._key.drop()
         if self._first:  # else the key would keep the create revision of the previous agent, whose store is gone
             self.etcd.delete(self._key.key)
-            self._saved_generation = generation_numbers.of_own_folder(self.policy.spec)
+            self.saved_generation = generation_numbers.of_own_folder(self.policy.spec)
         lease = self._key.join(self._encoded(self._member))
         self._first = False
         log.info("member.joined", lease=f"{lease.id:x}")
@@ -157,7 +157,7 @@ class EtcdWriter:
             self.etcd.put(self._key.key, self._encoded(self._member), lease.id)
 
     def _encoded(self, member: MemberRecord) -> bytes:
-        saved = self._saved_generation
+        saved = self.saved_generation
         return encode(msgspec.structs.replace(member, saved_generation=saved) if saved else member)
 
     # ── generations ─────────────────────────────────────────────────────────────────────────────────────────
@@ -356,6 +356,10 @@ class EtcdWriter:
     def put_save_incident(self, record: IncidentRecord) -> None:
         """Incident of a failed checkpoint."""
         self._put_beside(self.keys.save_incident(record.generation, record.node, record.step or 0), record)
+
+    def put_stray_incident(self, record: IncidentRecord) -> None:
+        """Incident of checkpoints that the job goes on without."""
+        self._put_beside(self.keys.stray_incident(record.generation, record.node), record)
 
     def put_exit_incident(self, record: IncidentRecord, worker_id: int) -> None:
         """Incident of a process that did not end after its script had; `worker_id` makes its key unique."""

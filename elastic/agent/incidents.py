@@ -1,4 +1,5 @@
-"""Incidents that break no generation: a checkpoint that could not be written, a process that did not end."""
+"""Incidents that break no generation: a checkpoint that could not be written, or that the job goes on without; a
+process that did not end."""
 
 from __future__ import annotations
 
@@ -27,6 +28,23 @@ def cut_short(agent: Agent, generation: int) -> bool:
 
 def save_failed(agent: Agent, step: int, error: str, wall_s: float) -> IncidentRecord:
     return _over_at_once(agent, "checkpoint", f"checkpoint of step {step} failed: {error}", wall_s, step=step)
+
+
+def stray_checkpoints(before: Agent, agent: Agent, saved_generation: int, wall_s: float) -> IncidentRecord | None:
+    """Incident of a node that takes up the job late, with checkpoints of its own (`saved_generation`: of the newest)
+    that are newer by their numbers than what the job goes on from: it had begun without them. None: there are
+    none."""
+    formed, me = agent.formed.generation, (agent.policy.node, agent.policy.incarnation)
+    if formed is None or saved_generation < formed.number or formed.node_of(*me) is None:
+        return None
+    if before.formed.generation is not None and before.formed.generation.node_of(*me) is not None:
+        return None  # told when it came
+    folder = agent.policy.spec.checkpoint.dir
+    detail = (
+        f"{folder} on {agent.policy.node} has a checkpoint of generation {saved_generation}; the job is in generation "
+        f"{formed.number} and goes on without it, but would go back to it if all live state were lost"
+    )
+    return _over_at_once(agent, "checkpoint", detail, wall_s)
 
 
 def late_exit(

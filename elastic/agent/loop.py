@@ -59,7 +59,7 @@ from .effect_runner import EffectRunner
 from .etcd_writer import EtcdWriter
 from .hang_detector import HangDetector
 from .history import HistoryFile
-from .incidents import cut_short, late_exit, save_failed
+from .incidents import cut_short, late_exit, save_failed, stray_checkpoints
 from .ledger import LedgerKeeper, began_wall_s
 from .logs import Trimmer
 from .orders import OrdersFile
@@ -377,6 +377,8 @@ class AgentLoop:
         if self.agent.progress.settled > before.progress.settled:
             self._status_due_s = self._progress_due_s = 0.0  # a drained node waits for this
         if self.agent.formed.generation is not None and self.agent.formed.generation is not before.formed.generation:
+            if stray := stray_checkpoints(before, self.agent, self._registry.saved_generation, time.time()):
+                self._registry.put_stray_incident(stray)
             self.on_generation(self.agent, self.agent.formed.generation)
             self.changed.set()
         self._lookout.turned(before, self.agent, self._watch_scope.whole, now_s)

@@ -150,3 +150,7 @@ class JobKeys:
     def save_incident(self, generation: int, node: str, step: int) -> str:
         """Of a checkpoint that failed; beside the incident of its generation."""
         return f"{self.incident(generation)}.save.{node}.{step}"
+
+    def stray_incident(self, generation: int, node: str) -> str:
+        """Of checkpoints of a node that the job goes on without; beside the incident of its generation."""
+        return f"{self.incident(generation)}.stray.{node}"

@@ -14,7 +14,7 @@ from support.jobs import generation, member, place, policy
 
 from elastic.agent import generation_numbers
 from elastic.agent.etcd_writer import KEPT_BESIDE, EtcdWriter
-from elastic.agent.incidents import late_exit, save_failed
+from elastic.agent.incidents import late_exit, save_failed, stray_checkpoints
 from elastic.agent.process import Exited
 from elastic.agent.store import Stores
 from elastic.agent.write_queue import Write, WriteQueue
@@ -43,7 +43,7 @@ from elastic.recovery.events import Event, PublishFailed
 from elastic.recovery.generation_delta import GenerationReader
 from elastic.recovery.incident import KEPT_REPEATS
 from elastic.recovery.membership import Change
-from elastic.recovery.model import CROWD, Agent
+from elastic.recovery.model import CROWD, Agent, changed
 from elastic.recovery.view import JobView
 from elastic.util import store_secret
 from elasticd.api.views import steps_lost
@@ -388,6 +388,30 @@ def test_checkpoints_that_fail_without_end_do_not_fill_etcd() -> None:
         office.queues["lazy"].orders[-1]()
     kvs = office.client.get_prefix(KEYS.incidents).kvs.values()
     assert {decode(IncidentRecord, kv.value).step for kv in kvs} == set(range(3, KEPT_BESIDE + 3)), "the newest stay"
+
+
+def test_checkpoints_of_a_node_that_joins_late_are_told_once_if_the_job_goes_on_without_them(tmp_path: Path) -> None:
+    """They outrank the job's own by their numbers."""
+    office = Office(dir=str(tmp_path), shared=False)
+    (tmp_path / tmp_name(60, 7, "job")).mkdir()
+    office.registry.rejoin(member("n").record)
+    office.queues["urgent"].orders[-1]()
+    others, joined = generation(6, [place("m")]), generation(7, [place("m"), place("n")])
+    outside = changed(Agent(office.policy), generation=others)
+    inside = changed(outside, generation=joined)
+    saved = office.registry.saved_generation
+    told = stray_checkpoints(outside, inside, saved, 10.0)
+    assert told is not None
+    assert (told.kind, told.node, told.open, told.steps_lost) == ("checkpoint", "n", False, 0)
+    assert f"{tmp_path} on n has a checkpoint of generation 7; the job is in generation 7" in told.detail
+    office.registry.put_stray_incident(told)
+    office.queues["lazy"].orders[-1]()
+    assert decode(IncidentRecord, office.client.server.kvs[KEYS.stray_incident(7, "n")].value) == told
+    assert stray_checkpoints(inside, changed(inside, generation=joined), saved, 10.0) is None, "it was there before"
+    assert stray_checkpoints(outside, changed(outside, generation=others), saved, 10.0) is None, "it has no place"
+    above = generation(8, [place("m"), place("n")])
+    assert stray_checkpoints(outside, changed(outside, generation=above), saved, 10.0) is None, "the job's are newer"
+    office.registry.leave()
 
 
 def report(node: str, *slots: int, kind: str = "exit") -> BrokenRecord:

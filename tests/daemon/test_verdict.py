@@ -160,6 +160,10 @@ CASES: dict[str, list[IncidentRecord]] = {
     "sigill": [died("SIGILL")],
     "sigfpe": [died("SIGFPE")],
     "signal": [died("SIGUSR1")],
+    "checkpoint_stray": [
+        incident("checkpoint", "/ck on n3 has a checkpoint of generation 7; the job is in generation 3 and goes on "
+                 "without it, but would go back to it if all live state were lost"),
+    ],
     "checkpoint": [incident("checkpoint", "checkpoint of step 40 failed: something else")],
     "exit_code": [incident("exit", "exit code 3: bye")],
     "collective": [incident("comm", "a call failed")],
