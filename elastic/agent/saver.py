@@ -94,7 +94,8 @@ class Saver:
         self.last = SaveStatus()
         self._slots: dict[int, _Slot] = {}
         self._writes: dict[int, tuple[int, int, int]] = {}
-        self._committing: set[tuple[int, int]] = set()
+        self._committing: dict[tuple[int, int], bool] = {}
+        """(generation, step) -> whether this node copies that checkpoint to the remote end."""
         self._asking: dict[int, tuple[int, float]] = {}
         self._outdated = False
         """The writer still maps buffers that have been replaced."""
@@ -152,9 +153,9 @@ class Saver:
                 self.writer.submit(orders.Forget())
                 self._outdated = False
 
-    def filled(self, slot: int, message: messages.Filled, *, lead: bool, world_size: int) -> None:
+    def filled(self, slot: int, message: messages.Filled, *, lead: bool, world_size: int, copies: bool = True) -> None:
         """A snapshot is complete in its arena. If it is to be saved: write its shard, and with `lead` commit, once per
-        step."""
+        step. `copies`: this node, and no other, copies the checkpoint to the remote end."""
         self.last.interval, self.last.skipped = message.interval, message.skipped
         held = self._slots.get(slot)
         if held is None or not held.arenas:
@@ -181,12 +182,12 @@ class Saver:
         self._writes[ticket] = (slot, message.step, message.buffer)
         if lead and (message.generation, message.step) not in self._committing:
             try:
-                self._commit(message, world_size)
+                self._commit(message, world_size, copies)
             except (Busy, OSError) as error:
                 # The buffer is freed when its write has ended.
                 self._fail(message.generation, message.step, f"commit: {error}")
 
-    def _commit(self, message: messages.Filled, world_size: int) -> None:
+    def _commit(self, message: messages.Filled, world_size: int, copies: bool) -> None:
         self.writer.submit(
             orders.Commit(
                 directory=self.rules.dir,
@@ -201,7 +202,7 @@ class Saver:
                 keep_every_steps=self.rules.keep_every_steps,
             )
         )
-        self._committing.add((message.generation, message.step))
+        self._committing[message.generation, message.step] = copies
 
     # ── results from the writer ─────────────────────────────────────────────────────────────────────────────
 
@@ -221,7 +222,7 @@ class Saver:
         slot, step, buffer = self._writes.pop(result.id, (-1, result.step, 0))
         if result.error:
             self._fail(result.generation, step, result.error)
-        elif (result.generation, step) not in self._committing | {self.last.failing.last}:
+        elif (result.generation, step) not in {*self._committing, self.last.failing.last}:
             self.last.failing = FailuresInRow()  # another node commits; this node's part is done
         self._free(slot, step, buffer, result.error, result.seconds)
 
@@ -230,7 +231,7 @@ class Saver:
             self.tell(held.worker_id, messages.SaveResult(step=step, buffer=buffer, error=error, seconds=seconds), ())
 
     def _committed(self, result: orders.Result) -> None:
-        self._committing.discard((result.generation, result.step))
+        copies = self._committing.pop((result.generation, result.step), True)
         if result.missing and self.cut(result.generation):
             log.warning("checkpoint.cut", step=result.step, why=result.error)  # the incident is that of the failure
             return
@@ -245,7 +246,7 @@ class Saver:
         for note in result.notes:
             log.warning("checkpoint.not_removed", why=note)
         self.on_saved(result.generation, result.step)
-        if self.rules.remote:
+        if self.rules.remote and copies:
             order = orders.CopyUp(
                 path=result.path,
                 url=self.rules.remote,

@@ -51,9 +51,8 @@ class WorkerReports:
                 self._saver.ask_kept(worker_id, generation, saved=saved)
             case messages.Filled():
                 world_size = agent.formed.generation.world_size if agent.formed.generation else 0
-                self._saver.filled(
-                    slot, message, lead=is_leader(agent) if self._shared else True, world_size=world_size
-                )
+                leads = is_leader(agent)
+                self._saver.filled(slot, message, lead=leads or not self._shared, world_size=world_size, copies=leads)
             case messages.Logged(generation=generation, begun=begun, rows=rows, repeated=repeated):
                 self._logged_in = max(self._logged_in, generation)
                 self.metrics.take(generation, begun, [row.from_json() for row in rows], repeated=repeated)

@@ -78,7 +78,8 @@ def _copy_up(path: str, url: str, name: str, manifest: m.Manifest, keep: int, ke
         target = posixpath.join(root, name)
         whole = _is_whole(filesystem, target, manifest)
         if whole is False:  # invalid until it is replaced
-            filesystem.rm_file(posixpath.join(target, m.MANIFEST))
+            with contextlib.suppress(FileNotFoundError):  # another node was faster
+                filesystem.rm_file(posixpath.join(target, m.MANIFEST))
         if not whole:
             _put(filesystem, path, target, manifest)
         if keep:
@@ -99,8 +100,9 @@ def _broken_off(filesystem: Any, root: str, job: str, kept: list[Entry]) -> list
 
 
 def _is_whole(filesystem: Any, target: str, manifest: m.Manifest) -> bool | None:
-    """Whether the copy that is there is complete; None: there is none, or another node is making it. Without a shared
-    folder each node copies its own checkpoint of the state."""
+    """Whether the copy that is there is complete, and of the same bytes; None: there is none, or another node is making
+    it. Without a shared folder two nodes may both take themselves for the leader, and copy: one's manifest over shards
+    of the other's would be damage that shows only when it is fetched."""
     manifest_at = posixpath.join(target, m.MANIFEST)
     if not filesystem.exists(manifest_at):
         return None
@@ -109,7 +111,9 @@ def _is_whole(filesystem: Any, target: str, manifest: m.Manifest) -> bool | None
         sizes = [filesystem.size(posixpath.join(target, shard.file)) for shard in found.shards]
     except (m.BadManifest, FileNotFoundError):
         return False
+    hashes = [(shard.file, shard.xxh3) for shard in manifest.shards]
     same = (found.job, found.step, found.generation) == (manifest.job, manifest.step, manifest.generation)
+    same = same and hashes == [(shard.file, shard.xxh3) for shard in found.shards]
     return same and sizes == [shard.nbytes for shard in found.shards]
 
 

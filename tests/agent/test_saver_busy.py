@@ -71,7 +71,7 @@ def test_a_commit_that_found_no_room_is_tried_with_the_next_shard(bench: Bench) 
     assert not bench.saver._committing
     bench.writer.refuses = set()
     bench.filled()
-    assert bench.saver._committing == {(2, 7)}
+    assert bench.saver._committing == {(2, 7): True}
 
 
 def test_a_write_that_found_no_room_frees_the_buffer(bench: Bench) -> None:

@@ -54,11 +54,11 @@ class Bench:
         self.saver.writer = self.writer  # type: ignore[assignment]
         self.saver.need_arena(0, 1, 4096)
 
-    def save(self, step: int, error: str = "", *, lead: bool = True) -> None:
+    def save(self, step: int, error: str = "", *, lead: bool = True, copies: bool = True) -> None:
         """One shard, and its commit if this node leads: both answered alike."""
         first = len(self.writer.orders)
         filled = messages.Filled(step=step, generation=2, buffer=0, nbytes=9, shard=0, shards=1, stall_s=0.0)
-        self.saver.filled(0, filled, lead=lead, world_size=1)
+        self.saver.filled(0, filled, lead=lead, world_size=1, copies=copies)
         self._answer(first, step, error)
 
     def copied(self, step: int, error: str = "") -> None:
@@ -88,6 +88,12 @@ def test_the_writer_is_told_whether_the_folder_is_of_this_node_alone(shared: boo
     order = bench.writer.orders[0]
     assert isinstance(order, orders.Write)
     assert order.alone is not shared
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_one_node_copies_where_each_commits_its_own(copies: bool, bench: Bench) -> None:
+    bench.save(7, copies=copies)
+    assert any(isinstance(order, orders.CopyUp) for order in bench.writer.orders) is copies
 
 
 def test_checkpoint_with_failed_shard_and_failed_commit_counts_as_one_failure(bench: Bench) -> None:

@@ -103,6 +103,29 @@ def test_a_copy_of_another_node_is_not_taken_away_to_make_it_again(
     assert fetch_newest(url, "job", str(tmp_path / "back")) is not None
 
 
+def test_a_copy_with_other_bytes_of_the_same_size_is_made_again(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes have copied at once: the manifest there may be one's, and a shard the other's. At the moment at which
+    this node replaces it, another one has removed the manifest already."""
+    import fsspec
+
+    filesystem = type(fsspec.filesystem("memory"))
+    real = filesystem.rm_file
+
+    def rm_file(self: Any, path: str) -> None:
+        real(self, path)
+        raise FileNotFoundError(path)
+
+    copy_up(save(str(tmp_path / "n0"), 20, tensors=state_at(21)), url)
+    monkeypatch.setattr(filesystem, "rm_file", rm_file)
+    copy_up(save(str(tmp_path / "n1"), 20), url)
+    fetched = fetch_newest(url, "job", str(tmp_path / "back"))
+    assert fetched is not None
+    ours = Path(shard_paths(str(tmp_path / "n1" / "step-20"))[0])
+    assert Path(shard_paths(fetched)[0]).read_bytes() == ours.read_bytes()
+
+
 def test_a_copy_that_another_one_has_removed_meanwhile_is_no_failure(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
