@@ -102,6 +102,7 @@ class EtcdWriter:
         """`MemberRecord.saved_generation`, once this agent has joined."""
         self._member: MemberRecord | None = None
         self._state = JobState()
+        self._remote = generation_numbers.RemoteEnd()
 
     def start(self) -> None:
         self._urgent.start()
@@ -275,7 +276,7 @@ class EtcdWriter:
 
     def _newest_saved(self, view: JobView, *, remote: bool) -> int:
         members = [member.record for member in view.members.values()]
-        return generation_numbers.newest_saved(self.policy.spec, members, remote=remote)
+        return generation_numbers.newest_saved(self.policy.spec, members, self._remote if remote else None)
 
     def _say(self, view: JobView, reason: str) -> None:
         """Put into the job's state why it does not start, for users."""

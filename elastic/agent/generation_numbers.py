@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Collection
+from concurrent.futures import Future, wait
 
 import structlog
 
@@ -11,20 +14,56 @@ from ..checkpoint.find import newest_generation, peek
 from ..checkpoint.remote import list_remote
 from ..contract.records import MemberRecord
 from ..contract.spec import JobSpec
+from .write_queue import FAILURES
 
 log = structlog.get_logger()
 
 
-def newest_saved(spec: JobSpec, members: Collection[MemberRecord], *, remote: bool) -> int:
-    """The newest generation of the checkpoints that any member may load; 0: there is none. `remote`: of those at the
-    remote end too. Raises OSError for the folder, and CheckpointError if only the remote end can have one and does not
-    answer."""
+LIST_S = 10.0
+"""For how long the remote end may take to list its checkpoints before publications go on without it."""
+
+
+class RemoteEnd:
+    """Lists the checkpoints at the remote end in a thread: its storage may hang, and then no publication may wait."""
+
+    def __init__(self, limit_s: float = LIST_S) -> None:
+        self._limit_s = limit_s
+        self._begun_s = 0.0
+        self._listing: Future[int] | None = None
+        """The one that is under way: no other is begun beside it, and a late result is used by the next call."""
+
+    def newest(self, url: str, job: str) -> int:
+        """The newest generation of `job` at `url`; 0: there is none. Raises CheckpointError, also if it takes longer
+        than the limit, counted from the beginning of the listing."""
+        listing = self._listing
+        if listing is None:
+            listing = Future()
+            threading.Thread(target=_list, args=(listing, url, job), name="elastic-remote-list", daemon=True).start()
+            self._listing, self._begun_s = listing, time.monotonic()
+        wait([listing], timeout=max(0.0, self._begun_s + self._limit_s - time.monotonic()))
+        if not listing.done():
+            raise CheckpointError(f"listing {url} takes longer than {self._limit_s:g} s")
+        self._listing = None
+        return listing.result()
+
+
+def _list(listing: Future[int], url: str, job: str) -> None:
+    try:
+        listing.set_result(max([0, *(generation for _, generation, _ in list_remote(url, job))]))
+    except FAILURES as error:
+        listing.set_exception(error)
+
+
+def newest_saved(spec: JobSpec, members: Collection[MemberRecord], remote: RemoteEnd | None) -> int:
+    """The newest generation of the checkpoints that any member may load; 0: there is none. `remote`: lists those at the
+    remote end; None: they do not count. Raises OSError for the folder, and CheckpointError if only the remote end can
+    have one and does not answer."""
     rules = spec.checkpoint
     newest = max([newest_generation(rules.dir, spec.name), *(member.saved_generation for member in members)])
-    if not rules.remote or not remote:
+    if not rules.remote or remote is None:
         return newest
     try:
-        return max([newest, *(generation for _, generation, _ in list_remote(rules.remote, spec.name))])
+        return max(newest, remote.newest(rules.remote, spec.name))
     except CheckpointError as error:
         if not peek(rules.dir, spec.name):
             raise  # the workers need it, too

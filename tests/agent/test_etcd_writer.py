@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import socket
+import threading
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from elastic.agent.incidents import late_exit, save_failed, stray_checkpoints
 from elastic.agent.process import Exited
 from elastic.agent.store import Stores
 from elastic.agent.write_queue import Write, WriteQueue
+from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.names import tmp_name
 from elastic.checkpoint.remote import RemoteError
 from elastic.contract.decoding import Member
@@ -515,6 +517,35 @@ def test_first_generation_is_above_those_of_remote_checkpoints(
         state = decode(JobState, office.client.server.kvs[KEYS.state].value)
         assert "no answer" in state.reason
     office.stores.close()
+
+
+@pytest.mark.parametrize("local", [3, 0])
+def test_a_remote_end_that_hangs_holds_up_no_publication(
+    local: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a local checkpoint the job goes on without it; else each try says so, and begins no further listing. One
+    that was late is used."""
+    answers, listings = threading.Event(), []
+
+    def listed(*_: object) -> list[tuple[int, int, str]]:
+        listings.append(1)
+        answers.wait(60.0)
+        return [(500, 10, "step-500")]
+
+    monkeypatch.setattr(generation_numbers, "peek", lambda *_: [(60, local, "step-60")] if local else [])
+    monkeypatch.setattr(generation_numbers, "newest_generation", lambda *_: local)
+    monkeypatch.setattr(generation_numbers, "list_remote", listed)
+    spec = Office(dir=str(tmp_path), remote="memory://copies").policy.spec
+    remote = generation_numbers.RemoteEnd(limit_s=0.05)
+    for _ in range(2):
+        with contextlib.nullcontext() if local else pytest.raises(CheckpointError, match="longer than"):
+            assert generation_numbers.newest_saved(spec, [], remote) == local
+    assert listings == [1]
+    answers.set()
+    listing = remote._listing
+    assert listing is not None
+    assert listing.result(60.0) == 10
+    assert generation_numbers.newest_saved(spec, [], remote) == 10
 
 
 def numbered(
