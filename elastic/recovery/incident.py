@@ -19,6 +19,9 @@ KEPT_REPEATS = 20
 """How many further incidents of one generation have records of their own, while it steps on after each. Those after
 them share one record, that of the newest."""
 
+UNPROVEN = ("lost", "unreachable")
+"""Causes that another agent has inferred: the node may live, and its ranks step."""
+
 ENDS = ("exit", "respawn")
 """Kinds of reports that are made when the process has ended: its last step is known then."""
 
@@ -106,7 +109,7 @@ class Incident(msgspec.Struct, frozen=True):
         """With the causes that only an earlier leader has learnt of, if this agent is about to replace its record."""
         if self.told is not None or (key, record.repeat) != (self.key, self.repeat):
             return self
-        known = {(cause.generation, cause.node) for cause in causes(self)}
+        known = {(cause.generation, cause.node) for cause in (*causes(self), *self.inherited)}
         more = tuple(c for c in record.causes if weight(c.kind) > 0 and (c.generation, c.node) not in known)
         return msgspec.structs.replace(self, inherited=(*self.inherited, *more)) if more else self
 
@@ -120,13 +123,28 @@ class Incident(msgspec.Struct, frozen=True):
 
 def causes(incident: Incident) -> tuple[Cause, ...]:
     """All failures, by generation; in each the causes before the consequences."""
-    found = list(incident.inherited)
+    found: list[Cause] = []
     for report in incident.reports:
         found.append(_cause(report.generation, report.node, kind_of(report), report.ranks,
                             report.detail))  # fmt: skip
         found += [_cause(report.generation, loss.node, loss.kind, loss.ranks, loss.detail) for loss in report.also]
     found += incident.gone
+    # An earlier leader has inferred from absence or silence that a node was lost; the job went on with that node, and
+    # another cause explains the failure.
+    told = [cause for cause in incident.inherited if not _kept_its_place(incident, cause)]
+    explained = any(weight(cause.kind) > 0 for cause in (*told, *found))
+    found = [*(told if explained else incident.inherited), *found]
     return tuple(sorted(dict.fromkeys(found), key=lambda c: (c.generation, weight(c.kind) == 0)))
+
+
+def _kept_its_place(incident: Incident, cause: Cause) -> bool:
+    """Whether the same agent of a node that is named as lost has a place in each generation since, one at least."""
+    before = next((g for g in incident.generations if g.number == cause.generation), None)
+    place = before.nodes[at] if before is not None and (at := before.at(cause.node)) is not None else None
+    since = [formed for formed in incident.generations if formed.number > cause.generation]
+    if cause.kind not in UNPROVEN or place is None or not since:
+        return False
+    return all(formed.node_of(place.node, place.incarnation) is not None for formed in since)
 
 
 def _cause(generation: int, node: str, kind: str, ranks: Iterable[int], detail: str) -> Cause:

@@ -12,7 +12,7 @@ from ..contract.records import Cause, GenerationNode, GenerationRecord, Incident
 from .effects import AddCauses, PutIncident
 from .events import Event, WorkerSynced
 from .evidence import weight
-from .incident import KEPT_REPEATS, Closed, Incident, Sync, causes, dated, drawn
+from .incident import KEPT_REPEATS, UNPROVEN, Closed, Incident, Sync, causes, dated, drawn
 from .membership import cut_off, unreached
 from .model import Agent, is_leader, led_by
 from .transitions import Stage
@@ -24,10 +24,6 @@ another agent to close."""
 
 FREE = (Stage.READY, Stage.FORMING, Stage.RUNNING, Stage.GONE, Stage.STARTING, Stage.KILLED)
 """Stages of a worker that no longer holds the group of the failed generation."""
-
-
-_UNPROVEN = ("lost", "unreachable")
-"""Causes that another agent has inferred: the node may live, and its ranks step."""
 
 
 def report(turn: Turn, before: Agent, event: Event) -> None:
@@ -151,7 +147,7 @@ def _sweep(turn: Turn) -> None:
     if not steps or turn.now_s - agent.formed.formed_at_s <= SWEEP_S or not is_leader(turn.agent):
         return
     number = agent.formed.generation.number
-    if any(c.generation >= number and c.kind not in _UNPROVEN and weight(c.kind) for c in seen[1].causes):
+    if any(c.generation >= number and c.kind not in UNPROVEN and weight(c.kind) for c in seen[1].causes):
         return  # this generation has failed, and this agent has not learnt it: no step follows in it
     over = agent.incidents.closed
     if over is not None and (over.incident.key, over.incident.repeat) == (seen[0], seen[1].repeat):

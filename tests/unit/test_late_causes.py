@@ -9,7 +9,7 @@ from msgspec.structs import replace as replace_struct
 from support.jobs import generation, member, place, policy, view
 
 from elastic.contract.origin import Origin
-from elastic.contract.records import BrokenRecord, Cause, IncidentRecord, Loss
+from elastic.contract.records import BrokenRecord, Cause, GenerationNode, IncidentRecord, Loss
 from elastic.contract.spec import JobSpec
 from elastic.recovery.effects import AddCauses
 from elastic.recovery.events import Viewed
@@ -37,6 +37,29 @@ def test_a_death_that_is_reported_late_is_the_cause() -> None:
     assert (fuller.kind, fuller.node, fuller.ranks, fuller.detail) == ("exit", "b", (1,), "killed by SIGKILL")
     assert [c.kind for c in fuller.causes] == ["exit"], "the failed collective was its consequence"
     assert (fuller.steps_lost, fuller.steps_lost_at_most) == (0, 0)
+
+
+LOST = Cause(generation=1, node="a", kind="lost", ranks=(0,), detail="node a is gone: its agent's lease has run out")
+
+
+@pytest.mark.parametrize(
+    ("after", "reports", "named"),
+    [
+        ([place("a"), place("b")], (DEATH,), ["b"]),  # the job goes on with the same agent of node a
+        ([place("a", worker_id=2), place("b")], (DEATH,), ["a", "b"]),
+        ([place("b")], (DEATH,), ["a", "b"]),
+        ([place("a"), place("b")], (replace_struct(COLLECTIVE, node="b"),), ["a"]),  # nothing else explains the failure
+    ],
+)
+def test_a_living_node_that_an_earlier_leader_took_for_lost_is_not_named_beside_the_cause(
+    after: list[GenerationNode], reports: tuple[BrokenRecord, ...], named: list[str]
+) -> None:
+    """Perhaps by the node itself, which leads now."""
+    record = IncidentRecord(generation=2, kind="lost", node="a", ranks=(0,), detail="", wall_s=1.0, causes=(LOST,))
+    incident = Incident(key=2, generations=(FAILED, generation(2, after)), began_s=0.0, reports=reports)
+    continued = incident.with_recorded(2, record)
+    assert continued.with_recorded(2, record) == continued
+    assert [cause.node for cause in causes(continued) if cause.kind != "comm"] == named
 
 
 def test_late_report_adds_repeated_steps_to_the_lost_steps() -> None:
