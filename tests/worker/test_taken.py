@@ -134,3 +134,24 @@ def test_torchs_schedulers_and_scaler_take_everything(capfd: pytest.CaptureFixtu
     state.filled()
     assert state.cosine.last_epoch == 5
     assert "elastic:" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_modules_extra_state_that_is_not_taken_is_named(takes: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    class Counting(torch.nn.Linear):
+        count = 0
+
+        def get_extra_state(self) -> Any:
+            return {"count": self.count, "mean": torch.full((2,), float(self.count))}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.count = state["count"] if takes else 0
+
+    source, state, extra = State(model=Counting(1, 1)), State(model=Counting(1, 1)), {}  # type: ignore[var-annotated]
+    source.model.count = 3
+    came = source.tensors(extra)
+    for mine, (_, theirs) in zip(state.adopt(tuple(info for info, _ in came), extra), came, strict=True):
+        mine.copy_(theirs)
+    state.filled()
+    said = "state.model._extra_state.count is 0 after it was loaded, and was given as 3"
+    assert (said in capfd.readouterr().err) is not takes

@@ -15,8 +15,9 @@ import torch
 
 from .. import torch_private
 from .copies import Copy, Mark, counted, equal, mark, unmarked, writable
+from .object_parts import ValuePart
 from .optimizer_marks import OptimizerMarks
-from .parts import OptimizerPart, Part, Slot, ValuePart
+from .parts import OptimizerPart, Part, Slot
 from .watch import TensorWatch, versions
 
 COPIED_BYTES = 16 * 1024 * 1024

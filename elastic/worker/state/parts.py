@@ -1,6 +1,7 @@
-"""The kinds of parts of a `State`, and how each hands out and receives tensors. Receiving has two steps: `adopt`
-provides storage for exactly the tensors to come (storage that exists and fits is kept, so parameters remain the
-objects that DDP and the optimizer hold) and returns them, and `filled` is called when their bytes are in."""
+"""Modules and optimizers as parts of a `State`, and what all kinds of parts have in common (`object_parts` has the
+others). Receiving has two steps: `adopt` provides storage for exactly the tensors to come (storage that exists and fits
+is kept, so parameters remain the objects that DDP and the optimizer hold) and returns them, and `filled` is called when
+their bytes are in."""
 
 from __future__ import annotations
 
@@ -73,6 +74,7 @@ class ModulePart:
         self._codecs = codecs
         self._coming: dict[str, torch.Tensor] | None = None
         self._coming_made: dict[str, Any] = {}
+        self._coming_extra: Any = None  # as JSON
         self._makes: tuple[bool, dict[str, torch.nn.Module]] | None = None
 
     def held(self) -> tuple[Named, Any]:
@@ -114,14 +116,16 @@ class ModulePart:
             return coming[name]
 
         self._coming_made = {key: decode(item, target, self._codecs) for key, item in extra.items()}
-        self._coming = coming
+        self._coming, self._coming_extra = coming, extra
         return {**replaced, **coming}
 
     def filled(self) -> None:
         if self._coming is not None:
-            made = self._coming_made
-            self._coming, self._coming_made = None, {}
+            made, given = self._coming_made, (self._coming_extra, self._coming)
+            self._coming, self._coming_made, self._coming_extra = None, {}, None
             self.put_back(made)
+            now: dict[str, torch.Tensor] = {}
+            taken.told(self.name, given, (self._encoded(self.split()[1], now), now))
 
     def to(self, device: torch.device) -> None:
         before = list(self.value.parameters())
@@ -186,106 +190,6 @@ class ModulePart:
 
 
 _EXTRA = "_extra_state"  # torch's key for what `get_extra_state` returns
-
-
-class ObjectPart:
-    """Anything with state_dict and load_state_dict, whose state_dict is JSON except for tensors."""
-
-    kind = "object"
-
-    def __init__(self, name: str, value: Any, codecs: Codecs) -> None:
-        self.name = name
-        self.value = value
-        self._codecs = codecs
-        self._coming: dict[str, torch.Tensor] | None = None
-        self._coming_extra: Any = None
-        """As JSON."""
-        self._coming_value: Any = None
-
-    def held(self) -> tuple[Named, Any]:
-        encoded, found = self._encoded()
-        return list((found if self._coming is None else self._coming).items()), encoded
-
-    def tensors(self) -> Named:
-        return list((self._coming if self._coming is not None else self._encoded()[1]).items())
-
-    def extra(self) -> Any:
-        return self._encoded()[0]
-
-    def adopt(self, infos: Infos, extra: Any) -> Mapping[str, torch.Tensor]:
-        mine = self._encoded()[1]
-        coming: dict[str, torch.Tensor] = {}
-
-        def target(name: str, device: str) -> torch.Tensor:
-            if name not in infos:
-                raise ValueError(f"{name} is named by the state that came, but is not in its table")
-            coming[name] = fitting(mine.get(name), infos[name], device)
-            return coming[name]
-
-        self._coming_extra, self._coming_value = extra, decode(extra, target, self._codecs)
-        self._coming = coming
-        return coming
-
-    def filled(self) -> None:
-        if self._coming is not None:
-            given, value = (self._coming_extra, self._coming), self._coming_value
-            self._coming = self._coming_extra = self._coming_value = None
-            self._put(value)
-            self._compare(*given)
-
-    def to(self, device: torch.device) -> None:
-        pass  # left to the object; most hold no tensors
-
-    def slots(self) -> list[Slot]:
-        return []
-
-    def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
-        return Copy(self._get(), self.name, self._codecs, before, watched)
-
-    def put_back(self, held: Any) -> None:
-        tensors: dict[str, torch.Tensor] = {}
-        given = encode(held, self.name, tensors, self._codecs)
-        self._put(held)
-        self._compare(given, tensors)
-
-    def _compare(self, extra: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-        taken.told(self.name, (extra, tensors), self._encoded())
-
-    def _encoded(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        tensors: dict[str, torch.Tensor] = {}
-        return encode(self._get(), self.name, tensors, self._codecs), tensors
-
-    def _get(self) -> Any:
-        return self.value.state_dict()
-
-    def _put(self, held: Any) -> None:
-        self.value.load_state_dict(held)
-
-
-class ValuePart(ObjectPart):
-    """A plain value, an attribute of the state."""
-
-    kind = "value"
-
-    def _get(self) -> Any:
-        return self.value
-
-    def _put(self, held: Any) -> None:
-        self.value = held
-
-    def _compare(self, extra: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-        pass  # it is what it was set to
-
-
-class ScalerPart(ObjectPart):
-    """torch's GradScaler. Its `state_dict()` waits for the device, which costs too much at every commit."""
-
-    def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
-        held = {key: value for key, value in vars(self.value).items() if key in torch_private.SCALER_STATE}
-        return Copy(held, self.name, self._codecs, before, watched)
-
-    def put_back(self, held: Any) -> None:
-        vars(self.value).update(held)
 
 
 class OptimizerPart:

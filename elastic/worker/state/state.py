@@ -17,8 +17,9 @@ from .commit_point import CommitPoint
 from .described import Described
 from .json_codec import Codecs
 from .modes import Modes
+from .object_parts import ObjectPart, ScalerPart, ValuePart
 from .optimizers import Optimizers, is_sharded, sharded
-from .parts import ModulePart, ObjectPart, OptimizerPart, Part, ScalerPart, ValuePart
+from .parts import ModulePart, OptimizerPart, Part
 from .refused import listed, refuse_lazy, refuse_sharded
 from .state_source import Version
 from .survey import Survey, mismatch, own_tensors
