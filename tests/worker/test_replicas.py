@@ -101,7 +101,7 @@ def formed(rank: int, world_size: int, port: int) -> Group:
 
 
 def on_ranks(rank: int, world_size: int, port: int, *, how: str, steps: int, ignore: bool = False) -> list[Any]:
-    """[error, committed steps, what was printed]"""
+    """[error, committed steps, what elastic has printed]"""
     group = formed(rank, world_size, port)
     job = Job(name="j", device=CPU, local_rank=rank, link=NoLink(), ignore_bad_numbers=ignore)
     job.rank, job.world_size = rank, world_size
@@ -112,7 +112,8 @@ def on_ranks(rank: int, world_size: int, port: int, *, how: str, steps: int, ign
         except RuntimeError as raised:
             error = str(raised)
     group.close()
-    return [error, state.step if state else 0, said.getvalue()]
+    lines = [line for line in said.getvalue().splitlines() if line.startswith("elastic:")]
+    return [error, state.step if state else 0, "\n".join(lines)]
 
 
 @pytest.mark.slow
