@@ -112,10 +112,10 @@ def _bad_inputs(batch: HasIndices) -> list[int]:
 
 
 def _has_numbers(leaf: Any) -> bool:
-    """Whether it is a dense tensor of floating-point numbers."""
+    """Whether it is a dense tensor of floating-point numbers, in types that torch computes with (not float8)."""
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
         return False
-    return leaf.is_floating_point()
+    return leaf.is_floating_point() and leaf.element_size() > 1
 
 
 def _samples(ids: Sequence[int]) -> str:

@@ -135,7 +135,7 @@ def _numbers(tensor: torch.Tensor) -> Numbers:
         tensor = tensor._values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() or tensor.element_size() == 1:  # of float8 torch computes no norm
         tensor = tensor.float()
     if tensor.numel() == 0:
         return torch.zeros((), device=tensor.device), torch.zeros((), device=tensor.device)

@@ -17,7 +17,7 @@ class LossReader:
             return None if loss is None else float(loss)
         if not loss.is_cuda:
             return float(loss.item())
-        loss, value = loss.detach(), None
+        loss, value = loss.detach().reshape(()), None
         if self._event is not None and self._copy is not None and self._event.query():  # type: ignore[no-untyped-call]
             value, self._event = float(self._copy), None
         if self._event is None:

@@ -105,6 +105,17 @@ def test_sparse_empty_and_half_gradients_have_norms() -> None:
     assert half.rows[0].own == 2.0
 
 
+def test_weights_in_8_bits_have_norms_and_end_no_search() -> None:
+    """Frozen ones, as of a base model below LoRA's layers. torch computes next to nothing in these types."""
+    model = nn.Linear(2, 1, bias=False)
+    model.weight = nn.Parameter(torch.tensor([[3.0, 4.0]]).to(torch.float8_e4m3fn), requires_grad=False)
+    (sample,) = sampled(model, {}, {})
+    assert sample.rows[0].weight == 5.0
+    found = FirstBad()
+    found.watch([nn.Identity()])
+    assert "finite" in found.told(Batch([5, 6], torch.ones(2, 2).to(torch.float8_e4m3fn)))
+
+
 def test_a_sample_of_many_parameters_fits_into_messages() -> None:
     model = nn.Module()
     for number in range(2 * ROWS + 1):

@@ -48,3 +48,12 @@ def test_a_loss_that_was_not_read_before_a_rollback_is_not_taken_for_one_after_i
     job.enter(rank=0, world_size=1, generation=2, keeper=None)
     assert job._loss.read(loss(2.0)) is None
     assert job._loss.read(loss(3.0)) == 2.0
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_loss_of_one_element_is_read_whatever_its_shape() -> None:
+    """As on the CPU, where `item()` reads it."""
+    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    job.enter(rank=0, world_size=1, generation=1, keeper=None)
+    assert job._loss.read(torch.tensor([1.0]).as_subclass(OnGpu)) is None
+    assert job._loss.read(torch.tensor([[2.0]]).as_subclass(OnGpu)) == 1.0

@@ -63,3 +63,17 @@ def test_nor_does_a_schedule_give_them_one(capfd: pytest.CaptureFixture[str]) ->
         state.schedule.step()
         state.committed(1)
     assert capfd.readouterr().err == ""
+
+
+class Unwatched(torch.optim.SGD):
+    """Attributes without a version or a state to compare."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        with torch.inference_mode():
+            self.table = torch.zeros(2)
+        self.rng = random.SystemRandom()
+
+
+def test_an_attribute_that_cannot_be_compared_ends_no_commit(capfd: pytest.CaptureFixture[str]) -> None:
+    assert committed(Unwatched, capfd) == ""

@@ -6,12 +6,15 @@ generator that decides when a preconditioner is updated.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+
+from .watch import versions
 
 KEPT = frozenset({"state", "param_groups", "defaults"})
 
@@ -44,11 +47,18 @@ class Unkept:
 
 
 def _token(value: Any) -> object:
-    """Equal as long as `value` is; None for what is not looked at."""
+    """Equal as long as `value` is; None for what is not looked at, or has nothing to compare, as `SystemRandom`."""
+    # No commit ends for want of a warning.
+    with contextlib.suppress(RuntimeError, TypeError):
+        return _compared(value)
+    return None
+
+
+def _compared(value: Any) -> object:
     if isinstance(value, bool | int | float | str):
         return repr(value)
     if isinstance(value, torch.Tensor):
-        return id(value), value._version
+        return id(value), *versions([value])
     if isinstance(value, random.Random):
         return hash(value.getstate())
     if isinstance(value, torch.Generator):
