@@ -188,12 +188,14 @@ class Job(JobCalls):
         `compress`: exchange the gradients in 16 bits, or by a `PowerSGD` that is part of the state. `hook`: a
         communication hook of torch's kind, called as ``hook(hook_state, bucket)``; its mean over the ranks becomes the
         mean over the samples. What it keeps in `hook_state` is not restored after a failure. Raises ValueError for
-        other values, or for both, and RuntimeError if the ranks begin with different parameters.
+        other values, for both, and for a `process_group` of some ranks only; RuntimeError if the ranks begin with
+        different parameters.
         """
         exchange = comm_hooks.chosen(compress, hook, hook_state)
         if not torch.distributed.is_initialized():
             self._gradient_weight.attach(model)  # for `Batch.parts`
             return model
+        ddp.refuse_subgroup(options, self.world_size)
         link = self._link
         link.contributed()  # it begins with a collective that compares the parameters' shapes
         wrapped = ddp.wrap(

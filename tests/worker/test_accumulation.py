@@ -230,6 +230,76 @@ def test_gradients_of_a_rank_alone_are_not_applied_where_a_loop_over_parts_was_l
             assert as_before
 
 
+def own_loop_after(rank: int, world_size: int, port: int) -> Any:
+    """The gradient of a backward after the last batch was dropped within its parts, for each way to leave its loop."""
+    where: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "generation": 1}
+    group = Group(backend="gloo", rank=rank, world_size=world_size, **where)
+    group.form()
+    found = []
+    for way in ("to the end", "next", "uncommitted"):
+        job, state, model = alone(rank, world_size)
+        loaded = job.batches(Pairs(), state, batch_size=8, micro_batch=2, steps=1)
+        batch = next(loaded)
+        for part in batch.parts():
+            F.mse_loss(model(part.x), part.y).backward()
+            break  # as for a part that is NaN
+        state.optimizer.zero_grad()
+        if way != "uncommitted":
+            job.commit(state)
+        if way == "to the end":
+            next(loaded, None)
+        loaded.close()  # type: ignore[attr-defined]
+        if way == "uncommitted":
+            job.commit(state)
+        model(torch.full((1, 4), float(rank), dtype=torch.float64)).sum().backward()
+        found.append(state.model.weight.grad.flatten().tolist())
+    group.close()
+    return found
+
+
+@pytest.mark.slow
+def test_gradients_are_exchanged_after_a_loop_over_parts_that_was_left_early() -> None:
+    for found in run_ranks(own_loop_after, world_size=2):
+        assert found == [[0.5] * 4] * 3
+
+
+def whole_after_parts(rank: int, world_size: int, port: int) -> Any:
+    """The gradient of the whole batch, of which rank 1 has less, after one in parts: applied, dropped, or added to."""
+    where: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "generation": 1}
+    group = Group(backend="gloo", rank=rank, world_size=world_size, **where)
+    group.form()
+    found = []
+    for before in ("applied", "dropped", "kept"):
+        job, state, model = alone(rank, world_size)
+        for group_of in state.optimizer.param_groups:
+            group_of["lr"] = 0.0
+        batch = next(job.batches(Pairs(), state, batch_size=7, micro_batch=2, shuffle=False))
+        for part in batch.parts():
+            F.mse_loss(model(part.x), part.y).backward()
+            if before == "dropped":
+                state.optimizer.zero_grad()
+                break
+        if before != "kept":
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+        F.mse_loss(model(batch.x), batch.y).backward()
+        found.append(state.model.weight.grad.flatten().tolist())
+    group.close()
+    return found
+
+
+@pytest.mark.slow
+def test_a_backward_of_the_whole_batch_after_its_parts_has_the_weight_of_the_batch() -> None:
+    """As a GAN's second model, or a penalty on top of the loss; it had the weight of the last part."""
+    _, state, model = alone()
+    x, y = (torch.stack(column) for column in zip(*(Pairs()[i] for i in range(7)), strict=True))
+    F.mse_loss(model(x), y).backward()
+    once = state.model.weight.grad.flatten()
+    want = [pytest.approx((factor * once).tolist(), rel=1e-10) for factor in (1, 1, 2)]
+    for found in run_ranks(whole_after_parts, world_size=2):
+        assert found == want
+
+
 def test_after_a_loop_over_batches_that_was_left_no_rank_has_its_weight() -> None:
     job, state, _ = alone()
     for _ in job.batches(Pairs(), state, batch_size=60, epochs=1):

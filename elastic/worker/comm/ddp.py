@@ -10,7 +10,7 @@ PyTorch: a loss that is a mean over the samples of the rank's batch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,8 @@ class GradientWeight:
         self._sums = 0
         self._part_weight: float | None = None
         """Of the last micro-batch, while a loop over several is under way."""
+        self._of_batch = 0.0
+        """Of the batch that such a loop cuts."""
         self._exchanges = True
         """The backward of the micro-batch that was taken last exchanges the gradients."""
         self._whole = False
@@ -63,7 +65,7 @@ class GradientWeight:
         self._models.clear()
         self._weight = self._part_weight = None
         self._taken, self._ends = None, False
-        self._sums, self._whole = 0, False
+        self._sums, self._whole, self._exchanges = 0, False, True
         self.failed = self._weighted = False
 
     @property
@@ -97,7 +99,8 @@ class GradientWeight:
                 "the loop over batch.parts() was left before its end: its gradients are not the batch's mean. Run it "
                 "to its end; in zip() it comes first: zip(batch.parts(), masks)"
             )
-        self._part_weight, self._whole = None, False
+        self._leave_parts()
+        self._whole = False
         self.share_buffers()
 
     def _left_early(self) -> bool:
@@ -147,7 +150,8 @@ class GradientWeight:
             loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
 
     def committed(self) -> None:
-        self._sums, self._part_weight, self._whole = 0, None, False
+        self._leave_parts()
+        self._sums, self._whole = 0, False
         self._taken = None
         if self._ends:
             self.release()
@@ -160,15 +164,15 @@ class GradientWeight:
         """This rank has no samples in this step, and one to take part with that must not count."""
         return self._weight == 0.0
 
-    def enter_parts(self, last: float) -> None:
-        """A loop over several micro-batches begins; `last`: the weight of its last one. Raises RuntimeError if the
-        gradients of such a loop are held already: this one would weight them again."""
+    def enter_parts(self, last: float, batch: float) -> None:
+        """A loop over several micro-batches begins; the weights of its last one and of the whole `batch`. Raises
+        RuntimeError if the gradients of such a loop are held already: this one would weight them again."""
         if self._whole and not self._sums and any(bool(grad.any()) for grad in _grads(self._models)):
             raise RuntimeError(
                 "a second loop over batch.parts() in one step: the gradients of the first would be weighted again. "
                 "Put both losses into one loop"
             )
-        self._part_weight = last
+        self._part_weight, self._of_batch = last, batch
 
     def rescale(self, factor: float) -> None:
         """Multiply the gradients accumulated so far, so that micro-batches of unequal size keep their proportion."""
@@ -179,7 +183,15 @@ class GradientWeight:
     def finish(self) -> None:
         """After the last micro-batch: apply its weight to models without a gradient hook."""
         _scale(self._unwrapped(), self())
-        self._part_weight, self._whole = None, self._part_weight is not None
+        self._whole = self._part_weight is not None
+        self._leave_parts()
+
+    def _leave_parts(self) -> None:
+        """The loop over micro-batches is over, or was left and its gradients dropped: what follows is of the whole
+        batch, and exchanged."""
+        if self._part_weight is not None:
+            self._part_weight = None
+            self.begin(self._of_batch)
 
 
 def _grads(models: Sequence[nn.Module]) -> list[torch.Tensor]:
@@ -190,6 +202,21 @@ def _scale(models: Sequence[nn.Module], factor: float) -> None:
     grads = _grads(models)
     if grads and factor != 1.0:
         torch_private.foreach_mul(grads, factor)
+
+
+def refuse_subgroup(options: Mapping[str, Any], world_size: int) -> None:
+    """`options`: those of DistributedDataParallel. Raises ValueError for a process group, or a device mesh, of some of
+    the ranks: the weights of its ranks do not add up to 1, and all replicas are to be equal."""
+    name, size = "process_group", world_size
+    if (group := options.get(name)) is not None:
+        size = dist.get_world_size(group)
+    elif (mesh := options.get("device_mesh")) is not None:
+        name, size = "device_mesh", mesh.size()
+    if size != world_size:
+        raise ValueError(
+            f"job.ddp: a {name} of {max(size, 0)} of the {world_size} ranks: each rank's gradients have the weight of "
+            f"its samples among those of all ranks, and all have the same model. Leave {name} out"
+        )
 
 
 class Weight(Protocol):

@@ -99,7 +99,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         """
         sizes = micro_sizes(self.size, self.micro_batch)
         if self.gradient_weight is not None and len(sizes) > 1:
-            self.gradient_weight.enter_parts(sizes[-1] / self.global_size)
+            self.gradient_weight.enter_parts(sizes[-1] / self.global_size, self.weight)
         start = 0
         for number, size in enumerate(sizes):
             if self.gradient_weight is not None:
