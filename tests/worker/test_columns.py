@@ -61,12 +61,14 @@ def test_arrays_are_cut_and_joined_as_tensors_are() -> None:
     whole = joined([{"id": np.array([0, 1]), "at": np.array(5)}, {"id": np.array([2, 3]), "at": np.array(6)}], 2)
     assert whole["id"].tolist() == [0, 1, 2, 3]
     assert [int(at) for at in whole["at"]] == [5, 6]
-    assert [a.tolist() for a in cut([np.array([1, 2]), np.array([3])], 2, 1, 2)] == [[3]], "arrays of any length"
+    own = cut([np.array([1, 2]), np.array([3])], 2, 1, 2, own=True)
+    assert [a.tolist() for a in own] == [[3]], "arrays of any length"
 
 
 def test_lists_of_any_length_are_cut_by_sample_and_the_rest_belongs_to_all() -> None:
     data = {"ids": [[1, 2, 3], [4], []], "scale": torch.tensor(2.0), "name": "abc", "boxes": [None, None, "x"]}
-    assert cut(data, 3, 1, 3) == {"ids": [[4], []], "scale": torch.tensor(2.0), "name": "abc", "boxes": [None, "x"]}
+    want = {"ids": [[4], []], "scale": torch.tensor(2.0), "name": "abc", "boxes": [None, "x"]}
+    assert cut(data, 3, 1, 3, own=True) == want
 
 
 @pytest.mark.parametrize("each", [1, 2, 3])

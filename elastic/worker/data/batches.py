@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, StackDataset, Subset, default_collate
 from .. import torch_private
 from ..boot.inherited_sockets import leave_parents_sockets
 from ..comm.ddp import GradientWeight
-from ..torch_private import pytree
 from .collate import collated
 from .columns import cut
+from .containers import moved
 from .draws import draws
 from .sharding import BatchPlan, SampleOrder, derive, micro_sizes, rank_range
 
@@ -62,6 +62,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     micro_batch: int | None = None
     gradient_weight: GradientWeight | None = None
+    own_collate: bool = False
+    """`data` was made by a `collate` of the script's own."""
 
     @property
     def x(self) -> Any:
@@ -113,11 +115,12 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     def _slice(self, start: int, stop: int) -> Batch:
         return Batch(
-            data=cut(self.data, self.size, start, stop),
+            data=cut(self.data, self.size, start, stop, own=self.own_collate),
             indices=self.indices[start:stop],
             step=self.step,
             epoch=self.epoch,
             global_size=self.global_size,
+            own_collate=self.own_collate,
         )
 
 
@@ -144,14 +147,13 @@ def batches(
 
     `batch_size` is the number of samples over all ranks and does not change with the world size. `epochs` and `steps`
     are totals from the start of training, and the smaller one counts; neither: one epoch. `micro_batch`: see
-    `Batch.parts`. `num_workers` processes load ahead; they end with the iterator, and with this process.
+    `Batch.parts`. `num_workers` processes load ahead; they end with the iterator, and with this process. `on_turn` is
+    called when a turn has ended, before the next batch is loaded.
 
     Random numbers drawn in `dataset[i]` depend only on (seed, epoch, position of the sample in the epoch), so they are
     the same for any world size; those drawn in the training loop (dropout) depend on (seed, step, rank). This holds for
     Python's `random`, numpy's global generator and torch's, on CPU and CUDA. Those drawn in a `__getitems__` depend on
     the position of its first sample, and so on the world size.
-
-    `on_turn` is called when a turn has ended, before the next batch is loaded.
 
     Raises ValueError for an empty dataset or invalid sizes, RuntimeError if a turn ends without a commit.
     """
@@ -171,6 +173,7 @@ def batches(
                 global_size=whole.size,
                 micro_batch=micro_batch,
                 gradient_weight=gradient_weight,
+                own_collate=load.own_collate,
             )
             if gradient_weight is not None:
                 gradient_weight.take(len(indices) / whole.size)
@@ -231,6 +234,7 @@ class _Parts:
         self._seed = seed
         self._shuffle = shuffle
         self._collate = collate
+        self.own_collate = collate is not default_collate
         self._many = _reads_many(dataset)
         self._epoch = -1
         self._order: SampleOrder
@@ -375,7 +379,7 @@ def loaded(
     loader: DataLoader[Any] = DataLoader(
         parts,  # type: ignore[arg-type]  # __getitem__ is all that is asked of it
         batch_size=None,
-        collate_fn=_as_is,
+        collate_fn=as_is,
         sampler=steps,
         num_workers=num_workers,
         pin_memory=pin_memory,
@@ -389,7 +393,7 @@ def loaded(
         torch_private.shut_down_workers(iterator)  # dropping it does not while a traceback holds it
 
 
-def _as_is(loaded: Any) -> Any:
+def as_is(loaded: Any) -> Any:
     return loaded
 
 
@@ -401,10 +405,4 @@ def elsewhere(device: torch.device | str | None) -> torch.device | None:
 
 def move(device: torch.device | None, data: Any) -> Any:
     """`data` with its tensors on `device`, which is of `elsewhere`."""
-    if device is None:
-        return data
-
-    def moved(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
-
-    return pytree.tree_map(moved, data)
+    return data if device is None else moved(data, device)

@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from .. import shared_values, torch_private
 from ..comm.ddp import GradientWeight
-from .batches import Batch, elsewhere, move, seed_everything
+from .batches import Batch, as_is, elsewhere, move, seed_everything
 from .columns import joined
 from .sharding import rank_range
 
@@ -65,22 +65,22 @@ def streams(
 
     `batch_size` is the number of samples per step over all ranks, the same number from each of the `count` streams: it
     must be a multiple of `count`, and `count` at least `world_size`. `Batch.indices` number the samples: step ×
-    batch_size + position in the global batch. `num_workers`: loader processes per stream.
+    batch_size + position in the global batch. `num_workers`: loader processes per stream. `collate`: see `_collates`.
 
-    Raises ValueError for numbers that violate it, for another `count` or `batch_size` than in the steps so far and for
-    a stream with fewer samples than a step takes from it, TypeError for a stream whose state is not JSON, RuntimeError
-    for a turn without a commit, ImportError without torchdata.
+    Raises ValueError for numbers that violate it, other ones than in the steps so far, and a stream with fewer samples
+    than a step takes; TypeError for a stream's state that is not JSON, RuntimeError for a turn without a commit.
     """
     numbers = _checked(count, batch_size, world_size, state)
     first, stop = rank_range(0, count, rank, world_size)
     each = batch_size // count
-    mine = {n: _Stream(make(n, count), each, num_workers, collate or default_collate) for n in range(first, stop)}
+    reads, together = _collates(collate or default_collate, stop - first)
+    mine = {n: _Stream(make(n, count), each, num_workers, reads) for n in range(first, stop)}
     try:
         _put_back(mine, state)
         while (step := state.step) < steps:
             if step % keep_every == 0 and (state.streams is None or state.streams["step"] != step):
                 state.streams = {"step": step, **numbers, "states": _exchanged(mine, rank, world_size)}
-            data = joined([next(stream) for stream in mine.values()], each)
+            data = together([next(stream) for stream in mine.values()], each)
             batch = Batch(
                 data=move(elsewhere(device), data),
                 indices=tuple(range(step * batch_size + first * each, step * batch_size + stop * each)),
@@ -89,6 +89,7 @@ def streams(
                 global_size=batch_size,
                 micro_batch=micro_batch,
                 gradient_weight=gradient_weight,
+                own_collate=collate not in (None, default_collate),
             )
             seed_everything(seed, 1, step, rank)
             if gradient_weight is not None:
@@ -102,6 +103,16 @@ def streams(
     finally:
         for stream in mine.values():
             stream.close()
+
+
+def _collates(
+    collate: Callable[[list[Any]], Any], count: int
+) -> tuple[Callable[[list[Any]], Any], Callable[[list[Any], int], Any]]:
+    """(what is called with a stream's samples, what makes one batch of the results of `count` streams). A function of
+    the script's own is called once, here, with the samples of all: only it knows how to join what it makes."""
+    if collate is default_collate or count == 1:
+        return collate, joined
+    return as_is, lambda read, each: collate(list(itertools.chain.from_iterable(read)))
 
 
 def _checked(count: int, batch_size: int, world_size: int, state: HasStreams) -> dict[str, int]:

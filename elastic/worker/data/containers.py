@@ -1,0 +1,55 @@
+"""The containers in which collated samples come: those of torch's pytree, dataclasses, and mappings such as
+transformers' BatchEncoding."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from ..torch_private import pytree
+
+
+def opened(node: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """(what `node` contains, the function that makes one like it of other contents); None if it is no container."""
+    children, spec = pytree.tree_flatten(node, is_leaf=lambda inner: inner is not node)
+    if not (len(children) == 1 and children[0] is node):
+        return children, lambda inner: pytree.tree_unflatten(inner, spec)
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        names = [field.name for field in dataclasses.fields(node)]
+        return [getattr(node, name) for name in names], functools.partial(_with_fields, node, names)
+    if isinstance(node, Mapping):
+        keys = list(node)
+        return [node[key] for key in keys], functools.partial(_with_items, node, keys)
+    return None
+
+
+def moved(data: Any, device: torch.device) -> Any:
+    """`data` with its tensors on `device`."""
+    if isinstance(data, torch.Tensor):
+        return data.to(device, non_blocking=True)
+    if isinstance(data, PackedSequence):  # part of it stays on the CPU
+        return data.to(device, non_blocking=True)  # type: ignore[arg-type]  # torch describes one of its forms only
+    found = opened(data)
+    return data if found is None else found[1]([moved(inner, device) for inner in found[0]])
+
+
+def _with_fields(node: Any, names: list[str], values: list[Any]) -> Any:
+    made = copy.copy(node)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)  # also of a frozen one
+    return made
+
+
+def _with_items(node: Mapping[Any, Any], keys: list[Any], values: list[Any]) -> Any:
+    items = dict(zip(keys, values, strict=True))
+    if not isinstance(node, MutableMapping):
+        return type(node)(items)  # type: ignore[call-arg]  # as default_collate makes them
+    made = copy.copy(node)
+    made.update(items)
+    return made
