@@ -354,22 +354,22 @@ class Job(JobCalls):
     def _timed(self, loaded: Iterator[data.Batch], state: State) -> Iterator[data.Batch]:
         """`loaded`, with the time until each batch is there reported as waiting for data."""
         state.loop_begins()
-        batch = None
+        last = None
         try:
             with contextlib.closing(loaded) as batches:  # type: ignore[type-var]  # both are generators
                 while True:
                     began_s = time.monotonic()
-                    batch = next(batches, None)
+                    self._batch = batch = next(batches, None)
                     self._link.waited(time.monotonic() - began_s)
-                    self._batch = batch
                     if batch is None:
                         return
+                    last = batch
                     yield batch
         finally:
             # What comes after the loop is no part of its last batch, also if it was left by `break`. The script may
-            # still have to train on that one: next(job.batches(…)). Another loop may have begun in the meantime.
-            if self._batch is batch:
-                self._gradient_weight.release(committed=batch is None or state.step > batch.step)
+            # still have to train on that one: next(job.batches(…)).
+            if last is not None:
+                self._gradient_weight.release(last, committed=state.step > last.step)
 
     def _turned(self, state: State) -> None:
         """The loop asks for its next batch. Also ends the generation in a script that catches every error of its

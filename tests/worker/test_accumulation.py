@@ -188,11 +188,9 @@ def test_a_loop_over_parts_that_is_left_before_its_end_is_not_applied() -> None:
 def test_after_the_loop_over_batches_no_rank_counts_as_empty() -> None:
     job, state, _ = alone()
     for _ in job.batches(Pairs(), state, batch_size=60, epochs=1):
+        job._gradient_weight.begin(0.0)  # as on a rank without samples in the last batch
         state.optimizer.step()
         job.commit(state)
-    job._gradient_weight.begin(0.0)  # as on a rank without samples in the last batch
-    for _ in job.batches(Pairs(), state, batch_size=60, epochs=1):
-        pass
     assert not job._gradient_weight.empty
 
 
@@ -354,3 +352,57 @@ def test_two_loops_in_one_step_are_refused_where_one_weight_cannot_serve_both() 
     del both
     next(job.batches(Pairs(), state, batch_size=7))  # to look at a sample: its loop is gone
     next(job.batches(Pairs(), state, batch_size=8))
+
+
+def test_a_loop_that_is_closed_late_leaves_the_weight_of_one_that_has_just_taken_its_first_batch() -> None:
+    """A garbage collection may close it at any instruction, also before the new loop's batch has reached the script."""
+    job, state, _ = alone(rank=1, world_size=2)
+    old = job.batches(Pairs(), state, batch_size=7)
+    next(old)
+    job.commit(state)
+    job.enter(rank=1, world_size=2, generation=2, keeper=None)
+    waited = job._link.waited
+    job._link.waited = lambda data_s: (old.close(), waited(data_s))[1]  # type: ignore[attr-defined,method-assign]
+    batch = next(new := job.batches(Pairs(), state, batch_size=8))
+    assert job._gradient_weight._weight == batch.weight == 0.5
+    new.close()  # type: ignore[attr-defined]
+
+
+def test_a_loop_without_batches_leaves_the_weight_of_the_one_around_it() -> None:
+    job, state, _ = alone(rank=1, world_size=2)
+    for batch in job.batches(Pairs(), state, batch_size=7, steps=1):
+        assert not list(job.batches(Pairs(), state, batch_size=8, steps=0))
+        assert job._gradient_weight._weight == batch.weight
+        job.commit(state)
+
+
+def two_by_next(job: Job, state: State, *, sizes: tuple[int, int], between: bool = False) -> str:
+    """What the optimizer's step raises if two batches were taken by `next(job.batches(…))` in one step."""
+    weight = job._gradient_weight  # what the exchange of each backward asks
+    _first = next(job.batches(Pairs(), state, batch_size=sizes[0]))
+    if between:
+        weight()
+    _second = next(job.batches(Pairs(), state, batch_size=sizes[1]))
+    if not between:
+        weight()
+    try:
+        state.optimizer.step()
+    except RuntimeError as error:
+        job.enter(rank=1, world_size=2, generation=2, keeper=None)
+        return str(error)
+    job.commit(state)
+    return ""
+
+
+def test_two_batches_by_next_in_one_step_are_not_applied_where_one_weight_cannot_serve_both() -> None:
+    job, state, _ = alone(rank=1, world_size=2)
+    assert not two_by_next(job, state, sizes=(8, 16))
+    assert not two_by_next(job, state, sizes=(8, 7), between=True), "the backward of the first had its weight"
+    said = two_by_next(job, state, sizes=(8, 7))
+    assert "0.4286 and 0.5 of the samples" in said
+    assert not two_by_next(job, state, sizes=(8, 8)), "nothing is left of that step"
+    next(job.batches(Pairs(), state, batch_size=7))  # to look at a sample
+    for _ in job.batches(Pairs(), state, batch_size=8, steps=4):
+        job._gradient_weight()
+        state.optimizer.step()
+        job.commit(state)

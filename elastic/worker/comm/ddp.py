@@ -32,6 +32,12 @@ class GradientWeight:
         """The loop over batches is over, and its last batch is not committed."""
         self._taken: float | None = None
         """Of the batch that a loop has taken and the step has not committed."""
+        self._batch: object = None
+        """The newest batch, until its loop is over."""
+        self._left: set[float] = set()
+        """Weights of the batches of this step whose loops are gone, as of next(job.batches(…))."""
+        self._mixed: tuple[float, ...] = ()
+        """Those of a backward that had one weight for several of them."""
         self._models: list[nn.Module] = []
         self._sums = 0
         self._part_weight: float | None = None
@@ -53,6 +59,8 @@ class GradientWeight:
         an earlier backward of the step has left in the gradients remain what they are."""
         if self._sums:
             return 1.0 / self._sums
+        if self._taken is None and len(self._left) > 1:
+            self._mixed = tuple(sorted(self._left))
         return self._weight if self._weight is not None else 1.0 / dist.get_world_size()
 
     def attach(self, model: nn.Module) -> None:
@@ -63,9 +71,9 @@ class GradientWeight:
     def detach_all(self) -> None:
         """Drop the models and the weight: their group is closed."""
         self._models.clear()
-        self._weight = self._part_weight = None
-        self._taken, self._ends = None, False
+        self._weight = self._part_weight = self._batch = None
         self._sums, self._whole, self._exchanges = 0, False, True
+        self._step_over()
         self.failed = self._weighted = False
 
     @property
@@ -92,8 +100,11 @@ class GradientWeight:
                 model.share_buffers(last=last)
 
     def before_step(self) -> None:
-        """An optimizer is about to apply the gradients. Raises RuntimeError if a loop over `batch.parts()` has not come
-        to its end, and the gradients lack their exchange or the weight of their last part."""
+        """An optimizer is about to apply the gradients. Raises RuntimeError if they are of several batches with one
+        weight, or if a loop over `batch.parts()` has not come to its end, and they lack their exchange or the weight
+        of their last part."""
+        if self._mixed:
+            raise RuntimeError(_two_shares(self._mixed))
         if self._part_weight is not None and self._left_early():
             raise RuntimeError(
                 "the loop over batch.parts() was left before its end: its gradients are not the batch's mean. Run it "
@@ -115,15 +126,12 @@ class GradientWeight:
         """Gradients may be sums over some ranks only: they must not be applied in this group any more."""
         self.failed = True
 
-    def take(self, weight: float) -> None:
+    def take(self, weight: float, batch: object) -> None:
         """A loop over batches has its next one, of this weight. Raises RuntimeError if another loop has one in this
         step, of another weight: gradients have one weight only."""
         if self._taken not in (None, weight):
-            raise RuntimeError(
-                f"two loops over batches in one step, of which this rank has {self._taken:.4g} and {weight:.4g} of the "
-                "samples: one weight cannot give the mean of both. Read both in one dataset, dataset[i] == (a, b)"
-            )
-        self._taken, self._ends = weight, False
+            raise RuntimeError(_two_shares((self._taken, weight)))
+        self._taken, self._batch, self._ends = weight, batch, False
         self.begin(weight)
 
     def begin(self, weight: float, *, exchange: bool = True) -> None:
@@ -133,12 +141,20 @@ class GradientWeight:
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = exchange  # all that DDP.no_sync() does
 
-    def release(self, *, committed: bool = True) -> None:
-        """The loop over batches is over: further gradients have the weight of a loop of the script's own. Those of its
-        last batch keep theirs until it is `committed`."""
-        self._taken, self._ends = None, not committed
+    def release(self, batch: object, *, committed: bool) -> None:
+        """The loop over batches whose last one was `batch` is over: further gradients have the weight of a loop of the
+        script's own. Those of that batch keep theirs until it is `committed`. Nothing if another loop, or another
+        generation, has begun in the meantime: a generator may be closed late."""
+        if batch is not self._batch:
+            return
+        self._batch = None
         if committed:
-            self._weight = None
+            self._weight = self._taken = None
+        else:
+            self._ends = True
+            if self._taken is not None:
+                self._left.add(self._taken)
+                self._taken = None
 
     def add_up(self, loss: torch.Tensor, world_size: int) -> None:
         """Until the commit gradients are summed over ranks and micro-batches: `loss`, this rank's part of the mean, has
@@ -152,12 +168,17 @@ class GradientWeight:
     def committed(self) -> None:
         self._leave_parts()
         self._sums, self._whole = 0, False
-        self._taken = None
         if self._ends:
-            self.release()
+            self._weight = None
+        self._step_over()
         for model in self._models:
             if isinstance(model, _Told):
                 model.shared = False
+
+    def _step_over(self) -> None:
+        """No batch of this step counts any more."""
+        self._taken, self._ends, self._mixed = None, False, ()
+        self._left.clear()
 
     @property
     def empty(self) -> bool:
@@ -192,6 +213,14 @@ class GradientWeight:
         if self._part_weight is not None:
             self._part_weight = None
             self.begin(self._of_batch)
+
+
+def _two_shares(weights: Sequence[float | None]) -> str:
+    shares = " and ".join(f"{weight:.4g}" for weight in weights)
+    return (
+        f"two loops over batches in one step, of which this rank has {shares} of the samples: one weight cannot give "
+        "the mean of both. Read both in one dataset, dataset[i] == (a, b)"
+    )
 
 
 def _grads(models: Sequence[nn.Module]) -> list[torch.Tensor]:

@@ -176,7 +176,7 @@ def batches(
                 own_collate=load.own_collate,
             )
             if gradient_weight is not None:
-                gradient_weight.take(len(indices) / whole.size)
+                gradient_weight.take(batch.weight, batch)
             yield batch
             if state.step != step + 1:
                 raise RuntimeError(

@@ -93,7 +93,7 @@ def streams(
             )
             seed_everything(seed, 1, step, rank)
             if gradient_weight is not None:
-                gradient_weight.take(batch.weight)
+                gradient_weight.take(batch.weight, batch)
             yield batch
             if state.step != step + 1:
                 raise RuntimeError(
