@@ -4,7 +4,7 @@ One node × 2 workers, or with --nodes 2 two nodes of this machine × 1 worker, 
 rendezvous; gloo. Rank 1 kills itself right after an optimizer step. The time is from the kill until new
 processes of all ranks have made a step; the steps between the script's own last checkpoint and the kill are done again.
 The scripts are those of tests/compat/scripts/unchanged; those of a framework need `make test-compat`'s environment.
-The last line is one of JSON.
+The last line is one of JSON; it has also torchrun's time divided by elasticd's.
 
     python benchmarks/unchanged.py [--quick | --only SCRIPT] [--nodes 2] [--json FILE]
 """
@@ -132,6 +132,16 @@ def missing(script: str) -> str:
     return next((name for name in found if importlib.util.find_spec(name) is None), "")
 
 
+def ratios(results: list[Result]) -> dict[str, float | None]:
+    """torchrun's time / elasticd's, by script; None: one of the two did not recover."""
+    seconds = {(each.script, each.launcher): each.seconds for each in results}
+    found: dict[str, float | None] = {}
+    for script in dict.fromkeys(each.script for each in results):
+        ours, stock = (seconds.get((script, launcher)) for launcher in ("elasticd", "torchrun"))
+        found[f"{script}_torchrun_to_elasticd"] = round(stock / ours, 2) if ours and stock else None
+    return found
+
+
 def summary(results: list[Result]) -> dict[str, float | None]:
     """For the last line; None: did not recover."""
     found: dict[str, float | None] = {}
@@ -140,7 +150,7 @@ def summary(results: list[Result]) -> dict[str, float | None]:
         name = f"{each.script}_{each.launcher}".replace(" ", "_")
         found[f"{name}_s"] = round(each.seconds, 3) if known and each.seconds is not None else None
         found[f"{name}_steps_again"] = each.again if known else None
-    return found
+    return found | ratios(results)
 
 
 def main() -> int:
