@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
@@ -24,6 +25,7 @@ from .data import streams
 from .first_bad import FirstBad
 from .gradient_samples import GradientSampler
 from .job_calls import JobCalls
+from .kept_gradients import KeptGradients
 from .logged import JobLog
 from .loss_reader import LossReader
 from .lr_scaling import ScaledSteps
@@ -125,6 +127,7 @@ class Job(JobCalls):
         self._first_bad = FirstBad()
         self._suspect = 0
         """Step whose loss was not finite: until it is done again, each layer's output is looked at."""
+        self._kept = KeptGradients()
         self._batch: data.Batch | None = None
         """The one that the script has now."""
 
@@ -154,6 +157,7 @@ class Job(JobCalls):
         self._began_s = time.monotonic()
         self._loss = LossReader()  # the last one's value may be of a step that is undone
         self._log.enter(step, first=rank == 0)
+        self._tell(self._kept.entered(step))
         self.sampler.begin(step)
         if state is not None and (self._every_layer or self._suspect > step):
             self._first_bad.watch(state.modules())
@@ -269,7 +273,7 @@ class Job(JobCalls):
         standalone, FloatingPointError for a loss that is NaN or infinite.
         """
         self._refuse_failed_sums()
-        if state.clean():  # no optimizer has stepped
+        if skipped := state.clean():  # no optimizer has stepped
             if self._queued():
                 self._before_optimizer()  # gradients applied in any other way were not guarded
             else:
@@ -280,6 +284,7 @@ class Job(JobCalls):
         state.committed(self.generation)
         step = state.step
         self._gradient_weight.committed()
+        self._tell(self._kept.committed(state.modules() if skipped else (), step, applied=not skipped))
         now_s = time.monotonic()
         step_s, self._began_s = now_s - self._began_s, now_s
         self._link.committed(step, step_s, value)
@@ -370,6 +375,11 @@ class Job(JobCalls):
             # still have to train on that one: next(job.batches(…)).
             if last is not None:
                 self._gradient_weight.release(last, committed=state.step > last.step)
+
+    def _tell(self, said: str) -> None:
+        """On stderr, once for all ranks."""
+        if said and self.rank == 0:
+            print(f"elastic: {said}", file=sys.stderr, flush=True)
 
     def _turned(self, state: State) -> None:
         """The loop asks for its next batch. Also ends the generation in a script that catches every error of its
