@@ -149,16 +149,19 @@ class Recovery(TrainerCallback):  # type: ignore[misc]
         """The losses and operations since the last log. A rank that replaces another takes the mean of the others."""
         trainer = self.trainer
         known = torch.zeros(3, dtype=torch.float64, device=run.job.device)
-        if trainer._own is not None:
-            known = torch.stack([torch.ones_like(known[0]), trainer._own[0].to(known), known[0] + trainer._own[1]])
+        own = trainer._own
+        if own is not None and own[0] != run.kept.step:
+            own = None  # a rollback has undone some of these steps: they are done again
+        if own is not None:
+            known = torch.stack([torch.ones_like(known[0]), own[1].to(known), known[0] + own[2]])
         if dist.is_initialized():
             dist.all_reduce(known)
         ranks, loss, flos = known.tolist()
         # Of one type on all ranks: they are gathered, and gloo ends a process whose tensor has another size.
-        trainer.current_flos = float(trainer._own[1] if trainer._own else flos / max(ranks, 1))
+        trainer.current_flos = float(own[2] if own else flos / max(ranks, 1))
         if not ranks:
-            return  # from a checkpoint: as Trainer does
-        trainer._tr_loss = trainer._own[0].clone() if trainer._own else torch.full_like(trainer._tr_loss, loss / ranks)
+            return  # from a checkpoint, or rolled back: as Trainer does, the window begins here
+        trainer._tr_loss = own[1].clone() if own else torch.full_like(trainer._tr_loss, loss / ranks)
         trainer._total_loss_scalar = held["total_loss"]
         trainer._globalstep_last_logged = held["logged_step"]
         trainer._initial_global_step = held["initial_step"]

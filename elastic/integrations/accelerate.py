@@ -187,7 +187,14 @@ class _Batches:
         first = accelerator._kept.step
         if isinstance(self._loader, _data.Loader):
             epoch, skipped = divmod(first, steps.per_epoch)
-            if self.epoch is not None and self.epoch != epoch:
+            if self.epoch is not None and self.epoch > epoch:
+                raise RuntimeError(
+                    f"epoch {epoch} was left at step {skipped} of {steps.per_epoch}, and the loop goes on with epoch "
+                    f"{self.epoch}: the step is the position in the data, and nothing keeps how much was left out. To "
+                    "end training there, leave both loops; to train on a part of the data in each epoch, give the "
+                    "DataLoader a sampler of so many samples, RandomSampler(data, num_samples=…)"
+                )
+            if self.epoch is not None and self.epoch < epoch:
                 return  # it is over
             self._loader.set_epoch(epoch, skipped)
         for number, batch in enumerate(self._loader):

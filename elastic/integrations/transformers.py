@@ -64,8 +64,8 @@ class ElasticMixin:
 
     _run: Generation | None = None
     _recovery: Recovery | None = None
-    _own: tuple[torch.Tensor, float] | None = None
-    """This rank's losses and operations since the last log, summed, as of the commit."""
+    _own: tuple[int, torch.Tensor, float] | None = None
+    """(step of the newest commit, this rank's losses and operations since the last log, summed, as of then)."""
     _managed = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -300,7 +300,7 @@ class ElasticMixin:
             run.job.commit(run.kept, loss=run.loss)
         finally:
             if run.kept.step > step:  # else the step is done again, and its loss is added again
-                self._own = own
+                self._own = run.kept.step, *own
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
         run = self._run

@@ -66,13 +66,14 @@ def test_a_step_is_the_same_in_any_world() -> None:
     assert ran[3]["norm"] == pytest.approx(ran[1]["norm"], rel=1e-6)
 
 
+def setup(job: Any) -> elastic.State:
+    model = torch.nn.Linear(1, 1)
+    return elastic.State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_loop_that_is_left_within_a_step_is_refused_when_it_is_entered_again() -> None:
     """Accelerate would count its first batch as the second one of that step, and apply it twice."""
     steps = []
-
-    def setup(job: Any) -> elastic.State:
-        model = torch.nn.Linear(1, 1)
-        return elastic.State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
     def train(job: Any, state: Any) -> None:
         accelerator = Accelerator(job, state, gradient_accumulation_steps=2, cpu=True)
@@ -93,3 +94,32 @@ def test_loop_that_is_left_within_a_step_is_refused_when_it_is_entered_again() -
     with pytest.raises(RuntimeError, match=r"left within step 2.*accelerator.sync_gradients"):
         elastic.run(setup, train)
     assert steps == [0, 1, 1, 2, 2], "nothing of step 2 was applied"
+
+
+@pytest.mark.parametrize("leaves_both", [True, False])
+def test_an_epoch_that_was_left_early_is_not_taken_for_the_end_of_all(leaves_both: bool) -> None:
+    """The epochs that followed had no batches, and training ended early unseen."""
+    steps = []
+
+    def train(job: Any, state: Any) -> None:
+        accelerator = Accelerator(job, state, cpu=True)
+        loader = DataLoader(TensorDataset(torch.ones(16, 1)), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(state.model, state.optimizer, loader)
+        for _epoch in accelerator.epochs(3):
+            for number, (x,) in enumerate(loader, 1):
+                accelerator.backward(model(x).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                accelerator.commit()
+                steps.append(state.step)
+                if number == 3:
+                    break
+            if leaves_both:
+                break
+
+    if leaves_both:
+        elastic.run(setup, train)
+    else:
+        with pytest.raises(RuntimeError, match=r"epoch 0 was left at step 3 of 8.*leave both loops"):
+            elastic.run(setup, train)
+    assert steps == [1, 2, 3]

@@ -13,6 +13,8 @@ from support.agents import Job
 from support.wait import eventually
 
 from elastic.contract.records import Phase
+from elastic.integrations._schedule import Schedule
+from elastic.integrations._trainer_recovery import Recovery
 from elastic.integrations.transformers import Trainer
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "hf_trainer.py"
@@ -131,9 +133,23 @@ def test_losses_of_a_step_count_once_it_is_committed_and_not_before(committed: b
 
     trainer: Any = object.__new__(Trainer)
     trainer.state, trainer.current_flos = SimpleNamespace(global_step=4), 1.0
-    trainer._own = torch.tensor(2.0), 0.5
+    trainer._own = 3, torch.tensor(2.0), 0.5
     trainer._recovery = SimpleNamespace(held=lambda *_: ("", None))
     run = SimpleNamespace(job=SimpleNamespace(commit=commit), kept=SimpleNamespace(step=3), loss=None)
     with pytest.raises(InterruptedError):
         trainer._commit(run, torch.tensor(5.0), None, None)
-    assert trainer._own[0] == loss
+    assert trainer._own[1] == loss
+
+
+@pytest.mark.parametrize(("step", "loss", "logged"), [(8, 6.0, 5), (6, 0.0, 6)], ids=["recovered", "rolled-back"])
+def test_the_logged_window_has_no_losses_of_steps_that_were_undone(step: int, loss: float, logged: int) -> None:
+    """After a rollback to step 6 the sums up to step 8 would count its steps twice."""
+    trainer = SimpleNamespace(
+        _own=(8, torch.tensor(6.0), 0.5), _tr_loss=torch.tensor(0.0), _globalstep_last_logged=step,
+        _total_loss_scalar=0.0, _initial_global_step=step, current_flos=0.0,
+    )  # fmt: skip
+    recovery = Recovery(trainer, None, Schedule(), None, None)
+    run: Any = SimpleNamespace(job=SimpleNamespace(device=torch.device("cpu")), kept=SimpleNamespace(step=step))
+    recovery._losses(run, {"total_loss": 9.0, "logged_step": 5, "initial_step": 0})
+    assert trainer._tr_loss == loss
+    assert trainer._globalstep_last_logged == logged
