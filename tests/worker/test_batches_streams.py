@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -124,6 +127,44 @@ def test_indices_number_the_samples_over_all_ranks(monkeypatch: pytest.MonkeyPat
         loop = streams(lambda n, _: range(100), state, count=2, batch_size=4, steps=9, rank=rank, world_size=2)
         found += next(loop).indices
     assert found == [12, 13, 14, 15]
+
+
+def taken_by(make: Any, *, num_workers: int, steps: int) -> list[int]:
+    state, found = SimpleNamespace(step=0, streams=None), []
+    loop = streams(
+        make, state, count=1, batch_size=2, steps=steps, rank=0, world_size=1, num_workers=num_workers, collate=list
+    )
+    for batch in loop:
+        found += batch.data
+        state.step += 1
+    return found
+
+
+def test_more_processes_than_one_take_no_sample_twice() -> None:
+    """Each would read the whole stream."""
+    assert taken_by(lambda *_: range(10), num_workers=2, steps=5) == list(range(10))
+
+
+def inodes() -> set[int]:
+    """Of the open files of this process."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            found.add(os.fstat(int(name)).st_ino)
+    return found
+
+
+def test_a_loader_process_does_not_hold_the_sockets_of_the_worker() -> None:
+    """Peers would not notice the worker's death by its sockets."""
+    with socket.create_server(("127.0.0.1", 0)) as ours:
+        inode = os.fstat(ours.fileno()).st_ino
+        assert inode in inodes()
+        assert taken_by(lambda *_: (inode in inodes() for _ in range(2)), num_workers=1, steps=1) == [False] * 2
+
+
+def test_a_stream_that_can_be_read_once_only_is_named() -> None:
+    with pytest.raises(ValueError, match=r"is a generator or iterator.*read again from its beginning"):
+        taken_by(lambda *_: (number for number in range(10)), num_workers=0, steps=6)
 
 
 class HubDataset:

@@ -14,7 +14,9 @@ step are left out: the next step begins its next pass.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -23,6 +25,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from .. import shared_values, torch_private
+from ..boot.inherited_sockets import leave_parents_sockets
 from ..comm.ddp import GradientWeight
 from .batches import Batch, as_is, elsewhere, move, seed_everything
 from .columns import joined
@@ -65,10 +68,12 @@ def streams(
 
     `batch_size` is the number of samples per step over all ranks, the same number from each of the `count` streams: it
     must be a multiple of `count`, and `count` at least `world_size`. `Batch.indices` number the samples: step ×
-    batch_size + position in the global batch. `num_workers`: loader processes per stream. `collate`: see `_collates`.
+    batch_size + position in the global batch. `num_workers`: 0, or any other number for one loader process per stream;
+    several would each read the whole stream. `collate`: see `_collates`.
 
-    Raises ValueError for numbers that violate it, other ones than in the steps so far, and a stream with fewer samples
-    than a step takes; TypeError for a stream's state that is not JSON, RuntimeError for a turn without a commit.
+    Raises ValueError for numbers that violate it, for another `count` or `batch_size` than in the steps so far, for a
+    stream with fewer samples than a step takes from it and at the end of a generator, TypeError for a stream whose
+    state is not JSON, RuntimeError for a turn without a commit, ImportError without torchdata.
     """
     numbers = _checked(count, batch_size, world_size, state)
     first, stop = rank_range(0, count, rank, world_size)
@@ -152,8 +157,14 @@ class _Stream:
             # torchdata 0.11 calls a torch function that 2.13 deprecates; the user cannot do anything about it.
             warnings.filterwarnings("ignore", message="'set_vital'")
             self._loader: Any = StatefulDataLoader(
-                dataset, batch_size=each, num_workers=num_workers, collate_fn=collate, drop_last=True
+                dataset,
+                batch_size=each,
+                num_workers=min(num_workers, 1),
+                collate_fn=collate,
+                drop_last=True,
+                worker_init_fn=functools.partial(leave_parents_sockets, parent=os.getpid()),
             )
+        self._once = isinstance(samples, Iterator)
         self._iterator: Iterator[Any] | None = None
 
     def __next__(self) -> Any:
@@ -169,6 +180,12 @@ class _Stream:
         try:
             return next(self._iterator)
         except StopIteration:
+            if self._once:
+                raise ValueError(
+                    "a stream has ended and is a generator or iterator, which can be read once only: make(stream, "
+                    "count) must return an iterable that can be read again from its beginning, such as an object whose "
+                    "__iter__ is the generator function"
+                ) from None
             raise ValueError("a stream has fewer samples than one step takes from it") from None
 
     def state(self) -> dict[str, Any]:
