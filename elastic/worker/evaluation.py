@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from .comm.p2p import control_device
+from .data.arguments import plan_of
 from .data.batches import Batch, MapDataset, elsewhere, loaded, move, seed_everything
 from .data.sharding import BatchPlan, rank_range
 
@@ -50,9 +51,10 @@ def evaluate(
     `num_workers`, `collate` and `pin_memory` are those of `batches`; random numbers drawn in `dataset[i]` or `measure`
     depend on the seed and the batch only, if `num_workers` is 0.
 
-    Raises ValueError for an empty dataset and if the ranks' names differ, TypeError for a value of several elements.
+    Raises ValueError for an empty dataset and if the ranks' names differ, TypeError for a value of several elements and
+    as `batches` does.
     """
-    plan = BatchPlan(len(dataset), batch_size)
+    plan = plan_of(dataset, batch_size)
     mine = range(*rank_range(0, plan.steps_per_epoch, rank, world_size))
     parts = _Parts(dataset, plan, seed, collate or default_collate)
     names: list[str] | None = None

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset
 
 from elastic.worker.comm.ddp import GradientWeight
 from elastic.worker.data.batches import Batch, batches, take_many
@@ -40,6 +41,14 @@ class Numbers:
         if self.draws:
             x = torch.tensor([random.random(), np.random.random(), torch.rand(()).item()], dtype=torch.float64)
         return x, index
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(1000))
+
+    def __len__(self) -> int:
+        return 1000
 
 
 def run(dataset: Any, step: int = 0, **options: Any) -> list[Batch]:
@@ -206,3 +215,26 @@ def test_a_script_that_catches_every_error_of_its_step_is_told_at_the_next_batch
         job.commit(state)
     with pytest.raises(GenerationEnded):
         next(parts)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "given", "said"),
+    [
+        (DataLoader(Numbers(8), batch_size=2), {}, "is a DataLoader.*give its dataset"),
+        (Endless(), {}, r"Endless, without len\(dataset\).*job\.streams"),
+        (Numbers(8), {"batch_size": 4.0}, r"batch_size = 4\.0: a whole number"),
+        (Numbers(8), {"micro_batch": 2.0}, r"micro_batch = 2\.0"),
+        (Numbers(8), {"steps": 7.5}, r"steps = 7\.5"),
+        (Numbers(8), {"epochs": -1}, "epochs = -1: .*leave it out"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(dataset: Any, given: dict[str, Any], said: str) -> None:
+    """-1 epochs, as for Lightning, were none."""
+    with pytest.raises((TypeError, ValueError), match=said):
+        run(dataset, **{"batch_size": 4, "rank": 0, "world_size": 1, **given})
+
+
+def test_numpys_numbers_are_whole_numbers() -> None:
+    want = run(Numbers(9), batch_size=4, rank=0, world_size=2, steps=3)
+    found = run(Numbers(9), batch_size=np.int64(4), rank=0, world_size=2, steps=np.int64(3), micro_batch=np.int32(1))
+    assert [batch.indices for batch in found] == [batch.indices for batch in want]

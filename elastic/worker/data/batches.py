@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, StackDataset, Subset, default_collate
 from .. import torch_private
 from ..boot.inherited_sockets import leave_parents_sockets
 from ..comm.ddp import GradientWeight
+from .arguments import at_most, plan_of
 from .collate import collated
 from .columns import cut
 from .containers import moved
@@ -155,22 +156,24 @@ def batches(
     Python's `random`, numpy's global generator and torch's, on CPU and CUDA. Those drawn in a `__getitems__` depend on
     the position of its first sample, and so on the world size.
 
-    Raises ValueError for an empty dataset or invalid sizes, RuntimeError if a turn ends without a commit.
+    Raises TypeError for data that cannot be read by number and for numbers that are not whole, ValueError for an empty
+    dataset or invalid sizes, RuntimeError if a turn ends without a commit.
     """
-    plan = BatchPlan(len(dataset), batch_size)
+    plan, micro_batch = plan_of(dataset, batch_size), at_most("micro_batch", micro_batch)
     micro_sizes(1, micro_batch)  # raises for an invalid one at the first call, not in the loop
     load = _Parts(dataset, plan, rank, world_size, seed, shuffle, collate or default_collate)
-    ours, away = range(state.step, plan.total_steps(epochs=epochs, steps=steps)), elsewhere(device)
+    last = plan.total_steps(epochs=at_most("epochs", epochs), steps=at_most("steps", steps))
+    ours, away = range(state.step, last), elsewhere(device)
     with loaded(load, ours, num_workers, pin_memory) as ahead:
         for step, (indices, data) in zip(ours, ahead, strict=True):
-            whole = plan.at(step)
+            all_ranks = plan.at(step)
             load.seed_loop(step)
             batch = Batch(
                 data=move(away, data),
                 indices=indices,
                 step=step,
-                epoch=whole.epoch,
-                global_size=whole.size,
+                epoch=all_ranks.epoch,
+                global_size=all_ranks.size,
                 micro_batch=micro_batch,
                 gradient_weight=gradient_weight,
                 own_collate=load.own_collate,
@@ -178,12 +181,17 @@ def batches(
             if gradient_weight is not None:
                 gradient_weight.take(batch.weight, batch)
             yield batch
-            if state.step != step + 1:
-                raise RuntimeError(
-                    f"step {step} ended with state.step = {state.step}: call job.commit(state) once, "
-                    "at the end of each turn, after the optimizer's step; to accumulate gradients: micro_batch=…"
-                )
+            refuse_uncommitted(state, step)
             on_turn()
+
+
+def refuse_uncommitted(state: HasStep, step: int) -> None:
+    """The turn of `step` has ended. Raises RuntimeError if it was not committed, or more than once."""
+    if state.step != step + 1:
+        raise RuntimeError(
+            f"step {step} ended with state.step = {state.step}: call job.commit(state) once, "
+            "at the end of each turn, after the optimizer's step; to accumulate gradients: micro_batch=…"
+        )
 
 
 def seed_everything(seed: int, *path: int) -> None:

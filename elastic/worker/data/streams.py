@@ -27,7 +27,7 @@ from torch.utils.data import IterableDataset, default_collate
 from .. import shared_values, torch_private
 from ..boot.inherited_sockets import leave_parents_sockets
 from ..comm.ddp import GradientWeight
-from .batches import Batch, as_is, elsewhere, move, seed_everything
+from .batches import Batch, as_is, elsewhere, move, refuse_uncommitted, seed_everything
 from .columns import joined
 from .sharding import rank_range
 
@@ -100,10 +100,7 @@ def streams(
             if gradient_weight is not None:
                 gradient_weight.take(batch.weight, batch)
             yield batch
-            if state.step != step + 1:
-                raise RuntimeError(
-                    f"step {step} ended with state.step = {state.step}: call job.commit(state) once a turn"
-                )
+            refuse_uncommitted(state, step)
             on_turn()
     finally:
         for stream in mine.values():

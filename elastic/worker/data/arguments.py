@@ -1,0 +1,45 @@
+"""What a script gives to `batches`: checked, and refused by its name with the way out."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from .sharding import BatchPlan
+
+
+def plan_of(dataset: Any, batch_size: Any) -> BatchPlan:
+    """Raises TypeError for data that has no samples by their number, or a `batch_size` that is no whole number;
+    ValueError for an empty dataset or batch."""
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            "the dataset is a DataLoader, which takes a rank's samples in its own order: give its dataset, and its "
+            "batch_size (here that of all ranks together), num_workers and collate to job.batches"
+        )
+    one = getattr(type(dataset), "__getitem__", Dataset.__getitem__)  # torch's own only raises
+    by_number = one is not Dataset.__getitem__ or hasattr(dataset, "__getitems__")
+    if not by_number or not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"the dataset is {type(dataset).__name__}, without len(dataset) or dataset[i]: data that can only be read "
+            "in order is for job.streams"
+        )
+    return BatchPlan(len(dataset), whole("batch_size", batch_size))
+
+
+def whole(name: str, value: Any) -> int:
+    """`value` as an int: numpy's numbers too. Raises TypeError naming it."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} = {value!r}: a whole number") from None
+
+
+def at_most(name: str, value: Any) -> int | None:
+    """A limit; None: there is none. Raises TypeError for what is no whole number, ValueError for a negative one."""
+    if value is None:
+        return None
+    if (found := whole(name, value)) < 0:
+        raise ValueError(f"{name} = {found}: 0 or more; leave it out for no limit")
+    return found
