@@ -74,8 +74,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
-        if evaluation_mode:
-            return model
+        if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
+            return model  # as Accelerate does: there is no gradient to exchange
         options = self.ddp_handler.to_kwargs() if self.ddp_handler is not None and dist.is_initialized() else {}
         if options.pop("broadcast_buffers", True) is False:
             options["sync_buffers"] = False
@@ -118,6 +118,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         `Job.commit`."""
         if self.sync_gradients:
             self._job.commit(self._kept, loss=loss)
+
+    def end_training(self) -> None:
+        """As Accelerate's, but the process group is elastic's to end."""
+        for tracker in self.trackers:
+            tracker.finish()
 
     def _began(self, step: int, part: int, size: int, steps: _data.Steps) -> None:
         """The next batch is number `part` of `step`, with `size` samples (0: one that does not count)."""

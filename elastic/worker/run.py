@@ -23,6 +23,7 @@ from .checkpoint_scheduler import CheckpointScheduler, RankPosition
 from .comm import reconfigured
 from .comm.errors import FormError, GroupAborted, is_communication_error
 from .comm.group import Group, cuda_failure
+from .comm.kept_group import kept_group
 from .device_marks import DeviceMarks, cuda_event
 from .job import Job, Setup, Train
 from .session import GenerationEnded, Session
@@ -294,7 +295,8 @@ class ManagedWorker:
         )
         state.forget_gradients()
         state.begin()
-        self._train(job, state)
+        with kept_group():
+            self._train(job, state)
         job.left(state)
         session.beat(Doing.FINISHING)
         if self._keeper is not None:

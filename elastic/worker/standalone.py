@@ -15,6 +15,7 @@ from ..contract.messages import GradientSample, LoggedRow
 from ..contract.origin import Origin
 from .building import build
 from .checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
+from .comm.kept_group import kept_group
 from .job import Job, Setup, Train
 from .state.restore import Disk
 from .state.state import State
@@ -146,7 +147,8 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Interv
     if disk is None:
         job.enter(rank=job.rank, world_size=job.world_size, generation=generation, keeper=None, state=state)
         state.begin()
-        train(job, state)
+        with kept_group():
+            train(job, state)
         return
     saver = LocalSaver(disk.directory, disk.job, generation=generation, rank=job.rank, world_size=job.world_size)
     sink = LocalSnapshots(saver)
@@ -155,7 +157,8 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Interv
     job.enter(rank=job.rank, world_size=job.world_size, generation=generation, keeper=keeper, state=state)
     state.begin()
     try:
-        train(job, state)
+        with kept_group():
+            train(job, state)
         keeper.finish(state)
         saver.wait()
         sink.tell()

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.agents import Job
 from support.wait import eventually
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic
@@ -123,3 +125,28 @@ def test_an_epoch_that_was_left_early_is_not_taken_for_the_end_of_all(leaves_bot
         with pytest.raises(RuntimeError, match=r"epoch 0 was left at step 3 of 8.*leave both loops"):
             elastic.run(setup, train)
     assert steps == [1, 2, 3]
+
+
+def test_a_frozen_teacher_is_prepared_and_the_end_of_training_leaves_the_group() -> None:
+    """As with Accelerate's own: DDP refuses a module without a gradient, and `end_training` ends torch's group."""
+
+    def train(job: Any, state: Any) -> None:
+        accelerator = Accelerator(job, state, cpu=True)
+        teacher = torch.nn.Linear(1, 1).requires_grad_(False)
+        loader = DataLoader(TensorDataset(torch.ones(16, 1)), batch_size=4)
+        model, teacher, optimizer, loader = accelerator.prepare(state.model, teacher, state.optimizer, loader)
+        assert isinstance(model, DistributedDataParallel)
+        assert not isinstance(teacher, DistributedDataParallel)
+        for (x,) in loader:
+            accelerator.backward((model(x) - teacher(x)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            accelerator.commit()
+        accelerator.end_training()
+        assert dist.is_initialized()
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert elastic.run(setup, train).step == 4
+    finally:
+        dist.destroy_process_group()
