@@ -47,6 +47,16 @@ def test_the_jobs_group_is_kept_and_one_that_is_gone_nevertheless_is_named() -> 
         assert "leave out destroy_process_group()" in said
 
 
+def test_a_group_that_the_script_has_formed_before_is_refused_with_the_way_out() -> None:
+    group = Group(backend="gloo", rank=0, world_size=1, store_host="127.0.0.1", store_port=1, generation=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match=r"leave out init_process_group\(\)"):
+            group.form()
+    finally:
+        dist.destroy_process_group()
+
+
 SCRIPT = """
 import elastic, torch
 import torch.distributed as dist

@@ -122,7 +122,10 @@ class Group:
         forming takes too long, RuntimeError if torch already has a default group.
         """
         if dist.is_initialized():
-            raise RuntimeError("torch.distributed has a default group already: close it first")
+            raise RuntimeError(
+                "torch.distributed has a default group already, and elastic.run forms the job's own: leave out "
+                "init_process_group()"
+            )
         try:
             self._arrive(interrupted)
             self._stop_if(interrupted)
