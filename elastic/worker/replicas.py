@@ -127,7 +127,7 @@ def _values_text(step: int, names: Sequence[str], ranks: Sequence[int]) -> str:
 def _table_text(step: int, names: Sequence[str], ranks: Sequence[int]) -> str:
     return (
         f"state.{', state.'.join(names)} is not the same tensor on each rank after step {step} ({_listed(ranks)} "
-        "differ from rank 0): the optimizer keeps a part of its state on each rank, and a rank that is lost would take "
+        "against rank 0): the optimizer keeps a part of its state on each rank, and a rank that is lost would take "
         "its part with it, as elastic restores a replacement from one other rank. Use the form of the optimizer that "
         "runs on all parameters on each rank, with job.ddp"
     )
