@@ -256,8 +256,8 @@ def test_another_ranks_checkpoint_is_loaded_when_the_newest_turns_out_damaged(da
 def from_one_disk(rank: int, world_size: int, port: int, folder: str, ends: str) -> Any:
     """All ranks see one folder. Its newest checkpoint is damaged, which shows while it is loaded, and it `ends` so."""
     state, loads, disk = build(rank), 0, Disk(folder, "job")
-    if ends == "on another host":
-        restore._place = lambda _: rank + 1
+    if ends in ("on another host", "at an unknown place"):
+        restore._place = lambda _: rank + 1 if ends == "on another host" else 0
 
     def load(kind: str) -> str:
         nonlocal loads
@@ -297,6 +297,14 @@ def test_a_checkpoint_that_one_host_cannot_read_is_tried_by_another(tmp_path: pa
         save(str(tmp_path), at, generation=3)
     results = run_ranks(from_one_disk, world_size=3, folder=str(tmp_path), ends="on another host")
     assert results == [[4, "checkpoint step 4 of rank 1", loads] for loads in (1, 1, 0)]
+
+
+def test_where_it_is_not_known_which_ranks_see_one_folder_each_tries(tmp_path: pathlib.Path) -> None:
+    """Another rank's may be good."""
+    for at in (3, 4):
+        save(str(tmp_path), at, generation=3)
+    results = run_ranks(from_one_disk, world_size=3, folder=str(tmp_path), ends="at an unknown place")
+    assert results == [[3, "checkpoint step 3 of rank 0", 1]] * 3
 
 
 class Large(nn.Module):

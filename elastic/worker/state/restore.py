@@ -131,11 +131,13 @@ class Disk:
 
 def _not_passed(found: Iterable[Entry], place: int, passed: Sequence[Passed]) -> list[Version]:
     versions = [(generation, step) for step, generation, _ in found]
-    return [version for version in versions if not any(one.place == place and one.covers(version) for one in passed)]
+    return [
+        version for version in versions if not any(one.place == place != 0 and one.covers(version) for one in passed)
+    ]
 
 
 def _place(folder: str) -> int:
-    """By host: what cannot be read on one may be readable on another."""
+    """By host: what cannot be read on one may be readable on another. 0: not known."""
     try:
         found = os.stat(folder)
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

@@ -32,7 +32,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Newest checkpoint this rank could load by itself."""
     place: int = 0
     """Where that lies, as a hash: ranks of one host that see one folder have the same, and so have all that load from
-    one remote end."""
+    one remote end. 0: not known."""
     known_step: int = 0
     """The newest step for which the job is known to have had a checkpoint, found or not; 0: none."""
     reached: Version = (0, 0)
