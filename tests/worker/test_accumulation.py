@@ -347,11 +347,14 @@ def test_two_loops_in_one_step_are_refused_where_one_weight_cannot_serve_both() 
         job.batches(Pairs(), state, batch_size=7, steps=10),
         strict=True,
     )
+    next(both)
     with pytest.raises(RuntimeError, match=r"has 0\.5 and 0\.4286 of the samples"):
-        next(both)
+        job._gradient_weight()
     del both
+    job.commit(state)
     next(job.batches(Pairs(), state, batch_size=7))  # to look at a sample: its loop is gone
     next(job.batches(Pairs(), state, batch_size=8))
+    assert job._gradient_weight() == 0.5
 
 
 def test_a_loop_that_is_closed_late_leaves_the_weight_of_one_that_has_just_taken_its_first_batch() -> None:
@@ -406,3 +409,67 @@ def test_two_batches_by_next_in_one_step_are_not_applied_where_one_weight_cannot
         job._gradient_weight()
         state.optimizer.step()
         job.commit(state)
+
+
+def test_a_batch_to_look_at_whose_loop_is_kept_is_named_with_the_way_out() -> None:
+    """It cannot be told from the first step of two zipped loops."""
+    job, state, _ = alone(rank=2, world_size=3)
+    probe = job.batches(Pairs(), state, batch_size=32)
+    next(probe)
+    loop = job.batches(Pairs(), state, batch_size=64, steps=3)
+    next(loop)
+    with pytest.raises(RuntimeError, match=r"only to look at: .*close\(\)"):
+        job._gradient_weight()
+    job.commit(state)
+    assert job._gradient_weight() == next(loop).weight, "a step later"
+
+    job, state, _ = alone(rank=2, world_size=3)
+    probe = job.batches(Pairs(), state, batch_size=32)
+    next(probe)
+    probe.close()  # type: ignore[attr-defined]
+    assert next(job.batches(Pairs(), state, batch_size=64)).weight == job._gradient_weight()
+
+
+def test_of_two_loops_a_rank_has_samples_of_both_or_of_none() -> None:
+    """Tokens of a rank without samples do not count in `job.total`, and those of the other batch would not either."""
+    job, state, _ = alone(rank=1, world_size=2)
+    both = zip(
+        job.batches(Pairs(), state, batch_size=8, steps=10),
+        job.batches(Pairs(), state, batch_size=1, steps=10),
+        strict=True,
+    )
+    with pytest.raises(RuntimeError, match="two loops over batches"):
+        next(both)
+
+
+def zipped(rank: int, world_size: int, port: int, weighted: bool) -> Any:
+    """The gradient of two batches of unlike shares, or what the backward raised."""
+    where: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "generation": 1}
+    group = Group(backend="gloo", rank=rank, world_size=world_size, **where)
+    group.form()
+    job, state, model = alone(rank, world_size)
+    loops = [job.batches(Pairs(), state, batch_size=size, shuffle=False) for size in (7, 5)]
+    one, other = (next(loop) for loop in loops)
+    try:
+        if weighted:
+            job.weighted(F.mse_loss(model(one.x), one.y, reduction="sum"), one.size).backward()
+            job.weighted(F.mse_loss(model(other.x), other.y, reduction="sum"), other.size).backward()
+        else:
+            (F.mse_loss(model(one.x), one.y) + F.mse_loss(model(other.x), other.y)).backward()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        group.close()
+    return state.model.weight.grad.flatten().tolist()
+
+
+@pytest.mark.slow
+def test_two_loops_whose_losses_have_their_own_weights_are_right_and_others_are_refused() -> None:
+    _, state, model = alone()
+    for size in (7, 5):
+        x, y = (torch.stack(column) for column in zip(*(Pairs()[i] for i in range(size)), strict=True))
+        F.mse_loss(model(x), y).backward()
+    want = pytest.approx(state.model.weight.grad.flatten().tolist(), rel=1e-10)
+    assert run_ranks(zipped, world_size=2, weighted=True) == [want, want]
+    for said in run_ranks(zipped, world_size=2, weighted=False):
+        assert "two loops over batches in one step" in said

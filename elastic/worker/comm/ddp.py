@@ -38,6 +38,8 @@ class GradientWeight:
         """Weights of the batches of this step whose loops are gone, as of next(job.batches(…))."""
         self._mixed: tuple[float, ...] = ()
         """Those of a backward that had one weight for several of them."""
+        self._unlike: tuple[float, float] | None = None
+        """The weights of two loops that have one."""
         self._models: list[nn.Module] = []
         self._sums = 0
         self._part_weight: float | None = None
@@ -56,9 +58,13 @@ class GradientWeight:
     def __call__(self) -> float:
         """Samples of the current backward / samples of the global batch; 1 / world size before the first batch is
         taken. After `add_up` 1 / world size on every rank: all weights of a step then add up to 1, so that sums which
-        an earlier backward of the step has left in the gradients remain what they are."""
+        an earlier backward of the step has left in the gradients remain what they are.
+
+        Raises RuntimeError in a step of two loops whose batches have other weights: gradients have one only."""
         if self._sums:
             return 1.0 / self._sums
+        if self._unlike is not None:
+            raise RuntimeError(_two_loops(self._unlike))
         if self._taken is None and len(self._left) > 1:
             self._mixed = tuple(sorted(self._left))
         return self._weight if self._weight is not None else 1.0 / dist.get_world_size()
@@ -104,7 +110,7 @@ class GradientWeight:
         weight, or if a loop over `batch.parts()` has not come to its end, and they lack their exchange or the weight
         of their last part."""
         if self._mixed:
-            raise RuntimeError(_two_shares(self._mixed))
+            raise RuntimeError(_two_loops(self._mixed))
         if self._part_weight is not None and self._left_early():
             raise RuntimeError(
                 "the loop over batch.parts() was left before its end: its gradients are not the batch's mean. Run it "
@@ -127,10 +133,13 @@ class GradientWeight:
         self.failed = True
 
     def take(self, weight: float, batch: object) -> None:
-        """A loop over batches has its next one, of this weight. Raises RuntimeError if another loop has one in this
-        step, of another weight: gradients have one weight only."""
-        if self._taken not in (None, weight):
-            raise RuntimeError(_two_shares((self._taken, weight)))
+        """A loop over batches has its next one, of this weight. If another loop has one in this step, of another
+        weight, that is refused where the weight is used; sums of `add_up` do not use it. Raises RuntimeError if the
+        rank has no sample of one of them only: `empty` is one answer for both."""
+        if self._taken is not None and self._taken != weight:
+            self._unlike = self._taken, weight
+            if 0.0 in self._unlike:
+                raise RuntimeError(_two_loops(self._unlike))
         self._taken, self._batch, self._ends = weight, batch, False
         self.begin(weight)
 
@@ -177,7 +186,7 @@ class GradientWeight:
 
     def _step_over(self) -> None:
         """No batch of this step counts any more."""
-        self._taken, self._ends, self._mixed = None, False, ()
+        self._taken, self._unlike, self._ends, self._mixed = None, None, False, ()
         self._left.clear()
 
     @property
@@ -215,11 +224,13 @@ class GradientWeight:
             self.begin(self._of_batch)
 
 
-def _two_shares(weights: Sequence[float | None]) -> str:
+def _two_loops(weights: Sequence[float]) -> str:
     shares = " and ".join(f"{weight:.4g}" for weight in weights)
     return (
         f"two loops over batches in one step, of which this rank has {shares} of the samples: one weight cannot give "
-        "the mean of both. Read both in one dataset, dataset[i] == (a, b)"
+        "the mean of both. Read both in one dataset, dataset[i] == (a, b), or give job.weighted the sum and the number "
+        "of each loss's terms. If the first batch is only to look at: batches = job.batches(…); probe = next(batches); "
+        "batches.close()"
     )
 
 
