@@ -15,6 +15,7 @@ _COLLECTIVES = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/_functional_collectives.py",
     "torch/nn/parallel/distributed.py",
+    "elastic/worker/comm/direct.py",
 )
 """A thread that blocks in one of these files waits for other ranks. Not all of torch.distributed: checkpoint writing is
 part of it, too."""
@@ -23,7 +24,13 @@ _HELPERS = "torch/distributed/utils.py"
 _EXCHANGES = ("_verify_param_shape_across_processes ", "_sync_module_states ", "_sync_params_and_buffers ")
 """The functions of _HELPERS that communicate with other ranks; another copies a batch to the device, and may hang."""
 
-_THROUGH = ("torch/_ops.py", "torch/autograd/function.py", "torch/utils/_contextlib.py")
+_THROUGH = (
+    "torch/_ops.py",
+    "torch/autograd/function.py",
+    "torch/utils/_contextlib.py",
+    "threading.py",
+    "concurrent/futures/_base.py",
+)
 """Files whose functions only forward a call: the next outer frame shows which."""
 
 _NATIVE = ("c10d::", "gloo::")

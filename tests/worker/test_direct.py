@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import pathlib
+import signal
 import socket
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -102,13 +106,13 @@ def unreachable(rank: int, world_size: int, port: int, where: str) -> Any:
     if where == "no listener" and rank == 0:
         direct.sockets.listening_at = list
     if where == "refused" and rank == 1:
-        direct.socket.create_connection = refuse  # type: ignore[assignment]
+        direct._connect = refuse
     relay(held, rank, world_size)
     made.close()
     return [same(held), counted.nbytes]
 
 
-def refuse(*_: object, **__: object) -> socket.socket:
+def refuse(*_: object) -> None:
     raise ConnectionRefusedError("Connection refused")
 
 
@@ -121,52 +125,120 @@ def test_without_a_connection_the_group_is_used(where: str) -> None:
 
 
 def with_strangers(rank: int, world_size: int, port: int) -> Any:
-    """Before rank 1, three others connect: one says nothing, one leaves, one guesses."""
+    """Before rank 1, others connect: some say nothing, one leaves, one guesses, one says a little at a time."""
     counted, made, held = Counted(), group(rank, world_size, port), tensors(rank)
     strangers: list[socket.socket] = []
-    really = direct.socket.create_connection
+    over, really = threading.Event(), direct._connect
 
-    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
-        strangers.extend(really(address, timeout) for _ in range(3))
+    def trickle(sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while not over.wait(0.1):
+                sock.sendall(b"0", socket.MSG_NOSIGNAL)
+
+    def connect(sock: socket.socket, endpoint: direct.Endpoint) -> None:
+        where = endpoint.host, endpoint.port
+        strangers.extend(socket.create_connection(where, 5) for _ in range(8))
         strangers[1].close()
         strangers[2].sendall(b"0" * direct.TOKEN_BYTES)
-        return really(address, timeout)
+        threading.Thread(target=trickle, args=[strangers[3]], daemon=True).start()
+        really(sock, endpoint)
 
     if rank:
-        direct.socket.create_connection = connect  # type: ignore[assignment]
+        direct._connect = connect
     relay(held, rank, world_size)
+    over.set()
     made.close()
-    return [same(held), counted.nbytes]
+    return [same(held), counted.nbytes, len(direct._OPEN)]
 
 
 def test_only_the_connection_with_the_token_is_used() -> None:
-    (source, nbytes), (received, _) = run_ranks(with_strangers, world_size=2)
-    assert (source, received) == (True, True)
+    (source, nbytes, left), (received, *_) = run_ranks(with_strangers, world_size=2)
+    assert (source, received, left) == (True, True, 0)
     assert nbytes > ELEMENTS * 4
 
 
-def aborted(rank: int, world_size: int, port: int) -> Any:
-    """Rank 2 reads nothing for a while, so the other two wait in the middle of the transfer, without any `check`."""
-    made, really = group(rank, world_size, port), direct._Receiving.wait
+def elsewhere(rank: int, world_size: int, port: int) -> Any:
+    """Rank 1's connection is made, but to another listener, as through a proxy: no rank may wait for it."""
+    counted, made, held = Counted(), group(rank, world_size, port), tensors(rank)
+    with socket.create_server(("127.0.0.1", 0)) as other:
 
-    def late(receiving: direct._Receiving) -> None:
-        threading.Event().wait(1.5)
-        really(receiving)
+        def connect(sock: socket.socket, endpoint: direct.Endpoint) -> None:
+            sock.connect(other.getsockname())
 
-    if rank == 2:
-        direct._Receiving.wait = late  # type: ignore[method-assign]
-    threading.Timer(0.7, made.abort, ["told so"]).start()
-    held = [torch.full((32 << 20,), float(rank))]
-    with pytest.raises(RuntimeError) as caught:
+        if rank:
+            direct._connect = connect
         relay(held, rank, world_size)
-    known = is_communication_error(caught.value)
-    del caught
     made.close()
-    return [known, len(direct._OPEN), [t.name for t in threading.enumerate() if t.name.startswith("elastic-send")]]
+    return [same(held), counted.nbytes, len(direct._OPEN)]
 
 
-def test_an_abort_wakes_every_rank_of_the_chain() -> None:
-    assert run_ranks(aborted, world_size=3, timeout_s=30) == [[True, 0, []]] * 3
+def test_a_connection_that_does_not_arrive_is_not_used() -> None:
+    assert run_ranks(elsewhere, world_size=2) == [[True, 0, 0]] * 2
+
+
+def threadless(rank: int, world_size: int, port: int) -> Any:
+    counted, made, held = Counted(), group(rank, world_size, port), tensors(rank)
+    if rank == 1:
+        direct.ThreadPoolExecutor.submit = refuse_thread  # type: ignore[method-assign]
+    relay(held, rank, world_size)
+    made.close()
+    return [same(held), counted.nbytes > 0]
+
+
+def refuse_thread(*_: object) -> Any:
+    raise RuntimeError("can't start new thread")
+
+
+def test_without_a_thread_a_rank_in_the_middle_receives_and_sends_in_turn() -> None:
+    assert run_ranks(threadless, world_size=3) == [[True, True], [True, True], [True, False]]
+
+
+def aborted(rank: int, world_size: int, port: int, alone: int, folder: str) -> Any:
+    """Only rank `alone` is aborted, in the middle of the transfer; its neighbour goes on once that one is out."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as command-line programs do
+    made, out = group(rank, world_size, port), pathlib.Path(folder, "out")
+    receive, send, begun = direct._Receiving.wait, direct._send, []
+
+    def abort_soon() -> None:
+        if rank == alone and not begun:
+            begun.append(1)
+            threading.Timer(0.3, made.abort, ["told so"]).start()
+
+    def hold() -> None:
+        if rank != alone:
+            while not out.exists():
+                time.sleep(0.02)
+
+    def receive_late(receiving: direct._Receiving) -> None:
+        abort_soon()
+        hold()
+        receive(receiving)
+
+    def send_late(sock: socket.socket, data: torch.Tensor) -> None:
+        abort_soon()
+        hold()
+        send(sock, data)
+
+    direct._Receiving.wait = receive_late  # type: ignore[method-assign]
+    direct._send = send_late
+    said = ""
+    try:
+        relay([torch.full((32 << 20,), float(rank))], rank, world_size)
+    except RuntimeError as error:
+        said = "lost" if is_communication_error(error) else repr(error)
+    if rank == alone:
+        out.touch()
+    made.close()
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("elastic-send")]
+    return [said, len(direct._OPEN), left]
+
+
+@pytest.mark.parametrize(("alone", "world_size"), [(0, 2), (1, 2), (1, 3)])
+def test_an_abort_wakes_a_rank_whose_neighbours_stand_still(
+    alone: int, world_size: int, tmp_path: pathlib.Path
+) -> None:
+    found = run_ranks(aborted, world_size=world_size, alone=alone, folder=str(tmp_path), timeout_s=30)
+    assert found == [["lost", 0, []]] * world_size
 
 
 def fails(rank: int, world_size: int, port: int) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import secrets
+import selectors
 import socket
 import struct
 import threading
@@ -32,8 +33,11 @@ from .p2p import exchange, receive_bytes, send_bytes
 CONNECT_S = 2.0
 """Limit for the connection to be made: the ranks have reached each other on the same addresses already."""
 
-STALL_S = 600
-"""A transfer that moves no byte for so long has failed. Agents notice a lost rank much earlier, and abort the group."""
+MOST_PENDING = 64
+"""Connections without a token, yet, that are held while the follower's is waited for."""
+
+NOT_AGAIN_S = 300.0
+"""A host that could not be reached is not tried again for so long."""
 
 TOKEN_BYTES = 32
 """As hexadecimal text."""
@@ -86,10 +90,15 @@ def _begun(work: dist.Work | None) -> Work:
 class OverSockets:
     """Over sockets of its own; an end that has none uses the group."""
 
-    def __init__(self, incoming: socket.socket | None, outgoing: socket.socket | None, group: OverGroup) -> None:
-        self._incoming, self._outgoing, self._group = incoming, outgoing, group
-        # A rank that receives and sends does both at the same time. One that only sends has nothing else to do.
-        self._sender = ThreadPoolExecutor(1, "elastic-send") if incoming and outgoing else None
+    def __init__(
+        self,
+        incoming: socket.socket | None,
+        outgoing: socket.socket | None,
+        group: OverGroup,
+        sender: ThreadPoolExecutor | None = None,
+    ) -> None:
+        """`sender`: for a rank that receives and sends, so that it does both at the same time."""
+        self._incoming, self._outgoing, self._group, self._sender = incoming, outgoing, group, sender
 
     def isend(self, data: torch.Tensor) -> Work:
         if self._outgoing is None:
@@ -106,8 +115,6 @@ class OverSockets:
         for sock in (self._incoming, self._outgoing):
             if sock is not None:
                 _shut(sock)  # a thread that still sends, after an error here, must end
-        if self._sender is not None:
-            self._sender.shutdown(wait=True)
 
 
 class _Done:
@@ -144,7 +151,7 @@ class _Receiving:
 
 def _send(sock: socket.socket, data: torch.Tensor) -> None:
     try:
-        sock.sendall(_bytes(data))
+        sock.sendall(_bytes(data), socket.MSG_NOSIGNAL)  # a script may have set SIGPIPE to end the process
     except OSError as error:
         raise _lost("the following rank", error) from error
 
@@ -154,113 +161,168 @@ def _bytes(data: torch.Tensor) -> memoryview:
 
 
 def _lost(peer: str, error: object) -> dist.DistNetworkError:
-    said = f"nothing moved for {STALL_S} s" if isinstance(error, BlockingIOError) else error
+    said = f"nothing moved for {_stall_s:g} s" if isinstance(error, BlockingIOError) else error
     return dist.DistNetworkError(f"the transfer of the state to or from {peer} broke: {said}")
+
+
+# ── connecting ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextlib.contextmanager
 def connected(previous: int | None, following: int | None) -> Iterator[Transport]:
-    """The transport of this rank's end; all ranks of the chain enter it, each with its neighbours' ranks.
+    """The transport of this rank's end; all ranks of the chain enter it, each with its neighbours' ranks. A sender must
+    know that all has arrived before it leaves the context: what the kernel still holds is lost with a slow receiver.
 
-    Raises DistNetworkError, and what torch raises once the group is aborted.
+    Raises what torch raises once the group is aborted.
     """
     with contextlib.ExitStack() as stack:
-        group = OverGroup(previous, following)
         incoming = outgoing = None
-        if previous is not None:
-            incoming = _dial(msgspec.json.decode(receive_bytes(previous), type=Endpoint), stack)
-        if following is not None:
+        if following is not None:  # before the own connection is made: the whole chain connects at the same time
             listener, endpoint = _listen(stack)
             send_bytes(msgspec.json.encode(endpoint), following)
         if previous is not None:
-            exchange(torch.tensor([int(incoming is not None)]), target=previous)
+            incoming = _dial(msgspec.json.decode(receive_bytes(previous), type=Endpoint), stack)
+            _tell(incoming is not None, previous)
         if following is not None:
-            dialled = torch.zeros(1, dtype=torch.int64)
-            exchange(dialled, source=following)
-            if dialled and listener is not None:
-                outgoing = _accept(listener, endpoint, stack)
-        transport = OverSockets(incoming, outgoing, group)
+            outgoing = _accept(listener, endpoint.token, stack) if _told(following) and listener else None
+            if listener is not None:
+                listener.close()
+            _tell(outgoing is not None, following)
+        if previous is not None and not _told(previous):
+            incoming = None
+        transport = OverSockets(incoming, outgoing, OverGroup(previous, following), _sender(stack, incoming, outgoing))
         stack.callback(transport.close)
         yield transport
+
+
+def _tell(answer: bool, rank: int) -> None:
+    exchange(torch.tensor([int(answer)]), target=rank)
+
+
+def _told(rank: int) -> bool:
+    answer = torch.zeros(1, dtype=torch.int64)
+    exchange(answer, source=rank)
+    return bool(answer)
+
+
+def _sender(
+    stack: contextlib.ExitStack, incoming: socket.socket | None, outgoing: socket.socket | None
+) -> ThreadPoolExecutor | None:
+    """A thread for a rank that receives and sends. None: not needed, or none can be started."""
+    if incoming is None or outgoing is None:
+        return None
+    sender = stack.enter_context(ThreadPoolExecutor(1, "elastic-send"))
+    try:
+        sender.submit(int).result()
+    except RuntimeError:  # no more threads
+        return None
+    return sender
 
 
 def _listen(stack: contextlib.ExitStack) -> tuple[socket.socket | None, Endpoint]:
     for host, family in sockets.listening_at():
         try:
-            listener = socket.socket(family, socket.SOCK_STREAM)
-            stack.enter_context(_registered(listener))
+            listener = stack.enter_context(_registered(socket.socket(family, socket.SOCK_STREAM)))
             listener.bind((host, 0))
-            listener.listen(4)
-        except OSError:
+            listener.listen(MOST_PENDING)
+        except OSError:  # a link-local address needs its interface, which is not known here
             continue
         return listener, Endpoint(host, listener.getsockname()[1], secrets.token_hex(TOKEN_BYTES // 2))
     return None, Endpoint()
 
 
-def _accept(listener: socket.socket, endpoint: Endpoint, stack: contextlib.ExitStack) -> socket.socket:
-    """The connection of the follower, which has said that it has made one. Raises DistNetworkError."""
+def _accept(listener: socket.socket, token: str, stack: contextlib.ExitStack) -> socket.socket | None:
+    """The connection that presents the token; None: none does in time. Others, which say nothing or something else, do
+    not delay it."""
     deadline_s = time.monotonic() + CONNECT_S
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        listener.settimeout(left_s)
-        try:
-            sock, _ = listener.accept()
-        except OSError as error:
-            raise _lost("the following rank", error) from error
-        if _presents(sock, endpoint.token, left_s):
-            stack.enter_context(_registered(sock))
-            _prepare(sock)
-            return sock
-        sock.close()
-    raise _lost("the following rank", f"no connection with the token came within {CONNECT_S:g} s")
+    with contextlib.ExitStack() as pending, selectors.DefaultSelector() as selector:
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ, b"")
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                sock = key.fileobj
+                assert isinstance(sock, socket.socket)
+                try:
+                    if sock is listener:
+                        if len(selector.get_map()) <= MOST_PENDING:
+                            accepted = pending.enter_context(_registered(sock.accept()[0]))
+                            accepted.setblocking(False)
+                            selector.register(accepted, selectors.EVENT_READ, b"")
+                        continue
+                    more = sock.recv(TOKEN_BYTES - len(key.data))
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    if sock is listener:
+                        return None
+                    more = b""
+                came = key.data + more
+                if len(came) == TOKEN_BYTES and hmac.compare_digest(came, token.encode()):
+                    stack.enter_context(pending.pop_all())
+                    _prepare(sock)
+                    return sock
+                if more and len(came) < TOKEN_BYTES:
+                    selector.modify(sock, selectors.EVENT_READ, came)
+                else:
+                    selector.unregister(sock)
+                    sock.close()
+    return None
 
 
-def _presents(sock: socket.socket, token: str, within_s: float) -> bool:
-    sock.settimeout(min(within_s, CONNECT_S / 4))  # another's connection must not use up all of the time
-    came = b""
-    try:
-        while len(came) < TOKEN_BYTES and (more := sock.recv(TOKEN_BYTES - len(came))):
-            came += more
-    except OSError:
-        return False
-    return hmac.compare_digest(came, token.encode())
+_unreachable: dict[str, float] = {}
+"""Host -> until when it is not tried."""
 
 
 def _dial(endpoint: Endpoint, stack: contextlib.ExitStack) -> socket.socket | None:
-    if not endpoint.host:
+    if not endpoint.host or time.monotonic() < _unreachable.get(endpoint.host, 0.0):
         return None
     try:
-        sock = socket.create_connection((endpoint.host, endpoint.port), timeout=CONNECT_S)
+        family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
+        sock = stack.enter_context(_registered(socket.socket(family, socket.SOCK_STREAM)))
+        sock.settimeout(CONNECT_S)
+        _connect(sock, endpoint)
+        sock.sendall(endpoint.token.encode(), socket.MSG_NOSIGNAL)
+        _prepare(sock)
     except OSError:
+        _unreachable[endpoint.host] = time.monotonic() + NOT_AGAIN_S
         return None
-    stack.enter_context(_registered(sock))
-    try:
-        sock.sendall(endpoint.token.encode())
-    except OSError:
-        return None
-    _prepare(sock)
     return sock
 
 
+def _connect(sock: socket.socket, endpoint: Endpoint) -> None:
+    sock.connect((endpoint.host, endpoint.port))
+
+
 def _prepare(sock: socket.socket) -> None:
-    """Blocking calls, each within STALL_S: a time-out of Python's own would add a call of poll to each."""
+    """Blocking calls, each within the group's time-out: one of Python's own would add a call of poll to each."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALL_S, 0))
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_stall_s), 0))
+
+
+_stall_s = 600.0
+
+
+def limit(timeout_s: float) -> None:
+    """A transfer that moves no byte for `timeout_s`, the time-out of the group, has failed. Agents notice a lost rank
+    much earlier, and abort the group."""
+    global _stall_s
+    _stall_s = max(1.0, timeout_s)
 
 
 # ── interrupting ────────────────────────────────────────────────────────────────────────────────────────────
 
 _OPEN: set[socket.socket] = set()
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 
 
 @contextlib.contextmanager
-def _registered(sock: socket.socket) -> Iterator[None]:
+def _registered(sock: socket.socket) -> Iterator[socket.socket]:
     with _LOCK:
         _OPEN.add(sock)
     try:
-        yield
+        yield sock
     finally:
         with _LOCK:
             _OPEN.discard(sock)

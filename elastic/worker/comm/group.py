@@ -126,6 +126,7 @@ class Group:
                 "torch.distributed has a default group already, and elastic.run forms the job's own: leave out "
                 "init_process_group()"
             )
+        direct.limit(self._timeout_s)
         try:
             self._arrive(interrupted)
             self._stop_if(interrupted)

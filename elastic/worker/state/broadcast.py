@@ -8,6 +8,7 @@ non-contiguous ones go through reused staging buffers. Much data between CPUs go
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -108,20 +109,20 @@ def relay(
     """
     slices = plan(tensors)
     near = [part for part in slices if device_type(tensors[part.segments[0].tensor]) == "cpu"]
-    group = direct.OverGroup(previous, following)
     digests: list[int] = []
-    if sum(part.nbytes for part in near) >= DIRECT_BYTES:
-        with direct.connected(previous, following) as sockets:
+    with contextlib.ExitStack() as stack:
+        if sum(part.nbytes for part in near) >= DIRECT_BYTES:
+            sockets = stack.enter_context(direct.connected(previous, following))
             digests += _moved(near, tensors, sockets, previous, following, check)
-        near_here = set(map(id, near))
-        slices = [part for part in slices if id(part) not in near_here]
-    digests += _moved(slices, tensors, group, previous, following, check)
-    mine = torch.tensor(digests, dtype=torch.int64)
-    theirs = mine.clone()
-    if previous is not None:
-        exchange(theirs, source=previous)
-    if following is not None:
-        exchange(theirs, target=following)
+            near_here = set(map(id, near))
+            slices = [part for part in slices if id(part) not in near_here]
+        digests += _moved(slices, tensors, direct.OverGroup(previous, following), previous, following, check)
+        mine = torch.tensor(digests, dtype=torch.int64)
+        theirs = mine.clone()
+        if previous is not None:
+            exchange(theirs, source=previous)
+        if following is not None:
+            exchange(theirs, target=following)  # waits until that rank has everything
     check()
     compare(mine, theirs)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
