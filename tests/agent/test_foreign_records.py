@@ -82,6 +82,8 @@ def loop(tmp_path: Path) -> Iterator[AgentLoop]:
 class Mute:
     """A registry that writes nothing, peers that watch nobody."""
 
+    saved_generation = 0
+
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
 

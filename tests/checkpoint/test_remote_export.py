@@ -224,7 +224,7 @@ def test_a_copy_with_a_damaged_manifest_counts_against_a_silent_start(tmp_path: 
     for name in (there(10), final_names(40, 1, "other")[-1]):
         filesystem.pipe_file(f"{root}/{name}/manifest.json", b"no manifest")
     disk = Disk(str(tmp_path / "empty"), "job", url)
-    assert (disk.newest(), disk.saved().unusable_step) == (None, 10)
+    assert (disk.newest()[0], disk.saved().unusable_step) == (None, 10)
 
 
 def test_damage_there_is_found_on_the_way_back(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ class FakeServer:
             deleted = {op.key for op in ops if isinstance(op, Delete)}
             within = [key for key in puts for each in ranges if key.startswith(each)]
             if len(set(puts)) < len(puts) or deleted & set(puts) or within:
-                raise EtcdError("duplicate key given in txn request")
+                raise EtcdRefused("duplicate key given in txn request")
         ok = all(self.holds(compare) for compare in compares)
         return TxnResult(ok, self.put_all(then if ok else otherwise))
 
