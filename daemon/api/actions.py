@@ -237,7 +237,7 @@ class Actions:
         key = self._job(job).spec
         spec, revision = self._read(SpecRecord, key)
         if spec is None:
-            raise Refused(404, no_job(job, self._board.now))
+            raise _absent(job, self._board.now.cluster)  # etcd was asked
         self._authority.check_job(peer, job, spec, verb)
         return spec, ModIs(key, revision)
 
@@ -246,8 +246,8 @@ class Actions:
             check_name("node", node)
         except ValueError as error:
             raise Refused(400, str(error)) from None
-        if node not in (known := known_nodes(self._board.now.cluster)):
-            raise Refused(404, no_node(node, known))
+        if node not in (known := known_nodes(cluster := self._board.now.cluster)):
+            raise no_node(node, known, cluster)
 
     def _change(
         self,
@@ -302,9 +302,13 @@ class Actions:
             raise _overtaken(name)
 
 
-def no_job(job: str, snapshot: Snapshot) -> str:
-    """The error message for a job that does not exist."""
-    return f"there is no job {job!r}; there are: {', '.join(sorted(snapshot.cluster.jobs)) or 'none'}"
+def no_job(job: str, snapshot: Snapshot) -> Refused:
+    """The refusal for a job that does not exist, or is not known yet."""
+    return _absent(job, snapshot.cluster) if snapshot.cluster.revision else _not_read(f"job {job!r}")
+
+
+def _absent(job: str, cluster: Cluster) -> Refused:
+    return Refused(404, f"there is no job {job!r}; there are: {', '.join(sorted(cluster.jobs)) or 'none'}")
 
 
 def known_nodes(cluster: Cluster) -> set[str]:
@@ -313,9 +317,15 @@ def known_nodes(cluster: Cluster) -> set[str]:
     return {*cluster.nodes, *cluster.cordons, *cluster.drains, *members}
 
 
-def no_node(node: str, known: Iterable[str]) -> str:
-    """The error message for a node that does not exist."""
-    return f"there is no node {node!r}; there are: {', '.join(sorted(known)) or 'none'}"
+def no_node(node: str, known: Iterable[str], cluster: Cluster) -> Refused:
+    """The refusal for a node that does not exist, or is not known yet."""
+    if not cluster.revision:
+        return _not_read(f"node {node!r}")
+    return Refused(404, f"there is no node {node!r}; there are: {', '.join(sorted(known)) or 'none'}")
+
+
+def _not_read(subject: str) -> Refused:
+    return Refused(503, f"whether {subject} is there is not known: elasticd has not reached etcd since it was started")
 
 
 def _ended(phase: Phase) -> str:

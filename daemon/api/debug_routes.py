@@ -41,7 +41,7 @@ _DECODER = msgspec.json.Decoder(GradientSamples)
 def post_debug(h: Request, query: Mapping[str, str], job: str) -> None:
     snapshot = h.service.board.now
     if job not in snapshot.cluster.jobs:
-        raise Refused(404, no_job(job, snapshot))
+        raise no_job(job, snapshot)
     known = snapshot.cluster.jobs[job]
     progress = newest_progress(snapshot, known)
     if known.over or progress is None or not progress.step:
@@ -56,7 +56,7 @@ def post_debug(h: Request, query: Mapping[str, str], job: str) -> None:
 def get_gradients(h: Request, query: Mapping[str, str], job: str) -> None:
     snapshot, me = h.service.board.now, h.service.identity.node
     if job not in snapshot.cluster.jobs:
-        raise Refused(404, no_job(job, snapshot))
+        raise no_job(job, snapshot)
     known = snapshot.cluster.jobs[job]
     h.service.authority.check_job(h.peer(), job, known.spec, "read the gradients of")
     rows, unanswered = read(h.service.logs(job), known.spec.submitted_wall_s if known.spec else 0.0), {}

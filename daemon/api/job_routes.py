@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def get_stacks(h: Request, query: Mapping[str, str], job: str) -> None:
     snapshot, me = h.service.board.now, h.service.identity.node
     if job not in snapshot.cluster.jobs:
-        raise Refused(404, no_job(job, snapshot))
+        raise no_job(job, snapshot)
     h.service.authority.check_job(h.peer(), job, snapshot.cluster.jobs[job].spec, "read the stacks of")
     rank = query_values.count(query, "rank", 0) if "rank" in query else None
     rows = stacks.of_workers(snapshot.agents.get(job), rank, stacks.dump)

@@ -62,7 +62,7 @@ def get_logs(h: Request, query: Query, job: str) -> None:
                 owner=None if authority.is_admin(peer) else peer.uid)  # fmt: skip
     last = tail.more_from(_offsets(query)) if "offsets" in query else tail.last(query_values.count(query, "tail", 100))
     if not last and job not in board.now.cluster.jobs:
-        raise Refused(404, no_job(job, board.now))
+        raise no_job(job, board.now)
     h.begin_stream()
     if tail.cut:
         h.stream({"note": f"of the lines asked for, only the last {len(last)} are shown: as many as were found in the "

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from .. import drain_effects
-from ..errors import Refused
 from ..published_state import Snapshot
 from . import query_values, views
 from .actions import no_node
@@ -61,9 +60,9 @@ def post_gc(h: Request, query: Query) -> None:
 
 
 def _with_node(h: Request, node: str) -> Snapshot:
-    """The newest snapshot, if it knows the node. Raises Refused (404)."""
+    """The newest snapshot, if it knows the node. Raises Refused (404, 503)."""
     snapshot = h.service.board.now
     cluster = snapshot.cluster
     if node not in cluster.nodes and node not in cluster.drains and not cluster.jobs_on(node):
-        raise Refused(404, no_node(node, cluster.nodes))
+        raise no_node(node, cluster.nodes, cluster)
     return snapshot

@@ -100,7 +100,7 @@ def get_job(h: Request, query: Query, job: str) -> None:
             lambda s: job not in s.cluster.jobs or s.cluster.jobs[job].over, min(wait_s, LONGEST_WAIT_S)
         )
     if job not in snapshot.cluster.jobs:
-        raise Refused(404, no_job(job, snapshot))
+        raise no_job(job, snapshot)
     known = snapshot.cluster.jobs[job]
     if secrets := query_values.flag(query, "secrets"):
         h.service.authority.check_job(h.peer(), job, known.spec, "read the secrets of")
@@ -116,7 +116,7 @@ def get_history(h: Request, query: Query, job: str) -> None:
     found = course.read(h.service.logs(job), known.spec if known else None)
     if found is None:
         if known is None:
-            raise Refused(404, no_job(job, board))
+            raise no_job(job, board)
         raise Refused(404, course.nowhere(job, known.generation, h.service.identity.node))
     h.send_json(200, {"schema": SCHEMA, "job": job, "node": h.service.identity.node} | found)
 
@@ -124,7 +124,7 @@ def get_history(h: Request, query: Query, job: str) -> None:
 def get_incidents(h: Request, query: Query) -> None:
     snapshot, job = h.service.board.now, query.get("job", "")
     if job and job not in snapshot.cluster.jobs:
-        raise Refused(404, no_job(job, snapshot))
+        raise no_job(job, snapshot)
     found = views.incidents(snapshot, job, now())
     if (last := query_values.count(query, "last", 0)) > 0:
         found = found[-last:]

@@ -66,7 +66,7 @@ class PageSource:
             return live.cluster(status, [timeline.as_json(e) for e in events])
         known = snapshot.cluster.jobs.get(job)
         if known is None:
-            raise Refused(404, no_job(job, snapshot))
+            raise no_job(job, snapshot)
         return live.job(
             log_privacy.job(views.job_detail(snapshot, known, instant)),
             [log_privacy.incident(row) for row in views.incidents(snapshot, job, instant)],

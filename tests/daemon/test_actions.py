@@ -16,7 +16,7 @@ from elastic.etcd.client import Etcd, EtcdUnavailable, TxnResult
 from elasticd.api import actions
 from elasticd.api.actions import Actions
 from elasticd.authority import Authority, Peer
-from elasticd.cluster import ClusterReader, Job
+from elasticd.cluster import Cluster, ClusterReader, Job
 from elasticd.errors import Refused
 from elasticd.event_queue import Event, EventQueue, NodeLeaseLost, NodeRegistered, Stop, Written
 from elasticd.published_state import PublishedState, Snapshot
@@ -209,7 +209,16 @@ def test_a_record_of_another_protocol_is_not_overwritten(writes: WriteQueue) -> 
     assert refused.value.status == 409
 
 
+def test_before_etcd_is_read_nothing_is_said_to_be_missing(writes: WriteQueue) -> None:
+    with pytest.raises(
+        Refused, match="whether node 'a' is there is not known: elasticd has not reached etcd"
+    ) as refused:
+        writes.actions.drain("a", "x", 0.0)
+    assert refused.value.status == 503
+
+
 def test_a_drain_and_its_end(writes: WriteQueue) -> None:
+    writes.board.publish(Snapshot(cluster=Cluster(revision=1)))
     with pytest.raises(Refused, match="there is no node 'a'; there are: none"):
         writes.actions.drain("a", "x", 0.0)
 

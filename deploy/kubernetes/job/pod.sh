@@ -30,8 +30,10 @@ head() {
     trap 'exit 143' TERM INT # the next head goes on with the same etcd; training does not need it meanwhile
     until_there "$state/etcd/tls/client-key.pem" 60
     until_there "$state/cluster.key" 60
-    until ctl nodes >/dev/null 2>&1; do sleep 0.2; done
-    ctl cordon "$node" >/dev/null # the head does not train
+    for ((i = 0; i < 300; i++)); do # until it has registered
+        ctl cordon "$node" >/dev/null 2>&1 && break # the head does not train
+        sleep 0.2
+    done
     for file in etcd/tls/ca.pem etcd/tls/client.pem etcd/tls/client-key.pem cluster.key; do cp "$state/$file" "$shared/"; done
     touch "$shared/ready"
     local words code=0
