@@ -78,21 +78,21 @@ def _copy_up(path: str, url: str, name: str, manifest: m.Manifest, keep: int, ke
         target = posixpath.join(root, name)
         whole = _is_whole(filesystem, target, manifest)
         if whole is False:  # invalid until it is replaced
-            with contextlib.suppress(FileNotFoundError):  # another node was faster
-                filesystem.rm_file(posixpath.join(target, m.MANIFEST))
+            _remove_manifest(filesystem, target)
         if not whole:
             _put(filesystem, path, target, manifest)
         if keep:
             found = list_remote(url, manifest.job)
             doomed = plan(found, keep, keep_every_steps, lambda _: True)
-            for each in (*doomed, *_broken_off(filesystem, root, manifest.job, found[:keep])):
+            kept = found[:keep] if len(found) >= keep else []
+            for each in (*doomed, *_broken_off(filesystem, root, manifest.job, kept)):
                 if posixpath.join(url, each) not in _under_way:
                     _remove(filesystem, posixpath.join(root, each))
 
 
 def _broken_off(filesystem: Any, root: str, job: str, kept: list[Entry]) -> list[str]:
-    """Names of copies without a manifest that are older than all of `kept`, the newest copies: another node may be
-    making a newer one."""
+    """Names of copies without a manifest that are older than all of `kept`, the newest copies, as many as are to be
+    kept; none if there are fewer. Another node may be making a newer one."""
     oldest = min((generation, step) for step, generation, _ in kept) if kept else (0, 0)
     names = [posixpath.basename(folder.rstrip("/")) for folder in filesystem.ls(root, detail=False)]
     older = [name for name in names if (version := version_of(name, job)) and version < oldest]
@@ -126,15 +126,39 @@ def _put(filesystem: Any, path: str, target: str, manifest: m.Manifest) -> None:
         if (size := filesystem.size(there)) != shard.nbytes:
             raise SaveFailed(f"{there} has {size} bytes there, {shard.nbytes} here")
     filesystem.put_file(os.path.join(path, m.MANIFEST), posixpath.join(target, m.MANIFEST))
+    _look_again(filesystem, target, manifest)
+
+
+def _look_again(filesystem: Any, target: str, manifest: m.Manifest) -> None:
+    """Another node that took this copy for one that broke off may have removed shards before the manifest came. The
+    manifest then goes, too. Raises SaveFailed."""
+    filesystem.invalidate_cache()
+    for shard in manifest.shards:
+        there = posixpath.join(target, shard.file)
+        try:
+            whole = filesystem.size(there) == shard.nbytes
+        except FileNotFoundError:
+            whole = False
+        if not whole:
+            _remove_manifest(filesystem, target)
+            raise SaveFailed(f"{there} was removed or replaced by another node while this one made the copy")
 
 
 def _remove(filesystem: Any, folder: str) -> None:
     """Another copy, or another node's, may be removing it as well."""
     # The manifest goes first, so that an interrupted removal leaves no checkpoint.
-    with contextlib.suppress(FileNotFoundError):
-        filesystem.rm_file(posixpath.join(folder, m.MANIFEST))
+    _remove_manifest(filesystem, folder)
     with contextlib.suppress(FileNotFoundError):
         filesystem.rm(folder, recursive=True)
+    # It may have come since its folder was listed, and its node have seen all shards.
+    filesystem.invalidate_cache()
+    if filesystem.exists(posixpath.join(folder, m.MANIFEST)):
+        _remove_manifest(filesystem, folder)
+
+
+def _remove_manifest(filesystem: Any, folder: str) -> None:
+    with contextlib.suppress(FileNotFoundError):  # another node was faster
+        filesystem.rm_file(posixpath.join(folder, m.MANIFEST))
 
 
 def list_remote(url: str, job: str) -> list[Entry]:

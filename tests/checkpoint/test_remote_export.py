@@ -215,6 +215,60 @@ def test_a_copy_that_broke_off_is_removed_once_newer_ones_are_kept(
     assert names == {there(20), there(25), there(30), final_names(10, 1, "other")[-1]}
 
 
+def test_a_copy_without_a_manifest_stays_until_as_many_newer_ones_are_complete_as_are_kept(
+    tmp_path: Path, url: str
+) -> None:
+    """Another node may be making it: with a slow remote end a newer one is complete before it."""
+    import fsspec
+
+    filesystem, root = fsspec.core.url_to_fs(url)
+    filesystem.pipe_file(f"{root}/{there(10)}/shard-00000-of-00002.safetensors", b"its first shard")
+    for step, others in ((20, 1), (30, 2), (40, 2)):
+        copy_up(save(str(tmp_path), step), url, keep=3)
+        names = {path.rpartition("/")[2] for path in filesystem.ls(root, detail=False)}
+        assert (there(10) in names) is (step < 40), others
+
+
+def test_a_copy_whose_shards_were_removed_meanwhile_has_failed_and_is_no_checkpoint(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node has taken it for one that broke off: its manifest would lie over missing shards."""
+    import fsspec
+
+    filesystem = type(fsspec.filesystem("memory"))
+    real = filesystem.put_file
+
+    def put_file(self: Any, here: str, there: str, **more: Any) -> None:
+        real(self, here, there, **more)
+        if there.endswith("manifest.json"):
+            self.rm_file(there.replace("manifest.json", "shard-00000-of-00002.safetensors"))
+
+    monkeypatch.setattr(filesystem, "put_file", put_file)
+    with pytest.raises(SaveFailed, match=r"shard-00000-of-00002\.safetensors was removed .* while"):
+        copy_up(save(str(tmp_path), 20), url)
+    assert list_remote(url, "job") == []
+
+
+def test_a_manifest_that_comes_during_the_removal_is_removed_too(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node that makes the copy has checked its shards before the first of them is gone."""
+    import fsspec
+
+    copy_up(save(str(tmp_path), 10), url)
+    found, root = fsspec.core.url_to_fs(url)
+    manifest_at = f"{root}/{there(10)}/manifest.json"
+    manifest, real = found.cat_file(manifest_at), type(found).rm
+
+    def rm(self: Any, path: str, **more: Any) -> None:
+        real(self, path, **more)
+        self.pipe_file(manifest_at, manifest)
+
+    monkeypatch.setattr(type(found), "rm", rm)
+    copy_up(save(str(tmp_path), 20), url, keep=1)
+    assert [step for step, _, _ in list_remote(url, "job")] == [20]
+
+
 def test_a_copy_with_a_damaged_manifest_counts_against_a_silent_start(tmp_path: Path, url: str) -> None:
     import fsspec
 
