@@ -96,6 +96,8 @@ class Saver:
         self._writes: dict[int, tuple[int, int, int]] = {}
         self._committing: dict[tuple[int, int], bool] = {}
         """(generation, step) -> whether this node copies that checkpoint to the remote end."""
+        self._to_copy = (0, 0)
+        """(generation, step) of the newest checkpoint that this node is to copy."""
         self._asking: dict[int, tuple[int, float]] = {}
         self._outdated = False
         """The writer still maps buffers that have been replaced."""
@@ -166,6 +168,8 @@ class Saver:
         if not message.save:
             held.in_memory.add(message.buffer)
             return
+        if copies:
+            self._to_copy = (message.generation, message.step)
         try:
             order = orders.Write(
                 directory=self.rules.dir,
@@ -269,6 +273,11 @@ class Saver:
 
     def _fail(self, generation: int, step: int, error: str) -> None:
         """Report a failed checkpoint, which costs the job nothing. Step 0 or less: no particular checkpoint."""
+        if self.rules.remote and not self.rules.shared and (generation, step) == self._to_copy:
+            error += (
+                f"; no node copies this checkpoint to {self.rules.remote}: with checkpoint.shared = false the leader's "
+                "node copies its own"
+            )
         self._count(self.last.failing, "checkpoint", generation, step, error)
 
     def _count(self, row: FailuresInRow, what: str, generation: int, step: int, error: str) -> None:

@@ -53,7 +53,8 @@ class Checkpoint(SpecTable, frozen=True, kw_only=True):
     """Whether `dir` is one folder for all nodes. False: each node keeps a complete copy of its own."""
 
     remote: str = ""
-    """An fsspec URL to copy finished checkpoints to; empty: none."""
+    """An fsspec URL to copy finished checkpoints to; empty: none. If `shared` is false the leader's node copies its
+    own: a checkpoint whose save fails there is not copied."""
 
 
 class Restarts(SpecTable, frozen=True, kw_only=True):

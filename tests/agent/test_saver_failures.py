@@ -96,6 +96,22 @@ def test_one_node_copies_where_each_commits_its_own(copies: bool, bench: Bench) 
     assert any(isinstance(order, orders.CopyUp) for order in bench.writer.orders) is copies
 
 
+@pytest.mark.parametrize(("shared", "copies"), [(False, True), (False, False), (True, True)])
+def test_a_save_that_fails_on_the_node_that_copies_tells_that_no_other_node_does(
+    shared: bool, copies: bool, bench: Bench
+) -> None:
+    """The other nodes may have saved theirs: the checkpoint is there, and the newest remote copy is an older one."""
+    bench.saver.rules = msgspec.structs.replace(bench.saver.rules, shared=shared)
+    bench.save(7, "no space", copies=copies)
+    alone = copies and not shared
+    says = (
+        "; no node copies this checkpoint to memory://there: with checkpoint.shared = false the leader's node copies "
+        "its own"
+    )
+    assert bench.failed == [f"7: no space{says if alone else ''}"]
+    assert bench.saver.last.error == f"step 7: no space{says if alone else ''}"
+
+
 def test_checkpoint_with_failed_shard_and_failed_commit_counts_as_one_failure(bench: Bench) -> None:
     bench.save(7, "no space")
     assert bench.failed == ["7: no space"]
