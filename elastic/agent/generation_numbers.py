@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 
 import structlog
@@ -21,37 +21,47 @@ log = structlog.get_logger()
 
 LIST_S = 10.0
 """For how long the remote end may take to list its checkpoints before publications go on without it."""
+FRESH_S = 60.0
+"""For how long the result of a listing that was late may be used: later there are copies that it does not know."""
 
 
 class RemoteEnd:
     """Lists the checkpoints at the remote end in a thread: its storage may hang, and then no publication may wait."""
 
-    def __init__(self, limit_s: float = LIST_S) -> None:
+    def __init__(self, limit_s: float = LIST_S, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_s = limit_s
-        self._begun_s = 0.0
+        self._clock = clock
+        self._begun_s = self._ended_s = 0.0
         self._listing: Future[int] | None = None
-        """The one that is under way: no other is begun beside it, and a late result is used by the next call."""
+        """The one that is under way: no other is begun beside it, and a late result is used by a call that comes within
+        `FRESH_S` of its end."""
 
     def newest(self, url: str, job: str) -> int:
         """The newest generation of `job` at `url`; 0: there is none. Raises CheckpointError, also if it takes longer
         than the limit, counted from the beginning of the listing."""
         listing = self._listing
-        if listing is None:
-            listing = Future()
-            threading.Thread(target=_list, args=(listing, url, job), name="elastic-remote-list", daemon=True).start()
-            self._listing, self._begun_s = listing, time.monotonic()
-        wait([listing], timeout=max(0.0, self._begun_s + self._limit_s - time.monotonic()))
+        if listing is None or (listing.done() and self._clock() - self._ended_s > FRESH_S):
+            self._listing, listing = None, Future()
+            thread = threading.Thread(
+                target=self._list, args=(listing, url, job), name="elastic-remote-list", daemon=True
+            )
+            thread.start()
+            self._listing, self._begun_s = listing, self._clock()
+        wait([listing], timeout=max(0.0, self._begun_s + self._limit_s - self._clock()))
         if not listing.done():
             raise CheckpointError(f"listing {url} takes longer than {self._limit_s:g} s")
         self._listing = None
         return listing.result()
 
-
-def _list(listing: Future[int], url: str, job: str) -> None:
-    try:
-        listing.set_result(max([0, *(generation for _, generation, _ in list_remote(url, job))]))
-    except FAILURES as error:
-        listing.set_exception(error)
+    def _list(self, listing: Future[int], url: str, job: str) -> None:
+        try:
+            newest = max([0, *(generation for _, generation, _ in list_remote(url, job))])
+        except FAILURES as error:
+            self._ended_s = self._clock()
+            listing.set_exception(error)
+        else:
+            self._ended_s = self._clock()
+            listing.set_result(newest)
 
 
 def newest_saved(spec: JobSpec, members: Collection[MemberRecord], remote: RemoteEnd | None) -> int:

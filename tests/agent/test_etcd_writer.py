@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import socket
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 
 import msgspec
@@ -546,6 +547,34 @@ def test_a_remote_end_that_hangs_holds_up_no_publication(
     assert listing is not None
     assert listing.result(60.0) == 10
     assert generation_numbers.newest_saved(spec, [], remote) == 10
+
+
+@pytest.mark.parametrize("first", [5, None])
+def test_a_listing_that_ended_long_ago_unread_is_made_again(
+    first: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was late, and etcd loses its data again hours later: by then there are copies of newer generations, and an
+    error is no longer true either."""
+    answers, results = threading.Event(), [first, 20]
+
+    def listed(*_: object) -> list[tuple[int, int, str]]:
+        answers.wait(60.0)
+        if (newest := results.pop(0)) is None:
+            raise RemoteError("listing memory://copies: no answer")
+        return [(500, newest, "step-500")]
+
+    clock_s = [1000.0]
+    monkeypatch.setattr(generation_numbers, "list_remote", listed)
+    remote = generation_numbers.RemoteEnd(limit_s=0.0, clock=lambda: clock_s[0])
+    with pytest.raises(CheckpointError, match="longer than"):
+        remote.newest("memory://copies", "job")
+    listing = remote._listing
+    assert listing is not None
+    answers.set()
+    wait([listing], timeout=60.0)
+    clock_s[0] += generation_numbers.FRESH_S + 1.0
+    remote._limit_s = 60.0
+    assert remote.newest("memory://copies", "job") == 20
 
 
 def numbered(
