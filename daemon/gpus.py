@@ -40,11 +40,11 @@ class Health:
     """GPU health. `reason` may be read from any thread; the thread that executes `run` writes it."""
 
     def __init__(self, gpus: Sequence[int], log: Log, *, self_test: bool, problem: str = "") -> None:
-        """`problem`: why this node's GPUs cannot be seen. The node then accepts no work, rather than train on its
-        CPU."""
+        """`problem`: why this node can take no work, such as GPUs that cannot be seen: it would train on its CPU. Its
+        GPUs are then not tested, nor watched."""
         self._gpus = tuple(gpus)
         self._log = log
-        self._self_test = self_test and bool(gpus)
+        self._self_test = self_test and bool(gpus) and not problem
         self.reason = TESTING if self._self_test else ""
         """Why the node should accept no work; empty: it may. Once a GPU is faulty it stays so until the daemon
         restarts."""

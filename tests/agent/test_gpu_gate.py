@@ -331,6 +331,21 @@ def test_a_node_takes_no_work_before_its_self_test_is_passed(nvml: FakeNvml, mon
     assert nvml.open == 0
 
 
+def test_a_self_test_that_passes_does_not_clear_another_problem_of_the_node(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = "interface eth9 does not exist"
+    monkeypatch.setattr("elasticd.gpus.self_test", lambda: "")
+    health = Health((0,), structlog.get_logger(), self_test=True, problem=problem)
+    assert health.sick == health.reason == problem
+    thread = threading.Thread(target=health.run, daemon=True)
+    thread.start()
+    eventually(lambda: not thread.is_alive() or nvml.open, 60.0)
+    health.stop()
+    thread.join(60.0)
+    assert health.sick == health.reason == problem
+
+
 def test_a_self_test_that_cannot_be_started_is_tried_again(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     """For want of memory or processes: it ended the daemon, and is no reason for what runs here to leave."""
     health, seen = Health((0,), structlog.get_logger(), self_test=True), []
