@@ -24,6 +24,7 @@ from ..util.processes import die_with
 from . import orders
 from .arena import Arena
 from .errors import CheckpointError, SaveFailed, ShardsMissing
+from .names import head_of
 from .retention import discard, prune
 from .write import commit, shards_missing, write_shard
 
@@ -88,8 +89,7 @@ class CheckpointWriter:
                 now_s = self._clock()
                 self._pending.append(_Pending(order, now_s, now_s, order.shards))
             case orders.CopyUp():
-                self._copying.add(order.path)
-                threading.Thread(target=self._copy_up, args=(order,), daemon=True).start()
+                self._begin_copy(order)
             case orders.Forget():
                 while self._arenas:
                     self._arenas.popitem()[1].close()
@@ -188,15 +188,19 @@ class CheckpointWriter:
         spare = [(p.order.step, p.order.generation) for p in self._pending if p.order is not order]
         discard(order.directory, order.job, order.step, order.generation, spare=spare)
 
+    def _begin_copy(self, order: orders.CopyUp) -> None:
+        """In a thread. Without one, for a limit of threads or of memory, that copy alone fails."""
+        self._copying.add(order.path)
+        try:
+            threading.Thread(target=self._copy_up, args=(order,), daemon=True).start()
+        except (RuntimeError, MemoryError) as error:
+            self._copying.discard(order.path)
+            self._reply(_with(_copy_result(order), error=f"no thread for it: {orders.describe(error)}"))
+
     def _copy_up(self, order: orders.CopyUp) -> None:
-        from .names import head_of
         from .remote import copy_up
 
-        started_s = time.monotonic()
-        head = head_of(order.path)
-        result = orders.Result(
-            id=order.id, kind="CopyUp", step=head.step if head else -1, generation=head.generation if head else -1
-        )
+        started_s, result = time.monotonic(), _copy_result(order)
         try:
             url = copy_up(order.path, order.url, keep=order.keep, keep_every_steps=order.keep_every_steps)
         except (OSError, CheckpointError) as error:
@@ -213,6 +217,12 @@ class CheckpointWriter:
 
 def _with(result: orders.Result, **changes: object) -> orders.Result:
     return msgspec.structs.replace(result, **changes)
+
+
+def _copy_result(order: orders.CopyUp) -> orders.Result:
+    head = head_of(order.path)
+    step, generation = (head.step, head.generation) if head else (-1, -1)
+    return orders.Result(id=order.id, kind="CopyUp", step=step, generation=generation)
 
 
 def main() -> None:

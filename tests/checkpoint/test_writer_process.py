@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from support.ckpt import filled, state_at
+from support.ckpt import filled, save, state_at
 from support.wait import eventually, stretched
 
 from elastic.checkpoint import orders
@@ -23,6 +25,7 @@ from elastic.checkpoint.find import newest_good
 from elastic.checkpoint.names import tmp_name
 from elastic.checkpoint.remote import RemoteError
 from elastic.checkpoint.write import write_shard
+from elastic.checkpoint.writer import CheckpointWriter
 
 
 @pytest.fixture
@@ -88,6 +91,25 @@ def test_an_error_of_any_length_is_one_line_that_fits_into_a_packet() -> None:
     assert "\n" not in said
     result = orders.Result(id=1, kind="CopyUp", step=20, generation=1, error=said)
     assert len(orders.encode(result)) < MAX_PACKET_BYTES
+
+
+def test_a_copy_that_finds_no_thread_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of threads or processes: the writer ended, and with it the orders that it had."""
+
+    def none_left(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        path = save(str(tmp_path), 20)
+        made = CheckpointWriter(theirs)
+        ours.send(orders.encode(orders.CopyUp(id=3, path=path, url="memory://there", keep=1, keep_every_steps=0)))
+        assert made.turn(60.0)
+        result = orders.decode_result(ours.recv(MAX_PACKET_BYTES))
+    assert (result.id, result.kind, result.step, result.generation) == (3, "CopyUp", 20, 1)
+    assert result.error == "no thread for it: can't start new thread"
+    assert not made._copying, "retention would spare it for ever"
 
 
 def test_a_failed_shard_fails_its_commit_at_once(writer: WriterProcess, tmp_path: Path) -> None:
