@@ -11,7 +11,6 @@ import errno
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -21,6 +20,7 @@ from . import manifest as m
 from .errors import Damaged, NoGoodCheckpoint
 from .files import REAL, Files, open_file
 from .names import head_of, is_aside, is_final, is_foreign, job_of, names_another, step_of, tmp_of
+from .pieces import each
 from .write import digest
 
 READ_THREADS = 2
@@ -179,9 +179,7 @@ def verify(
             nbytes = min(shard.piece_nbytes, shard.nbytes - index * shard.piece_nbytes)
             read_piece(path, shard, index, [spare.take(nbytes)])
 
-        with ThreadPoolExecutor(max(1, threads)) as pool:
-            for _ in pool.map(check, ((shard, i) for shard in manifest.shards for i in range(len(shard.xxh3)))):
-                pass
+        each(check, [(shard, i) for shard in manifest.shards for i in range(len(shard.xxh3))], threads)
     return manifest
 
 

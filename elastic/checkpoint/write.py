@@ -17,7 +17,6 @@ import errno
 import os
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import xxhash
@@ -29,6 +28,7 @@ from .errors import SaveFailed, ShardsMissing
 from .files import REAL, Files
 from .layout import pad
 from .names import final_names, head_of, tmp_name
+from .pieces import each
 
 WRITE_THREADS = 4
 _LOOK_EVERY_S = 0.05
@@ -111,12 +111,7 @@ def _write_pieces(path: str, data: memoryview, shard: m.Shard, files: Files, thr
             files.write_at(fd, data[at:end], at)
             return digest(data[at : min(end, shard.nbytes)])
 
-        starts = range(0, shard.nbytes, shard.piece_nbytes)
-        if threads > 1 and len(starts) > 1:
-            with ThreadPoolExecutor(min(threads, len(starts))) as pool:
-                hashes = tuple(pool.map(piece, starts))
-        else:
-            hashes = tuple(map(piece, starts))
+        hashes = tuple(each(piece, range(0, shard.nbytes, shard.piece_nbytes), threads))
         files.truncate(fd, shard.nbytes)
         files.sync(fd)
     finally:

@@ -36,6 +36,27 @@ def write_20(directory: str, *shards: int, files: Files | None = None) -> None:
             write_shard(arena, directory, "job", piece_nbytes=PIECE, files=files or Files())
 
 
+@pytest.mark.parametrize("started", [0, 1])
+def test_a_save_and_its_check_need_no_threads(started: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a limit of threads the writer ended, with all the orders that it had; some may still be started."""
+    real, begun = threading.Thread.start, [0]
+
+    def start(self: threading.Thread) -> None:
+        begun[0] += 1
+        if begun[0] > started:
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with filled(state_at(20), 20) as arena:
+        write_shard(arena, str(tmp_path), "job", piece_nbytes=PIECE)
+    path = commit(str(tmp_path), "job", step=20, generation=1, shards=1, world_size=1)
+    assert begun[0] > started
+    begun[0] = 0
+    verify(path, "job", hashes=True)
+    assert begun[0] > started
+
+
 def test_a_checkpoint_is_two_files_a_shard_and_a_manifest(tmp_path: Path) -> None:
     path = save(str(tmp_path), 20)
     assert sorted(os.listdir(path)) == [
