@@ -84,7 +84,7 @@ class Actions:
         state, revision = self._read(JobState, keys.state)
         if state is None or not state.phase.over:
             raise Refused(409, f"job {job!r} is not over: stop it first")
-        gone = [Delete(keys.generation), Delete(keys.progress), Delete(keys.asked)]
+        gone = [Delete(key) for key in (keys.generation, keys.restored, keys.progress, keys.asked)]
         gone += [Delete(prefix, prefix=True) for prefix in (keys.members, keys.ranks, keys.broken_all, keys.incidents)]
         record = msgspec.structs.replace(
             spec, submitted_wall_s=time.time(), submitted_by=peer.user, submission=uuid.uuid4().hex

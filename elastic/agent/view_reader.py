@@ -23,6 +23,7 @@ class ViewReader:
         self._gathering = ViewThrottle(keys.generation)
         self._progress_key = keys.progress
         self._head = keys.head
+        self._decoded, self._broken = (keys.spec, keys.state, keys.generation), keys.broken_all
         self.unreadable = ""
         """Why the newest view could not be read and the previous one is in use; '' when it could."""
         self.known_step: int | None = None
@@ -52,7 +53,8 @@ class ViewReader:
             return self._last(agent, str(error))
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
             return self._last(agent, f"a record in etcd cannot be read: {error}")
-        if head := min((key for key in view.refused if key.startswith(self._head)), default=""):
+        # Without one of these the view would say something else. Another refused key is as if it were not there.
+        if head := min((k for k in view.refused if k in self._decoded or k.startswith(self._broken)), default=""):
             return self._last(agent, f"{head} in etcd is refused: {view.refused[head].why}")
         self.unreadable = ""
         return job

@@ -23,6 +23,7 @@ from elastic.contract.messages import Preload
 from elastic.contract.records import GenerationNode, GenerationRecord, JobState, MemberRecord, Phase, SpecRecord, encode
 from elastic.contract.spec import JobSpec
 from elastic.etcd.client import KV, View
+from elastic.etcd.types import Refusal
 from elastic.recovery.model import Agent, changed
 
 KEYS = ClusterKeys("c").job("job")
@@ -105,6 +106,28 @@ def test_in_a_generation_the_last_view_is_kept(loop: AgentLoop, foreign: dict[st
     loop._viewed(view(GOOD, 13))
     assert not loop._pictures.unreadable
     assert loop.agent.etcd.view.revision == 13
+
+
+def refusing(*keys: str) -> View:
+    """The good records, and others that are not signed for this submission of the job."""
+    refused = {key: Refusal(KV(key, b"{}", 1, 5, 0), "it belongs to another job of this name") for key in keys}
+    return replace(view({key: value for key, value in GOOD.items() if key not in keys}, 11), refused=refused)
+
+
+@pytest.mark.parametrize("key", [KEYS.restored, f"{KEYS.head}of-a-later-version"])
+def test_a_refused_key_that_holds_no_record_hides_no_view(loop: AgentLoop, key: str) -> None:
+    loop._viewed(refusing(key))
+    assert not loop._pictures.unreadable
+    assert loop.agent.formed.generation == GENERATION
+    assert not loop.agent.etcd.view.written_back
+
+
+@pytest.mark.parametrize("key", [KEYS.spec, KEYS.state, KEYS.generation, KEYS.broken(3)])
+def test_a_refused_record_of_the_head_hides_the_view(loop: AgentLoop, key: str) -> None:
+    loop._viewed(view(GOOD, 10))
+    loop._viewed(refusing(key))
+    assert f"{key} in etcd is refused: it belongs to another job" in loop._pictures.unreadable
+    assert loop.agent.etcd.view.revision == 10
 
 
 def test_before_the_first_generation_another_protocol_is_the_end(loop: AgentLoop) -> None:

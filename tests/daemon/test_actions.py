@@ -228,8 +228,8 @@ def test_restart_submits_a_finished_job_again_and_keeps_nothing_but_its_descript
     with pytest.raises(Refused, match="not over"):
         writes.actions.restart("j", ADMIN)
     writes.put_phase(Phase.FAILED)
-    ranks = JOB.ranks_of("a")
-    for key in (JOB.generation, JOB.progress, JOB.asked, JOB.member("a"), ranks, JOB.broken(1), JOB.incident(1)):
+    alone = JOB.generation, JOB.restored, JOB.progress, JOB.asked
+    for key in (*alone, JOB.member("a"), JOB.ranks_of("a"), JOB.broken(1), JOB.incident(1)):
         writes.client.put(key, b"{}")
     writes.actions.restart("j", ADMIN)
     assert set(writes.server.kvs) == {JOB.spec, JOB.state}
