@@ -27,7 +27,15 @@ from elastic.recovery.events import (
     WorkerSynced,
     WorkerUnhealthy,
 )
-from elastic.worker.state.state_source import NoStateError, Offer, StateLostError, Version, choose, reached
+from elastic.worker.state.state_source import (
+    NoStateError,
+    Offer,
+    StateLostError,
+    Version,
+    choose,
+    counted_before,
+    reached,
+)
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -296,7 +304,7 @@ class Group:
             )
         self.reached = max(self.reached, reached(offers))
         try:
-            choice = choose(offers, self.restore)
+            choice = choose(offers, self.restore, counted_before(offers, self.restore, self.generation))
         except StateLostError:  # each builds its state anew, and they choose again
             for worker in self.ranks.values():
                 if worker.established or not worker.whole:

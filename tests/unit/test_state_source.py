@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from elastic.worker.state.state_source import NoStateError, Offer, StateLostError, choose
+from elastic.worker.state.state_source import NoStateError, Offer, StateLostError, choose, counted_before
 
 FRESH = Offer(rank=0, version=(0, 0), clean=True, established=False)
 
@@ -62,6 +62,27 @@ def test_state_source_refuses_a_fresh_start_if_a_checkpoint_is_known() -> None:
 def test_a_checkpoint_newer_than_the_live_state_of_a_straggler_wins() -> None:
     choice = choose([offer(0, (3, 40)), offer(1, checkpoint=(5, 60))])
     assert (choice.origin, choice.source, choice.version, choice.needs) == ("checkpoint", 1, (5, 60), (0,))
+
+
+@pytest.mark.parametrize(
+    ("live", "saved", "origin"),
+    [
+        ((7, 1000), (30, 60), "live"),  # of an earlier job, in the folder of a node that came late
+        ((7, 1000), (9, 60), "live"),
+        ((7, 1000), (8, 1001), "checkpoint"),
+        ((5, 100), (7, 200), "checkpoint"),  # a node that was cut off while the others trained on
+        (None, (30, 60), "checkpoint"),
+    ],
+)
+def test_a_checkpoint_of_no_earlier_generation_does_not_displace_live_state(
+    live: tuple[int, int] | None, saved: tuple[int, int], origin: str
+) -> None:
+    """Generation 9 forms: 8 has broken before its first step, or there was none."""
+    for kept in ({"checkpoint": saved}, {"snapshot": saved}):
+        offers = [offer(0, live or (0, 0)), offer(1, **kept)]
+        choice = choose(offers, "newest", counted_before(offers, "newest", 9))
+        assert choice.origin == (origin if origin == "live" else next(iter(kept)))
+        assert choose(offers, "snapshot", counted_before(offers, "snapshot", 9)).version == saved
 
 
 def test_among_equals_live_beats_snapshot_beats_checkpoint() -> None:

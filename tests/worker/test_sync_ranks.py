@@ -190,11 +190,11 @@ def test_the_rank_that_is_ahead_is_the_source() -> None:
     assert len({r[2] for r in results}) == 1
 
 
-def fill(state: State, steps: int) -> None:
-    """As a checkpoint of generation 3 does."""
+def fill(state: State, steps: int, generation: int = 3) -> None:
+    """As a checkpoint of `generation` does."""
     older = build(5)
     for _ in range(steps):
-        step(older, generation=3)
+        step(older, generation)
     state.adopt(older.table(), older.extra())
     for (_, here), (_, there) in zip(state.tensors(), older.tensors(), strict=True):
         here.copy_(there)
@@ -226,6 +226,32 @@ def test_one_rank_loads_and_the_others_receive() -> None:
     results = run_ranks(from_disk, world_size=3)
     assert [r[:3] for r in results] == [[2, "checkpoint step 2 at /here", [3, 2]]] * 3
     assert len({r[3] for r in results}) == 1
+
+
+def late_node(rank: int, world_size: int, port: int, saved: tuple[int, int]) -> Any:
+    """Rank 0 has live state of generation 3; generations 4 to 8 have not stepped. Rank 1 has a checkpoint alone."""
+    state = build(rank)
+    for _ in range(4 if rank == 0 else 0):
+        step(state, generation=3)
+
+    def load(kind: str) -> str:
+        fill(state, 2, saved[0])
+        return f"{kind} step 2"
+
+    made = group(rank, world_size, port, 9)
+    theirs = Saved(checkpoint=saved if rank else None)
+    synced = synchronise(state, rank=rank, world_size=world_size, generation=9, saved=lambda: theirs, load=load)
+    made.close()
+    return [synced.origin.value, state.step, fingerprint(state)]
+
+
+@pytest.mark.parametrize(("saved", "origin", "at"), [((30, 2), "live", 4), ((8, 2), "checkpoint", 2)])
+def test_live_state_stays_when_a_node_brings_a_checkpoint_of_no_earlier_generation(
+    saved: tuple[int, int], origin: str, at: int
+) -> None:
+    results = run_ranks(late_node, world_size=2, saved=saved)
+    assert [r[:2] for r in results] == [[origin, at]] * 2
+    assert len({r[2] for r in results}) == 1
 
 
 def from_two_disks(rank: int, world_size: int, port: int, damage: str) -> Any:

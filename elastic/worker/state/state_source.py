@@ -76,8 +76,20 @@ class StateLostError(NoStateError):
     can only restart from its set-up."""
 
 
-def choose(offers: Sequence[Offer], restore: str = "newest") -> Choice:
-    """Choose the state to resume from. `restore`: 'newest', or 'snapshot' to ignore all live state.
+def counted_before(offers: Sequence[Offer], restore: str, generation: int) -> int:
+    """What `choose` is to take as `before` when `generation` forms.
+
+    While live state is there, numbers continue from its generation: what is saved under the forming one's number or
+    above is no earlier state of this job. It lies in a folder that only a node which came late sees, as of an earlier
+    job. Asked once, before a rank loads anything: live state that is replaced by a load counts here.
+    """
+    live = any(origin is Origin.LIVE for offer in offers for origin, _ in _candidates(offer, restore, 0))
+    return generation if live else 0
+
+
+def choose(offers: Sequence[Offer], restore: str = "newest", before: int = 0) -> Choice:
+    """Choose the state to resume from. `restore`: 'newest', or 'snapshot' to ignore all live state. `before`: snapshots
+    and checkpoints of this generation, or a newer one, do not count; 0: all do.
 
     The newest version wins; live before snapshot before checkpoint among equals; then the lowest rank. If no rank ever
     had the job's state, the lowest rank whose newly built state is consistent sends it to all: replicas must be equal.
@@ -89,7 +101,7 @@ def choose(offers: Sequence[Offer], restore: str = "newest") -> Choice:
         raise ValueError(f"restore = {restore!r}: 'newest' or 'snapshot'")
     best: tuple[Version, int, int] | None = None
     for offer in offers:
-        for origin, version in _candidates(offer, restore):
+        for origin, version in _candidates(offer, restore, before):
             key = (version, _RANKING.index(origin), -offer.rank)
             if best is None or key > best:
                 best = key
@@ -113,14 +125,13 @@ def choose(offers: Sequence[Offer], restore: str = "newest") -> Choice:
     raise StateLostError(f"nothing to go on from: {'; '.join(map(_lacks, offers))}")
 
 
-def _candidates(offer: Offer, restore: str) -> list[tuple[Origin, Version]]:
+def _candidates(offer: Offer, restore: str, before: int) -> list[tuple[Origin, Version]]:
     found: list[tuple[Origin, Version]] = []
     if restore == "newest" and offer.clean and offer.established:
         found.append((Origin.LIVE, offer.version))
-    if offer.snapshot is not None:
-        found.append((Origin.SNAPSHOT, offer.snapshot))
-    if offer.checkpoint is not None:
-        found.append((Origin.CHECKPOINT, offer.checkpoint))
+    for origin, saved in ((Origin.SNAPSHOT, offer.snapshot), (Origin.CHECKPOINT, offer.checkpoint)):
+        if saved is not None and (not before or saved[0] < before):
+            found.append((origin, saved))
     return found
 
 

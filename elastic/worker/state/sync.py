@@ -20,7 +20,7 @@ from .. import gc_pause
 from ..comm import p2p
 from . import broadcast, pull
 from .state import State
-from .state_source import Choice, NoStateError, Offer, Passed, Version, choose, reached
+from .state_source import Choice, NoStateError, Offer, Passed, Version, choose, counted_before, reached
 from .survey import Survey
 
 LookAgain = Callable[[Sequence[Passed]], tuple[Version | None, int]]
@@ -125,7 +125,7 @@ def synchronise(
         )
         offers = _gather(mine, world_size)
     with gc_pause.paused():
-        choice, said = _chosen(state, mine, offers, restore, load, found.look_again, check)
+        choice, said = _chosen(state, mine, offers, restore, generation, load, found.look_again, check)
         source, nbytes = _bring(state, choice, said, rank, generation, load, check)
     check()
     seconds = time.monotonic() - begun_s
@@ -174,6 +174,7 @@ def _chosen(
     mine: Offer,
     offers: Sequence[Offer],
     restore: str,
+    generation: int,
     load: Load | None,
     look_again: LookAgain,
     check: Callable[[], None],
@@ -186,9 +187,10 @@ def _chosen(
     said, damaged = "", None
     loaded: set[int] = set()
     passed: list[Passed] = []
+    before = counted_before(offers, restore, generation)
     while True:
         try:
-            choice = choose(offers, restore)
+            choice = choose(offers, restore, before)
         except NoStateError:
             if damaged is not None:
                 raise damaged from None  # it lists the checkpoints
