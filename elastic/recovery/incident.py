@@ -130,10 +130,11 @@ def causes(incident: Incident) -> tuple[Cause, ...]:
         found += [_cause(report.generation, loss.node, loss.kind, loss.ranks, loss.detail) for loss in report.also]
     found += incident.gone
     # An earlier leader has inferred from absence or silence that a node was lost; the job went on with that node, and
-    # another cause explains the failure.
-    told = [cause for cause in incident.inherited if not _kept_its_place(incident, cause)]
-    explained = any(weight(cause.kind) > 0 for cause in (*told, *found))
-    found = [*(told if explained else incident.inherited), *found]
+    # another cause explains the failure of the same generation.
+    doubted = [cause for cause in incident.inherited if _kept_its_place(incident, cause)]
+    told = [cause for cause in incident.inherited if cause not in doubted]
+    explained = {cause.generation for cause in (*told, *found) if weight(cause.kind) > 0}
+    found = [*told, *(cause for cause in doubted if cause.generation not in explained), *found]
     return tuple(sorted(dict.fromkeys(found), key=lambda c: (c.generation, weight(c.kind) == 0)))
 
 

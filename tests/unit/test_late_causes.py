@@ -62,6 +62,22 @@ def test_a_living_node_that_an_earlier_leader_took_for_lost_is_not_named_beside_
     assert [cause.node for cause in causes(continued) if cause.kind != "comm"] == named
 
 
+def test_the_cause_of_an_earlier_generation_stays_when_a_later_one_has_a_cause_too() -> None:
+    """Node b answers again and keeps its place; the recovery from its silence is cut short by the death of a worker."""
+    silent = Cause(generation=1, node="b", kind="unreachable", ranks=(1,), detail="b cannot be reached by a")
+    record = IncidentRecord(generation=2, kind="unreachable", node="b", ranks=(1,), detail="", wall_s=1.0,
+                            causes=(silent,))  # fmt: skip
+    death = replace_struct(DEATH, generation=2, node="a", ranks=(0,))
+    incident = Incident(
+        key=2, generations=(FAILED, FORMED, generation(3, [place("a", worker_id=2), place("b")])), began_s=0.0,
+        reports=(COLLECTIVE, death),
+    ).with_recorded(2, record)  # fmt: skip
+    named = [(cause.generation, cause.node, cause.kind) for cause in causes(incident)]
+    assert named == [(1, "b", "unreachable"), (1, "a", "comm"), (2, "a", "exit")]
+    told = incident.with_report(replace_struct(DEATH, node="a", ranks=(0,)))
+    assert [cause.kind for cause in causes(told)] == ["exit", "exit"], "the death explains the first failure as well"
+
+
 def test_late_report_adds_repeated_steps_to_the_lost_steps() -> None:
     further = BrokenRecord(generation=1, node="b", kind="exit", detail="x", slots=(0,), ranks=(1,), step=23)
     before = over(LIVE)
