@@ -37,5 +37,8 @@ class PeerMonitor:
 
     def _lay(self, agent: Agent) -> None:
         complaints = {node for node, _ in agent.peers.unreachable}
-        seen = watch_list(agent.etcd.view, agent.peers.dead, agent.formed.generation, agent.policy.node, complaints)
-        self._peers.watch({m.id: (m.record.host, m.record.port) for m in seen})
+        formed = agent.formed.generation
+        seen = watch_list(agent.etcd.view, agent.peers.dead, formed, agent.policy.node, complaints)
+        # All of them may take this node for the leader, while it drains and takes another one for it.
+        known = frozenset(place.incarnation for place in formed.nodes) if formed else frozenset()
+        self._peers.watch({m.id: (m.record.host, m.record.port) for m in seen}, known)

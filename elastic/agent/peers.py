@@ -41,11 +41,12 @@ HOLD_S, HOLD_MAX_S = 5.0, 60.0
 FORGET_S = 300.0
 """The earlier losses of a peer that has been reachable for this long are forgotten."""
 HELLO_BYTES = 64
-HELLO_S = 30.0
-"""An incoming connection that has not said whose it is within this time is closed. A dialler says it at once."""
+HELLO_S = 2 * HOLD_MAX_S
+"""An incoming connection that has not said whose it is within this time is closed. A dialler says it at once; one of an
+earlier version never does, and its connection must hold for HOLD_MAX_S to find this agent reachable."""
 STRANGERS = 256
-"""So many incoming connections of others than the watched peers are held; then the oldest are closed. An agent in a
-large job dials few that do not watch it in turn, and one whose connection is closed dials again."""
+"""So many incoming connections are held of others than the watched peers and the nodes of the generation; then the
+oldest are closed. An agent whose connection is closed dials again."""
 OUT_KEEPALIVE = (1, 1, 2)
 """Outgoing connections: idle seconds, seconds between probes, probes. Silence breaks one after two to three seconds."""
 IN_KEEPALIVE = (30, 10, 3)
@@ -83,6 +84,9 @@ class _Line:
     """Attempts in a row that got no answer."""
     resets: int = 0
     """Attempts in a row that were reset."""
+    brief: int = 0
+    """Connections in a row that the peer closed within RETRY_S."""
+    connected_at_s: float = 0.0
     unreachable: bool = False
     refused_us: bool = False
     """See `Peers._refusers`."""
@@ -98,6 +102,14 @@ class _Line:
     @property
     def hold_s(self) -> float:
         return float(min(HOLD_S * 2 ** max(0, self.falls - 1), HOLD_MAX_S))
+
+    @property
+    def pause_s(self) -> float:
+        """Until the next attempt after the peer has closed a connection. None at first, as it may have died; one that
+        closes each has no room."""
+        if self.brief <= 1:
+            return 0.0
+        return RESET_S if self.brief <= RESETS else RETRY_S
 
     @property
     def doubted(self) -> bool:
@@ -143,7 +155,7 @@ class Peers:
         self._silent: dict[socket.socket, float] = {}
         """Those without a hello, oldest first -> when they are closed."""
         self._known: frozenset[str] = frozenset()
-        """Incarnations of the watched peers."""
+        """Incarnations of the watched peers, and of others that may connect."""
         self._deaf_until_s: float | None = None
         """Set when no descriptors were left for incoming connections: none is accepted until then."""
         self._changed = True
@@ -156,13 +168,14 @@ class Peers:
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._thread.start()
 
-    def watch(self, wanted: Mapping[Id, Address]) -> None:
-        """Watch exactly these peers: {(node, incarnation): (host, port)}."""
+    def watch(self, wanted: Mapping[Id, Address], known: frozenset[str] = frozenset()) -> None:
+        """Watch exactly these peers: {(node, incarnation): (host, port)}. `known`: incarnations of agents whose own
+        connections are held beside theirs, however many."""
         with self._lock:
+            self._known = known.union(incarnation for _, incarnation in wanted)
             if wanted == self._wanted:
                 return
             self._wanted = dict(wanted)
-            self._known = frozenset(incarnation for _, incarnation in wanted)
         self._changed = True
         self._wake()
 
@@ -288,7 +301,7 @@ class Peers:
                 self._drop(line)
                 self._failed(line, code)
                 return
-            line.connected = True
+            line.connected, line.connected_at_s = True, time.monotonic()
             line.deadline_s = float("inf")  # a peer that was unreachable: until its hello arrives
             line.misses = line.resets = 0
             self._selector.modify(sock, selectors.EVENT_READ, line)
@@ -301,8 +314,10 @@ class Peers:
         except OSError:
             hello = b""
         if not hello:
-            self._drop(line)
-            line.deadline_s = 0.0  # closed, or silent for too long: reconnect at once
+            self._drop(line)  # closed, or silent for too long
+            now_s = time.monotonic()
+            line.brief = line.brief + 1 if now_s - line.connected_at_s < RETRY_S else 0
+            line.deadline_s = now_s + line.pause_s
         elif hello.decode(errors="replace").strip() != line.id[1]:
             self._dead(line, "another agent answers on its port")
         else:

@@ -17,8 +17,9 @@ class Seen:
     def __init__(self) -> None:
         self.watched: list[set[str]] = []
 
-    def watch(self, wanted: Mapping[tuple[str, str], tuple[str, int]]) -> None:
+    def watch(self, wanted: Mapping[tuple[str, str], tuple[str, int]], known: frozenset[str]) -> None:
         self.watched.append({node for node, _ in wanted})
+        self.known = known
 
 
 def agent(*nodes: str) -> Agent:
@@ -32,6 +33,7 @@ def test_peer_monitor_with_full_view_updates_watches_at_once_and_only_on_change(
     lookout.turned(before, there, True, 10.0)
     assert len(seen.watched) == 1
     assert {"n149", "n151", "n0"} <= seen.watched[0]
+    assert seen.known == {f"{node}.1" for node in NODES}, "any of them may connect"
     for now_s in (10.1, 20.0, 30.0):
         lookout.turned(there, there, True, now_s)
     assert len(seen.watched) == 1

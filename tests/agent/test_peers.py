@@ -411,6 +411,30 @@ def test_peer_that_resets_every_connection_is_retried_after_a_pause() -> None:
     peers.close()
 
 
+def test_a_peer_that_closes_every_connection_is_retried_after_a_pause(
+    watcher: Peers, deaths: queue.SimpleQueue[tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that has no room for strangers does."""
+    monkeypatch.setattr(peers_module, "RETRY_S", 600.0)
+    monkeypatch.setattr(peers_module, "RESETS", 3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(30.0)
+        watcher.watch({("n1", "one"): ("127.0.0.1", server.getsockname()[1])})
+        for _ in range(1 + 3):
+            line, _ = server.accept()
+            line.sendall(b"one")
+            line.close()
+        server.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            server.accept()
+        assert deaths.empty()
+
+
+def test_an_agent_that_says_no_hello_is_heard_for_long_enough_to_count_as_reachable() -> None:
+    """One of a version before the hello: it redials, and must hold for up to HOLD_MAX_S."""
+    assert peers_module.HELLO_S >= 2 * peers_module.HOLD_MAX_S
+
+
 def dial(port: int, hello: bytes = b"") -> socket.socket:
     line = socket.create_connection(("127.0.0.1", port), timeout=30)
     assert line.recv(64)
@@ -460,3 +484,19 @@ def test_connections_of_strangers_are_limited_and_displace_no_watched_peer(
         for line in lines:
             line.close()
         peer.close()
+
+
+def test_no_place_of_the_generation_is_a_stranger(watcher: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the first node of a large job drains, all others connect to it, and it watches few of them."""
+    monkeypatch.setattr(peers_module, "STRANGERS", 4)
+    places = [f"one-{i}" for i in range(12)]
+    watcher.watch({}, frozenset(places))
+    lines = [dial(watcher.port, place.encode()) for place in places]
+    strangers = [dial(watcher.port, b"two") for _ in range(6)]
+    try:
+        eventually(lambda: sum(map(is_closed, strangers[:2])) == 2, 5.0)
+        eventually(lambda: sorted(watcher._inbound.values()) == sorted([*places, *["two"] * 4]), 5.0)
+        assert not any(map(is_closed, [*lines, *strangers[2:]]))
+    finally:
+        for line in (*lines, *strangers):
+            line.close()
