@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..contract.decoding import Decoder, Member, R, Stored
 from ..contract.keys import NUMBER_DIGITS, JobKeys
@@ -63,13 +64,18 @@ class Seats(Mapping[str, Member]):
         return len(self._formed.nodes) if self._formed else 0
 
 
-def _numbers(keys: Iterable[str], prefix: str) -> list[int]:
+def _numbers(keys: Iterable[str], prefix: str) -> tuple[int, ...]:
     """The generations that have a record below `prefix`, newest first; not what is beside an incident's record."""
     digits = (key[len(prefix) :] for key in keys if key.startswith(prefix))
-    return sorted(
-        (int(text) for text in digits if len(text) == NUMBER_DIGITS and text.isascii() and text.isdecimal()),
-        reverse=True,
-    )
+    found = (int(text) for text in digits if len(text) == NUMBER_DIGITS and text.isascii() and text.isdecimal())
+    return tuple(sorted(found, reverse=True))
+
+
+class _Listed(NamedTuple):
+    """The generations that have a failure report, and those that have an incident; newest first."""
+
+    broken: tuple[int, ...] = ()
+    incidents: tuple[int, ...] = ()
 
 
 def _stepped_on(number: int, record: IncidentRecord) -> bool:
@@ -136,6 +142,7 @@ class JobReader:
         self._keys = keys
         self._kvs: Mapping[str, Stored] = {}
         self._members: Mapping[str, Member] = {}
+        self._listed = _Listed()
         self._seats: tuple[GenerationRecord | None, Seats] = (None, Seats(None))
         self._decoder = Decoder()
         self._generations = GenerationReader()
@@ -145,13 +152,21 @@ class JobReader:
 
         Raises ProtocolVersionMismatch for a record of another version, msgspec.ValidationError for a malformed one.
         """
-        keys = self._keys
-        members = self._members if kvs is self._kvs or not whole else self._changed_members(kvs)
+        keys, members, listed = self._keys, self._members, self._listed
+        if not whole:
+            listed = self._list(kvs)
+        elif kvs is not self._kvs:
+            changed = [key for key, kv in kvs.items() if self._kvs.get(key) is not kv]
+            changed += self._kvs.keys() - kvs.keys()
+            members = self._changed_members(kvs, changed)
+            # A pass over a large job's keys costs as much as all the rest.
+            if any(key.startswith((keys.broken_all, keys.incidents)) for key in changed):
+                listed = self._list(kvs)
         spec, state, generation = kvs.get(keys.spec), kvs.get(keys.state), kvs.get(keys.generation)
         formed = self._record(GenerationRecord, generation, self._generations.read) if generation else None
         restored, broken = kvs.get(keys.restored), kvs.get(keys.broken(formed.number)) if formed else None
         progress = kvs.get(keys.progress)
-        incidents = self._incidents(kvs, formed) if formed else {}
+        incidents = self._incidents(kvs, formed, listed.incidents) if formed else {}
         view = JobView(
             spec=self._record(SpecRecord, spec) if spec else None,
             state=self._record(JobState, state) if state else JobState(),
@@ -161,7 +176,7 @@ class JobReader:
             generation_revision=generation.mod_revision if generation else 0,
             written_back=bool(generation and restored and restored.mod_revision == generation.mod_revision),
             broken=self._record(BrokenRecord, broken) if broken else None,
-            broken_before=self._failed_before(kvs, formed) if formed else (),
+            broken_before=self._failed_before(kvs, formed, listed.broken) if formed else (),
             incident=next((known for known in incidents.items() if known[1].open), None),
             repeats={number: record.repeat + _stepped_on(number, record) for number, record in incidents.items()},
             ended={number: record for number, record in incidents.items() if not record.open},
@@ -172,20 +187,29 @@ class JobReader:
             whole=whole,
         )
         if whole:
-            self._kvs, self._members = kvs, members
+            self._kvs, self._members, self._listed = kvs, members, listed
         return view
 
-    def _failed_before(self, kvs: Mapping[str, Stored], formed: GenerationRecord) -> tuple[BrokenRecord, ...]:
-        numbers = [number for number in _numbers(kvs, self._keys.broken_all) if number < formed.number]
+    def _list(self, kvs: Mapping[str, Stored]) -> _Listed:
+        broken, incidents = self._keys.broken_all, self._keys.incidents
+        found = [key for key in kvs if key.startswith((broken, incidents))]
+        return _Listed(_numbers(found, broken), _numbers(found, incidents))
+
+    def _failed_before(
+        self, kvs: Mapping[str, Stored], formed: GenerationRecord, listed: tuple[int, ...]
+    ) -> tuple[BrokenRecord, ...]:
+        numbers = [number for number in listed if number < formed.number]
         found = []
         for place, number in enumerate(numbers[: RECOVERY_GENERATIONS - 1]):
             found.append(self._record(BrokenRecord, kvs[self._keys.broken(number)], name=f"broken {place}"))
         return tuple(found)
 
-    def _incidents(self, kvs: Mapping[str, Stored], formed: GenerationRecord) -> dict[int, IncidentRecord]:
+    def _incidents(
+        self, kvs: Mapping[str, Stored], formed: GenerationRecord, listed: tuple[int, ...]
+    ) -> dict[int, IncidentRecord]:
         """The newest record of each key, newest key first. A key has the number after that of the generation that
         failed first."""
-        numbers = [number for number in _numbers(kvs, self._keys.incidents) if number <= formed.number + 1]
+        numbers = [number for number in listed if number <= formed.number + 1]
         found = {}
         for place, number in enumerate(numbers[: RECOVERY_GENERATIONS + 1]):
             kv, repeat = kvs[self._keys.incident(number)], 0
@@ -199,17 +223,18 @@ class JobReader:
             self._seats = formed, Seats(formed)
         return self._seats[1]
 
-    def _changed_members(self, kvs: Mapping[str, Stored]) -> Mapping[str, Member]:
-        prefix, before = self._keys.members, self._kvs
-        changed = [(key, kv) for key, kv in kvs.items() if before.get(key) is not kv and key.startswith(prefix)]
-        gone = [key for key in before.keys() - kvs.keys() if key.startswith(prefix)]
-        if not changed and not gone:
+    def _changed_members(self, kvs: Mapping[str, Stored], changed: Iterable[str]) -> Mapping[str, Member]:
+        """`changed`: keys whose values are new, or that are gone."""
+        prefix = self._keys.members
+        keys = [key for key in changed if key.startswith(prefix)]
+        if not keys:
             return self._members
         members = dict(self._members)
-        for key in gone:
-            del members[key.removeprefix(prefix)]
-        for key, kv in changed:
-            members[key.removeprefix(prefix)] = Member(_member(kv.value), kv.create_revision)
+        for key in keys:
+            if (kv := kvs.get(key)) is None:
+                del members[key.removeprefix(prefix)]
+            else:
+                members[key.removeprefix(prefix)] = Member(_member(kv.value), kv.create_revision)
         return members
 
     def _record(self, kind: type[R], kv: Stored, read: Callable[[bytes], R] | None = None, name: str = "") -> R:

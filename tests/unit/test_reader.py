@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -81,7 +83,7 @@ def _change(etcd: Fake, rng: random.Random) -> None:
         wall_s=0.0,
         checkpoint_step=rng.randrange(9),
     )
-    match rng.randrange(9):
+    match rng.randrange(10):
         case 0 | 1:
             etcd.put(KEYS.member(node), _member(node, *range(rng.randrange(3))))
         case 2:
@@ -94,7 +96,11 @@ def _change(etcd: Fake, rng: random.Random) -> None:
             etcd.put(KEYS.progress, progress)
         case 6:
             etcd.put(KEYS.spec, SpecRecord(spec=spec, submitted_wall_s=rng.random(), submitted_by="me"))
-        case 7 if etcd.kvs:
+        case 7:
+            incident = IncidentRecord(generation=number, kind="exit", node=node, ranks=(), detail="", wall_s=1.0,
+                                      open=rng.random() < 0.5)  # fmt: skip
+            etcd.put(KEYS.incident(number, rng.randrange(2)), incident)
+        case 8 if etcd.kvs:
             etcd.delete(rng.choice(sorted(etcd.kvs)))
         case _:  # as after an outage: all is read anew, and nothing has changed
             etcd.kvs = {key: Key(kv.value, kv.create_revision, kv.mod_revision) for key, kv in etcd.kvs.items()}
@@ -106,7 +112,37 @@ def test_view_reader_gives_the_same_view_incrementally_as_afresh(seed: int) -> N
     for _ in range(60):
         for _ in range(rng.randrange(3)):
             _change(etcd, rng)
-        assert etcd.read(reader) == etcd.read(JobReader(KEYS))
+        found, afresh = etcd.read(reader), etcd.read(JobReader(KEYS))
+        assert found == afresh
+        assert found.broken_before == afresh.broken_before
+        assert (found.incident, found.repeats, found.ended) == (afresh.incident, afresh.repeats, afresh.ended)
+        head = {key: kv for key, kv in etcd.kvs.items() if key.startswith(KEYS.head)}
+        narrow, afresh = (each.read(head, etcd.revision, False) for each in (reader, JobReader(KEYS)))
+        assert narrow == afresh
+        assert (narrow.broken_before, narrow.incident) == (afresh.broken_before, None)
+
+
+def test_view_reader_looks_for_failures_only_when_a_key_of_one_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look is a pass over all keys, and a large job has thousands."""
+    etcd, reader, looks = Fake(), JobReader(KEYS), 0
+    listed = view._numbers
+
+    def counting(keys: Iterable[str], prefix: str) -> Any:
+        nonlocal looks
+        looks += prefix == KEYS.incidents
+        return listed(keys, prefix)
+
+    monkeypatch.setattr(view, "_numbers", counting)
+    etcd.put(KEYS.generation, _generation(2, "n1"))
+    etcd.put(KEYS.incident(3), IncidentRecord(generation=3, kind="exit", node="n1", ranks=(), detail="", wall_s=1.0))
+    etcd.read(reader)
+    for node in ("n1", "n2"):
+        etcd.put(KEYS.member(node), _member(node, 0))
+        assert etcd.read(reader).repeats == {3: 0}
+    assert looks == 1
+    etcd.delete(KEYS.incident(3))
+    assert etcd.read(reader).repeats == {}
+    assert looks == 2
 
 
 def test_view_reader_reuses_unchanged_records_without_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
