@@ -7,9 +7,10 @@ what they inherit: `comm.ddp` of DistributedDataParallel, `agent.torch_agent` of
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -156,25 +157,50 @@ def forget_unscaled(*holders: object) -> None:
                 held.update(torch.amp.grad_scaler._refresh_per_optimizer_state())
 
 
-def used_scalers() -> list[torch.amp.GradScaler]:
-    """All GradScalers of this process that have scaled a loss. Takes about 50 ns for each object of the process."""
+def scalers() -> list[torch.amp.GradScaler]:
+    """All GradScalers of this process. Takes about 50 ns for each object of the process."""
     kinds = [torch.amp.GradScaler]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    found = [item for item in gc.get_referrers(*kinds) if issubclass(type(item), torch.amp.GradScaler)]
-    return [scaler for scaler in found if getattr(scaler, "_scale", None) is not None]
+    return [item for item in gc.get_referrers(*kinds) if issubclass(type(item), torch.amp.GradScaler)]
 
 
-def scales(optimizers: Iterable[torch.optim.Optimizer]) -> dict[torch.optim.Optimizer, torch.Tensor]:
-    """The factors of the losses whose gradients a GradScaler hands to these optimizers in this step."""
-    used = used_scalers()
-    found = ((each, scaler) for each in optimizers for scaler in used if id(each) in scaler._per_optimizer_states)
+def is_used(scaler: torch.amp.GradScaler) -> bool:
+    """Whether it has scaled a loss."""
+    return getattr(scaler, "_scale", None) is not None
+
+
+def scales(
+    optimizers: Iterable[torch.optim.Optimizer], of: Collection[torch.amp.GradScaler]
+) -> dict[torch.optim.Optimizer, torch.Tensor]:
+    """The factors of the losses whose gradients one of these GradScalers hands to these optimizers in this step."""
+    found = ((each, scaler) for each in optimizers for scaler in of if id(each) in scaler._per_optimizer_states)
     return {each: scaler._scale for each, scaler in found if scaler._scale is not None}
 
 
 def begin_anew(scaler: torch.amp.GradScaler) -> None:
     """With the scale that it was built with, made at its next use."""
     scaler._scale = scaler._growth_tracker = None
+
+
+@contextlib.contextmanager
+def with_another_scale(scaler: torch.amp.GradScaler) -> Iterator[None]:
+    """Context in which a scaler that is used has another scale and growth than before and after."""
+    held = scaler._scale, scaler._growth_tracker
+    scaler._scale, scaler._growth_tracker = (None if each is None else each * 2 + 1 for each in held)
+    try:
+        yield
+    finally:
+        scaler._scale, scaler._growth_tracker = held
+
+
+def forget_scale(optimizer: torch.optim.Optimizer) -> None:
+    """Drop what GradScaler.step gives to an optimizer that divides by the scale itself, and takes back after its step.
+    Attributes of such a name that are the optimizer's own are left."""
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        for name in ("grad_scale", "found_inf"):
+            if isinstance(vars(optimizer).get(name), torch.Tensor | None):
+                vars(optimizer).pop(name, None)
 
 
 _collate_tensors = collate.default_collate_fn_map.get(torch.Tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -229,3 +230,29 @@ def test_norms_are_those_of_the_loss_whatever_a_scaler_multiplies_it_by(fused: b
     sampler.committed(state, generation=1, step=1, rank=0, empty=False)
     (row,) = sent[0].rows
     assert (row.own, row.mean) == (5.0, 5.0)
+
+
+def test_scalers_are_looked_for_once_in_a_sampled_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process with millions of objects the search takes longer than the optimizer's step."""
+    looks = []
+    referrers = gc.get_referrers
+    monkeypatch.setattr(gc, "get_referrers", lambda *kinds: looks.append(kinds) or referrers(*kinds))
+    models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    state = elastic_state.State(one=models[0], two=models[1], first=optimizers[0], second=optimizers[1])
+    sent: list[GradientSample] = []
+    sampler = GradientSampler(1, sent.append)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in models]
+    state.watch_optimizers(lambda: sampler.applied(state))
+    for step in range(2):
+        sampler.begin(step)
+        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):  # the second is first used later
+            scaler.scale(model(torch.tensor([[3.0, 4.0]])).sum()).backward()
+            assert model.weight.grad is not None
+            sampler.own(Bucket([(model.weight, model.weight.grad)]))
+            scaler.step(optimizer)
+            scaler.update(1024.0)
+            optimizer.zero_grad()
+        sampler.committed(state, generation=1, step=step + 1, rank=0, empty=False)
+    assert [row.own for sample in sent for row in sample.rows] == [5.0] * 4
+    assert len(looks) == 2

@@ -79,27 +79,92 @@ def test_of_a_state_that_is_to_be_replaced_the_marks_are_dropped_too() -> None:
     training.step(0)  # "step() has already been called" if anything was left
 
 
-@pytest.mark.parametrize("how", ["outside", "in the state", "within a part", "not used yet"])
-def test_a_scaler_outside_the_state_begins_as_on_a_replacement(how: str) -> None:
-    class Holder:
-        def __init__(self, scaler: Any) -> None:
-            self.parts = {"amp": [scaler]}
+class Holder:
+    """Reaches its scaler through a closure."""
 
-        def state_dict(self) -> Any:
-            return self.parts["amp"][0].state_dict()
+    def __init__(self, scaler: Any, *, saves: str) -> None:
+        self.scaler = lambda: scaler
+        self.saves = saves
+        self.calls = 0
 
-        def load_state_dict(self, held: Any) -> None:
-            self.parts["amp"][0].load_state_dict(held)
+    def state_dict(self) -> Any:
+        self.calls += 1
+        held = {"calls": self.calls}
+        if self.saves == "all":
+            held["amp"] = self.scaler().state_dict()
+        if self.saves == "the tensor":
+            held["amp"] = self.scaler()._scale
+        return held
 
+    def load_state_dict(self, held: Any) -> None:
+        self.calls = held["calls"]
+        if self.saves == "all":
+            self.scaler().load_state_dict(held["amp"])
+
+
+class Module(nn.Module):
+    def __init__(self, scaler: Any) -> None:
+        super().__init__()
+        self.scaler = scaler
+
+
+class Attribute:
+    def __init__(self, scaler: Any) -> None:
+        self.scaler = scaler
+        self.n = 0
+
+    def state_dict(self) -> Any:
+        return {"n": self.n}
+
+    def load_state_dict(self, held: Any) -> None:
+        self.n = held["n"]
+
+
+class Saving(Module):
+    def get_extra_state(self) -> Any:
+        return self.scaler.state_dict()
+
+    def set_extra_state(self, held: Any) -> None:
+        self.scaler.load_state_dict(held)
+
+
+KEPT = ["in the state", "saved by an object", "saved by an object as a tensor", "saved by a module", "not used yet"]
+LOST = ["outside", "attribute of a module", "attribute of an object", "object that counts"]
+
+
+@pytest.mark.parametrize("how", KEPT + LOST)
+def test_a_scaler_that_no_part_saves_begins_as_on_a_replacement(how: str) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     net = nn.Linear(1, 1)
-    parts: dict[str, Any] = {"in the state": {"scaler": scaler}, "within a part": {"scaler": Holder(scaler)}}
-    state = State(model=net, **parts.get(how, {}))
+    parts: dict[str, Any] = {
+        "in the state": lambda: scaler,
+        "saved by an object": lambda: Holder(scaler, saves="all"),
+        "saved by an object as a tensor": lambda: Holder(scaler, saves="the tensor"),
+        "saved by a module": lambda: Saving(scaler),
+        "attribute of a module": lambda: Module(scaler),
+        "attribute of an object": lambda: Attribute(scaler),
+        "object that counts": lambda: Holder(scaler, saves=""),
+    }
+    state = State(model=net, **({"part": parts[how]()} if how in parts else {}))
     if how == "not used yet":
         scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
     else:
         scaler.scale(torch.ones(1))
         scaler.update(2.0)
     state.forget_gradients()
-    assert scaler.get_scale() == (8.0 if how == "outside" else 2.0)
-    assert scaler.scale(torch.ones(1)).item() == (8.0 if how == "outside" else 2.0)
+    expected = 8.0 if how in LOST else 2.0
+    assert scaler.get_scale() == expected
+    assert scaler.scale(torch.ones(1)).item() == expected
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_optimizers_own_attribute_of_a_scalers_name_is_left(fused: bool) -> None:
+    class Scales(torch.optim.SGD):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.grad_scale, self.found_inf = 2.0, "nowhere"
+
+    net = nn.Linear(1, 1)
+    optimizer = Scales(net.parameters(), lr=0.1, fused=fused)
+    State(model=net, optimizer=optimizer).forget_gradients()
+    assert (optimizer.grad_scale, optimizer.found_inf) == (2.0, "nowhere")

@@ -16,17 +16,12 @@ from .. import torch_private
 from .optimizer_marks import with_inner
 from .parts import Part
 
-DEPTH = 4
-"""Levels of attributes and containers at which a part may have a scaler."""
-
-_NO_HOLDERS = (torch.Tensor, torch.optim.Optimizer, str, bytes, int, float, type(None))
-
 
 def forget(parts: Mapping[str, Part]) -> None:
     """Drop the gradients, as the next backward would add to them, and what a GradScaler has marked.
 
-    A scaler that is no part of the state begins with its initial scale again, as it does on a replacement: gradients
-    that the ranks have scaled by different factors have no mean.
+    A scaler that no part saves begins with its initial scale again, as it does on a replacement: gradients that the
+    ranks have scaled by different factors have no mean.
     """
     for part in parts.values():
         if isinstance(part.value, torch.nn.Module):
@@ -38,9 +33,9 @@ def forget(parts: Mapping[str, Part]) -> None:
             if isinstance(each, torch.optim.Optimizer):
                 for optimizer in with_inner(each):
                     _forget_optimizer(optimizer)
-    for scaler in torch_private.used_scalers():
+    for scaler in filter(torch_private.is_used, torch_private.scalers()):
         torch_private.forget_unscaled(scaler)
-        if not any(_holds(part.value, scaler, DEPTH) for part in parts.values() if part.kind != "value"):
+        if not _saved(scaler, parts):
             torch_private.begin_anew(scaler)
 
 
@@ -48,20 +43,33 @@ def _forget_optimizer(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:  # not its zero_grad(), which need not take an argument
         for param in group["params"]:
             param.grad = None
-    for name in ("grad_scale", "found_inf"):  # GradScaler.step sets them, and deletes them after the optimizer's step
-        vars(optimizer).pop(name, None)
+    torch_private.forget_scale(optimizer)
 
 
-def _holds(value: Any, scaler: object, depth: int) -> bool:
-    if value is scaler:
+def _saved(scaler: torch.amp.GradScaler, parts: Mapping[str, Part]) -> bool:
+    """Whether a part saves the scale of `scaler`, so that a replacement receives it. What an object can reach says
+    nothing: its `state_dict()` may leave out a scaler that is its attribute, or have one that a closure holds. So what
+    the parts save is compared with what they save of another scale."""
+    if any(part.value is scaler for part in parts.values()):
         return True
-    if not depth or isinstance(value, _NO_HOLDERS):
-        return False
-    inner: Iterable[Any]
-    if isinstance(value, dict):
-        inner = value.values()
-    elif isinstance(value, list | tuple):
-        inner = value
-    else:
-        inner = getattr(value, "__dict__", {}).values()
-    return any(_holds(item, scaler, depth - 1) for item in inner)
+    others = [part for part in parts.values() if part.kind in ("module", "object")]
+    before = _leaves(others)
+    with torch_private.with_another_scale(scaler):
+        changed = _leaves(others)
+    again = _leaves(others)
+    if not len(before) == len(changed) == len(again):
+        return True
+    # A time or a counter in what is saved differs at each look.
+    return any(_same(a, c) and not _same(a, b) for a, b, c in zip(before, changed, again, strict=True))
+
+
+def _leaves(parts: Iterable[Part]) -> list[Any]:
+    held = [part.held() for part in parts]
+    tensors = [tensor for named, _ in held for _, tensor in named]
+    return [*torch_private.pytree.tree_leaves([extra for _, extra in held]), *tensors]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one is other or one.numel() != 1 or other.numel() != 1 or bool(one == other)
+    return bool(one == other)
