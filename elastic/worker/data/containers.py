@@ -14,6 +14,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..torch_private import pytree
 
+_PLAIN = (int, float, str, bytes, type(None))
+
 
 def opened(node: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """(what `node` contains, the function that makes one like it of other contents); None if it is no container."""
@@ -31,12 +33,16 @@ def opened(node: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
 
 def moved(data: Any, device: torch.device) -> Any:
     """`data` with its tensors on `device`."""
-    if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=True)
-    if isinstance(data, PackedSequence):  # part of it stays on the CPU
-        return data.to(device, non_blocking=True)  # type: ignore[arg-type]  # torch describes one of its forms only
-    found = opened(data)
-    return data if found is None else found[1]([moved(inner, device) for inner in found[0]])
+
+    def leaf(item: Any) -> Any:
+        if isinstance(item, torch.Tensor | PackedSequence):  # of a PackedSequence a part stays on the CPU
+            return item.to(device, non_blocking=True)  # type: ignore[arg-type]  # torch describes one of its forms only
+        if isinstance(item, _PLAIN):
+            return item
+        found = opened(item)  # what pytree does not know
+        return item if found is None else found[1]([moved(inner, device) for inner in found[0]])
+
+    return pytree.tree_map(leaf, data, is_leaf=lambda node: isinstance(node, PackedSequence))
 
 
 def _with_fields(node: Any, names: list[str], values: list[Any]) -> Any:
