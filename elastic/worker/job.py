@@ -284,7 +284,7 @@ class Job(JobCalls):
         state.committed(self.generation)
         step = state.step
         self._gradient_weight.committed()
-        self._tell(self._kept.committed(state.modules() if skipped else (), step, applied=not skipped))
+        self._tell(self._kept.committed(state, step, applied=not skipped))
         now_s = time.monotonic()
         step_s, self._began_s = now_s - self._began_s, now_s
         self._link.committed(step, step_s, value)
