@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -61,12 +61,15 @@ class Replicas:
 
     def refuse(self, *, rank: int, world_size: int, step: int) -> None:
         """The digests differ. All ranks call. Raises RuntimeError, the same on all of them, that names what differs;
-        prints it instead if nothing is known to exchange gradients in this generation, or with `only_say`."""
+        prints it instead with `only_say`, or if nothing is known to exchange gradients in this generation, unless an
+        optimizer's tensor has another shape or type on a rank."""
         values, table = (_differing(rows, rank, world_size) for rows in self._rows)
-        if table[0]:
-            told, error = _table_text(step, *table), True
+        exchanges = self._gradients.exchanges
+        # State that a rank lacks may be that of parameters which it has not stepped yet: their values then differ too.
+        if table.unlike or not values.names:
+            told, error = _table_text(step, table, lacks=not table.unlike), table.unlike or exchanges
         else:
-            told, error = _values_text(step, *values), self._gradients.exchanges
+            told, error = _values_text(step, values), exchanges
         if error and not self._only_say:
             raise RuntimeError(told)
         self._said = True
@@ -105,31 +108,47 @@ def _table(state: State) -> Rows:
     return {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in state.optimizer_tensors()}
 
 
-def _differing(rows: Rows, rank: int, world_size: int) -> tuple[list[str], list[int]]:
-    """(the first names whose rows differ from rank 0's on any rank, the ranks on which they do); the same on all."""
+class _Difference(NamedTuple):
+    names: list[str]
+    """The first rows that differ from rank 0's on any rank."""
+    ranks: list[int]
+    """On which they do."""
+    unlike: bool
+    """Whether any of all rows differs, and is not merely missing on a rank."""
+
+
+def _differing(rows: Rows, rank: int, world_size: int) -> _Difference:
+    """The same on all ranks."""
     place: dict[str, Any] = {"rank": rank, "world_size": world_size, "device": torch.device("cpu")}
     first: Rows = shared_values.broadcast_value(rows, **place)
-    mine = [name for name in {**first, **rows} if first.get(name) != rows.get(name)][:NAMES]
-    everywhere: Sequence[list[str]] = shared_values.gather(mine, **place)
-    names = dict.fromkeys(name for theirs in everywhere for name in theirs)
-    return list(names)[:NAMES], [other for other, theirs in enumerate(everywhere) if theirs]
+    mine = [name for name in {**first, **rows} if first.get(name) != rows.get(name)]
+    unlike = any(name in first and name in rows for name in mine)
+    everywhere: Sequence[Any] = shared_values.gather([mine[:NAMES], unlike], **place)
+    names = dict.fromkeys(name for theirs, _ in everywhere for name in theirs)
+    ranks = [other for other, (theirs, _) in enumerate(everywhere) if theirs]
+    return _Difference(list(names)[:NAMES], ranks, any(each for _, each in everywhere))
 
 
-def _values_text(step: int, names: Sequence[str], ranks: Sequence[int]) -> str:
+def _values_text(step: int, found: _Difference) -> str:
     return (
-        f"state.{', state.'.join(names)} differs between the ranks after step {step} "
-        f"({_listed(ranks)} from rank 0): an optimizer steps it, and nothing averages its gradients, so that each rank "
-        "applies its own. Wrap its module in train(), criterion = job.ddp(state.criterion), or put it into the module "
-        "that job.ddp wraps. After unfreezing a parameter call job.ddp again: it exchanges what wants gradients then"
+        f"state.{', state.'.join(found.names)} differs between the ranks after step {step} "
+        f"({_listed(found.ranks)} from rank 0): an optimizer steps it, and nothing averages its gradients, so that "
+        "each rank applies its own. Wrap its module in train(), criterion = job.ddp(state.criterion), or put it into "
+        "the module that job.ddp wraps. After unfreezing a parameter call job.ddp again: it exchanges what wants "
+        "gradients then"
     )
 
 
-def _table_text(step: int, names: Sequence[str], ranks: Sequence[int]) -> str:
+def _table_text(step: int, found: _Difference, *, lacks: bool) -> str:
+    other = (
+        ". Or the parameter was stepped on some ranks only, as nothing averages its gradients: wrap its module in "
+        "train(), job.ddp(state.model)"
+    )
     return (
-        f"state.{', state.'.join(names)} is not the same tensor on each rank after step {step} ({_listed(ranks)} "
-        "against rank 0): the optimizer keeps a part of its state on each rank, and a rank that is lost would take "
-        "its part with it, as elastic restores a replacement from one other rank. Use the form of the optimizer that "
-        "runs on all parameters on each rank, with job.ddp"
+        f"state.{', state.'.join(found.names)} is not the same tensor on each rank after step {step} "
+        f"({_listed(found.ranks)} against rank 0): the optimizer keeps a part of its state on each rank, and a rank "
+        "that is lost would take its part with it, as elastic restores a replacement from one other rank. Use the form "
+        f"of the optimizer that runs on all parameters on each rank, with job.ddp{other if lacks else ''}"
     )
 
 

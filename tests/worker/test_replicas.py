@@ -55,7 +55,12 @@ def build(kind: type[torch.optim.Optimizer]) -> State:
 
 
 def step(job: Job, state: State, model: Any, criterion: Any, how: str) -> None:
-    loss = criterion(model(torch.full((2, 4), 1.0 + job.rank))).square().mean()
+    if how.startswith("used on rank 0 only"):
+        with contextlib.nullcontext() if job.rank == 0 else torch.no_grad():
+            made = criterion(torch.full((2, 3), 1.0))
+        loss = made.sum() + model(torch.full((2, 4), 1.0)).square().mean()
+    else:
+        loss = criterion(model(torch.full((2, 4), 1.0 + job.rank))).square().mean()
     if how == "weighted":
         loss = job.weighted(loss * 2, 2)
     loss.backward()
@@ -64,6 +69,11 @@ def step(job: Job, state: State, model: Any, criterion: Any, how: str) -> None:
             dist.all_reduce(param.grad)
     state.optimizer.step()
     state.optimizer.zero_grad()
+    if "averaged" in how:
+        with torch.no_grad():
+            for param in state.criterion.parameters():
+                dist.all_reduce(param)
+                param /= job.world_size
     job.commit(state)
 
 
@@ -73,7 +83,7 @@ def train(job: Job, how: str, steps: int) -> State:
     keeper.enter(RankPosition(1, job.rank, job.world_size, 0, 1), 0)
     job.enter(rank=job.rank, world_size=job.world_size, generation=1, keeper=keeper, state=state)
     state.begin()
-    wraps = not how.startswith("no job.ddp") and how != "weighted"
+    wraps = "no job.ddp" not in how and how != "weighted"
     model = job.ddp(state.model) if wraps else state.model
     criterion = nn.Identity() if how == "sharded" else state.criterion
     if how == "wrapped":
@@ -125,6 +135,8 @@ def on_ranks(rank: int, world_size: int, port: int, *, how: str, steps: int, ign
         ("weighted", "state.model.1.weight"),
         ("unfrozen later", "state.model.0.weight, state.model.0.bias differs between the ranks after step 4"),
         ("sharded", "state.optimizer.state.0.momentum"),
+        # Adam's state of it is on rank 0 only.
+        ("used on rank 0 only", "state.criterion.weight differs between the ranks after step 1"),
     ],
 )
 def test_what_no_exchange_makes_alike_is_refused_by_name_on_all_ranks(how: str, name: str) -> None:
@@ -144,10 +156,19 @@ def test_replicas_that_are_alike_train_on(how: str) -> None:
 
 
 @pytest.mark.slow
-def test_where_nothing_is_known_to_exchange_gradients_it_is_said_once() -> None:
-    first, second = run_ranks(on_ranks, world_size=2, how="no job.ddp at all", steps=5)
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("no job.ddp at all", "differs between the ranks after step"),
+        ("used on rank 0 only, no job.ddp", "state.criterion.weight differs between the ranks after step 1"),
+        ("used on rank 0 only, averaged, no job.ddp", "the parameter was stepped on some ranks only"),
+    ],
+)
+def test_where_nothing_is_known_to_exchange_gradients_it_is_said_once(how: str, said: str) -> None:
+    """Ranks that average their weights now and then, and have not all used each layer yet."""
+    first, second = run_ranks(on_ranks, world_size=2, how=how, steps=5)
     assert first[:2] == second[:2] == ["", 5]
-    assert first[2].count("differs between the ranks after step") == 1
+    assert first[2].count(said) == first[2].count("elastic:") == 1
     assert second[2] == ""
 
 
