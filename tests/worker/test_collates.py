@@ -92,6 +92,7 @@ DEFAULT: dict[str, Callable[[dict[str, Any]], Any]] = {
 REFUSED: dict[str, Callable[[Samples], Any]] = {
     "images": lambda s: {"images": listed(s, "image"), "x": xs(s)},
     "images alone": lambda s: listed(s, "image"),
+    "numbers alone": lambda s: list(xs(s).flatten()[: len(s)]),
     "zipped images": lambda s: tuple(zip(*[(each["image"], each["text"]) for each in s], strict=True)),
     "targets": lambda s: (xs(s), [{"boxes": each["image"]} for each in s]),
     "by time": lambda s: torch.cat([xs(s).t(), xs(s).t()])[:1].expand(7, len(s)),
@@ -164,7 +165,6 @@ def test_what_cannot_be_told_apart_is_refused_in_batches_of_any_size(name: str, 
 @pytest.mark.parametrize(
     "collate",
     [
-        lambda s: [xs(s), xs(s)],
         lambda s: list(zip(*listed(s, "pair"), strict=True)),
         lambda s: [np.stack(listed(s, "row"))[:, 0], np.stack(listed(s, "row"))[:, 1]],
     ],
@@ -173,6 +173,20 @@ def test_a_list_of_as_many_columns_as_samples_is_refused_and_of_another_number_c
     check_parts(Data(), collate, 3, 1)
     with pytest.raises(TypeError, match=r"may be a list of samples or of columns: let collate return .* dict"):
         check_parts(Data(), collate, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [
+        lambda s: [xs(s), xs(s)],
+        lambda s: {"inputs": [xs(s), 2 * xs(s)], "labels": xs(s)[:, 0]},
+        lambda s: {"inputs": (xs(s), 2 * xs(s), 3 * xs(s)), "texts": listed(s, "text")},
+    ],
+)
+def test_a_list_of_stacked_tensors_has_the_columns_in_batches_of_any_size(collate: Any) -> None:
+    """It was refused in a batch of as many samples as it has entries, and cut in others."""
+    for size in (1, 2, 3, 4, 5):
+        check_parts(Data(), collate, size, 1)
 
 
 def test_a_list_of_columns_of_unlike_kinds_is_cut_as_such() -> None:

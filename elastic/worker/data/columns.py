@@ -2,7 +2,8 @@
 
 What `default_collate` makes is told apart by its form alone: it leaves texts in a list, and nothing else. What a
 script's own function makes is not, where a list happens to have as many entries as the batch has samples; there the
-outermost list has one entry per sample, a tuple at the top has the columns, and what may be either is refused.
+outermost list has one entry per sample, a tuple at the top and tensors with a row per sample are columns, and what
+may be either is refused.
 """
 
 from __future__ import annotations
@@ -111,6 +112,8 @@ def _own_samples(node: Sequence[Any], size: int, *, top: bool) -> bool:
         if fit or _holds_tensors(node):
             return False
         raise _unclear(node, size)
+    if fit and all(isinstance(each, torch.Tensor) and each.ndim not in (0, 3) for each in node):
+        return False  # stacked; three images of three channels may be samples
     alike = len({(type(each), getattr(each, "dtype", None), getattr(each, "ndim", None)) for each in node}) == 1
     if fit and len(columns) == size and not alike:
         return False
