@@ -275,7 +275,7 @@ class Job(JobCalls):
         self._refuse_failed_sums()
         if skipped := state.clean():  # no optimizer has stepped
             if self._queued():
-                self._before_optimizer()  # gradients applied in any other way were not guarded
+                self._before_optimizer(applies=False)  # gradients applied in any other way were not guarded
             else:
                 # A step skipped by GradScaler is committed with the buffers of its forward.
                 self._gradient_weight.share_buffers()
@@ -397,7 +397,7 @@ class Job(JobCalls):
         """Whether kernels that an abort could interrupt may be queued on the device."""
         return self.device.type == "cuda" and self.world_size > 1
 
-    def _before_optimizer(self) -> None:
+    def _before_optimizer(self, *, applies: bool = True) -> None:
         """Apply no gradient whose all-reduce was not seen to complete on this rank.
 
         An abort ends the kernels in flight with arbitrary contents in their buffers, and work queued behind them still
@@ -406,7 +406,7 @@ class Job(JobCalls):
         are never taken for complete.
         """
         self._refuse_failed_sums()
-        self._gradient_weight.before_step()
+        self._gradient_weight.before_step(applies=applies)
         if self._queued():
             self._link.contributed()
             torch.cuda.current_stream(self.device).synchronize()

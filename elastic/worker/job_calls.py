@@ -138,8 +138,9 @@ class JobCalls(abc.ABC):
     def total(self, count: torch.Tensor | float) -> torch.Tensor:
         """The sum of the ranks' `count`, as float64 on the job's device; for `weighted`. All ranks call it at the same
         point. A rank without samples in this step counts as 0. Raises RuntimeError in `setup`."""
+        nothing = self._gradient_weight.counts_nothing()
         with self._collective("total"):
-            found = torch.as_tensor(0.0 if self._gradient_weight.empty else count, dtype=torch.float64).detach()
+            found = torch.as_tensor(0.0 if nothing else count, dtype=torch.float64).detach()
             if self.world_size > 1:
                 found = found.to(self.device if self.device.type == "cuda" else control_device(), copy=True)
                 dist.all_reduce(found)

@@ -418,7 +418,7 @@ def test_a_batch_to_look_at_whose_loop_is_kept_is_named_with_the_way_out() -> No
     next(probe)
     loop = job.batches(Pairs(), state, batch_size=64, steps=3)
     next(loop)
-    with pytest.raises(RuntimeError, match=r"only to look at: .*close\(\)"):
+    with pytest.raises(RuntimeError, match=r"only to look at, .*close\(\)"):
         job._gradient_weight()
     job.commit(state)
     assert job._gradient_weight() == next(loop).weight, "a step later"

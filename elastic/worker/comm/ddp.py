@@ -19,37 +19,67 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import torch_private
-from .buffers import broadcast_coalesced
 from .comm_hooks import Exchange, GradientHook, Sampler, plain
+from .ddp_models import FixedLayout, Told
+
+
+class PartsLoop:
+    """A loop over the micro-batches of a batch."""
+
+    def __init__(self, batch: float) -> None:
+        self.batch = batch
+        """The share of the whole batch, or of a newer one: the weight after the loop."""
+        self.last = False
+        """It stands in its last micro-batch, whose backward exchanges the gradients."""
+        self.open = True
+        """Its generator may go on."""
 
 
 class GradientWeight:
-    """This rank's weight in the current step: set by `batches`, read by the gradient hook."""
+    """This rank's weight in the current step: set by `batches`, read by the gradient hook.
+
+    The batch of the next backward is in one of these states:
+
+    - none: before the first `take`, and after a commit whose loop is gone. The weight is 1 / world size.
+    - taken (`_taken`): a loop has it, and the step has not committed it. The weight is its share. Two loops with one
+      share are as one; with two (`_unlike`) an exchange is refused.
+    - left (`_ends`): the loop is gone, as of next(job.batches(…)), and the script still trains on it. `_left` has the
+      shares of those that no backward has used; one that finds several there is `_mixed`, and never applied.
+
+    `committed` leads back to none; while the loop lasts, the weight stays until it takes its next batch.
+
+    A taken or left batch is whole, or cut by a loop over its parts (`_parts`), which has the weight of one of them:
+
+    - an earlier part: gradients are this rank's own, and no optimizer may apply them.
+    - the last part: exchanged, with its weight. What has no gradient hook gets the weight at the end, in `finish`.
+    - left early: as the part in which it was left, while the gradients lack their exchange or their weight.
+
+    The way back to whole is `finish`, the generator's end in the last part, an optimizer's step after the generator
+    has ended, or `committed`: never an optimizer's step within the loop, as of a GAN's first model.
+
+    Gradients are free, or held (`_held`): exchanged and applied by no optimizer. A further exchange of the whole batch
+    keeps them, as all weights add up to 1; those of last parts do not, so a loop over parts is refused then.
+
+    Beside all that, `add_up` (`_sums`) gives every rank the same weight until the commit, which keeps held gradients.
+    """
 
     def __init__(self) -> None:
+        self._models: list[nn.Module] = []
         self._weight: float | None = None
-        self._ends = False
-        """The loop over batches is over, and its last batch is not committed."""
-        self._taken: float | None = None
-        """Of the batch that a loop has taken and the step has not committed."""
         self._batch: object = None
         """The newest batch, until its loop is over."""
-        self._left: set[float] = set()
-        """Weights of the batches of this step whose loops are gone, as of next(job.batches(…))."""
-        self._mixed: tuple[float, ...] = ()
-        """Those of a backward that had one weight for several of them."""
+        self._taken: float | None = None
+        self._used = False
+        """A backward has had the weight of the newest batch, or an optimizer has stepped since it was taken."""
         self._unlike: tuple[float, float] | None = None
-        """The weights of two loops that have one."""
-        self._models: list[nn.Module] = []
+        self._ends = False
+        self._left: set[float] = set()
+        self._mixed: tuple[float, ...] = ()
+        self._parts: PartsLoop | None = None
+        self._held = False
+        self._kept = False
+        """Held since an earlier step, which was committed without applying them."""
         self._sums = 0
-        self._part_weight: float | None = None
-        """Of the last micro-batch, while a loop over several is under way."""
-        self._of_batch = 0.0
-        """Of the batch that such a loop cuts."""
-        self._exchanges = True
-        """The backward of the micro-batch that was taken last exchanges the gradients."""
-        self._whole = False
-        """The gradients hold the result of such a loop, which no optimizer has applied yet."""
         self.failed = False
         """An exchange of gradients has failed in this group, even if the script handles the error."""
         self._weighted = False
@@ -67,18 +97,22 @@ class GradientWeight:
             raise RuntimeError(_two_loops(self._unlike))
         if self._taken is None and len(self._left) > 1:
             self._mixed = tuple(sorted(self._left))
+        self._serve()
+        self._held, self._kept = True, False
         return self._weight if self._weight is not None else 1.0 / dist.get_world_size()
 
     def attach(self, model: nn.Module) -> None:
         """Register `model`, which is trained on the batches: wrapped for a group, or unwrapped (standalone)."""
         if all(model is not known for known in self._models):
             self._models.append(model)
+        if not isinstance(model, DistributedDataParallel):
+            self._held = True  # no hook tells of its backward: before the first step any gradient was never applied
 
     def detach_all(self) -> None:
         """Drop the models and the weight: their group is closed."""
         self._models.clear()
-        self._weight = self._part_weight = self._batch = None
-        self._sums, self._whole, self._exchanges = 0, False, True
+        self._weight = self._batch = self._parts = None
+        self._sums, self._held, self._kept = 0, False, False
         self._step_over()
         self.failed = self._weighted = False
 
@@ -90,47 +124,26 @@ class GradientWeight:
     @property
     def exchanged(self) -> set[int]:
         """Identities of the parameters whose gradients are exchanged by the models."""
-        return {key for model in self._models if isinstance(model, _Told) for key in model.exchanged}
+        return {key for model in self._models if isinstance(model, Told) for key in model.exchanged}
 
     @property
     def own_buffers(self) -> set[int]:
         """Identities of the buffers of which each rank has its own, as `wrap` was told."""
-        apart = (model for model in self._models if isinstance(model, _Told) and not model.broadcast_buffers)
+        apart = (model for model in self._models if isinstance(model, Told) and not model.broadcast_buffers)
         return {id(buffer) for model in apart for buffer in model.buffers()}
 
     def share_buffers(self, *, last: bool = True) -> None:
         """Broadcast rank 0's buffers before a step is applied, or (`last` False) sooner. All ranks call it at the same
         point."""
         for model in self._models:
-            if isinstance(model, _Told):
+            if isinstance(model, Told):
                 model.share_buffers(last=last)
-
-    def before_step(self) -> None:
-        """An optimizer is about to apply the gradients. Raises RuntimeError if they are of several batches with one
-        weight, or if a loop over `batch.parts()` has not come to its end, and they lack their exchange or the weight
-        of their last part."""
-        if self._mixed:
-            raise RuntimeError(_two_loops(self._mixed))
-        if self._part_weight is not None and self._left_early():
-            raise RuntimeError(
-                "the loop over batch.parts() was left before its end: its gradients are not the batch's mean. Run it "
-                "to its end; in zip() it comes first: zip(batch.parts(), masks)"
-            )
-        self._leave_parts()
-        self._whole = False
-        self.share_buffers()
-
-    def _left_early(self) -> bool:
-        if not self._exchanges:  # not even begun with the last part: each rank has gradients of its own
-            return bool(_grads(self._models))
-        return self._part_weight != 1.0 and not self._sums and bool(_grads(self._unwrapped()))
-
-    def _unwrapped(self) -> list[nn.Module]:
-        return [model for model in self._models if not isinstance(model, DistributedDataParallel)]
 
     def fail(self) -> None:
         """Gradients may be sums over some ranks only: they must not be applied in this group any more."""
         self.failed = True
+
+    # ── batches ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def take(self, weight: float, batch: object) -> None:
         """A loop over batches has its next one, of this weight. If another loop has one in this step, of another
@@ -140,12 +153,19 @@ class GradientWeight:
             self._unlike = self._taken, weight
             if 0.0 in self._unlike:
                 raise RuntimeError(_two_loops(self._unlike))
-        self._taken, self._batch, self._ends = weight, batch, False
-        self.begin(weight)
+        self._taken, self._batch, self._ends, self._used = weight, batch, False, False
+        if self._parts is not None:
+            self._parts.batch = weight  # gradients of it still lack what they lack
+        self._set(weight, exchange=True)
 
     def begin(self, weight: float, *, exchange: bool = True) -> None:
         """Set the weight of the next forward and backward; without `exchange` they only accumulate, as in `no_sync`."""
-        self._weight, self._exchanges = weight, exchange
+        if self._parts is not None:
+            self._parts.last = exchange
+        self._set(weight, exchange=exchange)
+
+    def _set(self, weight: float, *, exchange: bool) -> None:
+        self._weight = weight
         for model in self._models:
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = exchange  # all that DDP.no_sync() does
@@ -161,27 +181,69 @@ class GradientWeight:
             self._weight = self._taken = None
         else:
             self._ends = True
-            if self._taken is not None:
+            if self._taken is not None and not self._used:
                 self._left.add(self._taken)
-                self._taken = None
+            self._taken = None
+
+    def _serve(self) -> None:
+        """A backward has the weight of the newest batch: what follows may be of another one."""
+        self._used = True
+        if self._taken is None and len(self._left) == 1:
+            self._left.clear()
+
+    # ── a step ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def add_up(self, loss: torch.Tensor, world_size: int) -> None:
         """Until the commit gradients are summed over ranks and micro-batches: `loss`, this rank's part of the mean, has
         its weight already. Its backward is scaled to balance the weight that the exchange applies; without samples
-        it is zero."""
-        self._sums, self._weighted = world_size, True
-        if loss.requires_grad and (world_size > 1 or self.empty):
-            factor = 0.0 if self.empty else float(world_size)
+        it is zero. Raises RuntimeError as `counts_nothing`."""
+        empty = self.counts_nothing()
+        self._sums, self._weighted, self._held = world_size, True, False
+        self._serve()
+        if loss.requires_grad and (world_size > 1 or empty):
+            factor = 0.0 if empty else float(world_size)
             loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
 
+    def counts_nothing(self) -> bool:
+        """`empty`, for terms that are about to be added up. Raises RuntimeError if they may be of one of several
+        batches, of which this rank has samples of some only."""
+        if self._taken is None and len(self._left) > 1 and 0.0 in self._left:
+            raise RuntimeError(_two_loops(sorted(self._left)))
+        return self.empty
+
+    @property
+    def empty(self) -> bool:
+        """This rank has no samples in this step, and one to take part with that must not count."""
+        return self._weight == 0.0
+
+    def before_step(self, *, applies: bool = True) -> None:
+        """An optimizer is about to apply the gradients, or (`applies` False) the script may have done so without one.
+        Raises RuntimeError if they are of several batches with one weight, or if a loop over `batch.parts()` has not
+        come to its end, and they lack their exchange or the weight of their last part."""
+        if self._mixed:
+            raise RuntimeError(_two_loops(self._mixed))
+        if self._parts is not None:
+            if self._lacking(self._parts):
+                raise RuntimeError(
+                    "the loop over batch.parts() was left before its end: its gradients are not the batch's mean. Run "
+                    "it to its end; in zip() it comes first: zip(batch.parts(), masks)"
+                )
+            if not self._parts.open:
+                self._whole_again()
+        if applies:
+            self._used = True
+            self._left.clear()
+            self._held = self._kept = False
+        self.share_buffers()
+
     def committed(self) -> None:
-        self._leave_parts()
-        self._sums, self._whole = 0, False
+        self._whole_again()
+        self._sums, self._kept = 0, self._held
         if self._ends:
             self._weight = None
         self._step_over()
         for model in self._models:
-            if isinstance(model, _Told):
+            if isinstance(model, Told):
                 model.shared = False
 
     def _step_over(self) -> None:
@@ -189,20 +251,22 @@ class GradientWeight:
         self._taken, self._unlike, self._ends, self._mixed = None, None, False, ()
         self._left.clear()
 
-    @property
-    def empty(self) -> bool:
-        """This rank has no samples in this step, and one to take part with that must not count."""
-        return self._weight == 0.0
+    # ── parts of a batch ────────────────────────────────────────────────────────────────────────────────────
 
-    def enter_parts(self, last: float, batch: float) -> None:
-        """A loop over several micro-batches begins; the weights of its last one and of the whole `batch`. Raises
-        RuntimeError if the gradients of such a loop are held already: this one would weight them again."""
-        if self._whole and not self._sums and any(bool(grad.any()) for grad in _grads(self._models)):
-            raise RuntimeError(
-                "a second loop over batch.parts() in one step: the gradients of the first would be weighted again. "
-                "Put both losses into one loop"
-            )
-        self._part_weight, self._of_batch = last, batch
+    def enter_parts(self, batch: float) -> PartsLoop:
+        """A loop over several micro-batches of a batch of this weight begins. Raises RuntimeError if gradients are
+        held, which it would weight again. Of those kept over a commit not if one of the models has none any more: the
+        step was skipped, and the script drops another model's later."""
+        if self._held and not self._sums and self._models:
+            found = [any(bool(grad.any()) for grad in _grads([model])) for model in self._models]
+            if all(found) if self._kept else any(found):
+                raise RuntimeError(
+                    "a second loop over batch.parts() in one step, or gradients that an earlier backward has left: the "
+                    "loop would weight them again. Put all losses of a step into one loop, with the whole batch's "
+                    "after it, and drop gradients that are done with before it: optimizer.zero_grad()"
+                )
+        self._parts = PartsLoop(batch)
+        return self._parts
 
     def rescale(self, factor: float) -> None:
         """Multiply the gradients accumulated so far, so that micro-batches of unequal size keep their proportion."""
@@ -213,15 +277,28 @@ class GradientWeight:
     def finish(self) -> None:
         """After the last micro-batch: apply its weight to models without a gradient hook."""
         _scale(self._unwrapped(), self())
-        self._whole = self._part_weight is not None
-        self._leave_parts()
+        self._whole_again()
 
-    def _leave_parts(self) -> None:
-        """The loop over micro-batches is over, or was left and its gradients dropped: what follows is of the whole
-        batch, and exchanged."""
-        if self._part_weight is not None:
-            self._part_weight = None
-            self.begin(self._of_batch)
+    def leave_parts(self, parts: PartsLoop) -> None:
+        """The generator of the loop has ended, also early, or late: then another loop may have begun."""
+        parts.open = False
+        if parts is self._parts and not self._lacking(parts):
+            self._whole_again()
+
+    def _lacking(self, parts: PartsLoop) -> bool:
+        """Whether there are gradients that lack their exchange, or the weight of the last micro-batch."""
+        if not parts.last:
+            return bool(_grads(self._models))
+        return not self._sums and bool(_grads(self._unwrapped()))
+
+    def _whole_again(self) -> None:
+        """What follows is of the whole batch, and exchanged."""
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            self.begin(parts.batch)
+
+    def _unwrapped(self) -> list[nn.Module]:
+        return [model for model in self._models if not isinstance(model, DistributedDataParallel)]
 
 
 def _two_loops(weights: Sequence[float]) -> str:
@@ -229,8 +306,8 @@ def _two_loops(weights: Sequence[float]) -> str:
     return (
         f"two loops over batches in one step, of which this rank has {shares} of the samples: one weight cannot give "
         "the mean of both. Read both in one dataset, dataset[i] == (a, b), or give job.weighted the sum and the number "
-        "of each loss's terms. If the first batch is only to look at: batches = job.batches(…); probe = next(batches); "
-        "batches.close()"
+        "of each loss's terms. If one is only to look at, take it before the loop, not within: "
+        "batches = job.batches(…); probe = next(batches); batches.close()"
     )
 
 
@@ -303,7 +380,7 @@ def wrap(
         options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
     # With find_unused_parameters alone DDP never rebuilds its buckets: its first layout is its only one.
     rebuilds = options.get("static_graph", False) or not options.get("find_unused_parameters", False)
-    kind = _FixedLayout if rebuilds else _Told
+    kind = FixedLayout if rebuilds else Told
     wrapped = kind(model, process_group=process_group, init_sync=False, **options)
     wrapped.on_buffers = on_buffers
     group = process_group if process_group is not None else dist.group.WORLD
@@ -322,87 +399,3 @@ def wrap(
     if isinstance(weight, GradientWeight):
         weight.attach(wrapped)
     return wrapped
-
-
-class _Told(DistributedDataParallel):
-    """DDP that reports when it waits for rank 0's buffers, and broadcasts them before a step is applied.
-
-    Stock DDP broadcasts rank 0's buffers at the start of the next forward. Until then BatchNorm's running statistics
-    exist on rank 0 only, and would be lost with it. Broadcast before the optimizer step, they are equal on all ranks
-    when the step is committed, and the next forward starts from the same values without another exchange.
-    """
-
-    on_buffers: tuple[Callable[[], None], Callable[[], None]]
-    exchanged: set[int]
-    """Identities of the parameters in its buckets: not those that wanted no gradients when it was built."""
-    shared = False
-    """The buffers were exchanged before this step is applied. Once a step they are in any case: forwards without
-    gradients change them too (in training mode), of which each rank may have another number."""
-    _alike = False
-    """No training forward with gradients has changed this rank's buffers since they were exchanged."""
-
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
-        # A part may train while the whole is in evaluation mode.
-        self._writers = [model, *(module for module in model.modules() if any(True for _ in module.buffers(False)))]
-
-    def _build_params_for_reducer(self) -> Any:
-        parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        self.exchanged = set(map(id, parameters))
-        return parameters, expect_sparse
-
-    def share_buffers(self, *, last: bool) -> None:
-        """Broadcast rank 0's buffers unless they are already equal; with `last` once a step at least. All ranks call it
-        at the same point of a step."""
-        if self._alike and (self.shared or not last):
-            return
-        # DDP's check says no after a forward without gradients, which leaves this flag unset.
-        kept, self.require_forward_param_sync = self.require_forward_param_sync, True
-        due = super()._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
-        self.require_forward_param_sync = kept
-        if due:
-            self._sync_buffers()
-            self._alike, self.shared = True, last
-
-    def _check_sync_bufs_pre_fwd(self) -> bool:
-        due = not self._alike and super()._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
-        if torch.is_grad_enabled() and any(module.training for module in self._writers):
-            self._alike = False
-        elif due:
-            self._alike = True
-        return bool(due)
-
-    def _sync_buffers(self) -> None:
-        waits, goes_on = self.on_buffers
-        waits()
-        super()._sync_buffers()  # type: ignore[no-untyped-call]
-        goes_on()
-
-    def _distributed_broadcast_coalesced(
-        self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
-    ) -> None:
-        """Stock DDP waits here inside gloo, where an abort may not reach it (`in_flight`)."""
-        ours = [tensor for tensor in tensors if tensor.device.type == "cpu"]
-        if ours:
-            broadcast_coalesced(ours, self.process_group, authoritative_rank, buffer_size)
-        if others := [tensor for tensor in tensors if tensor.device.type != "cpu"]:
-            super()._distributed_broadcast_coalesced(others, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
-
-
-class _FixedLayout(_Told):
-    """DDP whose buckets have their final layout from the first backward on.
-
-    Stock DDP starts with a single bucket and splits it after the first backward, in the order in which gradients became
-    ready. The order in which gloo and NCCL add up the ranks' values depends on the position of an element in its
-    bucket, so with three ranks or more the first step after re-forming would round differently from the same step of an
-    undisturbed run. Here the one rebuild happens at once, in reverse order of the parameters, which is nearly the order
-    in which gradients become ready.
-    """
-
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._has_rebuilt_buckets = torch_private.rebuild_buckets(self.reducer)
-
-    def _build_params_for_reducer(self) -> Any:
-        parameters, expect_sparse = super()._build_params_for_reducer()
-        return parameters[::-1], expect_sparse[::-1]

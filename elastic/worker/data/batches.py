@@ -98,11 +98,21 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         """The same samples in micro-batches of at most `micro_batch`, for `loss.backward()` on each in turn.
 
         Gradients accumulate to the exact mean over the global batch; they are exchanged during the last backward only.
-        Raises RuntimeError in a second such loop of one step, and TypeError for what `columns.cut` cannot cut.
+        Raises RuntimeError if an earlier backward, or loop, has left gradients that no optimizer has applied, and
+        TypeError for what `columns.cut` cannot cut.
         """
-        sizes = micro_sizes(self.size, self.micro_batch)
-        if self.gradient_weight is not None and len(sizes) > 1:
-            self.gradient_weight.enter_parts(sizes[-1] / self.global_size, self.weight)
+        sizes, weight = micro_sizes(self.size, self.micro_batch), self.gradient_weight
+        if weight is None or len(sizes) == 1:
+            yield from self._cut(sizes)
+            return
+        parts = weight.enter_parts(self.weight)
+        try:
+            yield from self._cut(sizes)
+        finally:
+            weight.leave_parts(parts)
+
+    def _cut(self, sizes: Sequence[int]) -> Iterator[Batch]:
+        """Micro-batches of these sizes, each with its weight."""
         start = 0
         for number, size in enumerate(sizes):
             if self.gradient_weight is not None:

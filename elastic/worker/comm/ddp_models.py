@@ -1,0 +1,98 @@
+"""The classes that `ddp.wrap` builds: DistributedDataParallel with one layout of its buckets, and with buffers that are
+broadcast before a step is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import torch_private
+from .buffers import broadcast_coalesced
+
+
+class Told(DistributedDataParallel):
+    """DDP that reports when it waits for rank 0's buffers, and broadcasts them before a step is applied.
+
+    Stock DDP broadcasts rank 0's buffers at the start of the next forward. Until then BatchNorm's running statistics
+    exist on rank 0 only, and would be lost with it. Broadcast before the optimizer step, they are equal on all ranks
+    when the step is committed, and the next forward starts from the same values without another exchange.
+    """
+
+    on_buffers: tuple[Callable[[], None], Callable[[], None]]
+    exchanged: set[int]
+    """Identities of the parameters in its buckets: not those that wanted no gradients when it was built."""
+    shared = False
+    """The buffers were exchanged before this step is applied. Once a step they are in any case: forwards without
+    gradients change them too (in training mode), of which each rank may have another number."""
+    _alike = False
+    """No training forward with gradients has changed this rank's buffers since they were exchanged."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        # A part may train while the whole is in evaluation mode.
+        self._writers = [model, *(module for module in model.modules() if any(True for _ in module.buffers(False)))]
+
+    def _build_params_for_reducer(self) -> Any:
+        parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        self.exchanged = set(map(id, parameters))
+        return parameters, expect_sparse
+
+    def share_buffers(self, *, last: bool) -> None:
+        """Broadcast rank 0's buffers unless they are already equal; with `last` once a step at least. All ranks call it
+        at the same point of a step."""
+        if self._alike and (self.shared or not last):
+            return
+        # DDP's check says no after a forward without gradients, which leaves this flag unset.
+        kept, self.require_forward_param_sync = self.require_forward_param_sync, True
+        due = super()._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
+        self.require_forward_param_sync = kept
+        if due:
+            self._sync_buffers()
+            self._alike, self.shared = True, last
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        due = not self._alike and super()._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and any(module.training for module in self._writers):
+            self._alike = False
+        elif due:
+            self._alike = True
+        return bool(due)
+
+    def _sync_buffers(self) -> None:
+        waits, goes_on = self.on_buffers
+        waits()
+        super()._sync_buffers()  # type: ignore[no-untyped-call]
+        goes_on()
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        """Stock DDP waits here inside gloo, where an abort may not reach it (`in_flight`)."""
+        ours = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+        if ours:
+            broadcast_coalesced(ours, self.process_group, authoritative_rank, buffer_size)
+        if others := [tensor for tensor in tensors if tensor.device.type != "cpu"]:
+            super()._distributed_broadcast_coalesced(others, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
+
+
+class FixedLayout(Told):
+    """DDP whose buckets have their final layout from the first backward on.
+
+    Stock DDP starts with a single bucket and splits it after the first backward, in the order in which gradients became
+    ready. The order in which gloo and NCCL add up the ranks' values depends on the position of an element in its
+    bucket, so with three ranks or more the first step after re-forming would round differently from the same step of an
+    undisturbed run. Here the one rebuild happens at once, in reverse order of the parameters, which is nearly the order
+    in which gradients become ready.
+    """
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._has_rebuilt_buckets = torch_private.rebuild_buckets(self.reducer)
+
+    def _build_params_for_reducer(self) -> Any:
+        parameters, expect_sparse = super()._build_params_for_reducer()
+        return parameters[::-1], expect_sparse[::-1]
