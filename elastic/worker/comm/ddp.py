@@ -54,8 +54,8 @@ class GradientWeight:
     - the last part: exchanged, with its weight. What has no gradient hook gets the weight at the end, in `finish`.
     - left early: as the part in which it was left, while the gradients lack their exchange or their weight.
 
-    The way back to whole is `finish`, the generator's end in the last part, an optimizer's step after the generator
-    has ended, or `committed`: never an optimizer's step within the loop, as of a GAN's first model.
+    The way back to whole is `finish`, `leave_parts` if no gradient lacks anything, an optimizer's step after it if they
+    were dropped, or `committed`: never an optimizer's step within the loop, as of a GAN's first model.
 
     Gradients are free, or held (`_held`): exchanged and applied by no optimizer. A further exchange of the whole batch
     keeps them, as all weights add up to 1; those of last parts do not, so a loop over parts is refused then.
