@@ -107,6 +107,42 @@ def test_the_next_batch_does_not_complete_a_loop_over_parts_that_was_left(weight
     assert job._gradient_weight._weight == second.weight != first.weight
 
 
+def last_part_skipped(rank: int, world_size: int, port: int, before: bool) -> Any:
+    """What the optimizer's step raises where the script runs no backward in the last part: `before` the loop's end."""
+    group = formed(rank, world_size, port)
+    job, state, model, _ = alone(rank, world_size)
+    batch, said = next(job.batches(Pairs(), state, batch_size=12, micro_batch=2)), []
+    for number, part in enumerate(batch.parts()):
+        if number < 2:
+            loss(model, part).backward()
+        elif before:
+            said.append(stepped(state))
+    if not before:
+        said.append(stepped(state))
+    state.opt.zero_grad()
+    job.commit(state)
+    loss(model, next(job.batches(Pairs(), state, batch_size=12))).backward()
+    said.append(stepped(state))
+    group.close()
+    return said
+
+
+def stepped(state: State) -> str:
+    try:
+        state.opt.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [True, False])
+def test_without_a_backward_in_the_last_part_nothing_is_applied(before: bool) -> None:
+    for skipped, after in run_ranks(last_part_skipped, world_size=2, before=before):
+        assert "no backward has run in the last part of batch.parts()" in skipped
+        assert not after, "the next step is whole"
+
+
 def two_optimizers(rank: int, world_size: int, port: int) -> Any:
     """The second model's gradient, where the first model's optimizer steps within the last part."""
     group = formed(rank, world_size, port)

@@ -31,6 +31,8 @@ class PartsLoop:
         """The share of the whole batch, or of a newer one: the weight after the loop."""
         self.last = False
         """It stands in its last micro-batch, whose backward exchanges the gradients."""
+        self.exchanged = False
+        """That backward has run."""
         self.open = True
         """Its generator may go on."""
 
@@ -51,7 +53,7 @@ class GradientWeight:
     A taken or left batch is whole, or cut by a loop over its parts (`_parts`), which has the weight of one of them:
 
     - an earlier part: gradients are this rank's own, and no optimizer may apply them.
-    - the last part: exchanged, with its weight. What has no gradient hook gets the weight at the end, in `finish`.
+    - the last part: exchanged, with its weight, by its backward. What has no gradient hook gets the weight in `finish`.
     - left early: as the part in which it was left, while the gradients lack their exchange or their weight.
 
     The way back to whole is `finish`, `leave_parts` if no gradient lacks anything, an optimizer's step after it if they
@@ -91,6 +93,8 @@ class GradientWeight:
         an earlier backward of the step has left in the gradients remain what they are.
 
         Raises RuntimeError in a step of two loops whose batches have other weights: gradients have one only."""
+        if self._parts is not None:
+            self._parts.exchanged = self._parts.last
         if self._sums:
             return 1.0 / self._sums
         if self._unlike is not None:
@@ -228,6 +232,11 @@ class GradientWeight:
                     "the loop over batch.parts() was left before its end: its gradients are not the batch's mean. Run "
                     "it to its end; in zip() it comes first: zip(batch.parts(), masks)"
                 )
+            if self._unexchanged(self._parts):
+                raise RuntimeError(
+                    "no backward has run in the last part of batch.parts(), which exchanges the gradients of all: each "
+                    "rank has its own. Run one in each part; one to leave out counts as (0 * loss).backward()"
+                )
             if not self._parts.open:
                 self._whole_again()
         if applies:
@@ -276,13 +285,17 @@ class GradientWeight:
 
     def finish(self) -> None:
         """After the last micro-batch: apply its weight to models without a gradient hook."""
+        unexchanged = self._parts is not None and self._unexchanged(self._parts)
         _scale(self._unwrapped(), self())
-        self._whole_again()
+        if not unexchanged:  # else they must not be applied
+            self._whole_again()
+        elif self._parts is not None:
+            self._parts.open = self._parts.exchanged = False
 
     def leave_parts(self, parts: PartsLoop) -> None:
         """The generator of the loop has ended, also early, or late: then another loop may have begun."""
         parts.open = False
-        if parts is self._parts and not self._lacking(parts):
+        if parts is self._parts and not self._lacking(parts) and not self._unexchanged(parts):
             self._whole_again()
 
     def _lacking(self, parts: PartsLoop) -> bool:
@@ -291,11 +304,18 @@ class GradientWeight:
             return bool(_grads(self._models))
         return not self._sums and bool(_grads(self._unwrapped()))
 
+    def _unexchanged(self, parts: PartsLoop) -> bool:
+        """Whether the last micro-batch had no backward, so that the gradients of those before lack their exchange."""
+        return parts.last and not parts.exchanged and bool(_grads(self._wrapped()))
+
     def _whole_again(self) -> None:
         """What follows is of the whole batch, and exchanged."""
         parts, self._parts = self._parts, None
         if parts is not None:
             self.begin(parts.batch)
+
+    def _wrapped(self) -> list[nn.Module]:
+        return [model for model in self._models if isinstance(model, DistributedDataParallel)]
 
     def _unwrapped(self) -> list[nn.Module]:
         return [model for model in self._models if not isinstance(model, DistributedDataParallel)]
