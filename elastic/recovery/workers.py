@@ -55,7 +55,9 @@ def _settle_in_group(turn: Turn, worker: Worker, generation: GenerationRecord) -
     if planned and worker.stage is Stage.RUNNING:
         assert generation.at_step is not None
         ahead_s = (generation.at_step - turn.agent.progress.step + 1) * turn.agent.progress.step_s
-        deadline_s = turn.now_s + max(0.0, ahead_s) + 2 * turn.policy.timeouts.abort_s
+        # An order that comes too late leaves the step under way to be completed: see `worker.session`.
+        patience_s = 2 * max(turn.policy.timeouts.abort_s, turn.agent.progress.step_s)
+        deadline_s = turn.now_s + max(0.0, ahead_s) + patience_s
         turn.move(worker, Trigger.STOP_AT_STEP, deadline_s)
         order = messages.StopAtStep(generation=worker.generation, at_step=generation.at_step, why=generation.why)
         turn.do(Send(worker.slot, worker.worker_id, order))

@@ -230,7 +230,7 @@ class ManagedWorker:
         except Exception as error:
             # Of any class: a KeyError may be a bug of the script, which is raised, or how torch reports an aborted
             # group, which is not. Without a state, which a second `setup` was to build, there is nothing to go on with.
-            if not hasattr(self, "_state") or not (session.over(form.generation) or is_communication_error(error)):
+            if not hasattr(self, "_state") or not (session.ends(form.generation) or is_communication_error(error)):
                 raise
             failure = error
         finally:

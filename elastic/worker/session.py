@@ -7,6 +7,7 @@ registered handlers for the others.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import select
@@ -30,6 +31,10 @@ AGENT_GONE_EXIT = 78
 
 MAX_DESCRIPTORS = 253
 """The kernel's limit for one message."""
+
+LATE_S = 0.5
+"""At least so long, and 1.5 times the last step, a rank that hears too late of a planned change leaves the step under
+way to be completed by all ranks, before it aborts its group."""
 
 WORKER_ENV = "ELASTIC_WORKER_PID"
 """The worker's process id. A child process that inherits the environment is no worker: its `elastic.run` is
@@ -56,6 +61,10 @@ class Session:
         self._ended = 0  # newest generation that is over; the reason is `_why`
         self._why = ""
         self._yield_generation, self._yield_step = 0, 0
+        self._give_up_s = math.inf
+        """When the group of `_yield_generation` is aborted, unless the step under way is committed before."""
+        self._stepped_s, self._step_s = 0.0, 0.0
+        """When the newest step was committed, and how long it took."""
         self._group: Abortable | None = None
         self._group_generation = 0
         self._handlers: dict[type[Message], Callable[[Message, list[int]], None]] = {}
@@ -145,11 +154,19 @@ class Session:
 
     def check(self, generation: int, step: int) -> None:
         """Raises GenerationEnded if `generation` is over, or is to stop at `step`."""
-        self.step = step
+        if step != self.step:
+            now_s = time.monotonic()
+            self._step_s = now_s - self._stepped_s if step == self.step + 1 and self._stepped_s else 0.0
+            self._stepped_s, self.step = now_s, step
         if self._ended >= generation:
             raise GenerationEnded(self._why)
         if self._yield_generation == generation and step >= self._yield_step:
             raise GenerationEnded(f"planned change after step {step}")
+
+    def ends(self, generation: int) -> bool:
+        """Whether `generation` is over, or this rank has passed the step at which it was to stop: others may have left
+        the group."""
+        return self.over(generation) or (self._yield_generation == generation and self.step >= self._yield_step)
 
     def why(self) -> str:
         return self._why
@@ -162,8 +179,8 @@ class Session:
         while True:
             # A thread that cannot get the GIL cannot report it: the absence of a pulse shows that no Python code runs
             # here.
-            self.page.pulse(time.monotonic())
-            if not poller.poll(PULSE_S * 1000):
+            self.page.pulse(now_s := time.monotonic())
+            if not poller.poll(self._patience_s(now_s) * 1000):
                 continue
             try:
                 raw, descriptors = receive(self._channel, messages.MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
@@ -180,10 +197,11 @@ class Session:
             case StopAtStep(generation=generation, at_step=at_step, why=why):
                 with self._changed:
                     self._yield_generation, self._yield_step, self._why = generation, at_step, why
-                # This rank has passed the step at which the others may have stopped. No work is lost by aborting within
-                # a step that no rank will commit.
+                # This rank has passed the step at which the others may have stopped. If all take part in the step under
+                # way, it ends with that one. To abort it at once could lose it: a rank that leaves the job may have
+                # committed it, and the others not. If one has stopped, no rank can commit it.
                 if self.step > at_step:
-                    self._abort(generation, why)
+                    self._give_up_s = time.monotonic() + max(LATE_S, 1.5 * self._step_s)
             case Form():
                 self.stop_wanted = False
                 with self._changed:
@@ -201,6 +219,16 @@ class Session:
                     handler(message, descriptors)
                     with self._changed:
                         self._changed.notify_all()  # a thread may `wait` for it
+
+    def _patience_s(self, now_s: float) -> float:
+        """How long to wait for the next message. Aborts the group if an order to stop came too late, and the step that
+        was under way then is still not committed: a rank has stopped before it."""
+        if now_s < self._give_up_s:
+            return min(PULSE_S, self._give_up_s - now_s)
+        self._give_up_s = math.inf
+        if self._group is not None and self._group_generation == self._yield_generation:
+            self._abort(self._yield_generation, self._why)
+        return PULSE_S
 
     def _abort(self, generation: int, why: str) -> None:
         with self._changed:

@@ -46,6 +46,12 @@ def test_every_promise_is_kept_in_the_histories_that_are_seldom_drawn(share: int
                 pytest.fail(explain(outcome))
 
 
+def test_an_order_to_stop_that_comes_too_late_costs_no_step() -> None:
+    """The leader stands still while it publishes that a node leaves, and all ranks have passed the step by then. The
+    node that leaves could be the only one that has committed the step under way."""
+    assert play(draw(56051)).failure == ""
+
+
 def test_a_history_is_the_same_each_time() -> None:
     """A printed seed is enough to see a failure again."""
     for seed in range(40, 60):

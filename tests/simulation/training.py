@@ -27,6 +27,7 @@ from elastic.recovery.events import (
     WorkerSynced,
     WorkerUnhealthy,
 )
+from elastic.worker.session import LATE_S
 from elastic.worker.state.state_source import (
     NoStateError,
     Offer,
@@ -113,9 +114,9 @@ class Worker:
                 self.leave = (generation, at_step)
                 if self.group and self.group.generation == generation:
                     self.group.yields = True
-                    if self.state()[0][1] > at_step:
-                        self.aborted = max(self.aborted, generation)
-                        self.group.leave(self, "", partial=True)
+                    if self.state()[0][1] > at_step:  # the step under way is left to be completed by all
+                        late_s = max(LATE_S, 1.5 * self.node.cluster.training.step_s)
+                        self.node.cluster.clock.after(late_s, self._give_up, self.group)
             case messages.Assign(slot=slot):
                 self.slot = slot
             case messages.Finish():
@@ -130,6 +131,12 @@ class Worker:
             group.leave(self, "", partial=True)
         else:
             self.node.cluster.clock.after(step_s * 0.8, group.leave_late, self)
+
+    def _give_up(self, group: Group) -> None:
+        """As `worker.session`: the step is not completed in time."""
+        if self.alive and not self.stopped and self.group is group:
+            self.aborted = max(self.aborted, group.generation)
+            group.leave(self, "", partial=True)
 
     def look(self) -> None:
         """Idle: take the next generation to form."""
