@@ -347,7 +347,7 @@ def supplemented(known: IncidentRecord, fuller: IncidentRecord) -> IncidentRecor
 def _certain(incident: Incident, generation: GenerationRecord) -> bool:
     """Whether the last step of every rank is known. It is not for a lost node whose agent has not reported it."""
     if incident.planned and not incident.reports and not incident.gone and not incident.inherited:
-        return True
+        return not _short_of_its_boundary(incident)
     if incident.generations[0].number >= incident.key:
         return False  # an earlier leader began the record, and this agent does not know the generation that failed
     if _set_back_unseen(incident):
@@ -361,6 +361,14 @@ def _certain(incident: Incident, generation: GenerationRecord) -> bool:
         if (p.node, p.incarnation) not in there
     }
     return all(set(p.slots) <= _reported(incident, number, p) for number, p in missing.values())
+
+
+def _short_of_its_boundary(incident: Incident) -> bool:
+    """Whether a planned change resumed from a step before the one at which all ranks were to stop: the generation has
+    ended by a death, perhaps of a node that was to leave. No agent reports that one."""
+    at_step = next((g.at_step for g in incident.generations if g.number == incident.key), None)
+    first = min(incident.syncs, key=lambda sync: sync.generation, default=None)
+    return at_step is not None and first is not None and first.resumed < at_step
 
 
 def _set_back_unseen(incident: Incident) -> bool:

@@ -423,7 +423,9 @@ def _outcome(turn: Turn, incident: Incident) -> str:
     assert generation is not None
     # Without a report it is a planned change, a halt, or a failure that the end of the job has cut short.
     no_failure = not incident.reports and (incident.planned or not turn.is_over())
-    followed = generation.number > incident.generations[0].number or no_failure
+    # An agent that was away when the first one failed knows only those that followed.
+    failed = incident.generations[0].number if turn.is_over() else incident.first
+    followed = generation.number > failed or no_failure
     whole = followed and agent.formed.broken < generation.number and not agent.lead.halted
     if whole and (
         agent.progress.settled >= generation.number

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import structlog
 from simulation.cluster import Cluster, Setting
-from simulation.histories import Fault, History, family, play
+from simulation.histories import Fault, History, draw, family, play
 from simulation.node import Node
 from simulation.run import silent
 from support.incidents import check_incident
@@ -836,6 +836,16 @@ def test_the_death_of_a_leader_that_has_just_closed_an_incident_is_another_incid
         Fault(10.626, "kill_agent_after", (0, effects)),
     )
     assert play(History(setting, faults)).failure == ""
+
+
+def test_the_incident_of_an_agent_that_was_away_when_the_generation_failed_is_closed() -> None:
+    """The job has gone on without it and failed, and goes on with it alone."""
+    assert play(draw(201819)).failure == ""
+
+
+def test_lost_steps_of_a_planned_change_are_not_exact_if_it_ends_before_its_boundary() -> None:
+    """The node that is to leave has committed a step more than the other one, and dies with it."""
+    assert play(draw(95431)).failure == ""
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
