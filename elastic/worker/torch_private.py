@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -157,11 +158,34 @@ def forget_unscaled(*holders: object) -> None:
                 held.update(torch.amp.grad_scaler._refresh_per_optimizer_state())
 
 
-def scalers() -> list[torch.amp.GradScaler]:
-    """All GradScalers of this process. Takes about 50 ns for each object of the process."""
+def _scaler_kinds() -> list[type[torch.amp.GradScaler]]:
     kinds = [torch.amp.GradScaler]
     for kind in kinds:
         kinds += kind.__subclasses__()
+    return kinds
+
+
+def _references() -> dict[int, int]:
+    """Identity of each class of GradScalers -> number of references to it, of which each instance has one."""
+    return {id(kind): sys.getrefcount(kind) for kind in _scaler_kinds()}
+
+
+_unused: dict[int, int] | None = None
+"""Those before the script was loaded; None: not known."""
+
+
+def script_begins() -> None:
+    """Called before the script is loaded: what refers to the class of GradScalers from now on may be one."""
+    global _unused
+    _unused = _references()
+
+
+def scalers() -> list[torch.amp.GradScaler]:
+    """All GradScalers of this process. Takes about 50 ns for each object of the process, on the way of a recovery: so a
+    process whose script refers to no such class is not searched."""
+    if _references() == _unused:
+        return []
+    kinds = _scaler_kinds()
     return [item for item in gc.get_referrers(*kinds) if issubclass(type(item), torch.amp.GradScaler)]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from elastic.worker import torch_private
 from elastic.worker.state.state import State
 
 
@@ -168,3 +169,20 @@ def test_an_optimizers_own_attribute_of_a_scalers_name_is_left(fused: bool) -> N
     optimizer = Scales(net.parameters(), lr=0.1, fused=fused)
     State(model=net, optimizer=optimizer).forget_gradients()
     assert (optimizer.grad_scale, optimizer.found_inf) == (2.0, "nowhere")
+
+
+def test_a_process_without_scalers_is_not_searched_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search takes tens of milliseconds of each recovery."""
+    monkeypatch.setattr(torch_private, "_unused", None)
+    torch_private.script_begins()
+    with monkeypatch.context() as nowhere:
+        nowhere.setattr(torch_private.gc, "get_referrers", None)
+        assert torch_private.scalers() == []
+
+    class Own(torch.amp.GradScaler):
+        pass
+
+    one, other = torch.amp.GradScaler("cpu"), Own("cpu")
+    found = torch_private.scalers()
+    assert any(each is one for each in found)
+    assert any(each is other for each in found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,17 +65,17 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, to
     """
     found: list[torch.optim.Optimizer] = [optimizer]
     for name, value in vars(optimizer).items():
-        held: Mapping[str, Any] = {name: value}
+        held: Iterable[tuple[Any, Any]] = [(None, value)]
         if isinstance(value, list | tuple):
-            held = {f"{name}.{place}": item for place, item in enumerate(value)}
+            held = enumerate(value)
         elif isinstance(value, dict):
-            held = {f"{name}.{key}": item for key, item in value.items()}
-        for place, item in held.items():
+            held = list(value.items())  # of `state` the keys are tensors: to write them out takes a millisecond each
+        for place, item in held:
             if not isinstance(item, torch.optim.Optimizer) or any(item is known for known in found):
                 continue
             found.append(item)
             if item.state is not optimizer.state:
-                yield place, item
+                yield name if place is None else f"{name}.{place}", item
 
 
 def _listed(names: Mapping[str, Any]) -> str:
