@@ -309,7 +309,7 @@ class GradientWeight:
         return parts.last and not parts.exchanged and bool(_grads(self._wrapped()))
 
     def _whole_again(self) -> None:
-        """What follows is of the whole batch, and exchanged."""
+        """The next backward is of the whole batch, and exchanges its gradients."""
         parts, self._parts = self._parts, None
         if parts is not None:
             self.begin(parts.batch)

@@ -39,7 +39,7 @@ def moved(data: Any, device: torch.device) -> Any:
             return item.to(device, non_blocking=True)  # type: ignore[arg-type]  # torch describes one of its forms only
         if isinstance(item, _PLAIN):
             return item
-        found = opened(item)  # what pytree does not know
+        found = opened(item)  # a container that pytree does not know
         return item if found is None else found[1]([moved(inner, device) for inner in found[0]])
 
     return pytree.tree_map(leaf, data, is_leaf=lambda node: isinstance(node, PackedSequence))
