@@ -170,9 +170,10 @@ def test_batches_of_other_shapes_are_in_data() -> None:
 
 
 def test_sample_order_in_bulk_equals_one_by_one() -> None:
-    for size in (1, 2, 3, 100, 1025):
+    for size in (1, 2, 3, 100, 1025, 16384, 16385):
         order = SampleOrder(size, 9, 4)
         assert take_many(order, 0, size) == order.take(0, size)
+        assert take_many(order, size // 2, size) == order.take(size // 2, size)
     huge = SampleOrder(10**10, 9, 4)
     assert take_many(huge, 10**10 - 300, 10**10) == huge.take(10**10 - 300, 10**10)
     assert run(Numbers(200), batch_size=200, rank=0, world_size=1, seed=9)[0].indices == SampleOrder(200, 9, 0).take(

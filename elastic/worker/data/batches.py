@@ -366,10 +366,14 @@ def take_many(order: SampleOrder, start: int, stop: int) -> tuple[int, ...]:
 
 def _at(order: SampleOrder, positions: Any) -> Any:
     """The samples at `positions` of a shuffled order; both are arrays of unsigned 64-bit integers."""
-    samples = order.permute(positions)
+    permute: Callable[[Any], Any] = order.permute
+    few = _FEW
+    if order.domain <= _BLOCK:  # of so few, all are permuted once, and the passes after that only look them up
+        permute, few = permute(np.arange(order.domain, dtype=np.uint64)).take, 0
+    samples = permute(positions)
     outside = np.flatnonzero(samples >= order.samples)
-    while len(outside) > _FEW:
-        samples[outside] = again = order.permute(samples[outside])
+    while len(outside) > few:
+        samples[outside] = again = permute(samples[outside])
         outside = outside[again >= order.samples]
     for place in outside.tolist():
         sample = int(samples[place])

@@ -15,7 +15,7 @@ def collated(samples: list[Any]) -> Any:
     """`default_collate(samples)`, with its errors."""
     first = samples[0]
     # In a loader's process the batch is made in shared memory: left to torch.
-    if type(first) is tuple and get_worker_info() is None and all(map(_plain, first)) and collates_tensors_by_stack():
+    if type(first) is tuple and get_worker_info() is None and _plain(first) and collates_tensors_by_stack():
         try:
             return [torch.stack(column) for column in zip(*samples, strict=True)]
         except (TypeError, ValueError, RuntimeError):
@@ -23,5 +23,8 @@ def collated(samples: list[Any]) -> Any:
     return default_collate(samples)
 
 
-def _plain(item: object) -> bool:
-    return type(item) is torch.Tensor and item.layout is torch.strided and not item.is_nested
+def _plain(items: tuple[object, ...]) -> bool:
+    for item in items:  # no call for each: it is run for every batch
+        if type(item) is not torch.Tensor or item.layout is not torch.strided or item.is_nested:
+            return False
+    return True

@@ -14,7 +14,9 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
+
+import msgspec
 
 Ints = TypeVar("Ints", bound=Any)
 """int, or a numpy array of uint64 (this module does not import numpy)."""
@@ -23,7 +25,7 @@ _ROUNDS = 8
 _WORD = 0xFFFFFFFF
 
 
-class GlobalBatch(NamedTuple):
+class GlobalBatch(msgspec.Struct, frozen=True):
     """The samples of one step, as positions within the epoch's order."""
 
     step: int
@@ -102,6 +104,8 @@ class SampleOrder:
         bits = max(2, (samples - 1).bit_length())
         if bits > 62:
             raise ValueError(f"samples = {samples}: more than 2**62")
+        self.domain = 1 << bits
+        """`permute` is one of range(domain), the next power of two."""
         self._low_bits = bits // 2
         self._low = (1 << self._low_bits) - 1
         self._high = (1 << (bits - self._low_bits)) - 1
