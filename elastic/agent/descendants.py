@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from ..util.processes import kill_if, stat_fields
+from ..util.processes import kernel_file, kill_if, stat_fields
 
 MARK = b"ELASTIC_WORKER_PID="
 """`worker.session.WORKER_ENV`: inherited by programs that a worker executes."""
@@ -83,8 +83,8 @@ def children(pid: int) -> list[int]:
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
-                found += map(int, file.read().split())
+            with contextlib.suppress(OSError):
+                found += map(int, kernel_file(f"/proc/{pid}/task/{task}/children").split())
     return found
 
 

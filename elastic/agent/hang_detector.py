@@ -8,8 +8,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
 import structlog
 
 from ..contract.beat import WITH_OTHERS, Beat, Doing
@@ -119,8 +120,8 @@ class HangDetector:
             if process is None or not process.pid:
                 continue
             beat = process.page.read()
-            # A worker cannot beat before it is forked.
-            beat = replace(beat, beat_at_s=max(beat.beat_at_s, process.started_s))
+            if beat.beat_at_s < process.started_s:  # a worker cannot beat before it is forked
+                beat = msgspec.structs.replace(beat, beat_at_s=process.started_s)
             soon = now_s - beat.beat_at_s < min(self.rules.floor_s, self.rules.ceiling_s) / 2
             state = "" if soon else process_state(process.pid)
             beats, since_s = self._in_collective.get(worker.worker_id, (-1, 0.0))

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from ..contract.agent_files import LEFT, AgentStatus
 from ..contract.records import ProgressRecord, RankRow
 from ..recovery.model import Agent
 from ..recovery.transitions import Stage
 from ..util.files import replace_file
+from ..util.processes import memory_nbytes
 from .pool import Pool
 from .saver import SaveStatus
 
@@ -66,8 +66,8 @@ def rank_rows(agent: Agent, pool: Pool) -> tuple[RankRow, ...]:
         beat = process.page.read() if process else None
         rss_mb = None
         if process and process.pid:
-            with contextlib.suppress(psutil.Error):
-                rss_mb = round(psutil.Process(process.pid).memory_info().rss / 2**20, 1)
+            with contextlib.suppress(OSError):
+                rss_mb = round(memory_nbytes(process.pid)[0] / 2**20, 1)
         rows.append(
             RankRow(
                 rank=ranks.get(slot, -1),

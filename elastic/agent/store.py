@@ -13,6 +13,7 @@ import structlog
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ..contract.records import GenerationRecord
+from ..util.processes import memory_nbytes
 from ..util.resolver import without_dns
 from ..util.sealed_store import SealedStore
 from .listening import ANY, Ports, listen
@@ -82,8 +83,8 @@ class Stores:
         """Why the store of `generation`, which has so many ranks, was closed here; empty: it was not. Closes it, and
         that of the generation before, if this process has grown beyond the limit since."""
         with self._lock:
-            grown, limit = own_nbytes() - self._before_nbytes, LIMIT_NBYTES + LIMIT_PER_PAIR_NBYTES * ranks**2
-            if self._open and grown > limit:
+            limit = LIMIT_NBYTES + LIMIT_PER_PAIR_NBYTES * ranks**2
+            if self._open and (grown := own_nbytes() - self._before_nbytes) > limit:
                 said = f"its store grew by {grown >> 20} MiB, {limit >> 20} are allowed, and was closed"
                 log.error("store.overfull", generations=sorted(self._open), grown_mb=grown >> 20, limit_mb=limit >> 20)
                 self._closed.update(dict.fromkeys(self._open, said))
@@ -110,6 +111,5 @@ class Stores:
 
 def own_nbytes() -> int:
     """Memory of this process that it shares with no file and no other process: snapshots do not count."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        resident, shared = map(int, file.read().split()[1:3])
-    return (resident - shared) * os.sysconf("SC_PAGESIZE")
+    resident, shared = memory_nbytes(os.getpid())
+    return resident - shared

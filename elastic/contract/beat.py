@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 PAGE_BYTES = 4096
 
@@ -44,8 +45,7 @@ _DEVICE_NS = 64
 """The same on a GPU, over so many steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
+class Beat(msgspec.Struct, frozen=True):
     doing: Doing
     generation: int
     step: int
@@ -173,9 +173,13 @@ class BeatPage:
             exchanges=ints[_EXCHANGES],
             gap_s=max(ints[_GAP_NS], ints[_LAST_GAP_NS]) / 1e9,
             pulse_s=ints[_PULSE_NS] / 1e9,
-            spent_s=tuple(ns / 1e9 for ns in ints[_SPENT_NS : _SPENT_NS + len(Doing)]),
+            spent_s=_seconds(ints[_SPENT_NS : _SPENT_NS + len(Doing)]),
             data_s=ints[_DATA_NS] / 1e9,
             stall_s=ints[_STALL_NS] / 1e9,
             device_steps=ints[_DEVICE_STEPS],
-            device_s=tuple(ns / 1e9 for ns in ints[_DEVICE_NS : _DEVICE_NS + len(Doing)]),
+            device_s=_seconds(ints[_DEVICE_NS : _DEVICE_NS + len(Doing)]),
         )
+
+
+def _seconds(fields_ns: memoryview) -> tuple[float, ...]:
+    return tuple([ns / 1e9 for ns in fields_ns.tolist()])

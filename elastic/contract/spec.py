@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import types
 import typing
@@ -216,6 +217,7 @@ class JobSpec(SpecTable, frozen=True, kw_only=True):
         return node_range(self.nodes)[1]
 
 
+@functools.lru_cache
 def node_range(text: str) -> tuple[int, int]:
     """'2:4' -> (2, 4); '3' -> (3, 3). Raises InvalidSpec."""
     if not NODES.fullmatch(text):

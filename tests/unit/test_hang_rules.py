@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from elastic.contract.beat import WITH_OTHERS, Beat, Doing
 from elastic.contract.spec import Hang
@@ -47,7 +47,7 @@ def beat(doing: Doing, *, step_s: float = 0.5, quiet_until_s: float = 0.0, **mor
             rank=1,
             committed_in=3,
         ),
-        **more,  # type: ignore[arg-type]
+        **more,
     )
 
 
