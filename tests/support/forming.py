@@ -32,3 +32,10 @@ def make(forming: Any, rank: int, world_size: int, port: int, generation: int, *
         generation=generation,
         **options,
     )
+
+
+def formed(rank: int, world_size: int, port: int) -> Group:
+    """A new group of generation 1."""
+    group = make("new", rank, world_size, port, 1)
+    group.form()
+    return group

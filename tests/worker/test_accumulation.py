@@ -10,26 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.forming import formed
+from support.pairs import Pairs, columns
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 
 from elastic.worker.comm import comm_hooks
-from elastic.worker.comm.group import Group
 from elastic.worker.job import Job
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 
 MICRO, STEPS, BATCH = 3, 3, 12
 FORMS = ("parts", "no_sync", "accelerate", "flag", "lightning")
-
-
-class Pairs(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, i: int) -> Any:
-        x = torch.randn(4, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
-        return x, x.sum().reshape(1)
 
 
 class Accelerator:
@@ -106,9 +98,7 @@ def build() -> State:
 
 
 def on_ranks(rank: int, world_size: int, port: int) -> Any:
-    where: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "generation": 1}
-    group = Group(backend="gloo", rank=rank, world_size=world_size, **where)
-    group.form()
+    group = formed(rank, world_size, port)
     found = {}
     for form in FORMS:
         job = Job(name="j", device=torch.device("cpu"), local_rank=rank, link=NoLink())
@@ -197,9 +187,7 @@ def test_after_the_loop_over_batches_no_rank_counts_as_empty() -> None:
 def left_early(rank: int, world_size: int, port: int) -> Any:
     """(what the optimizer's step raised, whether the weights are those of the beginning), with and without
     `weighted`."""
-    where: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "generation": 1}
-    group = Group(backend="gloo", rank=rank, world_size=world_size, **where)
-    group.form()
+    group = formed(rank, world_size, port)
     found = []
     for weighted in (False, True):
         job, state, model = alone(rank, world_size)
@@ -230,9 +218,7 @@ def test_gradients_of_a_rank_alone_are_not_applied_where_a_loop_over_parts_was_l
 
 def own_loop_after(rank: int, world_size: int, port: int) -> Any:
     """The gradient of a backward after the last batch was dropped within its parts, for each way to leave its loop."""
-    where: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "generation": 1}
-    group = Group(backend="gloo", rank=rank, world_size=world_size, **where)
-    group.form()
+    group = formed(rank, world_size, port)
     found = []
     for way in ("to the end", "next", "uncommitted"):
         job, state, model = alone(rank, world_size)
@@ -263,9 +249,7 @@ def test_gradients_are_exchanged_after_a_loop_over_parts_that_was_left_early() -
 
 def whole_after_parts(rank: int, world_size: int, port: int) -> Any:
     """The gradient of the whole batch, of which rank 1 has less, after one in parts: applied, dropped, or added to."""
-    where: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "generation": 1}
-    group = Group(backend="gloo", rank=rank, world_size=world_size, **where)
-    group.form()
+    group = formed(rank, world_size, port)
     found = []
     for before in ("applied", "dropped", "kept"):
         job, state, model = alone(rank, world_size)
@@ -290,7 +274,7 @@ def whole_after_parts(rank: int, world_size: int, port: int) -> Any:
 def test_a_backward_of_the_whole_batch_after_its_parts_has_the_weight_of_the_batch() -> None:
     """As a GAN's second model, or a penalty on top of the loss; it had the weight of the last part."""
     _, state, model = alone()
-    x, y = (torch.stack(column) for column in zip(*(Pairs()[i] for i in range(7)), strict=True))
+    x, y = columns(7)
     F.mse_loss(model(x), y).backward()
     once = state.model.weight.grad.flatten()
     want = [pytest.approx((factor * once).tolist(), rel=1e-10) for factor in (1, 1, 2)]
@@ -444,9 +428,7 @@ def test_of_two_loops_a_rank_has_samples_of_both_or_of_none() -> None:
 
 def zipped(rank: int, world_size: int, port: int, weighted: bool) -> Any:
     """The gradient of two batches of unlike shares, or what the backward raised."""
-    where: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "generation": 1}
-    group = Group(backend="gloo", rank=rank, world_size=world_size, **where)
-    group.form()
+    group = formed(rank, world_size, port)
     job, state, model = alone(rank, world_size)
     loops = [job.batches(Pairs(), state, batch_size=size, shuffle=False) for size in (7, 5)]
     one, other = (next(loop) for loop in loops)
@@ -467,7 +449,7 @@ def zipped(rank: int, world_size: int, port: int, weighted: bool) -> Any:
 def test_two_loops_whose_losses_have_their_own_weights_are_right_and_others_are_refused() -> None:
     _, state, model = alone()
     for size in (7, 5):
-        x, y = (torch.stack(column) for column in zip(*(Pairs()[i] for i in range(size)), strict=True))
+        x, y = columns(size)
         F.mse_loss(model(x), y).backward()
     want = pytest.approx(state.model.weight.grad.flatten().tolist(), rel=1e-10)
     assert run_ranks(zipped, world_size=2, weighted=True) == [want, want]

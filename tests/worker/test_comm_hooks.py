@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.forming import formed
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -22,7 +23,6 @@ from elastic.recovery.stillness import standing
 from elastic.worker import torch_private
 from elastic.worker.comm import comm_hooks
 from elastic.worker.comm.errors import GroupAborted
-from elastic.worker.comm.group import Group
 from elastic.worker.comm.powersgd import PowerSGD, flat, saves
 from elastic.worker.job import Job
 from elastic.worker.standalone import NoLink
@@ -181,9 +181,7 @@ def data(rank: int, step: int) -> torch.Tensor:
 
 def gradients(rank: int, world_size: int, port: int, kinds: list[str], steps: int) -> Any:
     """For each kind and step: (relative error of the gradient, digest of it, relative error of the sum so far)."""
-    where: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "generation": 1}
-    group = Group(backend="gloo", rank=rank, world_size=world_size, **where)
-    group.form()
+    group = formed(rank, world_size, port)
     found = {}
     for kind in kinds:
         state = build(kind)
@@ -243,9 +241,7 @@ def test_powersgd_makes_up_for_its_errors(exchanged: list[dict[str, Any]]) -> No
 
 def fails(rank: int, world_size: int, port: int, kinds: list[str]) -> Any:
     """Rank 1 leaves; rank 0 catches what its backward raises, and steps: (weights changed, what that raises)."""
-    where: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "generation": 1}
-    group = Group(backend="gloo", rank=rank, world_size=world_size, **where)
-    group.form()
+    _group = formed(rank, world_size, port)
     made = []
     for kind in kinds:
         state = build(kind)

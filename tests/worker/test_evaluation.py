@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from support.forming import formed
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 
-from elastic.worker.comm.group import Group
 from elastic.worker.evaluation import exact_sum
 from elastic.worker.job import Job
 from elastic.worker.standalone import NoLink
@@ -147,9 +147,7 @@ def test_values_that_are_no_sums_are_refused(sums: Any, error: type[Exception], 
 
 def on_ranks(rank: int, world_size: int, port: int) -> Any:
     """In a group, after a training forward that left each rank with buffers of its own."""
-    where: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "generation": 1}
-    group = Group(backend="gloo", rank=rank, world_size=world_size, **where)
-    group.form()
+    group = formed(rank, world_size, port)
     state = build()
     job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
     job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)

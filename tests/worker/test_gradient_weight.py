@@ -7,27 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.forming import formed
+from support.pairs import Pairs, columns
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 
 from elastic.worker.comm.ddp import GradientWeight
-from elastic.worker.comm.group import Group
 from elastic.worker.job import Job
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
-
-
-class Pairs(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, i: int) -> Any:
-        x = torch.randn(4, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
-        return x, x.sum().reshape(1)
-
-
-def columns(size: int) -> Any:
-    return tuple(torch.stack(column) for column in zip(*(Pairs()[i] for i in range(size)), strict=True))
 
 
 def alone(rank: int = 0, world_size: int = 1, lr: float = 0.1) -> tuple[Job, State, nn.Module, nn.Module]:
@@ -41,13 +29,6 @@ def alone(rank: int = 0, world_size: int = 1, lr: float = 0.1) -> tuple[Job, Sta
     job.enter(rank=rank, world_size=world_size, generation=1, keeper=None, state=state)
     state.begin()
     return job, state, job.ddp(net), job.ddp(other)
-
-
-def formed(rank: int, world_size: int, port: int) -> Group:
-    where: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "generation": 1}
-    group = Group(backend="gloo", rank=rank, world_size=world_size, **where)
-    group.form()
-    return group
 
 
 def loss(model: nn.Module, batch: Any) -> torch.Tensor:

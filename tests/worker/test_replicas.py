@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.arenas import NoBackend
+from support.forming import formed
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 
 from elastic.checkpoint.interval import IntervalRule
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
-from elastic.worker.comm.group import Group
 from elastic.worker.job import Job
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
@@ -100,14 +100,6 @@ def train(job: Job, how: str, steps: int) -> State:
                 model = job.ddp(state.model) if "again" in how else model
         step(job, state, model, criterion, how)
     return state
-
-
-def formed(rank: int, world_size: int, port: int) -> Group:
-    group = Group(
-        backend="gloo", rank=rank, world_size=world_size, store_host="127.0.0.1", store_port=port, generation=1
-    )
-    group.form()
-    return group
 
 
 def on_ranks(rank: int, world_size: int, port: int, *, how: str, steps: int, ignore: bool = False) -> list[Any]:

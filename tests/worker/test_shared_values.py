@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from support.forming import formed
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
 from elastic.contract.tensor_table import TensorInfo
@@ -131,18 +132,15 @@ def test_alone_the_value_is_checked_and_returned() -> None:
 # ── real ranks ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def formed(rank: int, world_size: int, port: int) -> tuple[Group, Job]:
-    group = Group(
-        backend="gloo", rank=rank, world_size=world_size, store_host="127.0.0.1", store_port=port, generation=1
-    )
-    group.form()
+def entered(rank: int, world_size: int, port: int) -> tuple[Group, Job]:
+    group = formed(rank, world_size, port)
     job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
     job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
     return group, job
 
 
 def sends(rank: int, world_size: int, port: int) -> Any:
-    group, job = formed(rank, world_size, port)
+    group, job = entered(rank, world_size, port)
     value = {"vocabulary": ["a", "b"], 3: (1.5, None, b"x"), "big": torch.arange(3_000_000), "seen": Counter("aab")}
     got = job.broadcast(value if rank == 0 else "not this")
     refused = ""
@@ -166,7 +164,7 @@ def test_all_ranks_have_rank_0s_value_or_its_error() -> None:
 
 
 def gathers(rank: int, world_size: int, port: int) -> Any:
-    group, job = formed(rank, world_size, port)
+    group, job = entered(rank, world_size, port)
     value = {"rank": rank, "data": [torch.arange(rank * 3, dtype=torch.int16), torch.eye(2).t()], "text": "ü" * rank}
     got = job.gather(value)
     same = [[v["rank"], v["data"][0].tolist(), str(v["data"][0].dtype), v["data"][1].tolist(), v["text"]] for v in got]
@@ -191,7 +189,7 @@ def test_all_ranks_have_every_ranks_value_or_the_error_of_one() -> None:
 
 
 def loses_one(rank: int, world_size: int, port: int) -> Any:
-    group, job = formed(rank, world_size, port)
+    group, job = entered(rank, world_size, port)
     job.broadcast(torch.ones(10))
     dist.barrier()
     if rank == world_size - 1:

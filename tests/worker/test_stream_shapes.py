@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.forming import formed
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
-from elastic.worker.comm.group import Group
 from elastic.worker.job import Job
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
@@ -68,9 +68,7 @@ def make(shape: str, stream: int, count: int) -> Any:
 
 def reads(rank: int, world_size: int, port: int, shape: str, kept: Any, step: int, until: int) -> Any:
     """(samples of this rank by step, the state's streams)."""
-    where: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "generation": 1}
-    group = Group(backend="gloo", rank=rank, world_size=world_size, **where)
-    group.form()
+    group = formed(rank, world_size, port)
     job = Job(name="j", device=torch.device("cpu"), local_rank=rank, link=NoLink())
     job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
     state = State(model=torch.nn.Linear(1, 1), streams=kept)
@@ -107,9 +105,7 @@ def own_loader(rank: int, world_size: int, port: int) -> Any:
     """A StatefulDataLoader per rank, whose states are gathered into the State; after 4 steps all of it is new."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    where: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "generation": 1}
-    group = Group(backend="gloo", rank=rank, world_size=world_size, **where)
-    group.form()
+    group = formed(rank, world_size, port)
     kept, found = None, []
     for generation, until in ((1, 4), (2, 10)):
         job = Job(name="j", device=torch.device("cpu"), local_rank=rank, link=NoLink())

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.forming import formed
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 
-from elastic.worker.comm.group import Group
 from elastic.worker.job import Job
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
@@ -131,9 +131,7 @@ CASES = [("whole", 5), ("parts", 7), ("whole", 2), ("twice", 5), ("twice", 2)]
 
 
 def on_ranks(rank: int, world_size: int, port: int) -> Any:
-    where: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "generation": 1}
-    group = Group(backend="gloo", rank=rank, world_size=world_size, **where)
-    group.form()
+    group = formed(rank, world_size, port)
     job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
     job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
     found = {f"{how} {size}": train(job, how, size) for how, size in CASES}
