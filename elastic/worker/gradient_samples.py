@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import struct
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -52,13 +51,11 @@ class GradientSampler:
         """By identity of the parameter."""
         self._divided: set[int] = set()
         """Parameters whose own gradient's numbers are divided already."""
-        self._scalers: list[weakref.ref[torch.amp.GradScaler]] | None = None
-        """Of the step under way; None: not looked for yet."""
 
     def begin(self, step: int) -> None:
         """The step after `step` committed ones begins."""
         due = (self._every and (step + 1) % self._every == 0) or (self.asked_at and step + 1 >= self.asked_at)
-        self.on, self._scalers = bool(due), None
+        self.on = bool(due)
         if due or self._own or self._mean:
             self._own, self._mean, self._divided = {}, {}, set()
 
@@ -71,7 +68,7 @@ class GradientSampler:
         """An optimizer is about to step: the gradients are means over the ranks. GradScaler has unscaled them, unless
         the optimizer divides by the factor itself."""
         optimizers = state.optimizers()
-        scaled = _by_parameter(torch_private.scales(optimizers, self._found_scalers()))
+        scaled = _by_parameter(torch_private.scales(optimizers, torch_private.scalers()))
         for key in self._own.keys() & (scaled.keys() - self._divided):
             self._own[key] = _divided(self._own[key], scaled[key])
             self._divided.add(key)
@@ -80,12 +77,6 @@ class GradientSampler:
         for _, parameter in _parameters(state):
             if parameter.grad is not None:
                 self._mean[id(parameter)] = _divided(_numbers(parameter.grad), left.get(id(parameter)))
-
-    def _found_scalers(self) -> list[torch.amp.GradScaler]:
-        """Looked for once in a step: with several optimizers, or inner steps, that would cost each of them the time."""
-        if self._scalers is None:
-            self._scalers = list(map(weakref.ref, torch_private.scalers()))
-        return [scaler for ref in self._scalers if (scaler := ref()) is not None]
 
     def committed(self, state: HasModules, *, generation: int, step: int, rank: int, empty: bool) -> None:
         """`empty`: this rank had no samples in the step; its own gradients mean nothing then."""

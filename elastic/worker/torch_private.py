@@ -8,9 +8,8 @@ what they inherit: `comm.ddp` of DistributedDataParallel, `agent.torch_agent` of
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
-import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -150,43 +149,29 @@ def own_tensors(module: torch.nn.Module) -> tuple[Any, Any, set[str]]:
     return module._parameters, module._buffers, module._non_persistent_buffers_set
 
 
-def forget_unscaled(*holders: object) -> None:
-    """Drop the marks of optimizers whose gradients a GradScaler, one of `holders`, has unscaled in this step."""
-    for scaler in holders:
-        if isinstance(scaler, torch.amp.GradScaler):
-            for held in scaler._per_optimizer_states.values():
-                held.update(torch.amp.grad_scaler._refresh_per_optimizer_state())
+def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
+    """Drop the marks of optimizers whose gradients it has unscaled in this step."""
+    for held in scaler._per_optimizer_states.values():
+        held.update(torch.amp.grad_scaler._refresh_per_optimizer_state())
 
 
-def _scaler_kinds() -> list[type[torch.amp.GradScaler]]:
-    kinds = [torch.amp.GradScaler]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    return kinds
+_scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
+"""All of this process. The garbage collector has a list too: to go through it takes tens of milliseconds of each
+recovery, and what a script has frozen (`gc.freeze`) is not in it."""
 
 
-def _references() -> dict[int, int]:
-    """Identity of each class of GradScalers -> number of references to it, of which each instance has one."""
-    return {id(kind): sys.getrefcount(kind) for kind in _scaler_kinds()}
+def _made(kind: type[torch.amp.GradScaler], *_: object, **__: object) -> torch.amp.GradScaler:
+    scaler = object.__new__(kind)
+    _scalers.add(scaler)
+    return scaler
 
 
-_unused: dict[int, int] | None = None
-"""Those before the script was loaded; None: not known."""
-
-
-def script_begins() -> None:
-    """Called before the script is loaded: what refers to the class of GradScalers from now on may be one."""
-    global _unused
-    _unused = _references()
+setattr(torch.amp.GradScaler, "__new__", staticmethod(_made))  # noqa: B010 - copies and pickles call it, too
 
 
 def scalers() -> list[torch.amp.GradScaler]:
-    """All GradScalers of this process. Takes about 50 ns for each object of the process, on the way of a recovery: so a
-    process whose script refers to no such class is not searched."""
-    if _references() == _unused:
-        return []
-    kinds = _scaler_kinds()
-    return [item for item in gc.get_referrers(*kinds) if issubclass(type(item), torch.amp.GradScaler)]
+    """All GradScalers of this process that were made since this module was imported."""
+    return list(_scalers)
 
 
 def is_used(scaler: torch.amp.GradScaler) -> bool:

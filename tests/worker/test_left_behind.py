@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -171,18 +175,50 @@ def test_an_optimizers_own_attribute_of_a_scalers_name_is_left(fused: bool) -> N
     assert (optimizer.grad_scale, optimizer.found_inf) == (2.0, "nowhere")
 
 
-def test_a_process_without_scalers_is_not_searched_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search takes tens of milliseconds of each recovery."""
-    monkeypatch.setattr(torch_private, "_unused", None)
-    torch_private.script_begins()
-    with monkeypatch.context() as nowhere:
-        nowhere.setattr(torch_private.gc, "get_referrers", None)
-        assert torch_private.scalers() == []
+class OwnScaler(torch.amp.GradScaler):
+    pass
 
-    class Own(torch.amp.GradScaler):
-        pass
 
-    one, other = torch.amp.GradScaler("cpu"), Own("cpu")
-    found = torch_private.scalers()
-    assert any(each is one for each in found)
-    assert any(each is other for each in found)
+def test_every_scaler_of_the_process_is_known() -> None:
+    made = [torch.amp.GradScaler("cpu"), OwnScaler("cpu", init_scale=8.0)]
+    made += [copy.deepcopy(made[1]), pickle.loads(pickle.dumps(made[1]))]
+    known = {id(each) for each in torch_private.scalers()}
+    assert known >= {id(each) for each in made}
+    assert [type(each) for each in made[1:]] == [OwnScaler] * 3
+    assert made[1].get_scale() == made[3].get_scale() == 8.0
+    gone = weakref.ref(made.pop())
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_scaler_that_the_script_has_frozen_begins_as_on_a_replacement() -> None:
+    """`gc.freeze()` hides it from the garbage collector's lists."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(1))
+    scaler.update(2.0)
+    gc.freeze()
+    try:
+        State(model=nn.Linear(1, 1)).forget_gradients()
+    finally:
+        gc.unfreeze()
+    assert scaler.get_scale() == 8.0
+
+
+def test_a_state_that_does_not_save_a_scaler_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look calls `state_dict()` of the script's objects, on the way of a recovery."""
+
+    class Slow(Attribute):
+        looks = 0
+
+        def state_dict(self) -> Any:
+            self.looks += 1
+            return {"n": 0}
+
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    monkeypatch.setattr(torch_private, "scalers", lambda: [scaler])
+    part = Slow(scaler)
+    state = State(part=part)
+    part.looks = 0
+    state.forget_gradients()
+    assert part.looks == 2

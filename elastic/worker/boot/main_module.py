@@ -15,8 +15,6 @@ from collections.abc import Sequence
 def run_as_main(argv: Sequence[str]) -> None:
     """As ``python ARGV``; raises what the script raises. Its module remains `__main__`, for its threads and handlers
     and for objects pickled by that name."""
-    if (private := sys.modules.get("elastic.worker.torch_private")) is not None:
-        private.script_begins()
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module

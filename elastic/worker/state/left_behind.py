@@ -26,10 +26,7 @@ def forget(parts: Mapping[str, Part]) -> None:
     for part in parts.values():
         if isinstance(part.value, torch.nn.Module):
             part.value.zero_grad(set_to_none=True)
-        # As timm's NativeScaler has a scaler. One that a script has frozen (gc.freeze) is not found below.
-        held = [part.value, *getattr(part.value, "__dict__", {}).values()]
-        torch_private.forget_unscaled(*held)
-        for each in held:
+        for each in (part.value, *getattr(part.value, "__dict__", {}).values()):
             if isinstance(each, torch.optim.Optimizer):
                 for optimizer in with_inner(each):
                     _forget_optimizer(optimizer)
@@ -56,10 +53,12 @@ def _saved(scaler: torch.amp.GradScaler, parts: Mapping[str, Part]) -> bool:
     before = _leaves(others)
     with torch_private.with_another_scale(scaler):
         changed = _leaves(others)
+    if len(before) == len(changed) and all(map(_same, before, changed)):
+        return False
+    # A time or a counter in what is saved differs at each look.
     again = _leaves(others)
     if not len(before) == len(changed) == len(again):
         return True
-    # A time or a counter in what is saved differs at each look.
     return any(_same(a, c) and not _same(a, b) for a, b, c in zip(before, changed, again, strict=True))
 
 
