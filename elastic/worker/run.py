@@ -23,7 +23,7 @@ from .checkpoint_scheduler import CheckpointScheduler, RankPosition
 from .comm import reconfigured
 from .comm.errors import FormError, GroupAborted, is_communication_error
 from .comm.group import Group, cuda_failure
-from .comm.kept_group import kept_group
+from .comm.kept_group import group_is_over, kept_group
 from .device_marks import DeviceMarks, cuda_event
 from .job import Job, Setup, Train
 from .session import GenerationEnded, Session
@@ -190,6 +190,7 @@ class ManagedWorker:
         finally:
             reconfigured.release()
         session.beat(Doing.DONE)
+        group_is_over(first=job.rank == 0)
         return self._state
 
     def _device(self, slot: int) -> torch.device:

@@ -15,7 +15,7 @@ from ..contract.messages import GradientSample, LoggedRow
 from ..contract.origin import Origin
 from .building import build
 from .checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
-from .comm.kept_group import kept_group
+from .comm.kept_group import group_is_over, kept_group
 from .job import Job, Setup, Train
 from .state.restore import Disk
 from .state.state import State
@@ -133,6 +133,7 @@ def run_standalone(setup: Setup, train: Train, checkpoint_dir: str, rule: Interv
     finally:
         if grouped:
             dist.destroy_process_group()
+            group_is_over(first=rank == 0)
     return state
 
 

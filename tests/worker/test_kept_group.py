@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.agents import Job
+from support.forming import formed
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from support.wait import eventually
+from torch.distributed import init_process_group
 
 from elastic.contract.records import Phase
 from elastic.worker.comm.group import Group
@@ -18,9 +23,7 @@ from elastic.worker.comm.kept_group import kept_group
 
 
 def ended(rank: int, world_size: int, port: int) -> list[Any]:
-    group = Group(backend="gloo", rank=rank, world_size=world_size, store_host="127.0.0.1", store_port=port,
-                  generation=1)  # fmt: skip
-    group.form()
+    group = formed(rank, world_size, port)
     real = dist.destroy_process_group
     with kept_group():
         own = dist.new_group([0, 1])
@@ -57,6 +60,29 @@ def test_a_group_that_the_script_has_formed_before_is_refused_with_the_way_out()
         dist.destroy_process_group()
 
 
+def forms_one(rank: int, world_size: int, port: int) -> list[str]:
+    group = formed(rank, world_size, port)
+    said = []
+    for error in (None, ValueError("another")):
+        try:
+            with kept_group():
+                if error is not None:
+                    raise error
+                init_process_group("gloo")  # by a name that was imported before, as in torch's tutorial
+        except (RuntimeError, ValueError) as raised:
+            said.append(f"{type(raised).__name__}: {raised}")
+    group.close()
+    return said
+
+
+@pytest.mark.slow
+def test_a_train_that_forms_a_group_is_told_to_leave_it_out() -> None:
+    for twice, another in run_ranks(forms_one, world_size=2):
+        assert "leave it out" in twice
+        assert "job.new_group(…)" in twice
+        assert another == "ValueError: another"
+
+
 SCRIPT = """
 import elastic, torch
 import torch.distributed as dist
@@ -71,6 +97,7 @@ def train(job, state):
     dist.destroy_process_group()
 
 elastic.run(setup, train)
+dist.destroy_process_group()
 """
 
 
@@ -83,3 +110,15 @@ def test_a_train_that_ends_the_group_last_is_complete(tmp_path: pathlib.Path) ->
         over = eventually(lambda: job.state().phase.over and job.state(), 60.0, "the job is over", every_s=0.2)
         assert over.phase is Phase.SUCCEEDED, over.reason
         assert not job.incidents()
+
+
+def test_standalone_a_script_may_end_the_group_after_the_run(tmp_path: pathlib.Path) -> None:
+    """It ended with torch's AssertionError when all was trained."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+           "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+    ended = subprocess.run([sys.executable, str(script)], env=os.environ | env, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "the script calls destroy_process_group(), which is left out" in ended.stderr
