@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -243,8 +243,7 @@ class Job(JobCalls):
     ) -> Iterator[data.Batch]:
         """As `batches`, for data that can only be read in order: `count` streams, each made by `make(stream, count)`.
 
-        The state needs a part for them: ``elastic.State(…, streams=None)``. See `streams.streams` for guarantees and
-        errors.
+        The state needs a part for them: ``elastic.State(…, streams=None)``. Guarantees and errors: `streams.streams`.
         """
         loaded = streams.streams(
             make,
@@ -306,7 +305,7 @@ class Job(JobCalls):
         if waits:
             self._link.contributed()
         if self._keeper is not None and self._keeper.after(state, keep=not bad, digest=digest):
-            self._replicas.refuse(rank=self.rank, world_size=self.world_size, step=step)
+            self._replicas.refuse(state, rank=self.rank, world_size=self.world_size, step=step)
         self._link.check(step)
         if waits:
             self._link.entered()
@@ -356,7 +355,7 @@ class Job(JobCalls):
         """The function that the optimizers' pre-step hook calls: the state is about to change."""
         return self._before_optimizer
 
-    def _timed(self, loaded: Iterator[data.Batch], state: State) -> Iterator[data.Batch]:
+    def _timed(self, loaded: Iterator[data.Batch], state: State) -> Generator[data.Batch, None, None]:
         """`loaded`, with the time until each batch is there reported as waiting for data."""
         state.loop_begins()
         last = None

@@ -1,5 +1,6 @@
 """Whether the ranks have the same state where nothing else makes it so: a parameter that an optimizer steps and whose
-gradients `job.ddp` does not exchange, and an optimizer that keeps a part of its state on each rank.
+gradients `job.ddp` does not exchange, or that was stepped with gradients of one rank alone, and an optimizer that keeps
+a part of its state on each rank.
 
 One number of each rank goes with the plan that the ranks exchange for their snapshots anyway. Only where these numbers
 differ, which every rank then knows, the ranks exchange more to find the names.
@@ -40,7 +41,6 @@ class Replicas:
         self._only_say = only_say
         self._exchanges = 0
         self._said = False
-        self._rows: tuple[Rows, Rows] = {}, {}
 
     def enter(self) -> None:
         """A generation begins."""
@@ -52,18 +52,22 @@ class Replicas:
         self._exchanges += 1
         if self._said or self._exchanges & (self._exchanges - 1):
             return 0
-        self._rows = _values(_unexchanged(state, self._gradients.exchanged)), _table(state)
         found = xxhash.xxh3_64()
-        for rows in self._rows:
+        for rows in (_values(_unexchanged(state, self._gradients.exchanged)), _table(state)):
             for name, token in rows.items():
                 found.update(f"{name} {token}\n".encode())
         return found.intdigest() >> (64 - DIGEST_BITS)
 
-    def refuse(self, *, rank: int, world_size: int, step: int) -> None:
-        """The digests differ. All ranks call. Raises RuntimeError, the same on all of them, that names what differs;
+    def refuse(self, state: State, *, rank: int, world_size: int, step: int) -> None:
+        """The digests of `state` differ. All ranks call. Raises RuntimeError, the same on all, that names what differs;
         prints it instead with `only_say`, or if nothing is known to exchange gradients in this generation, unless an
         optimizer's tensor has another shape or type on a rank."""
-        values, table = (_differing(rows, rank, world_size) for rows in self._rows)
+        # Of all parameters: one rank may have seen gradients of its own where another one has not.
+        values, table = (
+            _differing(rows, rank, world_size) for rows in (_values(_unexchanged(state, set())), _table(state))
+        )
+        if not values.names and not table.names:
+            return
         exchanges = self._gradients.exchanges
         # State that a rank lacks may be that of parameters which it has not stepped yet: their values then differ too.
         if table.unlike or not values.names:
@@ -134,8 +138,9 @@ def _values_text(step: int, found: _Difference) -> str:
         f"state.{', state.'.join(found.names)} differs between the ranks after step {step} "
         f"({_listed(found.ranks)} from rank 0): an optimizer steps it, and nothing averages its gradients, so that "
         "each rank applies its own. Wrap its module in train(), criterion = job.ddp(state.criterion), or put it into "
-        "the module that job.ddp wraps. After unfreezing a parameter call job.ddp again: it exchanges what wants "
-        "gradients then"
+        "the module that job.ddp wraps; call what job.ddp has returned, model(x) and not state.model(x), and keep the "
+        "last backward of a step out of no_sync(). After unfreezing a parameter call job.ddp again: it exchanges what "
+        "wants gradients then"
     )
 
 

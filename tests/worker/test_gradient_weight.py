@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from typing import Any
 
 import pytest
@@ -178,6 +180,66 @@ def test_gradients_of_the_whole_batch_before_a_loop_over_parts_are_refused_stand
         next(batch.parts())
     state.opt.zero_grad(set_to_none=False)
     next(batch.parts())
+
+
+def own_before_parts(rank: int, world_size: int, port: int, how: str) -> str:
+    """What a loop over parts raises after a backward that was not exchanged."""
+    group = formed(rank, world_size, port)
+    job, state, model, _ = alone(rank, world_size)
+    for batch in job.batches(Pairs(), state, batch_size=8, micro_batch=2, steps=2):
+        try:
+            if state.step:  # after an optimizer's step, so that gradients may have been applied
+                with model.no_sync() if how == "no_sync" else contextlib.nullcontext():  # type: ignore[operator]
+                    loss(model if how == "no_sync" else state.model, batch).backward()
+            for part in batch.parts():
+                loss(model, part).backward()
+        except RuntimeError as error:
+            group.close()
+            return str(error)
+        state.opt.step()
+        state.opt.zero_grad()
+        job.commit(state)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["no_sync", "module"])
+def test_gradients_that_were_not_exchanged_before_a_loop_over_parts_are_not_weighted_by_it(how: str) -> None:
+    """They had the weight of the last part."""
+    for said in run_ranks(own_before_parts, world_size=2, how=how):
+        assert re.search(HELD, said)
+
+
+def test_gradients_before_a_loop_over_parts_are_refused_standalone_in_each_step() -> None:
+    job, state, model, _ = alone()
+    loaded = job.batches(Pairs(), state, batch_size=8, micro_batch=2)
+    for part in next(loaded).parts():
+        loss(model, part).backward()
+    state.opt.step()
+    state.opt.zero_grad()
+    job.commit(state)
+    batch = next(loaded)
+    loss(model, batch).backward()
+    with pytest.raises(RuntimeError, match=HELD):
+        next(batch.parts())
+
+
+@pytest.mark.parametrize("micro_batch", [2, None])
+def test_a_batch_of_an_earlier_step_is_not_cut_again(micro_batch: int | None) -> None:
+    job, state, model, _ = alone()
+    loaded = job.batches(Pairs(), state, batch_size=8, micro_batch=micro_batch)
+    used = next(loaded)
+    for _ in range(2):  # one model after the other
+        for part in used.parts():
+            loss(model, part).backward()
+        state.opt.step()
+        state.opt.zero_grad()
+    job.commit(state)
+    with pytest.raises(RuntimeError, match="not taken in this step"):
+        next(used.parts())
+    next(next(loaded).parts())
+    with pytest.raises(RuntimeError, match="not taken in this step"):
+        next(used.parts())
 
 
 def test_gradients_kept_over_a_commit_are_not_weighted_again() -> None:

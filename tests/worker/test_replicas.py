@@ -60,10 +60,15 @@ def step(job: Job, state: State, model: Any, criterion: Any, how: str) -> None:
             made = criterion(torch.full((2, 3), 1.0))
         loss = made.sum() + model(torch.full((2, 4), 1.0)).square().mean()
     else:
-        loss = criterion(model(torch.full((2, 4), 1.0 + job.rank))).square().mean()
+        with model.no_sync() if how == "in no_sync" else contextlib.nullcontext():
+            loss = criterion(model(torch.full((2, 4), 1.0 + job.rank))).square().mean()
     if how == "weighted":
         loss = job.weighted(loss * 2, 2)
     loss.backward()
+    if how == "unwrapped penalty":
+        state.model(torch.full((2, 4), 2.0 - job.rank)).square().mean().backward()
+    if how == "alike penalty" or (how == "penalty of nothing on rank 0" and job.rank == 0):
+        (sum(param.square().sum() for param in state.model.parameters()) * (how == "alike penalty")).backward()
     if how in ("by hand", "no job.ddp, by hand"):
         for param in (p for group in state.optimizer.param_groups for p in group["params"] if p.grad is not None):
             dist.all_reduce(param.grad)
@@ -82,12 +87,17 @@ def train(job: Job, how: str, steps: int) -> State:
     keeper = CheckpointScheduler(NoBackend(), IntervalRule(every_steps=1), shared=True)
     keeper.enter(RankPosition(1, job.rank, job.world_size, 0, 1), 0)
     job.enter(rank=job.rank, world_size=job.world_size, generation=1, keeper=keeper, state=state)
+    state.watch_optimizers(job.guard())
     state.begin()
     wraps = "no job.ddp" not in how and how != "weighted"
     model = job.ddp(state.model) if wraps else state.model
+    if how == "module in place of its wrapper":
+        model = state.model
     criterion = nn.Identity() if how == "sharded" else state.criterion
-    if how == "wrapped":
+    if how == "wrapped" or "penalty" in how:
         criterion = job.ddp(criterion)
+    if how == "in no_sync" or "in place of" in how:
+        criterion = nn.Identity()
     if how == "in the optimizer only":
         criterion = nn.Identity()
     if how == "frozen for good":
@@ -125,6 +135,9 @@ def on_ranks(rank: int, world_size: int, port: int, *, how: str, steps: int, ign
         # Adam's first step is the gradient's sign alone, and the same on all ranks here.
         ("unwrapped", "state.criterion.weight differs between the ranks after step 2 (ranks 1, 2 from rank 0)"),
         ("weighted", "state.model.1.weight"),
+        ("module in place of its wrapper", "state.model.1.weight, state.model.1.bias differs between the ranks"),
+        ("in no_sync", "state.model.1.weight, state.model.1.bias differs between the ranks"),
+        ("unwrapped penalty", "state.model.1.weight, state.model.1.bias differs between the ranks"),
         ("unfrozen later", "state.model.0.weight, state.model.0.bias differs between the ranks after step 4"),
         ("sharded", "state.optimizer.state.0.momentum"),
         # Adam's state of it is on rank 0 only.
@@ -141,7 +154,16 @@ def test_what_no_exchange_makes_alike_is_refused_by_name_on_all_ranks(how: str, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
-    ["wrapped", "by hand", "no job.ddp, by hand", "unfrozen again", "in the optimizer only", "frozen for good"],
+    [
+        "wrapped",
+        "by hand",
+        "no job.ddp, by hand",
+        "unfrozen again",
+        "in the optimizer only",
+        "frozen for good",
+        "alike penalty",
+        "penalty of nothing on rank 0",
+    ],
 )
 def test_replicas_that_are_alike_train_on(how: str) -> None:
     assert run_ranks(on_ranks, world_size=2, how=how, steps=5) == [["", 5, ""]] * 2

@@ -9,6 +9,7 @@ PyTorch: a loss that is a mean over the samples of the rank's batch.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -21,20 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import torch_private
 from .comm_hooks import Exchange, GradientHook, Sampler, plain
 from .ddp_models import FixedLayout, Told
-
-
-class PartsLoop:
-    """A loop over the micro-batches of a batch."""
-
-    def __init__(self, batch: float) -> None:
-        self.batch = batch
-        """The share of the whole batch, or of a newer one: the weight after the loop."""
-        self.last = False
-        """It stands in its last micro-batch, whose backward exchanges the gradients."""
-        self.exchanged = False
-        """That backward has run."""
-        self.open = True
-        """Its generator may go on."""
+from .own_gradients import OwnGradients, PartsLoop
 
 
 class GradientWeight:
@@ -59,17 +47,20 @@ class GradientWeight:
     The way back to whole is `finish`, `leave_parts` if no gradient lacks anything, an optimizer's step after it if they
     were dropped, or `committed`: never an optimizer's step within the loop, as of a GAN's first model.
 
-    Gradients are free, or held (`_held`): exchanged and applied by no optimizer. A further exchange of the whole batch
-    keeps them, as all weights add up to 1; those of last parts do not, so a loop over parts is refused then.
+    Gradients are free, or held (`_held`): of a backward, and applied by no optimizer. A further exchange of the whole
+    batch keeps them, as all weights add up to 1; those of last parts do not, so a loop over parts is refused then.
 
     Beside all that, `add_up` (`_sums`) gives every rank the same weight until the commit, which keeps held gradients.
     """
 
     def __init__(self) -> None:
         self._models: list[nn.Module] = []
+        self._hooks: list[Any] = []
         self._weight: float | None = None
         self._batch: object = None
         """The newest batch, until its loop is over."""
+        self._now: list[object] = []
+        """The batches of this step."""
         self._taken: float | None = None
         self._used = False
         """A backward has had the weight of the newest batch, or an optimizer has stepped since it was taken."""
@@ -107,13 +98,26 @@ class GradientWeight:
 
     def attach(self, model: nn.Module) -> None:
         """Register `model`, which is trained on the batches: wrapped for a group, or unwrapped (standalone)."""
-        if all(model is not known for known in self._models):
-            self._models.append(model)
-        if not isinstance(model, DistributedDataParallel):
-            self._held = True  # no hook tells of its backward: before the first step any gradient was never applied
+        if any(model is known for known in self._models):
+            return
+        self._models.append(model)
+        own = model.own if isinstance(model, Told) else OwnGradients()
+        wanted = [param for param in model.parameters() if param.requires_grad]
+        for param in {id(each): each for each in (*wanted[:1], *wanted[-1:])}.values():
+            added: Any = functools.partial(self._added, own)
+            self._hooks.append(param.register_post_accumulate_grad_hook(added))  # type: ignore[no-untyped-call]
+
+    def _added(self, own: OwnGradients, _: torch.Tensor) -> None:
+        """A backward has added to gradients. Of the first and the last parameter of each model."""
+        own.held = True
+        if self._parts is None and not self._sums:
+            self._held, self._kept = True, False
 
     def detach_all(self) -> None:
         """Drop the models and the weight: their group is closed."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         self._models.clear()
         self._weight = self._batch = self._parts = None
         self._sums, self._held, self._kept = 0, False, False
@@ -127,8 +131,9 @@ class GradientWeight:
 
     @property
     def exchanged(self) -> set[int]:
-        """Identities of the parameters whose gradients are exchanged by the models."""
-        return {key for model in self._models if isinstance(model, Told) for key in model.exchanged}
+        """Identities of the parameters whose gradients are exchanged by the models, and were whenever applied."""
+        models = [model for model in self._models if isinstance(model, Told) and not model.own.applied]
+        return {key for model in models for key in model.exchanged}
 
     @property
     def own_buffers(self) -> set[int]:
@@ -157,6 +162,7 @@ class GradientWeight:
             self._unlike = self._taken, weight
             if 0.0 in self._unlike:
                 raise RuntimeError(_two_loops(self._unlike))
+        self._now.append(batch)
         self._taken, self._batch, self._ends, self._used = weight, batch, False, False
         if self._parts is not None:
             self._parts.batch = weight  # gradients of it still lack what they lack
@@ -240,6 +246,9 @@ class GradientWeight:
             if not self._parts.open:
                 self._whole_again()
         if applies:
+            for model in self._models:
+                if isinstance(model, Told) and model.own.held:
+                    model.own.applied = True
             self._used = True
             self._left.clear()
             self._held = self._kept = False
@@ -259,8 +268,18 @@ class GradientWeight:
         """No batch of this step counts any more."""
         self._taken, self._unlike, self._ends, self._mixed = None, None, False, ()
         self._left.clear()
+        self._now.clear()
 
     # ── parts of a batch ────────────────────────────────────────────────────────────────────────────────────
+
+    def refuse_used(self, batch: object) -> None:
+        """A loop over the parts of `batch` begins. Raises RuntimeError if it was not taken in this step."""
+        if all(batch is not each for each in self._now):
+            raise RuntimeError(
+                "batch.parts() of a batch that was not taken in this step: it has the weight of its own step, and a "
+                "replacement has no batch of an earlier one. Train on the batch of this step, before job.commit(); "
+                "to replay samples keep their indices in the State, and read them again in dataset[i]"
+            )
 
     def enter_parts(self, batch: float) -> PartsLoop:
         """A loop over several micro-batches of a batch of this weight begins. Raises RuntimeError if gradients are
@@ -409,7 +428,7 @@ def wrap(
         exchange,
         group,
         weight=weight,
-        on_contributed=on_contributed,
+        on_contributed=wrapped.own.exchanged(on_contributed),
         on_received=on_received,
         on_failed=on_failed,
         sampler=sampler,

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import torch_private
 from .buffers import broadcast_coalesced
+from .own_gradients import OwnGradients
 
 
 class Told(DistributedDataParallel):
@@ -23,6 +24,7 @@ class Told(DistributedDataParallel):
     """
 
     on_buffers: tuple[Callable[[], None], Callable[[], None]]
+    own: OwnGradients
     exchanged: set[int]
     """Identities of the parameters in its buckets: not those that wanted no gradients when it was built."""
     shared = False
@@ -33,6 +35,7 @@ class Told(DistributedDataParallel):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
+        self.own = OwnGradients()
         # A part may train while the whole is in evaluation mode.
         self._writers = [model, *(module for module in model.modules() if any(True for _ in module.buffers(False)))]
 

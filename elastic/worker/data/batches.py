@@ -98,10 +98,12 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         """The same samples in micro-batches of at most `micro_batch`, for `loss.backward()` on each in turn.
 
         Gradients accumulate to the exact mean over the global batch; they are exchanged during the last backward only.
-        Raises RuntimeError if an earlier backward, or loop, has left gradients that no optimizer has applied, and
-        TypeError for what `columns.cut` cannot cut.
+        Raises RuntimeError if an earlier backward, or loop, has left gradients that no optimizer has applied, or if the
+        batch is not of this step, and TypeError for what `columns.cut` cannot cut.
         """
         sizes, weight = micro_sizes(self.size, self.micro_batch), self.gradient_weight
+        if weight is not None:
+            weight.refuse_used(self)
         if weight is None or len(sizes) == 1:
             yield from self._cut(sizes)
             return
