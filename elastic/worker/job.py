@@ -22,6 +22,7 @@ from .comm.p2p import control_device
 from .comm.powersgd import PowerSGD
 from .data import batches as data
 from .data import streams
+from .data.places import at_one_place
 from .first_bad import FirstBad
 from .gradient_samples import GradientSampler
 from .job_calls import JobCalls
@@ -236,7 +237,7 @@ class Job(JobCalls):
             on_turn=functools.partial(self._turned, state),
             **options,
         )
-        return self._timed(loaded, state)
+        return at_one_place(self._timed(loaded, state))
 
     def streams(
         self, make: streams.Make, state: State, *, count: int, batch_size: int, steps: int, **options: Any
@@ -258,7 +259,7 @@ class Job(JobCalls):
             on_turn=functools.partial(self._turned, state),
             **options,
         )
-        return self._timed(loaded, state)
+        return at_one_place(self._timed(loaded, state))
 
     def commit(self, state: State, loss: torch.Tensor | float | None = None) -> None:
         """Commit this step on this rank. Call it once per optimizer step, as the last statement.

@@ -200,9 +200,11 @@ def batches(
 def refuse_uncommitted(state: HasStep, step: int) -> None:
     """The turn of `step` has ended. Raises RuntimeError if it was not committed, or more than once."""
     if state.step != step + 1:
+        taken = " A loop of which a batch is taken in some steps only is made anew there: next(job.batches(…))"
         raise RuntimeError(
             f"step {step} ended with state.step = {state.step}: call job.commit(state) once, "
-            "at the end of each turn, after the optimizer's step; to accumulate gradients: micro_batch=…"
+            "at the end of each turn, after the optimizer's step; to accumulate gradients: micro_batch=…."
+            f"{taken if state.step > step + 1 else ''}"
         )
 
 
