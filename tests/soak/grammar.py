@@ -47,6 +47,10 @@ class Script:
     accumulate: int
     """Micro-batches per step."""
 
+    sync: str
+    """How micro-batches are told apart from the last one: parts: `batch.parts()` · flag: the script sets
+    `require_backward_grad_sync`, as nanoGPT does."""
+
     log: str
     """A collective of the script's own for the mean loss: none · before · after the optimizer's step."""
 
@@ -84,8 +88,8 @@ class Script:
 
 PLAIN: dict[str, Any] = {
     "loop": "plain", "layers": (), "optimizer": "adamw", "optimizer_in": "state", "data": "batches", "accumulate": 1,
-    "log": "none", "ema": False, "scheduler": "none", "no_grad": "none", "value": "none", "evaluate": "none",
-    "train_mode": "top", "clip": False, "size": "small",
+    "sync": "parts", "log": "none", "ema": False, "scheduler": "none", "no_grad": "none", "value": "none",
+    "evaluate": "none", "train_mode": "top", "clip": False, "size": "small",
 }  # fmt: skip
 
 
@@ -214,6 +218,7 @@ def _script(of: _Streams, index: int) -> Script:
         optimizer_in=of.pick("optimizer in", {"state": 6, "train": 1}),
         data=of.pick("data", {"batches": 4, "own": 1}),
         accumulate=of.pick("accumulate", {1: 2, 2: 1}),
+        sync=of.pick("sync", {"parts": 1, "flag": 1}),
         log=of.pick("log", {"none": 3, "before": 1, "after": 2}),
         ema=of.pick("ema", {False: 4, True: 1}),
         scheduler=of.pick("scheduler", {"none": 3, "step": 1, "metric": 1}),
@@ -247,6 +252,8 @@ def _consistent(script: Script) -> Script:
         changes |= {"optimizer_in": "state", "no_grad": "none", "value": "none"}
     if script.data == "own" and script.value == "late":  # nobody can tell that from the beginning of the next step
         changes |= {"value": "end"}
+    if changes.get("accumulate", script.accumulate) == 1 or script.loop == "amp":
+        changes |= {"sync": "parts"}
     if script.evaluate == "none":
         changes |= {"train_mode": "top"}
     return dataclasses.replace(script, **changes)

@@ -315,6 +315,13 @@ def _loop(script: Script) -> list[str]:
 
 
 def _backward(script: Script) -> list[str]:
+    if script.sync == "flag":
+        return [
+            "for number, (part_x, part_y) in enumerate(zip(x.chunk(2), y.chunk(2))):",
+            "    model.require_backward_grad_sync = number == 1",
+            "    loss = F.mse_loss(model(part_x), part_y) / 2",
+            "    loss.backward()",
+        ]
     if script.accumulate > 1:
         return [
             "for part in batch.parts():",
