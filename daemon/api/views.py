@@ -219,7 +219,8 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False)
 
 def rank_time(snapshot: Snapshot, job: Job, *, each: bool) -> Json | None:
     """Where the time of all ranks went, by their own agents' accounts; see `goodput.summed`."""
-    return goodput.summed(job.ranks, _own_ranks(snapshot, job), each=each)
+    still = goodput.stands_still(newest_progress(snapshot, job))
+    return goodput.summed(job.ranks, _own_ranks(snapshot, job), each=each, still=still)
 
 
 def incident(snapshot: Snapshot, job: Job, record: IncidentRecord, now: Now) -> Json:
@@ -307,7 +308,8 @@ def _ranks(snapshot: Snapshot, job: Job) -> dict[tuple[str, int], Json]:
     local = snapshot.agents.get(job.name)
     said = [*(job.progress.ranks if job.progress else ()), *(local.status.ranks if local and local.status else ())]
     found = rows | {(row.node, row.slot): msgspec.to_builtins(row) for row in said}
-    times = goodput.of_ranks(job.ranks, _own_ranks(snapshot, job))
+    still = goodput.stands_still(newest_progress(snapshot, job))
+    times = goodput.of_ranks(job.ranks, _own_ranks(snapshot, job), still=still)
     return {key: row | {"time": times.get(key)} for key, row in found.items()}
 
 

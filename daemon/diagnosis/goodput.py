@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
+STANDSTILL = "standstill"
+"""The time since the newest commit of a job that makes no step now, in place of goodput. No bucket of the ledger: if
+the step is committed after all, it was stepping."""
+
 WORDS = {
     "checkpoint": "checkpoint stall",
     "detect": "detecting failures",
@@ -24,35 +28,51 @@ WORDS = {
     "waiting": "waiting for nodes",
     "setup": "set-up",
     "idle": "idle",
+    STANDSTILL: "standing still",
 }
 
 
 def row(progress: ProgressRecord | None) -> Json | None:
     """None: no agent has kept a ledger yet."""
-    from elastic.contract.ledger import Bucket, goodput, shares
+    from elastic.contract.ledger import Bucket, shares
 
     ledger = progress.ledger if progress else None
     if ledger is None or not ledger.total_ms:
         return None
-    part = shares(ledger)
+    stood_ms = ledger.open_ms if stands_still(progress) else 0
+    stepped_ms = ledger.ranks_ms.get(Bucket.STEPPING, 0) + ledger.open_ms - stood_ms
+    badput = {name: share for name, share in shares(ledger).items() if name != Bucket.STEPPING}
     return {
-        "goodput": goodput(ledger),
-        "badput": {name: share for name, share in part.items() if name != Bucket.STEPPING},
+        "goodput": stepped_ms / ledger.total_ms,
+        "badput": badput | _standing(stood_ms / ledger.total_ms),
         "rank_seconds": {bucket.value: ledger.ranks_ms.get(bucket.value, 0) / 1000 for bucket in Bucket},
         "open_rank_seconds": ledger.open_ms / 1000,
         "wall_s": ledger.wall_ms / 1000,
     }
 
 
-def of_ranks(records: Mapping[str, RanksRecord], local: RanksRecord | None) -> dict[tuple[str, int], Json]:
-    """(node, slot) -> where its time went, as its own agent has counted it. `local`: of this node, newer."""
+def stands_still(progress: ProgressRecord | None) -> bool:
+    """No step is made, and the script has not declared that (`job.quiet`)."""
+    return progress is not None and progress.still is not None and not progress.still.declared
+
+
+def _standing(share: float) -> dict[str, float]:
+    return {STANDSTILL: share} if share else {}
+
+
+def of_ranks(
+    records: Mapping[str, RanksRecord], local: RanksRecord | None, *, still: bool
+) -> dict[tuple[str, int], Json]:
+    """(node, slot) -> where its time went, as its own agent has counted it. `local`: of this node, newer. `still`: the
+    job stands still."""
     known = _newest(records, local)
-    return {(node, each.slot): _of_rank(each) for node, record in known.items() for each in record.ranks}
+    return {(node, each.slot): _of_rank(each, still) for node, record in known.items() for each in record.ranks}
 
 
-def summed(records: Mapping[str, RanksRecord], local: RanksRecord | None, *, each: bool) -> Json | None:
+def summed(records: Mapping[str, RanksRecord], local: RanksRecord | None, *, each: bool, still: bool) -> Json | None:
     """The accounts of all ranks of all nodes that the job has had, added up: in whole milliseconds, so what the buckets
-    sum to is the time of all accounts, exactly. None: there is no account yet. `each`: with a row for each rank."""
+    sum to is the time of all accounts, exactly. None: there is no account yet. `each`: with a row for each rank.
+    `still`: the job stands still."""
     from elastic.contract.ledger import Bucket
 
     known = _newest(records, local)
@@ -62,13 +82,15 @@ def summed(records: Mapping[str, RanksRecord], local: RanksRecord | None, *, eac
     total_ms = sum(spent_ms.values()) + open_ms
     if total_ms <= 0:
         return None
-    accounts = [{"rank": t.rank, "node": node, "slot": t.slot} | _of_rank(t) for node, t in rows] if each else []
+    accounts = [{"rank": t.rank, "node": node, "slot": t.slot} | _of_rank(t, still) for node, t in rows] if each else []
+    stood_ms = open_ms if still else 0
+    badput = {b.value: ms / total_ms for b, ms in spent_ms.items() if ms and b is not Bucket.STEPPING}
     return {
         "ranks": len(rows),
         "rank_wall_s": total_ms / 1000,
         "wall_s": total_ms / 1000 / len(rows),
-        "goodput": (spent_ms[Bucket.STEPPING] + open_ms) / total_ms,
-        "badput": {b.value: ms / total_ms for b, ms in spent_ms.items() if ms and b is not Bucket.STEPPING},
+        "goodput": (spent_ms[Bucket.STEPPING] + open_ms - stood_ms) / total_ms,
+        "badput": badput | _standing(stood_ms / total_ms),
         "rank_seconds": {bucket.value: ms / 1000 for bucket, ms in spent_ms.items()},
         "open_rank_seconds": open_ms / 1000,
         "accounts": sorted(accounts, key=lambda row: (row["rank"] < 0, row["rank"], row["node"], row["slot"])),
@@ -79,11 +101,11 @@ def _newest(records: Mapping[str, RanksRecord], local: RanksRecord | None) -> Ma
     return {**records, local.node: local} if local is not None else records
 
 
-def _of_rank(times: RankTimes) -> Json:
+def _of_rank(times: RankTimes, still: bool) -> Json:
     from elastic.contract.ledger import Bucket
 
     total_ms = times.until_ms - times.since_ms
-    stepping_ms = times.ranks_ms.get(Bucket.STEPPING, 0) + times.open_ms
+    stepping_ms = times.ranks_ms.get(Bucket.STEPPING, 0) + (0 if still else times.open_ms)
     return {
         "since_wall_s": times.since_ms / 1000,
         "until_wall_s": times.until_ms / 1000,

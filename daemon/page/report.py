@@ -27,7 +27,8 @@ OVER = ("succeeded", "failed", "stopped")
 STYLE = """
 :root { color-scheme: light dark; --bg: #fff; --text: #1c2024; --dim: #60666d; --grid: #e3e6ea; --line: #2563a8;
   --stepping: #2e8b57; --checkpoint: #3b82c4; --detect: #c0392b; --abort: #a9673a; --form: #e59a3c; --sync: #d9b83a;
-  --redo: #9b3d63; --waiting: #8a94a0; --setup: #8e7cc3; --idle: #c5ccd3; --planned: #3b82c4; --failed: #c0392b; }
+  --redo: #9b3d63; --waiting: #8a94a0; --setup: #8e7cc3; --idle: #c5ccd3; --planned: #3b82c4; --failed: #c0392b;
+  --standstill: #5b2333; }
 @media (prefers-color-scheme: dark) { :root { --bg: #14171a; --text: #e4e7ea; --dim: #9aa3ab; --grid: #2b3036;
   --line: #6fb1f2; --stepping: #3fa06b; --idle: #4a525a; --waiting: #737d88; --detect: #e5604f; --failed: #e5604f; } }
 * { box-sizing: border-box; }
@@ -90,7 +91,7 @@ def parts(job: Json, incidents: Sequence[Json], history: Json | None, now_wall_s
         body += ["<h2>Steps per second</h2>", _plot(svg.curve(axis, rate, marks, "Steps per second", from_zero=True))]
     if job["step_time"]:
         body += ["<h2>Time of a step</h2>", f"<p>{text(step_time.text(job['step_time']))}</p>"]
-    body += _ledger(job["goodput"]) + _accounts(job.get("rank_time"), job["ranks"])
+    body += _ledger(job["goodput"]) + _accounts(job)
     body += _incidents(incidents) + _error(job["error"]) + _spec(job["spec"])
     return _head(job), "\n".join(body)
 
@@ -186,16 +187,20 @@ def _ledger(known: Json | None) -> list[str]:
     ]
 
 
-def _accounts(summed: Json | None, ranks: Sequence[Json]) -> list[str]:
+def _accounts(job: Json) -> list[str]:
     """What the ranks' own accounts add up to, and each of those that made the least steps that count."""
+    summed: Json | None = job.get("rank_time")
     if summed is None:
         return []
-    rows = summed["accounts"] or [row | row["time"] for row in ranks if row.get("time")]
+    stands = goodput.STANDSTILL in summed["badput"]
+    rows = summed["accounts"] or [row | row["time"] for row in job["ranks"] if row.get("time")]
     least = sorted(rows, key=lambda row: 1.0 if row["goodput"] is None else row["goodput"])[:MOST_RANKS]
     whole = {name: seconds for name, seconds in summed["rank_seconds"].items() if name != "stepping"}
+    whole[goodput.STANDSTILL] = summed["open_rank_seconds"] if stands else 0
     body = _account("all", "", summed["rank_wall_s"], summed["goodput"], whole)
     for row in least:
         lost = {name: seconds for name, seconds in row["seconds"].items() if name != "stepping"}
+        lost[goodput.STANDSTILL] = row["open_seconds"] if stands else 0
         rank = row["rank"] if row["rank"] >= 0 else "none now"
         spent_s = row["until_wall_s"] - row["since_wall_s"]
         body += _account(rank, f"{row['node']}, slot {row['slot']}", spent_s, row["goodput"], lost)

@@ -70,16 +70,22 @@ class StepTimes:
         self._begin: dict[int, Beat] = {}
         self._known: dict[int, StepParts] = {}
         """By worker id, of the newest window."""
+        self._seen: dict[int, int] = {}
+        """By worker id: its step at the last look."""
         self._windows: list[dict[int, float]] = []
         self.slow: tuple[SlowRank, ...] = ()
 
     def look(self, beats: Mapping[int, Beat], now_s: float) -> None:
         stepping = {worker_id: beat for worker_id, beat in beats.items() if beat.settled}
+        stepped = any(beat.step > self._seen.get(worker_id, beat.step) for worker_id, beat in stepping.items())
+        self._seen = {worker_id: beat.step for worker_id, beat in stepping.items()}
         if self._of(stepping.values()) != self._of(self._begin.values()) or stepping.keys() != self._begin.keys():
             self._begin, self._began_s, self._windows, self._known, self.slow = stepping, now_s, [], {}, ()
             return
         seconds = now_s - self._began_s
-        if seconds < self._window_s or any(b.step - self._begin[w].step < STEPS for w, b in stepping.items()):
+        # A window ends with a step: what has passed since then belongs to one that is not done, or stands still.
+        few = any(beat.step - self._begin[worker_id].step < STEPS for worker_id, beat in stepping.items())
+        if seconds < self._window_s or few or not stepped:
             return
         found = {w: parts(self._begin[w], beat, seconds, gpu=self._gpu) for w, beat in stepping.items()}
         self._known = {worker_id: each for worker_id, each in found.items() if each is not None}

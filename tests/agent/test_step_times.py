@@ -117,6 +117,20 @@ def test_a_window_lasts_until_each_rank_has_made_some_steps() -> None:
     assert times.with_parts((row,))[0].parts is not None
 
 
+def test_the_time_in_which_no_step_is_made_does_not_lengthen_those_that_were() -> None:
+    times, worker = StepTimes("a", WINDOW_S, gpu=False), Worker()
+    row = RankRow(rank=0, node="a", slot=0, pid=1, phase="", step=1, incarnation=1)
+    times.look({1: worker.page.read()}, 0.0)
+    times.look({1: worker.steps(9)}, 0.99)
+    for now_s in (WINDOW_S, 20 * WINDOW_S):  # it stands still
+        times.look({1: worker.page.read()}, now_s)
+        assert times.with_parts((row,))[0].parts is None
+    times.look({1: worker.steps(1)}, 20 * WINDOW_S + 0.1)  # the step that took so long is done
+    found = times.with_parts((row,))[0].parts
+    assert found is not None
+    assert found.step_s == pytest.approx((20 * WINDOW_S + 0.1) / 10)
+
+
 def test_two_ranks_can_be_told_apart_and_one_alone_is_never_slow() -> None:
     assert slow_ranks([{0: 0.1, 1: 0.2}] * 3) == [(1, 2.0)]
     assert slow_ranks([{0: 9.0}] * 3) == []

@@ -10,6 +10,7 @@ from support.pictures import job, progress, snapshot
 from elastic.contract.ledger import Bucket, Ledger
 from elastic.contract.rank_records import RanksRecord, RankTimes
 from elastic.contract.records import JobState, Phase
+from elastic.contract.standings import Stillness
 from elasticd.api import job_metrics, views
 from elasticd.api.views import Now
 from elasticd.diagnosis import goodput
@@ -22,7 +23,7 @@ LEDGER = Ledger(
 
 
 def test_every_cause_of_badput_has_words() -> None:
-    assert goodput.WORDS.keys() == set(Bucket) - {Bucket.STEPPING}
+    assert goodput.WORDS.keys() == {*Bucket, goodput.STANDSTILL} - {Bucket.STEPPING}
 
 
 def test_status_gives_goodput_and_badput_by_cause_the_largest_first() -> None:
@@ -59,6 +60,23 @@ def test_what_all_ranks_did_is_summed_and_each_is_shown_when_the_job_is_over() -
     found = {f.name: f.samples for f in job_metrics.job_families([data], {"train": over}, {}, snapshot(over))}
     spent = {each.labels["bucket"]: each.value for each in found["elasticd_job_rank_seconds"]}
     assert spent == summed["rank_seconds"]
+
+
+def test_the_time_of_a_job_that_stands_still_is_no_goodput_unless_the_script_has_declared_it() -> None:
+    ledger = Ledger(until_ms=0, wall_ms=1_000_000, open_ms=900_000, ranks_ms={"stepping": 100_000})
+    of_rank = RankTimes(slot=0, rank=0, since_ms=0, until_ms=1_000_000, ranks_ms={"stepping": 100_000}, open_ms=900_000)
+    own = {"a": RanksRecord(node="a", generation=1, wall_s=1.0, ranks=(of_rank,))}
+    for declared, wanted in ((False, 0.1), (True, 1.0)):
+        still = Stillness(since_wall_s=100.0, node="a", rank=0, because="its process is stopped", declared=declared)
+        known = job(ranks=own, progress=progress(ledger=ledger, still=still))
+        data = views.job_detail(snapshot(known), known, NOW)
+        shown = [data["goodput"], data["rank_time"], data["ranks"][0]["time"]]
+        assert [each["goodput"] for each in shown] == [wanted] * 3, declared
+        assert [each["goodput"] + sum(each["badput"].values()) for each in shown[:2]] == pytest.approx([1.0] * 2)
+        words = "10.0 % of 16.7 min; badput: standing still 90.0 %"
+        assert goodput.text(data["goodput"]) == ("100.0 % of 16.7 min" if declared else words)
+        page = report.page(data, [], None, 1000.0)
+        assert page.count("standing still 90.0 %") == (0 if declared else 2)  # all ranks, and rank 0
 
 
 def test_a_job_without_a_ledger_has_no_goodput() -> None:
