@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -163,6 +164,8 @@ class CheckpointScheduler:
         self._finish_s = finish_s
         self._place = RankPosition(0, 0, 1, 0, 1)
         self._plan = checkpoint_interval.IntervalPlan()
+        self._entered = 0
+        """The step at which the generation began."""
         self._marked = (0, 0.0)
         self._step_s = 0.0
         self._began_s = self._saved_s = self._kept_s = time.monotonic()
@@ -195,7 +198,9 @@ class CheckpointScheduler:
         self._late = False
         self._marked = (step, time.monotonic())
         first = checkpoint_interval.first_plan(self._rule, step, snapshots=self._snapshots)
-        # After two steps the step time is known well enough to plan with it.
+        # After two steps the step time is known well enough to plan with it; after one, what the turn does once it has
+        # committed, such as an evaluation, is not in it.
+        self._entered = step
         self._plan = checkpoint_interval.IntervalPlan(save_at=first.save_at, keep_at=first.keep_at, agree_at=step + 2)
 
     def exchanges_at(self, step: int) -> bool:
@@ -344,6 +349,8 @@ class CheckpointScheduler:
 
     def _next_plan(self, step: int, now_s: float, saving: bool) -> checkpoint_interval.IntervalPlan:
         plan = self._next_save(step, now_s, saving)
+        if step == self._entered + 1:
+            plan = msgspec.structs.replace(plan, agree_at=step + 1)
         if not self._snapshots:
             return plan
         keep_at = checkpoint_interval.snapshot_at(

@@ -105,6 +105,22 @@ def test_steps_that_become_much_slower_do_not_put_off_a_checkpoint_for_long(monk
     assert sink.parts[0].step < 1000 + 60 + FARTHEST_AGREEMENT_STEPS
 
 
+def test_a_first_step_that_is_short_does_not_put_off_the_second_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a turn does after its commit, such as an evaluation, is not in the time of the first step."""
+    now_s = 0.0
+    monkeypatch.setattr(checkpoint_scheduler.time, "monotonic", lambda: now_s)
+    sink, state = SnapshotBackend(), build()
+    keeper = CheckpointScheduler(sink, None, shared=True, snapshots=True)
+    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    taken = []
+    for step in range(1, 11):
+        now_s += 0.001
+        run(keeper, state, 1)
+        taken += [step] if sink.parts and sink.parts[-1].step == step else []
+        now_s += 1.0
+    assert taken == [1, *range(3, 11)]  # one each second
+
+
 def test_a_final_state_that_is_not_saved_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     class Slow(SnapshotBackend):
         waited_s = 0.0
