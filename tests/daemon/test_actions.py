@@ -114,7 +114,7 @@ def test_a_name_is_taken_until_its_job_is_over_and_then_only_on_purpose(writes: 
         writes.actions.submit(RAW, ADA, ADA, replace=True)
     writes.put_phase(Phase.SUCCEEDED)
     writes.client.put(JOB.incident(1), b"old")
-    with pytest.raises(Refused, match="has succeeded: choose another name, or submit with --replace"):
+    with pytest.raises(Refused, match="has succeeded: choose another name, remove its records"):
         writes.actions.submit(RAW, ADA, ADA)
     writes.actions.submit(RAW, ADA, ADA, replace=True)
     assert (writes.spec().submitted_by, writes.state().phase) == ("ada", Phase.PENDING)

@@ -112,7 +112,7 @@ def test_stop_ends_a_job_even_if_its_agent_is_deaf(node: Node) -> None:
     detail = eventually(lambda: (d := node.job("short"))["phase"] == "stopped" and d, 5)
     assert detail["reason"] == "enough"
     assert not procs.alive(pid)
-    with pytest.raises(ApiError, match="choose another name, or submit with --replace"):
+    with pytest.raises(ApiError, match="choose another name, remove its records"):
         node.submit("short", workers_per_node=1)
 
 
