@@ -132,7 +132,7 @@ def job(data: Json) -> None:
         ("submitted", f"{clock(data['submitted_wall_s'])} by {data['submitted_by']}{_of(data)}" if spec else "unknown"),
         ("nodes", f"{data['members']} of {data['nodes']}"),
         ("generation", generation if data["generation"] else "none yet"),
-        ("step", f"{_or(data['step'])}" + (f", {rate:.2f} a second" if rate else "")),
+        ("step", _steps(data["managed"], data["step"]) + (f", {rate:.2f} a second" if rate else "")),
         ("loss", f"{data['loss']:.6g}" if data["loss"] is not None else "-"),
         ("logged", ", ".join(f"{name} {value:.6g}" for name, value in data.get("logged", {}).items())),
         ("step time", step_time.text(data["step_time"])),
@@ -148,7 +148,7 @@ def job(data: Json) -> None:
             _say(out, Text.assemble((f"{name:>12}  ", "dim"), value))
     if data["ranks"]:
         out.print()
-        _ranks(data["ranks"]).print(out)
+        _ranks(data["ranks"], data["managed"]).print(out)
         if far := sorted({row["node"] for row in data["ranks"] if row["step"] is None}):
             ask = f"what the ranks on {', '.join(far)} do is known there: elasticctl status {data['job']}"
             _say(out, Text(f"({ask})", "dim"))
@@ -281,7 +281,7 @@ def _jobs(rows: Sequence[Json]) -> Rows:
             str(row["generation"] or "-"),
             str(row["world_size"] or "-"),
             f"{row['members']} of {row['nodes']}" if row["phase"] not in OVER else row["nodes"] or "-",
-            _or(row["step"]),
+            _steps(row["managed"], row["step"]),
             f"{row['steps_per_s']:.1f}" if live and row["steps_per_s"] is not None else "-",
             f"{row['loss']:.4g}" if row["loss"] is not None else "-",
             _checkpoint(row["checkpoint"]),
@@ -291,7 +291,12 @@ def _jobs(rows: Sequence[Json]) -> Rows:
     return found
 
 
-def _ranks(rows: Sequence[Json]) -> Rows:
+def _steps(managed: bool | None, known: int | None) -> str:
+    """'-' of a script that has not called `elastic.run`: it commits no steps."""
+    return "-" if known is None or (managed is False and not known) else str(known)
+
+
+def _ranks(rows: Sequence[Json], managed: bool | None) -> Rows:
     found = Rows([
         Column("rank", right=True), Column("node"), Column("slot", 3, right=True), Column("pid", 4, right=True),
         Column("phase"), Column("step", right=True), Column("worker", 3, right=True), Column("memory", 1, right=True),
@@ -300,15 +305,14 @@ def _ranks(rows: Sequence[Json]) -> Rows:
     for row in rows:
         memory = f"{row['rss_mb']:.0f} MB" if row["rss_mb"] is not None else "-"
         rank = str(row["rank"]) if row["rank"] >= 0 else "-"
-        worker_id, step = _or(row["incarnation"]), _or(row["step"])
         found.add(
             rank,
             row["node"],
             str(row["slot"]),
             str(row["pid"] or "-"),
             row["phase"] or "-",
-            step,
-            worker_id,
+            _steps(managed, row["step"]),
+            _or(row["incarnation"]),
             memory,
             goodput.percent(row["time"]["goodput"]) if (row.get("time") or {}).get("goodput") is not None else "-",
         )

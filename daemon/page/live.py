@@ -192,7 +192,7 @@ def _jobs(rows: Sequence[Json]) -> str:
 def _job(row: Json) -> str:
     state = row["health"] if row["health"] in PROBLEM else row["phase"]
     good = goodput.percent(row["goodput"]["goodput"]) if row["goodput"] else "-"
-    step = row["step"] if row["step"] is not None else "-"
+    step = "-" if row["step"] is None or (row["managed"] is False and not row["step"]) else row["step"]
     why = f"<tr><td colspan=9 class=why>{text(row['why'])}</td></tr>" if row["why"] else ""
     return (
         f"<tr{' class=first' if why else ''}><td>{_link(row['job'])}</td>"

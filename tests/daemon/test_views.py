@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import threading
 from dataclasses import replace
 
@@ -231,6 +232,14 @@ def test_job_screen_shows_a_rate_only_while_steps_are_made(screen: io.StringIO) 
 def test_a_script_is_called_plain_for_no_longer_than_it_is(phase: Phase, said: str, screen: io.StringIO) -> None:
     """Every script is plain until it calls elastic.run, which it does some seconds after its start."""
     assert said in told_of(job(state=JobState(phase=phase), progress=progress(0, managed=False)), screen)
+
+
+@pytest.mark.parametrize(("managed", "said"), [(False, "-"), (True, "0")])
+def test_the_steps_of_a_plain_script_are_not_known_and_not_none(managed: bool, said: str, screen: io.StringIO) -> None:
+    known = job(progress=progress(0, managed=managed, ranks=[msgspec.to_builtins(row(0, "a", 0, step=0))]))
+    told = told_of(known, screen)
+    assert re.search(rf"^ +step  {said}(,|$)", told, re.MULTILINE)
+    assert re.search(rf"computing +{said} ", told)
 
 
 def test_an_open_incident_shows_no_number_that_is_not_known_yet(screen: io.StringIO) -> None:
