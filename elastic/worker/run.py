@@ -103,7 +103,7 @@ class AgentLink:
         self._session.page.waited(data_s=data_s)
 
     def committed(self, step: int, step_s: float, loss: float | None) -> None:
-        self._session.step = step
+        self._session.step, self._session.step_s = step, step_s
         self._session.page.committed(step, step_s, loss, time.monotonic())
         if self.device is not None:
             self.device.committed()

@@ -63,8 +63,6 @@ class Session:
         self._yield_generation, self._yield_step = 0, 0
         self._give_up_s = math.inf
         """When the group of `_yield_generation` is aborted, unless the step under way is committed before."""
-        self._stepped_s, self._step_s = 0.0, 0.0
-        """When the newest step was committed, and how long it took."""
         self._group: Abortable | None = None
         self._group_generation = 0
         self._handlers: dict[type[Message], Callable[[Message, list[int]], None]] = {}
@@ -72,6 +70,8 @@ class Session:
         self.stop_wanted = False
         self.step = 0
         """Number of committed steps, for the monitor thread."""
+        self.step_s = 0.0
+        """How long the newest one took."""
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> Session | None:
@@ -154,10 +154,7 @@ class Session:
 
     def check(self, generation: int, step: int) -> None:
         """Raises GenerationEnded if `generation` is over, or is to stop at `step`."""
-        if step != self.step:
-            now_s = time.monotonic()
-            self._step_s = now_s - self._stepped_s if step == self.step + 1 and self._stepped_s else 0.0
-            self._stepped_s, self.step = now_s, step
+        self.step = step
         if self._ended >= generation:
             raise GenerationEnded(self._why)
         if self._yield_generation == generation and step >= self._yield_step:
@@ -200,8 +197,8 @@ class Session:
                 # This rank has passed the step at which the others may have stopped. If all take part in the step under
                 # way, it ends with that one. To abort it at once could lose it: a rank that leaves the job may have
                 # committed it, and the others not. If one has stopped, no rank can commit it.
-                if self.step > at_step:
-                    self._give_up_s = time.monotonic() + max(LATE_S, 1.5 * self._step_s)
+                late = self.step > at_step
+                self._give_up_s = time.monotonic() + max(LATE_S, 1.5 * self.step_s) if late else math.inf
             case Form():
                 self.stop_wanted = False
                 with self._changed:

@@ -11,6 +11,7 @@ import pytest
 
 from elastic.contract import messages
 from elastic.contract.beat import PAGE_BYTES, PULSE_S
+from elastic.worker.run import AgentLink
 from elastic.worker.session import LATE_S, GenerationEnded, Session
 
 GENERATION = 3
@@ -69,5 +70,31 @@ def test_a_group_that_was_formed_since_is_not_aborted(told_late: tuple[Session, 
     session, _ = told_late
     following = Group()
     session.holds(following, GENERATION + 1)
+    session._patience_s(time.monotonic() + 3600.0)
+    assert not following.aborted
+
+
+def test_a_long_step_has_its_time(told_late: tuple[Session, Group]) -> None:
+    """As the last one took: steps of more than half a second are not aborted half-way."""
+    session, group = told_late
+    link = AgentLink(session, backward_waits=True)
+    link.enter(GENERATION + 1, 20)
+    session.holds(group, GENERATION + 1)
+    link.committed(21, 4.0, None)
+    link.check(21)
+    session._take(messages.StopAtStep(generation=GENERATION + 1, at_step=20, why="a node leaves"), [])
+    now_s = time.monotonic()
+    session._patience_s(now_s + 5.0)
+    assert not group.aborted
+    session._patience_s(now_s + 6.1)
+    assert group.aborted
+
+
+def test_an_order_in_time_ends_the_patience_of_one_before_it(told_late: tuple[Session, Group]) -> None:
+    """All ranks are to stop after a step that is still ahead of them: none waits in vain."""
+    session, _ = told_late
+    following = Group()
+    session.holds(following, GENERATION + 1)
+    session._take(messages.StopAtStep(generation=GENERATION + 1, at_step=14, why="another one"), [])
     session._patience_s(time.monotonic() + 3600.0)
     assert not following.aborted
