@@ -189,6 +189,8 @@ class GroupClosed(Message, frozen=True, kw_only=True):
     step: int
     clean: bool
     """False: the state was being changed when the group was aborted, and must not be a source."""
+    between: bool = False
+    """This rank has left between two steps: it took no part in one after `step`, so no rank can have committed that."""
 
 
 class CollectiveFailed(Message, frozen=True, kw_only=True):

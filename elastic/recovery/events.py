@@ -107,6 +107,8 @@ class WorkerGroupClosed:
     """Set if the worker had no order to abort or stop: a collective failed there."""
     altered: str = ""
     """See messages.CollectiveFailed."""
+    between: bool = False
+    """See messages.GroupClosed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,9 @@ class Incident(msgspec.Struct, frozen=True):
     gone_s: tuple[tuple[str, float], ...] = ()
     """(node, monotonic instant at which this agent learnt it) of those whose member key was still there."""
     syncs: tuple[Sync, ...] = ()
+    left: tuple[int, ...] = ()
+    """Generations that a rank of this node has left between two steps, in ascending order: no rank has committed a step
+    that this one has not."""
     timeline_s: tuple[tuple[str, float], ...] = ()
     told: tuple[Cause, ...] | None = None
     """The causes in the record as this agent wrote it last; None: it has not."""
@@ -91,6 +94,11 @@ class Incident(msgspec.Struct, frozen=True):
             self, reports=tuple(sorted([*others, report], key=lambda known: known.generation))
         )
 
+    def with_left(self, generations: Iterable[int]) -> Incident:
+        """With these in `left`."""
+        more = {number for number in generations if number >= self.first}.difference(self.left)
+        return msgspec.structs.replace(self, left=tuple(sorted([*self.left, *more]))) if more else self
+
     def since(self, generations: tuple[GenerationRecord, ...], key: int) -> Incident:
         """The incident `key` that follows this one, which is over: with what belongs to `generations`."""
         return Incident(
@@ -103,6 +111,7 @@ class Incident(msgspec.Struct, frozen=True):
             gone=tuple(cause for cause in self.gone if cause.generation >= key - 1),
             gone_s=self.gone_s,
             syncs=tuple(sync for sync in self.syncs if sync.generation >= key),
+            left=tuple(number for number in self.left if number >= key - 1),
         )
 
     def with_recorded(self, key: int, record: IncidentRecord) -> Incident:
@@ -347,7 +356,7 @@ def supplemented(known: IncidentRecord, fuller: IncidentRecord) -> IncidentRecor
 def _certain(incident: Incident, generation: GenerationRecord) -> bool:
     """Whether the last step of every rank is known. It is not for a lost node whose agent has not reported it."""
     if incident.planned and not incident.reports and not incident.gone and not incident.inherited:
-        return not _short_of_its_boundary(incident)
+        return not incident.syncs or _none_ahead(incident, generation)
     if incident.generations[0].number >= incident.key:
         return False  # an earlier leader began the record, and this agent does not know the generation that failed
     if _set_back_unseen(incident):
@@ -363,12 +372,16 @@ def _certain(incident: Incident, generation: GenerationRecord) -> bool:
     return all(set(p.slots) <= _reported(incident, number, p) for number, p in missing.values())
 
 
-def _short_of_its_boundary(incident: Incident) -> bool:
-    """Whether a planned change resumed from a step before the one at which all ranks were to stop: the generation has
-    ended by a death, perhaps of a node that was to leave. No agent reports that one."""
-    at_step = next((g.at_step for g in incident.generations if g.number == incident.key), None)
-    first = min(incident.syncs, key=lambda sync: sync.generation, default=None)
-    return at_step is not None and first is not None and first.resumed < at_step
+def _none_ahead(incident: Incident, generation: GenerationRecord) -> bool:
+    """Whether no rank that a planned change leaves out can have committed a step more than those of `generation`. Where
+    all ranks abort in the middle of a step, one that has completed it takes it along."""
+    before = range(incident.first, generation.number)
+    if set(before) <= set(incident.left):
+        return True
+    there = {(p.node, p.incarnation): set(p.slots) for p in generation.nodes}
+    known = {g.number: g.nodes for g in incident.generations}
+    stay = (set(p.slots) <= there.get((p.node, p.incarnation), set()) for n in before for p in known.get(n, ()))
+    return set(before) <= set(known) and all(stay)
 
 
 def _set_back_unseen(incident: Incident) -> bool:

@@ -278,7 +278,8 @@ def _released(turn: Turn, worker: Worker, event: WorkerGroupClosed) -> None:
     if event.generation != worker.generation or worker.stage not in IN_GROUP | {Stage.ABORTING}:
         return
     untold = worker.stage in (Stage.FORMING, Stage.RUNNING, Stage.DONE)
-    turn.move(worker, Trigger.GROUP_CLOSED, step=event.step)
+    left = event.generation if event.between else worker.left
+    turn.move(worker, Trigger.GROUP_CLOSED, step=event.step, left=left)
     turn.reaches(worker.synced, event.step)
     current = turn.agent.formed.generation
     if current is None or current.number != event.generation:

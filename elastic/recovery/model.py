@@ -41,6 +41,8 @@ class Worker(msgspec.Struct, frozen=True):
     """The newest generation in which its process has held the job's state."""
     started: bool = False
     """Its process runs. A worker is ordered before, and its zygote may have to import first."""
+    left: int = 0
+    """The newest generation that it has left between two steps: see messages.GroupClosed."""
     seat: int = 0
     """The generation whose rank its process was started with, if it has called `elastic.run` and not formed since."""
 

@@ -315,6 +315,7 @@ def _observed(turn: Turn, before: Agent, event: Event, incident: Incident) -> In
         if record is not None:
             incident = incident.with_report(record)
     incident = _with_generation(turn, before, incident)
+    incident = incident.with_left(worker.left for worker in agent.local.workers.values())
     if isinstance(event, WorkerSynced):
         incident = _with_sync(turn, incident, event)
     return _with_marks(turn, incident)

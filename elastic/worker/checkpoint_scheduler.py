@@ -251,7 +251,7 @@ class CheckpointScheduler:
             self._lost_step = step
         if kept and save and stop:
             self.settle()
-            raise GenerationEnded(f"stopped at step {step}, which is saved")
+            raise GenerationEnded(f"stopped at step {step}, which is saved", between=True)
         return False
 
     def finish(self, state: State) -> None:

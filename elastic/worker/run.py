@@ -67,11 +67,13 @@ class AgentLink:
         self._backward_waits = backward_waits
         self.generation = 0
         self._first = True
+        self._between = False
+        """A step was committed, and nothing was asked since."""
         self.device: DeviceMarks | None = None
         """Marks on the GPU as well; None: there is none."""
 
     def enter(self, generation: int, step: int) -> None:
-        self.generation, self._first = generation, True
+        self.generation, self._first, self._between = generation, True, False
         self._session.step = step
         self._session.page.set_step(step)
         if self.device is not None:
@@ -103,6 +105,7 @@ class AgentLink:
         self._session.page.waited(data_s=data_s)
 
     def committed(self, step: int, step_s: float, loss: float | None) -> None:
+        self._between = True
         self._session.step, self._session.step_s = step, step_s
         self._session.page.committed(step, step_s, loss, time.monotonic())
         if self.device is not None:
@@ -127,7 +130,9 @@ class AgentLink:
         )
 
     def check(self, step: int) -> None:
-        self._session.check(self.generation, step)
+        # Right after a commit. Where a loop asks for its next batch, another one may be in the middle of a step.
+        between, self._between = self._between, False
+        self._session.check(self.generation, step, between=between)
 
 
 class ManagedWorker:
@@ -141,6 +146,8 @@ class ManagedWorker:
         self._group_kind = reconfigured.group_kind(settings.forming, settings.process_group)
         self._state: State
         self._link = AgentLink(session, backward_waits=settings.process_group == "gloo")
+        self._trains = False
+        """The script's `train` runs: this rank may take part in a step."""
         snapshots = settings.snapshots != "off"
         self._disk = (
             Disk(settings.checkpoint_dir, settings.job, settings.checkpoint_remote) if settings.checkpoint_dir else None
@@ -223,6 +230,7 @@ class ManagedWorker:
             form_timeout_s=self._settings.form_timeout_s,
         )
         failure: BaseException | None = None
+        self._trains = False
         try:
             session.holds(group, form.generation)
             self._train_in(group, job, form)
@@ -297,7 +305,9 @@ class ManagedWorker:
         state.forget_gradients()
         state.begin()
         with kept_group():
+            self._trains = True
             self._train(job, state)
+            self._trains = False
         job.left(state)
         session.beat(Doing.FINISHING)
         if self._keeper is not None:
@@ -366,7 +376,10 @@ class ManagedWorker:
     def _released(self, state: State, form: messages.Form, failure: BaseException, altered: str) -> None:
         session = self._session
         if not altered and (session.over(form.generation) or isinstance(failure, GenerationEnded)):
-            session.send(messages.GroupClosed(generation=form.generation, step=state.step, clean=state.clean()))
+            between = not self._trains or (isinstance(failure, GenerationEnded) and failure.between)
+            session.send(
+                messages.GroupClosed(generation=form.generation, step=state.step, clean=state.clean(), between=between)
+            )
             return
         said = f"{type(failure).__name__}: {failure}"[:COMPLAINT_CHARS]
         session.send(

@@ -48,6 +48,11 @@ class Abortable(Protocol):
 class GenerationEnded(Exception):
     """This generation is over for this worker; the process and its state remain. User code must not catch it."""
 
+    def __init__(self, why: str, *, between: bool = False) -> None:
+        """`between`: see messages.GroupClosed."""
+        super().__init__(why)
+        self.between = between
+
 
 class Session:
     """One worker's session with its agent."""
@@ -152,13 +157,13 @@ class Session:
         """The job is over on all ranks."""
         return self._finished
 
-    def check(self, generation: int, step: int) -> None:
-        """Raises GenerationEnded if `generation` is over, or is to stop at `step`."""
+    def check(self, generation: int, step: int, *, between: bool = False) -> None:
+        """Raises GenerationEnded, with `between`, if `generation` is over, or is to stop at `step`."""
         self.step = step
         if self._ended >= generation:
-            raise GenerationEnded(self._why)
+            raise GenerationEnded(self._why, between=between)
         if self._yield_generation == generation and step >= self._yield_step:
-            raise GenerationEnded(f"planned change after step {step}")
+            raise GenerationEnded(f"planned change after step {step}", between=between)
 
     def ends(self, generation: int) -> bool:
         """Whether `generation` is over, or this rank has passed the step at which it was to stop: others may have left
@@ -219,7 +224,7 @@ class Session:
 
     def _patience_s(self, now_s: float) -> float:
         """How long to wait for the next message. Aborts the group if an order to stop came too late, and the step that
-        was under way then is still not committed: a rank has stopped before it."""
+        was under way then is still not committed: a rank has most likely stopped before it."""
         if now_s < self._give_up_s:
             return min(PULSE_S, self._give_up_s - now_s)
         self._give_up_s = math.inf

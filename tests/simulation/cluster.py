@@ -365,6 +365,10 @@ class Cluster:
         self.died_s.append(self.clock.now_s + (steps + 1) * self.setting.step_s)
         self.training.spoil_at = (latest.version[1] if latest else 0) + 1 + steps
 
+    def slow_step(self, seconds: float) -> None:
+        """The next step that begins takes so much longer on all ranks."""
+        self.training.slower_s = seconds
+
     def fail_forming(self, times: int) -> None:
         """The next groups fail while they form, on all ranks, for no known reason."""
         self.training.failing_forms = times

@@ -221,6 +221,26 @@ def late(seed: int) -> History:
     return History(setting, tuple(faults))
 
 
+def tardy(seed: int) -> History:
+    """A node is to leave, the ranks learn it after the step at which they were to stop, and the step under way is a
+    long one; the node that leaves, or another one, may die then."""
+    rng = random.Random(f"tardy {seed}")
+    nodes, step_s = rng.choice((2, 3)), rng.choice((0.1, 0.3))
+    setting = Setting(seed=seed, nodes=nodes, slots=rng.choice((1, 2)), least=1, most=nodes, setup_s=0.2, step_s=step_s)
+    at_s, leaver = 4.0 + rng.random(), rng.randrange(nodes)
+    faults = [
+        Fault(at_s, "slow_views", (rng.choice((1.0, 3.0)),)),
+        Fault(at_s, "drain", (leaver, 1e6)),
+        Fault(at_s + 4 * rng.random(), "slow_step", (rng.choice((1.0, 3.0)),)),
+    ]
+    if rng.random() < 0.5:
+        victim = rng.choice((leaver, rng.randrange(nodes)))
+        struck_s = at_s + 5 * rng.random()
+        kinds = Fault(struck_s, "kill_worker", (victim, 0)), Fault(struck_s, "kill_agent", (victim,))
+        faults.append(rng.choice(kinds))
+    return History(setting, tuple(sorted(faults, key=lambda f: f.at_s)))
+
+
 _FAMILIES = (_worn, _spoiled, _slow, _unformed, _drained, _together, _repeated, _away)
 
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import structlog
 from simulation.cluster import Cluster, Setting
-from simulation.histories import Fault, History, draw, family, play
+from simulation.histories import Fault, History, draw, family, play, tardy
 from simulation.node import Node
-from simulation.run import silent
+from simulation.run import many, silent
 from support.incidents import check_incident
 
 from elastic.contract.origin import Origin
@@ -877,3 +877,16 @@ def test_a_drain_waits_for_its_checkpoint_also_where_most_agents_do_not_see_that
     assert cluster.record().number == 1
     (incident,) = incidents(cluster)
     assert (incident.kind, incident.open) == ("drain", True)
+
+
+@pytest.mark.timeout(120)
+def test_lost_steps_of_a_planned_change_are_exact_only_if_a_rank_has_stopped_between_two_steps() -> None:
+    """All ranks learn of it in the middle of a long step and abort; a node that leaves may have completed it alone."""
+    for outcome in many(range(400), drawn=tardy):
+        assert outcome.failure == "", outcome.history
+
+
+def test_lost_steps_of_a_planned_change_are_exact_where_no_order_comes_late() -> None:
+    cluster = played(THREE, lambda c: c.drain(2, 1e6))
+    (incident,) = incidents(cluster)
+    assert (incident.steps_lost, incident.steps_lost_at_most, cluster.judge.redone()) == (0, 0, 0)

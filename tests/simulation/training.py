@@ -108,7 +108,7 @@ class Worker:
                     self._let_go_of(self.group)
                 elif self.doing == "arriving" and self.group is None:  # it still dials
                     self.doing = "idle"
-                    self.say(WorkerGroupClosed(self.slot, self.worker_id, generation, self.version[1]))
+                    self.say(WorkerGroupClosed(self.slot, self.worker_id, generation, self.version[1], between=True))
                     self.look()
             case messages.StopAtStep(generation=generation, at_step=at_step):
                 self.leave = (generation, at_step)
@@ -358,7 +358,8 @@ class Group:
                 worker.doing = "done"
                 worker.say(WorkerDone(worker.slot, worker.worker_id, self.generation, self.version[1]))
             return
-        self._next(training.step_s)
+        slower_s, training.slower_s = training.slower_s, 0.0
+        self._next(training.step_s + slower_s)
 
     def _step(self) -> None:
         """The all-reduce of one step has completed on all ranks."""
@@ -417,6 +418,7 @@ class Group:
         cluster = self.training.cluster
         if worker.group is not self:
             return
+        between = worker.doing not in ("running", "broken") or (error == "" and not partial)
         if self.phase == "running":
             self._materialise(partial and cluster.rng.random() < 0.3 and self.together())
         elif self.phase == "done":
@@ -431,8 +433,8 @@ class Group:
                     cluster.clock.after(cluster.delay(0.001, 0.05), self._fails, other)
         if error is not None:
             worker.doing = "idle"
-            release = WorkerGroupClosed(worker.slot, worker.worker_id, self.generation, worker.version[1], error)
-            worker.say(release)
+            at = self.generation, worker.version[1]
+            worker.say(WorkerGroupClosed(worker.slot, worker.worker_id, *at, error, between=between and not error))
             cluster.clock.after(0.001, worker.look)
 
     def leave_late(self, worker: Worker) -> None:
@@ -480,6 +482,8 @@ class Training:
     def __init__(self, cluster: Cluster, step_s: float, steps: int, checkpoint_every: int) -> None:
         self.cluster = cluster
         self.step_s = step_s
+        self.slower_s = 0.0
+        """So much longer takes the next step."""
         self.steps = steps
         """After so many the training is complete; 0: never."""
         self.bug = 0
