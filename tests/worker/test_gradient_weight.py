@@ -126,6 +126,50 @@ def test_without_a_backward_in_the_last_part_nothing_is_applied(before: bool) ->
         assert not after, "the next step is whole"
 
 
+def lone_backwards(rank: int, world_size: int, port: int, case: str) -> Any:
+    """What the script is told, where a model has not one backward in the last part of the batch."""
+    group = formed(rank, world_size, port)
+    job, state, model, other = alone(rank, world_size)
+    loaded, said = job.batches(Pairs(), state, batch_size=12, micro_batch=2), []
+    if case == "of before":
+        loss(other, next(loaded)).backward()
+        state.opt_other.step()  # its gradients are dropped before its next backward, as a GAN's
+        job.commit(state)
+    try:
+        for number, part in enumerate(next(loaded).parts()):
+            loss(model, part).backward()
+            match case:
+                case "two":
+                    loss(model, part).backward()
+                case "none" | "none, and a step" if number < 2:
+                    loss(other, part).backward()
+                case "none, and a step":
+                    state.opt.step()
+        said.append(stepped(state))
+    except RuntimeError as error:
+        said.append(str(error))
+    group.close()
+    return said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("two", "a second backward in the last part"),
+        ("none", "no backward has run in the last part"),
+        ("none, and a step", "no backward has run in the last part"),
+        ("of before", ""),
+    ],
+)
+def test_each_model_has_one_backward_in_the_last_part(case: str, told: str) -> None:
+    """Sums that are exchanged a second time have weights that do not add up to 1, and those of a model without any are
+    this rank's own."""
+    for said in run_ranks(lone_backwards, world_size=2, case=case):
+        assert told in said
+        assert bool(told) == bool(said), said
+
+
 def two_optimizers(rank: int, world_size: int, port: int) -> Any:
     """The second model's gradient, where the first model's optimizer steps within the last part."""
     group = formed(rank, world_size, port)

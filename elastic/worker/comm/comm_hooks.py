@@ -134,12 +134,14 @@ class GradientHook:
         on_contributed: Callable[[], None],
         on_received: Callable[[], None],
         on_failed: Callable[[], None],
+        on_last: Callable[[], None] = lambda: None,
         sampler: Sampler | None = None,
     ) -> None:
-        """The functions are described at `ddp.wrap`."""
+        """The functions are described at `ddp.wrap`. `on_last` is called once the last bucket's exchange has begun."""
         self._sampler = sampler
         self._exchange, self._group, self._weight = exchange, group, weight
         self._contributed, self._received, self._failed = on_contributed, on_received, on_failed
+        self._last = on_last
 
     def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         if self._sampler is not None and self._sampler.on:
@@ -153,6 +155,7 @@ class GradientHook:
             self._received()
         on_cpu = bucket.buffer().device.type == "cpu"
         if bucket.is_last():
+            self._last()
             self._contributed()
             if on_cpu:
                 # DDP's own wait for the sums is queued right after this hook; a callback queued by a callback runs

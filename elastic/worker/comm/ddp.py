@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import torch_private
 from .comm_hooks import Exchange, GradientHook, Sampler, plain
 from .ddp_models import FixedLayout, Told
-from .own_gradients import OwnGradients, PartsLoop
+from .own_gradients import OwnGradients
+from .parts_loop import HELD, LEFT, TWICE, UNEXCHANGED, USED, PartsLoop, two_loops
 
 
 class GradientWeight:
@@ -84,17 +85,37 @@ class GradientWeight:
         an earlier backward of the step has left in the gradients remain what they are.
 
         Raises RuntimeError in a step of two loops whose batches have other weights: gradients have one only."""
-        if self._parts is not None:
-            self._parts.exchanged = self._parts.last
         if self._sums:
             return 1.0 / self._sums
         if self._unlike is not None:
-            raise RuntimeError(_two_loops(self._unlike))
+            raise RuntimeError(two_loops(self._unlike))
         if self._taken is None and len(self._left) > 1:
             self._mixed = tuple(sorted(self._left))
         self._serve()
         self._held, self._kept = True, False
         return self._weight if self._weight is not None else 1.0 / dist.get_world_size()
+
+    def of(self, model: int) -> float:
+        """The same, for a bucket of the model of this identity. Raises RuntimeError if it is one of a second backward
+        in the last part."""
+        parts = self._parts
+        if parts is not None and parts.last and model in parts.exchanged - parts.applied and not self._sums:
+            raise RuntimeError(TWICE)
+        return self()
+
+    def exchanges_last(self, model: int) -> None:
+        """The last bucket of a backward of the model of this identity is exchanged."""
+        if self._parts is not None and self._parts.last:
+            self._parts.exchanged.add(model)
+
+    def told_by(self, model: nn.Module) -> dict[str, Any]:
+        """Attach `model`. Returns arguments of its `GradientHook`."""
+        self.attach(model)
+        key = id(model)  # DDP holds the hook, and a cycle through it would keep the group
+        return {
+            "weight": functools.partial(self.of, key),
+            "on_last": functools.partial(self.exchanges_last, key),
+        }
 
     def attach(self, model: nn.Module) -> None:
         """Register `model`, which is trained on the batches: wrapped for a group, or unwrapped (standalone)."""
@@ -161,7 +182,7 @@ class GradientWeight:
         if self._taken is not None and self._taken != weight:
             self._unlike = self._taken, weight
             if 0.0 in self._unlike:
-                raise RuntimeError(_two_loops(self._unlike))
+                raise RuntimeError(two_loops(self._unlike))
         self._now.append(batch)
         self._taken, self._batch, self._ends, self._used = weight, batch, False, False
         if self._parts is not None:
@@ -218,7 +239,7 @@ class GradientWeight:
         """`empty`, for terms that are about to be added up. Raises RuntimeError if they may be of one of several
         batches, of which this rank has samples of some only."""
         if self._taken is None and len(self._left) > 1 and 0.0 in self._left:
-            raise RuntimeError(_two_loops(sorted(self._left)))
+            raise RuntimeError(two_loops(sorted(self._left)))
         return self.empty
 
     @property
@@ -231,18 +252,15 @@ class GradientWeight:
         Raises RuntimeError if they are of several batches with one weight, or if a loop over `batch.parts()` has not
         come to its end, and they lack their exchange or the weight of their last part."""
         if self._mixed:
-            raise RuntimeError(_two_loops(self._mixed))
+            raise RuntimeError(two_loops(self._mixed))
         if self._parts is not None:
             if self._lacking(self._parts):
-                raise RuntimeError(
-                    "the loop over batch.parts() was left before its end: its gradients are not the batch's mean. Run "
-                    "it to its end; in zip() it comes first: zip(batch.parts(), masks)"
-                )
-            if self._unexchanged(self._parts):
-                raise RuntimeError(
-                    "no backward has run in the last part of batch.parts(), which exchanges the gradients of all: each "
-                    "rank has its own. Run one in each part; one to leave out counts as (0 * loss).backward()"
-                )
+                raise RuntimeError(LEFT)
+            # Within the last part another model's backward may still come.
+            if self._unexchanged(self._parts, every=not self._parts.open):
+                raise RuntimeError(UNEXCHANGED)
+            if applies and self._parts.last:
+                self._parts.applied |= self._parts.exchanged
             if not self._parts.open:
                 self._whole_again()
         if applies:
@@ -275,11 +293,7 @@ class GradientWeight:
     def refuse_used(self, batch: object) -> None:
         """A loop over the parts of `batch` begins. Raises RuntimeError if it was not taken in this step."""
         if all(batch is not each for each in self._now):
-            raise RuntimeError(
-                "batch.parts() of a batch that was not taken in this step: it has the weight of its own step, and a "
-                "replacement has no batch of an earlier one. Train on the batch of this step, before job.commit(); "
-                "to replay samples keep their indices in the State, and read them again in dataset[i]"
-            )
+            raise RuntimeError(USED)
 
     def enter_parts(self, batch: float) -> PartsLoop:
         """A loop over several micro-batches of a batch of this weight begins. Raises RuntimeError if gradients are
@@ -288,12 +302,8 @@ class GradientWeight:
         if self._held and not self._sums and self._models:
             found = [any(bool(grad.any()) for grad in _grads([model])) for model in self._models]
             if all(found) if self._kept else any(found):
-                raise RuntimeError(
-                    "a second loop over batch.parts() in one step, or gradients that an earlier backward has left: the "
-                    "loop would weight them again. Put all losses of a step into one loop, with the whole batch's "
-                    "after it, and drop gradients that are done with before it: optimizer.zero_grad()"
-                )
-        self._parts = PartsLoop(batch)
+                raise RuntimeError(HELD)
+        self._parts = PartsLoop(batch, {id(model) for model in self._wrapped() if _grads([model])})
         return self._parts
 
     def rescale(self, factor: float) -> None:
@@ -303,13 +313,15 @@ class GradientWeight:
         _scale(self._models, factor)
 
     def finish(self) -> None:
-        """After the last micro-batch: apply its weight to models without a gradient hook."""
-        unexchanged = self._parts is not None and self._unexchanged(self._parts)
+        """After the last micro-batch: apply its weight to models without a gradient hook. Raises RuntimeError if an
+        optimizer may have applied gradients that were not exchanged."""
         _scale(self._unwrapped(), self())
-        if not unexchanged:  # else they must not be applied
+        if self._parts is None or not self._unexchanged(self._parts):
             self._whole_again()
-        elif self._parts is not None:
-            self._parts.open = self._parts.exchanged = False
+        elif self._parts.applied:
+            raise RuntimeError(UNEXCHANGED)
+        else:  # they must not be applied
+            self._parts.open = False
 
     def leave_parts(self, parts: PartsLoop) -> None:
         """The generator of the loop has ended, also early, or late: then another loop may have begun."""
@@ -323,9 +335,13 @@ class GradientWeight:
             return bool(_grads(self._models))
         return not self._sums and bool(_grads(self._unwrapped()))
 
-    def _unexchanged(self, parts: PartsLoop) -> bool:
-        """Whether the last micro-batch had no backward, so that the gradients of those before lack their exchange."""
-        return parts.last and not parts.exchanged and bool(_grads(self._wrapped()))
+    def _unexchanged(self, parts: PartsLoop, *, every: bool = True) -> bool:
+        """Whether the last micro-batch had no backward, so that the gradients of those before lack their exchange: of
+        one of the models, or (`every` False) of all."""
+        if not parts.last or (parts.exchanged and not every):
+            return False
+        known = parts.exchanged | (parts.had if parts.exchanged else set())
+        return bool(_grads([model for model in self._wrapped() if id(model) not in known]))
 
     def _whole_again(self) -> None:
         """The next backward is of the whole batch, and exchanges its gradients."""
@@ -338,16 +354,6 @@ class GradientWeight:
 
     def _unwrapped(self) -> list[nn.Module]:
         return [model for model in self._models if not isinstance(model, DistributedDataParallel)]
-
-
-def _two_loops(weights: Sequence[float]) -> str:
-    shares = " and ".join(f"{weight:.4g}" for weight in weights)
-    return (
-        f"two loops over batches in one step, of which this rank has {shares} of the samples: one weight cannot give "
-        "the mean of both. Read both in one dataset, dataset[i] == (a, b), or give job.weighted the sum and the number "
-        "of each loss's terms. If one is only to look at, take it before the loop, not within: "
-        "batches = job.batches(…); probe = next(batches); batches.close()"
-    )
 
 
 def _grads(models: Sequence[nn.Module]) -> list[torch.Tensor]:
@@ -427,7 +433,7 @@ def wrap(
     hook = GradientHook(
         exchange,
         group,
-        weight=weight,
+        **(weight.told_by(wrapped) if isinstance(weight, GradientWeight) else {"weight": weight}),
         on_contributed=wrapped.own.exchanged(on_contributed),
         on_received=on_received,
         on_failed=on_failed,
@@ -435,6 +441,4 @@ def wrap(
     )
     # A lambda, because DDP rejects annotations other than the exact types it expects.
     wrapped.register_comm_hook(None, lambda _, bucket: hook(bucket))
-    if isinstance(weight, GradientWeight):
-        weight.attach(wrapped)
     return wrapped

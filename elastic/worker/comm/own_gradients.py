@@ -21,17 +21,3 @@ class OwnGradients:
             then()
 
         return contributed
-
-
-class PartsLoop:
-    """A loop over the micro-batches of a batch: each but the last leaves gradients of this rank alone."""
-
-    def __init__(self, batch: float) -> None:
-        self.batch = batch
-        """The share of the whole batch, or of a newer one: the weight after the loop."""
-        self.last = False
-        """It stands in its last micro-batch, whose backward exchanges the gradients."""
-        self.exchanged = False
-        """That backward has run."""
-        self.open = True
-        """Its generator may go on."""
