@@ -41,10 +41,13 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     if not expected:
         _report_exit(turn, worker, event)
     elif turn.policy.shrink and worker.slot in turn.my_ranks() and not turn.is_broken():
+        killed = worker.stage is Stage.KILLED
         report_failure(
-            turn, "respawn", "did not abort in time", (worker.slot,), step=worker.step, step_in=worker.synced,
-            charged=False,
+            turn, "respawn", "did not abort in time" if killed else _detail(event), (worker.slot,), step=worker.step,
+            step_in=worker.synced, charged=False,
         )  # fmt: skip
+        if not killed and worker.generation:
+            _report_fallen(turn, worker, event)
     elif worker.generation:
         _report_fallen(turn, worker, event)
 

@@ -890,3 +890,8 @@ def test_lost_steps_of_a_planned_change_are_exact_where_no_order_comes_late() ->
     cluster = played(THREE, lambda c: c.drain(2, 1e6))
     (incident,) = incidents(cluster)
     assert (incident.steps_lost, incident.steps_lost_at_most, cluster.judge.redone()) == (0, 0, 0)
+
+
+def test_a_worker_that_is_killed_while_it_aborts_is_named_in_a_job_that_shrinks() -> None:
+    """It was not its agent that killed it: that it did not abort in time is not true."""
+    assert play(draw(25580)).failure == ""
