@@ -6,14 +6,14 @@ from collections.abc import Sequence, Set
 
 HELD = (
     "a second loop over batch.parts() in one step, or gradients that an earlier backward has left: the loop would "
-    "weight them again. Put all losses of a step into one loop, with the whole batch's after it, and drop gradients that are "
-    "done with before it: optimizer.zero_grad()"
+    "weight them again. Put all losses of a step into one loop, with the whole batch's after it, and drop "
+    "gradients that are done with before it: optimizer.zero_grad()"
 )
 
 USED = (
     "batch.parts() of a batch that was not taken in this step: it has the weight of its own step, and a replacement "
-    "has no batch of an earlier one. Train on the batch of this step, before job.commit(); to replay samples keep their "
-    "indices in the State, and read them again in dataset[i]"
+    "has no batch of an earlier one. Train on the batch of this step, before job.commit(); to replay samples keep "
+    "their indices in the State, and read them again in dataset[i]"
 )
 
 LEFT = (
