@@ -16,6 +16,7 @@ import msgspec
 
 from elastic.contract.origin import Origin
 from elastic.contract.records import Cause, IncidentRecord, Phase
+from elastic.contract.texts import cut_middle, one_line
 
 from .rules import RULES, Class, Rule
 
@@ -145,16 +146,16 @@ class _Texts:
 
 def _texts(record: IncidentRecord) -> _Texts:
     error = record.error
-    report = Evidence(f"report of {record.node}" if record.node else "report", _cut(_report(record)))
+    report = Evidence(f"report of {record.node}" if record.node else "report", cut_middle(_report(record), TEXT_CHARS))
     says, logs = [], []
-    said = f"{_cut(record.detail)}\n{_cut(error.message) if error else ''}"
+    said = f"{cut_middle(record.detail, TEXT_CHARS)}\n{cut_middle(error.message, TEXT_CHARS) if error else ''}"
     found = _SIGNAL.search(said)
     signal = found[1] if found else (error.signal or "") if error else ""
     if error is not None:
         of = f"rank {error.rank} on {error.node}" if error.rank >= 0 else f"slot {error.slot} on {error.node}"
-        says += [Evidence(f"error of {of}", _cut(error.message))] if error.message else []
+        says += [Evidence(f"error of {of}", cut_middle(error.message, TEXT_CHARS))] if error.message else []
         lines = error.last_lines or tuple(line for line in error.traceback.splitlines() if line.strip())
-        logs = [Evidence(f"log of {of}", _cut(line.strip(), LINE_CHARS), True) for line in lines[-LAST_LINES:]]
+        logs = [Evidence(f"log of {of}", cut_middle(line.strip(), LINE_CHARS), True) for line in lines[-LAST_LINES:]]
         says += [line for line in reversed(logs) if signal not in KILLED and _EXCEPTION.match(line.line)][:1]
     says.append(report)
     if error is not None and (frames := _FRAME.findall(error.traceback)):
@@ -163,7 +164,7 @@ def _texts(record: IncidentRecord) -> _Texts:
     stacks = tuple(Evidence(f"stack of {who}", main_thread(stack)) for who, stack in record.stacks.items())
     if record.last_lines:
         log = f"log of {_ranks(record.ranks)} on {record.node}"
-        logs = [Evidence(log, _cut(line, LINE_CHARS), True) for line in record.last_lines[-LAST_LINES:]]
+        logs = [Evidence(log, cut_middle(line, LINE_CHARS), True) for line in record.last_lines[-LAST_LINES:]]
     if signal in KILLED:
         says = [replace(e, line=_WITHOUT_LOG.sub(r"\1", e.line)) for e in says]
     return _Texts(tuple(says), tuple(logs), stacks, signal)
@@ -251,7 +252,7 @@ def _evidence(record: IncidentRecord, texts: _Texts, found: Evidence | None, etc
     if error := record.error:
         how = error.signal or (f"exit code {error.exit_code}" if error.exit_code is not None else "")
         lines += [Evidence(f"exit of rank {error.rank} on {error.node}", how)] if how and error.rank >= 0 else []
-    lines += [replace(e, line=_line_of(e.line.strip(), 0)) for e in texts.says if e.line]
+    lines += [replace(e, line=one_line(e.line)) for e in texts.says if e.line]
     lines += [replace(e, line=_innermost(e.line)) for e in texts.stacks[:1]]
     lines += [Evidence("etcd", etcd)] if etcd else []
     kept: dict[str, Evidence] = {}
@@ -259,11 +260,6 @@ def _evidence(record: IncidentRecord, texts: _Texts, found: Evidence | None, etc
         if evidence.line and not any(evidence.line in other.line for other in kept.values()):
             kept[evidence.source + evidence.line] = evidence
     return tuple(kept.values())
-
-
-def _cut(text: str, most: int = TEXT_CHARS) -> str:
-    """Both ends of a longer text."""
-    return text if len(text) <= most else f"{text[: most // 2]}…{text[len(text) - most // 2 :]}"
 
 
 def main_thread(dump: str) -> str:

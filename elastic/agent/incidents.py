@@ -6,8 +6,8 @@ from __future__ import annotations
 import msgspec
 
 from ..contract.records import IncidentRecord, Phase, WorkerError
+from ..contract.texts import one_line
 from ..recovery.model import Agent, FormedState
-from ..recovery.restart_budget import summary
 from ..recovery.transitions import Stage
 from .process import Exited
 from .worker_error import last_lines
@@ -64,7 +64,7 @@ def late_exit(
         )
     over = agent.etcd.view.state.phase is Phase.SUCCEEDED
     if agent.policy.managed and told and over and (ended.code or ended.signal):
-        said = summary(error.message) if error else ended.cause
+        said = one_line(error.message) if error else ended.cause
         record = _late_exit(agent, slot, f"the process of slot {slot} failed after training: {said}", wall_s)
         lines = last_lines(ended.log_file) if ended.signal else ()
         return msgspec.structs.replace(record, error=error, last_lines=lines)

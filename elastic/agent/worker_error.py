@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..contract.records import WorkerError
+from ..contract.texts import cut_middle
 from ..util.files import read_file
 from .pool import Exited
 
@@ -20,6 +21,7 @@ NO_STATE = "NoStateError"
 """See `worker.state.state_source`."""
 FATAL = "Fatal Python error: "
 """Begins what faulthandler writes about a signal."""
+_LEFT_OUT = "\n… (a part is left out here) …\n"
 ERROR_FILE_BYTES = 1 << 20
 """A longer error file is truncated, and so invalid JSON: the log is used instead."""
 
@@ -41,8 +43,8 @@ def read_error(ended: Exited, *, node: str, slot: int, rank: int, step: int | No
         node=node,
         slot=slot,
         rank=rank,
-        message=message[:MESSAGE_CHARS],
-        traceback=trace[-TRACEBACK_CHARS:],
+        message=cut_middle(message, MESSAGE_CHARS),
+        traceback=_shortened(trace, message),
         exit_code=ended.code,
         signal=ended.signal,
         step=step,
@@ -50,6 +52,14 @@ def read_error(ended: Exited, *, node: str, slot: int, rank: int, step: int | No
         no_state=_exception(message) == NO_STATE,
     )
     return error, fingerprint(message, trace)
+
+
+def _shortened(trace: str, message: str) -> str:
+    """`trace`, which ends with the exception's message, in at most TRACEBACK_CHARS: of a long message its ends, then of
+    the whole its ends, so that the script's own frame, the innermost one and the end of the message stay."""
+    if len(trace) > TRACEBACK_CHARS and len(message) > MESSAGE_CHARS:
+        trace = trace.replace(message, cut_middle(message, TRACEBACK_CHARS // 4, _LEFT_OUT))
+    return cut_middle(trace, TRACEBACK_CHARS, _LEFT_OUT)
 
 
 def fingerprint(message: str, trace: str) -> str:

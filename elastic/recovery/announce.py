@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ..contract.records import BrokenRecord, GenerationRecord, MemberRecord, WorkerError
+from ..contract.texts import one_line
 from .effects import PutBroken, PutMember, Restore
 from .evidence import bad_numbers, merged
 from .model import Worker
-from .restart_budget import COMM, summary
+from .restart_budget import COMM
 from .transitions import Stage
 from .turn import Turn
 
@@ -191,7 +192,7 @@ def check_suspicion(turn: Turn) -> None:
     if since is None or turn.now_s - since < SUSPICION_S:
         return
     turn.change(suspicious_since_s=None)
-    group_failed(turn, summary(turn.agent.local.suspicion))
+    group_failed(turn, one_line(turn.agent.local.suspicion))
 
 
 def group_failed(turn: Turn, detail: str, kind: str = COMM) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from ..contract.records import Phase
+from ..contract.texts import one_line
 from .announce import add_evidence, broken_record, report_failure
 from .effects import PutBroken
 from .events import WorkerExited, WorkerFailed
 from .evidence import merged
 from .model import Agent, Uncounted, Worker, has_process
-from .restart_budget import backoff_s, summary
+from .restart_budget import backoff_s
 from .standbys import promote
 from .transitions import IN_GROUP, Stage, Trigger
 from .turn import Turn
@@ -131,7 +132,7 @@ def _report_fallen(turn: Turn, worker: Worker, event: WorkerExited) -> None:
 
 
 def _detail(event: WorkerExited | WorkerFailed) -> str:
-    return summary(event.error.message) if event.error else event.cause
+    return one_line(event.error.message) if event.error else event.cause
 
 
 def _report_exit(turn: Turn, worker: Worker, event: WorkerExited | WorkerFailed) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..contract.phases import PhaseTrigger, after
 from ..contract.records import BrokenRecord, Phase
+from ..contract.texts import one_line
 from .effects import Publish, PutState, SaveNow
 from .evidence import bad_numbers
 from .membership import (
@@ -20,7 +21,7 @@ from .membership import (
     unreached,
 )
 from .model import is_leader
-from .restart_budget import Charge, backoff_s, charge, in_vain, summary
+from .restart_budget import Charge, backoff_s, charge, in_vain
 from .turn import Turn
 
 LEAD_S = 0.25
@@ -209,7 +210,7 @@ def _wait(turn: Turn, decision: Wait) -> None:
     if turn.agent.drain.draining and decision.below_min and not turn.policy.spec.checkpoint.dir:
         reason += "; the job has no checkpoint.dir, so its state would be lost"
     if turn.agent.formed.generation is None and view.state.error is not None:
-        reason += f"; the newest failure, on {view.state.error.node}: {summary(view.state.error.message)}"
+        reason += f"; the newest failure, on {view.state.error.node}: {one_line(view.state.error.message)}"
     lost = turn.is_broken() or not turn.steps_advance()
     halted = decision.below_min and lost and turn.agent.formed.generation is not None
     turn.change(reason="" if decision.fine else reason, below_min=decision.below_min, halted=halted)

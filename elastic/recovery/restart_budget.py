@@ -106,11 +106,6 @@ def charge(
     return Charge(charged)
 
 
-def summary(message: str) -> str:
-    """The first line of an exception's message that is not blank."""
-    return next((line.strip() for line in message.splitlines() if line.strip()), message)
-
-
 def _stop(state: JobState, wall_s: float, reason: str) -> Charge:
     if not allows(state.phase, PhaseTrigger.FAILED):
         return Charge(state)  # it was told to stop meanwhile, or has ended: that is not overridden

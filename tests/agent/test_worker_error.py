@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from elastic.agent.pool import Exited
-from elastic.agent.worker_error import read_error
+from elastic.agent.worker_error import MESSAGE_CHARS, TRACEBACK_CHARS, read_error
 
 
 def test_the_error_file_of_the_process_itself_is_read(tmp_path: Path) -> None:
@@ -21,6 +21,24 @@ def test_the_error_file_of_the_process_itself_is_read(tmp_path: Path) -> None:
     assert error is not None
     assert (error.message, error.rank, error.step) == ("ValueError: bad batch 7", 6, 3)
     assert fingerprint == "ValueError at train.py:9"
+
+
+def test_of_a_long_message_and_traceback_both_ends_are_kept(tmp_path: Path) -> None:
+    """The script's own frame comes before the message, and what failed in a data loader's process is at the end."""
+    message = "RuntimeError: first\n" + "x\n" * 12_500 + "ValueError: sample 7"
+    library = '  File "library.py", line 1, in call\n' * 60
+    trace = f'Traceback (most recent call last):\n{library}  File "train.py", line 9, in step\n{library}a.{message}\n'
+    said = {"message": message, "extraInfo": {"py_callstack": trace}}
+    (tmp_path / "error.json").write_text(json.dumps({"message": said}))
+    ended = Exited(5, 1, None, 3, str(tmp_path / "error.json"), str(tmp_path / "log"))
+    error, _ = read_error(ended, node="n", slot=0, rank=0, step=3)
+    assert error is not None
+    assert error.message.startswith("RuntimeError: first\n")
+    assert error.message.endswith("ValueError: sample 7")
+    assert f'File "train.py", line 9, in step\n{library}a.RuntimeError: first' in error.traceback
+    assert error.traceback.endswith("ValueError: sample 7\n")
+    assert "left out here" in error.traceback
+    assert (len(error.message), len(error.traceback) <= TRACEBACK_CHARS) == (MESSAGE_CHARS, True)
 
 
 def test_worker_error_falls_back_to_the_log_tail(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from elastic.agent import stacks
 from elastic.agent.process import Exited
 from elastic.agent.worker_error import last_lines, read_error
 from elastic.contract.records import IncidentRecord
-from elastic.recovery.restart_budget import summary
+from elastic.contract.texts import one_line
 from elastic.worker.boot import bootstrap
 from elasticd.diagnosis.verdict import Verdict, VerdictContext
 from elasticd.diagnosis.verdict import judge as verdict_of
@@ -77,7 +77,7 @@ def death(folder: Path, name: str) -> Verdict:
         str(folder / "error.json"), str(folder / "log"),
     )  # fmt: skip
     error, _ = read_error(ended, node="node1", slot=0, rank=1, step=12)
-    detail = summary(error.message) if error else ended.cause
+    detail = one_line(error.message) if error else ended.cause
     if ended.code == 0:
         detail = "exited with code 0 before the job was done"
     lines = last_lines(ended.log_file) if ended.signal else ()

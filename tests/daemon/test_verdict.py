@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.contract.records import Cause, IncidentRecord, Phase, WorkerError
+from elastic.contract.texts import one_line
 from elasticd.diagnosis import verdict
 from elasticd.diagnosis.rules import RULES
 from elasticd.diagnosis.verdict import Class, Verdict, VerdictContext, judge
@@ -23,8 +24,7 @@ def incident(kind: str = "exit", detail: str = "", **facts: object) -> IncidentR
 def raised(message: str, traceback: str = "", **facts: object) -> IncidentRecord:
     """The worker's script raised: torch's error file has the message."""
     error = {"node": "n1", "slot": 1, "rank": 1, "message": message, "traceback": traceback, "exit_code": 1}
-    first = message.splitlines()[0]
-    return incident("exit", first, error=error, **facts)
+    return incident("exit", one_line(message), error=error, **facts)
 
 
 def died(number: str, *log: str) -> IncidentRecord:

@@ -175,6 +175,13 @@ def test_a_death_is_told_and_the_slot_filled_at_once() -> None:
     assert effects[1:] == [ForkWorker(0, 3), Send(1, 2, messages.AbortGroup(generation=1, why="generation is broken"))]
 
 
+def test_a_failure_with_a_message_of_several_lines_is_reported_with_all_of_them() -> None:
+    error = WorkerError(node="b", slot=0, rank=2, message="TypeError: FixedLayout(\n  'cpu',\n  size=[4]\n)")
+    effects = running().take(WorkerExited(0, 1, "exit code 1", code=1, error=error))
+    assert isinstance(effects[0], PutBroken)
+    assert effects[0].record.detail == "TypeError: FixedLayout( 'cpu', size=[4] )"
+
+
 def test_exit_code_0_before_the_end_is_a_failure_too() -> None:
     effects = running().take(WorkerExited(0, 1, "exit code 0", code=0))
     assert isinstance(effects[0], PutBroken)
@@ -202,7 +209,8 @@ def test_agent_reason_names_the_newest_failure_while_the_job_cannot_start() -> N
     error = WorkerError(node="b", slot=0, rank=-1, message="\nValueError: two\nlines")
     picture = view(member("a", 1, ready=()), spec=SPEC)
     machine.see(dataclasses.replace(picture, state=JobState(error=error)))
-    assert machine.agent.lead.reason == "0 of at least 1 nodes are ready; the newest failure, on b: ValueError: two"
+    newest = "the newest failure, on b: ValueError: two lines"
+    assert machine.agent.lead.reason == f"0 of at least 1 nodes are ready; {newest}"
 
 
 def test_the_former_generation_is_the_newest_before_that_has_stepped_here() -> None:
