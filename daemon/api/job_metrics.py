@@ -82,8 +82,8 @@ def _step_times(rows: Sequence[Row]) -> Iterator[Any]:
         labels=["job", "rank", "node"],
     )  # fmt: skip
     for row in rows:
-        for name, value in row["logged"].items():
-            logged.add_metric([row["job"], name], value)
+        for name, value in {**row["logged"], **row["logged_not_finite"]}.items():
+            logged.add_metric([row["job"], name], float(value))
         if (known := row["step_time"]) is None:
             continue
         for part, value in known["parts_s"].items():

@@ -173,7 +173,7 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> Json:
         "checkpoint": _checkpoint(progress, now),
         "snapshot": _snapshot(progress),
         "goodput": goodput.row(progress),
-        "logged": _logged(job, progress),
+        **_logged(job, progress),
         "step_time": step_time.row(progress, job.ranks, job.generation.number if job.generation else 0),
         "managed": progress.managed if progress else None,
         "restarts": job.state.restarts,
@@ -366,10 +366,13 @@ def _snapshot(progress: ProgressRecord | None) -> Json | None:
     }
 
 
-def _logged(job: Job, progress: ProgressRecord | None) -> dict[str, float]:
+def _logged(job: Job, progress: ProgressRecord | None) -> Json:
     """An agent that is neither rank 0's nor the leader's publishes none: then those of the leader count."""
-    found = progress.logged if progress else {}
-    return dict(found or (job.progress.logged if job.progress else {}))
+    found = progress if progress and (progress.logged or progress.logged_not_finite) else job.progress
+    return {
+        "logged": dict(found.logged) if found else {},
+        "logged_not_finite": dict(found.logged_not_finite) if found else {},
+    }
 
 
 def _waiting(snapshot: Snapshot, job: Job, progress: ProgressRecord | None) -> str:

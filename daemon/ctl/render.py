@@ -56,7 +56,8 @@ def watch(show: Callable[[], None]) -> None:
 def status(data: Json) -> None:
     """Cluster, nodes, jobs and problems."""
     out, data = console(), shown(data)
-    head = Text.assemble("cluster ", (data["cluster"], "bold"), "  node ", (data["node"], "bold"), "  ", _health(data))
+    health = _failed_jobs(data["jobs"]) if data["health"] == "failed" else _health(data)
+    head = Text.assemble("cluster ", (data["cluster"], "bold"), "  node ", (data["node"], "bold"), "  ", health)
     _say(out, head)
     _say(out, etcd_line(data["etcd"]))
     if data["address_why"]:
@@ -125,6 +126,7 @@ def job(data: Json) -> None:
     runs = spec.get("script") or spec.get("program") or f"-m {spec.get('module', '?')}"
     generation = f"{data['generation']}, world {data['world_size']}: {data['why_generation']}".rstrip(": ")
     is_over, rate = data["phase"] in OVER, data["steps_per_s"] if data["phase"] in LIVE else None
+    logged = {**data.get("logged", {}), **data.get("logged_not_finite", {})}
     facts = [
         ("why", data["why"]),
         ("runs", " ".join([runs, *spec.get("args", ())])),
@@ -134,7 +136,7 @@ def job(data: Json) -> None:
         ("generation", generation if data["generation"] else "none yet"),
         ("step", _steps(data["managed"], data["step"]) + (f", {rate:.2f} a second" if rate else "")),
         ("loss", f"{data['loss']:.6g}" if data["loss"] is not None else "-"),
-        ("logged", ", ".join(f"{name} {value:.6g}" for name, value in data.get("logged", {}).items())),
+        ("logged", ", ".join(f"{name} {v if isinstance(v, str) else f'{v:.6g}'}" for name, v in logged.items())),
         ("step time", step_time.text(data["step_time"])),
         ("goodput", goodput.text(data["goodput"])),
         ("rank time", goodput.summed_text(data.get("rank_time"))),
@@ -391,6 +393,13 @@ def _remarks(out: Console, job: Json) -> None:
 
 def _health(data: Json) -> Text:
     return _coloured(data["health"])
+
+
+def _failed_jobs(rows: Sequence[Json]) -> Text:
+    """'job train has failed': the node, which stands before it, is not what has failed."""
+    names = [row["job"] for row in rows if row["health"] == "failed"]
+    text = f"job {names[0]} has failed" if len(names) == 1 else f"{len(names)} jobs have failed"
+    return Text(text, COLOURS["failed"])
 
 
 def _coloured(word: str) -> Text:

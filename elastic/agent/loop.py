@@ -400,7 +400,7 @@ class AgentLoop:
             progress,
             ledger=self._ledger.published(agent),
             slow_ranks=self._step_times.slow,
-            logged=self._reports.logged(agent, leads=leads),
+            **self._reports.logged(agent, leads=leads),
         )
 
     def _last_progress(self) -> ProgressRecord | None:

@@ -17,8 +17,9 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
@@ -182,6 +183,12 @@ def _offset(descriptor: int, step: int) -> int:
     return offset
 
 
+def published(newest: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    """`newest` as fields of a ProgressRecord: JSON has no number for some values."""
+    odd = {name: str(float(value)) for name, value in newest.items() if not math.isfinite(value)}
+    return {"logged": {name: v for name, v in newest.items() if name not in odd}, "logged_not_finite": odd}
+
+
 class MetricWriter:
     """Writes in a thread of its own: a file system that hangs must not hold up the agent."""
 
@@ -197,7 +204,7 @@ class MetricWriter:
     def take(self, generation: int, begun: int, rows: Sequence[LoggedRow], *, repeated: bool) -> None:
         """From the loop's thread; returns at once."""
         for row in rows if not repeated else ():
-            self.newest.update((name, value) for name, value in row.values.items() if math.isfinite(value))
+            self.newest.update(row.values)
         if self._folder is None:
             return
         if self._thread is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -15,7 +16,7 @@ from ..contract.rank_records import Sample
 from ..contract.records import SpecRecord
 from ..recovery.model import Agent, is_leader
 from .gradient_file import GradientFile, by_layer
-from .metric_files import MetricWriter
+from .metric_files import MetricWriter, published
 from .saver import Saver
 
 log = structlog.get_logger()
@@ -93,16 +94,17 @@ class WorkerReports:
             )
             log.error("state.lost", generation=generation, step=step)
 
-    def logged(self, agent: Agent, *, leads: bool) -> dict[str, float]:
-        """The newest values, if rank 0 is here; else none, or those on record from the leader, which it repeats."""
+    def logged(self, agent: Agent, *, leads: bool) -> dict[str, dict[str, Any]]:
+        """The newest values as fields of a ProgressRecord, if rank 0 is here; else none, or those on record from the
+        leader, which it repeats."""
         if (
             agent.formed.generation is not None
             and self._logged_in == agent.formed.generation.number
             and self.metrics.newest
         ):
-            return self.metrics.newest
+            return published(self.metrics.newest)
         known = agent.etcd.view.progress if leads else None
-        return known.logged if known is not None else {}
+        return {"logged": known.logged, "logged_not_finite": known.logged_not_finite} if known is not None else {}
 
     def close(self) -> None:
         self.metrics.close()

@@ -9,7 +9,7 @@ import enum
 import functools
 import operator
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
@@ -352,6 +352,9 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     parts: StepParts | None = None  # of its steps lately
 
 
+NotFinite = Literal["nan", "inf", "-inf"]
+
+
 class ProgressRecord(Record, frozen=True, kw_only=True):
     """A running job as `status` shows it. Written by the leader every few seconds, never per step."""
 
@@ -389,6 +392,8 @@ class ProgressRecord(Record, frozen=True, kw_only=True):
     """Of the leader's node."""
     logged: dict[str, float] = {}
     """The newest value of each name that the script gave to `job.log`."""
+    logged_not_finite: dict[str, NotFinite] = {}
+    """Those for which JSON has no number."""
     ledger: Ledger | None = None
     """What the time of all ranks went into, since the job was submitted."""
 

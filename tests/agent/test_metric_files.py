@@ -7,6 +7,7 @@ import struct
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,9 +15,10 @@ from structlog.testing import capture_logs
 from support.wait import eventually
 
 from elastic.agent import event_file, metric_files
-from elastic.agent.metric_files import MetricFiles, MetricWriter
+from elastic.agent.metric_files import MetricFiles, MetricWriter, published
 from elastic.contract import messages
 from elastic.contract.messages import LoggedRow
+from elastic.contract.records import ProgressRecord, decode, encode
 
 
 def row(step: int, **values: float) -> LoggedRow:
@@ -267,8 +269,12 @@ def test_a_loss_that_is_not_finite_passes_the_message_and_the_file(tmp_path: Pat
 
 def test_without_a_folder_the_newest_values_are_kept_and_no_thread_runs() -> None:
     writer = MetricWriter(None)
-    writer.take(1, 0, [row(1, loss=float("nan"), lr=0.5)], repeated=False)
-    assert writer.newest == {"lr": 0.5}
+    writer.take(1, 0, [row(1, loss=0.1, lr=0.5), row(2, loss=float("nan"), up=float("inf"))], repeated=False)
+    told = published(writer.newest)
+    assert told == {"logged": {"lr": 0.5}, "logged_not_finite": {"loss": "nan", "up": "inf"}}
+    record = msgspec.convert({"generation": 1, "world_size": 1, "step": 2, "steps_per_s": 1.0, "loss": None,
+                              "wall_s": 9.0, **told}, ProgressRecord)  # fmt: skip
+    assert decode(ProgressRecord, encode(record)) == record
     assert writer._thread is None
     writer.close()
 

@@ -298,6 +298,27 @@ def test_status_lists_etcd_alarms_with_their_remedy() -> None:
     assert seen["health"] == "degraded"
 
 
+def test_first_line_says_that_a_job_has_failed_and_not_the_node(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = job(state=JobState(phase=Phase.FAILED))
+    for jobs, said in ([failed], "job train has failed"), ([failed, replace(failed, name="b")], "2 jobs have failed"):
+        render.status(status(*jobs))
+        assert capsys.readouterr().out.splitlines()[0] == f"cluster main  node a  {said}"
+    render.status(status(job()))
+    assert capsys.readouterr().out.splitlines()[0] == "cluster main  node a  degraded"
+
+
+def test_status_shows_logged_values_that_are_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    odd = {"norm": "nan", "max": "-inf"}
+    seen = job(progress=progress(logged={"lr": 0.5}, logged_not_finite=odd))
+    detail = views.job_detail(snapshot(seen), seen, NOW)
+    assert (detail["logged"], detail["logged_not_finite"]) == ({"lr": 0.5}, odd)
+    render.job(detail | {"etcd": status()["etcd"]})
+    assert "logged  lr 0.5, norm nan, max -inf" in capsys.readouterr().out
+    text = metrics.exposition(lambda: snapshot(seen), IDENTITY)().decode()
+    assert 'elasticd_job_logged{job="train",name="lr"} 0.5' in text
+    assert 'elasticd_job_logged{job="train",name="norm"} NaN' in text
+
+
 def test_status_ignores_the_waiting_reason_of_a_node_that_left() -> None:
     left = job(progress=progress(waiting_for="left: drained: a new disk"), members={})
     plan = Assignment(waiting={"train": "0 of at least 1 nodes; a is draining: a new disk"})
