@@ -91,7 +91,21 @@ def by_epoch(job: Job, state: State, loop: Any) -> None:
             job.commit(state)
 
 
-@pytest.mark.parametrize("script", [first_alone, wrapped, by_next, zipped, by_epoch])
+def bar(items: Any) -> Iterator[Any]:
+    """As tqdm's."""
+    for item in items:  # noqa: UP028 - a `for` of its own, which other loops use, too
+        yield item
+
+
+def in_a_shared_for(job: Job, state: State, loop: Any) -> None:
+    """Python 3.12 specializes the `for` in `bar` for the one kind of iterable, and takes that back for the other."""
+    for _ in bar(loop):
+        job.commit(state)
+        for _ in range(20):
+            list(bar([0] * 100 if state.step % 2 else (0 for _ in range(100))))
+
+
+@pytest.mark.parametrize("script", [first_alone, wrapped, by_next, zipped, by_epoch, in_a_shared_for])
 def test_one_place_at_a_time_is_enough(script: Callable[..., None]) -> None:
     job, state, loop = entered()
     script(job, state, loop)
