@@ -135,10 +135,14 @@ def lone_backwards(rank: int, world_size: int, port: int, case: str) -> Any:
         loss(other, next(loaded)).backward()
         state.opt_other.step()  # its gradients are dropped before its next backward, as a GAN's
         job.commit(state)
+    if case == "wrapped again":
+        model = job.ddp(state.model)  # as after unfreezing a parameter
     try:
         for number, part in enumerate(next(loaded).parts()):
             loss(model, part).backward()
             match case:
+                case "of the module":
+                    loss(state.other, part).backward()  # as a GAN's critic in its generator's loss
                 case "two":
                     loss(model, part).backward()
                 case "none" | "none, and a step" if number < 2:
@@ -160,6 +164,8 @@ def lone_backwards(rank: int, world_size: int, port: int, case: str) -> Any:
         ("none", "no backward has run in the last part"),
         ("none, and a step", "no backward has run in the last part"),
         ("of before", ""),
+        ("of the module", ""),
+        ("wrapped again", ""),
     ],
 )
 def test_each_model_has_one_backward_in_the_last_part(case: str, told: str) -> None:

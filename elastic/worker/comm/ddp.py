@@ -303,6 +303,8 @@ class GradientWeight:
             found = [any(bool(grad.any()) for grad in _grads([model])) for model in self._models]
             if all(found) if self._kept else any(found):
                 raise RuntimeError(HELD)
+        for model in self._wrapped():
+            model.own.trained = False
         self._parts = PartsLoop(batch, {id(model) for model in self._wrapped() if _grads([model])})
         return self._parts
 
@@ -340,8 +342,12 @@ class GradientWeight:
         one of the models, or (`every` False) of all."""
         if not parts.last or (parts.exchanged and not every):
             return False
-        known = parts.exchanged | (parts.had if parts.exchanged else set())
-        return bool(_grads([model for model in self._wrapped() if id(model) not in known]))
+        if not parts.exchanged:
+            return bool(_grads(self._wrapped()))
+        # Others have gradients from elsewhere: a GAN's critic that was called without its wrapper, or parameters that a
+        # newer wrapper has.
+        known = parts.exchanged | parts.had
+        return bool(_grads([model for model in self._wrapped() if model.own.trained and id(model) not in known]))
 
     def _whole_again(self) -> None:
         """The next backward is of the whole batch, and exchanges its gradients."""
@@ -349,8 +355,8 @@ class GradientWeight:
         if parts is not None:
             self.begin(parts.batch)
 
-    def _wrapped(self) -> list[nn.Module]:
-        return [model for model in self._models if isinstance(model, DistributedDataParallel)]
+    def _wrapped(self) -> list[Told]:
+        return [model for model in self._models if isinstance(model, Told)]
 
     def _unwrapped(self) -> list[nn.Module]:
         return [model for model in self._models if not isinstance(model, DistributedDataParallel)]

@@ -59,7 +59,9 @@ class Told(DistributedDataParallel):
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
         due = not self._alike and super()._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
-        if torch.is_grad_enabled() and any(module.training for module in self._writers):
+        trains = torch.is_grad_enabled()
+        self.own.trained |= trains
+        if trains and any(module.training for module in self._writers):
             self._alike = False
         elif due:
             self._alike = True

@@ -10,6 +10,8 @@ class OwnGradients:
     of the module itself in place of its wrapper, or in `no_sync`."""
 
     held = False
+    trained = False
+    """The wrapper has had a forward with gradients in the newest loop over parts."""
     applied = False
     """An optimizer has stepped meanwhile. The ranks' parameters are then alike only if the script has seen to it."""
 
