@@ -6,6 +6,7 @@ import contextlib
 import re
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -272,6 +273,13 @@ def test_gradients_before_a_loop_over_parts_are_refused_standalone_in_each_step(
     loss(model, batch).backward()
     with pytest.raises(RuntimeError, match=HELD):
         next(batch.parts())
+
+
+def test_a_copy_of_a_batch_with_other_data_is_cut_as_the_batch_is() -> None:
+    job, state, _, _ = alone()
+    batch = next(job.batches(Pairs(), state, batch_size=8, micro_batch=2))
+    doubled = msgspec.structs.replace(batch, data=[2 * batch.x, batch.y])
+    assert torch.cat([part.x for part in doubled.parts()]).equal(2 * batch.x)
 
 
 @pytest.mark.parametrize("micro_batch", [2, None])

@@ -23,7 +23,7 @@ from .. import torch_private
 from .comm_hooks import Exchange, GradientHook, Sampler, plain
 from .ddp_models import FixedLayout, Told
 from .own_gradients import OwnGradients
-from .parts_loop import HELD, LEFT, TWICE, UNEXCHANGED, USED, PartsLoop, two_loops
+from .parts_loop import HELD, LEFT, TWICE, UNEXCHANGED, USED, PartsLoop, samples, two_loops
 
 
 class GradientWeight:
@@ -292,7 +292,7 @@ class GradientWeight:
 
     def refuse_used(self, batch: object) -> None:
         """A loop over the parts of `batch` begins. Raises RuntimeError if it was not taken in this step."""
-        if all(batch is not each for each in self._now):
+        if all(samples(batch) != samples(each) for each in self._now):
             raise RuntimeError(USED)
 
     def enter_parts(self, batch: float) -> PartsLoop:

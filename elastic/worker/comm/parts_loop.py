@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from typing import Any
 
 HELD = (
     "a second loop over batch.parts() in one step, or gradients that an earlier backward has left: the loop would "
@@ -41,6 +42,11 @@ def two_loops(weights: Sequence[float]) -> str:
         "of each loss's terms. If one is only to look at, take it before the loop, not within: "
         "batches = job.batches(…); probe = next(batches); batches.close()"
     )
+
+
+def samples(batch: object) -> tuple[Any, Any]:
+    """(step, indices) of a batch, the same for a copy with other data."""
+    return getattr(batch, "step", None), getattr(batch, "indices", None)
 
 
 class PartsLoop:
