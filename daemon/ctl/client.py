@@ -30,26 +30,37 @@ class Failed(Exception):
         self.status = status
 
 
-def default_socket() -> str:
-    """$ELASTICCTL_SOCKET, else the first that exists of a system service's and the user's own daemon's."""
+def default_sockets() -> tuple[str, ...]:
+    """$ELASTICCTL_SOCKET, else the first that exists of a system service's and the user's own daemon's; all of them if
+    none exists."""
     if given := os.environ.get("ELASTICCTL_SOCKET"):
-        return given
+        return (given,)
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     candidates = ("/run/elasticd/elasticd.sock", "/var/lib/elasticd/elasticd.sock", f"{home}/elasticd/elasticd.sock")
-    return next((path for path in candidates if os.path.exists(path)), candidates[0])
+    return next(((path,) for path in candidates if os.path.exists(path)), candidates)
 
 
 class Client:
     def __init__(self, path: str = "", timeout_s: float = 10.0) -> None:
-        """`path`: of the socket; '': that of `default_socket`."""
-        self.path = path or default_socket()
+        """`path`: of the socket; '': that of `default_sockets`."""
+        self._tried = (path,) if path else default_sockets()
         self._chosen = bool(path)
         self._timeout_s = timeout_s
+
+    @property
+    def path(self) -> str:
+        return self._tried[0]
+
+    @property
+    def tried(self) -> str:
+        """The sockets at which a daemon was looked for, in words."""
+        *others, last = self._tried
+        return f"{', '.join(others)} or {last}" if others else last
 
     def find_again(self) -> None:
         """Another socket may exist by now."""
         if not self._chosen:
-            self.path = default_socket()
+            self._tried = default_sockets()
 
     def get(self, path: str, query: Mapping[str, object] | None = None, timeout_s: float | None = None) -> Json:
         return self._whole("GET", _with(path, query), None, timeout_s)
@@ -98,7 +109,7 @@ class Client:
                 pass  # the daemon answered before it had read all: the answer says why
         except OSError as error:
             connection.close()
-            raise Unreachable(_why(self.path, error), isinstance(error, ABSENT)) from None
+            raise Unreachable(_why(self.path, error, self.tried), isinstance(error, ABSENT)) from None
         return connection
 
 
@@ -137,11 +148,11 @@ def _failed(status: int, raw: bytes) -> Failed:
         return Failed(status, raw.decode(errors="replace").strip() or f"HTTP status {status}")
 
 
-def _why(path: str, error: OSError) -> str:
+def _why(path: str, error: OSError, tried: str) -> str:
     match error:
         case FileNotFoundError():
             return (
-                f"no elasticd on this machine: there is no socket {path}. Start it (systemctl start elasticd, or "
+                f"no elasticd on this machine: there is no socket {tried}. Start it (systemctl start elasticd, or "
                 f"just: elasticd), or name its socket with --socket or ELASTICCTL_SOCKET"
             )
         case ConnectionRefusedError():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from .client import Client, Failed, Unreachable, default_socket
+from .client import Client, Failed, Unreachable
 
 ANSWER_S = 1.0
 """Longest wait for the daemon: a key press must not hang."""
@@ -21,7 +21,7 @@ def nodes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[s
 def _names(ctx: click.Context, kind: str, incomplete: str) -> list[str]:
     """Names that begin with `incomplete`; none if no daemon answers."""
     try:
-        rows = Client(ctx.find_root().params.get("socket") or default_socket(), ANSWER_S).get(f"/v1/{kind}s")
+        rows = Client(ctx.find_root().params.get("socket") or "", ANSWER_S).get(f"/v1/{kind}s")
         return sorted(row[kind] for row in rows[f"{kind}s"] if row[kind].startswith(incomplete))
     except (Unreachable, Failed, ValueError, KeyError, TypeError):
         return []

@@ -119,7 +119,7 @@ def ready_cluster(client: Client, wait_s: float = STARTING_S) -> Json:
         except Unreachable as error:
             if late or not error.absent:
                 raise
-            why = f"no elasticd listens on {client.path} yet"
+            why = f"no elasticd listens on {client.tried} yet"
         if not told:
             click.echo(safe_text.line(f"{why}: waiting for up to {wait_s:g} s"), err=True)
         told = True

@@ -59,7 +59,8 @@ def text(known: Mapping[str, Any] | None) -> str:
         return ""
     measured = {name: value for name, value in known["parts_s"].items() if value is not None}
     largest = sorted(measured.items(), key=lambda item: -item[1])
-    shares = ", ".join(f"{name} {percent(min(1.0, value / known['step_s']))}" for name, value in largest if value > 0)
+    whole_s = max(known["step_s"], sum(measured.values()))  # the parts and the step are means of their own
+    shares = ", ".join(f"{name} {percent(value / whole_s)}" for name, value in largest if value > 0)
     said = [f"{known['step_s'] * 1000:.4g} ms" + (f": {shares}" if shares else "")]
     if len(measured) < len(PARTS):
         said.append("the rest is not measured yet")

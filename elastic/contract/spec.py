@@ -7,7 +7,7 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -270,13 +270,19 @@ def parse_job(raw: Mapping[str, Any]) -> JobSpec:
     return spec
 
 
+def _nearest(name: str, known: Collection[str]) -> list[str]:
+    """The field that is most like `name`: one of which it is the beginning, or a word, before all others."""
+    longer = [field for field in known if len(name) > 2 and f"_{name}" in f"_{field}"]
+    return difflib.get_close_matches(name, longer, n=1, cutoff=0.0) or difflib.get_close_matches(name, known, n=1)
+
+
 def refuse_unknown(table: type[msgspec.Struct], raw: Mapping[str, Any], path: str = "") -> None:
     """Raise InvalidSpec for a field that `table` does not have, naming the nearest one."""
     hints = typing.get_type_hints(table)
     known = {f.encode_name: hints[f.name] for f in msgspec.structs.fields(table)}
     for name, value in raw.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = _nearest(name, known)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
             raise InvalidSpec(f"{path}{name} = {value!r}: no such field{hint}")
         kind = known[name]

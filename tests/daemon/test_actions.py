@@ -96,6 +96,8 @@ def test_submit_writes_spec_and_state_at_once(writes: WriteQueue) -> None:
     [
         ({"name": "j"}, "give exactly one of them"),
         (RAW | {"nodez": 1}, "did you mean 'nodes'"),
+        (RAW | {"worker": 2}, "did you mean 'workers_per_node'"),
+        (RAW | {"steps": 2}, "did you mean 'fingerprint_every_steps'"),
         (RAW | {"script": "t.py"}, "an absolute path is needed here"),
         (RAW | {"workdir": "w"}, "workdir = 'w': an absolute path"),
         (RAW | {"name": "a/b"}, "name = 'a/b': use 1 to 63"),

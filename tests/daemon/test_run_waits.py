@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from elasticd.ctl import client as client_module
 from elasticd.ctl import run_command
 from elasticd.ctl.client import Client, Failed, Unreachable
 
@@ -58,6 +59,21 @@ def test_the_wait_ends() -> None:
     with pytest.raises(Unreachable, match="no socket"):
         run_command.ready_cluster(Starting(ABSENT), wait_s=0.0)
     assert run_command.ready_cluster(Starting(NOT_YET), wait_s=0.0) == NOT_YET
+
+
+def test_all_sockets_that_were_tried_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("ELASTICCTL_SOCKET", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(client_module.os.path, "exists", lambda path: False)
+    client = Client()
+    monkeypatch.setattr(client, "get", Starting(ABSENT, READY).get)
+    assert run_command.ready_cluster(client) == READY
+    tried = f"/run/elasticd/elasticd.sock, /var/lib/elasticd/elasticd.sock or {tmp_path}/elasticd/elasticd.sock"
+    assert capsys.readouterr().err == f"no elasticd listens on {tried} yet: waiting for up to 10 s\n"
+    with pytest.raises(Unreachable, match=f"there is no socket {tried}"):
+        Client().get("/v1/status")
 
 
 def test_a_socket_that_appears_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

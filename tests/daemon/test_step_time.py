@@ -47,3 +47,9 @@ def test_a_slow_rank_is_named() -> None:
 def test_nothing_is_said_before_anything_is_measured() -> None:
     assert said(progress()) == ""
     assert said(progress(ranks=ranks(None))) == ""
+
+
+def test_shares_of_a_step_do_not_add_up_to_more_than_all_of_it() -> None:
+    """The parts and the step are means of their own."""
+    known = {"step_s": 0.1, "parts_s": dict.fromkeys(step_time.PARTS, None) | {"compute": 0.08, "data": 0.045}}
+    assert step_time.text(known | {"slow_ranks": []}).startswith("100 ms: compute 64.0 %, data 36.0 %")
