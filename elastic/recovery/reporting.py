@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..contract.records import Cause, GenerationNode, GenerationRecord, IncidentRecord, Phase
+from ..contract.records import IncidentRecord, Phase
 from .effects import AddCauses, PutIncident
 from .events import Event, WorkerSynced
 from .evidence import weight
+from .gone import left_out, with_gone
 from .incident import KEPT_REPEATS, UNPROVEN, Closed, Incident, Sync, causes, dated, drawn
-from .membership import cut_off, unreached
 from .model import Agent, is_leader, led_by
 from .transitions import Stage
 from .turn import Turn
@@ -28,6 +28,7 @@ FREE = (Stage.READY, Stage.FORMING, Stage.RUNNING, Stage.GONE, Stage.STARTING, S
 
 def report(turn: Turn, before: Agent, event: Event) -> None:
     _supplement(turn)
+    _conclude(turn)
     if (late := turn.agent.incidents.unwritten) is not None and is_leader(turn.agent):
         turn.change(unwritten=None)
         turn.do(late)
@@ -130,6 +131,19 @@ def _supplement(turn: Turn) -> None:
     mine = agent.formed.broken_record is not None and agent.formed.broken_record.node == turn.policy.node
     if mine or is_leader(turn.agent):
         turn.do(AddCauses(over.incident.key, over.record()))
+
+
+def _conclude(turn: Turn) -> None:
+    """Close the record of an incident that is over by what this agent has seen, but which its leader takes to last: its
+    own worker was lost before it had stepped, while a rank of this node has. That failure is another incident."""
+    over, seen = turn.agent.incidents.closed, turn.agent.etcd.view.incident
+    if over is None or seen is None or over.written or not over.recovered or not is_leader(turn.agent):
+        return
+    if over.false_alarm:
+        return  # another failure of its generation continues it
+    if (over.incident.key, over.incident.repeat) == (seen[0], seen[1].repeat):
+        turn.change(closed=replace(over, written=True))
+        turn.do(_put(turn, over.incident, over.record()))
 
 
 def _sweep(turn: Turn) -> None:
@@ -327,58 +341,14 @@ def _with_generation(turn: Turn, before: Agent, incident: Incident) -> Incident:
     assert generation is not None
     if generation is not held:
         if held is not None and generation.at_step is None:
-            incident = _with_gone(turn, incident, held, _left_out(held, generation))
+            incident = with_gone(turn, incident, held, left_out(held, generation))
         if generation.number > incident.generations[-1].number:
             incident = replace(incident, generations=(*incident.generations, generation))
         return incident.with_mark("published", turn.now_s)
     news = agent.peers.dead is not before.peers.dead or agent.lead.halted or agent.incidents.incident is None
     if news and (agent.lead.halted or turn.is_broken()):
-        incident = _with_gone(turn, incident, generation, generation.nodes)
+        incident = with_gone(turn, incident, generation, generation.nodes)
     return incident
-
-
-def _left_out(before: GenerationRecord, after: GenerationRecord) -> tuple[GenerationNode, ...]:
-    return tuple(p for p in before.nodes if after.node_of(p.node, p.incarnation) is None)
-
-
-def _with_gone(
-    turn: Turn, incident: Incident, formed: GenerationRecord, places: tuple[GenerationNode, ...]
-) -> Incident:
-    known = {(c.generation, c.node) for c in incident.gone}
-    known |= {(r.generation, r.node) for r in incident.reports if r.kind == "drain"}  # it left as ordered
-    cut = cut_off(turn.agent.etcd.view, turn.agent.peers.dead, formed)
-    found = []
-    for p in places:
-        if (formed.number, p.node) in known or not (
-            said := _why_gone(turn, p, cut, formed is not turn.agent.formed.generation)
-        ):
-            continue
-        kind, detail = said
-        ranks = tuple(sorted(formed.ranks(p.node).values()))
-        found.append(Cause(generation=formed.number, node=p.node, kind=kind, ranks=ranks, detail=detail))
-    gone_s = tuple((cause.node, turn.now_s) for cause in found if cause.node in turn.agent.etcd.view.members)
-    return replace(incident, gone=(*incident.gone, *found), gone_s=(*incident.gone_s, *gone_s)) if found else incident
-
-
-def _why_gone(turn: Turn, place: GenerationNode, cut: frozenset[str], decided: bool) -> tuple[str, str] | None:
-    """(kind, evidence) of a lost or unreachable node; None: it is there as far as is known, or leaves as ordered.
-    `decided`: the job goes on without it."""
-    agent, member = turn.agent, turn.agent.etcd.view.members.get(place.node)
-    if (place.node, place.incarnation) in agent.peers.dead:
-        return "lost", f"node {place.node} is gone: its agent's port refuses connections"
-    if place.node in cut:
-        return "unreachable", unreached(agent.etcd.view, place.node)
-    if not agent.etcd.connected or not agent.etcd.view.whole:
-        return None
-    if member is not None and member.record.incarnation != place.incarnation:
-        return "lost", f"node {place.node} is gone: its agent was started anew"
-    # Absent when the next generation was formed, and registered again since.
-    returned = decided and member is not None and member.create_revision > agent.etcd.view.generation_revision
-    # Within the time after an outage of etcd, absence alone proves nothing.
-    absent = member is None and (decided or turn.now_s >= agent.etcd.absence_ignored_until_s)
-    if returned or absent:
-        return "lost", f"node {place.node} is gone: its agent's lease has run out"
-    return None
 
 
 def _with_sync(turn: Turn, incident: Incident, event: WorkerSynced) -> Incident:

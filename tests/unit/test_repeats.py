@@ -95,6 +95,22 @@ def test_a_record_that_still_looks_open_was_closed_by_this_agent() -> None:
     assert written(closed(written=True)) == [(2, 0, True)], "etcd has lost the record"
 
 
+def test_a_recovery_that_the_leader_did_not_see_the_end_of_is_closed_by_the_next_leader() -> None:
+    """Generation 2 has stepped here, and not on b, which led and has failed: its record of the first one is open."""
+    second = generation(2, [place("b", 0), place("a", 0)])
+    over = Closed(BEGUN, second, recovered=True, counted=True, witnessed=True, written=False)
+    agent = changed(Agent(policy(spec=SPEC)), generation=second, settled=2, reported=2, closed=over)
+    third = generation(3, [place("a", 0), place("b", 0)])
+    agent, before = step(agent, Viewed(view(*MEMBERS, spec=SPEC, formed=second, failed=broken(2, "b", 0)), True), 99.0)
+    assert not [effect for effect in before if isinstance(effect, PutIncident)]
+    now = replace(view(*MEMBERS, spec=SPEC, formed=third), incident=(2, OPEN), repeats={2: 0})
+    written = []
+    for _ in range(2):  # its writes are on their way
+        agent, effects = step(agent, Viewed(now, True), 100.0)
+        written += [(e.key, e.record.open) for e in effects if isinstance(e, PutIncident)]
+    assert written == [(2, False), (3, True)]
+
+
 def test_an_incident_that_began_before_another_leader_closed_a_false_alarm_gets_the_next_number() -> None:
     """The generation has failed: it is not the false alarm."""
     tracked = replace_struct(BEGUN, told=())
