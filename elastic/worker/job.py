@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..contract.messages import GradientSample, LoggedRow
 from ..contract.timeouts import QUIET_S
-from .comm import comm_hooks, ddp
+from .comm import comm_hooks, ddp, ddp_models
 from .comm.errors import GroupAborted
 from .comm.p2p import control_device
 from .comm.powersgd import PowerSGD
@@ -200,7 +200,7 @@ class Job(JobCalls):
         if not torch.distributed.is_initialized():
             self._gradient_weight.attach(model)  # for `Batch.parts`
             return model
-        ddp.refuse_subgroup(options, self.world_size)
+        ddp_models.refuse_subgroup(options, self.world_size)
         link = self._link
         link.contributed()  # it begins with a collective that compares the parameters' shapes
         wrapped = ddp.wrap(

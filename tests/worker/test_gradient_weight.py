@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from typing import Any
 
@@ -140,11 +141,11 @@ def lone_backwards(rank: int, world_size: int, port: int, case: str) -> Any:
         model = job.ddp(state.model)  # as after unfreezing a parameter
     try:
         for number, part in enumerate(next(loaded).parts()):
-            loss(model, part).backward()
+            (loss(model, part) * (math.inf if case == "not finite" else 1.0)).backward()
             match case:
                 case "of the module":
                     loss(state.other, part).backward()  # as a GAN's critic in its generator's loss
-                case "two":
+                case "two" | "not finite":
                     loss(model, part).backward()
                 case "none" | "none, and a step" if number < 2:
                     loss(other, part).backward()
@@ -162,6 +163,7 @@ def lone_backwards(rank: int, world_size: int, port: int, case: str) -> Any:
     ("case", "told"),
     [
         ("two", "a second backward in the last part"),
+        ("not finite", ""),  # the critic's step was skipped, as by a GradScaler, before the generator's backward
         ("none", "no backward has run in the last part"),
         ("none, and a step", "no backward has run in the last part"),
         ("of before", ""),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -97,10 +97,13 @@ class GradientWeight:
 
     def of(self, model: int) -> float:
         """The same, for a bucket of the model of this identity. Raises RuntimeError if it is one of a second backward
-        in the last part."""
+        in the last part. Not if its gradients are not finite: a GradScaler skips the step, as before a GAN's generator,
+        and no further backward changes that."""
         parts = self._parts
         if parts is not None and parts.last and model in parts.exchanged - parts.applied and not self._sums:
-            raise RuntimeError(TWICE)
+            grads = _grads([each for each in self._models if id(each) == model])
+            if all(bool(grad.isfinite().all()) for grad in grads):
+                raise RuntimeError(TWICE)
         return self()
 
     def exchanges_last(self, model: int) -> None:
@@ -370,21 +373,6 @@ def _scale(models: Sequence[nn.Module], factor: float) -> None:
     grads = _grads(models)
     if grads and factor != 1.0:
         torch_private.foreach_mul(grads, factor)
-
-
-def refuse_subgroup(options: Mapping[str, Any], world_size: int) -> None:
-    """`options`: those of DistributedDataParallel. Raises ValueError for a process group, or a device mesh, of some of
-    the ranks: the weights of its ranks do not add up to 1, and all replicas are to be equal."""
-    name, size = "process_group", world_size
-    if (group := options.get(name)) is not None:
-        size = dist.get_world_size(group)
-    elif (mesh := options.get("device_mesh")) is not None:
-        name, size = "device_mesh", mesh.size()
-    if size != world_size:
-        raise ValueError(
-            f"job.ddp: a {name} of {max(size, 0)} of the {world_size} ranks: each rank's gradients have the weight of "
-            f"its samples among those of all ranks, and all have the same model. Leave {name} out"
-        )
 
 
 class Weight(Protocol):

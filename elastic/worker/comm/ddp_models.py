@@ -3,10 +3,11 @@ broadcast before a step is applied."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -101,3 +102,18 @@ class FixedLayout(Told):
     def _build_params_for_reducer(self) -> Any:
         parameters, expect_sparse = super()._build_params_for_reducer()
         return parameters[::-1], expect_sparse[::-1]
+
+
+def refuse_subgroup(options: Mapping[str, Any], world_size: int) -> None:
+    """`options`: those of DistributedDataParallel. Raises ValueError for a process group, or a device mesh, of some of
+    the ranks: the weights of its ranks do not add up to 1, and all replicas are to be equal."""
+    name, size = "process_group", world_size
+    if (group := options.get(name)) is not None:
+        size = dist.get_world_size(group)
+    elif (mesh := options.get("device_mesh")) is not None:
+        name, size = "device_mesh", mesh.size()
+    if size != world_size:
+        raise ValueError(
+            f"job.ddp: a {name} of {max(size, 0)} of the {world_size} ranks: each rank's gradients have the weight of "
+            f"its samples among those of all ranks, and all have the same model. Leave {name} out"
+        )
