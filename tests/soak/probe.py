@@ -53,10 +53,10 @@ class Killer:
         return bool(self._state.step == self._plan["step"])
 
     def missed(self) -> None:
-        """At each commit: strike at the latest here when the place is not reached."""
+        """At each commit, and at the end: strike at the latest here when the place is not reached."""
         region, step = self._plan["region"], self._state.step
         if step > self._plan["step"] or (self.due() and region not in ("elastic", "loop", "finish")):
-            self.strike("a commit, as the place was not reached")
+            self.strike("a commit or the end, as the place was not reached")
 
     def strike(self, where: str) -> None:
         note(struck=where, step=self._state.step, rank=self._job.rank, generation=self._job.generation)
@@ -129,6 +129,8 @@ def _commit(job: Any, state: Any, loss: Any, killer: Killer | None) -> None:
 
 def finish(job: Any, state: Any, **parts: Any) -> None:
     """The last line of `train`: the fingerprint of all parts."""
+    for killer in _killers:
+        killer.missed()  # a line that only some steps run, and none after the kill before
     found = {"step": str(state.step)}
     for name, part in parts.items():
         held = part.state_dict() if hasattr(part, "state_dict") else part
