@@ -187,8 +187,3 @@ def shares(ledger: Ledger) -> dict[str, float]:
     times = dict(ledger.ranks_ms)
     times[Bucket.STEPPING] = times.get(Bucket.STEPPING, 0) + ledger.open_ms
     return {bucket.value: times[bucket] / total for bucket in Bucket if times.get(bucket)}
-
-
-def goodput(ledger: Ledger) -> float | None:
-    """From 0 to 1; None if no time has passed."""
-    return shares(ledger).get(Bucket.STEPPING, 0.0) if ledger.total_ms else None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.contract.ledger import UNCOUNTED_MS, Bucket, Ledger, Seen, advance, goodput, shares
+from elastic.contract.ledger import UNCOUNTED_MS, Bucket, Ledger, Seen, advance, shares
 
 SEEN = st.builds(
     Seen,
@@ -104,9 +104,8 @@ def test_steps_that_an_earlier_agent_has_counted_stay_goodput_when_the_next_one_
     assert played(*turns, (stepping(5), 0)) == {"stepping": 200, "setup": 20}
 
 
-def test_goodput_counts_the_step_under_way_and_is_unknown_before_any_time_has_passed() -> None:
+def test_stepping_counts_the_step_under_way_and_shares_are_unknown_before_any_time_has_passed() -> None:
     ledger = Ledger(until_ms=0, ranks_ms={"stepping": 60, "sync": 20, "setup": 10}, open_ms=10)
-    assert goodput(ledger) == 0.7
+    assert shares(ledger)["stepping"] == 0.7
     assert list(shares(ledger)) == ["stepping", "sync", "setup"], "in the order of Bucket"
-    assert goodput(Ledger(until_ms=0)) is None
     assert shares(Ledger(until_ms=0)) == {}

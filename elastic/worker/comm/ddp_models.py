@@ -1,5 +1,5 @@
 """The classes that `ddp.wrap` builds: DistributedDataParallel with one layout of its buckets, and with buffers that are
-broadcast before a step is applied."""
+broadcast before a step is applied. And which of its options they cannot have."""
 
 from __future__ import annotations
 
