@@ -147,6 +147,9 @@ def lone_backwards(rank: int, world_size: int, port: int, case: str) -> Any:
                     loss(state.other, part).backward()  # as a GAN's critic in its generator's loss
                 case "two" | "not finite":
                     loss(model, part).backward()
+                case "not finite here" if number == 2:  # on one rank, as the loss of a part without samples
+                    (loss(model, part) * (math.nan if rank else 1.0)).backward()
+                    said.append("the sums are not finite" * (not state.model.weight.grad.isfinite().all()))
                 case "none" | "none, and a step" if number < 2:
                     loss(other, part).backward()
                 case "none, and a step":
@@ -164,6 +167,7 @@ def lone_backwards(rank: int, world_size: int, port: int, case: str) -> Any:
     [
         ("two", "a second backward in the last part"),
         ("not finite", ""),  # the critic's step was skipped, as by a GradScaler, before the generator's backward
+        ("not finite here", "the sums are not finite"),  # no rank raises while another waits for its sums
         ("none", "no backward has run in the last part"),
         ("none, and a step", "no backward has run in the last part"),
         ("of before", ""),

@@ -96,14 +96,11 @@ class GradientWeight:
         return self._weight if self._weight is not None else 1.0 / dist.get_world_size()
 
     def of(self, model: int) -> float:
-        """The same, for a bucket of the model of this identity. Raises RuntimeError if it is one of a second backward
-        in the last part. Not if its gradients are not finite: a GradScaler skips the step, as before a GAN's generator,
-        and no further backward changes that."""
+        """The same, for a bucket of the model of this identity. A second backward in the last part is noted: what this
+        rank has in its gradients by now is not the other ranks', so all decide by its sums (`_refuse_twice`)."""
         parts = self._parts
         if parts is not None and parts.last and model in parts.exchanged - parts.applied and not self._sums:
-            grads = _grads([each for each in self._models if id(each) == model])
-            if all(bool(grad.isfinite().all()) for grad in grads):
-                raise RuntimeError(TWICE)
+            parts.twice.add(model)
         return self()
 
     def exchanges_last(self, model: int) -> None:
@@ -259,6 +256,7 @@ class GradientWeight:
         if self._parts is not None:
             if self._lacking(self._parts):
                 raise RuntimeError(LEFT)
+            self._refuse_twice(self._parts)
             # Within the last part another model's backward may still come.
             if self._unexchanged(self._parts, every=not self._parts.open):
                 raise RuntimeError(UNEXCHANGED)
@@ -320,6 +318,8 @@ class GradientWeight:
     def finish(self) -> None:
         """After the last micro-batch: apply its weight to models without a gradient hook. Raises RuntimeError if an
         optimizer may have applied gradients that were not exchanged."""
+        if self._parts is not None:
+            self._refuse_twice(self._parts)
         _scale(self._unwrapped(), self())
         if self._parts is None or not self._unexchanged(self._parts):
             self._whole_again()
@@ -331,8 +331,16 @@ class GradientWeight:
     def leave_parts(self, parts: PartsLoop) -> None:
         """The generator of the loop has ended, also early, or late: then another loop may have begun."""
         parts.open = False
-        if parts is self._parts and not self._lacking(parts) and not self._unexchanged(parts):
+        if parts is self._parts and not parts.twice and not self._lacking(parts) and not self._unexchanged(parts):
             self._whole_again()
+
+    def _refuse_twice(self, parts: PartsLoop) -> None:
+        """Raises RuntimeError for a second backward's, unless dropped, or not finite: a GradScaler skips them."""
+        for model in self._wrapped() if parts.twice else ():
+            sums = [p.grad for p in model.parameters() if id(p) in model.exchanged and p.grad is not None]
+            sums = [grad._values() if grad.is_sparse else grad for grad in sums]  # type: ignore[no-untyped-call]
+            if id(model) in parts.twice and any(bool(g.any()) for g in sums) and all(g.isfinite().all() for g in sums):
+                raise RuntimeError(TWICE)
 
     def _lacking(self, parts: PartsLoop) -> bool:
         """Whether there are gradients that lack their exchange, or the weight of the last micro-batch."""

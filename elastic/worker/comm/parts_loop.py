@@ -61,6 +61,8 @@ class PartsLoop:
         """Models with gradients of before the loop: whether it has added to them is not known."""
         self.exchanged: set[int] = set()
         """Models whose backward has run in the last micro-batch."""
+        self.twice: set[int] = set()
+        """Those with a second one there, while no optimizer had stepped."""
         self.applied: set[int] = set()
         """Those of them after which an optimizer has stepped there: what a further backward adds to their gradients is
         dropped later, as a GAN's."""
