@@ -10,7 +10,7 @@ from support.fake_etcd import FakeServer
 from support.jobs import broken, generation, member, place, policy, view
 
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.records import IncidentRecord, encode
+from elastic.contract.records import Cause, IncidentRecord, encode
 from elastic.contract.spec import JobSpec
 from elastic.etcd.client import Put
 from elastic.recovery.effects import PutIncident
@@ -103,12 +103,16 @@ def test_a_recovery_that_the_leader_did_not_see_the_end_of_is_closed_by_the_next
     third = generation(3, [place("a", 0), place("b", 0)])
     agent, before = step(agent, Viewed(view(*MEMBERS, spec=SPEC, formed=second, failed=broken(2, "b", 0)), True), 99.0)
     assert not [effect for effect in before if isinstance(effect, PutIncident)]
-    now = replace(view(*MEMBERS, spec=SPEC, formed=third), incident=(2, OPEN), repeats={2: 0})
-    written = []
+    only_b = Cause(generation=1, node="b", kind="exit", ranks=(1,), detail="only b knew")
+    opened = replace_struct(OPEN, causes=(only_b,))
+    now = replace(view(*MEMBERS, spec=SPEC, formed=third), incident=(2, opened), repeats={2: 0})
+    puts: list[PutIncident] = []
     for _ in range(2):  # its writes are on their way
         agent, effects = step(agent, Viewed(now, True), 100.0)
-        written += [(e.key, e.record.open) for e in effects if isinstance(e, PutIncident)]
+        puts += [e for e in effects if isinstance(e, PutIncident)]
+    written = [(e.key, e.record.open) for e in puts]
     assert written == [(2, False), (3, True)]
+    assert only_b in puts[0].record.causes
 
 
 def test_an_incident_that_began_before_another_leader_closed_a_false_alarm_gets_the_next_number() -> None:
