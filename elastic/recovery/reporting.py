@@ -142,11 +142,14 @@ def _conclude(turn: Turn) -> None:
     if over.false_alarm:
         return  # another failure of its generation continues it
     if (over.incident.key, over.incident.repeat) == (seen[0], seen[1].repeat):
-        over = replace(over, incident=over.incident.with_recorded(*seen), written=True)
+        key, record = seen
+        # That leader has put its own worker's failure there, too.
+        record = replace(record, causes=tuple(c for c in record.causes if c.generation < over.generation.number))
+        over = replace(over, incident=over.incident.with_recorded(key, record), written=True)
         turn.change(closed=over)
         told = _put(turn, over.incident, over.record()).record  # with its times of day
         ended_wall_s = told.wall_s + max(told.timeline_s.values(), default=0.0)
-        turn.do(PutIncident(seen[0], replace(told, ended_wall_s=ended_wall_s)))
+        turn.do(PutIncident(key, replace(told, ended_wall_s=ended_wall_s)))
 
 
 def _sweep(turn: Turn) -> None:

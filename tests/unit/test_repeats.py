@@ -104,7 +104,8 @@ def test_a_recovery_that_the_leader_did_not_see_the_end_of_is_closed_by_the_next
     agent, before = step(agent, Viewed(view(*MEMBERS, spec=SPEC, formed=second, failed=broken(2, "b", 0)), True), 99.0)
     assert not [effect for effect in before if isinstance(effect, PutIncident)]
     only_b = Cause(generation=1, node="b", kind="exit", ranks=(1,), detail="only b knew")
-    opened = replace_struct(OPEN, causes=(only_b,))
+    its_own = replace_struct(only_b, generation=2, detail="killed by SIGKILL")
+    opened = replace_struct(OPEN, causes=(only_b, its_own))
     now = replace(view(*MEMBERS, spec=SPEC, formed=third), incident=(2, opened), repeats={2: 0})
     puts: list[PutIncident] = []
     for _ in range(2):  # its writes are on their way
@@ -113,6 +114,7 @@ def test_a_recovery_that_the_leader_did_not_see_the_end_of_is_closed_by_the_next
     written = [(e.key, e.record.open) for e in puts]
     assert written == [(2, False), (3, True)]
     assert only_b in puts[0].record.causes
+    assert its_own not in puts[0].record.causes, "of the incident after it"
 
 
 def test_an_incident_that_began_before_another_leader_closed_a_false_alarm_gets_the_next_number() -> None:

@@ -338,7 +338,7 @@ class GradientWeight:
         """Raises RuntimeError for a second backward's, unless dropped, or not finite: a GradScaler skips them."""
         for model in self._wrapped() if parts.twice else ():
             sums = [p.grad for p in model.parameters() if id(p) in model.exchanged and p.grad is not None]
-            sums = [grad._values() if grad.is_sparse else grad for grad in sums]  # type: ignore[no-untyped-call]
+            sums = [grad._values() if grad.is_sparse else grad for grad in sums]
             if id(model) in parts.twice and any(bool(g.any()) for g in sums) and all(g.isfinite().all() for g in sums):
                 raise RuntimeError(TWICE)
 
