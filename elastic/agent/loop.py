@@ -340,9 +340,8 @@ class AgentLoop:
         if record := late_exit(self.agent, slot, ended, error, time.time()):
             self._registry.put_exit_incident(record, ended.worker_id)
         said, signal = last_lines(ended.log_file) if ended.signal else (), ended.signal or ""
-        self._turn(
-            WorkerExited(slot, ended.worker_id, ended.cause, ended.code, error, fingerprint, ended.step, said, signal)
-        )
+        how = ended.cause, ended.code, error, fingerprint, ended.step, said, signal, ended.stopped
+        self._turn(WorkerExited(slot, ended.worker_id, *how))
 
     def _read_orders(self) -> None:
         if (news := self._orders.news()) is None:

@@ -20,8 +20,8 @@ from ..contract import messages
 from ..contract.beat import PAGE_BYTES, BeatPage
 from ..contract.messages import Forked, Message
 from ..contract.worker_config import ERROR_FILE
+from ..recovery.hang_rules import STOPPED_STATE
 from ..util.descriptors import send
-from ..util.processes import signal_name
 from . import descendants
 from .children import become_subreaper, ended, exit_status, signal_group
 from .descendants import Descendants
@@ -35,6 +35,7 @@ from .process import Process as Process
 from .process import ProcessStarted as ProcessStarted
 from .process import WorkerMessage as WorkerMessage
 from .process import ZygoteUp as ZygoteUp
+from .stacks import process_state
 from .zygote import CLOSE_S, Zygote, ZygoteDied, ZygoteUnfit
 
 CLOSED_S = 10.0
@@ -259,6 +260,7 @@ class Pool:
             return  # else killed when it appears
         if graceful:
             process.terminate_deadline_s = time.monotonic() + self._grace_s
+        process.stopped = process_state(process.pid) == STOPPED_STATE
         signal_group(process.pid, signal.SIGTERM if graceful else signal.SIGKILL)
 
     def give_grace(self, process: Process) -> None:
@@ -364,19 +366,7 @@ class Pool:
             os.killpg(process.pid, signal.SIGKILL)
         del self.processes[process.worker_id]
         self.gate.died(process.pid, time.monotonic())
-        if late := process.late and bool(number):
-            code, number = process.script_code, 0
-        return Exited(
-            worker_id=process.worker_id,
-            code=None if number else code,
-            signal=signal_name(number) if number and not process.unreadable else None,
-            late_s=process.late_s if late else 0.0,
-            step=process.page.read().step,
-            error_file=process.error_file,
-            log_file=process.log_file,
-            why=f"it sent a message that its agent cannot read: {process.unreadable}" if process.unreadable else "",
-            oom=number == signal.SIGKILL and not process.killed and self._oom.struck(),
-        )
+        return process.exited(code, number, oom=not process.killed and self._oom.struck())
 
     def _reap(self, process: Process) -> None:
         """Reap a process whose end the kernel has signalled, and close its descriptors."""

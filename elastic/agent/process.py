@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import time
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from ..contract import messages
 from ..contract.beat import BeatPage
 from ..contract.messages import FromWorker
+from ..util.processes import signal_name
 from .zygote import ZygoteUnfit
 
 
@@ -34,6 +36,8 @@ class Exited:
     """Above 0: its script had ended with `code` this long before, and its process was killed as it had not exited."""
     oom: bool = False
     """Whether the kernel's out-of-memory killer was active at that moment, and the agent had not killed the process."""
+    stopped: bool = False
+    """A signal had stopped the process (SIGSTOP, a debugger) when its agent killed it."""
 
     @property
     def cause(self) -> str:
@@ -77,6 +81,8 @@ class Process:
     pid: int = 0
     pidfd: int = -1
     killed: bool = False
+    stopped: bool = False
+    """It was stopped by a signal when it was killed."""
     terminate_deadline_s: float = float("inf")
     spoke: bool = False
     """It has sent a message on its channel."""
@@ -106,3 +112,20 @@ class Process:
             self.script_code, self.late_s = message.code, exit_s
             self.exit_deadline_s = time.monotonic() + exit_s
         return message
+
+    def exited(self, code: int, number: int, oom: bool) -> Exited:
+        """`code` counts where `number`, the signal that ended it, is 0; `oom`: a SIGKILL was the kernel's."""
+        if late := self.late and bool(number):
+            code, number = self.script_code, 0
+        return Exited(
+            worker_id=self.worker_id,
+            code=None if number else code,
+            signal=signal_name(number) if number and not self.unreadable else None,
+            late_s=self.late_s if late else 0.0,
+            step=self.page.read().step,
+            error_file=self.error_file,
+            log_file=self.log_file,
+            why=f"it sent a message that its agent cannot read: {self.unreadable}" if self.unreadable else "",
+            oom=oom and number == signal.SIGKILL,
+            stopped=self.stopped,
+        )

@@ -148,6 +148,8 @@ class WorkerExited:
     """Of its log, if it was killed by a signal: it has left no `error` then."""
     signal: str = ""
     """That killed it: 'SIGKILL', …"""
+    stopped: bool = False
+    """A signal had stopped it when its agent killed it."""
 
 
 @dataclass(frozen=True, slots=True)

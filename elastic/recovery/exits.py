@@ -44,7 +44,7 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     elif turn.policy.shrink and worker.slot in turn.my_ranks() and not turn.is_broken():
         killed = worker.stage is Stage.KILLED
         report_failure(
-            turn, "respawn", "did not abort in time" if killed else _detail(event), (worker.slot,), step=worker.step,
+            turn, "respawn", _late(event) if killed else _detail(event), (worker.slot,), step=worker.step,
             step_in=worker.synced, charged=False,
         )  # fmt: skip
         if not killed and worker.generation:
@@ -123,12 +123,16 @@ def _report_fallen(turn: Turn, worker: Worker, event: WorkerExited) -> None:
     reports = incident.reports if incident else ()
     if any(worker.slot in r.lost(turn.policy.node) for r in reports if r.generation == formed.number):
         return
-    kind, detail = ("respawn", "did not abort in time") if killed else ("exit", _detail(event))
+    kind, detail = ("respawn", _late(event)) if killed else ("exit", _detail(event))
     record = broken_record(
         turn, formed.number, kind, detail, (worker.slot,), step=worker.step, step_in=worker.synced, charged=False,
         ranks=(formed.ranks(turn.policy.node)[worker.slot],),
     )  # fmt: skip
     add_evidence(turn, record)
+
+
+def _late(event: WorkerExited) -> str:
+    return "did not abort in time" + (": its process was stopped by a signal" if event.stopped else "")
 
 
 def _detail(event: WorkerExited | WorkerFailed) -> str:

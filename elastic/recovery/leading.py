@@ -31,10 +31,14 @@ DISPUTE_S = 1.0
 """From the newest dispute until it decides anything. The two sides of a partition report it up to a second apart, and
 only all reports together show which nodes are partitioned."""
 
+PUBLISH_AGAIN_S = 5.0
+"""A generation that the view does not show this long after it was ordered is decided on anew. Should the order still be
+under way, the compare-and-swap lets one of the two win."""
+
 
 def lead(turn: Turn) -> None:
     agent, view = turn.agent, turn.agent.etcd.view
-    if not (agent.etcd.joined and agent.etcd.connected) or agent.lead.publishing or view.spec is None:
+    if not (agent.etcd.joined and agent.etcd.connected) or _publishes(turn) or view.spec is None:
         return
     if not view.whole:
         _follow(turn)
@@ -59,6 +63,13 @@ def lead(turn: Turn) -> None:
         turn.change(reason=reason)
     else:
         _publish(turn, decision)
+
+
+def _publishes(turn: Turn) -> bool:
+    """Whether a generation is in flight. One that the view does not show in time may never come: etcd may have lost it
+    after it was written, and a view at a higher revision of the etcd that was set up anew does not show the loss."""
+    lead = turn.agent.lead
+    return bool(lead.publishing) and turn.now_s - lead.publishing_since_s < PUBLISH_AGAIN_S
 
 
 def _follow(turn: Turn) -> None:
@@ -153,7 +164,7 @@ def _publish(turn: Turn, change: Change) -> None:
     if charged.stopped:
         turn.ask(PutState(charged.state, view.state_revision), f"failed {view.state_revision}")
         return
-    turn.change(publishing=number)
+    turn.change(publishing=number, publishing_since_s=turn.now_s)
     state = charged.state
     if state.phase is not Phase.RUNNING:
         state = after(state, PhaseTrigger.PUBLISHED, "", turn.wall_s)

@@ -181,6 +181,7 @@ class LeadState(msgspec.Struct, frozen=True):
     """The inputs of the decision that last found no change to be needed: see `leading`."""
     publishing: int = 0
     """Number of the generation whose compare-and-swap is in flight; 0 = none."""
+    publishing_since_s: float = 0.0
     min_reached_s: float | None = None
     reason: str = ""
     """Why the agent waits, shown to users."""

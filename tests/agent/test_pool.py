@@ -183,6 +183,18 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(bench: Bench) -
     assert end.signal == "SIGKILL"
 
 
+def test_a_process_that_a_signal_had_stopped_when_it_was_killed_is_told_apart(bench: Bench) -> None:
+    for worker_id in (1, 2):
+        bench.worker(worker_id, ASLEEP)
+        bench.until(lambda i=worker_id: "up" in (bench.folder / f"{i}.log").read_text())
+    os.kill(bench.pool.processes[2].pid, signal.SIGSTOP)
+    bench.until(lambda: state(bench.pool.processes[2].pid) == "T")
+    for worker_id in (1, 2):
+        bench.pool.kill(worker_id)
+    bench.until(lambda: bench.exit_of(1) and bench.exit_of(2))
+    assert [end.stopped for i in (1, 2) if (end := bench.exit_of(i)) is not None] == [False, True]
+
+
 def test_a_workers_children_go_with_it(bench: Bench) -> None:
     text = "import subprocess\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\n" + ASLEEP
     pid = bench.worker(1, text)

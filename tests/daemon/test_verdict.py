@@ -116,7 +116,10 @@ CASES: dict[str, list[IncidentRecord]] = {
     "agent_replaced": [incident("lost", "node n1 is gone: its agent was started anew")],
     "node_down": [incident("lost", "node n1 is gone: its agent's port refuses connections")],
     "node_lost": [incident("lost", "")],
-    "stopped": [incident("hang", "process is stopped (state T) and silent for 3.1 s")],
+    "stopped": [
+        incident("hang", "process is stopped (state T) and silent for 3.1 s"),
+        incident("respawn", "did not abort in time: its process was stopped by a signal"),
+    ],
     "hang_io": [hung("read (libc-2.36.so)", "no progress for 12 s while computing at step 40 (state D)")],
     "hang_interpreter": [incident("hang", "…; for 9.0 s no thread of it has run Python (a call keeps the GIL)")],
     "hang_data": [hung("_try_get_data (torch/utils/data/dataloader.py:1251)")],

@@ -23,6 +23,7 @@ from elastic.recovery.effects import (
     Send,
 )
 from elastic.recovery.events import Event, Progress, Start, Tick, Viewed, WorkerExited
+from elastic.recovery.leading import PUBLISH_AGAIN_S
 from elastic.recovery.membership import leader, living
 from elastic.recovery.model import Agent, Policy, is_leader
 from elastic.recovery.transitions import Stage
@@ -484,6 +485,8 @@ class Node:
         if agent.etcd.absence_ignored_until_s > now_s:
             due.append(agent.etcd.absence_ignored_until_s)
         due += [at + ASK_AGAIN_S for at in agent.etcd.asked.values() if at + ASK_AGAIN_S > now_s]
+        if agent.lead.publishing and agent.lead.publishing_since_s + PUBLISH_AGAIN_S > now_s:
+            due.append(agent.lead.publishing_since_s + PUBLISH_AGAIN_S)
         number = agent.formed.generation.number if agent.formed.generation else -1
         if any(w.stage is Stage.READY and w.generation == number for w in agent.local.workers.values()):
             due.append(now_s + 0.5)

@@ -58,6 +58,7 @@ from elastic.recovery.events import (
     WorkerSynced,
     WorkerUnhealthy,
 )
+from elastic.recovery.leading import PUBLISH_AGAIN_S
 from elastic.recovery.transitions import Stage
 from elastic.recovery.turn import ASK_AGAIN_S, STALL_S
 from elastic.recovery.view import JobView
@@ -304,6 +305,15 @@ def test_its_end_was_ordered_and_is_charged_to_nobody() -> None:
     assert (reported.record.kind, reported.record.slots, reported.record.charged) == ("respawn", (0,), False)
 
 
+def test_a_worker_that_could_not_abort_because_a_signal_had_stopped_it_is_named_so() -> None:
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
+    machine.wait(TIMES.abort_s)
+    reported, _ = machine.take(WorkerExited(0, 1, "signal SIGKILL", stopped=True))
+    assert isinstance(reported, PutBroken)
+    assert reported.record.detail == "did not abort in time: its process was stopped by a signal"
+
+
 def test_worker_forms_the_next_generation_only_after_its_group_is_closed() -> None:
     machine = running()
     second = generation(2, [place("b", 0, 1), place("a", 0, 1)])
@@ -513,6 +523,15 @@ def test_failed_publish_is_retried_only_for_the_current_attempt() -> None:
     assert lead_from(machine, BROKEN)
     assert kinds(machine.take(PublishFailed(7))) == []
     assert Publish in kinds(machine.take(PublishFailed(2)))
+
+
+def test_a_publication_that_the_view_does_not_show_in_time_is_decided_on_anew() -> None:
+    """etcd lost it, and came back with what another agent had written back, at no lower a revision."""
+    machine = running(formed=FIRST)
+    assert lead_from(machine, BROKEN)
+    assert Publish not in kinds(machine.wait(PUBLISH_AGAIN_S - 0.1))
+    assert Publish in kinds(machine.wait(0.2))
+    assert Publish not in kinds(machine.wait(PUBLISH_AGAIN_S - 0.1))
 
 
 def test_agent_that_is_not_leader_does_not_publish() -> None:
