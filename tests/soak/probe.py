@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pathlib
 import signal
 import sys
 import time
@@ -34,6 +35,10 @@ PATHS = {
 _log = os.open(os.path.join(RECORD, f"{os.getpid()}.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
 
+TOGETHER_S = 3.0
+"""For so long a rank waits where all are to be killed until each has got there: the death of the first one would take
+the others out of their step."""
+
 _killers: list[Killer] = []
 """Of this process and generation: one at most."""
 
@@ -42,8 +47,15 @@ def note(**content: object) -> None:
     os.write(_log, (json.dumps({"at_s": time.monotonic(), **content}) + "\n").encode())
 
 
+def _struck_in(generation: int) -> int:
+    """How many processes have noted that they are struck in it."""
+    lines = (line for path in pathlib.Path(RECORD).glob("*.jsonl") for line in path.read_text().splitlines())
+    entries = [json.loads(line) for line in lines if '"struck"' in line and line.endswith("}")]
+    return sum(entry["generation"] == generation for entry in entries)
+
+
 class Killer:
-    """Ends this process at the place of an order: {"rank", "step", "region", "line", "nth", "linger_s"}."""
+    """Ends this process at the place of an order: {"rank", "step", "region", "line", "nth", "linger_s", "together"}."""
 
     def __init__(self, job: Any, state: Any, plan: dict[str, Any]) -> None:
         self._job, self._state, self._plan = job, state, plan
@@ -60,6 +72,9 @@ class Killer:
 
     def strike(self, where: str) -> None:
         note(struck=where, step=self._state.step, rank=self._job.rank, generation=self._job.generation)
+        end_s = time.monotonic() + TOGETHER_S
+        while _struck_in(self._job.generation) < self._plan["together"] and time.monotonic() < end_s:
+            time.sleep(0.002)
         time.sleep(self._plan["linger_s"])
         os.kill(os.getpid(), signal.SIGKILL)
 

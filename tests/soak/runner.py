@@ -237,6 +237,7 @@ def plan(case: Case) -> list[list[dict[str, Any]]]:
         line = next(n for n in lines if text.splitlines()[n - 1].strip().startswith(place.before))
     order = {
         "rank": place.rank, "step": place.step, "region": place.region, "linger_s": place.linger_s,
+        "together": case.world_size if place.rank == ALL else 1,
         "line": line, "nth": int(place.at * LINES.get(place.region, 1)),
     }  # fmt: skip
     if place.rank == ALL:
