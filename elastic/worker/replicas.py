@@ -1,6 +1,7 @@
 """Whether the ranks have the same state where nothing else makes it so: a parameter that an optimizer steps and whose
 gradients `job.ddp` does not exchange, or that was stepped with gradients of one rank alone, and an optimizer that keeps
-a part of its state on each rank.
+a part of its state on each rank. Of parameters whose gradients are exchanged some are looked at as well: a rank may
+change them by itself.
 
 One number of each rank goes with the plan that the ranks exchange for their snapshots anyway. Only where these numbers
 differ, which every rank then knows, the ranks exchange more to find the names.
@@ -9,7 +10,7 @@ differ, which every rank then knows, the ranks exchange more to find the names.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,9 @@ ELEMENTS = 1 << 16
 
 DIGEST_BITS = 48
 """Of a digest: the sum over all ranks fits an int64."""
+
+WINDOW = 1024
+"""Parameters that are compared at one time even though their gradients are exchanged: others the next time."""
 
 NAMES = 3
 """Names in one error."""
@@ -40,11 +44,19 @@ class Replicas:
         self._gradients = gradients
         self._only_say = only_say
         self._exchanges = 0
-        self._said = False
+        self._said = self._said_drift = False
 
     def enter(self) -> None:
         """A generation begins."""
-        self._exchanges, self._said = 0, False
+        self._exchanges, self._said, self._said_drift = 0, False, False
+
+    def _window(self, state: State) -> dict[str, torch.Tensor]:
+        """The same parameters on all ranks; none once it was said that some differ."""
+        if self._said_drift:
+            return {}
+        found = list(_compared(state).items())
+        start = self._exchanges.bit_length() * WINDOW % max(1, len(found))
+        return dict((found[start:] + found[:start])[:WINDOW])
 
     def digest(self, state: State) -> int:
         """To be exchanged after a commit; the same on all ranks whose state is alike. 0 if this is not the 1st, 2nd,
@@ -53,7 +65,8 @@ class Replicas:
         if self._said or self._exchanges & (self._exchanges - 1):
             return 0
         found = xxhash.xxh3_64()
-        for rows in (_values(_unexchanged(state, self._gradients.exchanged)), _table(state)):
+        unexchanged = _unexchanged(state, self._gradients.exchanged)
+        for rows in (_values(unexchanged), _table(state), _values(self._window(state))):
             for name, token in rows.items():
                 found.update(f"{name} {token}\n".encode())
         return found.intdigest() >> (64 - DIGEST_BITS)
@@ -61,33 +74,43 @@ class Replicas:
     def refuse(self, state: State, *, rank: int, world_size: int, step: int) -> None:
         """The digests of `state` differ. All ranks call. Raises RuntimeError, the same on all, that names what differs;
         prints it instead with `only_say`, or if nothing is known to exchange gradients in this generation, unless an
-        optimizer's tensor has another shape or type on a rank."""
+        optimizer's tensor has another shape or type on a rank. A parameter whose gradients are exchanged is named, and
+        is no error: nodes with unlike hardware may round its last digits differently."""
+        unexchanged = set(_unexchanged(state, self._gradients.exchanged))
         # Of all parameters: one rank may have seen gradients of its own where another one has not.
-        values, table = (
-            _differing(rows, rank, world_size) for rows in (_values(_unexchanged(state, set())), _table(state))
-        )
-        if not values.names and not table.names:
-            return
+        values = _differing(_values(_compared(state)), rank, world_size, unexchanged)
+        table = _differing(_table(state), rank, world_size)
+        drift = values if values.names else _differing(_values(self._window(state)), rank, world_size, unexchanged)
         exchanges = self._gradients.exchanges
         # State that a rank lacks may be that of parameters which it has not stepped yet: their values then differ too.
-        if table.unlike or not values.names:
+        if table.names and (table.unlike or not values.own):
             told, error = _table_text(step, table, lacks=not table.unlike), table.unlike or exchanges
-        else:
+        elif values.own:
             told, error = _values_text(step, values), exchanges
+        elif drift.names and not self._said_drift:
+            told, error = _drift_text(step, drift), False
+        else:
+            return
         if error and not self._only_say:
             raise RuntimeError(told)
-        self._said = True
+        self._said_drift = True
+        self._said = bool(table.names or values.own)
         if rank == 0:
             print(f"elastic: {told}", file=sys.stderr, flush=True)
 
 
-def _unexchanged(state: State, exchanged: set[int]) -> dict[str, torch.Tensor]:
-    """The parameters that an optimizer of the state may step and that are not in `exchanged`, by name."""
+def _compared(state: State) -> dict[str, torch.Tensor]:
+    """The parameters that an optimizer of the state may step, by name."""
     return {
         name: param
         for name, param in state.stepped()
-        if id(param) not in exchanged and param.requires_grad and param.numel() and param.layout is torch.strided
+        if param.requires_grad and param.numel() and param.layout is torch.strided
     }
+
+
+def _unexchanged(state: State, exchanged: set[int]) -> dict[str, torch.Tensor]:
+    """Of these, those that are not in `exchanged`."""
+    return {name: param for name, param in _compared(state).items() if id(param) not in exchanged}
 
 
 def _values(params: Mapping[str, torch.Tensor]) -> Rows:
@@ -114,23 +137,29 @@ def _table(state: State) -> Rows:
 
 class _Difference(NamedTuple):
     names: list[str]
-    """The first rows that differ from rank 0's on any rank."""
+    """The first rows that differ from rank 0's on any rank; if any of these is `own`, only such."""
     ranks: list[int]
     """On which they do."""
+    own: bool
+    """Whether a row that differs is one that this rank, or rank 0, does not exchange or does not have."""
     unlike: bool
     """Whether any of all rows differs, and is not merely missing on a rank."""
 
 
-def _differing(rows: Rows, rank: int, world_size: int) -> _Difference:
-    """The same on all ranks."""
+def _differing(rows: Rows, rank: int, world_size: int, own: Collection[str] = ()) -> _Difference:
+    """The same on all ranks. `own`: the rows that this rank does not exchange."""
     place: dict[str, Any] = {"rank": rank, "world_size": world_size, "device": torch.device("cpu")}
-    first: Rows = shared_values.broadcast_value(rows, **place)
+    first, first_own = shared_values.broadcast_value([rows, list(own)], **place)
+    kept = {*own, *first_own, *(first.keys() ^ rows.keys())}
     mine = [name for name in {**first, **rows} if first.get(name) != rows.get(name)]
     unlike = any(name in first and name in rows for name in mine)
-    everywhere: Sequence[Any] = shared_values.gather([mine[:NAMES], unlike], **place)
-    names = dict.fromkeys(name for theirs, _ in everywhere for name in theirs)
-    ranks = [other for other, (theirs, _) in enumerate(everywhere) if theirs]
-    return _Difference(list(names)[:NAMES], ranks, any(each for _, each in everywhere))
+    mine = [name for name in mine if name in kept] or mine
+    everywhere: Sequence[Any] = shared_values.gather([mine[:NAMES], not kept.isdisjoint(mine), unlike], **place)
+    any_own = any(each for _, each, _ in everywhere)
+    told = [names if each or not any_own else [] for names, each, _ in everywhere]
+    names = dict.fromkeys(name for theirs in told for name in theirs)
+    ranks = [other for other, theirs in enumerate(told) if theirs]
+    return _Difference(list(names)[:NAMES], ranks, any_own, any(each for _, _, each in everywhere))
 
 
 def _values_text(step: int, found: _Difference) -> str:
@@ -141,6 +170,18 @@ def _values_text(step: int, found: _Difference) -> str:
         "the module that job.ddp wraps; call what job.ddp has returned, model(x) and not state.model(x), and keep the "
         "last backward of a step out of no_sync(). After unfreezing a parameter call job.ddp again: it exchanges what "
         "wants gradients then"
+    )
+
+
+def _drift_text(step: int, found: _Difference) -> str:
+    return (
+        f"state.{', state.'.join(found.names)} differs between the ranks after step {step} "
+        f"({_listed(found.ranks)} from rank 0), though its gradients are exchanged: something changes it on each rank "
+        "by itself (Embedding(max_norm=…), noise that is added to gradients after their exchange, an optimizer that "
+        "draws numbers, nodes whose hardware rounds differently). A rank that is replaced begins with the weights of "
+        "one other rank, so after a failure the weights are not those of an undisturbed run. Draw the same numbers on "
+        "all ranks, or change the parameter on rank 0 and send it: job.broadcast. fingerprint_every_steps makes this "
+        "a failure"
     )
 
 
