@@ -35,7 +35,7 @@ PATHS = {
 _log = os.open(os.path.join(RECORD, f"{os.getpid()}.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
 
-TOGETHER_S = 3.0
+TOGETHER_S = 20.0
 """For so long a rank waits where all are to be killed until each has got there: the death of the first one would take
 the others out of their step."""
 
