@@ -133,6 +133,7 @@ class MemberRecord(Record, frozen=True, kw_only=True):
     """Of local workers that showed no progress: written when a job stands still; the positions show if it is stale."""
     managed: bool = False  # this agent has learnt that the job's workers call `elastic.run`
     saved_generation: Int = 0  # the newest in this node's checkpoint folder, if no other node sees it; 0 = none
+    held_generation: Int = 0  # whose state local workers have, though the node has no place now; 0 = none
 
 
 class GenerationNode(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

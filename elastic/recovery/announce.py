@@ -48,7 +48,17 @@ def member_record(turn: Turn) -> MemberRecord:
         unreachable=tuple(sorted({node for node, _ in agent.peers.unreachable})),
         standings=agent.local.standings,
         managed=policy.managed,
+        held_generation=_held_generation(turn),
     )
+
+
+def _held_generation(turn: Turn) -> int:
+    generation = turn.agent.formed.generation
+    if generation is None or turn.agent.drain.draining is not None:
+        return 0
+    if generation.node_of(turn.policy.node, turn.policy.incarnation) is not None:
+        return 0
+    return max((w.synced for w in turn.agent.local.workers.values() if w.stage is Stage.READY), default=0)
 
 
 def _stands(turn: Turn, worker: Worker) -> bool:

@@ -46,9 +46,9 @@ from .events import (
 from .evidence import merged
 from .exits import exited, failed
 from .manner import learn, manage
-from .membership import all_workers_lost
 from .model import Worker
 from .restart_budget import STORE
+from .state_holders import all_workers_lost
 from .transitions import IN_GROUP, Stage, Trigger
 from .turn import Turn
 from .view import JobView

@@ -14,7 +14,6 @@ from .membership import (
     AS_IT_SHOULD_BE,
     Change,
     Wait,
-    all_workers_lost,
     cut_off,
     living,
     next_generation,
@@ -22,6 +21,7 @@ from .membership import (
 )
 from .model import is_leader
 from .restart_budget import Charge, backoff_s, charge, in_vain
+from .state_holders import all_workers_lost
 from .turn import Turn
 
 LEAD_S = 0.25

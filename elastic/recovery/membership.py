@@ -11,13 +11,15 @@ import msgspec
 from ..contract.decoding import Member
 from ..contract.records import BrokenRecord, GenerationNode, GenerationRecord
 from . import reachability
-from .view import JobView
+from .state_holders import (
+    absent_before,
+    all_workers_lost,
+    with_holders,
+    with_witness,
+)
+from .view import Dead, JobView
 
 _seniority = operator.attrgetter("create_revision")
-
-Dead = frozenset[tuple[str, str]]
-"""(node, incarnation) of agents that are proven dead, even if their leases are still valid."""
-
 
 LEADER_CANDIDATES = 8
 """How many members of a generation, in rank order, are leader candidates."""
@@ -187,11 +189,10 @@ def next_generation(
     if broken or missing:
         reached = {node: m for node, m in alive.items() if node not in cut}
         older = None if settled else last_committed
-        if blind and (awaited := absent or _absent_before(current, older, reached, dead)):
+        if blind and (awaited := absent or absent_before(current, older, reached, dead)):
             return Wait(f"etcd was away: {', '.join(awaited)} may not have come back yet")
         chosen = _choose(current, inside, limits.max_nodes)
-        chosen = _with_witness(current, chosen, reached, broken, older)
-        chosen = _with_leavers(current, chosen, reached, broken, older)
+        chosen = with_holders(view, current, chosen, reached, broken, older)
         return _without_the_lost(current, chosen, limits, broken, _why(view, broken, missing, cut), settled)
 
     if absent:
@@ -200,7 +201,7 @@ def next_generation(
         fit = _fit([_as_seated(current, m) for m in alive.values()], view, limits)
     seated_or_reached = [m for m in fit if m.record.node not in cut or m.record.node in seated]
     # While steps advance, the data path between seated nodes works, even if their agents cannot reach each other.
-    chosen = _with_witness(current, _choose(current, seated_or_reached, limits.max_nodes), alive, None)
+    chosen = with_witness(current, _choose(current, seated_or_reached, limits.max_nodes), alive, None)
     reason = _cut_reason(view, cut) if cut else ""
     return _planned(current, chosen, alive, limits, reason, settled, steps_advance or not in_place)
 
@@ -294,77 +295,6 @@ def _choose(current: GenerationRecord | None, fit: list[Member], max_nodes: int)
     """At most `max_nodes` members: those of the current generation in rank order, then the others, oldest first."""
     rank = {(p.node, p.incarnation): i for i, p in enumerate(current.nodes)} if current else {}
     return sorted(fit, key=lambda m: (m.id not in rank, rank.get(m.id, 0), m.create_revision))[:max_nodes]
-
-
-def all_workers_lost(current: GenerationRecord, node: str, broken: BrokenRecord | None) -> bool:
-    """Whether all workers of `node` were lost, so that it holds no live state of the job."""
-    if broken is None or broken.generation != current.number or not (lost := broken.lost(node)):
-        return False
-    return all(set(p.slots) <= lost for p in current.nodes if p.node == node)
-
-
-def _with_witness(
-    current: GenerationRecord,
-    chosen: list[Member],
-    alive: Mapping[str, Member],
-    broken: BrokenRecord | None,
-    last_committed: GenerationRecord | None = None,
-) -> list[Member]:
-    """`chosen`; if no node of it holds the job's state, also a node that does: it sends the state before it leaves.
-
-    last_committed: given when `current` has not stepped, so that it may not have distributed the state yet. Then the
-    added node is one of `current` that was in `last_committed`, too, or else one that was only in `last_committed`."""
-    holders = _holders(current, alive, broken)
-    if last_committed is not None:
-        seats = {(p.node, p.incarnation) for p in last_committed.nodes}
-        now = {p.node: p.incarnation for p in current.nodes}
-        kept = [node for node in holders if (node, now[node]) in seats]
-        holders = kept or [node for node in _holders(last_committed, alive, None) if node not in now] or holders
-    if not holders or not chosen or any(m.record.node in holders for m in chosen):
-        return chosen
-    return [alive[holders[0]], *chosen]
-
-
-def _with_leavers(
-    current: GenerationRecord,
-    chosen: list[Member],
-    alive: Mapping[str, Member],
-    broken: BrokenRecord | None,
-    last_committed: GenerationRecord | None,
-) -> list[Member]:
-    """`chosen`, and the nodes that hold the job's state but are draining, newly excluded or beyond the job's new
-    maximum: any of them may be the only one that committed the last step. They leave after the next generation has
-    stepped."""
-    there = {m.record.node for m in chosen}
-    holders = _holders(current, alive, broken)
-    if last_committed is not None:
-        holders += [node for node in _holders(last_committed, alive, None) if current.at(node) is None]
-    late = [alive[node] for node in dict.fromkeys(holders) if node not in there]
-    return [*chosen, *(m for m in late if m.record.draining is not None or current.at(m.record.node) is not None)]
-
-
-def _holders(formed: GenerationRecord, alive: Mapping[str, Member], broken: BrokenRecord | None) -> list[str]:
-    """Nodes of `formed` on which at least one of its workers is alive, as far as is known."""
-
-    def holds(place: GenerationNode) -> bool:
-        member = alive.get(place.node)
-        lost = broken.lost(place.node) if broken else ()
-        return (
-            member is not None
-            and member.record.incarnation == place.incarnation
-            and any(s in member.record.ready and s not in lost for s in place.slots)
-        )
-
-    return [p.node for p in formed.nodes if holds(p)]
-
-
-def _absent_before(
-    current: GenerationRecord, last_committed: GenerationRecord | None, alive: Mapping[str, Member], dead: Dead
-) -> list[str]:
-    """Nodes of `last_committed` without a place in `current` that are absent and not proven dead. Each may be the only
-    one that has the newest state: a rank of `current` that has received only a part of it has none."""
-    places = [p for p in last_committed.nodes if current.at(p.node) is None] if last_committed is not None else []
-    return [p.node for p in places if p.node not in alive and (p.node, p.incarnation) not in dead]
 
 
 def arrange(

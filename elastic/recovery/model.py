@@ -15,9 +15,9 @@ from ..contract.standings import Standing
 from ..contract.timeouts import Timeouts
 from .effects import PutIncident
 from .incident import Closed, Incident
-from .membership import LEADER_CANDIDATES, Dead, NodeLimits, leader
+from .membership import LEADER_CANDIDATES, NodeLimits, leader
 from .transitions import Stage
-from .view import JobView
+from .view import Dead, JobView
 
 CROWD = 64
 """Default of `Policy.crowd`."""

@@ -34,6 +34,8 @@ def report(turn: Turn, before: Agent, event: Event) -> None:
         turn.do(late)
     known = turn.agent.incidents.incident
     incident = _numbered(turn, _renewed(turn, before, known)) if known else _opened(turn, before)
+    if known and incident and incident.key > known.key:
+        _supplement_ended(turn, known)
     if incident is None:
         _sweep(turn)
         return
@@ -131,6 +133,20 @@ def _supplement(turn: Turn) -> None:
     mine = agent.formed.broken_record is not None and agent.formed.broken_record.node == turn.policy.node
     if mine or is_leader(turn.agent):
         turn.do(AddCauses(over.incident.key, over.record()))
+
+
+def _supplement_ended(turn: Turn, incident: Incident) -> None:
+    """The incident that this agent tracked has ended while the agent could not reach etcd, and another one has begun:
+    add the failures of this node's workers to its record. No other agent has seen them."""
+    over, node = turn.agent.etcd.view.ended.get(incident.key), turn.policy.node
+    if over is None or over.repeat != incident.repeat:
+        return
+    named = {(cause.generation, cause.node) for cause in over.causes if weight(cause.kind) > 0}
+    mine = [c for c in causes(incident) if c.node == node and weight(c.kind) > 0 and (c.generation, node) not in named]
+    if mine:
+        every = sorted([*over.causes, *mine], key=lambda c: (c.generation, weight(c.kind) == 0))
+        first = {name: getattr(every[0], name) for name in ("kind", "node", "ranks", "detail")}
+        turn.do(AddCauses(incident.key, replace(over, causes=tuple(every), **first)))
 
 
 def _conclude(turn: Turn) -> None:

@@ -22,6 +22,9 @@ from ..contract.records import (
 from . import reachability
 from .generation_delta import GenerationReader
 
+Dead = frozenset[tuple[str, str]]
+"""(node, incarnation) of agents that are proven dead, even if their leases are still valid."""
+
 RECOVERY_GENERATIONS = 8
 """For about how many failures back the record of an open incident, and the failure reports that belong to it, are read:
 not for how many numbers, of which many may be left out after a loss of etcd."""

@@ -70,6 +70,7 @@ def _generation(record: GenerationRecord) -> str:
 def _member(record: MemberRecord) -> str:
     said = f"{record.node} ready {list(record.ready)}"
     said += f", draining: {record.draining}" if record.draining else ""
+    said += f", holds generation {record.held_generation}" if record.held_generation else ""
     return said + (f", done {record.done}" if record.done else "")
 
 

@@ -895,3 +895,7 @@ def test_lost_steps_of_a_planned_change_are_exact_where_no_order_comes_late() ->
 def test_a_worker_that_is_killed_while_it_aborts_is_named_in_a_job_that_shrinks() -> None:
     """It was not its agent that killed it: that it did not abort in time is not true."""
     assert play(draw(25580)).failure == ""
+
+
+def test_a_death_on_a_node_that_was_cut_off_is_added_to_an_incident_that_another_one_has_followed() -> None:
+    assert play(draw(1507168)).failure == ""

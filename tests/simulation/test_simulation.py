@@ -52,6 +52,18 @@ def test_an_order_to_stop_that_comes_too_late_costs_no_step() -> None:
     assert play(draw(56051)).failure == ""
 
 
+def test_a_node_without_a_place_hands_over_its_state_if_no_other_is_left() -> None:
+    """It was excluded and has handed over; then all workers of the others die, and no snapshot or checkpoint exists.
+    What it still has is old, and newer than the beginning."""
+    assert play(draw(1506280)).failure == ""
+
+
+def test_a_job_that_is_done_ends_though_etcd_has_lost_what_its_leader_published_last() -> None:
+    """The view comes back with what another agent has written back, at no lower a revision."""
+    outcome = play(draw(1504928))
+    assert (outcome.failure, outcome.phase) == ("", Phase.SUCCEEDED)
+
+
 def test_a_history_is_the_same_each_time() -> None:
     """A printed seed is enough to see a failure again."""
     for seed in range(40, 60):

@@ -13,16 +13,15 @@ from elastic.contract.decoding import Member
 from elastic.contract.records import BrokenRecord, GenerationRecord
 from elastic.recovery.membership import (
     Change,
-    Dead,
     NodeLimits,
     Wait,
-    all_workers_lost,
     arrange,
     leader,
     living,
     next_generation,
 )
-from elastic.recovery.view import JobView
+from elastic.recovery.state_holders import all_workers_lost
+from elastic.recovery.view import Dead, JobView
 
 NOBODY: Dead = frozenset()
 LIMITS = NodeLimits(min_nodes=1, max_nodes=3, join_wait_s=5.0)
