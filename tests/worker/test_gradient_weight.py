@@ -183,6 +183,38 @@ def test_each_model_has_one_backward_in_the_last_part(case: str, told: str) -> N
         assert bool(told) == bool(said), said
 
 
+def skipped_gan(rank: int, world_size: int, port: int, none: bool) -> Any:
+    """What a GAN is told whose critic's step a GradScaler skips, and whose critic's gradients are dropped then; and the
+    generator's gradient."""
+    group = formed(rank, world_size, port)
+    job, state, critic, generator = alone(rank, world_size, lr=0.0)
+    scaler, said = torch.amp.GradScaler("cpu", init_scale=1.0), ""
+    batch = next(job.batches(Pairs(), state, batch_size=11, micro_batch=2, shuffle=False))
+    try:
+        for number, part in enumerate(batch.parts()):
+            scaler.scale(loss(critic, part) * math.inf).backward()
+            if number == 2:
+                scaler.step(state.opt)
+                state.opt.zero_grad(set_to_none=none)
+            scaler.scale(loss(generator, part) + critic(part.x).mean()).backward()
+        scaler.step(state.opt_other)
+        scaler.update()
+    except RuntimeError as error:
+        said = str(error)
+    group.close()
+    return said, state.other.weight.grad.flatten().tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("none", [True, False])
+def test_a_gans_critic_whose_gradients_were_dropped_has_no_second_backward(none: bool) -> None:
+    _, state, _, _ = alone()
+    x, y = columns(11)
+    F.mse_loss(state.other(x), y).backward()
+    want = pytest.approx(state.other.weight.grad.flatten().tolist(), rel=1e-10)
+    assert run_ranks(skipped_gan, world_size=2, none=none) == [["", want], ["", want]]
+
+
 def two_optimizers(rank: int, world_size: int, port: int) -> Any:
     """The second model's gradient, where the first model's optimizer steps within the last part."""
     group = formed(rank, world_size, port)

@@ -23,7 +23,7 @@ from .. import torch_private
 from .comm_hooks import Exchange, GradientHook, Sampler, plain
 from .ddp_models import FixedLayout, Told
 from .own_gradients import OwnGradients
-from .parts_loop import HELD, LEFT, TWICE, UNEXCHANGED, USED, PartsLoop, samples, two_loops
+from .parts_loop import HELD, LEFT, TWICE, UNEXCHANGED, USED, PartsLoop, gradients, samples, two_loops
 
 
 class GradientWeight:
@@ -99,9 +99,13 @@ class GradientWeight:
         """The same, for a bucket of the model of this identity. A second backward in the last part is noted: what this
         rank has in its gradients by now is not the other ranks', so all decide by its sums (`_refuse_twice`)."""
         parts = self._parts
-        if parts is not None and parts.last and model in parts.exchanged - parts.applied and not self._sums:
+        if parts is not None and model in parts.summed() and not self._sums:
             parts.twice.add(model)
         return self()
+
+    def _begins(self, model: nn.Module) -> None:
+        if self._parts is not None:
+            self._parts.begins(model)
 
     def exchanges_last(self, model: int) -> None:
         """The last bucket of a backward of the model of this identity is exchanged."""
@@ -112,6 +116,8 @@ class GradientWeight:
         """Attach `model`. Returns arguments of its `GradientHook`."""
         self.attach(model)
         key = id(model)  # DDP holds the hook, and a cycle through it would keep the group
+        if isinstance(model, Told):
+            model.own.begins = self._begins
         return {
             "weight": functools.partial(self.of, key),
             "on_last": functools.partial(self.exchanges_last, key),
@@ -301,12 +307,12 @@ class GradientWeight:
         held, which it would weight again. Of those kept over a commit not if one of the models has none any more: the
         step was skipped, and the script drops another model's later."""
         if self._held and not self._sums and self._models:
-            found = [any(bool(grad.any()) for grad in _grads([model])) for model in self._models]
+            found = [any(bool(grad.any()) for grad in gradients([model])) for model in self._models]
             if all(found) if self._kept else any(found):
                 raise RuntimeError(HELD)
         for model in self._wrapped():
             model.own.trained = False
-        self._parts = PartsLoop(batch, {id(model) for model in self._wrapped() if _grads([model])})
+        self._parts = PartsLoop(batch, {id(model) for model in self._wrapped() if gradients([model])})
         return self._parts
 
     def rescale(self, factor: float) -> None:
@@ -345,8 +351,8 @@ class GradientWeight:
     def _lacking(self, parts: PartsLoop) -> bool:
         """Whether there are gradients that lack their exchange, or the weight of the last micro-batch."""
         if not parts.last:
-            return bool(_grads(self._models))
-        return not self._sums and bool(_grads(self._unwrapped()))
+            return bool(gradients(self._models))
+        return not self._sums and bool(gradients(self._unwrapped()))
 
     def _unexchanged(self, parts: PartsLoop, *, every: bool = True) -> bool:
         """Whether the last micro-batch had no backward, so that the gradients of those before lack their exchange: of
@@ -354,11 +360,11 @@ class GradientWeight:
         if not parts.last or (parts.exchanged and not every):
             return False
         if not parts.exchanged:
-            return bool(_grads(self._wrapped()))
+            return bool(gradients(self._wrapped()))
         # Others have gradients from elsewhere: a GAN's critic that was called without its wrapper, or parameters that a
         # newer wrapper has.
         known = parts.exchanged | parts.had
-        return bool(_grads([model for model in self._wrapped() if model.own.trained and id(model) not in known]))
+        return bool(gradients([model for model in self._wrapped() if model.own.trained and id(model) not in known]))
 
     def _whole_again(self) -> None:
         """The next backward is of the whole batch, and exchanges its gradients."""
@@ -373,12 +379,8 @@ class GradientWeight:
         return [model for model in self._models if not isinstance(model, DistributedDataParallel)]
 
 
-def _grads(models: Sequence[nn.Module]) -> list[torch.Tensor]:
-    return [p.grad for model in models for p in model.parameters() if p.grad is not None]
-
-
 def _scale(models: Sequence[nn.Module], factor: float) -> None:
-    grads = _grads(models)
+    grads = gradients(models)
     if grads and factor != 1.0:
         torch_private.foreach_mul(grads, factor)
 

@@ -62,6 +62,8 @@ class Told(DistributedDataParallel):
         due = not self._alike and super()._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
         trains = torch.is_grad_enabled()
         self.own.trained |= trains
+        if trains and self.own.begins is not None:
+            self.own.begins(self)
         if trains and any(module.training for module in self._writers):
             self._alike = False
         elif due:

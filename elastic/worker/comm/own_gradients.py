@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import nn
+
 
 class OwnGradients:
     """Whether a model's gradients have what only this rank has computed: a backward that no exchange has followed, as
@@ -12,6 +14,8 @@ class OwnGradients:
     held = False
     trained = False
     """The wrapper has had a forward with gradients in the newest loop over parts."""
+    begins: Callable[[nn.Module], None] | None = None
+    """Called at a forward with gradients of the wrapper."""
     applied = False
     """An optimizer has stepped meanwhile. The ranks' parameters are then alike only if the script has seen to it."""
 

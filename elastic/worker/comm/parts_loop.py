@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Any
 
+import torch
+from torch import nn
+
 HELD = (
     "a second loop over batch.parts() in one step, or gradients that an earlier backward has left: the loop would "
     "weight them again. Put all losses of a step into one loop, with the whole batch's after it, and drop "
@@ -49,6 +52,10 @@ def samples(batch: object) -> tuple[Any, Any]:
     return getattr(batch, "step", None), getattr(batch, "indices", None)
 
 
+def gradients(models: Sequence[nn.Module]) -> list[torch.Tensor]:
+    return [p.grad for model in models for p in model.parameters() if p.grad is not None]
+
+
 class PartsLoop:
     """A loop over the micro-batches of a batch. Models are named by their identities."""
 
@@ -63,8 +70,20 @@ class PartsLoop:
         """Models whose backward has run in the last micro-batch."""
         self.twice: set[int] = set()
         """Those with a second one there, while no optimizer had stepped."""
+        self.dropped: set[int] = set()
+        """Those of them whose sums were dropped there, as those that a GradScaler has not applied: a further backward
+        exchanges none of them again."""
         self.applied: set[int] = set()
         """Those of them after which an optimizer has stepped there: what a further backward adds to their gradients is
         dropped later, as a GAN's."""
         self.open = True
         """Its generator may go on."""
+
+    def summed(self) -> set[int]:
+        """Models of which a further backward would exchange sums again."""
+        return self.exchanged - self.applied - self.dropped if self.last else set()
+
+    def begins(self, model: nn.Module) -> None:
+        """A forward of `model` with gradients: what the script has dropped is not exchanged again."""
+        if id(model) in self.summed() and not any(bool(grad.any()) for grad in gradients([model])):
+            self.dropped.add(id(model))
